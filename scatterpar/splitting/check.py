@@ -12,6 +12,7 @@ from scatterpar.option_checks import check_int, check_number
 from scatterpar.splitting.causes import Cause, explain
 from scatterpar.splitting.gradients import joined, largest_error
 from scatterpar.splitting.parts import hides_counts
+from scatterpar.splitting.process_state import refers_to_accelerator
 from scatterpar.splitting.step_run import Step
 from scatterpar.splitting.trial import Loss, Trial, described
 from scatterpar.tables import Printed
@@ -119,8 +120,8 @@ def splitcheck(
     torch's functions that clip gradients change nothing at their first call.
 
     Raises:
-        ValueError: for too few rows, a comparison of a step with itself, and a step
-            that leaves no gradient.
+        ValueError: for too few rows, a comparison of a step with itself, a step that
+            leaves no gradient, and with ``ranks`` an ``Accelerator`` from outside.
         RuntimeError: if the step fails on a rank, with its traceback.
         TimeoutError: if ranks wait for each other, with the lines where they do.
     """
@@ -194,6 +195,12 @@ def _check_arguments(
         raise ValueError(
             "parts=1 on one rank compares the step with itself; pass parts=2 or more, "
             "ranks=, or loss="
+        )
+    if ranks > 1 and refers_to_accelerator(step):
+        raise ValueError(
+            f"step refers to an Accelerator that was made outside of it, for this "
+            f"process alone, and ranks={ranks} starts others; make it, or the Trainer "
+            f"that has it, in step, and call prepare() there"
         )
     devices = {parameter.device.type for parameter in model.parameters()}
     if ranks > 1 and devices != {"cpu"}:

@@ -141,6 +141,14 @@ def _training_helpers(step: Any) -> list[Any]:
 # --- accelerate ---
 
 
+def refers_to_accelerator(step: Any) -> bool:
+    """Whether ``step`` refers to an ``Accelerator``, which belongs to one process."""
+    module = sys.modules.get("accelerate.accelerator")
+    if module is None:
+        return False
+    return any(isinstance(value, module.Accelerator) for value in reachable(step))
+
+
 def reset_accelerate() -> None:
     """Make accelerate forget which processes there are, after a fork."""
     for shared in _singletons().values():

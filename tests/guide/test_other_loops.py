@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from importlib.util import find_spec
+from typing import ClassVar
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import scatterpar
+from scatterpar import ScatterOnceParallel, splitcheck
 
 pytestmark = [pytest.mark.loops, pytest.mark.draws]  # loaders draw their seeds
 SNIPPETS = {
@@ -114,6 +116,74 @@ def test_each_gradient_of_a_loop_is_that_of_plain_torch(title, monkeypatch):
     engine.close()
     assert engine.compared == steps
     assert torch.equal(start, next(engine.module.parameters())) == (title == "first")
+
+
+def in_parts(title, engine_class):
+    """A loop of the page for one optimizer step, with parts for its batches."""
+
+    def step(model, batches):
+        names = {"nn": nn, "torch": torch, "criterion": nn.CrossEntropyLoss()}
+        names |= {"device_ids": ["cpu:0", "cpu:1"], "device": torch.device("cpu")}
+        names |= {"ScatterOnceParallel": engine_class, "model": model}
+        names |= {"loader": DataLoader(batches, batch_size=None)}
+        names["optimizer"] = torch.optim.Adam(model.parameters(), 0.02)
+        engine_class.made.clear()
+        try:
+            run_snippet(SNIPPETS[title][0], names)
+        finally:
+            (engine,) = engine_class.made
+            engine.close()
+
+    return step
+
+
+class Made(ScatterOnceParallel):
+    """An engine, which the class keeps in ``made``."""
+
+    made: ClassVar = []
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.made.append(self)
+
+
+# Per section: the library, and the micro-batches of a step. skorch's loop keeps rows for
+# its validation, and so computes another gradient.
+STEPS = {
+    "Fabric": ("lightning_fabric", 1),
+    "accelerate": ("accelerate", 2),
+    "ignite": ("ignite", 1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "title",
+    [
+        pytest.param(title, marks=needs(package))
+        for title, (package, _) in STEPS.items()
+    ],
+)
+def test_the_optimizer_of_a_loop_receives_the_gradient_of_the_whole_batch(
+    title, monkeypatch
+):
+    """After all that the library does with it: dividing, scaling, clipping."""
+    # for those that import it
+    monkeypatch.setattr(scatterpar, "ScatterOnceParallel", Made)
+
+    def loss(model, batch):
+        images, labels = batch
+        return nn.functional.cross_entropy(model(images), labels)
+
+    _, parts = STEPS[title]
+    splitcheck(
+        in_parts(title, Made),
+        network(),
+        (IMAGES[:52], LABELS[:52]),
+        parts=parts,
+        equal=True,
+        loss=loss,
+    ).assert_passed()
 
 
 SCRIPT = """

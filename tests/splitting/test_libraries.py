@@ -87,6 +87,25 @@ def test_an_accelerator_from_outside_is_as_before():
         assert not optimizer.state
 
 
+def test_an_accelerator_from_outside_is_refused_with_ranks():
+    """It failed in ``prepare``, with an error of accelerate's about its state."""
+    with accelerator_from_outside() as accelerator:
+
+        class Trainer:
+            def __init__(self):
+                self.accelerator = accelerator
+
+            def step(self, model, batches):
+                self.accelerator.prepare(model)
+
+        def step(model, batches):
+            accelerator.prepare(model)
+
+        for given in (step, Trainer().step):
+            with pytest.raises(ValueError, match="ranks=2 starts others; make it, or"):
+                splitcheck(given, new(Tagger), tokens(), ranks=2)
+
+
 @contextlib.contextmanager
 def accelerator_from_outside():
     """An accelerator; afterwards its singletons are those of before."""

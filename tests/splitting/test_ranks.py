@@ -205,3 +205,69 @@ def test_a_lambda_cannot_be_sent_to_spawned_processes(monkeypatch):
 def test_spawned_ranks_give_the_same(monkeypatch):
     monkeypatch.setattr(ranks, "can_fork", lambda: False)
     splitcheck(averaged, new(Net), images(), ranks=2).assert_passed()
+
+
+# --- in a notebook ---
+
+CELLS = [
+    """
+import os
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from scatterpar import splitcheck
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+batch = torch.randn(16, 8), torch.randint(3, (16,))
+model(batch[0]).sum().backward()  # a kernel has used its threads before
+model.zero_grad()
+
+def children():
+    with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as file:
+        return file.read().split()
+
+def step(model, batches):
+    parallel = DistributedDataParallel(model)
+    for rows, classes in batches:
+        loss = cross_entropy(parallel(rows), classes) / len(batches)
+        (loss / dist.get_world_size() if is_divided_twice else loss).backward()
+""",
+    "is_divided_twice = False\nsplitcheck(step, model, batch, ranks=2)",
+    "is_divided_twice = True\nsplitcheck(step, model, batch, ranks=2)",
+    "splitcheck(lambda *_: 1 / 0, model, batch, ranks=2)",
+    "print(children(), next(model.parameters()).grad, torch.randn(1).shape)",
+]
+
+
+# In a process of its own, because a client opens sockets.
+EXECUTE = """
+import sys, nbclient, nbformat
+notebook = nbformat.read(sys.argv[1], as_version=4)
+nbclient.NotebookClient(notebook, timeout=300, allow_errors=True).execute()
+nbformat.write(notebook, sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a fork")
+def test_ranks_of_functions_in_a_notebook_s_cell(tmp_path_factory):
+    nbformat = pytest.importorskip("nbformat", reason="the extra `test`")
+    pytest.importorskip("nbclient", reason="the extra `test`")
+    path = tmp_path_factory.mktemp("notebook") / "cells.ipynb"
+    notebook = nbformat.v4.new_notebook()
+    notebook.cells = [nbformat.v4.new_code_cell(text) for text in CELLS]
+    nbformat.write(notebook, path)
+    subprocess.run([sys.executable, "-c", EXECUTE, path], timeout=400, check=True)
+    cells = nbformat.read(path, as_version=4).cells
+    made, right, wrong, failed, after = [cell.outputs for cell in cells]
+    assert made == []
+    first_line, *_ = right[0].data["text/plain"].splitlines()
+    assert "8 | 8 on 2 ranks" in first_line
+    assert first_line.endswith("only rounding differs")
+    assert "why: constant factor" in wrong[0].data["text/plain"]
+    assert failed[0].ename == "RuntimeError"
+    assert "ZeroDivisionError" in failed[0].evalue
+    assert after[0].text == "[] None torch.Size([1])\n"

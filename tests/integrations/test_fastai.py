@@ -28,6 +28,7 @@ from fastai.metrics import accuracy  # noqa: E402
 from fastai.optimizer import SGD  # noqa: E402
 from fastai.torch_core import params  # noqa: E402
 
+from scatterpar import splitcheck  # noqa: E402
 from scatterpar.integrations.fastai import ScatterOnce  # noqa: E402
 
 pytestmark = [pytest.mark.loops, pytest.mark.draws]
@@ -267,3 +268,36 @@ def test_the_page(tmp_path):
     learn.no_bar().__enter__()
     exec(snippet.replace("[0, 1]", "['cpu', 'cpu']"), {"learn": learn})
     assert len(learn.recorder.losses) > 0
+
+
+@pytest.mark.slow
+def test_the_optimizer_receives_the_gradient_of_the_whole_batch(tmp_path):
+    """After ``GradientAccumulation`` has weighted batches by their rows.
+
+    fastai's optimizers are not torch's: with a rate of 1 the step is the gradient.
+    """
+
+    def step(model, batches):
+        rows = []
+        for images, labels in batches:
+            rows += zip(images, labels, strict=True)
+        loader = DataLoader(rows, bs=len(rows) // len(batches))
+        learn = Learner(
+            DataLoaders(loader, loader, device="cpu"),
+            model,
+            nn.CrossEntropyLoss(),
+            opt_func=SGD,
+            cbs=[NEW(), GradientAccumulation(len(rows))],
+            path=tmp_path,
+        )
+        learn.recorder.smooth_loss = Smooth()
+        fitted(learn, lambda learn: learn.fit(1, 1.0))
+
+    def loss(model, batch):
+        images, labels = batch
+        return nn.functional.cross_entropy(model(images), labels)
+
+    with seeded(3):
+        model = nn.Sequential(nn.Flatten(), nn.Linear(16, CLASSES))
+    batch = randn(24, 1, 4, 4), randint(CLASSES, 24)
+    splitcheck(step, model, batch, parts=3, equal=True, loss=loss).assert_passed()

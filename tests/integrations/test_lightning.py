@@ -32,7 +32,7 @@ from lightning.pytorch.tuner import Tuner  # noqa: E402
 from torchmetrics import AUROC, MeanSquaredError, MetricCollection, PearsonCorrCoef  # noqa: E402
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score  # noqa: E402
 
-from scatterpar import ScatterOnceParallel, count_labels  # noqa: E402
+from scatterpar import ScatterOnceParallel, count_labels, splitcheck  # noqa: E402
 from scatterpar.integrations.lightning import ScatterOnceStrategy  # noqa: E402
 from scatterpar.replicas.replicas import ReplicaSet  # noqa: E402
 
@@ -610,3 +610,45 @@ def test_what_could_not_be_checked_names_what_works_here():
     assert "count_labels" not in text
     assert "engine.check" not in text
     assert "Nothing was changed" not in text
+
+
+class Plain(pl.LightningModule):
+    """A linear layer, trained by Adam."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(FEATURES, CLASSES)
+
+    def training_step(self, batch, batch_idx):
+        images, labels = batch
+        return functional.cross_entropy(self.net(images), labels)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [1, 3])
+def test_the_optimizer_receives_the_gradient_of_the_whole_batch(parts):
+    """After the Trainer has divided by ``accumulate_grad_batches``, and clipped."""
+
+    def step(module, batches):
+        trainer = pl.Trainer(
+            max_steps=1,
+            accumulate_grad_batches=len(batches),
+            accelerator="cpu",
+            strategy=ScatterOnceStrategy(["cpu:0", "cpu:1"], 2),
+            gradient_clip_val=1e-3,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, DataLoader(batches, batch_size=None))
+
+    def loss(module, batch):
+        images, labels = batch
+        return functional.cross_entropy(module.net(images), labels)
+
+    batch = randn(24, FEATURES), randint(CLASSES, 24)
+    splitcheck(step, Plain(), batch, parts=parts, equal=True, loss=loss).assert_passed()

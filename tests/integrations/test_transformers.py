@@ -36,7 +36,7 @@ from harness.trainers import (
 )
 from torch import nn
 
-from scatterpar import count_labels
+from scatterpar import count_labels, splitcheck
 from scatterpar.integrations.transformers import ScatterOnceMixin, ScatterOnceTrainer
 
 pytestmark = [pytest.mark.trainers, pytest.mark.draws]
@@ -758,3 +758,25 @@ def test_what_does_not_go_together_is_refused_by_name(
     monkeypatch.setattr(type(args) if computed else holder, name, value, raising=False)
     with pytest.raises(ValueError, match=words):
         ScatterOnceTrainer(model, args, device_ids=["cpu"] * 2)
+
+
+@pytest.mark.slow
+def test_the_optimizer_receives_the_gradient_of_all_labels(tmp_path):
+    """After the Trainer has divided and clipped, for batches with unequal labels.
+
+    Beside that of one batch, because the stock Trainer counts the first label of each
+    row, too, which no loss of a causal model does.
+    """
+
+    def step(model, batches):
+        rows = []
+        for batch in batches:
+            for values in zip(*batch.values(), strict=True):
+                rows.append(dict(zip(batch, values, strict=True)))
+        options = sizes(len(rows) // 2 // len(batches), len(batches))
+        args = arguments(tmp_path, max_steps=1, max_grad_norm=1e-3, **options)
+        given = {"device_ids": VIRTUAL, "train_dataset": rows}
+        quietly(ScatterOnceTrainer(model, args, **given).train)
+
+    batch = padded(sentences(16))
+    splitcheck(step, language_model(), batch, parts=4, equal=True).assert_passed()

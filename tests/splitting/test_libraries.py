@@ -1,13 +1,28 @@
-"""Loops of accelerate and transformers, right and wrong ones."""
+"""Loops of accelerate, transformers and lightly, right and wrong ones."""
 
 import contextlib
+from importlib.metadata import version
+from importlib.util import find_spec
 
 import pytest
 import torch
-from splitting.loop_models import Tagger, new, num_labels, token_loss, tokens
+from splitting.loop_models import (
+    Net,
+    Tagger,
+    new,
+    num_labels,
+    pairs,
+    token_loss,
+    tokens,
+)
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from scatterpar import splitcheck
+from scatterpar.train.libraries import library
+
+if find_spec("torchvision") is not None:
+    library("torchvision")  # PyPI's beside torch's CPU build
 
 accelerate = pytest.importorskip("accelerate", reason="the extra `transformers`")
 transformers = pytest.importorskip("transformers", reason="the extra `transformers`")
@@ -227,3 +242,48 @@ def test_the_router_loss_of_the_trainer_on_two_ranks(tmp_path):
         assert "rank" in report.why
     else:
         assert report.passed or report.cause == "once per part"
+
+
+# --- lightly: losses that gather the outputs of all ranks ---
+
+
+def gathered_loss(loss, name):
+    match name:
+        case "SwaV":
+            criterion = loss.SwaVLoss(sinkhorn_gather_distributed=True)
+            return lambda first, second: criterion([first, second], [])
+        case "negative cosine":
+            return loss.NegativeCosineSimilarity()
+    kinds = {
+        "NT-Xent": loss.NTXentLoss,
+        "DCL": loss.DCLLoss,
+        "VICReg": loss.VICRegLoss,
+        "TiCo": loss.TiCoLoss,
+        "Barlow Twins": loss.BarlowTwinsLoss,
+    }
+    return kinds[name](gather_distributed=True)
+
+
+@pytest.mark.slow
+@pytest.mark.loops
+@pytest.mark.filterwarnings("ignore::Warning")
+@pytest.mark.parametrize(
+    "name",
+    ["NT-Xent", "DCL", "VICReg", "TiCo", "SwaV", "negative cosine", "Barlow Twins"],
+)
+def test_losses_of_lightly_on_two_ranks(name):
+    """In 1.6.0 that of Barlow Twins normalises by the rows of a rank, not of all."""
+    pytest.importorskip("torchvision", reason="lightly needs it")
+    loss = pytest.importorskip("lightly.loss", reason="pip install lightly")
+
+    def step(model, batches):
+        parallel = DistributedDataParallel(model)
+        ((first, second),) = batches
+        outputs = parallel(torch.cat([first, second])).chunk(2)
+        gathered_loss(loss, name)(*outputs).backward()
+
+    report = splitcheck(step, new(lambda: Net(outputs=6)), pairs(), ranks=2)
+    if name != "Barlow Twins":
+        report.assert_passed()
+    elif version("lightly") == "1.6.0":
+        assert report.cause == "rows are compared"

@@ -47,6 +47,7 @@ from sentence_transformers.sentence_transformer.modules import (  # noqa: E402
     Transformer,
 )
 
+from scatterpar import splitcheck  # noqa: E402
 from scatterpar.integrations.sentence_transformers import (  # noqa: E402
     ScatterOnceCrossEncoderTrainer,
     ScatterOnceTrainer,
@@ -386,3 +387,31 @@ def test_the_example_runs_as_it_stands(tmp_path, monkeypatch):
     )
     quietly(script.main)
     assert any(tmp_path.glob("*.json"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["CachedMNRL", "CosineSimilarity"])
+def test_the_optimizer_receives_the_gradient_of_all_rows(saved, tmp_path, name):
+    """After the Trainer has divided and clipped, by ``splitcheck``."""
+    make_loss, rows = LOSSES[name]
+
+    def step(model, batches):
+        numbers = torch.cat([numbers for (numbers,) in batches])
+        args = ScatterOnceTrainer.training_args_class(
+            output_dir=str(tmp_path),
+            max_grad_norm=1e-3,
+            per_device_train_batch_size=len(numbers) // 2 // len(batches),
+            gradient_accumulation_steps=len(batches),
+            **QUIET,
+        )
+        trainer = ScatterOnceTrainer(
+            model,
+            args,
+            train_dataset=rows().select(numbers.tolist()),
+            loss=make_loss(model),
+            device_ids=LAYOUTS["virtual"],
+        )
+        quietly(trainer.train)
+
+    batch = (torch.arange(16),)
+    splitcheck(step, encoder(saved), batch, parts=4, equal=True).assert_passed()

@@ -7,9 +7,10 @@ It prints a table of the sabotages, the promises that they break, and the tests 
 them, and ends with 1 if one is not seen.
 
 A sabotage replaces a text in a function or method of the engine. If the text is not
-there exactly once, the sabotage has to be mended: that is a failure, too. Its test runs in a process of its own, which imports a copy of the package with the
-changed text. These are forks of a server that has imported torch, which takes longer
-than most of the tests.
+there exactly once, the sabotage has to be mended: that is a failure, too. Its test runs
+in a process of its own, which imports a copy of the package with the changed text.
+These are forks of a server that has imported torch, which takes longer than most of the
+tests.
 """
 
 import argparse
@@ -857,6 +858,15 @@ SABOTAGES = [
         text="if self.sub_step is not None:",
         replacement="if False:",
         seen_by="test_the_words_of_a_note",
+    ),
+    Sabotage(
+        name="a right step is refused, because its gradient is rounded otherwise",
+        promise="clear errors",
+        file="verify/rounding.py",
+        place="Rounding.tolerance",
+        text="max((known.tolerance for known in self._formats), default=0.0)",
+        replacement="0.0",
+        seen_by="test_it_is_silent",
     ),
     Sabotage(
         name="a closed engine steps on",

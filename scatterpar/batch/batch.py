@@ -1,13 +1,13 @@
-"""A batch as a flat list of leaves: taken apart once, and put together for each call.
+"""A batch as a flat list of atoms: taken apart once, and put together for each call.
 
 ::
 
     inputs {"ids": a, "mask": b}, targets c      what the user passes
-    leaves [a, b, c]                             what is selected, moved and copied
+    atoms [a, b, c]                              what is selected, moved and copied
     inputs {"ids": a', "mask": b'}, targets c'   what module and criterion get
 
-What a leaf is, is asked once, when a batch is taken apart. So a sub-step only does what
-the kind of each leaf needs.
+An atom's kind is asked once, when a batch is taken apart. So a sub-step only does what
+the kind of each atom needs.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from scatterpar.batch.markers import Batches, Marker, count_rows
 
 @dataclass(frozen=True)
 class Structure:
-    """How the leaves of a batch were nested, and what each of them is.
+    """How the atoms of a batch were nested, and what each of them is.
 
-    All other leaves than those at the four kinds of positions are plain values.
+    All other atoms than those at the four kinds of positions are plain values.
 
     Attributes:
         dim: the dimension along which tensors have their rows.
-        num_inputs: the number of leaves of the inputs, which come first.
-        build_inputs: puts the leaves of the inputs together.
-        build_targets: puts the leaves of the targets together.
+        num_inputs: the number of atoms of the inputs, which come first.
+        build_inputs: puts the atoms of the inputs together.
+        build_targets: puts the atoms of the targets together.
         tensors: the positions of tensors with rows.
         numbers: the positions of 0-dim tensors.
         markers_of_rows: the positions of markers with rows, such as ``Rows``.
@@ -52,24 +52,24 @@ class Structure:
 
 
 class Batch:
-    """The inputs and targets of some rows, as a flat list of their leaves.
+    """The inputs and targets of some rows, as a flat list of their atoms.
 
-    A leaf is a tensor, a marker, or anything else that is no container.
+    An atom is a tensor, a marker, or anything else that is no container.
 
     Attributes:
-        leaves: those of the inputs, then those of the targets.
+        atoms: those of the inputs, then those of the targets.
         structure: how they are put together, and what they are.
         rows: the number of rows.
         first_row: the number of the first row, if several batches make a step.
     """
 
     # A step makes one object per share and per micro-batch.
-    __slots__ = ("first_row", "leaves", "rows", "structure")
+    __slots__ = ("atoms", "first_row", "rows", "structure")
 
     def __init__(
-        self, leaves: list[Any], structure: Structure, rows: int, first_row: int = 0
+        self, atoms: list[Any], structure: Structure, rows: int, first_row: int = 0
     ) -> None:
-        self.leaves = leaves
+        self.atoms = atoms
         self.structure = structure
         self.rows = rows
         self.first_row = first_row
@@ -77,13 +77,13 @@ class Batch:
     @property
     def inputs(self) -> Any:
         """The inputs, nested as the user nested them."""
-        return self.structure.build_inputs(iter(self.leaves))
+        return self.structure.build_inputs(iter(self.atoms))
 
     @property
     def targets(self) -> Any:
         """The targets, nested as the user nested them."""
-        leaves = self.leaves[self.structure.num_inputs :]
-        return self.structure.build_targets(iter(leaves))
+        atoms = self.atoms[self.structure.num_inputs :]
+        return self.structure.build_targets(iter(atoms))
 
     def unwrapped(self, *, copy: bool = False) -> tuple[Any, Any]:
         """Inputs and targets as a module and a criterion see them, without markers.
@@ -91,18 +91,18 @@ class Batch:
         With ``copy``, tensors are copied.
         """
         structure = self.structure
-        leaves = self.leaves.copy()
+        atoms = self.atoms.copy()
         if copy:  # a module may write its inputs in place, and a step reads them again
             for position in structure.tensors:
-                leaves[position] = leaves[position].clone()
+                atoms[position] = atoms[position].clone()
             for position in structure.numbers:
-                leaves[position] = leaves[position].clone()
+                atoms[position] = atoms[position].clone()
         for position in structure.markers_of_rows:
-            leaves[position] = leaves[position].unwrap(copy=copy)
+            atoms[position] = atoms[position].unwrap(copy=copy)
         for position in structure.markers_of_values:
-            leaves[position] = leaves[position].unwrap(copy=copy)
-        # One iterator for both: the leaves of the inputs come first.
-        remaining = iter(leaves)
+            atoms[position] = atoms[position].unwrap(copy=copy)
+        # One iterator for both: the atoms of the inputs come first.
+        remaining = iter(atoms)
         return structure.build_inputs(remaining), structure.build_targets(remaining)
 
     def select(self, rows: Sequence[int]) -> Batch:
@@ -111,42 +111,42 @@ class Batch:
         If they are a ``range``, tensors become views, otherwise copies.
         """
         structure = self.structure
-        leaves = self.leaves.copy()
+        atoms = self.atoms.copy()
         for position in structure.tensors:
-            leaves[position] = _select(leaves[position], rows, structure.dim)
+            atoms[position] = _select(atoms[position], rows, structure.dim)
         for position in structure.numbers:
             # Replicas must not share a number: a module may write it.
-            leaves[position] = leaves[position].clone()
+            atoms[position] = atoms[position].clone()
         # Markers without rows go to every share as they are.
         for position in structure.markers_of_rows:
-            leaves[position] = leaves[position].select(rows)
-        return Batch(leaves, structure, len(rows))
+            atoms[position] = atoms[position].select(rows)
+        return Batch(atoms, structure, len(rows))
 
     def map_rows(self, function: Callable[[Any], Any]) -> Batch:
         """The batch with ``function`` of each tensor and marker that has rows."""
-        leaves = self.leaves.copy()
+        atoms = self.atoms.copy()
         for position in self.structure.tensors:
-            leaves[position] = function(leaves[position])
+            atoms[position] = function(atoms[position])
         for position in self.structure.markers_of_rows:
-            leaves[position] = function(leaves[position])
-        return Batch(leaves, self.structure, self.rows, self.first_row)
+            atoms[position] = function(atoms[position])
+        return Batch(atoms, self.structure, self.rows, self.first_row)
 
     def map_values(self, function: Callable[[Any], Any]) -> Batch:
         """The batch with ``function`` of each 0-dim tensor and marker without rows."""
-        leaves = self.leaves.copy()
+        atoms = self.atoms.copy()
         for position in self.structure.numbers:
-            leaves[position] = function(leaves[position])
+            atoms[position] = function(atoms[position])
         for position in self.structure.markers_of_values:
-            leaves[position] = function(leaves[position])
-        return Batch(leaves, self.structure, self.rows, self.first_row)
+            atoms[position] = function(atoms[position])
+        return Batch(atoms, self.structure, self.rows, self.first_row)
 
     def without_targets(self) -> Batch:
         """The inputs alone."""
         structure = self.structure
-        # Classified again: the positions of the targets' leaves are gone.
-        leaves = self.leaves[: structure.num_inputs]
+        # Classified again: the positions of the targets' atoms are gone.
+        atoms = self.atoms[: structure.num_inputs]
         return _classified(
-            leaves,
+            atoms,
             structure.num_inputs,
             structure.build_inputs,
             _nothing,
@@ -158,9 +158,9 @@ class Batch:
     def without_inputs(self) -> Batch:
         """The targets alone."""
         structure = self.structure
-        leaves = self.leaves[structure.num_inputs :]
+        atoms = self.atoms[structure.num_inputs :]
         return _classified(
-            leaves,
+            atoms,
             0,
             _nothing,
             structure.build_targets,
@@ -171,14 +171,14 @@ class Batch:
 
     def at_row(self, first_row: int) -> Batch:
         """The same batch, whose first row has another number."""
-        return Batch(self.leaves, self.structure, self.rows, first_row)
+        return Batch(self.atoms, self.structure, self.rows, first_row)
 
     @property
     def markers(self) -> list[Marker]:
-        """The leaves that are markers."""
+        """The atoms that are markers."""
         structure = self.structure
         positions = structure.markers_of_rows + structure.markers_of_values
-        return [self.leaves[position] for position in positions]
+        return [self.atoms[position] for position in positions]
 
     @property
     def has_marked_rows(self) -> bool:
@@ -189,10 +189,10 @@ class Batch:
         """Every tensor, also inside markers."""
         structure = self.structure
         positions = structure.tensors + structure.numbers
-        tensors: list[Tensor] = [self.leaves[position] for position in positions]
+        tensors: list[Tensor] = [self.atoms[position] for position in positions]
         # A transfer must wait for these, too.
         for marker in self.markers:
-            tensors += [leaf for leaf in marker.leaves() if isinstance(leaf, Tensor)]
+            tensors += [atom for atom in marker.atoms() if isinstance(atom, Tensor)]
         return tensors
 
     def devices(self) -> set[torch.device]:
@@ -211,18 +211,18 @@ def batch_of(
     inputs: Any, targets: Any, rows: int, dim: int, first_row: int = 0
 ) -> Batch:
     """The batch of ``rows`` rows that a user passes as inputs and targets."""
-    leaves, build_inputs = nested.flatten(inputs)
-    num_inputs = len(leaves)
+    atoms, build_inputs = nested.flatten(inputs)
+    num_inputs = len(atoms)
     # Targets come behind the inputs in one list, so that one loop moves both.
-    leaves_of_targets, build_targets = nested.flatten(targets)
-    leaves += leaves_of_targets
+    atoms_of_targets, build_targets = nested.flatten(targets)
+    atoms += atoms_of_targets
     return _classified(
-        leaves, num_inputs, build_inputs, build_targets, rows, dim, first_row
+        atoms, num_inputs, build_inputs, build_targets, rows, dim, first_row
     )
 
 
 def _classified(
-    leaves: list[Any],
+    atoms: list[Any],
     num_inputs: int,
     build_inputs: nested.Build,
     build_targets: nested.Build,
@@ -230,17 +230,17 @@ def _classified(
     dim: int,
     first_row: int,
 ) -> Batch:
-    """The batch of these leaves, with the kind of each."""
+    """The batch of these atoms, with the kind of each."""
     tensors: list[int] = []
     numbers: list[int] = []
     markers_of_rows: list[int] = []
     markers_of_values: list[int] = []
-    for position, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor):
+    for position, atom in enumerate(atoms):
+        if isinstance(atom, Tensor):
             # A 0-dim tensor has no rows, and goes whole to every share.
-            (tensors if leaf.ndim else numbers).append(position)
-        elif isinstance(leaf, Marker):
-            has_rows = leaf.num_rows is not None
+            (tensors if atom.ndim else numbers).append(position)
+        elif isinstance(atom, Marker):
+            has_rows = atom.num_rows is not None
             (markers_of_rows if has_rows else markers_of_values).append(position)
     structure = Structure(
         dim,
@@ -252,7 +252,7 @@ def _classified(
         tuple(markers_of_rows),
         tuple(markers_of_values),
     )
-    return Batch(leaves, structure, rows, first_row)
+    return Batch(atoms, structure, rows, first_row)
 
 
 def _nothing(_: Iterator[Any]) -> None:

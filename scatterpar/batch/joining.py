@@ -1,6 +1,6 @@
 """Join the pieces of a result into one, in the order of the batch's rows.
 
-A leaf of the pieces is one of these, told by what all pieces have there::
+An atom of the pieces is one of these, told by what all pieces have there::
 
     0-dim tensors                    their weighted mean
     tensors with k entries per row   concatenated
@@ -51,7 +51,7 @@ def join_rows(
     ``rows`` all tensors are concatenated. With ``pad`` tensors get equal sizes in the
     other dimensions: they are padded at the end with this value.
 
-    Any other leaf is returned once if all pieces have the same, and otherwise becomes a
+    Any other atom is returned once if all pieces have the same, and otherwise becomes a
     list with one entry per piece. ``lists`` says whether lists that have one entry per
     row are concatenated; ``"if clear"``: unless they may be lists of tensors with rows.
 
@@ -68,34 +68,34 @@ def join_rows(
     def are_entries(values: Sequence[Any], lists: Lists = lists) -> bool:
         return rows is not None and _are_entries(values, rows, dim, lists)
 
-    def join_leaves(leaves: list[Any]) -> Any:
-        first = leaves[0]
+    def join_atoms(atoms: list[Any]) -> Any:
+        first = atoms[0]
         if isinstance(first, PackedSequence):
             raise ValueError(
                 "outputs that are PackedSequences cannot be joined, because a "
                 "PackedSequence interleaves the entries of its rows; return what "
                 "pad_packed_sequence(output, batch_first=True) gives"
             )
-        if are_entries(leaves):
-            return _in_order(list(chain(*leaves)), order, dim)
-        if not all(isinstance(leaf, Tensor) for leaf in leaves):
-            return first if _are_all_same(leaves) else leaves
+        if are_entries(atoms):
+            return _in_order(list(chain(*atoms)), order, dim)
+        if not all(isinstance(atom, Tensor) for atom in atoms):
+            return first if _are_all_same(atoms) else atoms
         if not first.ndim:
             # Numbers have no rows. Micro-batches of unequal sizes count by their rows.
-            return _average(leaves, weights)
+            return _average(atoms, weights)
         if pad is not None:
-            leaves = _padded(leaves, dim, pad)
-        if rows is not None and not _entries_per_row(leaves, rows, dim):
-            return leaves[0]
-        return _in_order(torch.cat(leaves, dim), order, dim)
+            atoms = _padded(atoms, dim, pad)
+        if rows is not None and not _entries_per_row(atoms, rows, dim):
+            return atoms[0]
+        return _in_order(torch.cat(atoms, dim), order, dim)
 
-    def is_leaf(values: Sequence[Any]) -> bool:
+    def is_atom(values: Sequence[Any]) -> bool:
         return isinstance(values[0], PackedSequence) or are_entries(values)
 
     # The output itself may be the list: nothing else can be meant by it.
     if lists != "never" and are_entries(pieces, "always"):
         return _in_order(list(chain(*pieces)), order, dim)
-    return nested.merge(join_leaves, pieces, is_leaf)
+    return nested.merge(join_atoms, pieces, is_atom)
 
 
 def _are_entries(
@@ -121,22 +121,22 @@ def _are_entries(
     return not have_tensors
 
 
-def _padded(leaves: list[Tensor], dim: int, value: float) -> list[Tensor]:
+def _padded(atoms: list[Tensor], dim: int, value: float) -> list[Tensor]:
     """The tensors, padded at the end to equal sizes in all dimensions but ``dim``."""
-    num_dimensions = {leaf.ndim for leaf in leaves}
+    num_dimensions = {atom.ndim for atom in atoms}
     # These cannot be padded: the join refuses them, with their shapes.
-    if len(num_dimensions) > 1 or not -leaves[0].ndim <= dim < leaves[0].ndim:
-        return leaves
-    shapes = zip(*(leaf.shape for leaf in leaves), strict=True)
+    if len(num_dimensions) > 1 or not -atoms[0].ndim <= dim < atoms[0].ndim:
+        return atoms
+    shapes = zip(*(atom.shape for atom in atoms), strict=True)
     sizes = [max(sizes_of_dimension) for sizes_of_dimension in shapes]
-    padded_leaves: list[Tensor] = []
-    for leaf in leaves:
-        sizes[dim] = leaf.size(dim)
+    padded_atoms: list[Tensor] = []
+    for atom in atoms:
+        sizes[dim] = atom.size(dim)
         # Rows are not padded: their number is right.
-        padded = leaf.new_full(sizes, value)
-        padded[tuple(map(slice, leaf.shape))] = leaf
-        padded_leaves.append(padded)
-    return padded_leaves
+        padded = atom.new_full(sizes, value)
+        padded[tuple(map(slice, atom.shape))] = atom
+        padded_atoms.append(padded)
+    return padded_atoms
 
 
 def _in_order(joined: Any, order: Sequence[int], dim: int) -> Any:
@@ -154,7 +154,7 @@ def _in_order(joined: Any, order: Sequence[int], dim: int) -> Any:
     return joined.index_select(dim, to_device(places, joined.device))
 
 
-def _entries_per_row(leaves: Sequence[Tensor], rows: Sequence[int], dim: int) -> int:
+def _entries_per_row(atoms: Sequence[Tensor], rows: Sequence[int], dim: int) -> int:
     """The number of entries per row along ``dim``.
 
     It is 0 if the tensors have no rows, and are the same in all pieces. Raises
@@ -162,27 +162,27 @@ def _entries_per_row(leaves: Sequence[Tensor], rows: Sequence[int], dim: int) ->
     """
     ratios: set[float] = set()  # of entries to rows
     other_sizes: set[tuple[int, ...]] = set()  # in the other dimensions
-    for leaf, num_rows in zip(leaves, rows, strict=True):
+    for atom, num_rows in zip(atoms, rows, strict=True):
         # A tensor without the dimension has no rows, and may still be equal in all.
-        size = leaf.size(dim) if -leaf.ndim <= dim < leaf.ndim else 0
+        size = atom.size(dim) if -atom.ndim <= dim < atom.ndim else 0
         ratios.add(size / num_rows)
-        other_sizes.add(leaf.shape[:dim] + leaf.shape[dim:][1:])
+        other_sizes.add(atom.shape[:dim] + atom.shape[dim:][1:])
     entries = 0.0
     # One and the same whole number in all pieces, else nothing tells the rows.
     if len(ratios) == len(other_sizes) == 1 and min(ratios) % 1 == 0:
         (entries,) = ratios
     if entries == 1:
         return 1
-    first = leaves[0]
+    first = atoms[0]
     # A head that starts at zero gives every row the same entries: that pieces are equal
     # is no sign that they have no rows.
     are_rows = entries and same_bits(
         first, first.narrow(dim, 0, 1).expand_as(first).contiguous()
     )
-    if not are_rows and all(same_bits(first, leaf) for leaf in leaves[1:]):
+    if not are_rows and all(same_bits(first, atom) for atom in atoms[1:]):
         return 0
     if not entries:
-        shapes = " and ".join([str(tuple(leaf.shape)) for leaf in leaves])
+        shapes = " and ".join([str(tuple(atom.shape)) for atom in atoms])
         raise ValueError(
             f"outputs of shapes {shapes}, which are those of "
             f"{' and '.join(map(str, rows))} rows, cannot be joined along dim={dim}; "
@@ -193,13 +193,13 @@ def _entries_per_row(leaves: Sequence[Tensor], rows: Sequence[int], dim: int) ->
     return int(entries)
 
 
-def _are_all_same(leaves: list[Any]) -> bool:
+def _are_all_same(atoms: list[Any]) -> bool:
     """Whether all are one object, or equal values of a class that compares plainly."""
-    first = leaves[0]
+    first = atoms[0]
     is_comparable = isinstance(first, _COMPARABLE)
-    for leaf in leaves:
-        is_equal = is_comparable and type(leaf) is type(first) and leaf == first
-        if leaf is not first and not is_equal:
+    for atom in atoms:
+        is_equal = is_comparable and type(atom) is type(first) and atom == first
+        if atom is not first and not is_equal:
             return False
     return True
 

@@ -77,18 +77,18 @@ class Marker:
             value = nested.map_tensors(Tensor.clone, value)
         return value if self.collate is None else self.collate(value)
 
-    def leaves(self) -> list[Any]:
-        """Every leaf of the contents.
+    def atoms(self) -> list[Any]:
+        """Every atom of the contents.
 
         Raises ``TypeError`` for a marker in the marker.
         """
-        leaves = nested.leaves(self.contents)
-        for leaf in leaves:
-            if isinstance(leaf, (Marker, Batches)):
+        atoms = nested.atoms(self.contents)
+        for atom in atoms:
+            if isinstance(atom, (Marker, Batches)):
                 raise TypeError(
-                    f"{self!r} has {leaf!r} in it; give the two side by side"
+                    f"{self!r} has {atom!r} in it; give the two side by side"
                 )
-        return leaves
+        return atoms
 
 
 class Replicated(Marker):
@@ -118,7 +118,7 @@ class Replicated(Marker):
 
     def __init__(self, value: Any) -> None:
         self.contents = value
-        self.leaves()  # refuses markers in it
+        self.atoms()  # refuses markers in it
 
     def __repr__(self) -> str:
         value = self.contents
@@ -253,9 +253,9 @@ class Batches:
 
 
 def has_marked_rows(value: Any) -> bool:
-    """Whether a leaf of ``value`` is a marker with rows."""
-    for leaf in nested.leaves(value):
-        if isinstance(leaf, Marker) and leaf.num_rows is not None:
+    """Whether an atom of ``value`` is a marker with rows."""
+    for atom in nested.atoms(value):
+        if isinstance(atom, Marker) and atom.num_rows is not None:
             return True
     return False
 
@@ -263,14 +263,14 @@ def has_marked_rows(value: Any) -> bool:
 def unwrap_markers(value: Any, *, copy: bool = False) -> Any:
     """``value`` as a module or criterion sees it; with ``copy``, tensors are copied."""
 
-    def unwrap(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return leaf.clone() if copy else leaf
-        if isinstance(leaf, Marker):
-            return leaf.unwrap(copy=copy)
-        return leaf
+    def unwrap(atom: Any) -> Any:
+        if isinstance(atom, Tensor):
+            return atom.clone() if copy else atom
+        if isinstance(atom, Marker):
+            return atom.unwrap(copy=copy)
+        return atom
 
-    return nested.map_leaves(unwrap, value)
+    return nested.map_atoms(unwrap, value)
 
 
 def count_rows(
@@ -286,9 +286,7 @@ def count_rows(
     which must agree. If nothing has rows, it is ``known``. With ``refuse_grad``, no
     tensor may require grad.
     """
-    values = {
-        name: nested.leaves(part, containers=True) for name, part in batch.items()
-    }
+    values = {name: nested.atoms(part, containers=True) for name, part in batch.items()}
     # All sizes first: whether a list has one entry per row depends on them.
     sizes: dict[int, str] = {}  # each with the first value that has it
     for name, values_of_part in values.items():
@@ -335,11 +333,11 @@ def _shown(value: Any) -> str:
 def _transposed(batch: Mapping[str, Any], dim: int, sizes: Container[int]) -> str:
     """What to do with tensors that have their rows along dimension 1; else nothing."""
     for name, part in batch.items():
-        for leaf in nested.tensors(part):
-            if dim == 0 and leaf.ndim == 3 and leaf.size(0) < leaf.size(1) in sizes:
+        for atom in nested.tensors(part):
+            if dim == 0 and atom.ndim == 3 and atom.size(0) < atom.size(1) in sizes:
                 return (
-                    f"the {name} of shape {tuple(leaf.shape)} seem to have "
-                    f"{leaf.size(1)} rows along dimension 1, as states of recurrent "
+                    f"the {name} of shape {tuple(atom.shape)} seem to have "
+                    f"{atom.size(1)} rows along dimension 1, as states of recurrent "
                     f"layers: pass state.transpose(0, 1), and transpose it back in "
                     f"forward; "
                 )
@@ -347,7 +345,7 @@ def _transposed(batch: Mapping[str, Any], dim: int, sizes: Container[int]) -> st
 
 
 def _size(value: Any, dim: int) -> int | None:
-    """The number of rows of a leaf; ``None`` if it has none, or is refused."""
+    """The number of rows of an atom; ``None`` if it has none, or is refused."""
     if isinstance(value, Marker):
         return value.num_rows
     if not isinstance(value, Tensor) or not _is_dense(value):
@@ -360,18 +358,18 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _problem(value: Any, dim: int, sizes: Container[int], refuse_grad: bool) -> str:
-    """Why a leaf or container is refused, and what to pass instead; empty if it is not.
+    """Why an atom or container is refused, and what to pass; empty if it is not.
 
     Refused is what cannot be split, what would silently be split along something other
     than rows, and what would silently go whole to every replica although it has as many
     entries as rows.
     """
-    leaves = value.leaves() if isinstance(value, Marker) else [value]
+    atoms = value.atoms() if isinstance(value, Marker) else [value]
     # A gradient would go to a copy in a replica, and be lost.
-    for leaf in leaves if refuse_grad else ():
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
+    for atom in atoms if refuse_grad else ():
+        if isinstance(atom, Tensor) and atom.requires_grad:
             return (
-                f"a tensor of shape {tuple(leaf.shape)} requires grad, but a batch is "
+                f"a tensor of shape {tuple(atom.shape)} requires grad, but a batch is "
                 f"data; pass tensor.detach()"
             )
     if isinstance(value, Tensor) and _is_dense(value):
@@ -384,9 +382,9 @@ def _problem(value: Any, dim: int, sizes: Container[int], refuse_grad: bool) -> 
             f"Replicated"
         )
     if isinstance(value, Marker) and value.num_rows is None:
-        for leaf in value.leaves():
-            if isinstance(leaf, Iterator):
-                value = leaf
+        for atom in value.atoms():
+            if isinstance(atom, Iterator):
+                value = atom
                 break
     remedy = _remedy(value)
     if remedy:

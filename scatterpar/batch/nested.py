@@ -1,6 +1,8 @@
 """Traverse and merge nested values.
 
-Containers are tuples, lists, mappings, dataclasses, and caches of tensors.
+Containers are tuples, lists, mappings, dataclasses, and caches of tensors. All else is
+an atom: a tensor, a marker, a number, a text, an object. (A leaf is autograd's, a
+tensor that accumulates a gradient.)
 
 Methods of a user's tensor subclass are not called inside a generator, except to compare
 bits: a ``StopIteration`` from such a method would become another error.
@@ -21,11 +23,11 @@ from torch import Tensor
 
 # Classes of values that are told apart by ``==``, and refer to nothing.
 PLAIN_CLASSES = (bool, int, float, complex, str, bytes, types.NoneType)
-_PLAIN = frozenset(PLAIN_CLASSES)  # a set, since most leaves are asked
+_PLAIN = frozenset(PLAIN_CLASSES)  # a set, since most atoms are asked
 
 
-def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """``value`` with ``function(leaf)`` in the place of each leaf.
+def map_atoms(function: Callable[[Any], Any], value: Any) -> Any:
+    """``value`` with ``function(atom)`` in the place of each atom.
 
     Containers keep their types.
     """
@@ -37,19 +39,19 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
         if isinstance(child, Tensor):  # most children are, and need no further call
             mapped.append(function(child))
         else:
-            mapped.append(map_leaves(function, child))
+            mapped.append(map_atoms(function, child))
     return make(mapped)
 
 
-# Takes leaves in order from an iterator, and puts them together.
+# Takes atoms in order from an iterator, and puts them together.
 Build = Callable[[Iterator[Any]], Any]
 
 
 def flatten(value: Any) -> tuple[list[Any], Build]:
-    """Every leaf of ``value``, and a function that puts other leaves in their places.
+    """Every atom of ``value``, and a function that puts other atoms in their places.
 
-    >>> leaves, build = flatten({"a": 1, "b": (2, 3)})
-    >>> leaves, build(iter([10, 20, 30]))
+    >>> atoms, build = flatten({"a": 1, "b": (2, 3)})
+    >>> atoms, build(iter([10, 20, 30]))
     ([1, 2, 3], {'a': 10, 'b': (20, 30)})
     """
     children, make = _parts(value, value)
@@ -62,8 +64,8 @@ def flatten(value: Any) -> tuple[list[Any], Build]:
             flat.append(child)
             builds.append(next)
         else:
-            leaves_of_child, build_child = flatten(child)
-            flat += leaves_of_child
+            atoms_of_child, build_child = flatten(child)
+            flat += atoms_of_child
             builds.append(build_child)
 
     def build(remaining: Iterator[Any]) -> Any:
@@ -73,26 +75,26 @@ def flatten(value: Any) -> tuple[list[Any], Build]:
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """``value`` with ``function(tensor)`` for each tensor; other leaves stay."""
-    return map_leaves(
-        lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value
+    """``value`` with ``function(tensor)`` for each tensor; other atoms stay."""
+    return map_atoms(
+        lambda atom: function(atom) if isinstance(atom, Tensor) else atom, value
     )
 
 
 def merge(
     function: Callable[[list[Any]], Any],
     values: Sequence[Any],
-    is_leaf: Callable[[Sequence[Any]], bool] = lambda _: False,
+    is_atom: Callable[[Sequence[Any]], bool] = lambda _: False,
 ) -> Any:
     """One value from several of the same structure.
 
-    ``function`` gets the leaves of each position. If ``is_leaf(values)``, the values of
-    a position count as leaves.
+    ``function`` gets the atoms of each position. If ``is_atom(values)``, the values of
+    a position count as atoms.
 
     >>> merge(sum, [{"a": 1, "b": (2, 3)}, {"a": 10, "b": (20, 30)}])
     {'a': 11, 'b': (22, 33)}
     """
-    if is_leaf(values) or not _are_alike(values):
+    if is_atom(values) or not _are_alike(values):
         return function(list(values))
     first = values[0]
     _, make = _parts(first, first)
@@ -102,27 +104,27 @@ def merge(
     children = [_parts(value, first)[0] for value in values]  # of each value
     merged: list[Any] = []
     for values_of_position in zip(*children, strict=True):
-        merged.append(merge(function, values_of_position, is_leaf))
+        merged.append(merge(function, values_of_position, is_atom))
     return make(merged)
 
 
-def leaves(value: Any, *, containers: bool = False) -> list[Any]:
-    """Every leaf of ``value``, in order.
+def atoms(value: Any, *, containers: bool = False) -> list[Any]:
+    """Every atom of ``value``, in order.
 
-    With ``containers`` each container is there, too, before its leaves.
+    With ``containers`` each container is there, too, before its atoms.
     """
     children, make = _parts(value, value)
     if make is None:
         return [value]
     flat = [value] if containers else []
     for child in children:
-        flat += leaves(child, containers=containers)
+        flat += atoms(child, containers=containers)
     return flat
 
 
 def tensors(value: Any) -> list[Tensor]:
     """Every tensor of ``value``, in order."""
-    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+    return [atom for atom in atoms(value) if isinstance(atom, Tensor)]
 
 
 Make = Callable[[list[Any]], Any]  # makes a container from new children
@@ -131,13 +133,13 @@ Make = Callable[[list[Any]], Any]  # makes a container from new children
 def _parts(value: Any, like: Any) -> tuple[Iterable[Any], Make | None]:
     """The children of ``value``, and how to make such a container from others.
 
-    Children are in the order of ``like``'s keys. A leaf has no children, and ``None``.
+    Children are in the order of ``like``'s keys. An atom has no children, and ``None``.
     """
     # First: nearly all containers are of these classes, which are their own
     # constructors.
     if type(value) in (tuple, list):
         return value, type(value)
-    # A size is a leaf, because it would be made again as a plain tuple.
+    # A size is an atom, because it would be made again as a plain tuple.
     if type(value) in _PLAIN or isinstance(value, (Tensor, torch.Size)):
         return (), None
     if isinstance(value, tuple):
@@ -249,10 +251,10 @@ def _is_of_cache(item: Any) -> bool:
 
 def refuse_distributions(output: Any) -> None:
     """Refuse distributions in an output: nobody can detach or join their tensors."""
-    for leaf in leaves(output):
-        if isinstance(leaf, torch.distributions.Distribution):
+    for atom in atoms(output):
+        if isinstance(atom, torch.distributions.Distribution):
             raise TypeError(
-                f"the module's output contains a {type(leaf).__name__}, a "
+                f"the module's output contains a {type(atom).__name__}, a "
                 "distribution, whose tensors can be neither detached nor joined; "
                 "return the tensors that it is made of, and make it in the criterion"
             )
@@ -263,10 +265,10 @@ def refuse_generators(output: Any) -> None:
 
     They would run later, outside of any replica's context.
     """
-    for leaf in leaves(output):
-        if isinstance(leaf, Iterator):
+    for atom in atoms(output):
+        if isinstance(atom, Iterator):
             raise TypeError(
-                f"the module's output contains a {type(leaf).__name__} that has not "
+                f"the module's output contains a {type(atom).__name__} that has not "
                 f"been consumed; return a list or tuple of its items"
             )
 
@@ -277,7 +279,7 @@ def _are_alike(values: Sequence[Any]) -> bool:
     Raises ``ValueError`` for mappings with different keys.
     """
     first = values[0]
-    # By class: a list and a tuple of the same items are joined as two leaves.
+    # By class: a list and a tuple of the same items are joined as two atoms.
     if any(type(value) is not type(first) for value in values):
         return False
     if isinstance(first, (tuple, list)):

@@ -381,20 +381,20 @@ def pack(tensors: Sequence[Tensor], seed: int, rows: int) -> Tensor:
 
 def unpack(payload: Tensor, like: Any) -> Payload:
     """What a rank packed, with the tensors in the structure of ``like``."""
-    num_numbers = 2 + sum(leaf.ndim for leaf in nested.tensors(like))
+    num_numbers = 2 + sum(atom.ndim for atom in nested.tensors(like))
     # A copy is aligned for any dtype.
     header = payload[-8 * num_numbers :].clone().view(torch.int64)
     seed, rows, *sizes = to_numbers(header)
     remaining_sizes = iter(sizes)
     start = 0
 
-    def read(leaf: Tensor) -> Tensor:
+    def read(atom: Tensor) -> Tensor:
         nonlocal start
-        shape = [next(remaining_sizes) for _ in leaf.shape]
-        stop = start + math.prod(shape) * leaf.itemsize
-        values = payload[start:stop].clone().view(leaf.dtype).view(shape)
+        shape = [next(remaining_sizes) for _ in atom.shape]
+        stop = start + math.prod(shape) * atom.itemsize
+        values = payload[start:stop].clone().view(atom.dtype).view(shape)
         start = stop
-        return to_device(values, leaf.device)
+        return to_device(values, atom.device)
 
     return Payload(nested.map_tensors(read, like), seed, rows)
 
@@ -404,14 +404,14 @@ def kind_of(value: Any, dim: int) -> str:
 
     It must be equal on all ranks.
     """
-    return ";".join(_kind_of_leaf(leaf, dim) for leaf in nested.leaves(value))
+    return ";".join(_kind_of_atom(atom, dim) for atom in nested.atoms(value))
 
 
-def _kind_of_leaf(leaf: Any, dim: int) -> str:
-    if isinstance(leaf, Tensor):
-        sizes = leaf.shape[:dim] + leaf.shape[dim:][1:]  # all but that along ``dim``
-        return f"{leaf.dtype} {leaf.ndim} {sizes}"
-    return repr(leaf) if isinstance(leaf, nested.PLAIN_CLASSES) else type(leaf).__name__
+def _kind_of_atom(atom: Any, dim: int) -> str:
+    if isinstance(atom, Tensor):
+        sizes = atom.shape[:dim] + atom.shape[dim:][1:]  # all but that along ``dim``
+        return f"{atom.dtype} {atom.ndim} {sizes}"
+    return repr(atom) if isinstance(atom, nested.PLAIN_CLASSES) else type(atom).__name__
 
 
 def _like(total: Tensor, value: Tensor) -> Tensor:

@@ -268,7 +268,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         outputs, joined.
         """
         module, device = self.lightning_module, self.root_device
-        calls = nested.leaves(outputs)
+        calls = nested.atoms(outputs)
         metrics = _single(_metrics_of(module))
         for place, metric in metrics.items():
             updated = [call.metrics[place] for call in calls if place in call.metrics]
@@ -301,10 +301,10 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             except ValueError:  # such as tensors without rows
                 return pieces
 
-        def is_leaf(pieces: Sequence[Any]) -> bool:
+        def is_atom(pieces: Sequence[Any]) -> bool:
             return not isinstance(pieces[0], Mapping)
 
-        return nested.merge(joined, outputs, is_leaf)
+        return nested.merge(joined, outputs, is_atom)
 
     def _tell(self, step: str, place: str) -> None:
         if place in self._told:

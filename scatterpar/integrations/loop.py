@@ -172,7 +172,7 @@ def as_rows(batch: Any) -> Any:
         if not _is_list(value) or len(value) != rows:
             return False
         each = [
-            nested.leaves(v, containers=True) if isinstance(v, Mapping) else [v]
+            nested.atoms(v, containers=True) if isinstance(v, Mapping) else [v]
             for v in value
         ]
         return {len(v) if _is_list(v) else size_of(v) for v in chain(*each)} - {

@@ -411,7 +411,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         """Add what calls of ``compute_loss`` counted, kept, logged and measured, as if
         it had been one call.
         """
-        calls = nested.leaves(outputs)
+        calls = nested.atoms(outputs)
         changes = [call.changes for call in calls]
         kept.apply_changes(self, changes, self.args.device, self._tell)
         measured: dict[str, list[tuple[float, float]]] = defaultdict(list)

@@ -523,10 +523,10 @@ def _values_of(task: ReplicaTask) -> list[Any]:
 
 def _graph_key(rows: Any) -> Hashable:
     """A key of the shapes that one graph accepts; ``None`` if no graph can."""
-    for leaf in nested.leaves(rows):
-        is_dense = type(leaf) is Tensor and leaf.layout == torch.strided
+    for atom in nested.atoms(rows):
+        is_dense = type(atom) is Tensor and atom.layout == torch.strided
         # An object may hold anything: a graph would freeze it.
-        if not is_dense and not isinstance(leaf, nested.PLAIN_CLASSES):
+        if not is_dense and not isinstance(atom, nested.PLAIN_CLASSES):
             return None
     return repr(
         nested.map_tensors(lambda t: (tuple(t.shape), t.stride(), t.dtype), rows)

@@ -335,10 +335,10 @@ class WholeBatch:
             for batch in batches
         ]
 
-        def join(leaves: list[Any]) -> Any:  # a value without rows is the first batch's
-            if isinstance(leaves[0], Marker):
-                return leaves[0].join(leaves[1:])
-            return join_rows(leaves, self._request.dim, self._request.sizes)
+        def join(atoms: list[Any]) -> Any:  # a value without rows is the first batch's
+            if isinstance(atoms[0], Marker):
+                return atoms[0].join(atoms[1:])
+            return join_rows(atoms, self._request.dim, self._request.sizes)
 
         return nested.merge(join, [batch.targets for batch in on_master])
 

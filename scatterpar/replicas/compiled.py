@@ -128,12 +128,12 @@ def _code_key(arguments: Any) -> Hashable:
     """A key that is equal for two calls if the same compiled code accepts both."""
     kinds: list[Hashable] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
     kinds.append(tuple(autocast_types()))
-    for leaf in nested.leaves(arguments):
+    for atom in nested.atoms(arguments):
         # torch compiles plain values into the code, as constants.
-        is_plain = isinstance(leaf, (bool, int, float, str))
-        kinds.append((type(leaf), leaf if is_plain else None))
-        if isinstance(leaf, Tensor):
-            kinds.append((leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad))
+        is_plain = isinstance(atom, (bool, int, float, str))
+        kinds.append((type(atom), atom if is_plain else None))
+        if isinstance(atom, Tensor):
+            kinds.append((atom.shape, atom.dtype, atom.device, atom.requires_grad))
     return tuple(kinds)
 
 

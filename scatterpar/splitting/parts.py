@@ -25,11 +25,11 @@ def tensors_with_rows(batch: Any) -> list[Tensor]:
     """
     labels: list[Tensor] = []
     others: list[Tensor] = []
-    for leaf in nested.leaves(batch):
-        if isinstance(leaf, Marker) and leaf.num_rows is not None:
-            others.append(_sizes_of_entries(leaf))
-        elif isinstance(leaf, Tensor) and leaf.ndim and not leaf.is_complex():
-            tensor = leaf.detach()
+    for atom in nested.atoms(batch):
+        if isinstance(atom, Marker) and atom.num_rows is not None:
+            others.append(_sizes_of_entries(atom))
+        elif isinstance(atom, Tensor) and atom.ndim and not atom.is_complex():
+            tensor = atom.detach()
             is_ignored = any(bool((tensor == value).any()) for value in _IGNORED)
             if tensor.is_floating_point():
                 others.append(tensor)
@@ -44,8 +44,8 @@ def _sizes_of_entries(rows: Marker) -> Tensor:
     """The number of elements in each entry of ``Rows``."""
     sizes = []
     for row in range(rows.num_rows or 0):
-        leaves = rows.select([row]).leaves()
-        sizes.append(sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)))
+        atoms = rows.select([row]).atoms()
+        sizes.append(sum(atom.numel() for atom in atoms if isinstance(atom, Tensor)))
     return torch.tensor(sizes)
 
 

@@ -190,7 +190,7 @@ def _moved_together(transfers: Transfers, device: torch.device, contents: Any) -
             arrived[id(tensor)] = transfers.copy(tensor, device, "scatter")
     for message in iter_copies(small, device, transfers, "scatter"):
         arrived |= message
-    return nested.map_leaves(lambda leaf: arrived.get(id(leaf), leaf), contents)
+    return nested.map_atoms(lambda leaf: arrived.get(id(leaf), leaf), contents)
 
 
 def _is_small(tensor: Tensor) -> bool:

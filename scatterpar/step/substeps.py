@@ -300,9 +300,9 @@ def referents_of(attempt: Attempt, function: Any) -> list[Referent]:
     if any(shared_objects):
         referents += closure_contents(shared_objects)
     for batch in attempt.request.batches:
-        for leaf in batch.leaves:
-            if isinstance(leaf, torch.Generator):
-                referents.append(leaf)
+        for atom in batch.atoms:
+            if isinstance(atom, torch.Generator):
+                referents.append(atom)
     return referents
 
 

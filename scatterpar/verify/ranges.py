@@ -51,15 +51,15 @@ def informative_tensors(
 
 
 def _informative(batch: Batch, most_entries: int | None) -> Iterator[Tensor]:
-    for leaf in batch.leaves:
-        if isinstance(leaf, Marker) and leaf.num_rows is not None:
-            yield _sizes_of_rows(leaf, leaf.num_rows, most_entries)
+    for atom in batch.atoms:
+        if isinstance(atom, Marker) and atom.num_rows is not None:
+            yield _sizes_of_rows(atom, atom.num_rows, most_entries)
             continue
-        is_plain = type(leaf) in (Tensor, Parameter) and leaf.layout == torch.strided
-        if not is_plain or leaf.is_complex():
+        is_plain = type(atom) in (Tensor, Parameter) and atom.layout == torch.strided
+        if not is_plain or atom.is_complex():
             continue
-        if leaf.ndim and 0 < leaf.numel() <= _LARGEST:
-            dense = _with_all_operators(leaf.detach())
+        if atom.ndim and 0 < atom.numel() <= _LARGEST:
+            dense = _with_all_operators(atom.detach())
             yield dense.movedim(batch.structure.dim, 0)
 
 
@@ -81,8 +81,8 @@ def _sizes_of_rows(marker: Marker, num_rows: int, most: int | None) -> Tensor:
     every = 1 if most is None else -(-num_rows // most)
     sizes = []
     for row in range(0, num_rows, every):
-        leaves = marker.select([row]).leaves()
-        sizes.append(sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)))
+        atoms = marker.select([row]).atoms()
+        sizes.append(sum(atom.numel() for atom in atoms if isinstance(atom, Tensor)))
     return torch.tensor(sizes)
 
 

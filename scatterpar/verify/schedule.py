@@ -25,7 +25,7 @@ from scatterpar.verify.ranges import read_ranges
 
 _MAX_VALUES = 64  # of those that a criterion refers to
 _MAX_ENTRIES = 32  # of a container; longer ones are data, such as a log
-_MAX_LEAVES = 32  # of a batch
+_MAX_ATOMS = 32  # of a batch
 _LOOKS_BECAUSE_OF_NEWS = 8  # then they are rare: one in a hundred steps
 _STEPS_PER_LOOK = 100
 
@@ -112,13 +112,12 @@ class Kinds:
         """
         functions = request.criterion, request.count, request.reduction
         names, numbers = names_and_numbers(functions)
-        leaves = batch.leaves[:_MAX_LEAVES]
-        kinds_of_leaves = tuple(
-            _name_of(leaf) if isinstance(leaf, Tensor) else type(leaf)
-            for leaf in leaves
+        atoms = batch.atoms[:_MAX_ATOMS]
+        kinds_of_atoms = tuple(
+            _name_of(atom) if isinstance(atom, Tensor) else type(atom) for atom in atoms
         )
-        words = [leaf for leaf in leaves if isinstance(leaf, (bool, str))]
-        key = is_divided, request.whole_batch, names, kinds_of_leaves
+        words = [atom for atom in atoms if isinstance(atom, (bool, str))]
+        key = is_divided, request.whole_batch, names, kinds_of_atoms
         details = flags, numbers, tuple(words)
         return self._kinds[hash(key)], hash(details)
 

@@ -1,4 +1,4 @@
-"""A batch as a flat list of leaves: what is selected, moved, and put together."""
+"""A batch as a flat list of atoms: what is selected, moved, and put together."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def test_unwrapped_with_copy_shares_no_memory():
         assert torch.equal(copy, original)
 
 
-def test_functions_get_leaves_with_rows_or_without():
+def test_functions_get_atoms_with_rows_or_without():
     batch = batch_of_every_kind()
     seen = {"rows": [], "values": []}
-    batch.map_rows(lambda leaf: seen["rows"].append(leaf) or leaf)
-    batch.map_values(lambda leaf: seen["values"].append(leaf) or leaf)
-    kinds = {name: [type(leaf).__name__ for leaf in seen[name]] for name in seen}
+    batch.map_rows(lambda atom: seen["rows"].append(atom) or atom)
+    batch.map_values(lambda atom: seen["values"].append(atom) or atom)
+    kinds = {name: [type(atom).__name__ for atom in seen[name]] for name in seen}
     assert kinds == {
         "rows": ["Tensor", "Tensor", "Rows"],
         "values": ["Tensor", "Replicated"],

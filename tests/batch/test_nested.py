@@ -1,4 +1,4 @@
-"""Nested values, their leaves, and values of the same structure put together."""
+"""Nested values, their atoms, and values of the same structure put together."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ VALUE = {"a": A, "b": (B, [C, 7]), "c": Pair("text", Boxes(1.5))}
 LEAVES = [A, B, C, 7, "text", 1.5, "boxes"]
 
 
-def test_leaves_are_in_the_order_in_which_they_are_written():
-    found = nested.leaves(VALUE)
-    assert [id(leaf) for leaf in found] == [id(leaf) for leaf in LEAVES]
+def test_atoms_are_in_the_order_in_which_they_are_written():
+    found = nested.atoms(VALUE)
+    assert [id(atom) for atom in found] == [id(atom) for atom in LEAVES]
 
 
-def test_containers_come_before_their_leaves():
+def test_containers_come_before_their_atoms():
     inner = [C, 7]
-    found = nested.leaves({"b": inner}, containers=True)
+    found = nested.atoms({"b": inner}, containers=True)
     assert found == [{"b": inner}, inner, C, 7]
 
 
-def test_tensors_are_the_leaves_that_are_tensors():
+def test_tensors_are_the_atoms_that_are_tensors():
     found = nested.tensors(VALUE)
     assert [id(tensor) for tensor in found] == [id(A), id(B), id(C)]
 
 
-def test_flatten_puts_other_leaves_in_the_places_of_the_first_ones():
-    leaves, build = nested.flatten(VALUE)
-    assert [id(leaf) for leaf in leaves] == [id(leaf) for leaf in LEAVES]
-    numbered = build(iter(range(len(leaves))))
+def test_flatten_puts_other_atoms_in_the_places_of_the_first_ones():
+    atoms, build = nested.flatten(VALUE)
+    assert [id(atom) for atom in atoms] == [id(atom) for atom in LEAVES]
+    numbered = build(iter(range(len(atoms))))
     assert numbered == {"a": 0, "b": (1, [2, 3]), "c": Pair(4, Boxes(5, 6))}
 
 
@@ -63,9 +63,9 @@ def test_map_tensors_leaves_numbers_and_texts():
     assert lengths == {"a": 1, "b": (2, [1, 7]), "c": Pair("text", Boxes(1.5))}
 
 
-def test_map_leaves_changes_no_container_of_the_caller():
+def test_map_atoms_changes_no_container_of_the_caller():
     value = {"a": [1, 2]}
-    assert nested.map_leaves(lambda leaf: -leaf, value) == {"a": [-1, -2]}
+    assert nested.map_atoms(lambda atom: -atom, value) == {"a": [-1, -2]}
     assert value == {"a": [1, 2]}
 
 
@@ -86,7 +86,7 @@ def test_merge_of_different_keys_is_refused_with_both_lists_of_keys():
 def test_a_computed_property_is_computed_again_from_other_contents():
     boxes = Boxes(3)
     assert boxes.doubled == 6
-    assert nested.map_leaves(lambda _: 5, boxes).doubled == 10
+    assert nested.map_atoms(lambda _: 5, boxes).doubled == 10
     assert boxes.doubled == 6
 
 
@@ -96,7 +96,7 @@ def test_subclasses_of_lists_and_tuples_keep_class_and_attributes():
 
     polygon = Polygon([1, 2])
     polygon.colour = "red"
-    found = nested.map_leaves(lambda leaf: leaf + 1, polygon)
+    found = nested.map_atoms(lambda atom: atom + 1, polygon)
     assert type(found) is Polygon
     assert found == [2, 3]
     assert found.colour == "red"
@@ -111,7 +111,7 @@ def test_a_mapping_that_iterates_over_rows_is_refused():
             return iter([{"x": 1}])
 
     with pytest.raises(TypeError, match="a Table iterates over its rows"):
-        nested.leaves(Table(x=1))
+        nested.atoms(Table(x=1))
 
 
 def test_generators_and_distributions_in_an_output_are_refused():

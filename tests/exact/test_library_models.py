@@ -20,7 +20,7 @@ def criterion(output, _):
     in its own way.
     """
     found = [
-        t for t in nested.leaves(output.to_tuple()) if isinstance(t, Tensor) and t.ndim
+        t for t in nested.atoms(output.to_tuple()) if isinstance(t, Tensor) and t.ndim
     ]
     found = [t for t in found if t.is_floating_point()]
     weights = [

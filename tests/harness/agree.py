@@ -116,7 +116,7 @@ class Case:
                 return leaf[rows.start : rows.stop].clone()
             return leaf[list(rows)]
 
-        return nested.map_leaves(take, self.batch if self.plain is None else self.plain)
+        return nested.map_atoms(take, self.batch if self.plain is None else self.plain)
 
     def all(self):
         return self.rows(range(self.count))

@@ -99,6 +99,7 @@ def record(modules: Iterable[nn.Module]) -> Records:
     for number, module in enumerate(modules):
         if isinstance(module, _KINDS):
             records[number] = []
+            # One per layer: several layers may be within calls at the same time.
             recorder = _MomentsRecorder(number, records)
             module.register_forward_pre_hook(recorder.begin)
             # A layer may get its input by keyword.
@@ -217,6 +218,7 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
 def _running_stats_after(layer: Any, moments: Moments) -> list[BufferValue]:
     """The running statistics that torch would compute in one call with all rows."""
     values: dict[str, Tensor] = {}
+    # Counted once per step, as torch would in one call.
     tracked = layer.num_batches_tracked
     if tracked is not None:
         values["num_batches_tracked"] = tracked + 1

@@ -152,6 +152,7 @@ class Broadcast:
         sampled: list[int] = []
         for number, sent in self._sent.items():
             is_as_sent = sent == self._present[number]
+            # A small one is cheap to read, so its version need not be believed.
             if number not in self._large:
                 if is_as_sent or number not in parameters:
                     doubtful.append(number)
@@ -167,6 +168,8 @@ class Broadcast:
         key = tuple(doubtful), tuple(sampled)
         master = self._fingerprints(self.memories[0], key)
         self._compared[key] = master
+        # Those of the copies are known from the last step, unless other tensors are
+        # doubtful.
         copies = self._known.get(key)
         if copies is None:
             copies = self._fingerprints(self.memories[1], key)
@@ -188,6 +191,7 @@ class Broadcast:
         changed = set(range(len(self._tensors))) - unchanged
         self.invalidate()  # until all are sent
         self._send(self.memories[0], changed, transfers)
+        # Last: if a copy failed, all are sent again.
         self._sent = dict(enumerate(present))
         self._known = compared
 

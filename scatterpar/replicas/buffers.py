@@ -33,6 +33,7 @@ def values_after(
     """
     yielded: set[int] = set()  # one tensor may be a buffer under several names
     for number, (module, copy) in enumerate(zip(modules, copies, strict=True)):
+        # Most modules have none.
         if not module._buffers and not copy._buffers:
             continue
         _refuse_registrations(module, copy)
@@ -81,6 +82,7 @@ class BufferWriter:
         self._earlier_buffers: list[BufferValue] = []
         for container, name, value in buffers:
             self._places.append((container, name))
+            # By name: a hook or the user may have replaced it since.
             target = container.get(name)
             if value is None:
                 if target is not None:
@@ -105,6 +107,7 @@ class BufferWriter:
         with torch.no_grad():
             # In few kernels: most buffers are small.
             copy_each(list(self._targets.values()), list(self._values.values()))
+        # After the kernels: assignments cannot fail.
         for container, name, value in self._replacements:
             container[name] = value
 

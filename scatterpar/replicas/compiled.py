@@ -54,6 +54,7 @@ class Compiler:
         """
         kind = type(module)
         records_graphs = torch_private.records_cuda_graphs(compile_fn)
+        # On the CPU torch's compiler records none, whatever the mode.
         if records_graphs and torch.accelerator.is_available():
             raise ValueError(f"{kind.__name__} was compiled with {_CUDA_GRAPHS}")
 

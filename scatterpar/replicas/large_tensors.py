@@ -35,6 +35,7 @@ def is_large(tensor: Tensor) -> bool:
     """Whether a sample of ``tensor`` can be taken, and costs less than all of it."""
     if tensor.layout != torch.strided or tensor.nbytes < LARGE_BYTES:
         return False
+    # The memory of these has other values than the tensor.
     is_lazy = tensor.is_conj() or tensor.is_neg()
     is_whole = tensor.nbytes % _WORD_BYTES == 0 and not is_part(tensor)
     return is_whole and not is_lazy and not tensor.is_quantized
@@ -44,6 +45,7 @@ def sample(tensor: Tensor) -> Tensor:
     """Words from the begin, the end and all of a large tensor's memory, as a copy."""
     words = tensor.detach().as_strided((tensor.numel(),), (1,), 0)
     words = words.view(torch.uint8).view(torch.int32)
+    # Every so many words: a write of a part in the middle is likely to be seen.
     step = max(1, len(words) // _WORDS)
     return torch.cat([words[:_WORDS], words[-_WORDS:], words[::step]])
 
@@ -74,6 +76,7 @@ class LargeCopies:
 
     def refresh(self, *, reads_all: bool = False) -> None:
         """Copy the sources that differ."""
+        # In a first refresh everything is copied, and nothing is learnt.
         was_refreshed = None not in self._versions
         for number in self.differing(reads_all=reads_all):
             write(self._copies[number], self._sources[number])
@@ -91,6 +94,7 @@ class LargeCopies:
 
     def _is_equal(self, number: int, reads_all: bool) -> bool:
         versions = self._present_versions(number)
+        # The cheap question first.
         if versions is None or versions != self._versions[number]:
             return False
         if number in self._without_version:
@@ -127,6 +131,7 @@ class LargeCopies:
 
 def may_stay(copy: Tensor, source: Tensor) -> bool:
     """Whether ``LargeCopies`` can tell of this pair whether it has to be copied."""
+    # The host would wait for the answer in each step.
     if is_async(copy.device):
         return False
     is_alike = copy.stride() == source.stride() and copy.dtype == source.dtype

@@ -47,6 +47,7 @@ class ParameterGuard:
             self._memories[device] = _parameters(broadcast, broadcast.at(device))
         self._master, *_ = broadcast.memories
         self._originals = self._memories[self._master]
+        # The user's own, too: an object that replicas share may lead to them.
         self._watched = [(self._master, self._originals)]
         for device, tensors in copies:
             self._watched.append((device, _parameters(broadcast, tensors)))
@@ -70,6 +71,7 @@ class ParameterGuard:
         after the first pass.
         """
         is_first = mode not in self.checked_modes
+        # They read all parameters, which is too much for each step.
         fingerprints = self._fingerprints() if is_first else {}
         before = [versions(tensors) for _, tensors in self._watched]
         try:
@@ -90,6 +92,7 @@ class ParameterGuard:
             raise refusal
         if is_first:
             check_once()
+        # Last: a refused pass is checked again.
         self.checked_modes.add(mode)
 
     def _fingerprints(self) -> dict[torch.device, Fingerprints]:
@@ -113,6 +116,7 @@ class ParameterGuard:
         self.invalidate()
         # Only what was written in the master's memory cannot be restored.
         lost = {position for position, memory in writes if memory == self._master}
+        # The error names one that is lost, if there is one: the user has to restore it.
         positions = lost or {position for position, _ in writes}
         first, *later = sorted(positions)
         name = self._name_of(self._originals[first])
@@ -176,6 +180,7 @@ class ParameterGuard:
     def _has_values_of(self, position: int, tensor: Tensor, storage: Tensor) -> bool:
         """Whether ``tensor``, elsewhere in memory, has the values of ``storage``."""
         if not self._originals[position].requires_grad:
+            # A frozen parameter that a forward pass casts loses nothing.
             storage = storage.to(tensor.dtype)
         return same_bits(tensor, storage)
 

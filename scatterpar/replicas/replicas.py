@@ -87,6 +87,7 @@ class Replicas:
     def discard(self) -> None:
         """Forget the replicas: threads of an interrupted step may still use them."""
         self.of_model = ReplicaSet(self.options)
+        # ``compile=`` is of the module: a criterion that is compiled is so by itself.
         self._of_criterion = ReplicaSet(self.options._replace(compile_fn=None))
         self.replica_sets = [self.of_model]
         self.criteria: list[Any] = []
@@ -109,6 +110,7 @@ class Replicas:
         # Tensors that are made in inference mode could not be trained later.
         with torch.inference_mode(False), torch.no_grad():
             self.of_model.follow(module, self._device_ids)
+            # A criterion that is a part of the model has its replicas there.
             if root is not None and not self.of_model.contains_all_of(root):
                 self._of_criterion.follow(root, self._device_ids[:number])
                 self.replica_sets.append(self._of_criterion)
@@ -270,6 +272,7 @@ class ReplicaSet:
 
         Call it under ``torch.no_grad()``.
         """
+        # Before the replicas refresh their buffers from these copies.
         self.broadcast.update(transfers, differences)
         self.sends += 1
         reads_all = is_due(self.sends)
@@ -292,6 +295,8 @@ class ReplicaSet:
         for number in self.trained:
             gradient = tensors[number].grad
             if gradient is not None:
+                # Those without one are left out: the parameter may be unused on all
+                # replicas.
                 gradients[number] = gradient
         return gradients
 
@@ -319,6 +324,8 @@ class ReplicaSet:
             self._state.apply_changes(changes)
             for replica in self.replicas:
                 replica.state.apply_changes(changes)
+            # Switches such as ``training`` change what a forward pass writes; a rate
+            # does not.
             flags = self._state.flags()
             if flags != self.flags:
                 self._distrust_large()
@@ -358,10 +365,12 @@ class ReplicaSet:
     def _build(self) -> None:
         self._state = None
         self.builds += 1
+        # Before anything is copied: the error names the user's module.
         check_placement(self.root, self.device_ids)
         self.contents = ModuleContents((self.root,), physical(self.device_ids[0]))
         self.modules = list(self.contents.modules.values())
         self.tensors = list(self.contents.tensors.values())
+        # Searched once: each step asks whether one of them trains.
         self.synchronised = synchronised_layers(self.modules)
         self.computed = computed_weights(self.modules)
         # If only containers have changed, the copies in other memories stay.
@@ -375,6 +384,7 @@ class ReplicaSet:
             self.compiler = Compiler()
         self.replicas = [Replica(self, device) for device in self.device_ids]
         copies = [(replica.device, replica.tensors) for replica in self.replicas]
+        # New ones have passed no check in any mode.
         self.guard = ParameterGuard(self.broadcast, copies)
         self._set_requires_grad()
         # Last: until then the replicas count as not built.
@@ -482,8 +492,11 @@ class Replica(ModuleCopy):
         # ``.data``: an alias with its own version counter, so that writes can be
         # attributed.
         aliases = [storage.data for storage in storages]
+        # Of the user's class: optimizers of libraries, and isinstance in forward, ask
+        # for it.
         self.tensors = list(map(parameter_like, replica_set.tensors, aliases))
         self._places = list(zip(self.tensors, storages, strict=True))
+        # Buffers: each replica has its own, and copies their values before each step.
         private = [i for i, storage in enumerate(storages) if storage is not sources[i]]
         large = [i for i in private if may_stay(self.tensors[i], sources[i])]
         self.large: LargeCopies | None = None
@@ -524,6 +537,7 @@ class Replica(ModuleCopy):
                     tensor.data = storage
             self.set_requires_grad(self._trained)
             self.state.restore()
+        # After the storages are back: values go to where the replica reads them.
         copy_each(self._private, self._sources)
         if self.large is not None:
             self.large.refresh(reads_all=reads_all)
@@ -549,6 +563,7 @@ class Replica(ModuleCopy):
         with torch.inference_mode(False), torch.no_grad():
             private = list(self._private)
             if self.large is not None:
+                # Of the large ones only what the body's own refresh will overwrite.
                 private += self.large.copies(self.large.differing())
             saved = list(map(Tensor.clone, private))
             self.refresh()
@@ -572,6 +587,7 @@ class Replica(ModuleCopy):
         """Set which tensors are ``trained``, and the dtypes of their gradients."""
         self._trained = trained
         for i, tensor in enumerate(self.tensors):
+            # A forward pass may have written a buffer in place, which gives it a graph.
             if tensor.is_leaf:
                 tensor.requires_grad_(i in trained)
                 if i in trained:

@@ -116,6 +116,7 @@ class Meeting(threading.Event):
         self._sub_steps: list[SubStep] = []
         for sub_step in range(max(numbers)):
             replicas = [i for i, number in enumerate(numbers) if sub_step < number]
+            # The last sub-steps of uneven shares have fewer replicas.
             self._sub_steps.append(SubStep(replicas))
 
     def set(self) -> None:
@@ -176,6 +177,7 @@ class Meeting(threading.Event):
         contributions = exchange.in_order()
         first = contributions[0]
         try:
+            # Else replicas are in different layers, and each raises the error of that.
             if len({contribution.place for contribution in contributions}) == 1:
                 tensors = [
                     self._copied(contribution.tensor, contribution, first)
@@ -197,6 +199,7 @@ class Meeting(threading.Event):
             if self.is_set():
                 raise Cancelled
             absent = [i for i in sub_step.replicas if i not in exchange.contributions]
+            # Told at once, not after the longest wait.
             left = sub_step.ended.intersection(absent)
             if left:
                 raise left_early(min(left), exchange, number)
@@ -412,8 +415,10 @@ class SynchronisedForward:
     def __call__(self, rows: Tensor) -> Any:
         """The normalised rows of one micro-batch."""
         layer: Any = self._layer()
+        # Alone in a sub-step, it is plain batch normalisation.
         if not layer.training or not self._seat.is_shared():
             return nn.SyncBatchNorm.forward(layer, rows)
+        # torch's own checks, for torch's own errors.
         layer._check_input_dim(rows)
         layer._check_non_zero_input_channels(rows)
         call = Call(self._seat, self._seat.number, self._name)
@@ -425,6 +430,7 @@ class SynchronisedForward:
             )
             mean, squares = combined_packed
             moments = Moments(values, mean, squares)
+            # Of all replicas: a replica may well have one row.
             require_two_values(values)
             if layer.track_running_stats:
                 recorded = moments_here if self._records_own else moments
@@ -467,6 +473,7 @@ def update_running_statistics(layer: Any, moments: Moments) -> None:
             momentum = 1.0 / to_numbers(layer.num_batches_tracked)
     if momentum is None:  # without a count torch uses 0
         momentum = 0.0
+    # Unbiased, as torch's running variance is.
     variance = moments.squares / max(1, moments.values - 1)
     for running, new in (
         (layer.running_mean, moments.mean),
@@ -529,6 +536,7 @@ class Normalise(torch.autograd.Function):
                 eps=context.eps,
                 output_mask=[True, True, True],
             )
+        # Without it nobody else waits: all replicas run the same layers.
         if context.needs_input_grad[0]:
             packed = torch.stack([of_bias, of_weight])
             _, sums = context.call.combine("backward", 0, packed)

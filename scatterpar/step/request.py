@@ -43,19 +43,32 @@ class Call:
 
 @dataclass(frozen=True)
 class Request:
-    """A checked call: what a step needs of it and of the engine's options. It never
-    changes.
+    """A checked call: what a step needs of it and of the engine's options.
+
+    It never changes.
+
+    Attributes:
+        batches: the rows; several if ``Rows.from_batches`` has marked them.
+        dim: the dimension along which tensors have their rows.
+        criterion: the user's; ``None`` if the module returns its loss.
+        reduction: ``"mean"`` or ``"sum"``: how losses of micro-batches combine.
+        count: the user's number of terms of a mean; ``None`` for rows or labels.
+        return_outputs: whether outputs are returned, or the function that selects.
+        whole_batch: whether one loss sees all rows.
+        scale: the scaler's factor of gradients.
+        backward: whether gradients are computed; else sub-steps are forward passes.
+        check_finite: whether a loss that is not finite is an error.
     """
 
     batches: Sequence[Batch]
     dim: int
     criterion: Callable[[Any, Any], Any] | None = None
-    reduction: str = "mean"  # or "sum"
+    reduction: str = "mean"
     count: Count | None = None
     return_outputs: bool | Callable[[Any], Any] = False
     whole_batch: bool = False
-    scale: float = 1.0  # of the scaler
-    backward: bool = True  # otherwise sub-steps are forward passes only
+    scale: float = 1.0
+    backward: bool = True
     check_finite: bool = False
 
     @property

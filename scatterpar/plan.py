@@ -29,12 +29,18 @@ _ROUNDING = Fraction(1, 10**9)
 class Share:
     """The rows of the batch that one replica handles.
 
-    A sub-step computes ``batch[start:stop]`` of its pair in ``micro_batches``. If
-    micro-batches are cut by cost, rows count in the plan's order, replica by replica,
-    and ``row_numbers`` has, for each micro-batch, the numbers of its rows in the batch,
-    ascending. Several batches (``Rows.from_batches``) count as one: rows between
-    ``start`` and ``stop``, those of the share's first and last, may belong to other
-    shares.
+    Several batches (``Rows.from_batches``) count as one: rows between ``start`` and
+    ``stop`` may belong to other shares. If micro-batches are cut by cost, rows count in
+    the plan's order, replica by replica.
+
+    Attributes:
+        replica: the number of the replica.
+        device: where it computes.
+        start: the first row of the share.
+        stop: the end of its last row.
+        micro_batches: for each sub-step the start and stop of its rows.
+        row_numbers: for each sub-step, if cut by cost, the numbers of its rows in the
+            batch, ascending; else empty.
     """
 
     replica: int
@@ -73,6 +79,10 @@ class Plan(Printed):
     """The shares and micro-batches for one batch.
 
     ``print(plan)`` shows a small table.
+
+    Attributes:
+        rows: the number of rows in the batch.
+        shares: one per replica that has rows.
     """
 
     rows: int

@@ -28,9 +28,16 @@ _FAILED = -1  # the status of a failed rank
 
 
 class _NamedTensor(NamedTuple):
-    """A parameter or buffer of the user's module."""
+    """A parameter or buffer of the user's module.
 
-    kind: str  # "parameter" or "buffer"
+    Attributes:
+        kind: ``"parameter"`` or ``"buffer"``.
+        name: as in the module's ``state_dict``.
+        tensor: the parameter or buffer.
+        has_sparse_gradients: whether it is the weight of a sparse embedding.
+    """
+
+    kind: str
     name: str
     tensor: Tensor
     has_sparse_gradients: bool

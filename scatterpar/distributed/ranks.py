@@ -363,7 +363,13 @@ def _packed_by_dtype(parts: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor
 
 
 class Payload(NamedTuple):
-    """The outputs and targets of a rank, and its numbers."""
+    """What one rank sends to all others.
+
+    Attributes:
+        values: the outputs and targets.
+        seed: that of the criterion's random numbers.
+        rows: the number of rows.
+    """
 
     values: Any
     seed: int

@@ -105,23 +105,34 @@ class _Captures:
 
 @dataclass
 class _Graph:
-    """A sub-step of one shape: its static tensors, and the function that replays it."""
+    """A sub-step of one shape: its static tensors, and the function that replays it.
+
+    Attributes:
+        rows: the static inputs and targets.
+        factor: the weight of the micro-batch's loss, times the scaler's factor.
+        loss: the loss of the last replay.
+        gradients: the sums so far, by position among the replica's leaves.
+        has_output: whether the output is kept.
+        output: that of the last replay.
+        replay: runs the sub-step; does nothing until it is captured.
+        steps: the number of steps that found this graph at their beginning.
+        draws_others: whether it draws other random numbers than the sub-step itself.
+        values: what the capture has frozen, by name (``plain_values``).
+    """
 
     rows: Any
     factor: Tensor
     loss: Tensor
-    gradients: dict[int, Tensor]  # by position among the replica's leaves
+    gradients: dict[int, Tensor]
     has_output: bool
     output: Any = None
-    replay: Callable[..., None] = lambda *_: None  # until it is captured
-    steps: int = 0  # that found this graph, at their beginning
-    draws_others: bool = False  # random numbers than the sub-step itself
-    values: Mapping[str, Any] = field(default_factory=dict)  # see ``plain_values``
+    replay: Callable[..., None] = lambda *_: None
+    steps: int = 0
+    draws_others: bool = False
+    values: Mapping[str, Any] = field(default_factory=dict)
 
     def compute(self, task: ReplicaTask, number: int = 0) -> None:
-        """Run the sub-step on the static tensors; on the CPU every
-        replay calls this.
-        """
+        """Run the sub-step on the static tensors. On the CPU each replay calls this."""
         output, loss = forward(task, self.rows, number)
         self.output = detached_output(output, True) if self.has_output else None
         del output
@@ -131,16 +142,19 @@ class _Graph:
 
 @dataclass(frozen=True)
 class ReplayFindings:
-    """What a look at a replay found, and the values when its graph was captured."""
+    """What a look at a replay found.
+
+    Attributes:
+        comparison: the replay beside the same sub-step run eagerly.
+        values: what its graph had frozen when it was captured, by name.
+    """
 
     comparison: Comparison
     values: Mapping[str, Any]
 
 
 class Captured(Schedule):
-    """One pass, whose sub-steps are captured; keeps the graphs of an
-    engine's replicas.
-    """
+    """One pass, whose sub-steps are captured. Keeps the graphs of an engine's replicas."""
 
     uses_graphs = True
 

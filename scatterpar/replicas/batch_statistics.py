@@ -24,7 +24,13 @@ _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class Moments(NamedTuple):
-    """Per channel: the number of values, their mean, and their unbiased variance."""
+    """Of each channel.
+
+    Attributes:
+        values: the number of values.
+        mean: their mean.
+        variance: their unbiased variance.
+    """
 
     values: int
     mean: Tensor

@@ -92,11 +92,17 @@ class Exchange:
 
 @dataclass(eq=False)
 class SubStep:
-    """The replicas that have one sub-step, and their present exchange."""
+    """One sub-step of a pass.
+
+    Attributes:
+        replicas: those that have this sub-step.
+        exchange: the present one: replicas call one layer at a time.
+        ended: the replicas that have left the sub-step.
+    """
 
     replicas: list[int]
     exchange: Exchange = field(default_factory=Exchange)
-    ended: set[int] = field(default_factory=set)  # replicas that have left the sub-step
+    ended: set[int] = field(default_factory=set)
 
 
 class Meeting(threading.Event):
@@ -355,8 +361,12 @@ def has_own_forward(layer: nn.SyncBatchNorm) -> bool:
 
 
 class Moments(NamedTuple):
-    """Per channel: the number of values, their mean, and the sum of their squared
-    deviations.
+    """Of each channel.
+
+    Attributes:
+        values: the number of values.
+        mean: their mean.
+        squares: the sum of their squared deviations from the mean.
     """
 
     values: int
@@ -369,10 +379,15 @@ class Call(NamedTuple):
 
     In the second of two passes a graph that was kept belongs to another meeting than in
     the first. So the meeting is looked up when an exchange begins.
+
+    Attributes:
+        seat: that of the replica.
+        number: that of the sub-step.
+        layer: the layer's name.
     """
 
     seat: Seat
-    number: int  # of the sub-step
+    number: int
     layer: str
 
     def combine(

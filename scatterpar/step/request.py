@@ -28,7 +28,10 @@ Accum = int | Literal["auto"]
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of ``forward_backward`` or ``loss``, as the user passed them."""
+    """The arguments of ``forward_backward`` or ``loss``, as the user passed them.
+
+    The docstring of ``forward_backward`` says what they mean.
+    """
 
     inputs: Any
     targets: Any = None

@@ -154,7 +154,7 @@ class ReplayFindings:
 
 
 class Captured(Schedule):
-    """One pass, whose sub-steps are captured. Keeps the graphs of an engine's replicas."""
+    """One pass, whose sub-steps are captured once and replayed; keeps the graphs."""
 
     uses_graphs = True
 

@@ -271,6 +271,29 @@ def test_every_operator_on_lists_is_asked_for_at_import():
     } == asked
 
 
+# What plain torch is compared by, and the tables of what is compared.
+ORACLES = (
+    "agree",
+    "batches",
+    "contrastive",
+    "module_cases",
+    "oracle",
+    "plain",
+    "weighted",
+    "whole_batches",
+)
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_what_compares_imports_public_names_alone(name):
+    """An oracle that used the package's own functions would agree with their faults."""
+    path = Path(__file__).parent / "harness" / f"{name}.py"
+    assert {*imports(path)} <= {"scatterpar"}
+    names = re.findall(r"^from scatterpar import (.*)$", path.read_text("utf-8"), re.M)
+    imported = {name.strip() for line in names for name in line.split(",")}
+    assert imported <= set(scatterpar.__all__)
+
+
 # --- tests lie beside what they test ---
 
 TESTS = Path(__file__).parent

@@ -8,13 +8,15 @@ import pickle
 
 import pytest
 import torch
-from harness.batches import LABELS, TEXTS, Reader, pad
+from harness.agree import Case, agree
+from harness.batches import LABELS, OF_ROWS, TEXTS, Reader, pad
 from harness.models import CLASSES, FEATURES
 from harness.oracle import assert_step, build, randn
 from pair.common import Pair
 from torch import nn
 
 from scatterpar import Replicated, Rows, ScatterOnceParallel
+from scatterpar.batch.markers import Marker
 
 ROWS = randn(7, FEATURES)
 LOSS = nn.CrossEntropyLoss()
@@ -54,3 +56,34 @@ def test_markers_print_and_pickle():
     assert repr(Rows.from_batches([ROWS, ROWS])) == "Rows.from_batches(2 batches)"
     for marker in (Replicated(ROWS), Rows(TEXTS, pad), Rows.from_batches([ROWS])):
         assert repr(pickle.loads(pickle.dumps(marker))) == repr(marker)
+
+
+class Jagged(Marker):
+    """A third marker: words of all texts in one tensor, and the number of words of
+    each.
+    """
+
+    def __init__(self, texts):
+        self.contents = {"words": torch.cat(texts), "sizes": [*map(len, texts)]}
+
+    @property
+    def num_rows(self):
+        return len(self.contents["sizes"])
+
+    def split(self):
+        return self.contents["words"].split(self.contents["sizes"])
+
+    def select(self, rows):
+        return Jagged([self.split()[row] for row in rows])
+
+    def join(self, others):
+        return Jagged([text for one in (self, *others) for text in one.split()])
+
+    def unwrap(self, *, copy):
+        return pad(self.split())  # new memory
+
+
+@pytest.mark.parametrize("runner", OF_ROWS)
+def test_a_third_kind_of_marker_is_exact(runner):
+    batch = Jagged(TEXTS), LABELS
+    agree(Case(Reader, batch, plain=(pad(TEXTS), LABELS)), runner, "mixed")

@@ -5,12 +5,19 @@ steps:
 
     agree(Case(lambda: nn.Linear(FEATURES, CLASSES)), "engine", ["cpu:0", "cpu:1"])
 
-Three modules start alike. The runner trains ``module``. Plain torch trains ``twin`` on
-the whole batch: losses, gradients and parameters must be its. ``first`` sees only what
-replica 0 sees, in its micro-batches: buffers must be its.
+Three modules start alike (``Trained``)::
+
+    module   is trained by the runner
+    twin     is trained by plain torch on the whole batch: losses, gradients and
+             parameters of ``module`` must be its
+    first    sees only what replica 0 sees, in its micro-batches: buffers must be its
+
+A step is compared in four: ``change``, what a user does before it; ``plain_step``, what
+is expected; ``assert_same``; and ``update``, what an optimizer does after it.
 """
 
 import contextlib
+import copy
 import importlib
 import re
 from collections.abc import Callable, Sequence
@@ -35,11 +42,9 @@ from harness.oracle import (
     randn,
     seeded,
 )
+from harness.plain import cut, joined, map_atoms, tensors
 from harness.rank_processes import run_on_ranks
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
-from scatterpar.batch import nested
-from scatterpar.batch.joining import join_rows
-from scatterpar.plan import make_plan
 
 BATCH = randn(9, FEATURES), randint(CLASSES, 9)
 LAYOUTS = {
@@ -50,6 +55,20 @@ LAYOUTS = {
     "virtual": ["cpu:0", "cpu:1", "cpu:2"],
     "elsewhere": ("cpu:1", torch.device("cpu:0"), "cpu:1"),
 }
+
+# The column "default run" of a case: its runners that are not slow.
+TRAINING = ("engine", "pair", "whole batch")
+USUAL = (*TRAINING, "inference")
+EVERY_WAY = (*USUAL, "loss", "check", "by cost", "guarded", "guarded pair")
+ON_RANKS = {  # how many processes, and which runner each of them has
+    "1 rank": (1, "engine"),
+    "2 ranks": (2, "engine"),
+    "3 ranks": (3, "engine"),
+    "2 ranks by cost": (2, "by cost"),
+    "3 ranks by cost": (3, "by cost"),
+    "2 ranks, graphs": (2, "graphs"),
+}
+CONTRACT = ("engine", "loss", "pair")
 
 
 @dataclass(frozen=True)
@@ -76,6 +95,8 @@ class Case:
         engine: further options of the engine.
         unless: runners that are not for this case.
         only: the runners that are, if not all.
+        default_run: the runners of the default run, on mixed memories, and numbers of
+            ranks; others are slow.
     """
 
     model: Callable[[], Any]
@@ -91,6 +112,7 @@ class Case:
     engine: dict[str, Any] = field(default_factory=dict)
     unless: Sequence[str] = ()
     only: Sequence[str] = ()
+    default_run: Sequence[str] = USUAL
 
     def build(self):
         if not self.keep_dtypes:
@@ -101,34 +123,59 @@ class Case:
     @property
     def count(self):
         """The number of rows: of the targets' first tensor, or of the inputs'."""
-        found = nested.tensors(self.plain or self.batch)
-        return len(next(tensor for tensor in found if tensor.ndim))
+        sizes = [len(each) for each in tensors(self.plain or self.batch) if each.ndim]
+        return sizes[0]
 
     def rows(self, rows):
         """Copies of these rows of inputs and targets, as plain torch takes them."""
 
-        def take(leaf):
-            if not isinstance(leaf, Tensor):
-                return leaf
-            if not leaf.ndim or rows == range(self.count):
-                return leaf.clone()
-            if isinstance(rows, range):  # which keeps the memory format
-                return leaf[rows.start : rows.stop].clone()
-            return leaf[list(rows)]
+        def take(atom):
+            if not isinstance(atom, Tensor):
+                return atom
+            if not atom.ndim or rows == range(self.count):
+                return atom.clone()
+            if isinstance(rows, range):  # a slice keeps the memory format
+                return atom[rows.start : rows.stop].clone()
+            return atom[list(rows)]
 
-        return nested.map_atoms(take, self.batch if self.plain is None else self.plain)
+        return map_atoms(take, self.batch if self.plain is None else self.plain)
 
     def all(self):
         return self.rows(range(self.count))
 
 
-# A runner yields two functions: one takes a step, the other is the plan of so many
-# rows.
+# A runner yields two functions: one takes a step, the other gives the shares of so many
+# rows, each of which is a list with the rows of its sub-steps.
 
 
-def make_engine(case, module, devices, **how):
-    cut = {} if "micro_batch_cost" in (case.engine | how) else {"accum": case.accum}
-    return ScatterOnceParallel(module, device_ids=devices, **(cut | case.engine | how))
+def even_shares(case, devices):
+    """The second function of a runner whose rows are cut evenly."""
+
+    def shares_of(count):
+        shares = cut(range(count), len(devices))
+        return [cut(share, case.accum) for share in shares]
+
+    return shares_of
+
+
+def shares_by_cost(engine, costs):
+    """That of a runner whose rows are cut by cost: what the engine says."""
+
+    def shares_of(count):
+        shares = []
+        for share in engine.plan(count, costs=costs).shares:
+            substeps = range(len(share.micro_batches))
+            shares.append([share.rows_of(number) for number in substeps])
+        return shares
+
+    return shares_of
+
+
+def make_engine(case, module, devices, **options):
+    options = case.engine | options
+    if "micro_batch_cost" not in options:
+        options["accum"] = case.accum
+    return ScatterOnceParallel(module, device_ids=devices, **options)
 
 
 @contextlib.contextmanager
@@ -138,7 +185,8 @@ def by_engine(case, module, criterion, devices, *, how=None, by="", **more):
     """
     options = case.options | more
     if "whole_batch" in more:  # the criterion has all terms
-        options = {k: v for k, v in options.items() if k not in ("count", "reduction")}
+        options.pop("count", None)
+        options.pop("reduction", None)
     with make_engine(case, module, devices, **(how or {})) as engine:
 
         def step():
@@ -150,7 +198,10 @@ def by_engine(case, module, criterion, devices, *, how=None, by="", **more):
             loss.backward()
             return loss.detach()
 
-        yield step, lambda rows: engine.plan(rows, costs=options.get("costs"))
+        if "costs" in options:
+            yield step, shares_by_cost(engine, options["costs"])
+        else:
+            yield step, even_shares(case, devices)
 
 
 def by_cost(case, *args):
@@ -162,22 +213,17 @@ def by_cost(case, *args):
 
 @contextlib.contextmanager
 def by_pair(case, module, criterion, devices):
-    how = devices, case.engine.get("dim", 0)
-    model, loss_of = (
-        DataParallelModel(module, *how),
-        DataParallelCriterion(criterion, *how),
-    )
+    dim = case.engine.get("dim", 0)
+    model = DataParallelModel(module, devices, dim)
+    combined = DataParallelCriterion(criterion, devices, dim)
     inputs, targets = case.batch
 
     def step():
-        loss = loss_of(call(model, inputs), targets, **case.options)
+        loss = combined(call(model, inputs), targets, **case.options)
         loss.backward()
         return loss.detach()
 
-    yield (
-        step,
-        lambda rows: make_plan(rows, [torch.device(device) for device in devices]),
-    )
+    yield step, even_shares(replace(case, accum=1), devices)
 
 
 @contextlib.contextmanager
@@ -189,6 +235,7 @@ def apart(by, case, module, criterion, devices):
     """
     modules = [module, *_heads(criterion)]
     master = torch.device(devices[0])
+    used = {torch.device(device) for device in devices[: case.count]}
 
     def step():
         with (
@@ -197,25 +244,21 @@ def apart(by, case, module, criterion, devices):
             guarded(patch, *modules) as memories,
         ):
             loss = inner()
-            given = [
-                tensor.grad for _, tensor in _trained(module) if tensor.grad is not None
-            ]
-            assert {memories.owner(tensor) for tensor in (loss, *given)} <= {
-                master,
-                None,
-            }
-            used = devices[: case.count]
-            assert set(memories.checked) == {torch.device(device) for device in used}
+            gradients = [tensor.grad for _, tensor in _trained(module)]
+            results = [loss, *(each for each in gradients if each is not None)]
+            owners = {memories.owner(result) for result in results}
+            assert owners <= {master, None}
+            assert set(memories.checked) == used
         return loss
 
-    with by(case, module, criterion, devices) as (_, plan):
-        yield step, plan
+    with by(case, module, criterion, devices) as (_, shares_of):
+        yield step, shares_of
 
 
 def _heads(criterion):
     """The modules that a criterion is, or is a method of."""
-    found = (criterion, getattr(criterion, "__self__", None))
-    return [one for one in found if isinstance(one, nn.Module)]
+    candidates = (criterion, getattr(criterion, "__self__", None))
+    return [candidate for candidate in candidates if isinstance(candidate, nn.Module)]
 
 
 RUNNERS = {
@@ -233,34 +276,48 @@ RUNNERS = {
 }
 
 
-def runs(cases, quick, contract=()):
-    """Each case by each runner on each layout, as parameters of a test; few of them are
-    not slow.
+def runs(cases):
+    """Each case by each runner on each layout, as parameters of a test.
 
-    ``quick`` has the runners of the default run, and for each the cases; none are all
-    of them. These run on mixed memories; with the engine on one replica, too. Other
-    layouts are slow.
+    In the default run are mixed memories, and the engine on one replica; other layouts
+    are slow. One replica of a pair is plain torch.
     """
-    # one replica of a pair is plain torch
-    layouts = {"engine": [*LAYOUTS], "pair": [*LAYOUTS][1:]}
-    found = []
+    layouts_of = {"engine": [*LAYOUTS], "pair": [*LAYOUTS][1:]}
+    parameters = []
     for name, case in cases.items():
         for runner in case.only or RUNNERS:
             if runner in case.unless or (runner == "check" and case.by_share):
                 continue
-            for layout in layouts.get(runner, ["mixed"]):
-                is_quick = layout == "mixed" or (layout, runner) == ("one", "engine")
-                is_quick &= runner in quick and (
-                    not quick[runner] or name in quick[runner]
-                )
-                marks = [] if is_quick else [pytest.mark.slow]
-                if is_quick and runner in contract:
-                    marks.append(pytest.mark.contract)
+            for layout in layouts_of.get(runner, ["mixed"]):
+                is_usual = layout == "mixed" or (layout, runner) == ("one", "engine")
+                if not is_usual or runner not in case.default_run:
+                    marks = [pytest.mark.slow]
+                else:
+                    marks = [pytest.mark.contract] if runner in CONTRACT else []
                 identity = identity_of(name, runner, layout)
-                found.append(
-                    pytest.param(case, runner, layout, id=identity, marks=marks)
-                )
-    return found
+                run = pytest.param(case, runner, layout, id=identity, marks=marks)
+                parameters.append(run)
+    return parameters
+
+
+def runs_on_ranks(tables, slow):
+    """The runs on ranks of each table's cases, as parameters of a test.
+
+    Each case of the table ``slow`` runs on two ranks, if not in the default run.
+    """
+    parameters = []
+    for table in tables:
+        for name, case in table.CASES.items():
+            for ranks, (size, runner) in ON_RANKS.items():
+                marks = []
+                if ranks not in case.default_run:
+                    if table is not slow or ranks != "2 ranks":
+                        continue
+                    marks = [pytest.mark.slow]
+                run = size, table.__name__, name, runner
+                identity = identity_of(name, runner, f"{size}_ranks")
+                parameters.append(pytest.param(*run, id=identity, marks=marks))
+    return parameters
 
 
 def identity_of(name, *more):
@@ -280,65 +337,101 @@ def agree(case, runner, devices, group=None):
     if runner == "inference":
         _agree_in_inference(case, devices)
         return []
-    module, twin, first = (case.build() for _ in range(3))
-    criterion, plain_criterion = case.criterion(module), case.criterion(twin)
-    given, rows_of_first = case, case.count
+    trained = Trained(case, joins=runner == "whole batch")
+    part = case
     if group is not None:
-        parts = make_plan(case.count, [torch.device("cpu")] * group.size()).shares
-        mine = parts[group.rank()]
-        given = replace(
-            case,
-            batch=case.rows(range(mine.start, mine.stop)),
-            engine={"process_group": group, **case.engine},
-        )
-        rows_of_first = parts[0].rows
-    before = given.batch if case.plain else replace(given, plain=None).all()
-    with RUNNERS[runner](given, module, criterion, devices) as (step, plan):
+        part = part_of_rank(case, group)
+        trained.rows_of_first = len(cut(range(case.count), group.size())[0])
+    batch_before = copy.deepcopy(part.batch)
+    run = RUNNERS[runner](part, trained.module, trained.criterion, devices)
+    with run as (step, shares_of):
         for number in range(1 + max(2, len(case.changes))):
-            if 0 < number <= len(case.changes):
-                for one in (module, twin, first):
-                    case.changes[number - 1](one)
-            children = list(module.modules())
-            start = buffers_of(first)
-            if start:
-                outputs_of(case, first, plan(rows_of_first).shares[0])
-            if case.by_share:
-                shares = plan(case.count).shares
-                pieces = [
-                    each
-                    for share in shares
-                    for each in outputs_of(case, twin, share, start)
-                ]
-                put_buffers(twin, buffers_of(first))
-            else:
-                pieces = [(range(case.count), call(twin, case.all()[0]))]
-            if runner == "whole batch":
-                pieces = [(range(case.count), _joined(pieces))]
-            expected = _plain_step(case, twin, pieces, plain_criterion)
-            loss = step()
-            assert_close(loss, expected, "loss", case.relative)
-            assert not loss.requires_grad
-            assert list(module.modules()) == children, (
-                "the user's module has other children"
-            )
-            _assert_same(case, module, twin, first)
-            for ours, theirs in zip(
-                *map(_heads, (criterion, plain_criterion)), strict=True
-            ):
-                _assert_gradients(case, ours, theirs)
-            if number % 2:  # gradients of two steps add up
-                for one in (module, twin):
-                    _update(one)
-            for ours, theirs in zip(first.parameters(), twin.parameters(), strict=True):
-                ours.data.copy_(theirs)
-    pairs = zip(nested.tensors(given.batch), nested.tensors(before), strict=True)
-    assert all(torch.equal(*pair) for pair in pairs), (
-        "the caller's tensors were written"
-    )
-    gradients = [
-        tensor.grad for _, tensor in _trained(module) if tensor.grad is not None
-    ]
-    return [tensor.detach().to_dense() for tensor in (*module.parameters(), *gradients)]
+            trained.change(number)
+            expected = trained.plain_step(shares_of)
+            trained.assert_same(step(), expected)
+            trained.update(number)
+    pairs = zip(tensors(part.batch), tensors(batch_before), strict=True)
+    are_same = [torch.equal(*pair) for pair in pairs]
+    assert all(are_same), "the caller's tensors were written"
+    return trained.values()
+
+
+def part_of_rank(case, group):
+    """The case with this rank's rows."""
+    rows = cut(range(case.count), group.size())[group.rank()]
+    options = {"process_group": group, **case.engine}
+    return replace(case, batch=case.rows(rows), engine=options)
+
+
+class Trained:
+    """A module that a runner trains, and two that plain torch trains.
+
+    Attributes:
+        joins: the criterion gets one output, that of all rows.
+        rows_of_first: the number of rows that the first rank has.
+    """
+
+    def __init__(self, case, joins):
+        self.case = case
+        self.joins = joins
+        self.rows_of_first = case.count
+        self.module, self.twin, self.first = (case.build() for _ in range(3))
+        self.criterion = case.criterion(self.module)
+        self.plain_criterion = case.criterion(self.twin)
+
+    def change(self, number):
+        """Before step ``number``, what a user does."""
+        if 0 < number <= len(self.case.changes):
+            for module in (self.module, self.twin, self.first):
+                self.case.changes[number - 1](module)
+        self.children = list(self.module.modules())
+
+    def plain_step(self, shares_of):
+        """The loss by plain torch, whose gradients arrive in ``twin``."""
+        case = self.case
+        buffers = buffers_of(self.first)
+        if buffers:
+            outputs_of(case, self.first, shares_of(self.rows_of_first)[0])
+        if case.by_share:
+            pieces = []
+            for share in shares_of(case.count):
+                pieces += outputs_of(case, self.twin, share, buffers)
+            put_buffers(self.twin, buffers_of(self.first))
+        else:
+            inputs, _ = case.all()
+            pieces = [(range(case.count), call(self.twin, inputs))]
+        if self.joins and len(pieces) > 1:
+            pieces = [(range(case.count), joined([output for _, output in pieces]))]
+        return _plain_loss(case, self.twin, pieces, self.plain_criterion)
+
+    def assert_same(self, loss, expected):
+        """The runner's step is that of plain torch."""
+        case = self.case
+        assert_close(loss, expected, "loss", case.relative)
+        assert not loss.requires_grad
+        are_same = list(self.module.modules()) == self.children
+        assert are_same, "the user's module has other children"
+        _assert_gradients(case, self.module, self.twin)
+        _assert_buffers(case, self.module, self.first)
+        heads = zip(_heads(self.criterion), _heads(self.plain_criterion), strict=True)
+        for head, plain_head in heads:
+            _assert_gradients(case, head, plain_head)
+
+    def update(self, number):
+        """After each second step: gradients of two steps add up."""
+        if number % 2:
+            for module in (self.module, self.twin):
+                _update(module)
+        pairs = zip(self.first.parameters(), self.twin.parameters(), strict=True)
+        for follower, parameter in pairs:
+            follower.data.copy_(parameter)
+
+    def values(self):
+        """Parameters, and gradients that are there."""
+        gradients = [tensor.grad for _, tensor in _trained(self.module)]
+        gradients = [gradient for gradient in gradients if gradient is not None]
+        values = [*self.module.parameters(), *gradients]
+        return [value.detach().to_dense() for value in values]
 
 
 def on_ranks(cases, name, size, runner="engine"):
@@ -361,23 +454,28 @@ def _on_a_rank(group, cases, name, runner):
 def _agree_in_inference(case, devices):
     """What the engine returns when it is called is what the module returns."""
     module, twin = (case.build().eval() for _ in range(2))
-    costs = {"costs": case.options["costs"]} if "costs" in case.options else {}
+    costs = {}
+    if "costs" in case.options:
+        costs["costs"] = case.options["costs"]
+    inputs, _ = case.batch
     with make_engine(case, module, devices) as engine, torch.no_grad():
         for change in (lambda _: None, *case.changes):
-            change(module), change(twin)
-            found = call(partial(engine, **costs), case.batch[0])
-            assert_alike(found, call(twin, case.all()[0]), case.relative)
+            change(module)
+            change(twin)
+            output = call(partial(engine, **costs), inputs)
+            whole, _ = case.all()
+            assert_alike(output, call(twin, whole), case.relative)
 
 
 def buffers_of(module):
     """Copies of them, by name."""
-    owners = [(f"{path}.".lstrip("."), owner) for path, owner in module.named_modules()]
-    found = {
-        prefix + name: b for prefix, one in owners for name, b in one._buffers.items()
-    }
-    return {
-        name: None if b is None else b.detach().clone() for name, b in found.items()
-    }
+    buffers = {}
+    for path, owner in module.named_modules():
+        prefix = f"{path}." if path else ""
+        for name, buffer in owner._buffers.items():
+            copied = None if buffer is None else buffer.detach().clone()
+            buffers[prefix + name] = copied
+    return buffers
 
 
 def put_buffers(module, values):
@@ -396,25 +494,22 @@ def outputs_of(case, module, share, start=None):
     their own.
     """
     put_buffers(module, start or {})
-    attributes = [(one, dict(vars(one))) for one in module.modules()]
-    pieces = [share.rows_of(number) for number in range(len(share.micro_batches))]
-    found = [(rows, call(module, case.rows(rows)[0])) for rows in pieces]
-    for one, own in attributes:
-        vars(one).update(own)
-    return found
+    attributes = [(owner, dict(vars(owner))) for owner in module.modules()]
+    pieces = []
+    for rows in share:
+        inputs, _ = case.rows(rows)
+        pieces.append((rows, call(module, inputs)))
+    for owner, values in attributes:
+        vars(owner).update(values)
+    return pieces
 
 
-def _joined(pieces):
-    rows, outputs = zip(*pieces, strict=True)
-    return (
-        join_rows(list(outputs), 0, [*map(len, rows)]) if len(rows) > 1 else outputs[0]
-    )
-
-
-def _plain_step(case, twin, pieces, criterion):
+def _plain_loss(case, twin, pieces, criterion):
+    """The mean over the rows of all pieces; its gradients are added to ``twin``'s."""
     total = 0
     for rows, output in pieces:
-        loss = loss_of(output, case.rows(rows)[1], criterion)
+        _, targets = case.rows(rows)
+        loss = loss_of(output, targets, criterion)
         total += loss * (len(rows) / case.count)
     before = [(tensor, tensor.grad) for _, tensor in _trained(twin)]
     for tensor, _ in before:
@@ -426,48 +521,49 @@ def _plain_step(case, twin, pieces, criterion):
     return total.detach()
 
 
-def _assert_same(case, module, twin, first):
-    _assert_gradients(case, module, twin)
+def _assert_buffers(case, module, first):
     assert module.state_dict().keys() == first.state_dict().keys()
-    ours, theirs = (dict(one.named_buffers()) for one in (module, first))
-    assert list(ours) == list(theirs)
-    for name, buffer in ours.items():
-        limits = {
-            "rtol": 0,
-            "atol": 0,
-            "msg": lambda words, name=name: f"buffer {name}: {words}",
-        }
+    buffers = dict(module.named_buffers())
+    expected = dict(first.named_buffers())
+    assert list(buffers) == list(expected)
+    for name, buffer in buffers.items():
+        limits = {"rtol": 0, "atol": 0}
         if buffer.dtype.is_floating_point:
-            limits |= {"rtol": case.relative, "atol": 1e-14, "equal_nan": True}
-        torch.testing.assert_close(buffer.detach(), theirs[name].detach(), **limits)
+            limits = {"rtol": case.relative, "atol": 1e-14, "equal_nan": True}
+        torch.testing.assert_close(
+            buffer.detach(),
+            expected[name].detach(),
+            **limits,
+            msg=lambda words, name=name: f"buffer {name}: {words}",
+        )
 
 
 def _assert_gradients(case, module, twin):
     """Each gradient is there or not, of the same dtype, layout and strides, and the
     same.
     """
-    for (name, ours), (its, theirs) in zip(
-        _trained(module), _trained(twin), strict=True
-    ):
-        assert name == its
-        assert (ours.grad is None) == (theirs.grad is None), (
-            f"{name}: a gradient on one side only"
-        )
-        if theirs.grad is not None:
-            assert ours.grad.layout == theirs.grad.layout, name
-            if theirs.grad.layout == torch.strided:
-                assert ours.grad.stride() == theirs.grad.stride(), f"{name}: strides"
-            assert_close(ours.grad, theirs.grad, f"{name}.grad", case.relative)
-        assert_close(ours.detach(), theirs.detach(), name, case.relative)
+    pairs = zip(_trained(module), _trained(twin), strict=True)
+    for (name, tensor), (name_in_twin, expected) in pairs:
+        assert name == name_in_twin
+        has_gradient = tensor.grad is not None
+        is_right = has_gradient == (expected.grad is not None)
+        assert is_right, f"{name}: a gradient on one side only"
+        if has_gradient:
+            assert tensor.grad.layout == expected.grad.layout, name
+            if expected.grad.layout == torch.strided:
+                strides = tensor.grad.stride(), expected.grad.stride()
+                assert strides[0] == strides[1], f"{name}: strides"
+            assert_close(tensor.grad, expected.grad, f"{name}.grad", case.relative)
+        assert_close(tensor.detach(), expected.detach(), name, case.relative)
 
 
 def _trained(module):
-    named = [*module.named_parameters(), *module.named_buffers()]
-    return [
-        (name, tensor)
-        for name, tensor in named
-        if tensor.requires_grad and tensor.is_leaf
-    ]
+    """The parameters and buffers that get a gradient, by name."""
+    trained = []
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if tensor.requires_grad and tensor.is_leaf:
+            trained.append((name, tensor))
+    return trained
 
 
 @torch.no_grad()

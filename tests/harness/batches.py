@@ -7,11 +7,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from harness.agree import Case
+from harness.agree import EVERY_WAY, USUAL, Case
 from harness.models import CLASSES, FEATURES, Columns, Of, Returns, mlp
 from harness.oracle import randint, randn
 from scatterpar import Replicated, Rows, count_labels
-from scatterpar.batch.markers import Marker
 
 LENGTHS = [3, 5, 1, 4, 2, 5, 3, 9, 1, 6, 2]
 LABELS = randint(CLASSES, len(LENGTHS))
@@ -41,31 +40,6 @@ class Tagger(Reader):
 
     def forward(self, ids):
         return self.head(self.words(ids).tanh()).transpose(1, 2)
-
-
-class Jagged(Marker):
-    """A third marker: words of all texts in one tensor, and the number of words of
-    each.
-    """
-
-    def __init__(self, texts):
-        self.contents = {"words": torch.cat(texts), "sizes": [*map(len, texts)]}
-
-    @property
-    def num_rows(self):
-        return len(self.contents["sizes"])
-
-    def split(self):
-        return self.contents["words"].split(self.contents["sizes"])
-
-    def select(self, rows):
-        return Jagged([self.split()[row] for row in rows])
-
-    def join(self, others):
-        return Jagged([text for one in (self, *others) for text in one.split()])
-
-    def unwrap(self, *, copy):
-        return pad(self.split())  # new memory
 
 
 class Quantizer(nn.Module):
@@ -183,7 +157,7 @@ CASES = {
         lambda _: lambda output, _: output["loss"],
         unless=("whole batch", "by cost", "inference"),
     ),
-    "texts": texts(),
+    "texts": texts(default_run=EVERY_WAY),
     "texts by length": texts(
         engine={"micro_batch_cost": 10},
         options={"costs": LENGTHS},
@@ -191,9 +165,6 @@ CASES = {
     ),
     "tags": texts(tagged=True, only=BY_ROW),
     "tags, counted": texts(tagged=True, only=BY_ROW, options={"count": count_labels()}),
-    "another marker": Case(
-        Reader, (Jagged(TEXTS), LABELS), plain=(PADDED, LABELS), only=OF_ROWS
-    ),
     "replicated, of the batch's size": Case(
         lambda: Of(
             lambda m, rows, table, options: m.linear(
@@ -246,5 +217,6 @@ CASES = {
         lambda _: of_codes,
         options={"whole_batch": True},
         only=("engine", "loss", "check", "by cost", "inference"),
+        default_run=(*USUAL, "2 ranks"),
     ),
 }

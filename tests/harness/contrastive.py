@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
-from harness.agree import Case
+from harness.agree import EVERY_WAY, USUAL, Case
 from harness.models import Of
 from harness.oracle import build, randint, randn
 
@@ -57,7 +57,7 @@ def views(rows):
     return both, randint(4, rows, seed=rows)
 
 
-def case(name, rows, accum=3):
+def case(name, rows, accum=3, default_run=USUAL):
     return Case(
         make_two_views,
         views(rows),
@@ -65,11 +65,17 @@ def case(name, rows, accum=3):
         accum=accum,
         options={"whole_batch": True},
         only=("engine", "loss", "check", "by cost", "compiled", "guarded"),
+        default_run=default_run,
     )
 
 
 CASES = {
     **{name: case(name, 37) for name in LOSSES},
+    "clip": case(
+        "clip",
+        37,
+        default_run=(*EVERY_WAY, "2 ranks", "3 ranks", "3 ranks by cost"),
+    ),
     **{f"{name}, one sub-step": case(name, 9, accum=1) for name in LOSSES},
     **{f"{name}, one row": case(name, 1, accum=16) for name in LOSSES},
 }

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from harness.agree import BATCH, Case
+from harness.agree import BATCH, EVERY_WAY, USUAL, Case
 from harness.models import CLASSES, FEATURES, Of, TokenClassifier, mlp
 from harness.oracle import build, randint, randn
 
@@ -528,13 +528,14 @@ def sharing(model):
 
 # --- all of them ---
 
+RANKS_TOO = {"default_run": (*USUAL, "2 ranks")}
+EVERY_WAY_TOO = {"default_run": EVERY_WAY}
 ONCE = {"accum": 1}  # it reads what its forward pass has written
 BY_SHARE = {"by_share": True, "accum": 1}
 TOKENS = randint(11, 9, 3), randint(CLASSES, 9, 3)
 
 MODELS = {
     "parameter containers": parameter_containers,
-    "tied": tied,
     "lstm": recurrent,
     "unregistered list": unregistered_list,
     "forward is a partial": lambda: nn.Sequential(
@@ -585,6 +586,18 @@ MODELS = {
 
 CASES = {
     **{name: Case(make) for name, make in MODELS.items()},
+    "tied": Case(
+        tied,
+        default_run=(
+            *EVERY_WAY,
+            "graphs",
+            "compiled",  # others take seconds
+            "1 rank",
+            "2 ranks",
+            "3 ranks",
+            "2 ranks, graphs",
+        ),
+    ),
     "proxy of the parent": Case(
         with_child(weakref.proxy),
         unless=("compiled",),  # torch cannot guard a proxy: an error of its own
@@ -602,14 +615,16 @@ CASES = {
         ),
     ),
     "spectral norm, old": Case(lambda: nn.utils.spectral_norm(linear()), **ONCE),
-    "spectral norm": Case(lambda: parametrizations.spectral_norm(linear()), **ONCE),
+    "spectral norm": Case(
+        lambda: parametrizations.spectral_norm(linear()), **ONCE, **RANKS_TOO
+    ),
     "checkpointing": Case(partial(blocks, use_reentrant=False)),
     "checkpointing, reentrant": Case(
         partial(blocks, use_reentrant=True), unless=("check",)
     ),
     "fx": Case(lambda: torch.fx.symbolic_trace(small())),
-    "complex": Case(of_complex, keep_dtypes=True),
-    "conjugates": Case(conjugates),
+    "complex": Case(of_complex, keep_dtypes=True, **RANKS_TOO),
+    "conjugates": Case(conjugates, **RANKS_TOO),
     "conjugate gradients": Case(conjugate_gradients, keep_dtypes=True),
     **{
         str(dtype): Case(
@@ -617,6 +632,7 @@ CASES = {
             batch=(BATCH[0].to(dtype), BATCH[1]),
             keep_dtypes=True,
             relative=relative,
+            **(RANKS_TOO if dtype == torch.half else {}),
         )
         for dtype, relative in (
             (torch.float32, 1e-5),
@@ -631,15 +647,18 @@ CASES = {
         )
         for dtype in (torch.uint16, torch.uint64)
     },
-    "several dtypes": Case(several_dtypes, keep_dtypes=True, relative=1e-5),
+    "several dtypes": Case(
+        several_dtypes, keep_dtypes=True, relative=1e-5, **RANKS_TOO
+    ),
     "layouts, torch.float32": Case(
         layouts,
         batch=(IMAGES, randint(CLASSES, 6)),
         keep_dtypes=True,
         relative=1e-5,
         unless=("by cost",),  # rows that are selected are contiguous
+        **RANKS_TOO,
     ),
-    "own parameters": Case(own_parameters),
+    "own parameters": Case(own_parameters, **RANKS_TOO),
     # ``nn.DataParallel``'s replicas say that they have none
     "looks at its parameters": Case(
         lambda: Of(
@@ -656,10 +675,13 @@ CASES = {
                 build(lambda: nn.Linear(CLASSES, CLASSES), seed=3)
             ),
         ],
+        **RANKS_TOO,
     ),
-    "sparse gradients": Case(sparse_tokens, batch=TOKENS),
-    "unused by some": Case(branches, batch=(positive_first(9, 6), BATCH[1])),
-    "gradients in one memory": Case(InOneMemory),
+    "sparse gradients": Case(sparse_tokens, batch=TOKENS, **EVERY_WAY_TOO),
+    "unused by some": Case(
+        branches, batch=(positive_first(9, 6), BATCH[1]), **RANKS_TOO
+    ),
+    "gradients in one memory": Case(InOneMemory, **RANKS_TOO),
     "one gradient for two": Case(one_gradient_for_two),
     "a criterion that writes to its targets": Case(
         mlp,
@@ -668,7 +690,9 @@ CASES = {
             lambda output, targets: ((output - targets.mul_(2)) ** 2).mean()
         ),
     ),
-    "a trained criterion": Case(mlp, criterion=lambda _: Head()),
+    "a trained criterion": Case(
+        mlp, criterion=lambda _: Head(), default_run=(*EVERY_WAY, "2 ranks")
+    ),
     "a criterion that shares a parameter": Case(mlp, criterion=sharing),
     "a method of a trained criterion": Case(mlp, criterion=lambda _: Head().forward),
     "fewer rows than replicas": Case(mlp, batch=(BATCH[0][:2], BATCH[1][:2])),
@@ -681,12 +705,15 @@ CASES = {
                 model[2].bias.requires_grad_(False),
             ),
         ],
+        **RANKS_TOO,
     ),
     "a penalty on the model": Case(  # refused unless the criterion is called once
         linear, criterion=penalised, only=("whole batch", "inference")
     ),
     "batch norm": Case(
-        lambda: nn.Sequential(linear(), nn.BatchNorm1d(CLASSES)), **BY_SHARE
+        lambda: nn.Sequential(linear(), nn.BatchNorm1d(CLASSES)),
+        **BY_SHARE,
+        **EVERY_WAY_TOO,
     ),
     "batch norm with another forward": Case(  # its statistics once stood still
         lambda: nn.Sequential(
@@ -694,9 +721,13 @@ CASES = {
         ),
         **BY_SHARE,
     ),
-    "a trained buffer": Case(trained_buffer, keep_dtypes=True),
+    "a trained buffer": Case(trained_buffer, keep_dtypes=True, **RANKS_TOO),
     "rebound buffers": Case(rebinds),
-    "buffers of every dtype": Case(of_every_dtype, keep_dtypes=True, **ONCE),
-    "overlapping buffer, transposed": Case(overlapping, keep_dtypes=True, **ONCE),
+    "buffers of every dtype": Case(
+        of_every_dtype, keep_dtypes=True, **ONCE, **RANKS_TOO
+    ),
+    "overlapping buffer, transposed": Case(
+        overlapping, keep_dtypes=True, **ONCE, **RANKS_TOO
+    ),
     "a hook that closes over the module": Case(multiplies),
 }

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from harness.agree import Case
+from harness.agree import EVERY_WAY, TRAINING, Case
 from harness.models import CLASSES, FEATURES, mlp, token_classifier
 from harness.oracle import randint, randn
 
@@ -91,10 +91,14 @@ def masked_mean(output, targets):
     return (losses * targets["mask"]).sum() / targets["mask"].sum()
 
 
-def case(name, rows):
+def case(name, rows, default_run=TRAINING):
     criterion, targets = LOSSES[name]
     return Case(
-        mlp, (randn(rows, FEATURES), targets(rows)), lambda _: criterion(), accum=3
+        mlp,
+        (randn(rows, FEATURES), targets(rows)),
+        lambda _: criterion(),
+        accum=3,
+        default_run=default_run,
     )
 
 
@@ -107,7 +111,13 @@ def of_many_terms(name, rows=11, length=6):
     if name == "probabilities":
         targets = targets.movedim(-1, 1)  # (rows, classes, length)
     batch = randint(11, rows, length, seed=5), targets
-    return Case(token_classifier, batch, lambda _: criterion(), accum=3)
+    return Case(
+        token_classifier,
+        batch,
+        lambda _: criterion(),
+        accum=3,
+        default_run=TRAINING,
+    )
 
 
 TERMS = [
@@ -121,15 +131,26 @@ TERMS = [
 LENGTHS = randint(6, 13, seed=9) + 1
 MASK = (torch.arange(6) < LENGTHS[:, None]).double()
 
+TWO_ROWS = ("engine", "pair")
+EVERY_TRAINING = tuple(runner for runner in EVERY_WAY if runner != "inference")
+
 CASES = {
     **{name: case(name, 37) for name in LOSSES},
-    **{f"{name}, two rows": case(name, 2) for name in LOSSES},
+    "mean": case("mean", 37, (*TRAINING, "2 ranks", "2 ranks by cost")),
+    "sum": case("sum", 37, (*TRAINING, "2 ranks")),
+    "padded": case("padded", 37, (*TRAINING, "2 ranks by cost")),
+    "class weights, padded": case(
+        "class weights, padded", 37, (*EVERY_TRAINING, "graphs", "2 ranks")
+    ),
+    **{f"{name}, two rows": case(name, 2, TWO_ROWS) for name in LOSSES},
+    "mean, two rows": case("mean", 2, (*TWO_ROWS, "2 ranks")),
     **{f"{name}, many terms": of_many_terms(name) for name in TERMS},
     "reduction= wins": Case(
         mlp,
         (randn(9, FEATURES), randn(9, CLASSES)),
         lambda _: Summed(),
         options={"reduction": "sum"},
+        default_run=TRAINING,
     ),
     "count=": Case(
         token_classifier,
@@ -138,5 +159,6 @@ CASES = {
         options={
             "count": lambda given, targets: targets["mask"].sum() + 0 * given.sum()
         },
+        default_run=(*EVERY_TRAINING, "2 ranks"),
     ),
 }

@@ -101,6 +101,19 @@ def test_the_page_names_all_implementations_of_the_schedule():
     assert files == set(re.findall(r"`([\w/]+\.py)`", paragraph))
 
 
+def test_each_word_of_the_code_is_defined_where_the_page_says():
+    rows = re.findall(
+        r"^\| ([\w ]+) \| .* \| `(\w+)` in `([\w/]+\.py)` \|$",
+        section("Words of the code"),
+        re.MULTILINE,
+    )
+    assert len(rows) > 15
+    assert len({name for _, name, _ in rows}) == len(rows)  # one each
+    for word, name, file in rows:
+        body = ast.parse((PACKAGE / file).read_text(encoding="utf-8")).body
+        assert name in [getattr(node, "name", "") for node in body], word
+
+
 def test_there_is_no_circle():
     TopologicalSorter(graph()).prepare()  # or the error names the circle
 

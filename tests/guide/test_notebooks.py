@@ -15,9 +15,9 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 NEEDS = {"3-two-gpus": "bitsandbytes"}
 # PyPI's torchvision, which transformers imports, fails beside torch's CPU build without this.
 STARTUP = "from scatterpar.train.libraries import library\nlibrary('torchvision')\ndel library\n"
-# What is shorter here, and as it stands: one of the notebooks trains for a minute.
+# What is shorter here, and as it stands: this notebook trains for minutes.
 SHORTER = {"2-contrastive": ("64, 1024, 80, 0.1", "64, 1024, 10, 0.1")}
-SECONDS = 600  # each takes less than a minute on two idle cores
+SECONDS = 600  # each takes at most two and a half minutes on one idle core
 
 
 def code_cells(path):

@@ -201,6 +201,8 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         self._measure_noise = measure_noise
         self._verify = verify
         self._graphs = graphs
+        # Refused before anything is made: a failed constructor leaves no threads
+        # behind.
         num_replicas = len(self.device_ids)
         check_options(self.module, dim, buffers, accumulate_dtype)
         check_cuts(accum, micro_batch_size, micro_batch_cost, num_replicas)
@@ -245,6 +247,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             value = check_shares(value, len(self.device_ids))
         elif name == "dim":
             check_int("dim", value)
+        # Set before the checks, which read the engine's attributes.
         earlier = dict(vars(self))
         vars(self)[f"_{name}"] = value
         try:
@@ -578,6 +581,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
 
         Yields for how many seconds the engine has waited for its caller.
         """
+        # Also after a step that failed: the caller's time is not the engine's.
         waited = max(0.0, time.perf_counter() - self._step_ended)
         traced = contextlib.nullcontext() if self._trace is None else self._trace.step()
         try:
@@ -688,6 +692,8 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             with attempt.undo:
                 yield attempt
         finally:
+            # A thread that did not end in time may still write its replica: others are
+            # made.
             if self._workers.abandoned:
                 self._workers.abandoned = False
                 self._replicas.discard()
@@ -918,6 +924,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         Raises:
             ValueError: as ``forward_backward``, for arguments that it refuses.
         """
+        # One batch is enough, and its largest one shows most.
         call = Call(inputs, targets, criterion, reduction, count)
         request = checked(call, self.dim, self.device_ids[0]).of_largest_batch()
         plan = self.plan(request.sizes)

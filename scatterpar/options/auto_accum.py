@@ -174,6 +174,8 @@ class Search:
                 logger.debug('accum="auto": a trial with %d fits', candidate.accum)
                 result.attempt.undo.restore()
                 del result  # the next try needs the memory of its gradients
+            # The failed try's cached memory is cut to sizes that the next one does not
+            # need.
             self._workers.release()
         with result.attempt.undo:  # warnings may be errors
             self._keep(candidate)
@@ -189,6 +191,7 @@ class Search:
         while True:
             whole = self._whole_step(accum)
             yield whole
+            # Rows that are kept for a second pass are the first memory to give up.
             if whole.extent.retain_rows:
                 self._fit.retain_rows = False
                 yield self._whole_step(accum)
@@ -201,6 +204,7 @@ class Search:
                     accum = (too_few + enough + 1) // 2
                 trial = self._trial(accum)
                 yield trial
+                # The caller has set this, or has raised.
                 if trial.fits:
                     enough = accum
                 else:
@@ -256,22 +260,25 @@ class Search:
             self._note_rows(self._fits)
         if candidate.accum == earlier:
             return
-        kept = "is kept"
+        remembered = "is kept"
         if self._fits is not None:
             name = name_of(self._function)
-            kept = f"is kept for {name} without gradients, with {self._rows} rows"
+            remembered = f"is kept for {name} without gradients, with {self._rows} rows"
         warn(
             f'accum="auto": {self._request.rows} rows with accum={earlier} ran out '
-            f"of memory; accum={candidate.accum} is the smallest that fits, and {kept}"
+            f"of memory; accum={candidate.accum} is the smallest that fits, and "
+            f"{remembered}"
         )
 
     def _note_rows(self, fits: FunctionFits) -> None:
         """Remember the fit of this number of rows, and the rows that do not fit."""
         fits.by_rows[self._rows] = self._fit
         known = fits.too_many_rows
-        found = self._too_many_rows
-        if found is not None:
-            fits.too_many_rows = found if known is None else min(known, found)
+        too_many = self._too_many_rows
+        if too_many is None:
+            return
+        # The fewest that failed: a new number of rows begins below it.
+        fits.too_many_rows = too_many if known is None else min(known, too_many)
 
 
 def innermost(function: Any) -> Any:

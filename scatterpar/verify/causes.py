@@ -1,4 +1,5 @@
-"""Why the results of a few rows, in parts and at once, differ: an ordered list of causes.
+"""Why the results of a few rows, in parts and at once, differ: an ordered list of
+causes.
 
 Each cause is a function of the evidence. It makes the run that decides, and returns a
 verdict, or ``None`` if the cause is another one. A look asks them in the order of
@@ -56,7 +57,7 @@ _NOTHING_CHANGED = "Nothing was changed; verify=False does not check."
 
 
 def in_lines(problem: str, remedy: str, *notes: str) -> str:
-    """The text of a warning or error: the problem, what to do, an empty line, the rest."""
+    """The text of a warning or error: problem, remedy, an empty line, the rest."""
     text = f"{problem}\n{remedy}"
     return f"{text}\n\n{' '.join(notes)}" if notes else text
 
@@ -89,7 +90,7 @@ def unrepeatable(evidence: Evidence) -> Verdict | None:
 
 
 def rounding_alone(evidence: Evidence) -> Verdict | None:
-    """Rounding makes the difference. If not, further causes have the limit of rounding."""
+    """Rounding makes the difference. If not, later causes have its limit."""
     evidence.limit = max(evidence.limit, evidence.difference_by_rounding())
     return RIGHT if evidence.difference <= evidence.limit else None
 
@@ -215,8 +216,8 @@ def _refused_combination(losses: Losses, remedy: str) -> Verdict:
         sizes += " + …"
     problem = (
         f"{losses.name}: your loss of {losses.num_rows} rows is not the "
-        f"{losses.request.reduction} of the losses of {sizes} rows: the gradient would be "
-        f"{_size_of(losses.difference)}."
+        f"{losses.request.reduction} of the losses of {sizes} rows: the gradient would "
+        f"be {_size_of(losses.difference)}."
     )
     verdict = _refused(problem, remedy, *losses.other_remedies(remedy))
     return replace(verdict, problem=problem)
@@ -257,7 +258,7 @@ def mean_over_labels(losses: Losses) -> Verdict | None:
 
 
 def _counts_of_labels(losses: Losses) -> Iterator[tuple[int, str, list[int]]]:
-    """Yield ignored labels, what to pass as ``count=``, and its results for the parts."""
+    """Yield ignored labels, a ``count=`` for them, and its results for the parts."""
     pieces = pieces_of(losses.request, losses.parts)
     inputs, targets = pieces[0]
     pattern = "scatterpar.count_labels({})"

@@ -46,7 +46,7 @@ class Result:
         return any(bool(gradient.any()) for gradient in self.gradients)
 
     def difference_from(self, expected: Result) -> float:
-        """The relative difference of the gradients, or of the losses if that is larger."""
+        """The relative difference of gradients, or of losses if that is larger."""
         if not math.isfinite(self.loss):
             return math.inf
         scale = max(abs(self.loss), abs(expected.loss), SMALLEST_SCALE)
@@ -78,11 +78,12 @@ def num_with_gradient(results: Sequence[Result]) -> int:
 
 
 def relative_difference(actual: Gradients, expected: Gradients) -> tuple[float, int]:
-    """The largest relative difference between gradients of the same tensors, and its position.
+    """The largest relative difference between gradients of the same tensors, and its
+    position.
 
-    For each tensor it is the largest difference of an entry over the largest entry, or over a
-    hundredth of the largest entry of all tensors, if that is more. It is infinite for NaN, or if
-    only one of the two has a gradient and it is not zero.
+    For each tensor it is the largest difference of an entry over the largest entry, or
+    over a hundredth of the largest entry of all tensors, if that is more. It is
+    infinite for NaN, or if only one of the two has a gradient and it is not zero.
     """
     pairs = list(zip(actual, expected, strict=True))
     differences = magnitudes([_difference(*pair) for pair in pairs])
@@ -103,7 +104,7 @@ def relative_difference(actual: Gradients, expected: Gradients) -> tuple[float, 
 
 
 def _difference(actual: Tensor | None, expected: Tensor | None) -> Tensor | None:
-    """The difference of two gradients; the one that is there if the other is ``None``."""
+    """The difference of two gradients, of which one may be ``None``."""
     if actual is None:
         return expected
     if expected is None:
@@ -112,7 +113,7 @@ def _difference(actual: Tensor | None, expected: Tensor | None) -> Tensor | None
 
 
 def magnitudes(tensors: Gradients) -> list[float]:
-    """The largest absolute entry of each tensor, read together; zero if there is none."""
+    """The largest absolute entry of each tensor; zero if it has none."""
     nothing = torch.zeros(1, device="cpu")
     norms = []
     for tensor in tensors:
@@ -124,7 +125,8 @@ def magnitudes(tensors: Gradients) -> list[float]:
 
 
 def difference_of_outputs(actual: Tensor, expected: Tensor) -> float:
-    """The largest relative difference between two outputs of one shape; NaN counts as zero.
+    """The largest relative difference between two outputs of one shape; NaN counts as
+    zero.
 
     It is infinite if outputs that are not floating-point differ.
     """

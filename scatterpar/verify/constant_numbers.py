@@ -22,13 +22,15 @@ class DrawsPerRow(Exception):
 
 
 class ConstantNumbers(OperatorMode):
-    """In its body random operators give constant numbers, so that results can be compared.
+    """In its body random operators give constant numbers, so that results can be
+    compared.
 
-    Dropout keeps all elements, floating-point numbers are 0.618, and integers repeat the first one
-    drawn.
+    Dropout keeps all elements, floating-point numbers are 0.618, and integers repeat
+    the first one drawn.
 
     Attributes:
-        calls: the number of random operators, without dropout, since it was set to zero.
+        calls: the number of random operators, without dropout, since it was set to
+            zero.
 
     Raises:
         DrawsPerRow: an operator such as ``randperm``.

@@ -109,7 +109,7 @@ class Losses:
         raise NotImplementedError
 
     def fits(self, weights: Sequence[float]) -> bool:
-        """Whether the losses of the parts, with these weights, give that of all rows."""
+        """Whether the losses of parts, with these weights, give that of all rows."""
         results = self.results_of_parts()
         if num_with_gradient(results) < 2:  # any weights might fit
             return False

@@ -21,9 +21,9 @@ from scatterpar.verify.runs import Runs
 from scatterpar.verify.schedule import names_and_numbers
 
 _DRAWN = (
-    "the function draws random numbers and returns several entries per row, whose order "
-    "cannot be compared with that of one call: return .view(rows, k, -1) of k entries "
-    "per row"
+    "the function draws random numbers and returns several entries per row, whose "
+    "order cannot be compared with that of one call: return .view(rows, k, -1) of k "
+    "entries per row"
 )
 
 Compute = Callable[[ReplicaTask, Any], Any]  # the output for inputs and targets
@@ -85,8 +85,8 @@ class JoinCheck:
     ) -> Hashable:
         """What an order of entries may depend on.
 
-        Not the model's ``changes``, nor numbers: one that moves in each step would cause
-        a comparison.
+        Not the model's ``changes``, nor numbers: one that moves in each step would
+        cause a comparison.
         """
         model = attempt.replicas.of_model
         entries = [
@@ -118,7 +118,7 @@ def _outputs_of(
     parts: Parts,
     compute: Compute,
 ) -> list[Any]:
-    """The replica's output for each part, from the same state, in the replica's thread."""
+    """The replica's output for each part, from one state, in the replica's thread."""
     runs = Runs(attempt, request, task)
 
     def outputs() -> list[Any]:

@@ -1,4 +1,6 @@
-"""Find state of replicas that each call of the module moves, such as a counter or a queue."""
+"""Find state of replicas that each call of the module moves, such as a counter or a
+queue.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ def state_of(replicas: Sequence[Replica]) -> State:
 
 
 def attributes_of(replicas: Sequence[Replica]) -> State:
-    """The attributes of replicas that hold state: numbers, tensors, lengths of lists."""
+    """The attributes of replicas with state: numbers, tensors, lengths of lists."""
     return _state_of(replicas, ("attribute",))
 
 

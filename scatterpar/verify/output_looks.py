@@ -1,4 +1,5 @@
-"""The pair's looks: do losses of parts of outputs combine to the loss of all their rows?
+"""The pair's looks: do losses of parts of outputs combine to the loss of all their
+rows?
 
 The pair has outputs and targets, and no module. So a look computes the criterion alone,
 on a few rows of the outputs, without their graph: at once and in parts.

@@ -1,4 +1,6 @@
-"""Find the tensors of a batch that may hold labels, masks, lengths or weights, and their ranges."""
+"""Find the tensors of a batch that may hold labels, masks, lengths or weights, and
+their ranges.
+"""
 
 from __future__ import annotations
 
@@ -87,10 +89,11 @@ def _sizes_of_rows(marker: Marker, num_rows: int, most: int | None) -> Tensor:
 
 
 def ranges_of(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """How far the numbers of each tensor go, on its device: three 0-dim tensors per tensor.
+    """How far the numbers of each tensor go, on its device: three 0-dim tensors per
+    tensor.
 
-    The lowest number, the highest, and for labels whether rows begin or end with two equal values
-    (padding).
+    The lowest number, the highest, and for labels whether rows begin or end with two
+    equal values (padding).
     """
     ranges: list[Tensor] = []
     for tensor in tensors:
@@ -105,7 +108,8 @@ def ranges_of(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def read_ranges(ranges: Sequence[Tensor]) -> list[float]:
-    """``ranges_of`` tensors as numbers: a tensor is beyond a range if any number is larger.
+    """``ranges_of`` tensors as numbers: a tensor is beyond a range if any number is
+    larger.
 
     Large numbers, and all that are not integers, count by their sign and power of two.
     """

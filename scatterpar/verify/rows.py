@@ -1,14 +1,15 @@
-"""Choose the rows of a batch that show best how losses combine, and divide them into parts.
+"""Choose the rows of a batch that show best how losses combine, and divide them into
+parts.
 
 Rows that differ in what a loss may count are the best. Of eight rows with labels::
 
     row                0     1     2     3     4     5     6     7
     ignored labels     0/4   2/4   4/4   1/4   0/4   3/4   0/4   2/4
 
-``choose_rows`` first takes rows 2 and 0, with the most and the fewest ignored labels, then those
-with the highest and lowest values of other features, then rows between these. They are sorted by
-their features, so that the parts ``[2, 5, 1, 7]``, ``[3, 0]``, ``[4]`` and ``[6]`` have as
-different numbers of labels as possible.
+``choose_rows`` first takes rows 2 and 0, with the most and the fewest ignored labels,
+then those with the highest and lowest values of other features, then rows between
+these. They are sorted by their features, so that the parts ``[2, 5, 1, 7]``, ``[3,
+0]``, ``[4]`` and ``[6]`` have as different numbers of labels as possible.
 """
 
 from __future__ import annotations
@@ -82,10 +83,12 @@ def choose_rows(
     ignored: Iterable[int],
     variant: int,
 ) -> Parts:
-    """Choose up to ``most`` rows, at least two, in parts that differ as much as possible.
+    """Choose up to ``most`` rows, at least two, in parts that differ as much as
+    possible.
 
-    There are two large parts, and two of one row. Each ``variant`` starts from another feature.
-    ``ignored`` are labels that the loss may ignore. ``tensors`` have their rows in dimension 0.
+    There are two large parts, and two of one row. Each ``variant`` starts from another
+    feature. ``ignored`` are labels that the loss may ignore. ``tensors`` have their
+    rows in dimension 0.
     """
     if num_rows == 1:  # the row twice: its mean stays the same, its sum does not
         return [[0], [0]]
@@ -117,7 +120,9 @@ def _divided(rows: Sequence[int]) -> Parts:
 
 
 def in_two(rows: Sequence[int]) -> list[Parts]:
-    """Ways to cut rows in two: of equal sizes, multiples of four if there are eight, and others."""
+    """Ways to cut rows in two: of equal sizes, multiples of four if there are eight,
+    and others.
+    """
     half = len(rows) // 2 if len(rows) < 8 else len(rows) // 8 * 4
     large = len(rows) * 3 // 4
     small = len(rows) // 4
@@ -133,7 +138,9 @@ def _without_repeats(rows: Iterable[int]) -> list[int]:
 
 
 def _score(features: Sequence[Tensor], num_rows: int, variant: int) -> Tensor:
-    """One number per row that is high for rows that the first features tell from others."""
+    """One number per row that is high for rows that the first features tell from
+    others.
+    """
     generator = torch.Generator("cpu").manual_seed(variant)
     chance = torch.rand(
         num_rows, generator=generator, dtype=torch.float64, device="cpu"
@@ -147,7 +154,8 @@ def _score(features: Sequence[Tensor], num_rows: int, variant: int) -> Tensor:
 def _scaled_features(
     tensors: Sequence[Tensor], ignored: Iterable[int], variant: int
 ) -> list[Tensor]:
-    """The features that differ between rows, from 0 to 1: the first of each tensor, the second, …
+    """The features that differ between rows, from 0 to 1: the first of each tensor, the
+    second, …
 
     ``variant`` says with which of them the list begins.
     """
@@ -168,7 +176,9 @@ def _scaled_features(
 
 
 def _features(tensor: Tensor, ignored: Iterable[int]) -> Iterator[Tensor]:
-    """Numbers that distinguish rows, one tensor per feature, the most informative first."""
+    """Numbers that distinguish rows, one tensor per feature, the most informative
+    first.
+    """
     entries = tensor.reshape(len(tensor), -1)
     before: list[Tensor] = []
     after: list[Tensor] = []
@@ -187,7 +197,9 @@ def _features(tensor: Tensor, ignored: Iterable[int]) -> Iterator[Tensor]:
 
 
 def ignored_values(*functions: Any) -> list[int]:
-    """Labels that functions may ignore: the usual ones, and the first integers they refer to."""
+    """Labels that functions may ignore: the usual ones, and the first integers they
+    refer to.
+    """
     labels: list[int] = [*_USUAL_IGNORED]
     for function in functions:
         integers: list[int] = []

@@ -1,11 +1,12 @@
-"""When to look: in steps 1, 2, 4, 8, … of a kind of criterion and batch, and if it changes.
+"""When to look: in steps 1, 2, 4, 8, … of a kind of criterion and batch, and if it
+changes.
 
 A kind is looked at, too, if labels leave the range that was seen (labels on an
 accelerator: in the step after), if switches of the model, numbers of the criterion or
 words in the batch are new, and after a refusal until a look agrees.
 
-Every step pays for this decision, so it reads little: of what a criterion refers to, the
-64 nearest values, and of longer containers none.
+Every step pays for this decision, so it reads little: of what a criterion refers to,
+the 64 nearest values, and of longer containers none.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Save state that user code may change, to restore it after calls that must leave no trace."""
+"""Save state that user code may change, to restore it after calls that leave none."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ class _Variable:
         read: returns the present value.
         write: gets the value to restore.
         saved: the saved value.
-        is_same: whether two values are the same. ``is_`` for variables that refer to objects.
+        is_same: whether two values are the same. ``is_`` for variables that refer to
+            objects.
     """
 
     read: Callable[[], Any]
@@ -68,12 +69,14 @@ class _Variable:
 
 
 class UserState(ModuleContents):
-    """The state that ``roots`` lead to, and all random generators: saved now, to be restored.
+    """The state that ``roots`` lead to, and all random generators: saved now, to be
+    restored.
 
-    Roots lead to modules and functions, what these close over, globals that they name, objects,
-    their classes' attributes, containers, arrays. Left alone: containers of more than 1000 entries,
-    objects that hold a lock, data sets, loaders, trainers, files, objects of libraries. Values of
-    parameters are saved only with ``weights``, of buffers always, of other tensors up to 64 MiB.
+    Roots lead to modules and functions, what these close over, globals that they name,
+    objects, their classes' attributes, containers, arrays. Left alone: containers of
+    more than 1000 entries, objects that hold a lock, data sets, loaders, trainers,
+    files, objects of libraries. Values of parameters are saved only with ``weights``,
+    of buffers always, of other tensors up to 64 MiB.
 
     Attributes:
         drawn: whether a generator had moved at a ``restore``.
@@ -140,7 +143,9 @@ class UserState(ModuleContents):
         self._generators.append(_Variable(read, write, read(), _is_same_state))
 
     def _save_tensors(self, weights: bool) -> None:
-        """Save where tensors are stored, and the values of those that user code may write."""
+        """Save where tensors are stored, and the values of those that user code may
+        write.
+        """
         buffers: set[int] = set()
         for module in self.modules.values():
             buffers |= {id(buffer) for buffer in module._buffers.values()}
@@ -199,7 +204,8 @@ class UserState(ModuleContents):
 
     def _visit_object(self, value: Any) -> None:
         """Save the state of an object that is no container, tensor or class."""
-        # Classes are asked for attributes: a library that is loaded by name has those of any name.
+        # Classes are asked for attributes: a library that is loaded by name has those
+        # of any name.
         kind = type(value)
         if isinstance(value, types.MethodType):
             self._visit(value.__func__)  # its object is visited by the base class
@@ -242,7 +248,7 @@ class UserState(ModuleContents):
                 self._save(partial(getattr, kind, name), partial(setattr, kind, name))
 
     def _visit_function(self, function: types.FunctionType) -> None:
-        """Save the cells and globals of a function of the user's, and what they lead to."""
+        """Save cells and globals of a user's function, and what they lead to."""
         if _is_foreign(function.__module__):
             return
         parts = parts_of(function)
@@ -270,7 +276,9 @@ def _restore(variables: Iterable[_Variable]) -> bool:
 
 
 def _is_data(value: Any) -> bool:
-    """Whether ``value`` is of a class that leads to data: data sets, loaders, trainers, files."""
+    """Whether ``value`` is of a class that leads to data: data sets, loaders, trainers,
+    files.
+    """
     if isinstance(value, (Tensor, nn.Module, type)):
         return False
     return any(base.__name__.endswith(_DATA) for base in type(value).__mro__)
@@ -292,7 +300,7 @@ def _is_of_a_library(kind: type) -> bool:
 
 
 def _holds_a_lock(value: Any) -> bool:
-    """Whether an attribute is a lock: other threads share the object, so it is left alone."""
+    """Whether an attribute is a lock: other threads share the object."""
     attributes = getattr(value, "__dict__", {})
     return any(
         type(attribute).__module__ in _LOCKS for attribute in attributes.values()

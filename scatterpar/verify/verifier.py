@@ -40,7 +40,7 @@ _REASON_LENGTH = 120
 
 
 class Verifier:
-    """Looks at steps, and remembers the results for each kind of criterion and batch."""
+    """Looks at steps, and remembers results by kind of criterion and batch."""
 
     def __init__(self, is_distributed: bool) -> None:
         self._is_distributed = is_distributed
@@ -300,8 +300,8 @@ class Question:
         return in_lines(
             f"could not check how {self._name} combines micro-batches: {why}.",
             f"The engine assumes {assumed}. Pass {', '.join(ways)}.",
-            "engine.check(inputs, targets, criterion) compares all gradients of a batch "
-            "that fits on one device. verify=False does not check.",
+            "engine.check(inputs, targets, criterion) compares all gradients of a "
+            "batch that fits on one device. verify=False does not check.",
         )
 
 
@@ -320,7 +320,7 @@ def _text_of_lost(shape: tuple[int, ...]) -> str:
 
 
 def _drop_gradients(attempt: Attempt) -> None:
-    """Drop gradients that user code has computed, in replicas and in the user's leaves."""
+    """Drop gradients of user code, in replicas and in the user's leaves."""
     for replica_set in attempt.replicas.replica_sets:
         replica_set.clear_gradients()
     for leaf in attempt.user_leaves:

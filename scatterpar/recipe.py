@@ -134,7 +134,7 @@ class _GradualWarmup(LRScheduler):
         self.after = after
         super().__init__(optimizer)
 
-    def get_lr(self) -> list[Any]:
+    def get_lr(self) -> list[float | Tensor]:
         """The groups' rates at step `last_epoch`."""
         # After the warm-up `after` has set them.
         if self.last_epoch > self.warmup_steps:

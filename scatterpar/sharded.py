@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
+from torch.optim.optimizer import ParamsT
 
 from scatterpar.batch import nested
 from scatterpar.devices.coalescing import is_part, is_unexpanded, iter_copies
@@ -92,7 +93,7 @@ class ShardedOptimizer(Optimizer):
         self,
         engine: ScatterOnceParallel,
         optimizer_class: Callable[..., Optimizer],
-        params: Iterable[Any] | None = None,
+        params: ParamsT | None = None,
         **defaults: Any,
     ) -> None:
         if not isinstance(engine, ScatterOnceParallel):

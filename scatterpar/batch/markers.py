@@ -244,7 +244,7 @@ class Batches:
             raise TypeError(
                 f"from_batches takes a list of batches, got {type(batches).__name__}"
             )
-        self.entries = list(batches)
+        self.entries: list[Any] = list(batches)
         if not self.entries:
             raise ValueError("from_batches got no batch: a step needs one at least")
 

@@ -310,58 +310,49 @@ def test_what_compares_imports_public_names_alone(name):
 # --- tests lie beside what they test ---
 
 TESTS = Path(__file__).parent
+# Folders that mirror nothing: what several sources do together.
 TOGETHER = (
+    "devices/cards",
     "exact",
     "faults",
     "guide",
-    "devices/cards",
+    "libraries",
     "nullcuda",
-    "vulkan",
     "simulated",
+    "vulkan",
 )
-EXCEPTIONS = {
+# About the repository: files beside the folders, each with its subject.
+OF_THE_REPOSITORY = {
     "test_architecture.py": "the order of imports, and this rule",
     "test_card.py": "`python -m benchmarks card` is no part of the package",
     "test_sabotage.py": "each promise is broken in turn",
     "test_types.py": "what type checkers say of the public names",
     "test_who.py": "which tests reach a line",
-    "splitting/test_libraries.py": "loops of accelerate and transformers",
-    "integrations/test_trl.py": "TRL's trainers are subclasses of those of "
-    "transformers",
-    "threads/test_lifetime.py": "ends of engines, of workers and of the interpreter",
-    "train/test_other_systems.py": "Windows and macOS, imitated",
-    "verify/test_outcomes.py": "what becomes of a step that verifier.py refused",
 }
 
 
 def test_each_file_of_tests_has_the_source_that_it_tests():
-    files = {path.relative_to(TESTS) for path in TESTS.rglob("test_*.py")}
-    beside = {path for path in files if not path.as_posix().startswith(TOGETHER)}
-    alone = {
-        path.as_posix()
-        for path in beside
-        if not (PACKAGE / path.with_name(path.name.removeprefix("test_"))).exists()
-    }
-    assert alone <= EXCEPTIONS.keys(), (
+    alone = set()
+    for path in TESTS.rglob("test_*.py"):
+        file = path.relative_to(TESTS)
+        source = PACKAGE / file.with_name(file.name.removeprefix("test_"))
+        if not file.as_posix().startswith(TOGETHER) and not source.exists():
+            alone.add(file.as_posix())
+    assert alone == OF_THE_REPOSITORY.keys(), (
         "scatterpar/X/y.py is tested by tests/X/test_y.py"
     )
-    assert len(EXCEPTIONS) <= 10
 
 
 NOTHING_TO_TEST = {"__main__", "version", "train/preloaded"}
 
 
 def test_each_source_has_its_file_of_tests():
-    sources_of_files = {
-        path.relative_to(PACKAGE).with_suffix("")
-        for path in PACKAGE.rglob("*.py")
-        if path.stem != "__init__"
-    }
-    without = {
-        source.as_posix()
-        for source in sources_of_files
-        if not (TESTS / source.with_name(f"test_{source.name}.py")).exists()
-    }
-    assert not without - NOTHING_TO_TEST, (
+    without = set()
+    for path in PACKAGE.rglob("*.py"):
+        file = path.relative_to(PACKAGE)
+        tests = TESTS / file.with_name(f"test_{file.name}")
+        if file.stem != "__init__" and not tests.exists():
+            without.add(file.with_suffix("").as_posix())
+    assert without == NOTHING_TO_TEST, (
         "write tests/X/test_y.py beside scatterpar/X/y.py"
     )

@@ -1,6 +1,6 @@
 """How losses of parts combine, with results computed by hand.
 
-The order of all causes, in steps of an engine, is ``test_outcomes.py``.
+The order of all causes, in steps of an engine, is ``guide/test_outcomes.py``.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ in ``type: ignore`` is wrong: without an error in it, the comment itself is one.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any, assert_type
 
@@ -65,6 +66,9 @@ def test_the_module_keeps_its_class() -> None:
     assert_type(engine.eval(), Engine[Net])
     assert parameters_of(engine) == 2
     assert_type(any_engine().module, Any)
+    named = copy.deepcopy(Engine[nn.Module](Net()))
+    assert_type(named.module, nn.Module)
+    assert isinstance(named.module, Net)
     assert_type(DataParallelModel(Net(), CPUS).module, Net)
 
 

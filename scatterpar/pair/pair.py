@@ -401,7 +401,6 @@ def gather(outputs: Sequence[Any], device: DeviceLike, dim: int = 0) -> Any:
 
     Example:
         >>> import torch
-        >>> from torch import nn
         >>> gather((torch.zeros(2), torch.ones(1)), "cpu")
         tensor([0., 0., 1.])
     """

@@ -91,7 +91,9 @@ def unrepeatable(evidence: Evidence) -> Verdict | None:
 
 def rounding_alone(evidence: Evidence) -> Verdict | None:
     """Rounding makes the difference. If not, later causes have its limit."""
-    evidence.limit = max(evidence.limit, evidence.difference_by_rounding())
+    evidence.limit = evidence.difference_by_summands()
+    if evidence.difference > evidence.limit:
+        evidence.limit = max(evidence.limit, evidence.difference_by_rounding())
     return RIGHT if evidence.difference <= evidence.limit else None
 
 

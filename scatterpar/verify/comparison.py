@@ -72,6 +72,24 @@ def weighted_sum(results: Sequence[Result], weights: Sequence[float] = ()) -> Re
     return Result(loss, [torch.stack(summands).sum(0) for summands in terms])
 
 
+def rounding_of_summands(summands: Sequence[Result], expected: Result) -> float:
+    """The relative difference that rounding of summands makes in the gradients of a sum.
+
+    Each gradient is rounded to its dtype. If they cancel, the errors stay.
+    """
+    scales = magnitudes(expected.gradients)
+    floor = _smallest_scale(scales)
+    errors = [0.0] * len(scales)
+    for summand in summands:
+        for number, magnitude in enumerate(magnitudes(summand.gradients)):
+            eps = torch.finfo(summand.gradients[number].dtype).eps
+            errors[number] += eps * magnitude
+    relative = [
+        error / max(scale, floor) for error, scale in zip(errors, scales, strict=True)
+    ]
+    return max(relative, default=0.0)
+
+
 def num_with_gradient(results: Sequence[Result]) -> int:
     """The number of results of which a gradient is not zero."""
     return sum(result.has_gradient for result in results)
@@ -88,7 +106,7 @@ def relative_difference(actual: Gradients, expected: Gradients) -> tuple[float, 
     pairs = list(zip(actual, expected, strict=True))
     differences = magnitudes([_difference(*pair) for pair in pairs])
     scales = magnitudes(expected)
-    floor = max(SMALLEST_SCALE * max(scales, default=0.0), math.ulp(0.0))
+    floor = _smallest_scale(scales)
     worst = 0.0
     position = 0
     for number, difference in enumerate(differences):
@@ -101,6 +119,11 @@ def relative_difference(actual: Gradients, expected: Gradients) -> tuple[float, 
             worst = relative
             position = number
     return worst, position
+
+
+def _smallest_scale(scales: Sequence[float]) -> float:
+    """The scale of gradients that may be rounding alone, beside those of other tensors."""
+    return max(SMALLEST_SCALE * max(scales, default=0.0), math.ulp(0.0))
 
 
 def _difference(actual: Tensor | None, expected: Tensor | None) -> Tensor | None:

@@ -13,7 +13,12 @@ from torch import Tensor
 from scatterpar.batch.batch import batch_of
 from scatterpar.step.loss_weights import is_smoothed, term_counts
 from scatterpar.step.request import Request
-from scatterpar.verify.comparison import Result, num_with_gradient, weighted_sum
+from scatterpar.verify.comparison import (
+    Result,
+    num_with_gradient,
+    rounding_of_summands,
+    weighted_sum,
+)
 from scatterpar.verify.joined import OutputDifferences, compare_outputs
 from scatterpar.verify.rows import Part, Parts, ignored_values, unbound
 from scatterpar.verify.runs import NUM_NUDGES, Inconclusive, Runs, pieces_of
@@ -122,6 +127,7 @@ class Evidence(Losses):
 
     Attributes:
         runs: makes further runs.
+        summands: the results of the parts, times their weights.
         draws_steadily: the parts drew as many random numbers as all rows at once did.
         moved: the names of state that each part has moved.
     """
@@ -132,12 +138,14 @@ class Evidence(Losses):
         parts: Parts,
         weights: Sequence[float],
         expected: Result,
-        actual: Result,
+        summands: Sequence[Result],
         *,
         draws_steadily: bool,
         moved: Sequence[str],
     ) -> None:
+        actual = weighted_sum(summands)
         super().__init__(runs.request, parts, weights, expected, actual)
+        self.summands = summands
         self.runs = runs
         self.rows: Part = list(chain(*parts))
         self.draws_steadily = draws_steadily
@@ -216,6 +224,11 @@ class Evidence(Losses):
         combined = weighted_sum(of_parts, self.weights)
         limit = self.runs.rounding.tolerance
         return combined.difference_from(of_rows[0]) <= limit
+
+    def difference_by_summands(self) -> float:
+        """The difference that rounding of the gradients of the parts makes in their sum."""
+        by_rounding = rounding_of_summands(self.summands, self.expected)
+        return self.runs.rounding.tolerance + by_rounding
 
     def difference_by_rounding(self) -> float:
         """The difference that rounding makes in the replica's result for all rows.

@@ -132,6 +132,7 @@ class ReplicaLook:
         self._request = request
         self._task = task
         self._plan = attempt.plan
+        self._may_widen = True
 
     def answer(self, choice: RowChoice, most: int) -> Findings:
         """The findings for chosen rows, or for others if user code fails for them.
@@ -158,6 +159,8 @@ class ReplicaLook:
         """Up to ``most`` rows, whose graph takes at most the memory of two sub-steps."""
         rows_of_substep = max(self._plan.substep_rows)
         two_substeps = max(_MIN_ROWS, 2 * rows_of_substep)
+        if self.runs.has_half_precision:  # single precision takes twice the memory
+            two_substeps = max(_MIN_ROWS, rows_of_substep)
         if most <= two_substeps:
             return most
         # Micro-batches are small: because memory is short, or because the batch is.
@@ -170,16 +173,18 @@ class ReplicaLook:
 
         ::
 
-            the chosen rows        autocast off: its rounding would hide differences
-            the chosen rows        autocast on, if the caller has it on
+            the chosen rows        autocast off, and half precision in single precision:
+                                   rounding would hide differences
+            the chosen rows        as in the step, if that is different
             half of the rows, …    while memory runs out
             two equal parts        code may need pairs of rows
             the whole batch        code may need all rows, if they are few and small
         """
         rows = list(chain(*choice.parts(most)))
         yield choice.parts(most)
-        if self.runs.autocast != self._task.autocast:
-            self.runs.autocast = self._task.autocast
+        if self.runs.is_widened or self.runs.autocast != self._task.autocast:
+            self.runs.compute_as_in_step()
+            self._may_widen = False
             yield choice.parts(most)
         num_rows = len(rows)
         while is_out_of_memory(self._error) and num_rows > _MIN_ROWS:
@@ -249,7 +254,7 @@ class ReplicaLook:
             parts,
             weights,
             expected,
-            actual,
+            run.results,
             draws_steadily=calls_in_parts == random_calls * len(parts),
             moved=self._moved(rows, run),
         )
@@ -275,10 +280,15 @@ class ReplicaLook:
         expected = self.runs.at_once(rows, self.runs.own_task)
         self.runs.restart()
         of_criterion = self.runs.user_states[0]
-        if of_criterion.drawn and not self.runs.draws_numbers:
-            self.runs.draws_numbers = True
-            expected = self.runs.at_once(rows, self.runs.own_task)
-        return expected
+        draws = of_criterion.drawn and not self.runs.draws_numbers
+        widens = self._may_widen and self.runs.has_half_precision
+        if not (draws or widens):
+            return expected
+        self.runs.draws_numbers |= draws
+        if widens:
+            self.runs.widen()
+            self._may_widen = False
+        return self.runs.at_once(rows, self.runs.own_task)
 
     def _in_parts(self, parts: Parts, weights: Sequence[float]) -> Run:
         """The results of the replica, as the step is about to compute them."""

@@ -33,10 +33,11 @@ from scatterpar.verify.evidence import Losses, name_of, weighted_parts
 from scatterpar.verify.gradient_check import moved_to, uses_batch_statistics
 from scatterpar.verify.joined import cut_rows
 from scatterpar.verify.ranges import informative_tensors, ranges_of
-from scatterpar.verify.rounding import Rounding
+from scatterpar.verify.rounding import HALF_PRECISION, Rounding
 from scatterpar.verify.rows import Part, Parts, RowChoice, ignored_values, in_two
 from scatterpar.verify.runs import Inconclusive, losses_of_cuts
 from scatterpar.verify.schedule import Kind, Kinds
+from scatterpar.verify.single_precision import OneDtype, SinglePrecision
 from scatterpar.verify.user_state import UserState
 from scatterpar.verify.verifier import shown_reason
 
@@ -279,7 +280,7 @@ class _LossesOfOutputs(Losses):
         request = self.request
         targets = [self._targets_of(part) for part in parts]
         self._state.restore()
-        with ConstantNumbers():
+        with ConstantNumbers(), OneDtype(), SinglePrecision():
             results = losses_of_cuts(
                 output, targets, parts, request, request.criterion, rounding
             )
@@ -312,6 +313,11 @@ def _consecutive(parts: Parts) -> Parts:
 
 
 def _as_leaf(tensor: Tensor) -> Tensor:
-    """A tensor of its own, whose gradient is computed if it can have one."""
+    """A tensor of its own, whose gradient is computed if it can have one.
+
+    Rounding of half precision would hide differences.
+    """
+    if tensor.dtype in HALF_PRECISION:
+        tensor = tensor.float()
     is_differentiable = tensor.is_floating_point() or tensor.is_complex()
     return tensor.detach().clone().requires_grad_(is_differentiable)

@@ -63,6 +63,7 @@ _FORMATS = {
     torch.float16: FLOAT16,
     torch.bfloat16: BFLOAT16,
 }
+HALF_PRECISION = (torch.float16, torch.bfloat16)
 # How torch names the format that it rounds float32 numbers to inside of operators.
 _FORMATS_BY_SETTING = {"tf32": TF32, "bf16": BFLOAT16}
 _FIRST_CAPABILITY_WITH_TF32 = 8, 0  # Ampere
@@ -131,15 +132,32 @@ class Rounding:
     """The formats that computations on one device round to.
 
     ``watch`` a loss before its backward pass. While that runs, autograd shows the dtypes in it.
+
+    Attributes:
+        has_half_precision: whether a dtype of half precision was among them.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._formats: set[Format] = set()
+        self._least_tolerance = 0.0
+        self._is_widened = False
+        self.has_half_precision = False
         self._inside_operators = formats_inside_operators(device)
 
     def add(self, dtype: torch.dtype) -> None:
         """Results are rounded to ``dtype``, too."""
-        self._formats.add(format_of(dtype))
+        is_half = dtype in HALF_PRECISION
+        self.has_half_precision |= is_half
+        self._formats.add(FLOAT32 if is_half and self._is_widened else format_of(dtype))
+
+    def widen(self) -> None:
+        """From now on half precision is computed in single precision.
+
+        Kernels of the user's own may still round to it, so the tolerance stays.
+        """
+        self._is_widened = True
+        self._least_tolerance = FLOAT16.tolerance
+        self._formats.clear()
 
     def watch(self, loss: Tensor) -> None:
         """Record the formats of the graph of ``loss``, when its backward pass runs."""
@@ -176,7 +194,8 @@ class Rounding:
     @property
     def tolerance(self) -> float:
         """The largest relative difference between two right gradients of a few rows."""
-        return max((known.tolerance for known in self._formats), default=0.0)
+        tolerances = [known.tolerance for known in self._formats]
+        return max([self._least_tolerance, *tolerances])
 
     @property
     def limit(self) -> float:

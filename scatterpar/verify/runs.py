@@ -8,7 +8,8 @@
 
 A run gives the loss and the gradients of its rows, and the state that each part left. Random
 operators give constant numbers. Batch normalisation uses its running statistics. Autocast is off
-unless user code needs it, because its rounding hides differences. Everything that user code changes
+and half precision is computed in single precision, unless user code needs them, because rounding
+hides differences. Everything that user code changes
 is restored before the next run.
 """
 
@@ -20,6 +21,7 @@ import time
 from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate, chain
 from typing import Any
 
@@ -48,8 +50,9 @@ from scatterpar.verify.moved_state import (
     moved_between,
     state_of,
 )
-from scatterpar.verify.rounding import Rounding
+from scatterpar.verify.rounding import HALF_PRECISION, Rounding
 from scatterpar.verify.rows import Part, Parts
+from scatterpar.verify.single_precision import OneDtype, SinglePrecision
 from scatterpar.verify.user_state import UserState
 
 MAX_ELEMENTS = (
@@ -103,6 +106,7 @@ class Runs:
         scale: the factor of all losses: that of the user's scaler, or 1 after an overflow.
         autocast: the device types for which autocast stays enabled.
         draws_numbers: whether random operators give constant numbers.
+        is_widened: whether half precision is computed in single precision.
         shares_state: whether a forward pass has changed what a criterion reads that replicas share.
         user_states: what user code may change; the criterion's first.
     """
@@ -126,12 +130,14 @@ class Runs:
         self.scale = request.scale
         self.autocast: Sequence[str] = ()
         self.draws_numbers = False
+        self.is_widened = False
         self.shares_state = False
         self.user_states: list[UserState] = []
         self._deadline = deadline
         self._halfway = (time.monotonic() + deadline) / 2
         self._step_rows = set(attempt.plan.substep_rows)
         self._numbers = ConstantNumbers()
+        self._single: SinglePrecision | None = None
         self._undo = contextlib.ExitStack()
         self._fixed_layers: list[nn.Module] = []
         self._leaves = _smallest_leaves(attempt, task)
@@ -157,18 +163,22 @@ class Runs:
 
     def _layers_to_fix(self) -> list[nn.Module]:
         """Batch normalisations: with batch statistics they tie rows together."""
+        roots = self._roots()
+        roots += [replica.root for replica in self.replica_task.replicas]
+        layers: list[nn.Module] = []
+        for root in roots:
+            layers += filter(uses_batch_statistics, root.modules())
+        return [layer for layer in layers if layer.running_mean is not None]
+
+    def _roots(self) -> list[nn.Module]:
+        """The user's modules: the module itself, and those of the criterion."""
         criterion = self.request.criterion
         roots = [
             self.own_task.module,
             module_of(criterion),
             *closure_contents(criterion),
         ]
-        roots += [replica.root for replica in self.replica_task.replicas]
-        layers: list[nn.Module] = []
-        for root in roots:
-            if isinstance(root, nn.Module):
-                layers += filter(uses_batch_statistics, root.modules())
-        return [layer for layer in layers if layer.running_mean is not None]
+        return [root for root in roots if isinstance(root, nn.Module)]
 
     def _use_running_statistics(self, value: bool) -> None:
         for layer in self._fixed_layers:
@@ -189,6 +199,30 @@ class Runs:
         """Undo everything, once. Runs that are still running change nothing from then on."""
         self._deadline = -math.inf
         self._undo.pop_all().close()
+
+    @property
+    def has_half_precision(self) -> bool:
+        """Whether user code computes in half precision, as far as runs have shown.
+
+        A graph shows it, or tensors that have none: of a teacher, or of the batch.
+        """
+        if self.rounding.has_half_precision:
+            return True
+        tensors = [*self._inputs.tensors(), *self._targets.tensors()]
+        for root in self._roots():
+            tensors += [*root.parameters(), *root.buffers()]
+        return any(tensor.dtype in HALF_PRECISION for tensor in tensors)
+
+    def widen(self) -> None:
+        """From now on half precision is computed in single precision."""
+        self.is_widened = True
+        self.rounding.widen()
+
+    def compute_as_in_step(self) -> None:
+        """From now on autocast and half precision are those of the step."""
+        self.is_widened = False
+        self.rounding = Rounding(self.replica_task.share.device)
+        self.autocast = self.replica_task.autocast
 
     def restore(self, generators_only: bool = False) -> None:
         """Undo what user code has changed, except in replicas."""
@@ -257,7 +291,7 @@ class Runs:
         self.restart()
         run = Run()
         joins = self.request.whole_batch
-        with self._surroundings(task):
+        with self._surroundings(task, nudge):
             outputs: list[Any] = []
             for number, rows in enumerate(parts):
                 if number and between is not None:
@@ -349,9 +383,15 @@ class Runs:
         return sum(storages.values()) / len(rows)
 
     @contextlib.contextmanager
-    def _surroundings(self, task: ReplicaTask) -> Iterator[None]:
+    def _surroundings(
+        self, task: ReplicaTask, nudge: int | None = None
+    ) -> Iterator[None]:
         """In the body random numbers are constant, and autocast is off unless it is needed."""
         with contextlib.ExitStack() as stack:
+            if self.is_widened:
+                self._single = self._single_precision(nudge)
+                stack.enter_context(OneDtype())
+                stack.enter_context(self._single)
             if self.draws_numbers:
                 stack.enter_context(self._numbers)
             for device_type in set(task.autocast).difference(self.autocast):
@@ -360,6 +400,8 @@ class Runs:
                 yield
             except DrawsPerRow:
                 raise Inconclusive("what is drawn depends on the rows", 2) from None
+            finally:
+                self._single = None  # it holds gradients
 
     def output_of(self, rows: Part, compute: Callable[[ReplicaTask, Any], Any]) -> Any:
         """What ``compute`` returns for the replica's task and rows, with constant numbers."""
@@ -400,7 +442,8 @@ class Runs:
                 # The weight is inside, because hooks may clamp gradients. It is multiplied: for a
                 # gradient that it is given, torch imports sympy, in 0.3 s.
                 scaled = loss * (self.scale * weight)
-                gradients = torch.autograd.grad(scaled, leaves, allow_unused=True)
+                rounded = torch.autograd.grad(scaled, leaves, allow_unused=True)
+                gradients = [self._unrounded(gradient) for gradient in rounded]
             except RuntimeError as error:
                 # Reentrant checkpoints refuse autograd.grad: only losses are compared.
                 if "checkpoint" not in str(error).lower():
@@ -408,6 +451,11 @@ class Runs:
                 self._leaves = []
         value = float(loss.detach()) * weight if weight else 0.0
         return Result(value, self._gradients_by_leaf(gradients))
+
+    def _unrounded(self, gradient: Tensor | None) -> Tensor | None:
+        if gradient is None or self._single is None:
+            return gradient
+        return self._single.unrounded(gradient)
 
     def _gradients_by_leaf(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """The sum of the gradients of each leaf of the user's and its copies."""
@@ -450,19 +498,37 @@ class Runs:
     def _nudge(self, number: int) -> None:
         """Change the replica's parameters by rounding, in new memory: others do not see it.
 
-        Each number changes them in another way, and farther.
+        Each number changes them in another way, and farther. Half precision that is
+        computed in single precision is changed there.
         """
+        for leaf in self._copies_of_leaves():
+            if not self._is_widened_leaf(leaf):
+                leaf.data = self._nudged(leaf.data, number)
+
+    def _nudged(self, tensor: Tensor, number: int) -> Tensor:
         eps = self.rounding.coarsest_eps
         is_half = eps >= _HALF_PRECISION
         growth = _NUDGE_GROWTH_IN_HALF_PRECISION if is_half else _NUDGE_GROWTH
         size = eps / 2 * growth ** (number / (NUM_NUDGES - 1))
-        copies = {id(leaf): leaf for leaves in self._leaves for leaf in leaves[1:]}
-        for leaf in copies.values():
-            angles = (
-                torch.arange(leaf.numel(), device=leaf.device) * (1 + number) + number
-            )
-            changes = size * angles.cos().view(leaf.shape).to(leaf.dtype)
-            leaf.data = leaf.data * (1 + changes)
+        angles = torch.arange(tensor.numel(), device=tensor.device) * (1 + number)
+        changes = (angles + number).cos().view(tensor.shape) * size
+        nudged: Tensor = tensor * (1 + changes.to(tensor.dtype))
+        return nudged
+
+    def _copies_of_leaves(self) -> list[Tensor]:
+        """The replica's copies of the leaves whose gradients are compared."""
+        copies = chain(*(leaves[1:] for leaves in self._leaves))
+        return list({id(copy): copy for copy in copies}.values())
+
+    def _is_widened_leaf(self, leaf: Tensor) -> bool:
+        return self.is_widened and leaf.dtype in HALF_PRECISION
+
+    def _single_precision(self, nudge: int | None) -> SinglePrecision:
+        """Computes half precision in single precision, with a nudge or without."""
+        if nudge is None:
+            return SinglePrecision()
+        leaves = filter(self._is_widened_leaf, self._copies_of_leaves())
+        return SinglePrecision(partial(self._nudged, number=nudge), leaves)
 
 
 def _smallest_leaves(attempt: Attempt, task: ReplicaTask) -> list[list[Tensor]]:

@@ -10,7 +10,8 @@ rounding, it refuses before anything changes, and says what would be right::
       rows              which rows, in which parts
       look              two runs, and the verdict
         runs            compute rows in different ways      user_state, moved_state,
-                                                            constant_numbers, single_precision
+                                                            constant_numbers,
+                                                            single_precision
         evidence        results, and further runs on demand joined, outputs cut by parts
         causes          why results differ, in order
       joins             the order of entries in outputs

@@ -73,7 +73,7 @@ def weighted_sum(results: Sequence[Result], weights: Sequence[float] = ()) -> Re
 
 
 def rounding_of_summands(summands: Sequence[Result], expected: Result) -> float:
-    """The relative difference that rounding of summands makes in the gradients of a sum.
+    """The relative difference that rounding of summands makes in their sum.
 
     Each gradient is rounded to its dtype. If they cancel, the errors stay.
     """
@@ -122,7 +122,7 @@ def relative_difference(actual: Gradients, expected: Gradients) -> tuple[float, 
 
 
 def _smallest_scale(scales: Sequence[float]) -> float:
-    """The scale of gradients that may be rounding alone, beside those of other tensors."""
+    """The scale of gradients that may be rounding, beside those of other tensors."""
     return max(SMALLEST_SCALE * max(scales, default=0.0), math.ulp(0.0))
 
 

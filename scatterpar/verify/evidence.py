@@ -226,7 +226,7 @@ class Evidence(Losses):
         return combined.difference_from(of_rows[0]) <= limit
 
     def difference_by_summands(self) -> float:
-        """The difference that rounding of the gradients of the parts makes in their sum."""
+        """The difference that rounding of the parts' gradients makes in their sum."""
         by_rounding = rounding_of_summands(self.summands, self.expected)
         return self.runs.rounding.tolerance + by_rounding
 

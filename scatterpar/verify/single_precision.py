@@ -38,9 +38,9 @@ Nudge = Callable[[Tensor], Tensor]
 class SinglePrecision(OperatorMode):
     """In its body operators take half precision as float32, and give float32.
 
-    Parameters, inputs and buffers keep their dtypes, and so does what operators write into
-    them. Autograd requires a parameter's dtype of its gradient, which would round the terms
-    of a sum that cancel, so the gradient before that is kept.
+    Parameters, inputs and buffers keep their dtypes, and so does what operators write
+    into them. Autograd requires a parameter's dtype of its gradient, which would round
+    the terms of a sum that cancel, so the gradient before that is kept.
     """
 
     def __init__(
@@ -115,8 +115,8 @@ class SinglePrecision(OperatorMode):
 class OneDtype(TorchFunctionMode):
     """In its body functions that require one dtype of all tensors get float32.
 
-    They compare dtypes before their operators run. Other functions do not keep a copy of
-    a parameter until the backward pass.
+    They compare dtypes before their operators run. Other functions do not keep a copy
+    of a parameter until the backward pass.
     """
 
     def __torch_function__(

@@ -338,7 +338,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             "_trainer": trainer,
         }
         with (
-            loop.explained(device, _ELSEWHERE, getattr(type(module), step)),
+            loop.explained(device, _ELSEWHERE),
             loop.overridden(module, **self._absent),
             kept.standing_in(module, _OF_LIGHTNING, copies, own, in_place=True),
             _placed(module, metrics),

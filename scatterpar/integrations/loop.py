@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -20,7 +21,6 @@ from torch import Tensor, nn
 
 from scatterpar.batch import nested
 from scatterpar.batch.markers import Marker, Rows
-from scatterpar.replicas.references import named_values
 from scatterpar.step.request import check_function
 
 _HOOKS = (
@@ -61,8 +61,8 @@ def replaced(module: nn.Module, **methods: Callable[..., Any]) -> Any:
 
 
 @contextlib.contextmanager
-def explained(device: torch.device, remedy: str, *functions: Any) -> Iterator[None]:
-    """Name tensors of other devices that ``functions`` refer to, if the body fails.
+def explained(device: torch.device, remedy: str) -> Iterator[None]:
+    """Name tensors of other devices that the user's code names, if the body fails.
 
     Raises:
         RuntimeError: the body's, with the names of the tensors and ``remedy``.
@@ -70,17 +70,28 @@ def explained(device: torch.device, remedy: str, *functions: Any) -> Iterator[No
     try:
         yield
     except RuntimeError as error:
-        names: dict[str, None] = {}
-        for function in functions:
-            for name, value in named_values(function).items():
-                if isinstance(value, Tensor) and value.device != device:
-                    names[repr(name)] = None
+        names = [repr(name) for name in _named_elsewhere(error, device)]
         if not names or "device" not in str(error):
             raise
         raise RuntimeError(
             f"a replica computes on {device}, but {' and '.join(names)}, which your "
             f"code names, is on another device: {remedy}"
         ) from error
+
+
+def _named_elsewhere(error: BaseException, device: torch.device) -> list[str]:
+    """The closure variables and globals of the functions in which ``error`` was raised
+    that are tensors on another device.
+    """
+    names: dict[str, None] = {}
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        values = {name: frame.f_globals.get(name) for name in code.co_names}
+        values |= {name: frame.f_locals.get(name) for name in code.co_freevars}
+        for name, value in values.items():
+            if isinstance(value, Tensor) and value.device != device:
+                names[name] = None
+    return list(names)
 
 
 def refuse_whole_batch(integration: str, options: Mapping[str, Any]) -> None:

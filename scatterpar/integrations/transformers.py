@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import types
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -318,11 +317,16 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             self._collect(calls, None)
             return loss
         loss, calls = self._run(_compute_loss, step, len(step), how)
-        counted = how
-        if how == SUM and self._count is None:  # metrics are means over labels
-            counted = SHIFTED if self._loss_shifts_labels else LABELS
-        self._collect(calls, steps.weights(counted, step))
+        self._collect(calls, steps.weights(self._terms_of_metrics(how), step))
         return loss
+
+    def _terms_of_metrics(self, how: How) -> How:
+        """What the metrics of TRL's trainers are means over."""
+        if (base := _loss_class(self, "trl.")) and base.__name__ == "SFTTrainer":
+            return SHIFTED  # whatever its loss is divided by
+        if how == SUM and self._count is None:
+            return SHIFTED if self._loss_shifts_labels else LABELS
+        return how
 
     def _run(self, call: Callable[..., Any], step: Any, accum: int, how: How) -> Any:
         """The loss of a step, and what ``call`` returns beside the loss of each
@@ -389,11 +393,8 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         copies = kept.CallCopies(device, replicas, pinned)
         # If hooks write attributes of this Trainer, the call must read them there.
         in_place = id(self) in pinned
-        functions = [type(self).compute_loss]
-        if isinstance(self.compute_loss_func, types.FunctionType):
-            functions.append(self.compute_loss_func)
         with (
-            loop.explained(device, _ELSEWHERE, *functions),
+            loop.explained(device, _ELSEWHERE),
             kept.standing_in(
                 self, _SHARED, copies, attributes, in_place=in_place
             ) as trainer,

@@ -23,8 +23,11 @@ from fastai.callback.training import GradientAccumulation, GradientClip  # noqa:
 from fastai.data.core import DataLoaders  # noqa: E402
 from fastai.data.load import DataLoader  # noqa: E402
 from fastai.learner import AvgSmoothLoss, Learner, load_learner  # noqa: E402
-from fastai.losses import CrossEntropyLossFlat  # noqa: E402
-from fastai.metrics import accuracy  # noqa: E402
+from fastai.losses import (  # noqa: E402
+    CrossEntropyLossFlat,
+    LabelSmoothingCrossEntropyFlat,
+)
+from fastai.metrics import LossMetrics, accuracy  # noqa: E402
 from fastai.optimizer import SGD  # noqa: E402
 from fastai.torch_core import params  # noqa: E402
 
@@ -154,6 +157,9 @@ RUNS = {
     "learning rate finder": {
         "how": lambda learn: learn.lr_find(num_it=12, show_plot=False)
     },
+    "smoothing": SINGLE | {"loss_func": LabelSmoothingCrossEntropyFlat(eps=0.2)},
+    "smoothing and weights": SINGLE
+    | {"loss_func": nn.CrossEntropyLoss(WEIGHTS, label_smoothing=0.2)},
     "bfloat16": SINGLE | {"callbacks": [partial(Bfloat16, "bf16")], "tolerance": 3e-2},
     # fastai's losses are in single precision.
     **{
@@ -181,9 +187,89 @@ def test_a_run_is_that_of_one_device(name, devices, tmp_path):
     assert_same(ours, stock, tolerance)
 
 
-def test_a_mean_over_other_terms_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="count="):
-        fitted(learner(tmp_path, NEW(), loss_func=halves))
+def weighted_smoothing():
+    """A mean over rows, and one over their weights: no number of terms fits both."""
+    return LabelSmoothingCrossEntropyFlat(weight=WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("loss_func", "options"),
+    [(halves, {}), (weighted_smoothing(), {"dtype": torch.float32})],
+)
+def test_a_mean_over_other_terms_is_refused(tmp_path, loss_func, options):
+    learn = learner(tmp_path, NEW(), loss_func=loss_func, **options)
+    with pytest.raises(ValueError, match="count=") as refused:
+        fitted(learn)
+    text = str(refused.value)
+    assert "In fastai pass ScatterOnce(…, count=lambda inputs, targets: …)" in text
+    assert "on one device without this callback" in text
+    assert "count_labels" not in text
+    learn.remove_cb(ScatterOnce)
+    fitted(learn)  # what the refusal proposes
+
+
+def test_a_count_with_other_arguments_is_refused():
+    words = (
+        r"calls count\(inputs, targets\); pass count=lambda inputs, targets: targets"
+    )
+    with pytest.raises(TypeError, match=words):
+        ScatterOnce(["cpu"] * 2, count=lambda batch: 1)
+
+
+class Parts(nn.Module):
+    """A loss that leaves its parts in attributes, as many of fastai's users have."""
+
+    def __init__(self):
+        super().__init__()
+        self.ce = self.of_rows = None
+        self.penalty, self.rows, self.labels = 0.0, 0, []
+        self.by_kind = {"calls": 0}
+
+    def forward(self, pred, y):
+        self.ce = nn.functional.cross_entropy(pred, y)
+        penalty = 0.1 * pred.square().mean()
+        self.penalty = float(penalty)
+        self.of_rows = pred.square().mean(1)
+        self.rows += len(y)
+        self.labels.extend(y.tolist())
+        self.by_kind["calls"] += 1
+        self.last = int(y[-1])
+        return self.ce + penalty
+
+
+class ReadsParts(Callback):
+    def before_fit(self):
+        self.seen, self.of_rows = [], []
+
+    def after_loss(self):
+        if self.training:
+            loss_func = self.learn.loss_func
+            self.seen.append([float(loss_func.ce), loss_func.penalty])
+            self.of_rows.append(torch.as_tensor(loss_func.of_rows).detach())
+
+
+def test_parts_that_a_loss_keeps_are_those_of_the_batch(devices, tmp_path, recwarn):
+    def run(*callbacks):
+        reads, loss_func = ReadsParts(), Parts()
+        learn = learner(tmp_path, reads, *callbacks, loss_func=loss_func, opt_func=SGD)
+        learn.recorder.train_metrics = True
+        learn.metrics = [*LossMetrics("ce,penalty"), *learn.metrics]
+        fitted(learn)
+        return learn, reads, loss_func
+
+    ours, mine, parts = run(ScatterOnce(devices(2), accum=2))
+    stock, other, expected = run()
+    assert_same(ours, stock)
+    assert mine.seen == pytest.approx(other.seen)
+    for rows, of_stock in zip(mine.of_rows, other.of_rows, strict=True):
+        torch.testing.assert_close(rows, of_stock)
+    assert (parts.rows, parts.labels) == (expected.rows, expected.labels)
+    # once per micro-batch: validation has one
+    steps, validations = 2 * 4, 2 * 5
+    assert expected.by_kind["calls"] == steps + validations
+    assert parts.by_kind["calls"] == 4 * steps + validations
+    told = [str(w.message) for w in recwarn if "loss function sets" in str(w.message)]
+    assert [text.split()[3] for text in told] == ["self.last"]
 
 
 def test_predictions_and_validation(devices, tmp_path):

@@ -516,6 +516,25 @@ def test_containers_sums_loggers_and_constant_sizes(recwarn, monkeypatch):
     assert len(told) == 3
 
 
+class Profiles(Classifier):
+    def training_step(self, batch, batch_idx):
+        with self.trainer.profiler.profile("own"):
+            return super().training_step(batch, batch_idx)
+
+
+def test_actions_of_the_step_are_profiled():
+    ours, own = fitted(
+        ScatterOnceStrategy(["cpu:0", "cpu:1"], 2), made(Profiles), profiler="simple"
+    )
+    stock, one = fitted(None, made(Profiles), profiler="simple")
+    assert_same(ours, stock)
+    durations, expected = (each.profiler.recorded_durations for each in (own, one))
+    # the looks' are dropped
+    assert len(durations["own"]) == 4 * len(expected["own"])
+    step = "run_training_batch"
+    assert len(durations[step]) == len(expected[step])
+
+
 class KeepsModules(Keeps):
     """What is written leads to modules, which replicas need."""
 

@@ -11,6 +11,7 @@ from functools import partial
 import numpy
 import pytest
 import torch
+import transformers
 from harness.isolation import guarded
 from harness.models import Of
 from harness.oracle import build, randint, seeded
@@ -46,12 +47,15 @@ from sentence_transformers.sentence_transformer.modules import (  # noqa: E402
     StaticEmbedding,
     Transformer,
 )
+from sentence_transformers.sparse_encoder import losses as sparse_losses  # noqa: E402
+from sentence_transformers.sparse_encoder.modules import SpladePooling  # noqa: E402
 
 from scatterpar import splitcheck  # noqa: E402
 from scatterpar.integrations.sentence_transformers import (  # noqa: E402
     ScatterOnceCrossEncoderTrainer,
     ScatterOnceTrainer,
 )
+from scatterpar.integrations.transformers import ScatterOnceMixin  # noqa: E402
 
 pytestmark = [pytest.mark.trainers, pytest.mark.draws]
 ROWS = 17  # in steps of 12 rows: the last one of an epoch is ragged
@@ -361,6 +365,38 @@ def test_refused_by_name(saved, tmp_path, loss, words):
             size=3,
             device_ids=["cpu"] * 2,
         )
+
+
+def test_a_sparse_encoder_s_loss_over_all_rows_is_refused(tmp_path):
+    """SPLADE pools in place in evaluation, where the look at its losses failed: the
+    negatives were those of one batch, without a word.
+    """
+    folder = str(tmp_path / "model")
+    with seeded():
+        config = sequence_classifier().config
+        transformers.BertForMaskedLM(config).save_pretrained(folder)
+        special = {"sep_token": "2", "cls_token": "3", "mask_token": "4"}
+        tokenizer(**special).save_pretrained(folder)
+        parts = [
+            Transformer(folder, transformer_task="fill-mask"),
+            SpladePooling("max"),
+        ]
+        model = st.SparseEncoder(modules=parts, device="cpu").double()
+    ranking = sparse_losses.SparseMultipleNegativesRankingLoss(model)
+    loss = sparse_losses.SpladeLoss(model, ranking, 1e-2, 1e-2)
+    args = st.SparseEncoderTrainingArguments(
+        str(tmp_path), **QUIET, per_device_train_batch_size=3
+    )
+    mixed = type("Ours", (ScatterOnceMixin, st.SparseEncoderTrainer), {})
+    before = copy.deepcopy(model)
+    trainer = mixed(
+        model, args, train_dataset=PAIRS(), loss=loss, device_ids=LAYOUTS["virtual"]
+    )
+    with pytest.raises(ValueError, match="the losses of batches do not combine"):
+        quietly(trainer.train)
+    assert_same_bits(model, before)
+    stock = st.SparseEncoderTrainer(model, args, train_dataset=PAIRS(), loss=loss)
+    quietly(stock.train)  # what the refusal proposes
 
 
 def test_pairs_that_are_others_the_second_time_are_refused(saved, tmp_path):

@@ -41,6 +41,10 @@ COMMON = QUIET | {"learning_rate": 1e-2, "warmup_steps": 1, "bf16": False}
 COMMON |= {"activation_checkpointing": False}
 
 
+def slow(name):
+    return pytest.param(name, marks=pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def _offline(monkeypatch):
     # a thread
@@ -120,7 +124,7 @@ def mixed(cls):
     return type("Both", (ScatterOnceMixin, cls), {})
 
 
-def build(name, folder, devices, **changes):
+def build(name, folder, devices, given=None, **changes):
     kind, (options, model) = name.split()[0], CASES[name]
     cls, config = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
     size, k, extra = (2, 2, {"device_ids": devices}) if devices else (8, 1, {})
@@ -129,12 +133,13 @@ def build(name, folder, devices, **changes):
     if name in ("DPO", "DPO ipo", "KTO"):
         extra["ref_model"] = moved(language_model())
     with seeded():
-        given = {
+        extra |= {
             "args": args,
             "train_dataset": data_of(name),
             "processing_class": tokens(),
+            **(given or {}),
         }
-        return (mixed(cls) if devices else cls)(model=model(), **given, **extra)
+        return (mixed(cls) if devices else cls)(model=model(), **extra)
 
 
 def trained(name, folder, devices, around=None):
@@ -153,6 +158,8 @@ def trained(name, folder, devices, around=None):
 
 COMPARED = {"loss", "grad_norm", "num_tokens", "learning_rate"}
 COMPARED |= {
+    "entropy",
+    "mean_token_accuracy",
     "rewards/margins",
     "rewards/accuracies",
     "min_reward",
@@ -194,6 +201,48 @@ def test_beside_the_stock_trainer(tmp_path, monkeypatch, name, recwarn):
     )
     assert text.endswith("pass per_device_eval_batch_size=8")
     assert not others
+
+
+def own_loss(outputs, labels, num_items_in_batch=None):
+    logits = outputs.logits[:, :-1].flatten(0, 1)
+    losses = torch.nn.functional.cross_entropy(
+        logits, labels[:, 1:].flatten(), reduction="sum"
+    )
+    return losses / num_items_in_batch
+
+
+# Of SFT: options, and what else the trainer takes.
+SFT_LOSSES = {
+    "smoothing": ({"label_smoothing_factor": 0.1}, {}),
+    "a function": ({}, {"compute_loss_func": own_loss}),
+    "dynamic": ({"loss_type": "dft"}, {}),
+    # cross entropy in chunks, whose metrics are counted in them
+    "chunked": ({"loss_type": "chunked_nll"}, {}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.loss_type='chunked_nll':FutureWarning")
+@pytest.mark.parametrize(
+    "name", [*list(SFT_LOSSES)[:1], *(slow(name) for name in list(SFT_LOSSES)[1:])]
+)
+def test_losses_of_sft(tmp_path, name):
+    """TRL replaces ``forward`` by a bound method, which replicas need copies of. Losses
+    and metrics are weighted by labels: 0.47 was logged for an accuracy of 0.71.
+    """
+    options, given = SFT_LOSSES[name]
+
+    def run(devices):
+        trainer = build("SFT", tmp_path, devices, given=given, **options)
+        quietly(trainer.train)
+        return trainer
+
+    ours, stock = run(LAYOUTS["virtual"]), run(None)
+    assert_same_parameters(ours, stock, 1e-6)
+    compared = {"loss", "mean_token_accuracy", "entropy"}
+    for mine, its in zip(ours.state.log_history, stock.state.log_history, strict=True):
+        for key in compared & its.keys():
+            assert mine[key] == pytest.approx(its[key], rel=1e-4, abs=1e-6), key
+    assert "loss" in stock.state.log_history[0]
 
 
 def other(

@@ -244,7 +244,7 @@ class ReadsParts(Callback):
     def after_loss(self):
         if self.training:
             loss_func = self.learn.loss_func
-            self.seen.append([float(loss_func.ce), loss_func.penalty])
+            self.seen += [float(loss_func.ce), loss_func.penalty]
             self.of_rows.append(torch.as_tensor(loss_func.of_rows).detach())
 
 
@@ -269,7 +269,7 @@ def test_parts_that_a_loss_keeps_are_those_of_the_batch(devices, tmp_path, recwa
     assert expected.by_kind["calls"] == steps + validations
     assert parts.by_kind["calls"] == 4 * steps + validations
     told = [str(w.message) for w in recwarn if "loss function sets" in str(w.message)]
-    assert [text.split()[3] for text in told] == ["self.last"]
+    assert [text.split()[4] for text in told] == ["self.last"]
 
 
 def test_predictions_and_validation(devices, tmp_path):

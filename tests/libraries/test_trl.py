@@ -41,10 +41,6 @@ COMMON = QUIET | {"learning_rate": 1e-2, "warmup_steps": 1, "bf16": False}
 COMMON |= {"activation_checkpointing": False}
 
 
-def slow(name):
-    return pytest.param(name, marks=pytest.mark.slow)
-
-
 @pytest.fixture(autouse=True)
 def _offline(monkeypatch):
     # a thread
@@ -222,9 +218,8 @@ SFT_LOSSES = {
 
 
 @pytest.mark.filterwarnings("ignore:.loss_type='chunked_nll':FutureWarning")
-@pytest.mark.parametrize(
-    "name", [*list(SFT_LOSSES)[:1], *(slow(name) for name in list(SFT_LOSSES)[1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SFT_LOSSES)
 def test_losses_of_sft(tmp_path, name):
     """TRL replaces ``forward`` by a bound method, which replicas need copies of. Losses
     and metrics are weighted by labels: 0.47 was logged for an accuracy of 0.71.

@@ -156,7 +156,7 @@ class Program:
 
 @pytest.mark.draws
 @pytest.mark.usefixtures("one_thread_an_operation")
-@pytest.mark.parametrize("seeds", [12, pytest.param(240, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [12, pytest.param(120, marks=pytest.mark.slow)])
 def test_wrong_programs_are_told_and_right_ones_are_not(seeds):
     right, wrong = {}, {}
     for program in map(Program, range(seeds)):

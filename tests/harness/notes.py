@@ -1,5 +1,5 @@
-"""The note on a user's error. Its words are in ``step/test_attempt.py`` and on pages
-alone.
+"""The note on a user's error. Its words are in ``step/test_replica_threads.py`` and on
+pages alone.
 """
 
 import torch

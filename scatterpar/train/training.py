@@ -60,7 +60,15 @@ class Position:
 
 
 class Training:
-    """Everything that changes while training, and how it changes."""
+    """Everything that changes while training, and how it changes.
+
+    Attributes:
+        images: the number of images that are trained on.
+        epochs: the number of epochs in all.
+        noise: the average of the noise scale, with `--batch auto`.
+        average: the average of the weights, with `--ema`.
+        about: what `predict` needs to build the model, and `--resume` to know the data.
+    """
 
     def __init__(
         self, options: Options, source: Source, devices: list[torch.device]
@@ -79,29 +87,11 @@ class Training:
         self.position = Position(min(first_batch(options, self.images), self.images))
         self.optimizer = make_optimizer(self.model, options)
         kind = devices[0].type
-        self.precision = torch.autocast(
-            kind,
-            dtype=getattr(torch, options.autocast or "bfloat16"),
-            enabled=options.autocast is not None,
-        )
+        self.precision = make_precision(options, kind)
         self.scaler = GradScaler(kind, enabled=options.autocast == "float16")
         self.criterion = nn.CrossEntropyLoss(label_smoothing=options.label_smoothing)
-        self.average: AveragedModel | None = None
-        if options.ema is not None:
-            self.average = AveragedModel(
-                self.model,
-                multi_avg_fn=get_ema_multi_avg_fn(options.ema),
-                use_buffers=True,
-            )
-        self.about = {  # what `predict` needs to build the model, and the data
-            "model": options.model,
-            "image_shape": list(source.image_shape),
-            "class_names": list(source.class_names),
-            "class_counts": source.class_counts,
-            "sizes": {name: len(part) for name, part in source.parts.items()},
-            "mean": self.model.mean.flatten().tolist(),
-            "std": self.model.std.flatten().tolist(),
-        }
+        self.average = make_average(self.model, options)
+        self.about = describe(self.model, options, source)
 
     @property
     def epoch(self) -> int:
@@ -368,6 +358,37 @@ def make_engine(
         measure_noise=options.batch == "auto",
         compile=options.compile or None,
     )
+
+
+def make_precision(options: Options, kind: str) -> torch.autocast:
+    """Build the context in which steps on a kind of device are computed."""
+    return torch.autocast(
+        kind,
+        dtype=getattr(torch, options.autocast or "bfloat16"),
+        enabled=options.autocast is not None,
+    )
+
+
+def make_average(model: nn.Module, options: Options) -> AveragedModel | None:
+    """Build the moving average of the weights; `None` without `--ema`."""
+    if options.ema is None:
+        return None
+    return AveragedModel(
+        model, multi_avg_fn=get_ema_multi_avg_fn(options.ema), use_buffers=True
+    )
+
+
+def describe(model: OnPixels, options: Options, source: Source) -> dict[str, Any]:
+    """Return what checkpoints hold about the model and its data."""
+    return {
+        "model": options.model,
+        "image_shape": list(source.image_shape),
+        "class_names": list(source.class_names),
+        "class_counts": source.class_counts,
+        "sizes": {name: len(part) for name, part in source.parts.items()},
+        "mean": model.mean.flatten().tolist(),
+        "std": model.std.flatten().tolist(),
+    }
 
 
 def make_optimizer(model: nn.Module, options: Options) -> Optimizer:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from scatterpar.batch import nested
 from scatterpar.batch.markers import Marker, Rows
+from scatterpar.devices.transfers import to_device
 from scatterpar.step.request import check_function
 
 _HOOKS = (
@@ -148,7 +149,7 @@ def moved(value: Any, device: torch.device) -> Any:
     """``value`` with its tensors on ``device``, without their graphs."""
 
     def move(tensor: Tensor) -> Tensor:
-        return tensor.detach().to(device)
+        return to_device(tensor.detach(), device)
 
     if isinstance(value, deque):
         return deque(moved(list(value), device), value.maxlen)

@@ -3,7 +3,8 @@ device.
 
 The loader collates all rows of an optimizer step as a list of batches, for which the
 stock ``training_step`` runs once. Meanwhile ``compute_loss`` is ``engine.loss``: the
-Trainer's own ``compute_loss`` runs for each batch on a replica. Everything else is the
+Trainer's own ``compute_loss`` runs for each batch on a replica. In an evaluation each
+replica runs the Trainer's own ``prediction_step`` for a batch. Everything else is the
 stock Trainer's.
 """
 
@@ -12,9 +13,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from types import SimpleNamespace
@@ -28,9 +28,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from scatterpar.batch import nested
 from scatterpar.batch.markers import Rows
 from scatterpar.devices.device_ids import DeviceLike, physical, resolve
+from scatterpar.devices.transfers import to_device
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import warn
 from scatterpar.integrations import kept, loop, steps
+from scatterpar.integrations.evaluation import Groups
 from scatterpar.integrations.images import images_by_row
 from scatterpar.integrations.statements import Statements
 from scatterpar.integrations.steps import (
@@ -44,7 +46,6 @@ from scatterpar.integrations.steps import (
 )
 from scatterpar.integrations.turns import Turns
 from scatterpar.option_checks import check_number
-from scatterpar.pair.pair import gather
 from scatterpar.sharded import ShardedOptimizer
 from scatterpar.step.request import Reduction
 from scatterpar.torch_private import unwrapped
@@ -67,11 +68,12 @@ _SHARED = {
     "lr_scheduler",
     "model_wrapped",  # the model
     "optimizer",
+    "prediction_step",
     "train_dataset",
     "_get_num_items_in_batch",
     "_prepare_inputs",
 }
-_ROWS, _EVAL_ROWS = "per_device_train_batch_size", "per_device_eval_batch_size"
+_ROWS = "per_device_train_batch_size"
 _BATCHES, _REFERENCE_ROWS = "gradient_accumulation_steps", "precompute_ref_batch_size"
 _ELSEWHERE = (
     "make it an attribute of the Trainer, or bind it with functools.partial("
@@ -104,7 +106,6 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
     _engine: ScatterOnceParallel | None = None
     _parts: Sequence[nn.Module] = ()
     _sharded: ShardedOptimizer | None = None
-    _predicts_on_master = False
     _is_in_step = False
 
     def __init__(
@@ -125,8 +126,6 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         self._micro_batch_cost = micro_batch_cost
         self._turns = Turns()
         self._told: set[str] = set()  # places that calls set, of which a warning told
-        libraries = {base.__module__.partition(".")[0] for base in type(self).__mro__}
-        self._evaluates_on_all = not libraries & {"trl", "sentence_transformers"}
         copied_kwargs = {name: _own_arguments(v) for name, v in kwargs.items()}
         super().__init__(*map(_own_arguments, args), **copied_kwargs)
         _refuse_losses(self)
@@ -162,7 +161,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             raise ValueError(
                 f"device_ids must begin with {own}; got {self._devices[0]} first"
             )
-        sizes = _ROWS, _EVAL_ROWS, _BATCHES
+        sizes = _ROWS, _BATCHES
         self._user_args = {name: args[name] for name in sizes}
         # in a step; one replica has each
         self._num_batches = len(self._devices) * args[_BATCHES]
@@ -170,8 +169,6 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             args[_REFERENCE_ROWS] = args[_ROWS]
         args[_ROWS] *= self._num_batches
         args[_BATCHES] = 1
-        if self._evaluates_on_all:
-            args[_EVAL_ROWS] *= len(self._devices)
         args["_n_gpu"] = min(self.args.n_gpu, 1)  # prevents nn.DataParallel
         for name, size in self._user_args.items():
             args[name] = _Changed(args[name], size)
@@ -236,8 +233,11 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
                 )
         return self.optimizer
 
-    def _engine_of_the_model(self) -> ScatterOnceParallel:
-        parts, args = [*dict.fromkeys(self._modules())], self.args
+    def _engine_of_the_model(
+        self, modules: Sequence[Any] | None = None
+    ) -> ScatterOnceParallel:
+        """The engine of these modules, the model first; by default of training's."""
+        parts, args = [*dict.fromkeys(modules or self._modules())], self.args
         if self._engine is None or [*map(id, parts)] != [*map(id, self._parts)]:
             self._close_engine()
             self._parts, (model, *others) = parts, parts
@@ -367,28 +367,45 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         with self._turns_of(engine):
             return engine.loss(inputs, *args, scaler=scaler, **options)
 
-    def _turns_of(self, engine: Any) -> contextlib.AbstractContextManager[None]:
+    def _turns_of(
+        self, engine: Any, step: str = "compute_loss"
+    ) -> contextlib.AbstractContextManager[None]:
         attributes = kept.kept_attributes(self, _SHARED)
-        function = type(self).compute_loss
+        function = getattr(type(self), step)
         return self._turns.in_step(engine, self, attributes, function)
 
     def _on_replica(self, work: Any, call: Any, batch: Any, items: Any) -> Any:
         """What ``call`` returns for a Trainer that refers to a replica's modules."""
-        model = work[0]
-        device = next((p.device for p in model.parameters()), self.args.device)
         if items is None:
+            device = self._device_of(work)
             items = self._get_num_items_in_batch([batch], device)
+        with self._standing_in(work) as (trainer, record):
+            vars(trainer)["_get_num_items_in_batch"] = lambda *_: items
+            loss, *outputs = call(trainer, batch, items)
+        # No dict: the engine would join its entries with those of other calls.
+        return {"loss": loss, "beside": (*outputs, record)}
+
+    @contextlib.contextmanager
+    def _standing_in(
+        self, work: Any, is_last: bool | None = None
+    ) -> Iterator[tuple[Any, _CallRecord]]:
+        """Yields a Trainer that refers to a replica's modules, and the record of what
+        the body changes there. The record is complete at the end.
+
+        ``is_last`` is whether the batch of an evaluation is its last.
+        """
+        device = self._device_of(work)
         replicas = dict(zip(map(id, self._parts), work, strict=True))
-        logs: list[Any] = []
+        record = _CallRecord()
         attributes = {
-            "accelerator": _Placed(self.accelerator, device, logs),
-            "log": partial(_record, logs, "Trainer"),
-            "model_wrapped": model,
-            "_get_num_items_in_batch": lambda *_: items,
+            "accelerator": _Placed(self.accelerator, device, record.logs, is_last),
+            "log": partial(_record, record.logs, "Trainer"),
+            "model_wrapped": work[0],
             "_prepare_inputs": copy.copy,  # done
         }
         if "_metrics" in vars(self):  # TRL's trainers fill them in compute_loss
-            attributes["_metrics"] = {m: defaultdict(list) for m in self._metrics}
+            record.metrics = {mode: defaultdict(list) for mode in self._metrics}
+            attributes["_metrics"] = record.metrics
         pinned = self._turns.pinned
         copies = kept.CallCopies(device, replicas, pinned)
         # If hooks write attributes of this Trainer, the call must read them there.
@@ -400,30 +417,26 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             ) as trainer,
         ):
             vars(trainer).pop("compute_loss")  # the step's
+            vars(trainer).pop("prediction_step", None)  # the evaluation's
             state = kept.KeptState(trainer, _SHARED, self._statements.sets)
-            loss, *outputs = call(trainer, batch, items)
-            changes = state.changes()
-        metrics = attributes.get("_metrics", {}).get("train", {})
-        # No dict: the engine would join its entries with those of other calls.
-        beside = SimpleNamespace(changes=changes, metrics=metrics, logs=logs)
-        return {"loss": loss, "beside": (*outputs, beside)}
+            yield trainer, record
+            record.changes = state.changes()
+
+    def _device_of(self, work: Any) -> torch.device:
+        """The device of a replica."""
+        parameters = work[0].parameters()
+        return next((p.device for p in parameters), self.args.device)
 
     def _collect(self, outputs: Any, weights: Sequence[float] | None) -> None:
         """Add what calls of ``compute_loss`` counted, kept, logged and measured, as if
         it had been one call.
         """
         calls = nested.atoms(outputs)
-        changes = [call.changes for call in calls]
-        kept.apply_changes(self, changes, self.args.device, self._tell)
+        self._transfer(calls, partial(self._tell, "compute_loss", "micro-batch"))
         measured: dict[str, list[tuple[float, float]]] = defaultdict(list)
         for call, weight in zip(calls, weights or [1.0] * len(calls), strict=True):
-            for logger, args, options in call.logs:
-                target = self.accelerator if logger == "accelerator" else self
-                args, options = loop.moved((args, options), self.args.device)
-                target.log(*args, **options)
-            for name, values in call.metrics.items():
+            for name, values in call.metrics.get("train", {}).items():
                 measured[name] += [(value, weight) for value in values]
-        # of TRL's, which evaluate on the first device
         for name, pairs in measured.items():
             mean = sum(v * w for v, w in pairs) / (sum(w for _, w in pairs) or math.nan)
             extreme = {"min_": min, "max_": max}.get(name[:4])  # such as min_reward
@@ -431,12 +444,24 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         if "num_tokens" in measured:  # the total of the run
             self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
 
-    def _tell(self, place: str) -> None:
+    def _transfer(
+        self, calls: Sequence[_CallRecord], tell: Callable[[str], None]
+    ) -> None:
+        """Add what calls counted and kept to this Trainer, and log what they logged."""
+        changes = [call.changes for call in calls]
+        kept.apply_changes(self, changes, self.args.device, tell)
+        for call in calls:
+            for logger, args, options in call.logs:
+                target = self.accelerator if logger == "accelerator" else self
+                args, options = loop.moved((args, options), self.args.device)
+                target.log(*args, **options)
+
+    def _tell(self, function: str, part: str, place: str) -> None:
         if place in self._told or place.startswith("self._"):
             return
         self._told.add(place)
         warn(
-            f"compute_loss sets {place} to another value for each micro-batch, so the "
+            f"{function} sets {place} to another value for each {part}, so the "
             "Trainer's stays as it was; append to a list, add to a number, or log it"
         )
 
@@ -518,68 +543,96 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             self.model.train(training)
         return answer
 
-    # Evaluation and prediction: on all replicas if the outputs have rows, else on the
-    # master.
+    # Evaluation and prediction: each replica computes a batch of the stock loop.
 
-    def prediction_step(
-        self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        """The Trainer's prediction, on all replicas if possible, for a micro-batch on
-        each.
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as the Trainer does, a batch on each replica at a time. Outside of
+        training, close the engine at the end.
         """
-        use_all = (
-            self._evaluates_on_all
-            and not self._predicts_on_master
-            and not getattr(self.args, "predict_with_generate", False)
-            and not inputs.get("return_loss")  # the loss compares rows
-            and unwrapped(model)[0] is self.model  # which the Trainer may have compiled
-            and min(len(self._devices), loop.num_rows(inputs)) > 1
-        )
+        if len(self._devices) == 1:
+            return super().evaluation_loop(dataloader, *args, **kwargs)
+        groups = Groups(dataloader, len(self._devices))
+        where = groups.on_host()
+        if "inputs" in self.args.include_for_metrics:  # the loop's own reads batches
+            where = contextlib.nullcontext()
+        step = partial(self._prediction_in, groups)
         try:
-            if use_all:
-                return self._predicted(dict(self._prepared(inputs)), *args, **kwargs)
-        except ValueError:  # for example outputs without rows
-            self._predicts_on_master = True
-            self._close_engine()
-        return super().prediction_step(model, inputs, *args, **kwargs)
-
-    def _predicted(self, batch: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's prediction by all replicas. Raises ``ValueError`` if there is
-        none.
-        """
-
-        def predict(trainer: Any, batch: dict[str, Any], _: Any) -> tuple[Any, ...]:
-            loss, *outputs = super().prediction_step(
-                trainer.model, batch, *args, **kwargs
-            )
-            return torch.zeros(()) if loss is None else loss, loss is not None, *outputs
-
-        is_labelled = any(batch.get(name) is not None for name in self.label_names)
-        how = self._how_losses_combine(batch) if is_labelled else ROWS
-        with torch.no_grad():
-            loss, parts = self._run(predict, batch, 1, how)
-        has_loss, *outputs, calls = gather(parts, self.args.device)
-        self._collect(calls, None)
-        return (loss if has_loss else None, *outputs)
-
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate as the Trainer does. Outside of training, close the engine at the
-        end.
-        """
-        n, rows = len(self._devices), self.args.per_device_eval_batch_size
-        if n > 1 and not self._evaluates_on_all:
-            warnings.warn(
-                f"{type(self).__name__} evaluates on the first device, in batches of "
-                f"{_EVAL_ROWS}={rows}: metrics are means over batches; for batches of "
-                "all "
-                f"replicas, pass {_EVAL_ROWS}={n * rows}",
-                stacklevel=3,
-            )
-        try:
-            return super().evaluation_loop(*args, **kwargs)
+            with where, loop.overridden(self, prediction_step=step):
+                return super().evaluation_loop(groups, *args, **kwargs)
         finally:
             if not self.is_in_train:
                 self._close_engine()
+
+    def _prediction_in(
+        self, groups: Groups, model: Any, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """``prediction_step`` in an evaluation: the result of a batch, which has been
+        computed with the others of its group.
+        """
+        number = groups.number_of(inputs)
+        options = args, kwargs
+        is_first = groups.results is None
+        is_grouped = number is not None and len(groups.batches) > 1
+        # The model may be one that the Trainer has compiled.
+        is_replicated = unwrapped(model)[0] is self.model
+        if is_grouped and is_replicated and is_first:
+            groups.results = dict(enumerate(self._predictions(groups, args, kwargs)))
+            groups.options = options
+        results = groups.results or {}
+        if number in results and groups.options == options:
+            # Also between virtual devices, each of which has a memory of its own.
+            move = partial(to_device, device=self._devices[0], copy=number != 0)
+            return nested.map_tensors(move, results.pop(number))
+        return type(self).prediction_step(self, model, inputs, *args, **kwargs)
+
+    def _predictions(
+        self, groups: Groups, args: Sequence[Any], options: Mapping[str, Any]
+    ) -> list[Any]:
+        """The results of ``prediction_step`` for all batches of a group."""
+        engine = self._engine_of_the_model(self._modules_of_evaluation())
+        engine.accum = 1
+        batches = [dict(self._prepared_on_host(batch)) for batch in groups.batches]
+        call = partial(self._predict_on_replica, args=args, options=options)
+        with torch.no_grad(), self._turns_of(engine, "prediction_step"):
+            outputs = engine(
+                call, batch=Rows(batches, FIRST), is_last=Rows(groups.is_last, FIRST)
+            )
+        records = nested.atoms(outputs)
+        self._transfer(records, partial(self._tell, "prediction_step", "batch"))
+        for record in records:
+            for name, values in record.metrics.get("eval", {}).items():
+                if name == "num_tokens":  # the total of the run
+                    self._metrics["eval"][name] = values
+                else:
+                    self._metrics["eval"][name] += values
+        return [record.output for record in records]
+
+    def _predict_on_replica(
+        self,
+        work: Any,
+        batch: Any,
+        is_last: bool,
+        args: Sequence[Any],
+        options: Mapping[str, Any],
+    ) -> _CallRecord:
+        """The Trainer's own ``prediction_step`` for one batch, on a replica."""
+        with self._standing_in(work, is_last) as (trainer, record):
+            record.output = trainer.prediction_step(
+                trainer.model, batch, *args, **options
+            )
+        return record
+
+    def _prepared_on_host(self, batch: Any) -> Any:
+        """A batch after ``_prepare_inputs`` of a subclass; the stock one only moves
+        it.
+        """
+        if type(self)._prepare_inputs is transformers.Trainer._prepare_inputs:
+            return batch
+        return type(self)._prepare_inputs(self, batch)
+
+    def _modules_of_evaluation(self) -> list[Any]:
+        """The modules that ``prediction_step`` may call, the model first."""
+        return self._modules()
 
 
 class ScatterOnceTrainer(ScatterOnceMixin, transformers.Trainer):
@@ -636,16 +689,51 @@ def _pooled(work: loop.Modules, batch: Mapping[str, Any]) -> list[list[Tensor]]:
     return [[outputs[tower] for tower in towers]]
 
 
-class _Placed:
-    """An accelerator on another device, whose logs are recorded."""
+class _CallRecord:
+    """What one call on a replica has left on its Trainer.
 
-    def __init__(self, accelerator: Any, device: torch.device, logs: list[Any]) -> None:
+    Attributes:
+        changes: of the Trainer's attributes.
+        logs: calls of ``log``: the logger's name and the arguments.
+        metrics: TRL's, by mode and name.
+        output: what the call returned.
+    """
+
+    def __init__(self) -> None:
+        self.changes: list[kept.Change] = []
+        self.logs: list[Any] = []
+        self.metrics: dict[str, Any] = {}
+        self.output: Any = None
+
+
+class _Placed:
+    """An accelerator on another device, whose logs are recorded.
+
+    It gathers metrics as in the batch of an evaluation that is the last, or not.
+    """
+
+    def __init__(
+        self,
+        accelerator: Any,
+        device: torch.device,
+        logs: list[Any],
+        is_last: bool | None,
+    ) -> None:
         self._accelerator = accelerator
         self.device = device
         self.log = partial(_record, logs, "accelerator")
+        if is_last is not None:
+            state = accelerator.gradient_state
+            self.gradient_state = SimpleNamespace(
+                end_of_dataloader=is_last, remainder=state.remainder
+            )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._accelerator, name)
+
+    def gather_for_metrics(self, *args: Any, **options: Any) -> Any:
+        """The accelerator's method, with this ``gradient_state``."""
+        return type(self._accelerator).gather_for_metrics(self, *args, **options)
 
 
 def _record(logs: list[Any], logger: str, *args: Any, **options: Any) -> None:

@@ -98,16 +98,16 @@ def beside(
     rows.
 
     ``each``: further options of the one and of the other; ``extra``: of both, beside
-    the arguments. The 7 rows of an evaluation come in batches of 4: the last one counts
-    with its rows.
+    the arguments. The 7 rows of an evaluation come in batches of 2: the last one counts
+    with its row.
     """
     model = case[0]() if model is None else model
-    evaluated = [{"per_device_eval_batch_size": rows} for rows in (2, 4)]
+    evaluated = {"per_device_eval_batch_size": 2}
     trainers, places = [], ({"device_ids": devices}, {})
-    for cls, size, rows, more, place in zip(
-        classes, (own, whole), evaluated, each, places, strict=True
+    for cls, size, more, place in zip(
+        classes, (own, whole), each, places, strict=True
     ):
-        asked = {**sizes(*size), **rows, **options, **more}
+        asked = {**sizes(*size), **evaluated, **options, **more}
         given = {**place, **(extra or {})}
         trainers.append(build(cls, folder, case, copy.deepcopy(model), given, **asked))
         prepare(trainers[-1])
@@ -152,9 +152,7 @@ class Streams(torch.utils.data.IterableDataset):
 
 
 class Loads:
-    """Loaders of its own, which follow the arguments: rows of a step, and of all
-    replicas.
-    """
+    """Loaders of its own, which follow the arguments."""
 
     def loader(self, data, size):
         how = {"batch_size": size, "collate_fn": self.data_collator}
@@ -430,7 +428,7 @@ def test_the_arguments_are_a_copy_of_one_device_with_all_rows(tmp_path):
     given = {"train_dataset": sentences(4), "device_ids": ["cpu"] * 3}
     made = ScatterOnceTrainer(sequence_classifier(), args, **given).args.to_dict()
     assert args.to_dict() == before
-    assert made | sizes(3 * 6) | {"per_device_eval_batch_size": 6} == made
+    assert made | sizes(3 * 6) | {"per_device_eval_batch_size": 2} == made
 
 
 class OwnLoss:

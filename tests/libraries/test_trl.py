@@ -139,9 +139,9 @@ def build(name, folder, devices, given=None, **changes):
 
 
 def trained(name, folder, devices, around=None):
-    """A trainer that was trained, and evaluated after each step."""
-    trainer = build(name, folder, devices, per_device_eval_batch_size=4)
-    few = range(min(6, len(trainer.train_dataset)))
+    """A trainer that was trained, and evaluated after each step, in 3 batches."""
+    trainer = build(name, folder, devices, per_device_eval_batch_size=2)
+    few = range(min(5, len(trainer.train_dataset)))
     trainer.eval_dataset = trainer.train_dataset.select(few)
     trainer.args.eval_strategy, trainer.args.eval_steps = "steps", 1
     modules = [
@@ -176,8 +176,7 @@ def test_beside_the_stock_trainer(tmp_path, monkeypatch, name, recwarn):
     indexes_from_host = name in ("SFT packed", "KTO")  # as TRL may
     around = None if indexes_from_host else partial(guarded, monkeypatch)
     ours = trained(name, tmp_path, LAYOUTS["virtual"], around)
-    told = {str(w.message) for w in recwarn if "per_device_eval" in str(w.message)}
-    others = [w for w in recwarn if "scatterpar" in str(w.filename)]
+    told = [w for w in recwarn if "scatterpar" in str(w.filename)]
     stock = trained(name, tmp_path, None)
     assert_same_parameters(ours, stock, 1e-6)
     start = dict(CASES[name][1]().named_parameters())
@@ -190,13 +189,7 @@ def test_beside_the_stock_trainer(tmp_path, monkeypatch, name, recwarn):
                 assert mine[key] == pytest.approx(its[key], rel=1e-4, abs=1e-6), key
     assert sum("eval_loss" in log for log in stock.state.log_history) == 3
     assert_same_bits(ours.model, trained(name, tmp_path, LAYOUTS["shared"]).model)
-    (text,) = told
-    assert (
-        "evaluates on the first device, in batches of per_device_eval_batch_size=4"
-        in text
-    )
-    assert text.endswith("pass per_device_eval_batch_size=8")
-    assert not others
+    assert not told
 
 
 def own_loss(outputs, labels, num_items_in_batch=None):

@@ -1,0 +1,402 @@
+"""Evaluation and prediction by all replicas, beside the stock Trainer on one device."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import numpy
+import pytest
+import torch
+import transformers
+from harness.isolation import guarded
+from harness.oracle import seeded
+from harness.trainers import (
+    VOCABULARY,
+    arguments,
+    language_model,
+    padded,
+    quietly,
+    sentences,
+    sequence_classifier,
+    tokenizer,
+)
+from torch import nn
+
+from scatterpar.integrations.evaluation import Groups
+from scatterpar.integrations.transformers import ScatterOnceMixin, ScatterOnceTrainer
+
+pytestmark = [pytest.mark.trainers, pytest.mark.draws]
+
+ROWS = 11  # in batches of 2: on 2 devices 3 groups, on 3 devices 2 groups; one is ragged
+DEVICES = {
+    "one": ["cpu"],
+    "two": ["cpu:0", "cpu:1"],
+    "three": ["cpu:0", "cpu:1", "cpu:0"],
+}
+layouts = pytest.mark.parametrize("devices", DEVICES.values(), ids=DEVICES)
+classes = partial(padded, kind="classes")
+
+
+def counts(prediction, **_):
+    """Metrics that are integers, of all that the loop passes."""
+    scores = prediction.predictions
+    labels = prediction.label_ids
+    found = {"shape": [*scores.shape], "labels": int(labels.sum())}
+    found["right"] = int((scores.argmax(-1)[labels != -100] == 1).sum())
+    if prediction.inputs is not None:
+        found["inputs"] = int(numpy.sum(prediction.inputs))
+    if prediction.losses is not None:
+        found["losses"] = [float(loss) for loss in prediction.losses]
+    return found
+
+
+class PerBatch:
+    """Metrics batch by batch, for ``batch_eval_metrics``."""
+
+    def __init__(self):
+        self.right = self.rows = 0
+
+    def __call__(self, prediction, compute_result):
+        self.right += int((prediction.predictions.argmax(-1) == 1).sum())
+        self.rows += len(prediction.label_ids)
+        if prediction.inputs is not None:  # the loader's batch
+            self.rows += int(prediction.inputs["attention_mask"].sum())
+        return {"right": self.right, "rows": self.rows, "last": compute_result}
+
+
+def build(cls, folder, model, collate, data=sentences, extra=None, **options):
+    how = {"per_device_eval_batch_size": 2, "remove_unused_columns": False}
+    kind = extra.pop("arguments", arguments) if extra else arguments
+    return cls(
+        model=copy.deepcopy(model),
+        args=kind(folder, **how, **options),
+        data_collator=collate,
+        eval_dataset=data(ROWS),
+        **(extra or {}),
+    )
+
+
+def timeless(metrics):
+    return {
+        name: value
+        for name, value in metrics.items()
+        if not any(word in name for word in ("runtime", "per_second", "_time"))
+    }
+
+
+def assert_same_metrics(mine, stock):
+    """Integers are equal, other numbers to rounding."""
+    mine, stock = timeless(mine), timeless(stock)
+    assert mine.keys() == stock.keys()
+    for name, value in stock.items():
+        if isinstance(value, float) or name.endswith("losses"):
+            assert mine[name] == pytest.approx(value, rel=1e-6), name
+        else:
+            assert mine[name] == value, name
+
+
+def assert_same_predictions(mine, stock):
+    assert_same_metrics(mine.metrics, stock.metrics)
+    for name in ("predictions", "label_ids"):
+        ours, theirs = getattr(mine, name), getattr(stock, name)
+        assert (ours is None) == (theirs is None), name
+        if not isinstance(theirs, tuple):
+            ours, theirs = (ours,), (theirs,)
+        for one, other in zip(ours, theirs, strict=True):
+            if other is not None:
+                numpy.testing.assert_allclose(one, other, rtol=1e-9)
+
+
+class Texts:
+    """Counts, keeps and logs what its prediction steps see."""
+
+    def prediction_step(self, model, inputs, *args, **kwargs):
+        loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
+        self.steps = getattr(self, "steps", 0) + 1
+        self.lengths.append(inputs["input_ids"].shape[1])
+        return loss * 2, logits, labels
+
+
+class Compares(nn.Module):
+    """A loss that compares rows, and outputs without rows."""
+
+    def __init__(self):
+        super().__init__()
+        with seeded():
+            self.words = nn.Embedding(VOCABULARY, 4).double()
+
+    def forward(self, input_ids, attention_mask, labels):
+        texts = (self.words(input_ids) * attention_mask[..., None]).sum(1)
+        scores = texts @ texts.T
+        numbers = torch.arange(len(scores), device=scores.device)
+        loss = nn.functional.cross_entropy(scores, numbers)
+        return {"loss": loss, "logits": scores.mean(0)[:1]}
+
+
+def two_labels(rows):
+    batch = padded(rows)
+    return {**batch, "more": batch["labels"][:, :1]}
+
+
+class TwoLabels(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = sequence_classifier()
+
+    def forward(self, input_ids, attention_mask, labels, more):
+        scores = self.inner(input_ids, attention_mask).logits
+        lengths = labels.ne(-100).sum(1).clamp(max=2)
+        loss = nn.functional.cross_entropy(scores, lengths) + more.double().mean()
+        return {"loss": loss, "logits": (scores, scores.exp())}
+
+
+def with_metrics(function=counts, **options):
+    return {"extra": {"compute_metrics": function}, **options}
+
+
+CASES = {
+    "causal language model": (language_model, padded, with_metrics()),
+    "sequence classifier": (
+        sequence_classifier,
+        classes,
+        with_metrics(include_for_metrics=["inputs", "loss"]),
+    ),
+    "metrics batch by batch": (
+        sequence_classifier,
+        classes,
+        {"batch_eval_metrics": True},
+    ),
+    "metrics of batches on the device": (
+        sequence_classifier,
+        classes,
+        {"batch_eval_metrics": True, "include_for_metrics": ["inputs"]},
+    ),
+    "label smoothing": (language_model, padded, {"label_smoothing_factor": 0.1}),
+    "the loss alone": (language_model, padded, {"prediction_loss_only": True}),
+    "accumulation": (language_model, padded, with_metrics(eval_accumulation_steps=1)),
+    "lists of batches": (language_model, padded, {"eval_do_concat_batches": False}),
+    "dropped": (language_model, padded, {"dataloader_drop_last": True}),
+    "several labels": (
+        TwoLabels,
+        two_labels,
+        {"label_names": ["labels", "more"]},
+    ),
+    "a loss that compares rows": (Compares, padded, {}),
+    "bfloat16": (language_model, padded, {"bf16_full_eval": True}),
+    "a compiled model": (
+        sequence_classifier,
+        classes,
+        {"torch_compile": True, "torch_compile_backend": "eager"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@layouts
+def test_metrics_and_predictions_are_the_stock_trainer_s(tmp_path, name, devices):
+    """Also ``eval_loss``, a mean of the means of batches, which depends on their
+    size.
+    """
+    make, collate, options = CASES[name]
+    model = make()
+    results = []
+    for cls, place in (
+        (ScatterOnceTrainer, {"device_ids": devices}),
+        (transformers.Trainer, {}),
+    ):
+        given = dict(options)
+        extra = given.pop("extra", {}) | place
+        if "batch_eval_metrics" in given:
+            extra["compute_metrics"] = PerBatch()
+        trainer = build(cls, tmp_path, model, collate, extra=extra, **given)
+        metrics = quietly(trainer.evaluate)
+        predicted = None
+        if given.get("eval_do_concat_batches", True):
+            predicted = quietly(trainer.predict, sentences(5))
+        results.append((metrics, predicted))
+    (mine, my_prediction), (stock, its_prediction) = results
+    assert "eval_loss" in stock
+    assert_same_metrics(mine, stock)
+    if its_prediction is not None:
+        assert_same_predictions(my_prediction, its_prediction)
+
+
+@layouts
+def test_a_prediction_step_of_its_own(tmp_path, devices):
+    """It runs on replicas; what it counts and keeps is that of one device."""
+    model = sequence_classifier()
+    kinds = {
+        "ours": type("Ours", (ScatterOnceMixin, Texts, transformers.Trainer), {}),
+        "above": type("Above", (Texts, ScatterOnceTrainer), {}),
+        "stock": type("Stock", (Texts, transformers.Trainer), {}),
+    }
+    found = {}
+    for name, cls in kinds.items():
+        place = {} if name == "stock" else {"device_ids": devices}
+        trainer = build(cls, tmp_path, model, classes, extra=place)
+        trainer.lengths = []
+        metrics = quietly(trainer.evaluate)
+        found[name] = metrics["eval_loss"], trainer.steps, trainer.lengths
+    assert found["ours"] == pytest.approx(found["stock"])
+    assert found["above"] == pytest.approx(found["stock"])
+
+
+def test_no_replica_touches_another_s_memory(tmp_path, monkeypatch):
+    place = {"device_ids": DEVICES["two"]}
+    trainer = build(ScatterOnceTrainer, tmp_path, language_model(), padded, extra=place)
+    groups = Groups(trainer.get_eval_dataloader(), 2)
+    next(iter(groups))
+    trainer.model.eval()
+    with guarded(monkeypatch, trainer.model):
+        results = trainer._predictions(groups, (False,), {})
+    assert [len(logits) for _, logits, _ in results] == [2, 2]
+    trainer._close_engine()
+
+
+def test_what_batches_of_a_group_set_is_told(tmp_path):
+    class Remembers(ScatterOnceTrainer):
+        def prediction_step(self, model, inputs, *args, **kwargs):
+            self.last = inputs["input_ids"]
+            return super().prediction_step(model, inputs, *args, **kwargs)
+
+    place = {"device_ids": DEVICES["two"]}
+    trainer = build(Remembers, tmp_path, sequence_classifier(), classes, extra=place)
+    with pytest.warns(UserWarning, match="sets self.last to another value for each ba"):
+        quietly(trainer.evaluate)
+
+
+def test_a_loop_that_changes_its_batches(tmp_path):
+    """Batches that are not the loader's are computed one by one, on the first
+    device.
+    """
+
+    class Changes:
+        def evaluation_loop(self, dataloader, *args, **kwargs):
+            changed = [dict(batch) for batch in dataloader]
+            return super().evaluation_loop(changed, *args, **kwargs)
+
+        def prediction_step(self, model, inputs, *args, **kwargs):
+            return super().prediction_step(model, {**inputs}, *args, **kwargs)
+
+    model = sequence_classifier()
+    ours = type("Ours", (Changes, ScatterOnceTrainer), {})
+    stock = type("Stock", (Changes, transformers.Trainer), {})
+    place = {"device_ids": DEVICES["two"]}
+    mine = build(ours, tmp_path, model, classes, extra=place)
+    theirs = build(stock, tmp_path, model, classes)
+    for trainer in (mine, theirs):
+        trainer.accelerator.gather_for_metrics = lambda values: values
+    assert_same_metrics(*(quietly(t.evaluate) for t in (mine, theirs)))
+
+
+def test_an_error_is_the_user_s_and_the_next_evaluation_works(tmp_path):
+    class Fails(ScatterOnceTrainer):
+        fails = True
+
+        def prediction_step(self, model, inputs, *args, **kwargs):
+            if self.fails:
+                raise ZeroDivisionError("mine")
+            return super().prediction_step(model, inputs, *args, **kwargs)
+
+    place = {"device_ids": DEVICES["two"]}
+    trainer = build(Fails, tmp_path, sequence_classifier(), classes, extra=place)
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        quietly(trainer.evaluate)
+    Fails.fails = False
+    assert "eval_loss" in quietly(trainer.evaluate)
+
+
+def translator():
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    words = {"vocab_size": VOCABULARY, "decoder_start_token_id": 0, "eos_token_id": 1}
+    with seeded(4):
+        config = transformers.T5Config(**sizes, **words, dropout_rate=0.0)
+        return transformers.T5ForConditionalGeneration(config).double()
+
+
+def seq2seq_arguments(folder, **options):
+    own = {"use_cpu": True, "report_to": "none", "disable_tqdm": True}
+    return transformers.Seq2SeqTrainingArguments(str(folder), **own, **options)
+
+
+GENERATIONS = {
+    "greedy": {"generation_max_length": 7},
+    "beams": {"generation_max_length": 7, "generation_num_beams": 2},
+}
+
+
+@pytest.mark.parametrize("name", GENERATIONS)
+@layouts
+def test_generated_predictions(tmp_path, name, devices):
+    """Greedy search and beams give the texts of the stock Trainer, and its padding."""
+    model = translator()
+    ours = type("Ours", (ScatterOnceMixin, transformers.Seq2SeqTrainer), {})
+    results = []
+    for cls, place in (
+        (ours, {"device_ids": devices}),
+        (transformers.Seq2SeqTrainer, {}),
+    ):
+        extra = {
+            "arguments": seq2seq_arguments,
+            "compute_metrics": lambda p: {"sum": int(p.predictions.sum())},
+            "processing_class": tokenizer(),
+            **place,
+        }
+        trainer = build(
+            cls,
+            tmp_path,
+            model,
+            padded,
+            extra=extra,
+            predict_with_generate=True,
+            **GENERATIONS[name],
+        )
+        metrics = quietly(trainer.evaluate)
+        results.append((metrics, quietly(trainer.predict, sentences(5))))
+    (mine, my_prediction), (stock, its_prediction) = results
+    assert "eval_sum" in stock
+    assert_same_metrics(mine, stock)
+    assert_same_predictions(my_prediction, its_prediction)
+
+
+def test_evaluation_in_training(tmp_path):
+    """The best model is chosen by the stock Trainer's metrics."""
+    logs = []
+    for cls, place in (
+        (ScatterOnceTrainer, {"device_ids": DEVICES["two"]}),
+        (transformers.Trainer, {}),
+    ):
+        trainer = build(
+            cls,
+            tmp_path,
+            language_model(),
+            padded,
+            extra=place | {"train_dataset": sentences(12)},
+            per_device_train_batch_size=6 if place else 12,
+            eval_strategy="steps",
+            eval_steps=1,
+        )
+        quietly(trainer.train)
+        logs.append([log for log in trainer.state.log_history if "eval_loss" in log])
+    mine, stock = logs
+    assert len(stock) == 3
+    for ours, theirs in zip(mine, stock, strict=True):
+        assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=1e-6)
+
+
+def test_groups_end_as_the_loader_does():
+    """accelerate's loader says before its last batch that it is the last."""
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    for number in (0, 1, 4, 5, 6):
+        loader = torch.utils.data.DataLoader(torch.arange(number), batch_size=2)
+        loader = accelerator.prepare(loader)
+        groups = Groups(loader, 3)
+        assert len(groups) == len(loader)
+        for _ in range(2):
+            ends = [accelerator.gradient_state.end_of_dataloader for _ in groups]
+            assert ends == [False] * (len(loader) - 1) + [True] * bool(number)
+            assert not accelerator.gradient_state.in_dataloader
+    rows = [object() for _ in range(4)]
+    assert [*Groups(rows, 3)] == rows

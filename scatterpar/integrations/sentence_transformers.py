@@ -4,13 +4,20 @@ devices.
 A loss such as ``MultipleNegativesRankingLoss`` compares all rows that it sees. So all
 rows of a step are one batch. The replicas compute its embeddings in micro-batches. Then
 the user's loss runs once, unmodified; its calls of the model return the embeddings.
+
+In an evaluation each replica computes whole batches. Evaluators that call the model's
+``encode`` or ``predict`` get what all replicas have computed, each for some of the
+texts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,10 +25,11 @@ from sentence_transformers import CrossEncoderTrainer, SentenceTransformerTraine
 from sentence_transformers.base.sampler import BatchSamplers
 from torch import Tensor, nn
 
+from scatterpar.batch import nested
 from scatterpar.batch.markers import Rows
 from scatterpar.devices.device_ids import DeviceLike
-from scatterpar.integrations.loop import num_rows, overridden, refuse, replaced
-from scatterpar.integrations.steps import ROWS
+from scatterpar.integrations.loop import moved, num_rows, overridden, refuse, replaced
+from scatterpar.integrations.steps import ROWS, Step, by_lengths
 from scatterpar.integrations.transformers import ScatterOnceMixin
 
 __all__ = ["ScatterOnceCrossEncoderTrainer", "ScatterOnceTrainer"]
@@ -40,12 +48,16 @@ _REFUSED |= {"ContrastiveTensionLoss", "ContrastiveTensionLossInBatchNegatives"}
 
 # an entry of features: which rows of the outputs they stand for
 _ROWS = "rows of outputs"
+_MASK = "attention_mask"
+_COMPONENTS = "accum_loss_components"  # of losses that are dicts, to log
+_INFERENCE = "_distributed_inference"  # what a model calls for ``encode``, ``predict``
 
 
 class _WholeBatch(ScatterOnceMixin):
     """The base of both trainers: one loss over the outputs for all rows of a step."""
 
     _output = "sentence_embedding"
+    _is_tokenised = True  # by the collator
     _recorded_model: _RecordedModel | None = None  # while the loss runs
 
     def __init__(
@@ -55,9 +67,7 @@ class _WholeBatch(ScatterOnceMixin):
         whole_batch: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        name, has_cost = type(self).__name__, kwargs.get("micro_batch_cost") is not None
-        reason = "its loss may compare all rows of a batch; leave micro_batch_cost out"
-        refuse(name, {"micro_batch_cost": has_cost}, reason)
+        name = type(self).__name__
         super().__init__(*args, device_ids=device_ids, **kwargs)
         losses = [*self.loss.values()] if isinstance(self.loss, dict) else [self.loss]
         reason = (
@@ -66,6 +76,11 @@ class _WholeBatch(ScatterOnceMixin):
         )
         parts = [type(part).__name__ for loss in losses for part in loss.modules()]
         refuse(name, {part: part in _REFUSED for part in parts}, reason)
+        if self._micro_batch_cost is not None and not self._is_tokenised:
+            reason = "the loss tokenises the pairs itself; leave whole_batch out"
+            is_divided = whole_batch is False
+            refuse(name, {"micro_batch_cost and whole_batch=False": is_divided}, reason)
+            whole_batch = True
         # True if a sampler, a choice of data sets or a loss depends on it
         if whole_batch is None:
             is_sampled = self.args.batch_sampler != BatchSamplers.BATCH_SAMPLER
@@ -76,8 +91,19 @@ class _WholeBatch(ScatterOnceMixin):
     def _modules(self) -> list[Any]:
         return [self.model] if self._sees_all else super()._modules()
 
+    def _modules_of_evaluation(self) -> list[Any]:
+        return super()._modules()
+
     def _step_collator(self, collate: Any) -> Any:
-        return collate if self._sees_all else super()._step_collator(collate)
+        if self._sees_all:
+            return collate
+        if self._micro_batch_cost is None:
+            return super()._step_collator(collate)
+        collator: Any = partial(
+            _collated_by_cost, collate, self._micro_batch_cost, self._devices
+        )
+        vars(collator).update(getattr(collate, "__dict__", {}))  # some loaders read it
+        return collator
 
     def _how_losses_combine(self, step: Any) -> str:
         return ROWS
@@ -94,6 +120,8 @@ class _WholeBatch(ScatterOnceMixin):
         inputs = Rows.from_batches(
             {"work": self._outputs_of, "columns": g} for g in groups
         )
+        has_cost = self._micro_batch_cost is not None
+        costs = _costs_of(columns) if has_cost else None
 
         def criterion(outputs: tuple[Tensor, ...], _: Any) -> Any:
             recorded.outputs = torch.cat(outputs)
@@ -101,10 +129,14 @@ class _WholeBatch(ScatterOnceMixin):
                 if state is not None:  # the state before the first run of the loss
                     torch.set_rng_state(state[0])
                     random.setstate(state[1])
-                return self._loss_with(recorded, on_master)
+                with self._standing_for_model(recorded):
+                    return self._loss_of(recorded, on_master)
 
-        accum = self._user_args["gradient_accumulation_steps"]
-        loss = self._engine_loss(inputs, accum, None, criterion, whole_batch=True)
+        accum = 1 if has_cost else self._user_args["gradient_accumulation_steps"]
+        with self._cut_by_cost(has_cost):
+            loss = self._engine_loss(
+                inputs, accum, None, criterion, whole_batch=True, costs=costs
+            )
         if not recorded.was_called:
             reason = (
                 "needs a loss that calls the model which is trained: this one "
@@ -125,16 +157,67 @@ class _WholeBatch(ScatterOnceMixin):
         features, _ = self.collect_features(dict(batch))
         recorded.columns |= enumerate(map(_divisible, features))
 
+    @contextlib.contextmanager
+    def _cut_by_cost(self, has_cost: bool) -> Iterator[None]:
+        """In the body, the engine cuts micro-batches by cost, if there is a limit."""
+        engine = self._engine_of_the_model()
+        engine.micro_batch_cost = self._micro_batch_cost if has_cost else None
+        try:
+            yield
+        finally:
+            engine.micro_batch_cost = None
+
     def _outputs_of(self, work: Any, columns: Sequence[Any]) -> tuple[Tensor, ...]:
+        if self._micro_batch_cost is not None:
+            columns = [_without_padding(column) for column in columns]
         return tuple(work[0](dict(column))[self._output] for column in columns)
 
-    def _loss_with(self, recorded: _RecordedModel, batch: Any) -> Any:
-        """The user's loss, computed with ``recorded`` as the model."""
+    # Evaluation: losses of whole batches, and what evaluators ask of the model.
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as the trainer does, with evaluators whose texts all replicas
+        share.
+        """
+        if len(self._devices) == 1 or not hasattr(self.model, _INFERENCE):
+            return super().evaluation_loop(*args, **kwargs)
+        with overridden(self.model, **{_INFERENCE: _ReplicaInference(self)}):
+            return super().evaluation_loop(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _standing_in(self, *args: Any) -> Iterator[tuple[Any, Any]]:
+        with super()._standing_in(*args) as (trainer, record):
+            record.components = {"train": {}, "eval": {}}
+            vars(trainer)[_COMPONENTS] = record.components
+            yield trainer, record
+
+    def _transfer(self, calls: Sequence[Any], *args: Any) -> None:
+        super()._transfer(calls, *args)
+        for call in calls:
+            for mode, components in moved(call.components, self.args.device).items():
+                totals = self.accum_loss_components[mode]
+                for name, value in components.items():
+                    totals[name] = totals[name] + value if name in totals else value
+
+    def _loss_of(self, recorded: _RecordedModel, batch: Any) -> Any:
+        """The user's loss of the recorded outputs, with their graph."""
+        loss = type(self).compute_loss(self, self.model, dict(batch))
+        outputs = recorded.outputs
+        if outputs is None or not (loss.is_leaf and loss.requires_grad):
+            return loss
+        # A cached loss has no graph. In its backward pass it calls the model again.
+        recorded.outputs = outputs.detach().requires_grad_()
+        loss.backward()
+        gradient = recorded.outputs.grad
+        return _WithGradient.apply(outputs, loss.detach(), gradient)  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def _standing_for_model(self, recorded: _RecordedModel) -> Iterator[None]:
+        """In the body, the model's methods are those of ``recorded``."""
         own = replaced(
             self.model, forward=recorded.forward, preprocess=recorded.preprocess
         )
         with own, overridden(self, _recorded_model=recorded):
-            return type(self).compute_loss(self, self.model, dict(batch))
+            yield
 
 
 class ScatterOnceTrainer(_WholeBatch, SentenceTransformerTrainer):  # type: ignore[misc]
@@ -151,6 +234,8 @@ class ScatterOnceTrainer(_WholeBatch, SentenceTransformerTrainer):  # type: igno
         args: as in ``SentenceTransformerTrainer``, like ``kwargs``. The loss object is
             not changed.
         device_ids: as in ``ScatterOnceParallel``; the first is the trainer's device.
+        micro_batch_cost: the most tokens of a call of the model for one column of a
+            micro-batch, with padding. Rows of similar lengths are computed together.
         whole_batch: ``True``: the loss sees all rows at once. ``False``: it sees b
             rows, as with the stock trainer, and the losses are averaged. ``None``:
             ``False`` for losses that are means over rows, otherwise ``True``.
@@ -184,6 +269,8 @@ class ScatterOnceCrossEncoderTrainer(_WholeBatch, CrossEncoderTrainer):  # type:
     Args:
         args: as in ``CrossEncoderTrainer``, like ``kwargs``.
         device_ids: as in ``ScatterOnceTrainer``, like ``whole_batch``.
+        micro_batch_cost: the most tokens of the pairs of a micro-batch, with padding.
+            The loss sees the whole batch.
 
     Raises:
         ValueError: as ``ScatterOnceTrainer``, or if the loss passes other pairs in its
@@ -191,6 +278,7 @@ class ScatterOnceCrossEncoderTrainer(_WholeBatch, CrossEncoderTrainer):  # type:
     """
 
     _output = "scores"
+    _is_tokenised = False
 
     def _record_columns(
         self, recorded: _RecordedModel, batch: Any, on_master: Any
@@ -201,8 +289,9 @@ class ScatterOnceCrossEncoderTrainer(_WholeBatch, CrossEncoderTrainer):  # type:
         # to log: the loss adds to them
         components = copy.deepcopy(self.accum_loss_components)
         state = torch.get_rng_state(), random.getstate()
-        with torch.no_grad(), overridden(self, accum_loss_components=components):
-            self._loss_with(recorded, on_master)
+        logged = overridden(self, accum_loss_components=components)
+        with torch.no_grad(), logged, self._standing_for_model(recorded):
+            type(self).compute_loss(self, self.model, dict(on_master))
         return state
 
 
@@ -249,6 +338,69 @@ class _RecordedModel:
         return _Outputs({**features, self._output: self.outputs[rows]})
 
 
+class _WithGradient(torch.autograd.Function):
+    """A loss whose gradient with respect to the outputs has been computed."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, loss: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *factors: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return factors[0] * gradient, None, None
+
+
+class _ReplicaInference:
+    """Inference of a model by all replicas of its trainer, each for some of the inputs.
+
+    ``encode`` and ``predict`` call it with their arguments resolved, in the place of
+    the model's own inference. A copy of the model, as for other processes, has none.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()
+
+    def __call__(self, inputs: Sequence[Any], **options: Any) -> Any:
+        """The outputs of all inputs, in their order."""
+        trainer = self._trainer
+        model = trainer.model
+        model.eval()  # as its own inference does
+        size = min(len(trainer._devices), len(inputs))
+        if size < 2:
+            return model._inference(inputs, **options)
+        engine = trainer._engine_of_the_model(trainer._modules_of_evaluation())
+        engine.accum = 1
+        parts = [inputs[first::size] for first in range(size)]
+        infer = partial(_inferred, parts, options)
+        with torch.inference_mode(False), torch.no_grad():
+            results = engine(infer, numbers=Rows(range(size)))
+        device = torch.device("cpu") if options.get("save_to_cpu") else model.device
+        outputs: list[Any] = [None] * len(inputs)
+        for first, result in enumerate(nested.leaves(results)):
+            outputs[first::size] = list(moved(result.output, device))
+        is_tensor = isinstance(outputs[0], Tensor)
+        if is_tensor and options.get("output_value") != "token_embeddings":
+            return torch.stack(outputs)
+        return outputs
+
+
+def _inferred(
+    parts: Sequence[Any], options: Mapping[str, Any], work: Any, numbers: Sequence[int]
+) -> SimpleNamespace:
+    """The outputs of a replica for its part of the inputs."""
+    (number,) = numbers
+    own_options = dict(options)
+    if number > 0:
+        own_options["show_progress_bar"] = False
+    output = work[0]._inference(parts[number], **own_options)
+    return SimpleNamespace(output=output)
+
+
 class _Outputs(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         raise ValueError(
@@ -289,6 +441,53 @@ def _divisible(column: Mapping[str, Any]) -> Any:
             f"{reason}; use the stock trainer on one device, or whole_batch=False"
         )
     return dict(column)
+
+
+def _lengths(mask: Tensor) -> list[int]:
+    """The positions of each row up to its last token: leading padding is kept."""
+    positions = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    lengths: list[int] = (mask.ne(0) * positions).amax(1).clamp(min=1).tolist()
+    return lengths
+
+
+def _longest(masks: Sequence[Any]) -> list[int]:
+    """For each row, its length in the column in which it is longest.
+
+    Raises ``ValueError`` if the columns do not show the lengths of all rows.
+    """
+    are_masks = [isinstance(mask, Tensor) and mask.ndim == 2 for mask in masks]
+    if not masks or not all(are_masks) or len({*map(len, masks)}) > 1:
+        raise ValueError(
+            f"micro_batch_cost needs the lengths of all rows: each column's {_MASK!r}, "
+            "of as many rows as the others; leave micro_batch_cost out"
+        )
+    by_column = [_lengths(mask) for mask in masks]
+    return [max(lengths) for lengths in zip(*by_column, strict=True)]
+
+
+def _costs_of(columns: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The cost of each row of a step."""
+    return _longest([column.get(_MASK) for column in columns])
+
+
+def _without_padding(column: Mapping[str, Any]) -> dict[str, Any]:
+    """A column without the trailing padding that all its rows have."""
+    mask = column[_MASK]
+    longest = max(_lengths(mask))
+    trimmed = dict(column)
+    for name, value in column.items():
+        if isinstance(value, Tensor) and value.shape[:2] == mask.shape:
+            trimmed[name] = value[:, :longest]
+    return trimmed
+
+
+def _collated_by_cost(
+    collate: Any, budget: float, devices: Sequence[Any], rows: Any
+) -> Step:
+    """Batches of rows of similar lengths, replica by replica."""
+    batch = collate(rows)  # to read the lengths
+    masks = [value for name, value in batch.items() if name.endswith(_MASK)]
+    return by_lengths(collate, _longest(masks), budget, devices, rows)
 
 
 def _bags(words: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -100,6 +100,17 @@ def by_cost(
             f"micro_batch_cost needs the length of each row's {name!r}, the model's "
             f"main input; got {rows[0]!r:.80}; leave micro_batch_cost out"
         ) from None
+    return by_lengths(collate, costs, budget, devices, rows)
+
+
+def by_lengths(
+    collate: Any,
+    costs: Sequence[float],
+    budget: float,
+    devices: Sequence[Any],
+    rows: Any,
+) -> Step:
+    """Batches of rows with similar ``costs``, replica by replica."""
     shares = [1.0] * len(devices)
     plan = plan_by_cost(len(rows), costs, devices, budget, shares)
     numbers = chain.from_iterable(share.row_numbers for share in plan.shares)

@@ -54,6 +54,7 @@ __all__ = ["ScatterOnceMixin", "ScatterOnceTrainer"]
 
 # Attributes that every call shares: they lead to data, or are made for each call.
 _SHARED = {
+    "accum_loss_components",
     "_engine",
     "_metrics",
     "_parts",

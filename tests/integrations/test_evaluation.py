@@ -28,7 +28,9 @@ from scatterpar.integrations.transformers import ScatterOnceMixin, ScatterOnceTr
 
 pytestmark = [pytest.mark.trainers, pytest.mark.draws]
 
-ROWS = 11  # in batches of 2: on 2 devices 3 groups, on 3 devices 2 groups; one is ragged
+ROWS = (
+    11  # in batches of 2: on 2 devices 3 groups, on 3 devices 2 groups; one is ragged
+)
 DEVICES = {
     "one": ["cpu"],
     "two": ["cpu:0", "cpu:1"],

@@ -40,7 +40,13 @@ import sentence_transformers as st  # noqa: E402
 from sentence_transformers import SentenceTransformer  # noqa: E402
 from sentence_transformers.base.evaluation import BaseEvaluator  # noqa: E402
 from sentence_transformers.cross_encoder import CrossEncoder  # noqa: E402
+from sentence_transformers.cross_encoder import (  # noqa: E402
+    evaluation as pair_evaluation,
+)
 from sentence_transformers.cross_encoder import losses as pair_losses  # noqa: E402
+from sentence_transformers.sentence_transformer import (  # noqa: E402
+    evaluation as sbert_evaluation,
+)
 from sentence_transformers.sentence_transformer import losses  # noqa: E402
 from sentence_transformers.sentence_transformer.modules import (  # noqa: E402
     Pooling,
@@ -310,6 +316,208 @@ def test_evaluation_and_saving_are_the_stock_trainer_s(saved, tmp_path):
     assert float(again.encode(["1 2", "3"]).sum()) == pytest.approx(
         measured[0], rel=1e-5
     )
+
+
+# Evaluation on 1, 2 and 3 devices.
+
+
+def retrieval():
+    texts = column(5, 20)
+    corpus = dict(enumerate(texts))
+    queries = {f"q{i}": f"{texts[i]} 7" for i in range(7)}
+    relevant = {f"q{i}": {i, i + 9} for i in range(7)}
+    return sbert_evaluation.InformationRetrievalEvaluator(
+        queries, corpus, relevant, corpus_chunk_size=6, batch_size=3
+    )
+
+
+def similarity(precision=None):
+    scores = [i % 7 / 7 for i in range(ROWS)]
+    return sbert_evaluation.EmbeddingSimilarityEvaluator(
+        column(0), column(1), scores, batch_size=4, precision=precision
+    )
+
+
+def binary():
+    labels = [i % 2 for i in range(ROWS)]
+    return sbert_evaluation.BinaryClassificationEvaluator(column(0), column(1), labels)
+
+
+def reranking():
+    samples = [
+        {"query": words(i), "positive": column(i, 2), "negative": column(i + 1, 3)}
+        for i in range(5)
+    ]
+    return pair_evaluation.CrossEncoderRerankingEvaluator(samples, batch_size=2)
+
+
+def correlation():
+    pairs = list(zip(column(0), column(1), strict=True))
+    scores = [i % 7 / 7 for i in range(ROWS)]
+    return pair_evaluation.CrossEncoderCorrelationEvaluator(pairs, scores)
+
+
+class Outputs(BaseEvaluator):
+    """All kinds of outputs of ``encode``."""
+
+    def __call__(self, model, *_, **__):
+        texts = column(3, 5)
+        found = {"one": model.encode(texts[0]).sum()}
+        for precision in ("int8", "binary"):
+            found[precision] = int(model.encode(texts, precision=precision).sum())
+        tensors = model.encode(texts, convert_to_tensor=True, normalize_embeddings=True)
+        found["tensors"] = tensors[2].sum()
+        tokens = model.encode(texts, output_value="token_embeddings")
+        found["tokens"] = sum(token.sum() for token in tokens[:3])
+        found["all"] = model.encode(texts, output_value=None)[3]["input_ids"].sum()
+        found["none"] = len(model.encode([]))
+        copied = copy.deepcopy(model).encode(texts, truncate_dim=3)
+        found["copied"] = copied[1].sum()
+        assert not model.training
+        return {name: float(value) for name, value in found.items()}
+
+
+class Parts(nn.Module):
+    """A loss whose terms are logged one by one."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.inner = MNRL(model)
+
+    def forward(self, columns, labels):
+        loss = self.inner(columns, labels)
+        return {"one": loss, "other": loss.square()}
+
+
+SCORES = {"classes": CROSS_ENCODERS, "model": scorer}
+TWO_LOSSES = {"pairs": MNRL, "scored": losses.CoSENTLoss}
+EVALUATIONS = {
+    "MNRL, retrieval": (MNRL, PAIRS, retrieval, {}),
+    "cached": (lambda m: CACHED(m, mini_batch_size=2), PAIRS, None, {}),
+    "similarity": (losses.CosineSimilarityLoss, SCORED, similarity, {}),
+    "a loss with parameters": (*LOSSES["Softmax"], binary, {}),
+    "outputs": (losses.CoSENTLoss, SCORED, Outputs, {}),
+    "terms": (Parts, PAIRS, None, {}),
+    "a guide": (*LOSSES["GIST"], None, {}),
+    "scores": (*PAIR_LOSSES["BCE"], correlation, SCORES),
+    "scores, MNRL": (*PAIR_LOSSES["MNRL"], reranking, SCORES),
+    "two data sets": (
+        TWO_LOSSES,
+        lambda: datasets.DatasetDict(pairs=PAIRS(), scored=SCORED()),
+        similarity,
+        {},
+    ),
+}
+DEVICES = {1: ["cpu"], 2: ["cpu:0", "cpu:1"], 3: ["cpu:0", "cpu:1", "cpu:0"]}
+
+
+@pytest.mark.parametrize("devices", DEVICES.values(), ids=DEVICES)
+@pytest.mark.parametrize("name", EVALUATIONS)
+def test_metrics_are_the_stock_trainer_s(saved, tmp_path, name, devices):
+    """``eval_loss`` is that of in-batch negatives of the stock batch."""
+    loss, rows, evaluator, options = EVALUATIONS[name]
+    classes = options.get("classes", EMBEDDINGS)
+    found = []
+    for cls, place in zip(classes, ({"device_ids": devices}, {}), strict=True):
+        model = options.get("model", encoder)(saved)
+        args = cls.training_args_class(
+            output_dir=str(tmp_path), per_device_eval_batch_size=4, **QUIET
+        )
+        made = (
+            loss(model)
+            if callable(loss)
+            else {part: make(model) for part, make in loss.items()}
+        )
+        given = {"evaluator": evaluator()} if evaluator else {}
+        trainer = cls(
+            model=model, args=args, loss=made, eval_dataset=rows(), **given, **place
+        )
+        with seeded():
+            found.append(quietly(trainer.evaluate))
+        assert "_distributed_inference" not in vars(model)
+        logs = trainer.state.log_history[-1]
+        found[-1] |= {key: logs[key] for key in logs if key.startswith("eval_")}
+    mine, stock = found
+    assert mine.keys() == stock.keys()
+    timed = ("runtime", "per_second", "_time")
+    for key, value in stock.items():
+        if not any(word in key for word in timed):
+            assert mine[key] == pytest.approx(value, rel=1e-6, abs=1e-7), key
+
+
+def test_an_evaluation_between_steps_leaves_the_training_as_it_is(saved, tmp_path):
+    how = {"options": {"eval_strategy": "steps", "eval_steps": 1}}
+    how |= {"eval_dataset": PAIRS(), "evaluator": similarity()}
+    assert_same_run(*both(saved, tmp_path, MNRL, PAIRS, **how), 1e-9, logged=1e-4)
+
+
+# Budgets of tokens.
+
+BUDGET = 12
+CUT = {
+    "means over rows": (losses.CosineSimilarityLoss, SCORED, {}),
+    "cached": (
+        lambda m: CACHED(m, mini_batch_size=5),
+        TRIPLES,
+        {},
+    ),
+    "in-batch negatives": (MNRL, PAIRS, {}),
+    "scores": (*PAIR_LOSSES["BCE"], SCORES),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_budget_of_tokens(saved, tmp_path, name):
+    """No call of the model has more tokens than that, unless a row alone has."""
+    loss, rows, options = CUT[name]
+    budget = 2 * BUDGET if options else BUDGET
+    classes = options.get("classes", EMBEDDINGS)
+    make = options.get("model", encoder)
+    shapes = []
+
+    def watched(saved):
+        model = make(saved)
+        embeddings = model[0].auto_model.base_model.embeddings.word_embeddings
+        embeddings.register_forward_pre_hook(
+            lambda _, args: shapes.append(tuple(args[0].shape))
+        )
+        return model
+
+    mine = ours(
+        saved,
+        tmp_path,
+        loss,
+        rows,
+        classes=classes,
+        model=watched,
+        micro_batch_cost=budget,
+    )
+    assert len(shapes) > 12
+    assert not [s for s in shapes if s[0] > 1 and s[0] * s[1] > budget]
+    assert len({length for _, length in shapes}) > 1, "padding is left out"
+    whole = {"size": 12, "model": make}
+    stock = trained(classes[1], saved, tmp_path, loss, rows(), **whole)
+    assert_same_run(mine, stock, 1e-6 if options else SAME, logged=1e-4)
+
+
+def test_the_budget_is_that_of_the_cached_loss(saved, tmp_path):
+    cut = lambda m: CACHED(m, mini_batch_num_tokens=BUDGET)  # noqa: E731
+    plain = lambda m: CACHED(m, mini_batch_size=32)  # noqa: E731
+    mine = ours(saved, tmp_path, plain, PAIRS, micro_batch_cost=BUDGET)
+    stock = trained(EMBEDDINGS[1], saved, tmp_path, cut, PAIRS(), size=12)
+    assert_same_run(mine, stock, logged=1e-4)
+
+
+def test_rows_without_lengths_have_no_budget(saved, tmp_path):
+    words = "micro_batch_cost needs the lengths of all rows"
+    for loss, rows in ((MNRL, PAIRS), (losses.CosineSimilarityLoss, SCORED)):
+        with pytest.raises(ValueError, match=words):
+            ours(saved, tmp_path, loss, rows, model=bags, micro_batch_cost=9)
+    how = {"classes": CROSS_ENCODERS, "model": scorer, "micro_batch_cost": 9}
+    with pytest.raises(ValueError, match=words):  # lists of unequal length
+        ours(saved, tmp_path, *PAIR_LOSSES["Lambda"], **how)
+    with pytest.raises(ValueError, match="tokenises the pairs itself; leave whole_b"):
+        ours(saved, tmp_path, *PAIR_LOSSES["BCE"], whole_batch=False, **how)
 
 
 def another(model):

@@ -104,9 +104,7 @@ def beside(
     model = case[0]() if model is None else model
     evaluated = {"per_device_eval_batch_size": 2}
     trainers, places = [], ({"device_ids": devices}, {})
-    for cls, size, more, place in zip(
-        classes, (own, whole), each, places, strict=True
-    ):
+    for cls, size, more, place in zip(classes, (own, whole), each, places, strict=True):
         asked = {**sizes(*size), **evaluated, **options, **more}
         given = {**place, **(extra or {})}
         trainers.append(build(cls, folder, case, copy.deepcopy(model), given, **asked))

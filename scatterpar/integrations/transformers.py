@@ -425,8 +425,9 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
 
     def _device_of(self, work: Any) -> torch.device:
         """The device of a replica."""
-        parameters = work[0].parameters()
-        return next((p.device for p in parameters), self.args.device)
+        for parameter in work[0].parameters():
+            return torch.device(parameter.device)
+        return torch.device(self.args.device)
 
     def _collect(self, outputs: Any, weights: Sequence[float] | None) -> None:
         """Add what calls of ``compute_loss`` counted, kept, logged and measured, as if
@@ -697,6 +698,7 @@ class _CallRecord:
         changes: of the Trainer's attributes.
         logs: calls of ``log``: the logger's name and the arguments.
         metrics: TRL's, by mode and name.
+        components: sums of terms of sentence-transformers' losses, by mode and name.
         output: what the call returned.
     """
 
@@ -704,6 +706,7 @@ class _CallRecord:
         self.changes: list[kept.Change] = []
         self.logs: list[Any] = []
         self.metrics: dict[str, Any] = {}
+        self.components: dict[str, dict[str, Any]] = {}
         self.output: Any = None
 
 

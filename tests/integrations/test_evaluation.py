@@ -115,7 +115,7 @@ class Texts:
 
     def prediction_step(self, model, inputs, *args, **kwargs):
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
-        self.steps = getattr(self, "steps", 0) + 1
+        self.steps += 1
         self.lengths.append(inputs["input_ids"].shape[1])
         return loss * 2, logits, labels
 
@@ -237,9 +237,9 @@ def test_a_prediction_step_of_its_own(tmp_path, devices):
     for name, cls in kinds.items():
         place = {} if name == "stock" else {"device_ids": devices}
         trainer = build(cls, tmp_path, model, classes, extra=place)
-        trainer.lengths = []
+        trainer.lengths, trainer.steps = [], 0
         metrics = quietly(trainer.evaluate)
-        found[name] = metrics["eval_loss"], trainer.steps, trainer.lengths
+        found[name] = [metrics["eval_loss"], trainer.steps, *trainer.lengths]
     assert found["ours"] == pytest.approx(found["stock"])
     assert found["above"] == pytest.approx(found["stock"])
 
@@ -248,7 +248,8 @@ def test_no_replica_touches_another_s_memory(tmp_path, monkeypatch):
     place = {"device_ids": DEVICES["two"]}
     trainer = build(ScatterOnceTrainer, tmp_path, language_model(), padded, extra=place)
     groups = Groups(trainer.get_eval_dataloader(), 2)
-    next(iter(groups))
+    batches = iter(groups)
+    next(batches)
     trainer.model.eval()
     with guarded(monkeypatch, trainer.model):
         results = trainer._predictions(groups, (False,), {})

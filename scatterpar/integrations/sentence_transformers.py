@@ -381,7 +381,7 @@ class _ReplicaInference:
             results = engine(infer, numbers=Rows(range(size)))
         device = torch.device("cpu") if options.get("save_to_cpu") else model.device
         outputs: list[Any] = [None] * len(inputs)
-        for first, result in enumerate(nested.leaves(results)):
+        for first, result in enumerate(nested.atoms(results)):
             outputs[first::size] = list(moved(result.output, device))
         is_tensor = isinstance(outputs[0], Tensor)
         if is_tensor and options.get("output_value") != "token_embeddings":

@@ -289,7 +289,8 @@ class ShardedOptimizer(Optimizer):
             gradient = parameter.grad
             if gradient is not None and gradient.layout == torch.strided:
                 saved.append((gradient, gradient.clone()))
-        # All of it, because optimizers write their state in place.
+        # All of it, because optimizers write their state in place. Not with ``Undo``,
+        # which would clone parameters whose values a neighbour has.
         state = nested.map_tensors(Tensor.clone, dict(self.state))
         try:
             yield

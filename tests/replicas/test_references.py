@@ -139,6 +139,7 @@ def test_an_attribute_is_no_global_of_the_same_name():
 def test_a_container_has_entries_and_only_a_fixed_one_is_made_again(kind):
     parts = parts_of(kind([NET]))
     assert list(parts.entries) == [NET]
+    assert any(value is NET for value in reachable({"nets": kind([NET])}))
     assert (parts.make is not None) == (kind is tuple)
 
 

@@ -416,6 +416,42 @@ def test_a_share_needs_room_for_a_few_micro_batches(place, accum):
         )
 
 
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_an_evaluation_finds_the_sub_steps_that_fit_into_memory(place):
+    """A function needs 4 KiB a row beside its inputs, and the second device has 64 KiB.
+
+    Training fits at once, before and after it.
+    """
+    model, inputs, targets, _ = wide_problem()
+    inputs, targets = moved(place, inputs[:64], targets[:64])
+
+    def scores(replica, rows):
+        cache = torch.zeros(len(rows), 1024, device=rows.device)
+        return replica(rows) + cache[:, :1]
+
+    with torch.no_grad():
+        expected = model(inputs.to(FIRST))
+    with (
+        ScatterOnceParallel(model, "auto", [FIRST, SECOND], verify=False) as engine,
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        engine.forward_backward(inputs, targets, LOSS)
+        engine.map(scores, inputs[:2])  # the replicas and threads are there
+        held = torch.accelerator.memory_allocated(1)
+        with control.limited(1, 2**16):
+            for _ in range(3):
+                found = engine.map(scores, inputs)
+                torch.testing.assert_close(found, expected)
+                del found
+        synchronize()
+        assert torch.accelerator.memory_allocated(1) == held
+        engine.forward_backward(inputs, targets, LOSS)
+        assert engine.last_step.plan.substep_rows == (32, 32)
+    (told,) = caught
+    assert "64 rows with accum=1 ran out of memory; accum=" in str(told.message)
+
+
 @pytest.mark.parametrize("place", ["host", "pinned", "device"])
 def test_rows_arrive_while_the_cards_compute(place, monkeypatch):
     """One after the other they took the sum of both, and from the host so much for each

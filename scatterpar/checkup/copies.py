@@ -5,10 +5,10 @@ fast they are.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
 from itertools import permutations, product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,32 +18,43 @@ from scatterpar.devices.links import check_links
 from scatterpar.devices.streams import has_streams
 from scatterpar.devices.transfers import VIA_HOST, Prefetcher, Transfers
 
-PAGEABLE, PINNED = "host", "pinned host"
-EACH, OTHERS = "each device", "all others"  # all pairs at once, in both directions
+PAGEABLE = "host"
+PINNED = "pinned host"
+# All pairs at once, in both directions.
+EACH = "each device"
+OTHERS = "all others"
 SIZES = (1000, 2**20, 2**25)  # bytes; the first is no multiple of a cache line
-# bytes, between two accelerators: the engine's largest copies, and more
+# Bytes, between two accelerators: the engine's largest copies, and more.
 LARGE = (2**26, 2**28)
 _TRIES = 3
 _INITIAL = 0x5A  # every byte of a target before the copy
+_SHORTEST = 1e-9  # seconds, where the clock has not moved
 
 _LINKS = (
     "Copies between two GPUs bypass the host, and something changes them: switch the "
-    "IOMMU off "
-    "(kernel option iommu=off or iommu=pt) and PCIe ACS (in the BIOS), and update the "
-    "driver. "
-    "Until then set NCCL_P2P_DISABLE=1 for NCCL. The engine copies through the host "
-    "if it must."
+    "IOMMU off (kernel option iommu=off or iommu=pt) and PCIe ACS (in the BIOS), and "
+    "update the driver. Until then set NCCL_P2P_DISABLE=1 for NCCL. The engine copies "
+    "through the host if it must."
 )
 _MEMORY = (
     "The memory, the slot or the driver is at fault, and nothing that is computed on "
-    "this machine "
-    "can be trusted: test the memory, change the GPU's slot or cable, update the "
-    "driver."
+    "this machine can be trusted: test the memory, change the GPU's slot or cable, "
+    "update the driver."
 )
 
 Place = torch.device | str  # a device, PAGEABLE or PINNED
-# arrived and expected tensors, and the seconds
-Copies = tuple[list[tuple[Tensor, Tensor]], float]
+
+
+class Copies(NamedTuple):
+    """The copies of one try.
+
+    Attributes:
+        pairs: what has arrived, and what was sent.
+        seconds: how long all of them took.
+    """
+
+    pairs: Sequence[tuple[Tensor, Tensor]]
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -56,10 +67,9 @@ class Verdict:
     text: str
 
     def __str__(self) -> str:
-        return (
-            f"{self.kind}{'' if self.kind in ('fine', 'note') else ' because'}: "
-            f"{self.text}"
-        )
+        if self.kind in ("fine", "note"):
+            return f"{self.kind}: {self.text}"
+        return f"{self.kind} because: {self.text}"
 
 
 @dataclass(frozen=True)
@@ -77,12 +87,10 @@ class RouteResult:
     @property
     def fault(self) -> str:
         """What went wrong; empty if every byte arrived."""
-        wrong = ", ".join(f"{n} of {size}" for size, n in self.altered.items() if n)
-        return (
-            f"failed: {self.error}"
-            if self.error
-            else wrong and f"{wrong} bytes were altered"
-        )
+        if self.error:
+            return f"failed: {self.error}"
+        sizes = [f"{n} of {size}" for size, n in self.altered.items() if n]
+        return f"{', '.join(sizes)} bytes were altered" if sizes else ""
 
     def __str__(self) -> str:
         result = f"WRONG: {self.fault}" if self.fault else "whole"
@@ -90,43 +98,43 @@ class RouteResult:
         return f"{self.source:>12} to {self.target:12} {speed:7.2f} GB/s  {result}"
 
 
-def on_copies(found: Sequence[RouteResult]) -> Iterator[Verdict]:
+def on_copies(results: Sequence[RouteResult]) -> Iterator[Verdict]:
     """Conclude whether every byte arrived."""
-    broken = [route for route in found if route.fault]
-    remedy = (
-        _MEMORY
-        if any("host" in route.source + route.target for route in broken)
-        else _LINKS
-    )
+    broken = [result for result in results if result.fault]
+    involves_host = any("host" in route.source + route.target for route in broken)
+    remedy = _MEMORY if involves_host else _LINKS
     for route in broken:
         way = f"from {route.source} to {route.target}"
-        altered = (
-            f"copies {way} bring other bytes than were sent: {route.fault}. {remedy}"
-        )
-        yield Verdict(
-            "WRONG", f"a copy {way} {route.fault}" if route.error else altered
-        )
-    if not broken:
-        all_right = f"copies arrive as they were sent, on all {len(found)} ways."
-        yield Verdict(
-            "fine", all_right if found else "there is one memory: nothing is copied."
-        )
+        if route.error:
+            text = f"a copy {way} {route.fault}"
+        else:
+            text = (
+                f"copies {way} bring other bytes than were sent: {route.fault}. "
+                f"{remedy}"
+            )
+        yield Verdict("WRONG", text)
+    if broken:
+        return
+    if results:
+        number = len(results)
+        text = f"copies arrive as they were sent, on all {number} ways."
+        yield Verdict("fine", text)
+    else:
+        yield Verdict("fine", "there is one memory: nothing is copied.")
 
 
 def routes(devices: Sequence[torch.device]) -> list[tuple[Place, Place]]:
     """Every pair of a device and the host, pageable or pinned, and of two devices, both
     ways.
     """
-    memories = [
-        device for device in dict.fromkeys(devices) if device != torch.device("cpu")
-    ]
-    gpus = [device for device in memories if device.type != "cpu"]
-    ways = [*product([PAGEABLE], memories), *product([PINNED], gpus)]
-    return [
-        *ways,
-        *((device, host) for host, device in ways),
-        *permutations(memories, 2),
-    ]
+    host = torch.device("cpu")
+    memories = [device for device in dict.fromkeys(devices) if device != host]
+    accelerators = [device for device in memories if device.type != "cpu"]
+    to_devices: list[tuple[Place, Place]] = []
+    to_devices += product([PAGEABLE], memories)
+    to_devices += product([PINNED], accelerators)
+    to_host = [(target, source) for source, target in to_devices]
+    return [*to_devices, *to_host, *permutations(memories, 2)]
 
 
 def examine(devices: Sequence[torch.device]) -> Iterator[RouteResult]:
@@ -136,64 +144,110 @@ def examine(devices: Sequence[torch.device]) -> Iterator[RouteResult]:
     VIA_HOST.clear()  # the direct routes are tested
     check_links.cache_clear()  # the next step of an engine checks its own routes again
     senders = [device for device in dict.fromkeys(devices) if has_streams(device)]
-    size = LARGE[-1] if len(senders) > 1 else SIZES[-1]
-    largest = torch.randint(
-        256, (size,), dtype=torch.uint8, generator=torch.Generator()
-    )
-    known = cache(lambda place: _at(place, largest))  # one copy per memory
+    have_links = len(senders) > 1
+    content = _Content(LARGE[-1] if have_links else SIZES[-1])
+    for source, target in routes(devices):
+        sizes: Sequence[int] = SIZES
+        if source in senders and target in senders:
+            sizes = SIZES + LARGE
+        yield _result(_Route(content, source, target), sizes)
+    if have_links:
+        yield _result(_AllRoutes(content, senders), LARGE)
 
-    def one(source: Place, target: Place, size: int, number: int) -> Copies:
-        arrived, seconds = carry(known(source)[:size] ^ number, source, target)
-        return [(arrived, known(target)[:size] ^ number)], seconds
 
-    def all_at_once(size: int, number: int) -> Copies:
-        """On the streams that copy rows."""
-        sent = {device: known(device)[:size] ^ number for device in senders}
-        synchronize(senders)
+class _Content:
+    """The bytes that are sent, with one copy per memory."""
+
+    def __init__(self, size: int) -> None:
+        # Its own generator: the caller's stays as it is.
+        generator = torch.Generator()
+        self._bytes = torch.randint(
+            256, (size,), dtype=torch.uint8, generator=generator
+        )
+        self._copies: dict[Place, Tensor] = {}
+
+    def at(self, place: Place, size: int, number: int) -> Tensor:
+        """``size`` bytes in the memory of ``place``; other ones for each ``number``."""
+        if place not in self._copies:
+            self._copies[place] = _at(place, self._bytes)
+        return self._copies[place][:size] ^ number
+
+
+class _Route:
+    """Copies from one memory to another.
+
+    Attributes:
+        source: where the bytes are.
+        target: where they are copied to.
+    """
+
+    def __init__(self, content: _Content, source: Place, target: Place) -> None:
+        self._content = content
+        self.source = source
+        self.target = target
+
+    def copy(self, size: int, number: int) -> Copies:
+        """Copy ``size`` bytes once."""
+        sent = self._content.at(self.source, size, number)
+        arrived, seconds = carry(sent, self.source, self.target)
+        expected = self._content.at(self.target, size, number)
+        return Copies([(arrived, expected)], seconds)
+
+
+class _AllRoutes:
+    """Copies between all pairs of accelerators at once, on the streams that copy rows.
+
+    Attributes:
+        source, target: what a table names them.
+    """
+
+    source = EACH
+    target = OTHERS
+
+    def __init__(self, content: _Content, devices: Sequence[torch.device]) -> None:
+        self._content = content
+        self._devices = devices
+
+    def copy(self, size: int, number: int) -> Copies:
+        """Copy ``size`` bytes from each device to each other one."""
+        sent: dict[torch.device, Tensor] = {}
+        for device in self._devices:
+            sent[device] = self._content.at(device, size, number)
+        synchronize(self._devices)
         start = time.perf_counter()
-        transfers = {device: Prefetcher(device, sent) for device in sent}
-        arrived = [
-            (transfers[target].copy(sent[source], target, "scatter"), sent[target])
-            for source, target in permutations(senders, 2)
-        ]
-        for each in transfers.values():
-            each.issue(0)
-        for each in transfers.values():
-            each.synchronize()
-        return arrived, time.perf_counter() - start
-
-    for pair in routes(devices):
-        sizes = (*SIZES, *LARGE) if {*pair} <= {*senders} else SIZES
-        yield _result(*pair, sizes, partial(one, *pair))
-    if len(senders) > 1:
-        yield _result(EACH, OTHERS, LARGE, all_at_once)
+        prefetchers = {device: Prefetcher(device, sent) for device in self._devices}
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for source, target in permutations(self._devices, 2):
+            arrived = prefetchers[target].copy(sent[source], target, "scatter")
+            pairs.append((arrived, sent[target]))
+        for prefetcher in prefetchers.values():
+            prefetcher.issue(0)
+        for prefetcher in prefetchers.values():
+            prefetcher.synchronize()
+        return Copies(pairs, time.perf_counter() - start)
 
 
-def _result(
-    source: Place,
-    target: Place,
-    sizes: Sequence[int],
-    copies_of: Callable[[int, int], Copies],
-) -> RouteResult:
+def _result(route: _Route | _AllRoutes, sizes: Sequence[int]) -> RouteResult:
     """Copy each size a few times. The largest number of altered bytes and the best time
     count.
     """
-    altered, speed, failed = {}, 0.0, None
+    altered: dict[int, int] = {}
+    speed = 0.0
+    failure = None
     try:
         for size in sizes:
-            altered[size], fastest = 0, float("inf")
+            altered[size] = 0
+            fastest = float("inf")
+            # Each try sends other bytes. A copy that does nothing would pass otherwise.
             for number in range(1, 1 + _TRIES):
-                # Each try sends other bytes. A copy that does nothing would pass
-                # otherwise.
-                pairs, seconds = copies_of(size, number)
-                altered[size] = max(
-                    altered[size], *(int((a != b).sum()) for a, b in pairs)
-                )
-                fastest = min(fastest, seconds)
-                speed = size * len(pairs) / fastest / 1e9
+                copies = route.copy(size, number)
+                for arrived, sent in copies.pairs:
+                    altered[size] = max(altered[size], int((arrived != sent).sum()))
+                fastest = min(fastest, copies.seconds)
+                speed = size * len(copies.pairs) / fastest / 1e9
     except Exception as error:
-        failed = f"{type(error).__name__}: {error}"
-    return RouteResult(str(source), str(target), altered, speed, failed)
+        failure = f"{type(error).__name__}: {error}"
+    return RouteResult(str(route.source), str(route.target), altered, speed, failure)
 
 
 def carry(tensor: Tensor, source: Place, target: Place) -> tuple[Tensor, float]:
@@ -206,12 +260,16 @@ def carry(tensor: Tensor, source: Place, target: Place) -> tuple[Tensor, float]:
     start = time.perf_counter()
     Transfers().copy_into(arrived, original, "scatter")
     synchronize([source, target])
-    return arrived, max(time.perf_counter() - start, 1e-9)
+    seconds = time.perf_counter() - start
+    return arrived, max(seconds, _SHORTEST)
 
 
 def _at(place: Place, tensor: Tensor) -> Tensor:
-    tensor = tensor.to(physical(place) if isinstance(place, torch.device) else "cpu")
-    return tensor.pin_memory() if place == PINNED else tensor
+    """``tensor`` in the memory of ``place``."""
+    if isinstance(place, torch.device):
+        return tensor.to(physical(place))
+    on_host = tensor.cpu()
+    return on_host.pin_memory() if place == PINNED else on_host
 
 
 def synchronize(devices: Sequence[Place]) -> None:

@@ -8,8 +8,8 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,41 +21,47 @@ from scatterpar.devices.streams import has_streams
 from scatterpar.engine import ScatterOnceParallel
 
 ACCUM = 16
-ENGINE, ONE, PER_CALL = "engine", "one device", f"nn.DataParallel x {ACCUM}"
-# what accumulates gradients, and a step of it
-_Program = tuple[nn.Module, Callable[[], object]]
-BUDGET, ROUNDS = 10.0, 15  # maximal seconds and rounds of the measurement
+ENGINE = "engine"
+ONE = "one device"
+PER_CALL = f"nn.DataParallel x {ACCUM}"
+BUDGET = 10.0  # maximal seconds of the measurement
+ROUNDS = 15
 _SLOWER = 1.1  # a larger ratio of times is no accident of the measurement
 _WAITED = 0.1  # if the host waits for a smaller part, the GPU is idle between launches
 _SHARED = 1.5  # n GPUs may take this part of one GPU's time, divided by n
 _MUCH_MOVING = 0.4  # a larger part of the step for copies makes it slow
+# Rows of a sub-step: a GPU needs many to be busy.
+_ROWS_WITH_STREAMS = 64
+_ROWS = 2
+_MILLISECONDS = 1e3
+
 _COPIES = (
     "of the step is spent on moving data. Take larger batches (more rows between two "
-    "of the "
-    "optimizer's steps), and compare the bandwidths above with what the slots should "
-    "give."
+    "of the optimizer's steps), and compare the bandwidths above with what the slots "
+    "should give."
 )
 _LAUNCHES = (
     "One interpreter launches all replicas, and these sub-steps are too short to keep "
-    "the GPUs "
-    f"busy. Take a smaller accum than {ACCUM}, or compile=True. A real network "
-    "computes more."
+    f"the GPUs busy. Take a smaller accum than {ACCUM}, or compile=True. A real "
+    "network computes more."
 )
-
-
 _IDLE = (
     "In a plain loop this network is too small to keep a GPU busy: most of the time "
     "the GPU waits for the host, so no speed is judged. A real network computes more."
 )
+_NOT_JUDGED = "so no speed is judged"
+_A_BUG = " That should not be: please report it, with this page."
 
 
 def _network(device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
     """A transformer over the patches of an image, with the same weights every time."""
     with torch.random.fork_rng(devices=()):  # the caller's generator stays
         torch.default_generator.manual_seed(0)
+        patches = nn.Conv2d(3, 32, 4, stride=4)
         layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
-        body = nn.TransformerEncoder(layer, 2), nn.Flatten(), nn.Linear(2048, 10)
-        network = nn.Sequential(nn.Conv2d(3, 32, 4, stride=4), nn.Flatten(2), *body)
+        encoder = nn.TransformerEncoder(layer, 2)
+        head = nn.Linear(2048, 10)
+    network = nn.Sequential(patches, nn.Flatten(2), encoder, nn.Flatten(), head)
     return network.to(physical(device), dtype)
 
 
@@ -63,7 +69,8 @@ def _batch(rows: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tenso
     """Images and labels on the host, the same every time."""
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(rows, 3, 32, 32, generator=generator, dtype=dtype)
-    return images, torch.randint(10, (rows,), generator=generator)
+    labels = torch.randint(10, (rows,), generator=generator)
+    return images, labels
 
 
 @dataclass(frozen=True)
@@ -77,32 +84,45 @@ class Step:
     warned: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{'exact' if self.is_exact else 'WRONG'}: {self.words}"
+        verdict = "exact" if self.is_exact else "WRONG"
+        return f"{verdict}: {self.words}"
 
 
 def take_step(devices: Sequence[torch.device]) -> Step:
     """Compare one step on all devices with the same step on one device."""
-    master, rows = physical(devices[0]), 8 * len(devices) + 3  # shares are ragged
-    try:
-        dtype = torch.zeros(1, dtype=torch.float64, device=master).dtype
-    except (TypeError, RuntimeError):  # some accelerators do not have float64
-        dtype = torch.float32
+    master = physical(devices[0])
+    rows = 8 * len(devices) + 3  # shares are ragged
+    dtype = _widest_dtype(master)
+    criterion = nn.CrossEntropyLoss()
     with (
         warnings.catch_warnings(record=True, action="always") as caught,
         ScatterOnceParallel(_network(master, dtype), 3, devices) as engine,
     ):
-        check = engine.check(*_batch(rows, dtype), nn.CrossEntropyLoss())
+        images, labels = _batch(rows, dtype)
+        check = engine.check(images, labels, criterion)
     apart = f"{check.worst:.1e} apart at most ({check.parameter}), in {dtype}"
     warned = tuple(str(warning.message) for warning in caught)
     return Step(check.passed, f"gradients of {rows} rows are {apart}", warned)
 
 
+def _widest_dtype(device: torch.device) -> torch.dtype:
+    """float64; float32 on accelerators that do not have it."""
+    try:
+        return torch.zeros(1, dtype=torch.float64, device=device).dtype
+    except (TypeError, RuntimeError):
+        return torch.float32
+
+
 def on_step(step: Step) -> Iterator[Verdict]:
     """Conclude whether the gradient is right, and repeat the engine's warnings."""
-    fine = "the gradient on all devices is that on one, up to rounding."
-    wrong = f"{step.words}. If copies are fine, please report this as a bug."
-    yield Verdict("fine", fine) if step.is_exact else Verdict("WRONG", wrong)
-    yield from (Verdict("note", words) for words in dict.fromkeys(step.warned))
+    if step.is_exact:
+        text = "the gradient on all devices is that on one, up to rounding."
+        yield Verdict("fine", text)
+    else:
+        text = f"{step.words}. If copies are fine, please report this as a bug."
+        yield Verdict("WRONG", text)
+    for warning in dict.fromkeys(step.warned):
+        yield Verdict("note", warning)
 
 
 @dataclass(frozen=True)
@@ -129,37 +149,54 @@ class Speed:
         return median(ours / theirs for ours, theirs in pairs)
 
     def __str__(self) -> str:
-        lines = [
-            f"  {n + ':':22} {1e3 * median(s):8.1f} ms" for n, s in self.seconds.items()
-        ]
-        phases = ", ".join(
-            f"{name} {1e3 * spent:.1f}" for name, spent in self.phases.items()
-        )
-        return "\n".join(
-            [f"a step of {self.rows} rows:", *lines, f"  in the engine: {phases}"]
-        )
+        lines = [f"a step of {self.rows} rows:"]
+        for name, seconds in self.seconds.items():
+            milliseconds = _MILLISECONDS * median(seconds)
+            lines.append(f"  {name + ':':22} {milliseconds:8.1f} ms")
+        phases: list[str] = []
+        for name, spent in self.phases.items():
+            phases.append(f"{name} {_MILLISECONDS * spent:.1f}")
+        lines.append(f"  in the engine: {', '.join(phases)}")
+        return "\n".join(lines)
+
+
+class _Program(NamedTuple):
+    """A way to compute the gradient of the batch.
+
+    Attributes:
+        module: what accumulates gradients.
+        step: computes the gradient once.
+    """
+
+    module: nn.Module
+    step: Callable[[], object]
 
 
 def measure(devices: Sequence[torch.device]) -> Speed:
     """Time a step of every program, in as many rounds as fit into
     ``BUDGET`` seconds.
     """
-    rows = ACCUM * len(devices) * (64 if all(map(has_streams, devices)) else 2)
-    times, phases, begin = defaultdict[str, list[float]](list), [], time.perf_counter()
-    waited = list[float]()
+    is_async = all(map(has_streams, devices))
+    rows_of_substep = _ROWS_WITH_STREAMS if is_async else _ROWS
+    rows = ACCUM * len(devices) * rows_of_substep
+    times: dict[str, list[float]] = defaultdict(list)
+    waited: list[float] = []
+    phases: list[dict[str, float]] = []
+    begin = time.perf_counter()
     with (
         warnings.catch_warnings(action="ignore"),  # the exact step has reported them
         ScatterOnceParallel(_network(devices[0]), ACCUM, devices) as engine,
     ):
-        programs = _programs(engine, *_batch(rows))
+        images, labels = _batch(rows)
+        programs = _programs(engine, images, labels)
         for number in range(1 + ROUNDS):
             if number > 1 and time.perf_counter() - begin > BUDGET:
                 break
-            for name, (module, step) in programs.items():
-                module.zero_grad()
+            for name, program in programs.items():
+                program.module.zero_grad()
                 synchronize(devices)
                 start = time.perf_counter()
-                step()
+                program.step()
                 launched = time.perf_counter()
                 synchronize(devices)
                 end = time.perf_counter()
@@ -169,52 +206,63 @@ def measure(devices: Sequence[torch.device]) -> Speed:
             assert engine.last_step is not None
             phases.append(engine.last_step.seconds)
     # The first round is a warm-up.
-    medians = {name: median(one[name] for one in phases[1:]) for name in phases[0]}
-    seconds = {name: each[1:] for name, each in times.items()}
-    is_async = all(map(has_streams, devices))
-    return Speed(rows, seconds, medians, median(waited[1:]) if is_async else 1.0)
+    medians: dict[str, float] = {}
+    for phase in phases[0]:
+        medians[phase] = median(seconds[phase] for seconds in phases[1:])
+    seconds_of = {name: seconds[1:] for name, seconds in times.items()}
+    return Speed(rows, seconds_of, medians, median(waited[1:]) if is_async else 1.0)
 
 
 def _programs(
     engine: ScatterOnceParallel, images: Tensor, labels: Tensor
 ) -> dict[str, _Program]:
     """Each program by its name."""
-    devices, master, rows = engine.device_ids, engine.device_ids[0], len(images)
-    step = partial(engine.forward_backward, images, labels, nn.CrossEntropyLoss())
-    programs: dict[str, _Program] = {ENGINE: (engine.module, step)}
+    devices = engine.device_ids
+    master = devices[0]
+    criterion = nn.CrossEntropyLoss()
 
-    def add(
-        name: str, module: nn.Module, device: torch.device, count: int, parts: int
-    ) -> None:
-        step = partial(
-            _accumulate, module, device, images[:count], labels[:count], parts
-        )
-        programs[name] = module, step
+    def step() -> None:
+        engine.forward_backward(images, labels, criterion)
 
-    add(ONE, _network(master), master, rows, len(devices) * ACCUM)
-    if 1 < len(set(devices)) == len(devices) and master.type != "cpu":
-        for device in devices:
-            add(
-                f"{device} alone", _network(device), device, rows // len(devices), ACCUM
-            )
-        with contextlib.suppress(Exception):  # some accelerators do not support it
-            parallel = nn.DataParallel(
-                _network(master), [device.index for device in devices]
-            )
-            _accumulate(parallel, master, images, labels, ACCUM)
-            add(PER_CALL, parallel, master, rows, ACCUM)
+    programs = {ENGINE: _Program(engine.module, step)}
+    parts = len(devices) * ACCUM
+    programs[ONE] = _loop(_network(master), master, images, labels, parts)
+    are_different = len(set(devices)) == len(devices) > 1
+    if not are_different or master.type == "cpu":
+        return programs
+    rows = len(images) // len(devices)
+    for device in devices:
+        program = _loop(_network(device), device, images[:rows], labels[:rows], ACCUM)
+        programs[f"{device} alone"] = program
+    with contextlib.suppress(Exception):  # some accelerators do not support it
+        numbers = [device.index for device in devices]
+        parallel = nn.DataParallel(_network(master), numbers)
+        program = _loop(parallel, master, images, labels, ACCUM)
+        program.step()
+        programs[PER_CALL] = program
     return programs
+
+
+def _loop(
+    module: nn.Module, device: torch.device, images: Tensor, labels: Tensor, parts: int
+) -> _Program:
+    """A plain loop over parts of the batch."""
+
+    def step() -> None:
+        _accumulate(module, device, images, labels, parts)
+
+    return _Program(module, step)
 
 
 def _accumulate(
     module: nn.Module, device: torch.device, images: Tensor, labels: Tensor, parts: int
 ) -> None:
     """Accumulate gradients in plain torch."""
-    on_device = partial(Tensor.to, device=physical(device), non_blocking=True)
+    place = physical(device)
     for inputs, targets in zip(images.chunk(parts), labels.chunk(parts), strict=True):
-        (
-            cross_entropy(module(on_device(inputs)), on_device(targets)) / parts
-        ).backward()
+        outputs = module(inputs.to(place, non_blocking=True))
+        loss = cross_entropy(outputs, targets.to(place, non_blocking=True))
+        (loss / parts).backward()
 
 
 def on_speed(
@@ -224,40 +272,65 @@ def on_speed(
     slow.
     """
     if load > 1:
-        words = (
-            f"the machine is busy with other work ({load:.1f} processes for each core)"
-        )
         yield Verdict(
-            "note", f"{words}, so no speed is judged; run this again when it is quiet."
+            "note",
+            f"the machine is busy with other work ({load:.1f} processes for each "
+            f"core), {_NOT_JUDGED}; run this again when it is quiet.",
         )
         return
-    others = {ONE: "one device's time", PER_CALL: f"the time of {PER_CALL}"}
-    ratios = {name: speed.ratio(name) for name in others if name in speed.seconds}
-    compared = " and ".join(
-        f"{ratio:.2f} of {others[name]}" for name, ratio in ratios.items()
-    )
-    if len({*map(physical, devices)}) < len(devices):
-        words = "Replicas that share a processor or a GPU compute no faster than one"
+    compared = _compared(speed)
+    if len(set(map(physical, devices))) < len(devices):
         yield Verdict(
-            "note", f"the engine takes {compared}. {words}, so no speed is judged."
+            "note",
+            f"the engine takes {compared}. Replicas that share a processor or a GPU "
+            f"compute no faster than one, {_NOT_JUDGED}.",
         )
         return
     moving = 1 - speed.phases["compute"] / sum(speed.phases.values())
-    is_fine = ratios[ONE] <= (_SLOWER if len(devices) == 1 else _SHARED / len(devices))
-    if not is_fine and speed.waited < _WAITED and moving <= _MUCH_MOVING:
+    limit = _SLOWER if len(devices) == 1 else _SHARED / len(devices)
+    is_fast = speed.ratio(ONE) <= limit
+    is_idle = speed.waited < _WAITED and moving <= _MUCH_MOVING
+    if not is_fast and is_idle:
         yield Verdict("note", f"the engine takes {compared}. {_IDLE}")
         return
-    reason = f"{moving:.0%} {_COPIES}" if moving > _MUCH_MOVING else _LAUNCHES
-    why = "" if is_fine else f" {reason}"
-    if ratios.get(PER_CALL, 0) > _SLOWER:
-        why, is_fine = " That should not be: please report it, with this page.", False
-    yield Verdict("fine" if is_fine else "slow", f"the engine takes {compared}.{why}")
-    alone = [median(speed.seconds.get(f"{device} alone", [0.0])) for device in devices]
-    if max(alone) > _SLOWER * min(alone):
-        shares = ", ".join(f"{min(alone) / seconds:.2f}" for seconds in alone)
-        slow, fast = (
-            devices[alone.index(seconds)] for seconds in (max(alone), min(alone))
-        )
-        pace = f"{slow} has {min(alone) / max(alone):.2f} of {fast}'s pace"
-        words = f"the GPUs are not equally fast: {pace}, and the others wait for it."
-        yield Verdict("slow", f"{words} Pass shares=[{shares}].")
+    reason = ""
+    if PER_CALL in speed.seconds and speed.ratio(PER_CALL) > _SLOWER:
+        reason = _A_BUG
+    elif not is_fast and moving > _MUCH_MOVING:
+        reason = f" {moving:.0%} {_COPIES}"
+    elif not is_fast:
+        reason = f" {_LAUNCHES}"
+    kind = "slow" if reason else "fine"
+    yield Verdict(kind, f"the engine takes {compared}.{reason}")
+    yield from _on_unequal_devices(devices, speed)
+
+
+def _compared(speed: Speed) -> str:
+    """The engine's time beside that of other programs."""
+    names = {ONE: "one device's time", PER_CALL: f"the time of {PER_CALL}"}
+    ratios: list[str] = []
+    for program, name in names.items():
+        if program in speed.seconds:
+            ratios.append(f"{speed.ratio(program):.2f} of {name}")
+    return " and ".join(ratios)
+
+
+def _on_unequal_devices(
+    devices: Sequence[torch.device], speed: Speed
+) -> Iterator[Verdict]:
+    """Conclude whether one of the devices makes the others wait."""
+    alone: list[float] = []
+    for device in devices:
+        alone.append(median(speed.seconds.get(f"{device} alone", [0.0])))
+    slowest = max(alone)
+    fastest = min(alone)
+    if slowest <= _SLOWER * fastest:
+        return
+    shares = ", ".join(f"{fastest / seconds:.2f}" for seconds in alone)
+    slow = devices[alone.index(slowest)]
+    fast = devices[alone.index(fastest)]
+    yield Verdict(
+        "slow",
+        f"the GPUs are not equally fast: {slow} has {fastest / slowest:.2f} of "
+        f"{fast}'s pace, and the others wait for it. Pass shares=[{shares}].",
+    )

@@ -27,6 +27,11 @@ from scatterpar.checkup.training import (
 from scatterpar.devices.device_ids import DeviceLike, parse_devices, resolve
 from scatterpar.version import __version__
 
+# Of environment variables that change how devices or collectives work.
+_PREFIXES = ("CUDA_", "NCCL_", "OMP_", "PYTORCH_")
+# Long lines of torch's page that say nothing about training.
+_LEFT_OUT = ("Vulnerability", "Flags:")
+
 
 @dataclass
 class Report:
@@ -56,17 +61,17 @@ class Report:
         return self.page
 
     def __repr__(self) -> str:
-        kinds = Counter(verdict.kind for verdict in self.verdicts)
-        return f"<verdicts: {', '.join(f'{n} {kind}' for kind, n in kinds.items())}>"
+        numbers = Counter(verdict.kind for verdict in self.verdicts)
+        kinds = [f"{number} {kind}" for kind, number in numbers.items()]
+        return f"<verdicts: {', '.join(kinds)}>"
 
     def show(self, *findings: object) -> None:
         """Print findings at once, because a broken machine may hang in
         the next test.
         """
-        self.verdicts += [
-            finding for finding in findings if isinstance(finding, Verdict)
-        ]
         for finding in findings:
+            if isinstance(finding, Verdict):
+                self.verdicts.append(finding)
             self.page += f"{finding}\n"
             print(finding, flush=True)
 
@@ -75,13 +80,13 @@ class Report:
         """A heading. If the body raises, that is a verdict, and the next section
         follows.
         """
-        self.show(f"\n{title}\n{'-' * len(title)}")
+        line = "-" * len(title)
+        self.show(f"\n{title}\n{line}")
         try:
             yield
         except Exception as error:
-            self.show(
-                Verdict("WRONG", f"{title} failed: {type(error).__name__}: {error}")
-            )
+            text = f"{title} failed: {type(error).__name__}: {error}"
+            self.show(Verdict("WRONG", text))
 
 
 def doctor(
@@ -116,7 +121,8 @@ def doctor(
         Path(json).open("ab").close()  # raises now if the file cannot be written
     load = load_per_core()  # before the measurements add to it
     report = Report([str(place) for place in places], describe(load))
-    report.show(*(f"{name}: {words}" for name, words in report.machine.items()))
+    for name, words in report.machine.items():
+        report.show(f"{name}: {words}")
     with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
         with report.section("copies"):
             for route in examine(places):
@@ -131,25 +137,28 @@ def doctor(
             report.show(report.speed, *on_speed(places, report.speed, load))
     report.show(f"\n{report!r}")
     if json is not None:
-        findings = dumps(asdict(report) | {"exit_code": report.exit_code}, indent=2)
-        Path(json).write_text(findings, encoding="utf-8")
+        findings = asdict(report)
+        findings["exit_code"] = report.exit_code
+        Path(json).write_text(dumps(findings, indent=2), encoding="utf-8")
     return report
 
 
 def describe(load: float) -> dict[str, str]:
     """What the machine has: torch's page, and what it leaves out."""
-    prefixes = "CUDA_", "NCCL_", "OMP_", "PYTORCH_"
-    variables = (
-        f"{n}={value}" for n, value in os.environ.items() if n.startswith(prefixes)
-    )
-    lines = get_pretty_env_info().splitlines()
-    page = "\n".join(
-        line for line in lines if not line.startswith(("Vulnerability", "Flags:"))
-    )
+    variables: list[str] = []
+    for name, value in os.environ.items():
+        if name.startswith(_PREFIXES):
+            variables.append(f"{name}={value}")
+    lines: list[str] = []
+    for line in get_pretty_env_info().splitlines():
+        if not line.startswith(_LEFT_OUT):
+            lines.append(line)
+    page = "\n".join(lines)
+    has_iommu = any(Path("/sys/class/iommu").glob("*"))
     return {
         "scatterpar": __version__,
         "load": f"{load:.1f} processes for each core",
-        "IOMMU": "on" if any(Path("/sys/class/iommu").glob("*")) else "off or unknown",
+        "IOMMU": "on" if has_iommu else "off or unknown",
         "variables": ", ".join(sorted(variables)) or "none of those that matter here",
         "torch.utils.collect_env": f"\n{page}",
     }
@@ -159,9 +168,10 @@ def load_per_core() -> float:
     """The number of runnable processes per core, over the last minute;
     zero if unknown.
     """
-    return (
-        os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
-    )
+    if not hasattr(os, "getloadavg"):
+        return 0.0
+    load, *_ = os.getloadavg()
+    return load / (os.cpu_count() or 1)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -183,7 +193,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     options = parser.parse_args(arguments)  # exits with 2 by itself
     try:
-        return doctor(parse_devices(options.devices) or None, options.json).exit_code
+        devices = parse_devices(options.devices) or None
+        report = doctor(devices, options.json)
     except (ValueError, TypeError, OSError) as error:
         print(f"scatterpar doctor: error: {error}", file=sys.stderr)
         return 2
+    return report.exit_code

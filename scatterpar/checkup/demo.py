@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,7 @@ WORDS = 64  # of the vocabulary
 TEXTS = 64  # rows of the batch
 LENGTH = 48  # of the longest text
 SUB_STEPS = 16  # micro-batches of the batch
+WIDTH = 84  # columns of the page
 PADDING = -100  # the label that cross_entropy ignores by default
 DEVICES = ("cpu:0", "cpu:1")  # two memories, between which every copy is counted
 
@@ -73,13 +74,15 @@ def criterion(logits: Tensor, labels: Tensor) -> Tensor:
 def make_batch() -> tuple[Tensor, Tensor]:
     """Words and labels, both of shape ``(TEXTS, LENGTH)``; most texts are short."""
     lengths = torch.randint(2, LENGTH // 4, (TEXTS,))
-    lengths[torch.randperm(TEXTS)[: TEXTS // 8]] = LENGTH
+    long_texts = torch.randperm(TEXTS)[: TEXTS // 8]
+    lengths[long_texts] = LENGTH
     words = torch.randint(WORDS, (TEXTS, LENGTH))
     # Frequent words, or there would be nothing to learn.
     words = words * words // WORDS
     labels = words.roll(-1, dims=1)
     positions = torch.arange(LENGTH)
-    labels[positions >= lengths[:, None] - 1] = PADDING
+    last_positions = lengths[:, None] - 1  # no word follows
+    labels[positions >= last_positions] = PADDING
     return words, labels
 
 
@@ -134,21 +137,15 @@ def compare() -> Findings:
 
 def as_page(findings: Findings) -> str:
     """The findings as text for a terminal."""
-    copied = findings.report.bytes
     indent = "    "
-    refusal = "\n".join(
-        textwrap.fill(line, 84, initial_indent=indent, subsequent_indent=indent)
-        for line in findings.refusal.splitlines()
-    )
-    counts = [
-        ("bytes copied in one step on two devices", "scatterpar", "nn.DataParallel"),
-        ("rows of the batch", f"{copied['scatter']:,}", f"{copied['scatter']:,}"),
-        ("the model, to the other device", *_once_or_always(copied["replicate"])),
-        ("its gradients, back", *_once_or_always(copied["reduce"])),
-    ]
-    table = "\n".join(
-        f"{name:40}{ours:>12}{theirs:>17}" for name, ours, theirs in counts
-    )
+    lines: list[str] = []
+    for line in findings.refusal.splitlines():
+        filled = textwrap.fill(
+            line, WIDTH, initial_indent=indent, subsequent_indent=indent
+        )
+        lines.append(filled)
+    refusal = "\n".join(lines)
+    table = _table_of_copies(findings.report.bytes)
     return f"""\
 {TEXTS} texts of 2 to {LENGTH} words, in {SUB_STEPS} micro-batches. Each gradient is
 compared with that of one backward pass over all texts.
@@ -166,9 +163,24 @@ compared with that of one backward pass over all texts.
 ({SUB_STEPS} calls of nn.DataParallel copy model and gradients {SUB_STEPS} times.)"""
 
 
-def _once_or_always(size: int) -> tuple[str, str]:
-    """Bytes that the engine copied once, and those of a copy in every sub-step."""
-    return f"{size:,}", f"{SUB_STEPS * size:,}"
+def _table_of_copies(copied: Mapping[str, int]) -> str:
+    """The bytes that a step copies, and those of a copy in every sub-step."""
+    header = (
+        "bytes copied in one step on two devices",
+        "scatterpar",
+        "nn.DataParallel",
+    )
+    rows = [header]
+    batch = f"{copied['scatter']:,}"
+    rows.append(("rows of the batch", batch, batch))
+    names = {
+        "replicate": "the model, to the other device",
+        "reduce": "its gradients, back",
+    }
+    for phase, name in names.items():
+        once = copied[phase]
+        rows.append((name, f"{once:,}", f"{SUB_STEPS * once:,}"))
+    return "\n".join(f"{name:40}{ours:>12}{theirs:>17}" for name, ours, theirs in rows)
 
 
 def main(options: Sequence[str]) -> int:

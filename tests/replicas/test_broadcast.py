@@ -90,6 +90,22 @@ def test_what_has_changed_is_sent(broadcast, module, change, expected):
     assert_everywhere(broadcast, module)
 
 
+def test_five_devices_have_four_copies(module):
+    """Of 16 and 8 bytes each; a change of the buffer sends 8 bytes to each again."""
+    devices = [torch.device("cpu", number) for number in range(5)]
+    broadcast = Broadcast(ModuleContents((module,)), devices)
+    assert sent(broadcast) == 4 * (16 + 8)
+    write_buffer(module)
+    assert sent(broadcast) == 4 * 8
+    memories = set()
+    for device in devices:
+        weight, mean = broadcast.at(device)
+        assert weight.tolist() == [0, 1, 2, 3]
+        assert mean.tolist() == [1, 3]
+        memories.add(weight.data_ptr())
+    assert len(memories) == 5
+
+
 def test_after_a_failure_everything_is_sent(broadcast, module, monkeypatch):
     sent(broadcast)
     write(module)

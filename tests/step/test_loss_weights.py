@@ -12,7 +12,16 @@ from harness.oracle import assert_step, build, randint, randn
 from torch import nn
 from torch.nn import functional as F
 
-from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
+from scatterpar import (
+    DataParallelCriterion,
+    DataParallelModel,
+    Plan,
+    ScatterOnceParallel,
+    Share,
+)
+from scatterpar.batch.batch import batch_of
+from scatterpar.step.loss_weights import compute_loss_weights
+from scatterpar.step.request import Request
 
 pytestmark = pytest.mark.core
 
@@ -118,3 +127,62 @@ def test_the_pair_takes_a_share_of_one_class_without_weight(devices):
     outputs = DataParallelModel(model, ids)(ROWS)
     DataParallelCriterion(criterion, ids)(outputs, targets).backward()
     torch.testing.assert_close(model.weight.grad, plain.weight.grad)
+
+
+# --- weights of a ragged batch, by hand ---
+
+# Five rows in micro-batches of 2, 2 and 1; labels that count: 1, 2 and 1.
+HOST = torch.device("cpu")
+RAGGED = [slice(0, 2), slice(2, 4), slice(4, 5)]
+FIVE = torch.tensor([3, -100, 1, 0, 2])
+
+
+def weights_of(criterion, targets=FIVE, **options):
+    """The factors of the losses of three micro-batches, of which one replica has two."""
+    request = Request([batch_of(None, targets, 5, 0)], 0, criterion, **options)
+    shares = [Share(0, HOST, 0, 4, ((0, 2), (2, 4))), Share(1, HOST, 4, 5, ((4, 5),))]
+    pieces = [(None, targets[rows]) for rows in RAGGED]
+    weights = compute_loss_weights(request, Plan(5, tuple(shares)), pieces)
+    return [float(weight) for share in weights.by_share for weight in share]
+
+
+@pytest.mark.parametrize(
+    ("criterion", "options", "expected"),
+    [
+        (nn.MSELoss(), {}, [2 / 5, 2 / 5, 1 / 5]),
+        (nn.MSELoss(), {"reduction": "sum"}, [1, 1, 1]),
+        (nn.CrossEntropyLoss(), {}, [1 / 4, 2 / 4, 1 / 4]),
+        # classes 3, 1, 0 and 2 weigh 1, 0, 0.5 and 2
+        (nn.CrossEntropyLoss(WEIGHTS), {}, [1 / 3.5, 0.5 / 3.5, 2 / 3.5]),
+        (
+            nn.MSELoss(),
+            {"count": lambda inputs, targets: targets.max()},
+            [3 / 6, 1 / 6, 2 / 6],
+        ),
+    ],
+)
+def test_weights_of_a_ragged_batch_are_parts_of_its_terms(criterion, options, expected):
+    assert weights_of(criterion, **options) == pytest.approx(expected)
+
+
+def test_a_micro_batch_of_ignored_labels_adds_nothing():
+    targets = FIVE.where(torch.arange(5) > 1, -100)
+    assert weights_of(nn.CrossEntropyLoss(), targets) == pytest.approx(
+        [0, 2 / 3, 1 / 3]
+    )
+
+
+def test_smoothed_labels_without_weight_add_their_sum():
+    """The first micro-batch has class 1 alone, of weight zero: it counts by smoothing."""
+    targets = torch.tensor([1, 1, 2, 2, 0])
+    criterion = nn.CrossEntropyLoss(WEIGHTS, label_smoothing=0.1)
+    assert weights_of(criterion, targets) == pytest.approx(
+        [1 / 4.5, 4 / 4.5, 0.5 / 4.5]
+    )
+
+
+def test_without_losses_outputs_weigh_by_their_rows():
+    shares = (Share(0, HOST, 0, 3, ((0, 2), (2, 3))), Share(1, HOST, 3, 5, ((3, 5),)))
+    request = Request([batch_of(None, FIVE, 5, 0)], 0, nn.CrossEntropyLoss())
+    weights = compute_loss_weights(request, Plan(5, shares), None)
+    assert weights.by_share == [[2, 1], [2]]

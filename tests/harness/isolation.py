@@ -54,16 +54,16 @@ class Memories:
 
     def check(self, operator, values, here, *, host_too):
         """The one memory that all tensors among ``values`` are in."""
-        found = {}
+        shapes = {}  # by memory
         for tensor in _tensors(values):
             memory = self.owner(tensor) or HOST
             # As on GPUs, a number from the host may join in.
             if memory != HOST or (tensor.ndim and not host_too):
-                found[memory] = tuple(tensor.shape)
-        if len(found) > 1:
-            raise MixedMemories(f"{operator} on {here} mixes tensors of {found}")
+                shapes[memory] = tuple(tensor.shape)
+        if len(shapes) > 1:
+            raise MixedMemories(f"{operator} on {here} mixes tensors of {shapes}")
         self.checked[here] = self.checked.get(here, 0) + 1
-        return next(iter(found), here)
+        return next(iter(shapes), here)
 
 
 class Guard(TorchDispatchMode):
@@ -76,7 +76,9 @@ class Guard(TorchDispatchMode):
 
     def __init__(self, memories, here, *, host_too=False):
         super().__init__()
-        self.memories, self.here, self.host_too = memories, here, host_too
+        self.memories = memories
+        self.here = here
+        self.host_too = host_too
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -94,15 +96,15 @@ def _tensors(values):
 
 
 def _storages(values):
+    storages = []
     with torch._C._DisableTorchDispatch():
-        return [
-            part.untyped_storage()
-            for tensor in _tensors(values)
-            for part in (
-                (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
-            )
-            if part.device.type != "meta"
-        ]
+        for tensor in _tensors(values):
+            parts = [tensor]
+            if tensor.is_sparse:
+                parts = [tensor._indices(), tensor._values()]
+            if tensor.device.type != "meta":
+                storages += [part.untyped_storage() for part in parts]
+    return storages
 
 
 @functools.cache
@@ -132,8 +134,10 @@ def guarded(monkeypatch, *modules):
     master = torch.device("cpu:0")
     for module in modules:
         memories.claim([*module.parameters(), *module.buffers()], master)
-    on, empty = streams.use_device, memory.empty
-    to_device, write = transfers.to_device, transfers.write
+    on = streams.use_device
+    empty = memory.empty
+    to_device = transfers.to_device
+    write = transfers.write
 
     @contextlib.contextmanager
     def guarded_on(device, stream):
@@ -159,9 +163,9 @@ def guarded(monkeypatch, *modules):
 
     monkeypatch.setattr(streams, "use_device", guarded_on)
     monkeypatch.setattr(memory, "empty", claimed_empty)
-    for module in [
-        module for name, module in sys.modules.items() if name.startswith("scatterpar")
-    ]:
+    for path, module in [*sys.modules.items()]:
+        if not path.startswith("scatterpar"):
+            continue
         for name, verb in (("to_device", claimed_copy), ("write", allowed_write)):
             if vars(module).get(name) in (to_device, write):
                 monkeypatch.setattr(module, name, verb)

@@ -44,16 +44,16 @@ def threads():
 def leaked_threads(before):
     """Names of threads that were not there before and that do not end by themselves."""
     deadline = time.monotonic() + _GRACE_SECONDS
-    while leaked := [
-        thread.name
-        for thread in threading.enumerate()
-        if thread.ident not in before and thread not in _threads_of_torchs_compiler()
-    ]:
+    while True:
+        of_compiler = _threads_of_torchs_compiler()
+        leaked = []
+        for thread in threading.enumerate():
+            if thread.ident not in before and thread not in of_compiler:
+                leaked.append(thread.name)
+        if not leaked or time.monotonic() > deadline:
+            return leaked
         gc.collect()
-        if time.monotonic() > deadline:
-            break
         time.sleep(0.02)
-    return leaked
 
 
 def _threads_of_torchs_compiler():
@@ -63,9 +63,8 @@ def _threads_of_torchs_compiler():
     Known by what owns them, or by the names that torch gives those beside Triton's
     compiler, so that a pool of anybody else's is still a leak.
     """
-    pools = [
-        getattr(sys.modules.get("torch.utils._functools"), "_prefetch_executor", None)
-    ]
+    functools_of_torch = sys.modules.get("torch.utils._functools")
+    pools = [getattr(functools_of_torch, "_prefetch_executor", None)]
     inductor = sys.modules.get("torch._inductor.async_compile")
     if inductor is not None and inductor.AsyncCompile.pool.cache_info().currsize:
         pools.append(inductor.AsyncCompile.pool())
@@ -81,6 +80,8 @@ def _stance():
 
 def globals_of_torch():
     """What torch, or Python, keeps for the whole process or the calling thread."""
+    autocast_kinds = ("cpu", "cuda")
+    saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return {
         "num_threads": torch.get_num_threads(),
         "num_interop_threads": torch.get_num_interop_threads(),
@@ -88,16 +89,15 @@ def globals_of_torch():
         "default device": torch.get_default_device(),
         "grad mode": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),
-        "autocast": [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")],
-        "autocast dtype": [torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")],
+        "autocast": [torch.is_autocast_enabled(kind) for kind in autocast_kinds],
+        "autocast dtype": [torch.get_autocast_dtype(kind) for kind in autocast_kinds],
         "autocast cache": torch.is_autocast_cache_enabled(),
         "deterministic": torch.get_deterministic_debug_mode(),
         "anomaly mode": torch.is_anomaly_enabled(),
         "matmul precision": torch.get_float32_matmul_precision(),
         "stance of torch.compile": _stance(),
         "metadata of graphs": dict(fx_traceback.get_current_meta()),
-        "saved tensor hooks": torch._C._autograd._top_saved_tensors_default_hooks(True)
-        is None,
+        "saved tensor hooks": saved_tensor_hooks is None,
         "torch.default_generator": id(torch.default_generator),
         "torch.random.default_generator": id(torch.random.default_generator),
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
@@ -124,8 +124,9 @@ def put_back_random_states(before):
 
 
 def differences(before, after):
-    return {
-        name: (value, after[name])
-        for name, value in before.items()
-        if value is not after[name] and value != after[name]
-    }
+    changed = {}
+    for name, value in before.items():
+        value_after = after[name]
+        if value is not value_after and value != value_after:
+            changed[name] = value, value_after
+    return changed

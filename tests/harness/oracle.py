@@ -39,17 +39,20 @@ def randint(high, *shape, seed=2):
 def call(module, inputs):
     if isinstance(inputs, dict):
         return module(**inputs)
-    return module(*inputs) if isinstance(inputs, tuple) else module(inputs)
+    if isinstance(inputs, tuple):
+        return module(*inputs)
+    return module(inputs)
 
 
 def gradients(module):
     """A copy of each parameter's gradient by name; tied parameters under each of their
     names.
     """
-    named = module.named_parameters(remove_duplicate=False)
-    return {
-        name: None if p.grad is None else p.grad.detach().clone() for name, p in named
-    }
+    by_name = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        gradient = parameter.grad
+        by_name[name] = None if gradient is None else gradient.detach().clone()
+    return by_name
 
 
 def whole_batch(module, inputs, targets=None, criterion=None):
@@ -74,10 +77,13 @@ def assert_close(actual, expected, name, relative=RELATIVE):
     """Equal up to rounding, measured against the expected tensor's own size."""
     assert actual.shape == expected.shape, f"{name}: {actual.shape} != {expected.shape}"
     assert actual.dtype == expected.dtype, f"{name}: {actual.dtype} != {expected.dtype}"
-    actual, expected = (t.to_dense() if t.is_sparse else t for t in (actual, expected))
+    actual = actual.to_dense()
+    expected = expected.to_dense()
     if not actual.is_floating_point() and not actual.is_complex():
-        actual, expected = actual.double(), expected.double()
-    off, size = (actual - expected).norm().item(), expected.norm().item()
+        actual = actual.double()
+        expected = expected.double()
+    off = (actual - expected).norm().item()
+    size = expected.norm().item()
     assert off <= relative * size + _ROUNDING, f"{name}: off by {off}, of {size}"
 
 
@@ -89,16 +95,14 @@ def assert_alike(actual, expected, relative=RELATIVE):
     if isinstance(expected, Tensor):
         assert not actual.requires_grad
         assert_close(actual, expected.detach(), "output", relative)
-    elif isinstance(expected, dict) or is_dataclass(expected):
-        ours, theirs = (
-            one if isinstance(one, dict) else vars(one) for one in (actual, expected)
-        )
-        assert list(ours) == list(theirs)
-        assert_alike([*ours.values()], [*theirs.values()], relative)
+    elif isinstance(expected, dict):
+        assert list(actual) == list(expected)
+        assert_alike([*actual.values()], [*expected.values()], relative)
+    elif is_dataclass(expected):
+        assert_alike(vars(actual), vars(expected), relative)
     elif isinstance(expected, (list, tuple)):
-        assert len(actual) == len(expected)
-        for one, other in zip(actual, expected, strict=True):
-            assert_alike(one, other, relative)
+        for item, expected_item in zip(actual, expected, strict=True):
+            assert_alike(item, expected_item, relative)
     else:
         assert actual == expected
 
@@ -120,10 +124,9 @@ def assert_gradients(module, expected, relative=RELATIVE):
 
 
 def assert_parameters(module, plain, relative=RELATIVE):
-    for (name, one), other in zip(
-        module.named_parameters(), plain.parameters(), strict=True
-    ):
-        assert_close(one.detach(), other.detach(), name, relative)
+    pairs = zip(module.named_parameters(), plain.parameters(), strict=True)
+    for (name, parameter), expected in pairs:
+        assert_close(parameter.detach(), expected.detach(), name, relative)
 
 
 def assert_step(

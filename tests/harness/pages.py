@@ -43,9 +43,13 @@ def sections(page):
     """Each section of second order by its title; those without a snippet
     are left out.
     """
-    found = re.split(r"^## ", read(page), flags=re.MULTILINE)[1:]
-    titled = {section.partition("\n")[0]: section for section in found}
-    return {title: text for title, text in titled.items() if blocks(text, "python")}
+    parts = re.split(r"^## ", read(page), flags=re.MULTILINE)[1:]
+    texts = {}
+    for part in parts:
+        title, _, _ = part.partition("\n")
+        if blocks(part, "python"):
+            texts[title] = part
+    return texts
 
 
 def namespace():
@@ -55,26 +59,28 @@ def namespace():
     labels = torch.randint(CLASSES, (64 * 16,), generator=generator)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = nn.Sequential(
-            nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, CLASSES)
-        ).double()
+        layers = nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, CLASSES)
+        model = nn.Sequential(*layers).double()
     if torch.accelerator.is_available():
-        model, images, labels = (x.to("cuda:0") for x in (model, images, labels))
-    rows = {"images": images, "labels": labels, "device": images.device}
-    rows |= {"device_ids": [images.device] * 2}
-    rows |= {"loader": [(images, labels)], "dataset": TensorDataset(images, labels)}
-    names = {
+        model = model.to("cuda:0")
+        images = images.to("cuda:0")
+        labels = labels.to("cuda:0")
+    return {
         "torch": torch,
         "nn": nn,
         "scatterpar": scatterpar,
         "DataLoader": DataLoader,
-    }
-    names |= {
         "model": model,
         "net": copy.deepcopy(model),
         "criterion": nn.CrossEntropyLoss(),
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.0),
+        "images": images,
+        "labels": labels,
+        "device": images.device,
+        "device_ids": [images.device] * 2,
+        "loader": [(images, labels)],
+        "dataset": TensorDataset(images, labels),
     }
-    return names | rows | {"optimizer": torch.optim.SGD(model.parameters(), lr=0.0)}
 
 
 class Checked(scatterpar.ScatterOnceParallel):
@@ -99,9 +105,9 @@ class Checked(scatterpar.ScatterOnceParallel):
 
     def _compare(self, inputs, targets=None, criterion=None, **options):
         if len(batches_of(inputs, targets, 0)) == 1:  # ``check`` takes one batch
-            kept = ("reduction", "count", "whole_batch", "costs")
-            same = {name: options[name] for name in kept if name in options}
-            report = self.check(inputs, targets, criterion, **same)
+            of_check = {"reduction", "count", "whole_batch", "costs"} & options.keys()
+            options = {name: options[name] for name in of_check}
+            report = self.check(inputs, targets, criterion, **options)
             assert report.passed, report
         self.compared += 1
 

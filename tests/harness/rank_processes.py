@@ -36,29 +36,35 @@ def run_on_ranks(size, case, *args):
     pipes = _ranks[1][:size]
     for pipe in pipes:
         pipe.send((os.environ["PYTEST_CURRENT_TEST"], size, case, args))
-    answers = []
-    for rank, pipe in enumerate(pipes):
-        assert pipe.poll(_REPLY_SECONDS), (
-            f"rank {rank} said nothing for {_REPLY_SECONDS} s"
-        )
-        try:
-            answers.append(pipe.recv())
-        except EOFError:
-            raise AssertionError(f"rank {rank} has ended") from None
-    for rank, (failure, _) in enumerate(answers):
+    answers = [_answer(rank, pipe) for rank, pipe in enumerate(pipes)]
+    values = []
+    for rank, (failure, value) in enumerate(answers):
         assert failure is None, f"on rank {rank}: {failure}"
-    return [value for _, value in answers]
+        values.append(value)
+    return values
+
+
+def _answer(rank, pipe):
+    """The failure, or ``None``, and the value that a rank sends."""
+    has_answered = pipe.poll(_REPLY_SECONDS)
+    assert has_answered, f"rank {rank} said nothing for {_REPLY_SECONDS} s"
+    try:
+        return pipe.recv()
+    except EOFError:
+        raise AssertionError(f"rank {rank} has ended") from None
 
 
 def _start():
     """``SIZE`` ranks over gloo on the loopback, for any number of tests."""
-    context, folder = fork_context(), tempfile.TemporaryDirectory()
+    context = fork_context()
+    folder = tempfile.TemporaryDirectory()
     pipes = [context.Pipe() for _ in range(SIZE)]
     processes = []
     for rank, (_, there) in enumerate(pipes):
         args = there, rank, str(Path(folder.name) / "store")
-        processes.append(context.Process(target=_serve, args=args, daemon=True))
-        processes[-1].start()
+        process = context.Process(target=_serve, args=args, daemon=True)
+        process.start()
+        processes.append(process)
         there.close()
     return processes, [here for here, _ in pipes], folder
 
@@ -71,9 +77,9 @@ def _serve(pipe, rank, store):
     dist.init_process_group(
         "gloo", store=file, rank=rank, world_size=SIZE, timeout=limit
     )
-    groups = {
-        size: dist.new_group(list(range(size)), timeout=limit) for size in (1, 2, SIZE)
-    }
+    groups = {}
+    for size in (1, 2, SIZE):
+        groups[size] = dist.new_group(list(range(size)), timeout=limit)
     while pipe.poll(_IDLE_SECONDS):
         try:
             test, size, case, args = pipe.recv()
@@ -94,30 +100,33 @@ def failure(call, *args, **kwargs):
     try:
         call(*args, **kwargs)
     except BaseException as error:
-        return type(error).__name__, "\n".join(
-            [str(error), *getattr(error, "__notes__", ())]
-        )
+        words = [str(error), *getattr(error, "__notes__", ())]
+        return type(error).__name__, "\n".join(words)
     return None
 
 
-_COLLECTIVES = (
-    *(
-        "all_gather",
-        "all_gather_into_tensor",
-        "all_gather_object",
-        "all_reduce",
-        "all_to_all",
-    ),
-    *("all_to_all_single", "barrier", "broadcast", "broadcast_object_list", "gather"),
-    *(
-        "monitored_barrier",
-        "reduce",
-        "reduce_scatter",
-        "reduce_scatter_tensor",
-        "scatter",
-    ),
-    *("isend", "irecv", "recv", "send", "batch_isend_irecv"),
-)
+_COLLECTIVES = [
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "irecv",
+    "isend",
+    "monitored_barrier",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+]
 
 
 @contextlib.contextmanager
@@ -126,9 +135,8 @@ def Counted():
     calls = []
 
     def counted(name, original, *args, **kwargs):
-        tensor = next(
-            (arg for arg in args if isinstance(arg, torch.Tensor)), torch.empty(0)
-        )
+        tensors = [value for value in args if isinstance(value, torch.Tensor)]
+        tensor = tensors[0] if tensors else torch.empty(0)
         calls.append((name, tensor.dtype, tensor.nbytes))
         return original(*args, **kwargs)
 

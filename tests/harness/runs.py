@@ -57,16 +57,16 @@ def wait_until(reached, folder):
     """Wait for as long as files in ``folder`` keep changing: logs, records,
     checkpoints.
     """
-    seen, heard = None, time.monotonic()
+    sizes_before = None
+    last_change = time.monotonic()
     while not reached():
-        found = [
-            (str(path), path.stat().st_size)
-            for path in folder.rglob("*")
-            if path.is_file()
-        ]
-        if found != seen:
-            seen, heard = found, time.monotonic()
-        assert time.monotonic() - heard < SILENCE, f"silent for {SILENCE:g} s: {found}"
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        sizes = [(str(path), path.stat().st_size) for path in files]
+        if sizes != sizes_before:
+            sizes_before = sizes
+            last_change = time.monotonic()
+        is_silent = time.monotonic() - last_change >= SILENCE
+        assert not is_silent, f"silent for {SILENCE:g} s: {sizes}"
         time.sleep(0.02)
 
 
@@ -74,23 +74,28 @@ def records(out, kind):
     """The records of a kind, as far as they are written."""
     path = out / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    found = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [record for record in found if record["kind"] == kind]
+    written = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [record for record in written if record["kind"] == kind]
 
 
 def steps(out):
     return records(out, "step")
 
 
-def differences(*both):
+def differences(run, other_run):
     """The places where the final checkpoints of two runs differ by a bit."""
-    ours, theirs = (
-        dict(tree_leaves_with_path(torch.load(o / "checkpoint.pt"))) for o in both
-    )
-    assert ours.keys() == theirs.keys()
+    values = _final_values(run)
+    other_values = _final_values(other_run)
+    assert values.keys() == other_values.keys()
     return [
-        keystr(path) for path, value in ours.items() if not _same(value, theirs[path])
+        keystr(path)
+        for path, value in values.items()
+        if not _same(value, other_values[path])
     ]
+
+
+def _final_values(out):
+    return dict(tree_leaves_with_path(torch.load(out / "checkpoint.pt")))
 
 
 def _same(one, other):
@@ -102,9 +107,9 @@ def assert_same_run(whole, parts, number):
     stopped.
     """
     fields = "step", "epoch", "images", "learning_rate", "loss"
-    made = [
-        [[r[field] for field in fields] for r in steps(out)] for out in (whole, parts)
-    ]
-    assert made[0] == made[1]
-    assert len(made[0]) == number
+    recorded = []
+    for out in (whole, parts):
+        recorded.append([[step[field] for field in fields] for step in steps(out)])
+    assert recorded[0] == recorded[1]
+    assert len(recorded[0]) == number
     assert differences(whole, parts) == []

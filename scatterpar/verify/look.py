@@ -6,8 +6,8 @@
     actual   = the same by a replica, in parts, weighted as in the step
     if loss or gradients differ by more than rounding: which cause explains that?
 
-With ``whole_batch`` the outputs of the parts are joined, and the criterion is called once.
-Everything that the calls change is restored.
+With ``whole_batch`` the outputs of the parts are joined, and the criterion is called
+once. Everything that the calls change is restored.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from scatterpar.verify.moved_state import moved_between
 from scatterpar.verify.rows import Part, Parts, RowChoice, in_two
 from scatterpar.verify.runs import Inconclusive, Run, Runs
 
-# A look that takes longer runs on the other replicas, too, because user code may wait for
-# them; after twice the time it is inconclusive.
+# A look that takes longer runs on the other replicas, too, because user code may wait
+# for them; after twice the time it is inconclusive.
 PATIENCE_SECONDS = 20.0
 # The workers' limit: the look itself ends at twice the patience, unless a call waits.
 _WORKERS_PATIENCE = 2.2
@@ -54,7 +54,8 @@ class Findings:
         verdict: what becomes of the step.
         moved: the names of state that each part moves.
         lost: the shapes of large tensors that user code has written.
-        shares_state: forward passes change what the criterion reads, and replicas share.
+        shares_state: forward passes change what the criterion reads, and replicas
+            share.
         difference: the relative difference between the results.
     """
 
@@ -150,13 +151,14 @@ class ReplicaLook:
                 self._error = error.with_traceback(None)
         if is_out_of_memory(self._error):
             raise Inconclusive("memory ran out", patience=2)
-        # The step itself may not fail: what fails for several rows may broadcast to one.
+        # The step itself may not fail: what fails for several rows may broadcast to
+        # one.
         patience = 1 if choice.has_single_rows else _PATIENCE
         why = f"{type(self._error).__name__}: {self._error}"
         raise Inconclusive(why, patience)
 
     def _affordable(self, most: int) -> int:
-        """Up to ``most`` rows, whose graph takes at most the memory of two sub-steps."""
+        """Up to ``most`` rows, whose graph fits into the memory of two sub-steps."""
         rows_of_substep = max(self._plan.substep_rows)
         two_substeps = max(_MIN_ROWS, 2 * rows_of_substep)
         if self.runs.has_half_precision:  # single precision takes twice the memory
@@ -169,7 +171,8 @@ class ReplicaLook:
         return most if is_small else two_substeps
 
     def _attempts(self, choice: RowChoice, most: int) -> Iterator[Parts]:
-        """Yield parts of rows until user code computes some; ``_error`` is its last error.
+        """Yield parts of rows until user code computes some; ``_error`` is its last
+        error.
 
         ::
 

@@ -1,19 +1,19 @@
 """How far rounding may change the results of a computation.
 
-Right results of one gradient, computed in two ways, differ by rounding. How far depends on the
-coarsest format that the computation rounds to::
+Right results of one gradient, computed in two ways, differ by rounding. How far depends
+on the coarsest format that the computation rounds to::
 
-    format     eps      two right gradients of a few rows   a whole step, largest difference
+    format     eps      two right gradients of a few rows   the largest of a step
     float64    2e-16    1e-6                                1e-10
     float32    1e-7     3e-3                                1e-4
     TF32       1e-3     3e-2                                1e-2
     float16    1e-3     3e-2                                1e-2
     bfloat16   8e-3     3e-2                                5e-2
 
-The second column is generous: kernels round by the number of rows, and wrong weights of losses
-change a gradient by far more, if they matter. Formats are read from the graph, so autocast is seen
-wherever the user's code enters it. On GPUs torch may round float32 numbers to TF32 inside of
-convolutions, recurrences and products: settings say where.
+The second column is generous: kernels round by the number of rows, and wrong weights of
+losses change a gradient by far more, if they matter. Formats are read from the graph,
+so autocast is seen wherever the user's code enters it. On GPUs torch may round float32
+numbers to TF32 inside of convolutions, recurrences and products: settings say where.
 
 This file knows neither the engine nor its steps.
 """
@@ -37,7 +37,8 @@ class Format:
 
     Attributes:
         eps: the distance from 1 to the next larger number.
-        tolerance: the largest relative difference between two right gradients of a few rows.
+        tolerance: the largest relative difference between two right gradients of a few
+            rows.
         limit: the largest relative difference of a parameter between two right steps.
     """
 
@@ -68,7 +69,8 @@ HALF_PRECISION = (torch.float16, torch.bfloat16)
 _FORMATS_BY_SETTING = {"tf32": TF32, "bf16": BFLOAT16}
 _FIRST_CAPABILITY_WITH_TF32 = 8, 0  # Ampere
 
-# The beginnings of the names of nodes in autograd's graph, by the setting that applies to them.
+# The beginnings of the names of nodes in autograd's graph, by the setting that applies
+# to them.
 _NODES_BY_OPERATION = {
     "convolution": ("Convolution", "CudnnConvolution", "SlowConv"),
     "recurrence": ("CudnnRnn", "MkldnnRnn"),
@@ -95,7 +97,8 @@ def format_of(dtype: torch.dtype) -> Format:
 
 
 def formats_inside_operators(device: torch.device) -> dict[str, Format]:
-    """By operation, the format that float32 numbers are rounded to inside of its kernels.
+    """By operation, the format that float32 numbers are rounded to inside of its
+    kernels.
 
     Operations that compute in float32 are left out.
     """
@@ -131,7 +134,8 @@ def _without_tf32(setting: str) -> str:
 class Rounding:
     """The formats that computations on one device round to.
 
-    ``watch`` a loss before its backward pass. While that runs, autograd shows the dtypes in it.
+    ``watch`` a loss before its backward pass. While that runs, autograd shows the
+    dtypes in it.
 
     Attributes:
         has_half_precision: whether a dtype of half precision was among them.
@@ -179,7 +183,7 @@ class Rounding:
         node.register_prehook(record)
 
     def _format_inside(self, node: Any) -> Format | None:
-        """The format of float32 numbers inside of the node's kernels, unless it is float32."""
+        """The format of float32 numbers inside of the node's kernels, if another."""
         if not self._inside_operators:
             return None
         if isinstance(

@@ -6,11 +6,11 @@
     replica     rows in parts            as the step is about to compute them
     replica     rows at once, nudged, …  to find out why the two differ
 
-A run gives the loss and the gradients of its rows, and the state that each part left. Random
-operators give constant numbers. Batch normalisation uses its running statistics. Autocast is off
-and half precision is computed in single precision, unless user code needs them, because rounding
-hides differences. Everything that user code changes
-is restored before the next run.
+A run gives the loss and the gradients of its rows, and the state that each part left.
+Random operators give constant numbers. Batch normalisation uses its running statistics.
+Autocast is off and half precision is computed in single precision, unless user code
+needs them, because rounding hides differences. Everything that user code changes is
+restored before the next run.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ MAX_ELEMENTS = (
     2**20
 )  # of parameters whose gradients are compared, the smallest ones first
 NUM_NUDGES = 16  # the last ones are the largest
-# The last nudge is so many times the first. Kernels for few rows round by several units. In half
-# precision so large a nudge would hide an error.
+# The last nudge is so many times the first. Kernels for few rows round by several
+# units. In half precision so large a nudge would hide an error.
 _NUDGE_GROWTH = 32
 _NUDGE_GROWTH_IN_HALF_PRECISION = 4
 _HALF_PRECISION = 1e-5  # formats with a larger eps
@@ -95,7 +95,8 @@ class Run:
 
 
 class Runs:
-    """Runs of one replica, and of the user's own module and criterion, over rows of one batch.
+    """Runs of one replica, and of the user's own module and criterion, over rows of one
+    batch.
 
     Replicas other than the first use their own module as the user's.
 
@@ -103,11 +104,13 @@ class Runs:
         own_task: the replica's task, with the user's module and criterion in its place.
         replica_task: the replica's task.
         rounding: the formats that runs have rounded to.
-        scale: the factor of all losses: that of the user's scaler, or 1 after an overflow.
+        scale: the factor of all losses: that of the user's scaler, or 1 after an
+            overflow.
         autocast: the device types for which autocast stays enabled.
         draws_numbers: whether random operators give constant numbers.
         is_widened: whether half precision is computed in single precision.
-        shares_state: whether a forward pass has changed what a criterion reads that replicas share.
+        shares_state: whether a forward pass has changed what a criterion reads that
+            replicas share.
         user_states: what user code may change; the criterion's first.
     """
 
@@ -118,7 +121,7 @@ class Runs:
         task: ReplicaTask,
         deadline: float = math.inf,
     ) -> None:
-        """``deadline`` is a time of ``time.monotonic``; afterwards runs are inconclusive."""
+        """After ``deadline``, a time of ``time.monotonic``, runs are inconclusive."""
         replica_sets = attempt.replicas.replica_sets
         self.request = request
         self._inputs = request.batches[0].without_targets()
@@ -141,7 +144,8 @@ class Runs:
         self._undo = contextlib.ExitStack()
         self._fixed_layers: list[nn.Module] = []
         self._leaves = _smallest_leaves(attempt, task)
-        # Of a function that replicas share, one replica's forward pass may change what it reads.
+        # Of a function that replicas share, one replica's forward pass may change what
+        # it reads.
         self._shares_criterion = root_to_replicate(request.criterion) is None
 
     # --- user code runs here, and leaves nothing behind ---
@@ -185,7 +189,7 @@ class Runs:
             layer.training = not value
 
     def _saved_states(self) -> list[UserState]:
-        """The state of all user code. The criterion's tells whether numbers were drawn."""
+        """The state of user code. The criterion's tells whether numbers were drawn."""
         task, request = self.replica_task, self.request
         collates = [
             marker.collate for batch in request.batches for marker in batch.markers
@@ -196,7 +200,7 @@ class Runs:
         return [of_criterion, of_module]
 
     def end(self) -> None:
-        """Undo everything, once. Runs that are still running change nothing from then on."""
+        """Undo everything, once. From then on runs that still run change nothing."""
         self._deadline = -math.inf
         self._undo.pop_all().close()
 
@@ -285,7 +289,8 @@ class Runs:
             task: the replica's task, or the user's own.
             weights: the factors of the losses; all 1 by default.
             between: is called before each part except the first.
-            nudge: changes the replica's parameters by rounding, each number in another way.
+            nudge: changes the replica's parameters by rounding, each number in another
+                way.
         """
         self.require_time()
         self.restart()
@@ -331,7 +336,7 @@ class Runs:
         return moved_between(states)
 
     def outputs(self, parts: Parts) -> list[Any]:
-        """The replica's output for each part, without its graph, from the same state."""
+        """The replica's output for each part, without its graph, from one state."""
         outputs = []
         with self._surroundings(self.replica_task):
             for rows in parts:
@@ -357,7 +362,7 @@ class Runs:
             )
 
     def bytes_per_row(self, rows: Part) -> float:
-        """The memory that the graph of a row's loss keeps; infinite if it is unknown."""
+        """The memory that the graph of a row's loss keeps; infinite if unknown."""
         storages: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
@@ -386,7 +391,7 @@ class Runs:
     def _surroundings(
         self, task: ReplicaTask, nudge: int | None = None
     ) -> Iterator[None]:
-        """In the body random numbers are constant, and autocast is off unless it is needed."""
+        """In the body random numbers are constant, and autocast is off if possible."""
         with contextlib.ExitStack() as stack:
             if self.is_widened:
                 self._single = self._single_precision(nudge)
@@ -404,7 +409,9 @@ class Runs:
                 self._single = None  # it holds gradients
 
     def output_of(self, rows: Part, compute: Callable[[ReplicaTask, Any], Any]) -> Any:
-        """What ``compute`` returns for the replica's task and rows, with constant numbers."""
+        """What ``compute`` returns for the replica's task and rows, with constant
+        numbers.
+        """
         self.restart()
         with self._numbers:
             return compute(self.replica_task, (self.inputs_of(rows), None))
@@ -428,7 +435,7 @@ class Runs:
     def _result(
         self, output: Any, rows: Part, task: ReplicaTask, weight: float = 1.0
     ) -> Result:
-        """The loss of these rows and its gradients, times ``weight``; nothing if that is zero."""
+        """The loss of these rows, and its gradients times ``weight``; none if zero."""
         self.require_time()
         if task.criterion is not None:  # which may write into what it is given
             output = nested.map_tensors(copy_of_leaf, output)
@@ -439,8 +446,9 @@ class Runs:
         gradients: Sequence[Tensor | None] = ()
         if leaves:
             try:
-                # The weight is inside, because hooks may clamp gradients. It is multiplied: for a
-                # gradient that it is given, torch imports sympy, in 0.3 s.
+                # The weight is inside, because hooks may clamp gradients. It is
+                # multiplied: for a gradient that it is given, torch imports sympy, in
+                # 0.3 s.
                 scaled = loss * (self.scale * weight)
                 rounded = torch.autograd.grad(scaled, leaves, allow_unused=True)
                 gradients = [self._unrounded(gradient) for gradient in rounded]
@@ -473,7 +481,8 @@ class Runs:
     def _joined(self, outputs: Sequence[Any], parts: Parts) -> Any:
         """The outputs of the parts, joined as in the step, which knows the sizes alone.
 
-        An output with as many entries as each micro-batch of the step has rows is taken for rows.
+        An output with as many entries as each micro-batch of the step has rows is taken
+        for rows.
         """
         if len(outputs) == 1:
             return outputs[0]
@@ -496,7 +505,8 @@ class Runs:
         return nested.merge(join, outputs)
 
     def _nudge(self, number: int) -> None:
-        """Change the replica's parameters by rounding, in new memory: others do not see it.
+        """Change the replica's parameters by rounding, in new memory: others do not see
+        it.
 
         Each number changes them in another way, and farther. Half precision that is
         computed in single precision is changed there.
@@ -532,7 +542,9 @@ class Runs:
 
 
 def _smallest_leaves(attempt: Attempt, task: ReplicaTask) -> list[list[Tensor]]:
-    """The user's leaves whose gradients are compared, each with its copies in the replica."""
+    """The user's leaves whose gradients are compared, each with its copies in the
+    replica.
+    """
     copies: dict[int, list[Tensor]] = {}
     for replica_set, replica in zip(
         attempt.replicas.replica_sets, task.replicas, strict=False

@@ -283,6 +283,39 @@ def test_validation_test_and_prediction_run_on_all_replicas(devices):
         torch.testing.assert_close(one, other)
 
 
+class Hungry(Classifier):
+    """Has memory for two rows in a validation, after it has logged them."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+        self.room = 10**9
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.seen.extend(batch[1].tolist())
+        if len(batch[1]) > self.room:
+            raise torch.OutOfMemoryError("out of memory")
+
+
+def test_what_a_validation_left_in_tries_without_memory_counts_nowhere(recwarn):
+    """Metrics, logged values and lists are those of the stock Trainer."""
+
+    def run(strategy, room):
+        module, own = made(Hungry), trainer(strategy)
+        module.room = room
+        results = own.validate(module, loader(), verbose=False)
+        return module.seen, *results
+
+    seen, ours = run(ScatterOnceStrategy(["cpu:0", "cpu:1"], "auto"), 2)
+    expected, stock = run(None, 10**9)
+    assert seen == expected
+    assert ours == pytest.approx(stock, rel=1e-6)
+    told = [str(w.message) for w in recwarn if 'accum="auto"' in str(w.message)]
+    assert len(told) == 1
+    assert "12 rows with accum=1 ran out of memory; accum=3 is the smallest" in told[0]
+
+
 @pytest.mark.parametrize("ours_first", [True, False])
 def test_a_run_goes_on_with_the_other(ours_first, tmp_path):
     def strategy(ours):

@@ -19,11 +19,13 @@ from scatterpar.report import GradientNoise, StepReport
 from scatterpar.sharded import ShardedOptimizer
 from scatterpar.splitting.check import SplitCheck, splitcheck
 from scatterpar.step.loss_weights import count_labels
+from scatterpar.verify.gradient_check import GradientCheck
 from scatterpar.version import __version__ as __version__
 
 __all__ = [
     "DataParallelCriterion",
     "DataParallelModel",
+    "GradientCheck",
     "GradientNoise",
     "NoiseScale",
     "Plan",

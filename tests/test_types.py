@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from scatterpar import (
     DataParallelCriterion,
     DataParallelModel,
+    GradientCheck,
     Plan,
     ShardedOptimizer,
     StepReport,
@@ -97,6 +98,7 @@ def test_options_have_types() -> None:
     assert_type(engine.dim, int)
     assert_type(engine.last_step, StepReport | None)
     assert_type(engine.plan(10), Plan)
+    assert_type(engine.check(*batch(), difference), GradientCheck)
     assert_type(engine.buffers(), Iterator[Tensor])
     engine.accum = 4
     engine.micro_batch_cost = None

@@ -4,6 +4,7 @@ rows at once.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 
@@ -47,6 +48,23 @@ def recorded(accum, devices):
     with ScatterOnceParallel(build(lambda: Recorder(1, 2)), accum, devices) as engine:
         engine.forward_backward(numbers, None, pairs, whole_batch=True)
     return Recorder.calls
+
+
+def test_rows_stay_on_their_device_for_a_second_pass_only():
+    """Under ``no_grad``, too, they once stayed until the criterion had ended."""
+    on_device = []
+
+    def criterion(outputs, _):
+        tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
+        on_device.append(sum(tensor.shape == (3, 77) for tensor in tensors))
+        return outputs.square().mean()
+
+    devices = ["cpu:0", "cpu:1"]
+    with ScatterOnceParallel(build(lambda: nn.Linear(77, 2)), 4, devices) as engine:
+        engine.loss(randn(24, 77), None, criterion, whole_batch=True)
+        with torch.no_grad():
+            engine.loss(randn(24, 77), None, criterion, whole_batch=True)
+    assert on_device[-1] == 0 < on_device[-2]
 
 
 def test_the_last_graph_is_kept_and_the_others_are_computed_again_in_order(devices):

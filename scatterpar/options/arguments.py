@@ -37,9 +37,9 @@ def explaining_keywords(method: Callable[P, R]) -> Callable[P, R]:
     @wraps(method)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
         if not allowed.issuperset(kwargs):
-            others = [name for name in kwargs if name not in allowed]
-            given = " and ".join(f"{name}=" for name in others)
-            entries = ", ".join(f'"{name}": {name}' for name in others)
+            foreign = [name for name in kwargs if name not in allowed]
+            given = " and ".join(f"{name}=" for name in foreign)
+            entries = ", ".join(f'"{name}": {name}' for name in foreign)
             raise TypeError(
                 f"{method.__name__} has no argument {given}, only {', '.join(own)}; "
                 f"pass keyword arguments of the module as one dict, "

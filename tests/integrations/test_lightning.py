@@ -613,7 +613,8 @@ def ignoring(self, batch, batch_idx):
 
 def contrastive(self, batch, batch_idx):
     one = functional.normalize(self(batch[0]), dim=1)
-    return functional.cross_entropy(one @ one.T, torch.arange(len(one)))
+    numbers = torch.arange(len(one), device=one.device)
+    return functional.cross_entropy(one @ one.T, numbers)
 
 
 def test_what_a_refusal_proposes_works():
@@ -644,7 +645,8 @@ def test_what_a_refusal_proposes_works():
 
 def ranked(outputs):
     one = functional.normalize(outputs, dim=1)
-    return functional.cross_entropy(one @ one.T, torch.arange(len(one)))
+    numbers = torch.arange(len(one), device=one.device)
+    return functional.cross_entropy(one @ one.T, numbers)
 
 
 def test_what_could_not_be_checked_names_what_works_here():

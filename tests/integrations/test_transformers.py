@@ -646,7 +646,7 @@ class Ranks(nn.Embedding):
         negatives = torch.cat([rows.roll(1, 0), rows.roll(2, 1)]).detach()
         return {
             "loss": nn.functional.cross_entropy(
-                rows @ negatives.T, torch.arange(len(rows))
+                rows @ negatives.T, torch.arange(len(rows), device=rows.device)
             )
         }
 
@@ -733,7 +733,7 @@ class Distills:
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         scale = nn.Parameter(torch.full((3,), 0.5, dtype=torch.float64))
-        self.teachers = {"one": Of(judged, scale=scale)}
+        self.teachers = {"one": Of(judged, scale=scale).to(self.args.device)}
         self.tokens_seen = 0
 
     def compute_loss(
@@ -884,6 +884,7 @@ class Hooked(OwnLoss):
         super().__init__(*args, **kwargs)
         self.features = {}
         self.teacher = sequence_classifier().requires_grad_(False)
+        self.teacher.to(self.args.device)
         self.teacher.classifier.register_forward_hook(
             lambda _, __, output: self.features.update(logits=output)
         )

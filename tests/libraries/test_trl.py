@@ -180,7 +180,8 @@ def test_beside_the_stock_trainer(tmp_path, monkeypatch, name, recwarn):
     stock = trained(name, tmp_path, None)
     assert_same_parameters(ours, stock, 1e-6)
     start = dict(CASES[name][1]().named_parameters())
-    assert any(not torch.equal(start[k], p) for k, p in ours.model.named_parameters())
+    parameters = ours.model.named_parameters()
+    assert any(not torch.equal(start[k], p.cpu()) for k, p in parameters)
     for mine, its in zip(ours.state.log_history, stock.state.log_history, strict=True):
         if "eval_loss" in its:
             assert_same_log(mine, its, 1e-4)

@@ -168,7 +168,9 @@ class Runs:
     def _layers_to_fix(self) -> list[nn.Module]:
         """Batch normalisations: with batch statistics they tie rows together."""
         roots = self._roots()
-        roots += [replica.root for replica in self.replica_task.replicas]
+        for replica in self.replica_task.replicas:
+            if isinstance(replica.root, nn.Module):  # else a partial that binds tensors
+                roots.append(replica.root)
         layers: list[nn.Module] = []
         for root in roots:
             layers += filter(uses_batch_statistics, root.modules())

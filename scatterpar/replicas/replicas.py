@@ -497,23 +497,29 @@ class Replica(ModuleCopy):
         self.tensors = list(map(parameter_like, replica_set.tensors, aliases))
         self._places = list(zip(self.tensors, storages, strict=True))
         # Buffers: each replica has its own, and copies their values before each step.
-        private = [i for i, storage in enumerate(storages) if storage is not sources[i]]
-        large = [i for i in private if may_stay(self.tensors[i], sources[i])]
+        self._private: list[Tensor] = []
+        self._sources: list[Tensor] = []
+        large_copies: list[Tensor] = []
+        large_sources: list[Tensor] = []
+        for number, tensor in enumerate(self.tensors):
+            source = sources[number]
+            if storages[number] is source:  # a parameter in shared memory
+                continue
+            if may_stay(tensor, source):
+                large_copies.append(tensor)
+                large_sources.append(source)
+            else:
+                self._private.append(tensor)
+                self._sources.append(source)
         self.large: LargeCopies | None = None
-        if large:
-            copies = [self.tensors[i] for i in large]
-            self.large = LargeCopies(copies, [sources[i] for i in large])
-        small = [i for i in private if i not in large]
-        self._private = [self.tensors[i] for i in small]
-        self._sources = [sources[i] for i in small]
+        if large_copies:
+            self.large = LargeCopies(large_copies, large_sources)
         super().__init__(replica_set.contents, self.tensors, replica_set.compiler)
         self.root = self.copy_of(replica_set.root)
         self.modules = [self.copy_of(module) for module in replica_set.modules]
-        self.records: Records = {}
-        if replica_set.options.record_statistics:
-            self.records = record(self.modules)
-        self.seat = Seat(device)
         records_own = replica_set.options.record_statistics
+        self.records: Records = record(self.modules) if records_own else {}
+        self.seat = Seat(device)
         seat_layers(self.seat, self.root, self.modules, records_own=records_own)
         tensors = self.tensors  # not `self`, which would be a cycle
         self.state = Snapshot(

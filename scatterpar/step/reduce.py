@@ -124,9 +124,13 @@ class Outcome:
 
 def reduce(attempt: Attempt, computed: Computed, norms: ReplicaNorms) -> Outcome:
     """Combine what the replicas have; the results are in the master's memory."""
-    buffers, statistics = reduce_buffers(attempt)
+    all_buffers, statistics = reduce_buffers(attempt)
     # Buffers that the criterion has written keep its values.
     written = attempt.undo.written()
+    buffers: list[BufferValue] = []
+    for place, name, value in all_buffers:
+        if id(place.get(name)) not in written:
+            buffers.append((place, name, value))
     return Outcome(
         attempt,
         loss=computed.loss,
@@ -137,11 +141,7 @@ def reduce(attempt: Attempt, computed: Computed, norms: ReplicaNorms) -> Outcome
         rows=attempt.plan.rows,
         norms=norms,
         gradients=reduce_gradients(attempt, computed.external_gradients),
-        buffers=[
-            (place, name, value)
-            for place, name, value in buffers
-            if id(place.get(name)) not in written
-        ],
+        buffers=buffers,
         statistics=statistics,
     )
 

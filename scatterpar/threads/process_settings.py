@@ -79,6 +79,7 @@ _SETTINGS: tuple[Setting, ...] = (
 )
 
 
+# Alone, so that a job reads all of them without a Python call of ours for each.
 _READERS = tuple(read for read, _ in _SETTINGS)
 
 # The values of settings, and the entries of ``warnings.filters``, which is one of them.
@@ -95,9 +96,11 @@ def restore_settings(values: Values) -> None:
     """Make the settings of the process again what they were."""
     earlier, filters = values
     present = list(map(operator.call, _READERS))
+    # Nearly always nothing has changed.
     if present == earlier and warnings.filters == filters:
         return
     for (read, write), value in zip(_SETTINGS, earlier, strict=True):
+        # Read again: one that was written may have changed another one.
         if read() is not value and read() != value:
             write(value)
     warnings.filters[:] = filters  # type: ignore[index]

@@ -29,6 +29,7 @@ from lightning.pytorch.callbacks import (  # noqa: E402
 from lightning.pytorch.loggers.logger import Logger  # noqa: E402
 from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 from lightning.pytorch.tuner import Tuner  # noqa: E402
+from lightning.pytorch.utilities import CombinedLoader  # noqa: E402
 from torchmetrics import AUROC, MeanSquaredError, MetricCollection, PearsonCorrCoef  # noqa: E402
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score  # noqa: E402
 
@@ -547,6 +548,29 @@ def test_containers_sums_loggers_and_constant_sizes(recwarn, monkeypatch):
     places = {text.removeprefix("training_step sets ").split()[0] for text in told}
     assert places == {"self.last", "self.last_number", "self.average"}
     assert len(told) == 3
+
+
+class OfTwoLoaders(Classifier):
+    def training_step(self, batch, batch_idx):
+        first, second = batch["one"], batch["two"]
+        scores = self(first[0]) + self(second[0])
+        return functional.cross_entropy(scores, first[1])
+
+
+def test_loaders_with_other_sizes_are_refused_and_with_one_size_are_exact():
+    def run(strategy, *sizes):
+        loaders = [
+            DataLoader(loader(1).dataset, size, drop_last=True) for size in sizes
+        ]
+        both = CombinedLoader(dict(zip(["one", "two"], loaders, strict=True)))
+        module = made(OfTwoLoaders)
+        trainer(strategy, max_epochs=1).fit(module, both)
+        return module
+
+    ours = partial(ScatterOnceStrategy, ["cpu:0", "cpu:1"], 2)
+    with pytest.raises(ValueError, match=r"inputs with 12 .*, inputs with 7 "):
+        run(ours(), 12, 7)
+    assert_same(run(ours(), 12, 12), run(None, 12, 12))
 
 
 class Profiles(Classifier):

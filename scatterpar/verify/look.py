@@ -44,6 +44,7 @@ _PATIENCE = 4  # with code that fails for a few rows
 # Of the graph of rows beyond two micro-batches: so much memory is always there.
 _MAX_BYTES = 2**22
 _MAX_ROWS_OF_BATCH = 256
+_MAX_PARTS_OF_STEP = 16  # a look at all of them costs as much as a step
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,7 @@ class ReplicaLook:
 
         ::
 
+            the whole batch        in the second look, if it is small, in the step's parts
             the chosen rows        autocast off, and half precision in single precision:
                                    rounding would hide differences
             the chosen rows        as in the step, if that is different
@@ -184,6 +186,8 @@ class ReplicaLook:
             the whole batch        code may need all rows, if they are few and small
         """
         rows = list(chain(*choice.parts(most)))
+        if choice.is_as_in_step and self._has_few_parts() and self._is_small_batch():
+            yield self._parts_of_step()
         yield choice.parts(most)
         if self.runs.is_widened or self.runs.autocast != self._task.autocast:
             self.runs.compute_as_in_step()
@@ -210,6 +214,11 @@ class ReplicaLook:
             return in_two(rows)[0]
         starts = range(0, len(rows) - size + 1, size)
         return [rows[start : start + size] for start in starts]
+
+    def _has_few_parts(self) -> bool:
+        """Whether the step has several micro-batches, not too many, of one batch."""
+        is_one_batch = self._plan.rows == self._request.rows
+        return is_one_batch and 1 < len(self._parts_of_step()) <= _MAX_PARTS_OF_STEP
 
     def _is_small_batch(self) -> bool:
         """Whether the whole batch can be computed at once without much memory."""

@@ -56,6 +56,8 @@ class RowChoice:
             only the replica is compared.
         has_single_rows: whether sub-steps have one row. A tensor with one entry per row
             of the batch broadcasts to one row, and to no other number.
+        is_as_in_step: whether the step's own parts are better than chosen rows, if the
+            batch is small: a switch or a threshold may apply to these alone.
     """
 
     tensors: Sequence[Tensor]
@@ -64,6 +66,7 @@ class RowChoice:
     variant: int
     is_divided: bool
     has_single_rows: bool = False
+    is_as_in_step: bool = False
 
     def parts(self, most: int) -> Parts:
         """Up to ``most`` rows, at least two, in parts."""

@@ -35,6 +35,7 @@ _SHARE_OF_LATER_LOOKS = 4  # of the rows of a micro-batch
 _SHARE_OF_LARGE_MODELS = 8  # of the rows of the batch, because each row takes long
 _MAX_BYTES = 2**22  # of inputs in a look
 _MAX_ENTRIES = 128  # of ``Rows``, whose sizes are read in each step
+_LOOK_AS_IN_STEP = 1  # the second look: in the first one chosen rows tell more
 _KEY_LENGTH = 60  # beginnings of warnings that are not repeated
 _REASON_LENGTH = 120
 
@@ -211,6 +212,7 @@ class Question:
             variant=looks,
             is_divided=self.is_divided,
             has_single_rows=max(self._attempt.plan.substep_rows) == 1,
+            is_as_in_step=looks == _LOOK_AS_IN_STEP,
         )
         most = self._most_rows(is_first=not looks)
         return look(self._attempt, self.request, self._tasks, choice, most)

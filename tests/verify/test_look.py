@@ -21,7 +21,7 @@ from harness.looks import (
     step,
     train,
 )
-from harness.models import CLASSES, Returns, mlp
+from harness.models import CLASSES, FEATURES, Returns, mlp
 from harness.oracle import build, randint, randn, seeded
 from harness.weighted import CLASS_WEIGHTS, classes, padded
 from torch import nn
@@ -83,6 +83,44 @@ def test_a_later_batch_shows_it(devices, name):
             train(engine, case)
         with pytest.raises(ValueError, match=words):
             train(engine, case, later)
+
+
+def hardest_sixteen(output, targets):
+    losses = (output - targets).square().mean(1)
+    return losses.topk(min(16, len(losses)))[0].mean()
+
+
+def without_outliers(output, targets):
+    losses = (output - targets).square().mean(1)
+    return losses.sort()[0][:12].mean()
+
+
+def decorrelated_if_many(output, targets):
+    """A covariance needs many rows."""
+    covariance = output.T.cov().square().mean() if len(output) > 12 else 0.0
+    return F.mse_loss(output, targets) + covariance
+
+
+@pytest.mark.parametrize(
+    "loss", [hardest_sixteen, without_outliers, decorrelated_if_many]
+)
+def test_the_second_look_at_a_small_batch_computes_the_parts_of_the_step(devices, loss):
+    """Few rows did not show what applies to micro-batches, or to the batch, alone."""
+    with ScatterOnceParallel(mlp(), 3, devices(2)) as engine:
+        step(engine, loss, VALUES)
+        with pytest.raises(ValueError, match="compares rows with each other"):
+            step(engine, loss, VALUES)
+
+
+def test_the_second_look_at_a_large_batch_takes_a_few_rows():
+    Sizes.seen = []
+    model = build(net(note_size))
+    engine = ScatterOnceParallel(model, 1, ["cpu"], micro_batch_size=50)
+    with engine:
+        for _ in range(2):
+            step(engine, mean, None, randn(300, FEATURES))
+            seen, Sizes.seen = Sizes.seen, []
+    assert max(seen) == 50
 
 
 def test_a_step_of_one_micro_batch_verifies_nothing_of_the_next():

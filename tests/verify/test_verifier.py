@@ -10,6 +10,7 @@ import pickle
 import random
 import re
 import threading
+import warnings
 import weakref
 from functools import partial
 
@@ -221,6 +222,31 @@ def test_a_look_takes_some_micro_batches_once_then_a_few_rows_then_nothing():
     assert 0 < taken[0] <= 4 * 100 * 1.5
     assert all(0 < taken[number - 1] <= 2 * 25 * 1.5 for number in (2, 4, 8))
     assert [taken[number - 1] for number in (3, 5, 6, 7, 9)] == [0] * 5
+
+
+def test_a_criterion_that_divides_the_batch_by_position_is_not_told_what_it_passes(
+    devices,
+):
+    """FixMatch was told to pass whole_batch=True, which it passed, and is exact."""
+
+    inputs, labels = randn(300, FEATURES), randint(CLASSES, 300)
+
+    def fixmatch(output, labels):
+        labelled, weak, strong = output.split(100)
+        guesses = weak.detach().argmax(1)
+        loss = F.cross_entropy(labelled, labels[: len(labelled)])
+        return loss + F.cross_entropy(strong, guesses)
+
+    with ScatterOnceParallel(mlp(), 3, devices(2)) as engine:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(8):
+                step(engine, fixmatch, labels, inputs, whole_batch=True)
+        assert_step(engine, inputs, labels, fixmatch, whole_batch=True)
+    (text,) = [str(warning.message) for warning in caught]
+    assert re.search("could not check.*fixmatch with whole_batch=True", text)
+    assert "pass whole_batch" not in text
+    assert "a sum" not in text
 
 
 def test_what_waits_for_the_other_replicas_is_looked_at_by_all(devices, monkeypatch):

@@ -178,7 +178,7 @@ class ReplicaLook:
         ::
 
             the whole batch        in the second look, if it is small, in the step's parts
-            the chosen rows        autocast off, and half precision in single precision:
+            the chosen rows        autocast off, half precision in single precision:
                                    rounding would hide differences
             the chosen rows        as in the step, if that is different
             half of the rows, …    while memory runs out

@@ -177,7 +177,7 @@ class ReplicaLook:
 
         ::
 
-            the whole batch        in the second look, if it is small, in the step's parts
+            the parts of the step  in the second look, if the batch is small
             the chosen rows        autocast off, half precision in single precision:
                                    rounding would hide differences
             the chosen rows        as in the step, if that is different

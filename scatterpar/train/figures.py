@@ -17,6 +17,8 @@ from scatterpar.train.records import Metrics, written
 
 _TILES = 48  # images of a mosaic
 _TILES_PER_LINE = 8
+_GAP = 0.06  # between tiles, of an image's width
+_NAME_HEIGHT = 0.14  # of the line below an image
 _NAMED_CLASSES = 40  # of a confusion matrix; with more, names would overlap
 _COUNTED_CLASSES = 20  # with more, the numbers in its cells would overlap
 _LONGEST_NAME = 16  # letters below an image
@@ -117,23 +119,42 @@ def draw_first_batch(
 ) -> None:
     """Draw the first images of a batch as the network sees them, above their
     classes.
+
+    All images are in one pair of axes, because 48 pairs take twice as long to draw. An
+    image is 1 wide, and its tile is larger by a gap and the line of its class.
     """
     images = images[:_TILES].cpu()
     names = _names_of(labels[:_TILES], class_names)
     columns = min(_TILES_PER_LINE, len(images))
     lines = -(-len(images) // columns)
-    figure = Figure(figsize=(1.5 * columns, 1.75 * lines), layout="constrained")
-    grid = figure.subplots(lines, columns, squeeze=False).flatten()
-    for axes in grid[len(images) :]:
-        axes.set_axis_off()
-    for axes, image, name in zip(grid, images, names, strict=False):
-        axes.set(xticks=[], yticks=[])
-        axes.set_xlabel(name, fontsize=8, labelpad=2, parse_math=False)
+    height = images.shape[-2] / images.shape[-1]
+    tile_width = 1 + _GAP
+    tile_height = height + _GAP + _NAME_HEIGHT
+    size = 1.5 * columns * tile_width, 1.5 * lines * tile_height
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots()
+    for number, (image, name) in enumerate(zip(images, names, strict=True)):
+        line, column = divmod(number, columns)
+        left = column * tile_width
+        bottom = -line * tile_height - height
         pixels = image.permute(1, 2, 0)
-        if len(image) == 1:
-            axes.imshow(pixels[..., 0].numpy(), cmap="gray", vmin=0, vmax=255)
-        else:
-            axes.imshow(pixels.numpy())
+        axes.imshow(
+            pixels.squeeze(2).numpy(),  # of one channel
+            cmap="gray",
+            vmin=0,
+            vmax=255,
+            extent=(left, left + 1, bottom, bottom + height),
+        )
+        style: dict[str, Any] = {
+            "ha": "center",
+            "va": "top",
+            "fontsize": 8,
+            "parse_math": False,
+        }
+        axes.text(left + 0.5, bottom - _GAP / 2, name, **style)
+    axes.set_axis_off()
+    axes.set_xlim(-_GAP, columns * tile_width)
+    axes.set_ylim(-lines * tile_height, _GAP)
     _save(figure, path)
 
 

@@ -80,14 +80,14 @@ def test_the_first_batch_shows_the_images_with_their_classes(
     draw_first_batch(
         images, labels, ["cat", "a name of many letters"], tmp_path / "x.png"
     )
-    axes = [each for each in drawn[0] if each.images]
-    assert len(axes) == min(number, 48)
-    assert axes[0].get_xlabel() == "cat"
-    assert axes[0].images[0].get_array().tolist()[0][0] == (
+    [axes] = drawn[0]
+    assert len(axes.images) == len(axes.texts) == min(number, 48)
+    assert axes.texts[0].get_text() == "cat"
+    assert axes.images[0].get_array().tolist()[0][0] == (
         200 if channels == 1 else [200] * 3
     )
     if number > 1:
-        assert axes[1].get_xlabel() == "a name of many …"
+        assert axes.texts[1].get_text() == "a name of many …"
     assert (shown(tmp_path / "x.png") == 200).any()
 
 
@@ -95,4 +95,5 @@ def test_a_mixed_image_has_both_names(tmp_path, drawn):
     images = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
     labels = torch.tensor([[0.7, 0.3, 0.0], [0.0, 0.0, 1.0]])
     draw_first_batch(images, labels, ["a", "b", "c"], tmp_path / "x.png")
-    assert [axes.get_xlabel() for axes in drawn[0][:2]] == ["a + b", "c"]
+    [axes] = drawn[0]
+    assert [text.get_text() for text in axes.texts] == ["a + b", "c"]

@@ -298,6 +298,7 @@ def test_each_epoch_ends_with_a_checkpoint(tmp_path, monkeypatch):
     assert (position["step"], position["tested"]) == (2, 1)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_takes_its_options_over(tmp_path, monkeypatch, capsys):
     options = [*EMBEDDED, "--epochs", "2", "--batch", "4096", "--seed", "3"]
     options += ["--devices", "cpu,cpu", "--channels-last", "--drop-at", "1"]

@@ -261,6 +261,7 @@ def test_a_run_follows_the_noise_scale_that_it_measures(grown):
     assert re.search(words, printed)
 
 
+@pytest.mark.slow
 def test_a_run_whose_batch_has_grown_is_resumed_bit_for_bit(
     grown, tmp_path, monkeypatch
 ):

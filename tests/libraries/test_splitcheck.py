@@ -66,9 +66,12 @@ def ranks_forgotten(model, batches):
 
 
 def singletons():
-    states = accelerate.state
-    kinds = (states.PartialState, states.AcceleratorState, states.GradientState)
-    return [dict(kind._shared_state) for kind in kinds]
+    return [dict(kind._shared_state) for kind in singleton_classes()]
+
+
+def singleton_classes():
+    state = accelerate.state
+    return state.PartialState, state.AcceleratorState, state.GradientState
 
 
 @pytest.fixture(autouse=True)
@@ -123,12 +126,18 @@ def test_an_accelerator_from_outside_is_refused_with_ranks():
 
 @contextlib.contextmanager
 def accelerator_from_outside():
-    """An accelerator; afterwards its singletons are those of before."""
+    """An accelerator; afterwards its singletons are those of before, which a trainer of
+    another test may have made.
+    """
+    before = singletons()
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerate.state.GradientState._reset_state()
     try:
         yield accelerate.Accelerator(cpu=True)
     finally:
-        accelerate.state.AcceleratorState._reset_state(True)
-        accelerate.state.GradientState._reset_state()
+        for kind, values in zip(singleton_classes(), before, strict=True):
+            kind._shared_state.clear()
+            kind._shared_state.update(values)
 
 
 def test_accelerate_and_the_loop_divide_by_the_steps():

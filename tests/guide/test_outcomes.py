@@ -192,6 +192,40 @@ def weighted_by_row(output, targets):
     return ((output - targets).square().mean(1) * WEIGHT_OF_ROW).mean()
 
 
+def gradient_of(loss, output, **options):
+    (gradient,) = torch.autograd.grad(loss, output, retain_graph=True, **options)
+    return gradient
+
+
+def adaptive(output, targets):
+    """VQGAN's weight of its second loss: a ratio of gradients' norms."""
+    first, second = F.mse_loss(output, targets), output.abs().mean()
+    weight = gradient_of(first, output).norm() / gradient_of(second, output).norm()
+    return first + weight.detach() * second
+
+
+def virtual(output, targets):
+    """A perturbation along the gradient of a mean."""
+    direction = gradient_of(F.mse_loss(output, targets), output)
+    return F.mse_loss(output + direction / direction.norm(), targets)
+
+
+def smooth(output, targets):
+    gradient = gradient_of(F.mse_loss(output, targets), output, create_graph=True)
+    return F.mse_loss(output, targets) + gradient.norm()
+
+
+class PerSeenRow:
+    """A sum over the rows, divided by the number of rows seen so far."""
+
+    def __init__(self):
+        self.seen = ROWS  # those of an earlier step
+
+    def __call__(self, output, targets):
+        self.seen += len(output)
+        return squares(output, targets) / self.seen
+
+
 FEW = torch.zeros(ROWS, CLASSES).double()
 FEW[::12] = 1
 
@@ -313,6 +347,17 @@ REFUSED: dict[str, tuple[Case, str]] = {
         MEAN,
     ),
     "rows compared with each other": (loss_of(compares), COUPLED),
+    **{
+        f"the gradient of the output in the criterion, {loss.__name__}": (
+            loss_of(loss, VALUES),
+            COUPLED,
+        )
+        for loss in (adaptive, virtual, smooth)
+    },
+    "a sum over a counter": (
+        Case(mlp, (INPUTS, VALUES), lambda _: PerSeenRow(), accum=3),
+        "would be off by",
+    ),
     "the hardest rows": (
         case_of(
             mlp, randn(48, FEATURES), randint(CLASSES, 48), criterion=hardest, accum=4
@@ -501,11 +546,35 @@ class Queue(Classifier):
         return output
 
 
+def rnn():
+    """Takes time steps in dimension 0: batch_first=True is forgotten."""
+    return nn.RNN(FEATURES, FEATURES)
+
+
+UNCHECKED = {
+    "NaN": (lambda o, t: F.mse_loss(o, t) / 0, "NaN or infinite"),
+    "zero gradients": (lambda o, t: F.mse_loss(o * 0, t), "zero|rounding"),
+}
 TOLD: dict[str, tuple[Case, str]] = {
     "a mean over rows": (
         case_of(net(lambda net, rows: net.linear(rows - rows.mean(0)))),
         "other outputs for",
     ),
+    "rows along the wrong dimension": (
+        case_of(
+            net(lambda net, rows: net.linear(net.parts[0](rows)[0]), rnn),
+            inputs=SEQUENCES,
+            targets=SEQUENCES[:, :, :CLASSES],
+        ),
+        "other outputs for.*batch_first=",
+    ),
+    **{
+        f"a loss with {name}": (
+            case_of(Classifier, criterion=loss),
+            f"could not check how.*{reason}",
+        )
+        for name, (loss, reason) in UNCHECKED.items()
+    },
     "a criterion that reads its earlier calls": (
         case_of(Classifier, criterion=Baseline()),
         "another result when it is called again",

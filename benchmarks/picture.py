@@ -46,20 +46,14 @@ def count() -> dict[str, dict[str, int]]:
 
 def schedule(axes: Any, top: float, blocks: Sequence[tuple[str, float]]) -> None:
     """Blocks from left to right on one lane per replica, from one edge to the other."""
-    unit, left = LENGTH / sum(width for _, width in blocks), 0.0
+    unit = LENGTH / sum(width for _, width in blocks)
+    left = 0.0
     for phase, width in blocks:
         for lane in range(REPLICAS):
-            box = (left, top - lane)
-            axes.add_patch(
-                Rectangle(
-                    box,
-                    width * unit,
-                    0.8,
-                    facecolor=COLOURS[phase],
-                    edgecolor="w",
-                    lw=0.4,
-                )
-            )
+            corner = (left, top - lane)
+            block = Rectangle(corner, width * unit, 0.8, facecolor=COLOURS[phase])
+            block.set(edgecolor="w", linewidth=0.4)
+            axes.add_patch(block)
         left += width * unit
 
 
@@ -67,50 +61,58 @@ def draw(counted: dict[str, dict[str, int]]) -> Figure:
     """Two schedules, which show the order alone, and the bytes, to scale."""
     figure = Figure(figsize=(10, 3.9), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[1.7, 1])
-    sent, batch, computed = ("replicate", 0.6), ("scatter", 0.1), ("compute", 1.0)
-    gathered, reduced = ("gather", 0.3), ("reduce", 0.6)
-    schedule(left, 9, [batch, sent, computed, gathered, reduced] * ACCUM)
-    schedule(left, 3.6, [sent, *[batch, computed] * ACCUM, reduced])
-    left.text(0, 10.1, "nn.DataParallel, called 16 times", weight="bold")
-    left.text(0, 4.7, "scatterpar, accum=16", weight="bold")
-    for top in (9, 3.6):
-        for lane in range(REPLICAS):
-            left.text(
-                -0.5,
-                top - lane + 0.4,
-                f"replica {lane}",
-                ha="right",
-                va="center",
-                fontsize=7,
-            )
-    left.set(xlim=(-4.6, LENGTH), ylim=(-2.2, 11.2), yticks=[], xticks=[])
-    left.set_xlabel("the order of events, not their duration")
-    handles = [Patch(color=COLOURS[phase], label=NAMES[phase]) for phase in COLOURS]
-    left.legend(handles=handles, loc="lower left", fontsize=8, ncols=3, frameon=False)
-    for side in ("top", "right", "left"):
-        left.spines[side].set_visible(False)
-    bottom = dict.fromkeys(counted, 0.0)
-    for phase in PHASES:
-        heights = {who: found[phase] / 1e6 for who, found in counted.items()}
-        colour = COLOURS["gather" if phase == "compute" else phase]
-        right.bar(
-            list(heights),
-            list(heights.values()),
-            bottom=list(bottom.values()),
-            color=colour,
-        )
-        bottom = {who: bottom[who] + heights[who] for who in bottom}
-    for position, total in enumerate(bottom.values()):
-        right.text(position, total, f"{total:.1f} MB", ha="center", va="bottom")
-    right.set_xticks(
-        range(len(bottom)), ["nn.DataParallel\nx 16", "DDP,\nno_sync", "scatterpar"]
-    )
-    right.set_ylim(0, 1.12 * max(bottom.values()))
-    right.set_title("copied between 4 memories, one step", fontsize=10)
-    right.set_yticks([])
-    for side in ("top", "right", "left"):
-        right.spines[side].set_visible(False)
+    draw_order(left)
+    draw_bytes(right, counted)
     return figure
+
+
+def draw_order(axes: Any) -> None:
+    """Both schedules, one above the other, and what their colours mean."""
+    sent = ("replicate", 0.6)
+    batch = ("scatter", 0.1)
+    computed = ("compute", 1.0)
+    gathered = ("gather", 0.3)
+    reduced = ("reduce", 0.6)
+    per_call = [batch, sent, computed, gathered, reduced]
+    schedules = (
+        (9, "nn.DataParallel, called 16 times", per_call * ACCUM),
+        (3.6, "scatterpar, accum=16", [sent, *[batch, computed] * ACCUM, reduced]),
+    )
+    beside = {"ha": "right", "va": "center", "fontsize": 7}
+    for top, title, blocks in schedules:
+        schedule(axes, top, blocks)
+        axes.text(0, top + 1.1, title, weight="bold")
+        for lane in range(REPLICAS):
+            axes.text(-0.5, top - lane + 0.4, f"replica {lane}", **beside)
+    axes.set(xlim=(-4.6, LENGTH), ylim=(-2.2, 11.2), yticks=[], xticks=[])
+    axes.set_xlabel("the order of events, not their duration")
+    handles = [Patch(color=COLOURS[phase], label=NAMES[phase]) for phase in COLOURS]
+    axes.legend(handles=handles, loc="lower left", fontsize=8, ncols=3, frameon=False)
+    hide_frame(axes)
+
+
+def draw_bytes(axes: Any, counted: dict[str, dict[str, int]]) -> None:
+    """A column for each contender, of one part per phase."""
+    bottoms = dict.fromkeys(counted, 0.0)
+    for phase in PHASES:
+        colour = COLOURS["gather" if phase == "compute" else phase]
+        for who, bytes_by_phase in counted.items():
+            height = bytes_by_phase[phase] / 1e6
+            axes.bar(who, height, bottom=bottoms[who], color=colour)
+            bottoms[who] += height
+    for position, total in enumerate(bottoms.values()):
+        axes.text(position, total, f"{total:.1f} MB", ha="center", va="bottom")
+    labels = ["nn.DataParallel\nx 16", "DDP,\nno_sync", "scatterpar"]
+    axes.set_xticks(range(len(labels)), labels)
+    axes.set_ylim(0, 1.12 * max(bottoms.values()))
+    axes.set_title("copied between 4 memories, one step", fontsize=10)
+    axes.set_yticks([])
+    hide_frame(axes)
+
+
+def hide_frame(axes: Any) -> None:
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
 
 
 if __name__ == "__main__":

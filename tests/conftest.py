@@ -50,25 +50,23 @@ def pytest_configure(config):
 
 # Packages of extras, by the names under which they are imported.
 EXTRAS = {
-    *(
-        "accelerate",
-        "datasets",
-        "hypothesis",
-        "matplotlib",
-        "nbformat",
-        "numpy",
-        "peft",
-        "PIL",
-    ),
-    *(
-        "psutil",
-        "pytest_timeout",
-        "sentence_transformers",
-        "timm",
-        "torchvision",
-        "tqdm",
-    ),
-    *("transformers", "trl", "tyro"),
+    "PIL",
+    "accelerate",
+    "datasets",
+    "hypothesis",
+    "matplotlib",
+    "nbformat",
+    "numpy",
+    "peft",
+    "psutil",
+    "pytest_timeout",
+    "sentence_transformers",
+    "timm",
+    "torchvision",
+    "tqdm",
+    "transformers",
+    "trl",
+    "tyro",
 }
 
 

@@ -25,8 +25,10 @@ PHASES = ("scatter", "replicate", "compute", "reduce")
 
 def test_replicas_and_sub_steps(benchmark, publish, quick):
     module = nn.Linear(FEATURES, CLASSES)
-    first, contenders = {}, {}
-    kinds = [(n, "in turns") for n in REPLICAS] + [(n, "all at once") for n in CROWDS]
+    first = {}
+    contenders = {}
+    kinds = [(replicas, "in turns") for replicas in REPLICAS]
+    kinds += [(replicas, "all at once") for replicas in CROWDS]
     for replicas, start in kinds:
         for accum in ACCUMS:
             engine = ScatterOnceParallel(module, accum, ["cpu"] * replicas)
@@ -34,87 +36,80 @@ def test_replicas_and_sub_steps(benchmark, publish, quick):
             key = (replicas, start, accum)
             contenders |= pair(step, module, replicas * accum, key, first)
     seconds = interleaved(benchmark, contenders, 3 if quick else 31)
-    over = {
-        (n, start): [microseconds_over(seconds, (n, start, a)) for a in ACCUMS]
-        for n, start in kinds
-    }
+    over = {}
     rows = []
     for replicas, start in kinds:
-        found = over[replicas, start]
-        fit = statistics.linear_regression(
-            [replicas * accum for accum in ACCUMS], found
-        )
+        keys = [(replicas, start, accum) for accum in ACCUMS]
+        costs = [microseconds_over(seconds, key) for key in keys]
+        over[replicas, start] = costs
+        sub_steps = [replicas * accum for accum in ACCUMS]
+        fit = statistics.linear_regression(sub_steps, costs)
         cold = microseconds_over(first, (replicas, start, 1))
         name = f"{replicas}, {start}" if replicas in CROWDS else str(replicas)
-        measured = [f"{cost:.0f}" for cost in [*found, fit.intercept]]
+        measured = [f"{cost:.0f}" for cost in [*costs, fit.intercept]]
         rows.append([name, *measured, f"{fit.slope:.1f}", f"{cold:.0f}"])
     columns = [
         "replicas",
-        *[f"accum {a}" for a in ACCUMS],
+        *[f"accum {accum}" for accum in ACCUMS],
         "per step",
         "per sub-step",
         "accum 1, after a pause",
     ]
-    data = {
-        f"{n}, {start}": dict(zip(ACCUMS, costs, strict=True))
-        for (n, start), costs in over.items()
-    }
-    publish(
-        "sub-steps", Table(columns, rows), {"microseconds_over_bare": data}, draw(over)
-    )
+    by_accum = {}
+    for (replicas, start), costs in over.items():
+        by_accum[f"{replicas}, {start}"] = dict(zip(ACCUMS, costs, strict=True))
+    data = {"microseconds_over_bare": by_accum}
+    publish("sub-steps", Table(columns, rows), data, draw(over))
 
 
 def crowded(engine):
     """Steps in which all replicas start at once, however few cores there are."""
 
     def step(*batch):
-        kept, workers.max_concurrency = workers.max_concurrency, len
+        before = workers.max_concurrency
+        workers.max_concurrency = len
         try:
             engine.forward_backward(*batch)
         finally:
-            workers.max_concurrency = kept
+            workers.max_concurrency = before
 
     return step
 
 
 def test_modules_and_parameters(benchmark, publish, quick):
     replicas = 4
-    engines = {
-        depth: ScatterOnceParallel(chain(depth), 1, ["cpu"] * replicas)
-        for depth in DEPTHS
-    }
-    contenders = {
-        key: function
-        for depth, engine in engines.items()
-        for key, function in pair(
+    engines = {}
+    phases = {}
+    contenders = {}
+    for depth in DEPTHS:
+        engine = ScatterOnceParallel(chain(depth), 1, ["cpu"] * replicas)
+        engines[depth] = engine
+        phases[depth] = []
+        contenders |= pair(
             engine.forward_backward, engine.module, replicas, (depth,), {}
-        ).items()
-    }
-    phases = {depth: [] for depth in DEPTHS}
-    for depth, engine in engines.items():
+        )
         step = contenders["engine", depth]
         contenders["engine", depth] = noting(step, engine, phases[depth])
     seconds = interleaved(benchmark, contenders, 3 if quick else 11)
     rows = []
     for depth, engine in engines.items():
         bare = 1e6 * statistics.median(seconds["bare", depth])
-        parts = [
-            1e6 * statistics.median(noted[p] for noted in phases[depth]) for p in PHASES
-        ]
-        times = [bare, microseconds_over(seconds, (depth,)), *parts]
-        sizes = [
-            len(list(engine.module.modules())),
-            len(list(engine.module.parameters())),
-        ]
-        rows.append([*sizes, *[f"{time:.0f}" for time in times]])
+        times = [bare, microseconds_over(seconds, (depth,))]
+        for phase in PHASES:
+            of_phase = [noted[phase] for noted in phases[depth]]
+            times.append(1e6 * statistics.median(of_phase))
+        num_modules = len(list(engine.module.modules()))
+        num_parameters = len(list(engine.module.parameters()))
+        texts = [f"{time:.0f}" for time in times]
+        rows.append([num_modules, num_parameters, *texts])
     columns = ["modules", "parameters", "bare loop", "engine over it", *PHASES]
     publish("tree-size", Table(columns, rows), {"rows": rows})
 
 
 def microseconds_over(seconds, key):
     """The median, over the rounds, of the engine's time less the bare loop's."""
-    took, bare = seconds["engine", *key], seconds["bare", *key]
-    return 1e6 * statistics.median(a - b for a, b in zip(took, bare, strict=True))
+    pairs = zip(seconds["engine", *key], seconds["bare", *key], strict=True)
+    return 1e6 * statistics.median(engine - bare for engine, bare in pairs)
 
 
 def pair(step, module, sub_steps, key, first):
@@ -126,17 +121,16 @@ def pair(step, module, sub_steps, key, first):
     inputs = torch.randn(sub_steps, FEATURES)
     targets = torch.randint(CLASSES, (sub_steps,))
 
-    def ours():
+    def by_engine():
         step(inputs, targets, peers.criterion)
 
     def bare():
-        for i in range(sub_steps):
-            (
-                peers.criterion(module(inputs[i : i + 1]), targets[i : i + 1])
-                / sub_steps
-            ).backward()
+        for number in range(sub_steps):
+            output = module(inputs[number : number + 1])
+            loss = peers.criterion(output, targets[number : number + 1])
+            (loss / sub_steps).backward()
 
-    runs = {("engine", *key): ours, ("bare", *key): bare}
+    runs = {("engine", *key): by_engine, ("bare", *key): bare}
     first.update({name: [] for name in runs})
     return {
         name: partial(in_a_row, run, module.zero_grad, first[name])
@@ -169,10 +163,11 @@ def draw(over):
     def on(axes):
         for (replicas, start), costs in over.items():
             style = "o-" if start == "in turns" else "o:"
-            label = f"{replicas} replicas" + (
-                f", {start}" if replicas in CROWDS else ""
-            )
-            axes.plot([replicas * accum for accum in ACCUMS], costs, style, label=label)
+            label = f"{replicas} replicas"
+            if replicas in CROWDS:
+                label += f", {start}"
+            sub_steps = [replicas * accum for accum in ACCUMS]
+            axes.plot(sub_steps, costs, style, label=label)
         axes.set_xlabel("sub-steps of all replicas together")
         axes.set_ylabel("microseconds over the bare loop")
         axes.legend()

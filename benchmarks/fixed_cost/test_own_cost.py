@@ -16,7 +16,10 @@ from scatterpar import ScatterOnceParallel
 ROWS = 4  # per micro-batch
 FEATURES = 8
 # Layers (two parameters each), replicas, sub-steps per replica.
-STEP, SUB_STEPS, PARAMETERS, REPLICAS = (3, 2, 1), (3, 2, 64), (401, 2, 1), (3, 8, 1)
+STEP = (3, 2, 1)
+SUB_STEPS = (3, 2, 64)
+PARAMETERS = (401, 2, 1)
+REPLICAS = (3, 8, 1)
 criterion = nn.MSELoss()
 
 
@@ -29,19 +32,17 @@ def one_thread():
 
 
 def test_own_cost(benchmark, publish, quick):
+    keys = STEP, SUB_STEPS, PARAMETERS, REPLICAS
     contenders = {}
-    for key in (STEP, SUB_STEPS, PARAMETERS, REPLICAS):
+    for key in keys:
         contenders |= pair(*key)
     seconds = interleaved(benchmark, contenders, 3 if quick else 21)
-    step, sub_steps, parameters, replicas = (
-        1e6
-        * statistics.median(
-            a - b for a, b in zip(seconds[ours], seconds[plain], strict=True)
-        )
-        for ours, plain in zip(
-            list(contenders)[::2], list(contenders)[1::2], strict=True
-        )
-    )
+    costs = []
+    for key in keys:
+        engine, plain = (seconds[name_of(kind, *key)] for kind in ("engine", "plain"))
+        over = [ours - theirs for ours, theirs in zip(engine, plain, strict=True)]
+        costs.append(1e6 * statistics.median(over))
+    step, sub_steps, parameters, replicas = costs
     per_sub_step = (sub_steps - step) / (SUB_STEPS[2] - 1)
     per_parameter = (parameters - step) / (2 * (PARAMETERS[0] - STEP[0]))
     rows = [
@@ -53,26 +54,29 @@ def test_own_cost(benchmark, publish, quick):
     publish("own-cost", Table(["work", "µs over the plain loop"], rows), {"rows": rows})
 
 
+def name_of(kind, layers, replicas, accum):
+    return f"{kind}, {layers} layers, {replicas} replicas, accum {accum}"
+
+
 def pair(layers, replicas, accum):
     """An engine's step and the loop of as many sub-steps, on the same micro-batches."""
-    chain = [
-        part
-        for _ in range(layers)
-        for part in (nn.Linear(FEATURES, FEATURES), nn.ReLU())
-    ]
-    module, sub_steps = nn.Sequential(*chain), replicas * accum
+    chain = []
+    for _ in range(layers):
+        chain += [nn.Linear(FEATURES, FEATURES), nn.ReLU()]
+    module = nn.Sequential(*chain)
+    sub_steps = replicas * accum
     engine = ScatterOnceParallel(module, accum, ["cpu"] * replicas)
     inputs, targets = (torch.randn(ROWS * sub_steps, FEATURES) for _ in range(2))
 
-    def ours():
+    def by_engine():
         engine.forward_backward(inputs, targets, criterion)
 
     def plain():
         for rows, values in zip(inputs.split(ROWS), targets.split(ROWS), strict=True):
             (criterion(module(rows), values) / sub_steps).backward()
 
-    key = f"{layers} layers, {replicas} replicas, accum {accum}"
-    return {
-        f"{name}, {key}": partial(in_a_row, run, module.zero_grad, [])
-        for name, run in (("engine", ours), ("plain", plain))
-    }
+    contenders = {}
+    for kind, run in (("engine", by_engine), ("plain", plain)):
+        name = name_of(kind, layers, replicas, accum)
+        contenders[name] = partial(in_a_row, run, module.zero_grad, [])
+    return contenders

@@ -7,6 +7,7 @@ import os
 import statistics
 import sys
 from functools import partial
+from itertools import product
 
 import pytest
 
@@ -26,12 +27,13 @@ CORES = len(os.sched_getaffinity(0))
 def interpreters():
     """What is measured: several builds of Python, or this one alone."""
     with contextlib.ExitStack() as stack:
-        found = [
-            stack.enter_context(Interpreter(command)) for command in commands().values()
-        ]
-        if all(one.found["lock"] for one in found):
+        by_name = {}
+        for command in commands().values():
+            interpreter = stack.enter_context(Interpreter(command))
+            by_name[interpreter.name] = interpreter
+        if all(interpreter.found["lock"] for interpreter in by_name.values()):
             print(f"\nno {FREE_THREADED} on the PATH: only with the lock")
-        yield {one.name: one for one in found}
+        yield by_name
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
@@ -42,36 +44,29 @@ def test_replicas(benchmark, publish, quick, interpreters, subject):
         "switch_interval": INTERVALS[0],
     }
     counts = REPLICAS[:2] if quick else REPLICAS
-    parts, contenders = {}, {}
+    parts = {}
+    contenders = {}
     for name, interpreter in interpreters.items():
         parts[name] = []
         contenders[name, 0] = partial(loop, interpreter, request, parts[name])
         for replicas in counts:
-            contenders[name, replicas] = partial(
-                step, interpreter, request | {"replicas": replicas}
-            )
+            of_replicas = request | {"replicas": replicas}
+            contenders[name, replicas] = partial(step, interpreter, of_replicas)
     seconds = interleaved(benchmark, contenders, 3 if quick else ROUNDS)
-    rows, bounds = [], {}
+    rows = []
+    bounds = {}
     for name in interpreters:
-        forward, backward = (
-            statistics.median(one[part] for one in parts[name])
-            for part in ("forward", "backward")
-        )
+        forward = statistics.median(part["forward"] for part in parts[name])
+        backward = statistics.median(part["backward"] for part in parts[name])
         for replicas in counts:
-            took = seconds[name, replicas]
+            times = seconds[name, replicas]
             lock = replicas * forward
             cores = replicas * (forward + backward) / min(replicas, CORES)
             bounds[name, replicas] = (lock, cores)
-            rows.append(
-                [
-                    f"{name}, {replicas}",
-                    *(
-                        f"{1e3 * value:.1f}"
-                        for value in (lock, cores, statistics.median(took))
-                    ),
-                    str(ratio(took, seconds[name, 1])),
-                ]
-            )
+            measured = lock, cores, statistics.median(times)
+            milliseconds = [f"{1e3 * value:.1f}" for value in measured]
+            over_one = str(ratio(times, seconds[name, 1]))
+            rows.append([f"{name}, {replicas}", *milliseconds, over_one])
     columns = [
         "Python, replicas",
         "N x forward, ms",
@@ -84,57 +79,34 @@ def test_replicas(benchmark, publish, quick, interpreters, subject):
         "seconds": {str(key): value for key, value in seconds.items()},
         "bounds": {str(key): value for key, value in bounds.items()},
     }
-    publish(
-        subject,
-        Table(columns, rows),
-        data,
-        draw(SUBJECTS[subject].title, seconds, bounds),
-    )
+    picture = draw(SUBJECTS[subject].title, seconds, bounds)
+    publish(subject, Table(columns, rows), data, picture)
 
 
 def test_switch_interval(benchmark, publish, quick, interpreters):
     """What a thread may keep the lock for while another waits for it."""
-    locked = {name: one for name, one in interpreters.items() if one.found["lock"]}
-    accum = 2 if quick else ACCUM
-    contenders = {
-        (name, subject, interval): partial(
-            step,
-            interpreter,
-            {
-                "subject": subject,
-                "replicas": 2,
-                "accum": accum,
-                "switch_interval": interval,
-            },
-        )
-        for name, interpreter in locked.items()
-        for subject in SUBJECTS
-        for interval in INTERVALS
-    }
+    locked = [name for name in interpreters if interpreters[name].found["lock"]]
+    contenders = {}
+    for name, subject, interval in product(locked, SUBJECTS, INTERVALS):
+        request = {
+            "subject": subject,
+            "replicas": 2,
+            "accum": 2 if quick else ACCUM,
+            "switch_interval": interval,
+        }
+        call = partial(step, interpreters[name], request)
+        contenders[name, subject, interval] = call
     seconds = interleaved(benchmark, contenders, 3 if quick else ROUNDS)
-    rows = [
-        [
-            f"{name}, {subject}",
-            f"{1e3 * statistics.median(seconds[name, subject, INTERVALS[0]]):.1f}",
-            *(
-                str(
-                    ratio(
-                        seconds[name, subject, interval],
-                        seconds[name, subject, INTERVALS[0]],
-                    )
-                )
-                for interval in INTERVALS[1:]
-            ),
-        ]
-        for name in locked
-        for subject in SUBJECTS
-    ]
-    default, *others = (f"{1e3 * interval:g} ms" for interval in INTERVALS)
-    columns = [
-        "Python, module",
-        f"{default}: step, ms",
-        *(f"{one}, over that" for one in others),
-    ]
+    default, *others = INTERVALS
+    rows = []
+    for name, subject in product(locked, SUBJECTS):
+        by_default = seconds[name, subject, default]
+        row = [f"{name}, {subject}", f"{1e3 * statistics.median(by_default):.1f}"]
+        for interval in others:
+            row.append(str(ratio(seconds[name, subject, interval], by_default)))
+        rows.append(row)
+    columns = ["Python, module", f"{1e3 * default:g} ms: step, ms"]
+    columns += [f"{1e3 * interval:g} ms, over that" for interval in others]
     data = {"seconds": {str(key): value for key, value in seconds.items()}}
     publish("switch-interval", Table(columns, rows), data)
 
@@ -148,9 +120,9 @@ def loop(interpreter, request, parts):
     """The seconds of one replica's sub-steps without an engine; ``parts`` takes them
     apart.
     """
-    found = interpreter(**request, replicas=0)
-    parts.append(found)
-    return sum(found.values())
+    seconds = interpreter(**request, replicas=0)
+    parts.append(seconds)
+    return sum(seconds.values())
 
 
 def draw(title, seconds, bounds):
@@ -159,16 +131,18 @@ def draw(title, seconds, bounds):
     """
 
     def on(axes):
-        counts = sorted({n for _, n in bounds})
-        for name in {name: None for name, _ in bounds}:
-            medians = [1e3 * statistics.median(seconds[name, n]) for n in counts]
+        names = list(dict.fromkeys(name for name, _ in bounds))
+        counts = sorted({count for _, count in bounds})
+        for name in names:
+            medians = []
+            for count in counts:
+                medians.append(1e3 * statistics.median(seconds[name, count]))
             (line,) = axes.plot(counts, medians, "o-", label=name)
             if "without" not in name:
-                lock = [1e3 * bounds[name, n][0] for n in counts]
-                axes.plot(
-                    counts, lock, ":", color=line.get_color(), label="N x forward"
-                )
-        cores = [1e3 * bounds[name, n][1] for n in counts]
+                lock = [1e3 * bounds[name, count][0] for count in counts]
+                colour = line.get_color()
+                axes.plot(counts, lock, ":", color=colour, label="N x forward")
+        cores = [1e3 * bounds[names[-1], count][1] for count in counts]
         axes.plot(counts, cores, "--", color="gray", label=f"on {CORES} cores")
         axes.set(
             xlabel="replicas",

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.models import CASES, Case
 from benchmarks.peers import criterion
@@ -15,27 +15,21 @@ from benchmarks.ranks import Ranks
 from scatterpar import ScatterOnceParallel
 
 _LIMIT_SECONDS = 300.0
-ENGINE, DDP = "engine, process_group=", "DistributedDataParallel, no_sync"
+ENGINE = "engine, process_group="
+DDP = "DistributedDataParallel, no_sync"
 
 
 def measure(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
     """What the ranks found: for times the slowest rank of each round."""
     with Ranks([torch.device("cpu")] * ranks, _LIMIT_SECONDS) as processes:
-        found = processes.ask(
-            _measure, ranks, (case.name, case.batch, case.accum), rounds
-        )
-    first = found[0]
-    names = first["seconds"]
-    return {
-        **first,
-        "seconds": {
-            name: [
-                max(times)
-                for times in zip(*(one["seconds"][name] for one in found), strict=True)
-            ]
-            for name in names
-        },
-    }
+        size = case.name, case.batch, case.accum
+        results = processes.ask(_measure, ranks, size, rounds)
+    first = results[0]
+    slowest = {}
+    for name in first["seconds"]:
+        of_ranks = [result["seconds"][name] for result in results]
+        slowest[name] = [max(times) for times in zip(*of_ranks, strict=True)]
+    return {**first, "seconds": slowest}
 
 
 def _measure(
@@ -58,52 +52,55 @@ def _steps(case: Case, rank: int, ranks: int, rounds: int) -> dict[str, Any]:
         ENGINE: lambda: engine.forward_backward(images, labels, criterion),
         DDP: ddp.accumulate,
     }
-    optimizers = {
-        who: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-        for who, model in models.items()
-    }
-    seconds: dict[str, list[float]] = {who: [] for who in steps}
+    optimizers = {}
+    for name, model in models.items():
+        optimizers[name] = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
     order = list(steps)
     for _ in range(rounds + 1):
-        for who in order:
-            optimizers[who].zero_grad()
+        for name in order:
+            optimizers[name].zero_grad()
             dist.barrier()
             start = time.perf_counter()
-            steps[who]()
-            seconds[who].append(time.perf_counter() - start)
-            optimizers[who].step()
+            steps[name]()
+            seconds[name].append(time.perf_counter() - start)
+            optimizers[name].step()
         order.reverse()
     engine.close()
-    flat = {
-        who: torch.cat([p.flatten() for p in m.parameters()])
-        for who, m in models.items()
-    }
-    difference = (flat[ENGINE] - flat[DDP]).norm() / flat[DDP].norm()
+    ours, theirs = (_joined(models[name]) for name in (ENGINE, DDP))
+    difference = (ours - theirs).norm() / theirs.norm()
     return {
-        "seconds": {who: times[1:] for who, times in seconds.items()},
+        "seconds": {name: times[1:] for name, times in seconds.items()},
         "difference": difference.item(),
         "steps": rounds + 1,
     }
+
+
+def _joined(model: nn.Module) -> Tensor:
+    """All parameters as one vector."""
+    return torch.cat([parameter.flatten() for parameter in model.parameters()])
 
 
 def _pieces(case: Case) -> dict[str, float]:
     """What a step between machines adds: the small collective, and packing the
     gradients.
     """
-    parameters = [p.detach() for p in case.module().parameters()]
-    flat = torch.zeros(sum(p.numel() for p in parameters))
+    parameters = [parameter.detach() for parameter in case.module().parameters()]
+    flat = torch.zeros(sum(parameter.numel() for parameter in parameters))
+
+    def all_reduce_flags() -> None:
+        dist.all_reduce(torch.zeros(6, dtype=torch.float64))
+
     return {
-        "small_seconds": _median(
-            lambda: dist.all_reduce(torch.zeros(6, dtype=torch.float64))
-        ),
+        "small_seconds": _median(all_reduce_flags),
         "data_seconds": _median(lambda: dist.all_reduce(flat)),
         "pack_seconds": _median(lambda: _pack(flat, parameters)),
-        "data_bytes": float(flat.numel() * 4),
+        "data_bytes": float(flat.nbytes),
     }
 
 
 def _pack(flat: Tensor, parameters: list[Tensor]) -> None:
-    sizes = [p.numel() for p in parameters]
+    sizes = [parameter.numel() for parameter in parameters]
     for view, parameter in zip(flat.split(sizes), parameters, strict=True):
         view.view(parameter.shape).copy_(parameter)
     flat.mul_(0.5)

@@ -14,41 +14,36 @@ from benchmarks.timing import interleaved, ratio
 REPLICAS = 2
 # so that the README's figures take under 12 minutes
 ROUNDS = {"cnn": 15, "mlp": 15, "resnet20": 7}
+ROUNDS_OF_ONE = {"cnn": 31, "mlp": 31, "resnet20": 9}
 TOLERANCE = 1e-4  # relative, between float32 gradients summed in different orders
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_replicas(benchmark, publish, quick, name):
     case = CASES[name].small() if quick else CASES[name]
-    ours, accum = "engine", case.accum
+    accum = case.accum
     with ExitStack() as stack:
+
+        def processes(kind, number):
+            return stack.enter_context(RankProcesses(kind, case, number))
+
         contenders = {
-            ours: stack.enter_context(RankProcesses("engine", case, 1)),
-            "DistributedDataParallel, no_sync": stack.enter_context(
-                RankProcesses("ddp", case, REPLICAS)
-            ),
-            "accelerate, accumulate": stack.enter_context(
-                RankProcesses("accelerate", case, REPLICAS)
-            ),
-            # The engine's own micro-batches, and those of nn.DataParallel without an
-            # accelerator.
-            f"plain loop, {accum * REPLICAS} sub-steps": peers.loop(
-                case, accum * REPLICAS
-            ),
-            f"plain loop, {accum} sub-steps": peers.loop(case, accum),
-            f"nn.DataParallel x {accum}": peers.data_parallel(case),
-            f"per-call schedule x {accum}": peers.per_call(case, ["cpu"] * REPLICAS),
+            "engine": processes("engine", 1),
+            "DistributedDataParallel, no_sync": processes("ddp", REPLICAS),
+            "accelerate, accumulate": processes("accelerate", REPLICAS),
         }
-        errors = disagreement(contenders, ours)
+        # The engine's own micro-batches, and those of nn.DataParallel without an
+        # accelerator.
+        for sub_steps in (accum * REPLICAS, accum):
+            loop = peers.loop(case, sub_steps)
+            contenders[f"plain loop, {sub_steps} sub-steps"] = loop
+        contenders[f"nn.DataParallel x {accum}"] = peers.data_parallel(case)
+        per_call = peers.per_call(case, ["cpu"] * REPLICAS)
+        contenders[f"per-call schedule x {accum}"] = per_call
         rounds = 3 if quick else ROUNDS[name]
-        steps = {who: contender.step for who, contender in contenders.items()}
-        seconds = interleaved(benchmark, steps, rounds)
-    publish(
-        name,
-        _table(seconds, errors, ours),
-        {"seconds": seconds, "errors": errors},
-        draw(seconds),
-    )
+        table, seconds, errors = measured(benchmark, contenders, "engine", rounds)
+    data = {"seconds": seconds, "errors": errors}
+    publish(name, table, data, draw(seconds))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -59,39 +54,43 @@ def test_one_replica(benchmark, publish, quick, name):
         ours: peers.engine(case, ["cpu"]),
         f"plain loop, {case.accum} sub-steps": peers.loop(case, case.accum),
     }
+    rounds = 3 if quick else ROUNDS_OF_ONE[name]
+    table, seconds, errors = measured(benchmark, contenders, ours, rounds)
+    data = {"seconds": seconds, "errors": errors}
+    publish(f"{name}-one-replica", table, data)
+
+
+def measured(benchmark, contenders, ours, rounds):
+    """A table of the contenders, their seconds, and the errors of their gradients."""
     errors = disagreement(contenders, ours)
-    rounds = 3 if quick else 31 if case.name != "resnet20" else 9
-    seconds = interleaved(
-        benchmark, {who: c.step for who, c in contenders.items()}, rounds
-    )
-    table = _table(seconds, errors, ours)
-    publish(f"{name}-one-replica", table, {"seconds": seconds, "errors": errors})
+    steps = {name: contender.step for name, contender in contenders.items()}
+    seconds = interleaved(benchmark, steps, rounds)
+    return _table(seconds, errors, ours), seconds, errors
 
 
 def disagreement(contenders, ours):
     """Each contender's relative gradient error against ours; none may be large."""
     expected = contenders[ours].gradient()
     errors = {}
-    for who, contender in contenders.items():
-        found = contender.gradient()
-        errors[who] = float((found - expected).norm() / expected.norm())
-        assert errors[who] < TOLERANCE, (
-            f"{who} computes another gradient: {errors[who]:.1e}"
-        )
+    for name, contender in contenders.items():
+        error = (contender.gradient() - expected).norm() / expected.norm()
+        errors[name] = float(error)
+        words = f"{name} computes another gradient: {errors[name]:.1e}"
+        assert errors[name] < TOLERANCE, words
     return errors
 
 
 def _table(seconds, errors, ours):
-    rows = [
-        [
-            who,
-            f"{statistics.median(times) * 1e3:.1f}",
-            f"{min(times) * 1e3:.1f} to {max(times) * 1e3:.1f}",
-            str(ratio(times, seconds[ours])) if who != ours else "1",
-            f"{errors[who]:.0e}" if who != ours else "",
-        ]
-        for who, times in seconds.items()
-    ]
+    rows = []
+    for name, times in seconds.items():
+        milliseconds = [1e3 * time for time in times]
+        middle = f"{statistics.median(milliseconds):.1f}"
+        extremes = f"{min(milliseconds):.1f} to {max(milliseconds):.1f}"
+        beside, error = "1", ""
+        if name != ours:
+            beside = str(ratio(times, seconds[ours]))
+            error = f"{errors[name]:.0e}"
+        rows.append([name, middle, extremes, beside, error])
     columns = [
         "contender",
         "ms, median",
@@ -107,9 +106,8 @@ def draw(seconds):
 
     def on(axes):
         names = list(seconds)[::-1]
-        bars = axes.barh(
-            names, [statistics.median(seconds[name]) * 1e3 for name in names]
-        )
+        medians = [statistics.median(seconds[name]) * 1e3 for name in names]
+        bars = axes.barh(names, medians)
         axes.bar_label(bars, fmt="%.0f", padding=3)
         axes.set_xlabel("milliseconds per step, median")
 

@@ -21,11 +21,10 @@ def test_traffic(benchmark, publish, quick, name):
     counts = benchmark.pedantic(count_all, args=(case, sizes), rounds=1)
     for by_who in counts.values():
         assert by_who["engine"]["bytes"] == by_who["lower bound"]["bytes"]
-    rows = [
-        [replicas, who, *_cells(count)]
-        for replicas, by_who in counts.items()
-        for who, count in by_who.items()
-    ]
+    rows = []
+    for replicas, by_who in counts.items():
+        for who, count in by_who.items():
+            rows.append([replicas, who, *_cells(count)])
     columns = ["replicas", "who", "scatter", "replicate", "outputs", "reduce", "total"]
     publish(name, Table(columns, rows), {"counts": counts}, draw(counts))
 
@@ -53,11 +52,10 @@ def virtual(replicas):
 def count_engine(case, replicas):
     module = case.module()
     images, labels = case.data()
-    with ScatterOnceParallel(
-        module, accum=case.accum, device_ids=virtual(replicas)
-    ) as engine:
+    with ScatterOnceParallel(module, case.accum, virtual(replicas)) as engine:
         engine.forward_backward(images, labels, peers.criterion)
-        return {"bytes": engine.last_step.bytes, "messages": engine.last_step.messages}
+        report = engine.last_step
+    return {"bytes": report.bytes, "messages": report.messages}
 
 
 def count_per_call(case, replicas):
@@ -67,12 +65,13 @@ def count_per_call(case, replicas):
     parallel = PerCall(case.module(), resolve(virtual(replicas)))
     master = parallel.device_ids[0]
     images, labels = case.data()
-    for inputs, targets in zip(
-        images.chunk(case.accum), labels.chunk(case.accum), strict=True
-    ):
-        there = parallel.transfers.copy(targets, master, "scatter")
-        (peers.criterion(parallel(inputs), there) / case.accum).backward()
-    return {"bytes": parallel.transfers.bytes, "messages": parallel.transfers.messages}
+    transfers = parallel.transfers
+    pieces = zip(images.chunk(case.accum), labels.chunk(case.accum), strict=True)
+    for inputs, targets in pieces:
+        targets = transfers.copy(targets, master, "scatter")
+        loss = peers.criterion(parallel(inputs), targets)
+        (loss / case.accum).backward()
+    return {"bytes": transfers.bytes, "messages": transfers.messages}
 
 
 def count_ddp(case, replicas):
@@ -103,15 +102,17 @@ def lower_bound(case, replicas):
     """Inputs once; parameters and buffers out, and gradients back, once per other
     device.
     """
-    module, others = case.module(), replicas - 1
-    trained, buffers = list(module.parameters()), list(module.buffers())
-    kinds = len({tensor.dtype for tensor in [*trained, *buffers]})
+    module = case.module()
+    others = replicas - 1
+    parameters = list(module.parameters())
+    sent = [*parameters, *module.buffers()]
+    kinds = len({tensor.dtype for tensor in sent})
     return {
         "bytes": {
             "scatter": size(case.data()),
-            "replicate": others * size([*trained, *buffers]),
+            "replicate": others * size(sent),
             "compute": 0,
-            "reduce": others * size(trained),
+            "reduce": others * size(parameters),
         },
         "messages": {
             "scatter": len(case.data()) * replicas,
@@ -130,27 +131,28 @@ def _cells(count):
     def cell(bytes_, messages):
         return f"{bytes_ / 1e6:,.3f} ({messages:,})"
 
-    cells = [cell(count["bytes"][phase], count["messages"][phase]) for phase in PHASES]
-    return [*cells, cell(sum(count["bytes"].values()), sum(count["messages"].values()))]
+    by_phase = count["bytes"]
+    messages = count["messages"]
+    cells = [cell(by_phase[phase], messages[phase]) for phase in PHASES]
+    return [*cells, cell(sum(by_phase.values()), sum(messages.values()))]
 
 
 def draw(counts):
     """Grouped bars: all bytes, by replicas and contender, on a logarithmic scale."""
 
     def on(axes):
-        who = list(next(iter(counts.values())))
-        width = 0.8 / len(who)
-        for i, name in enumerate(who):
-            totals = [
-                sum(by_who[name]["bytes"].values()) / 1e6 for by_who in counts.values()
-            ]
-            places = [
-                place + (i - (len(who) - 1) / 2) * width for place in range(len(counts))
-            ]
+        first, *_ = counts.values()
+        width = 0.8 / len(first)
+        middle = (len(first) - 1) / 2
+        for number, name in enumerate(first):
+            totals = []
+            for by_who in counts.values():
+                totals.append(sum(by_who[name]["bytes"].values()) / 1e6)
+            shift = (number - middle) * width
+            places = [place + shift for place in range(len(counts))]
             axes.bar(places, totals, width, label=name)
-        axes.set_xticks(
-            range(len(counts)), [f"{replicas} replicas" for replicas in counts]
-        )
+        names = [f"{replicas} replicas" for replicas in counts]
+        axes.set_xticks(range(len(counts)), names)
         axes.set_yscale("log")
         axes.set_ylabel("MB per optimizer step")
         axes.legend()

@@ -5,6 +5,7 @@ them.
 import copy
 import statistics
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 from torch import nn
@@ -48,16 +49,11 @@ def pad(texts):
 def batch(rows):
     """Texts of 8 to 512 words, log-normal, and their classes."""
     generator = torch.Generator().manual_seed(0)
-    lengths = (
-        torch.empty(rows)
-        .log_normal_(4.3, 0.8, generator=generator)
-        .clamp(8, LONGEST)
-        .long()
-    )
-    texts = [
-        torch.randint(1, 1000, (n,), generator=generator) for n in lengths.tolist()
-    ]
-    return texts, torch.randint(CLASSES, (rows,), generator=generator), lengths.tolist()
+    logarithms = torch.empty(rows).log_normal_(4.3, 0.8, generator=generator)
+    lengths = logarithms.clamp(8, LONGEST).long().tolist()
+    texts = [torch.randint(1, 1000, (n,), generator=generator) for n in lengths]
+    labels = torch.randint(CLASSES, (rows,), generator=generator)
+    return texts, labels, lengths
 
 
 def orders(lengths):
@@ -77,27 +73,37 @@ def orders(lengths):
 def cut(lengths, replicas):
     """The rows of each micro-batch, by replica, of each way."""
     module = nn.Linear(1, 1)
-    with ScatterOnceParallel(
-        module, device_ids=["cpu"] * replicas, micro_batch_size=SIZE
-    ) as plain:
-        ways = {
-            f"engine, {name}": (plain.plan(len(lengths)), order)
-            for name, order in orders(lengths).items()
-        }
-    with ScatterOnceParallel(
-        module, device_ids=["cpu"] * replicas, micro_batch_cost=TOKENS
-    ) as engine:
-        ways[BY_COST] = engine.plan(len(lengths), costs=lengths), range(len(lengths))
-    return {
-        name: [
-            [
-                [order[row] for row in plan.rows_of(share.replica, k)]
-                for k in range(len(share.micro_batches))
-            ]
-            for share in plan.shares
-        ]
-        for name, (plan, order) in ways.items()
-    }
+    devices = ["cpu"] * replicas
+    ways = {}
+    by_size = ScatterOnceParallel(module, device_ids=devices, micro_batch_size=SIZE)
+    with by_size as engine:
+        plan = engine.plan(len(lengths))
+        for name, order in orders(lengths).items():
+            ways[f"engine, {name}"] = numbers_of_rows(plan, order)
+    by_cost = ScatterOnceParallel(module, device_ids=devices, micro_batch_cost=TOKENS)
+    with by_cost as engine:
+        plan = engine.plan(len(lengths), costs=lengths)
+        ways[BY_COST] = numbers_of_rows(plan, range(len(lengths)))
+    return ways
+
+
+def numbers_of_rows(plan, order):
+    """For each share, for each micro-batch: the numbers of rows that lie in ``order``."""
+    shares = []
+    for share in plan.shares:
+        micro_batches = []
+        for number in range(len(share.micro_batches)):
+            micro_batches.append([order[row] for row in share.rows_of(number)])
+        shares.append(micro_batches)
+    return shares
+
+
+def padded_tokens(micro_batches, lengths):
+    """The tokens that a replica computes: each text is as long as its longest one."""
+    total = 0
+    for rows in micro_batches:
+        total += len(rows) * max(lengths[row] for row in rows)
+    return total
 
 
 def test_padding(publish):
@@ -105,10 +111,7 @@ def test_padding(publish):
     rows = []
     for replicas in (2, 4):
         for name, shares in cut(lengths, replicas).items():
-            loads = [
-                sum(len(p) * max(lengths[row] for row in p) for p in own)
-                for own in shares
-            ]
+            loads = [padded_tokens(share, lengths) for share in shares]
             steps = max(map(len, shares))
             padded = f"{sum(loads) / sum(lengths):.2f}"
             even = f"{max(loads) * replicas / sum(loads):.3f}"
@@ -124,56 +127,64 @@ def test_padding(publish):
     publish("padding", Table(columns, rows), {"lengths": lengths})
 
 
+def plain_step(module, texts, labels, order):
+    """Accumulate gradients in plain torch, over the rows in this order."""
+    for start in range(0, len(order), SIZE):
+        rows = order[start : start + SIZE]
+        loss = LOSS(module(pad([texts[row] for row in rows])), labels[rows])
+        (loss * len(rows) / len(order)).backward()
+
+
 def test_time(benchmark, publish, quick):
     texts, labels, lengths = batch(32 if quick else ROWS)
     model = Reader()
-    models, contenders = {}, {}
-
-    def loop(module, order):
-        for start in range(0, len(order), SIZE):
-            few = order[start : start + SIZE]
-            loss = LOSS(module(pad([texts[row] for row in few])), labels[few])
-            (loss * len(few) / len(order)).backward()
-
+    models = {}
+    calls = {}
     with ExitStack() as stack:
 
-        def engine_of(name, **how):
+        def engine_of(name, **options):
             models[name] = copy.deepcopy(model)
-            return stack.enter_context(
-                ScatterOnceParallel(models[name], device_ids=["cpu"] * 2, **how)
+            engine = ScatterOnceParallel(
+                models[name], device_ids=["cpu"] * 2, **options
             )
+            return stack.enter_context(engine)
 
-        engine = engine_of(BY_COST, micro_batch_cost=TOKENS)
-        rows = Rows(texts, pad)
-        contenders[BY_COST] = lambda: engine.forward_backward(
-            rows, labels, LOSS, costs=lengths
+        by_cost = engine_of(BY_COST, micro_batch_cost=TOKENS)
+        calls[BY_COST] = partial(
+            by_cost.forward_backward, Rows(texts, pad), labels, LOSS, costs=lengths
         )
         for way, order in orders(lengths).items():
-            plain = engine_of(f"engine, {way}", micro_batch_size=SIZE)
-            args = Rows([texts[row] for row in order], pad), labels[order], LOSS
-            contenders[f"engine, {way}"] = lambda e=plain, a=args: e.forward_backward(
-                *a
-            )
-            models[f"plain loop, {way}"] = copy.deepcopy(model)
-            contenders[f"plain loop, {way}"] = (
-                lambda m=models[f"plain loop, {way}"], o=order: loop(m, o)
-            )
+            name = f"engine, {way}"
+            engine = engine_of(name, micro_batch_size=SIZE)
+            rows = Rows([texts[row] for row in order], pad)
+            calls[name] = partial(engine.forward_backward, rows, labels[order], LOSS)
+            name = f"plain loop, {way}"
+            models[name] = copy.deepcopy(model)
+            calls[name] = partial(plain_step, models[name], texts, labels, order)
+
+        assert_same_gradients(calls, models)
 
         def step(name):
             models[name].zero_grad()
-            return timed(contenders[name])
+            return timed(calls[name])
 
-        first = None
-        for name, run in contenders.items():
-            run()
-            own = torch.cat([p.grad.flatten() for p in models[name].parameters()])
-            first = own if first is None else first
-            torch.testing.assert_close(own, first, rtol=1e-3, atol=1e-5)
-        steps = {name: lambda name=name: step(name) for name in contenders}
+        steps = {name: partial(step, name) for name in calls}
         seconds = interleaved(benchmark, steps, 1 if quick else 7)
-    rows = [
-        [name, f"{statistics.median(times):.2f}", str(ratio(times, seconds[BY_COST]))]
-        for name, times in seconds.items()
-    ]
+    rows = []
+    for name, times in seconds.items():
+        beside = str(ratio(times, seconds[BY_COST]))
+        rows.append([name, f"{statistics.median(times):.2f}", beside])
     table = Table(["two replicas on two cores", "s, median", "time / by cost"], rows)
     publish("time", table, {"seconds": seconds})
+
+
+def assert_same_gradients(calls, models):
+    """Each way computes the gradient of the first one, in float32."""
+    expected = None
+    for name, call in calls.items():
+        call()
+        gradients = [parameter.grad for parameter in models[name].parameters()]
+        joined = torch.cat([gradient.flatten() for gradient in gradients])
+        if expected is None:
+            expected = joined
+        torch.testing.assert_close(joined, expected, rtol=1e-3, atol=1e-5)

@@ -13,14 +13,26 @@ the first batch, the replicas compute all of them::
 
 No batch is divided. So the results are those of the stock loop, whatever it computes:
 losses that compare rows, outputs without rows, generated texts.
+
+Loops in which a batch is that of all devices divide it instead. ``RowLooks`` finds the
+step functions whose results are not those of parts.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy
+import torch
+from torch import Tensor
+
+from scatterpar.batch import nested
+from scatterpar.batch.markers import Marker
+from scatterpar.devices.fingerprints import same_bits
+from scatterpar.errors import warn
 from scatterpar.integrations import loop
 
 
@@ -102,3 +114,115 @@ class Groups:
 
     def _is_at_end(self) -> bool:
         return bool(getattr(self._loader, "end_of_dataloader", False))
+
+
+def rows_of(batch: Any, rows: Sequence[int], num_rows: int) -> Any:
+    """These rows of a batch whose lists of rows are marked, as a step function gets
+    them.
+    """
+
+    def select(value: Any) -> Any:
+        if isinstance(value, Marker):
+            return value.select(rows).unwrap(copy=False)
+        if isinstance(value, Tensor) and value.ndim and len(value) == num_rows:
+            return value[list(rows)]
+        return value
+
+    return nested.map_atoms(select, batch)
+
+
+class RowLooks:
+    """Whether the results of a step function are those of its parts.
+
+    A look compares the results of a few rows in one call with those of two calls, and
+    with those of one call with other random numbers. If these differ, it tells
+    nothing.
+
+    Attributes:
+        undivided: the names of step functions that compare rows.
+    """
+
+    def __init__(self) -> None:
+        self.undivided: set[str] = set()
+        self._calls: dict[str, int] = {}
+
+    def is_due(self, step: str, num_rows: int) -> bool:
+        """Whether to look at this call: number 1, 2, 4, 8, … with several rows."""
+        if step in self.undivided or num_rows < 2:
+            return False
+        number = self._calls.get(step, 0) + 1
+        self._calls[step] = number
+        return not number & (number - 1)
+
+    def look(self, step: str, num_rows: int, results_of: ResultsOf) -> None:
+        """Look at a call of ``step``, and warn if its results depend on all rows.
+
+        Args:
+            step: the step function's name.
+            num_rows: the number of rows of the batch.
+            results_of: returns the results of parts with these rows.
+        """
+        few = sorted({0, num_rows // 2, num_rows - 1})
+        with _process_generators_restored():
+            whole = _seeded(0, results_of, [few])
+            divided = _seeded(0, results_of, [few[:1], few[1:]])
+            if _are_close(whole, divided):
+                return
+            reseeded = _seeded(1, results_of, [few])
+        if not all(map(same_bits, whole, reseeded)):
+            return
+        self.undivided.add(step)
+        warn(
+            f"{step} gives other results for a few rows at once than for parts of "
+            "them, so it gets each batch as a whole, on the first device. It may "
+            "compare rows, or log a ratio of sums. To use all devices, update metrics "
+            "of torchmetrics, or return what is needed and compute the value of all "
+            "rows at the end of the epoch"
+        )
+
+
+ResultsOf = Callable[[Sequence[Sequence[int]]], Any]
+
+
+def _seeded(
+    seed: int, results_of: ResultsOf, parts: Sequence[Sequence[int]]
+) -> list[Tensor]:
+    """The tensors of the results of ``parts``, with random numbers of this seed."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nested.tensors(results_of(parts))
+
+
+@contextlib.contextmanager
+def _process_generators_restored() -> Iterator[None]:
+    """In the body, Python's and NumPy's random numbers may be drawn."""
+    state = random.getstate()
+    state_of_numpy = numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        numpy.random.set_state(state_of_numpy)
+
+
+def _are_close(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether all numbers agree, up to rounding of the least precise dtype."""
+    if [tensor.shape for tensor in tensors] != [other.shape for other in others]:
+        return False
+    precisions = [_TOLERANCES.get(tensor.dtype, 0.0) for tensor in tensors]
+    tolerance = max(precisions, default=0.0)
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled():
+        tolerance = _LOW
+    for tensor, other in zip(tensors, others, strict=True):
+        near = torch.isclose(
+            tensor.double(), other.double(), tolerance, tolerance, equal_nan=True
+        )
+        if not bool(near.all()):
+            return False
+    return True
+
+
+_LOW = 5e-2
+# Single precision may be TF32.
+_TOLERANCES = {torch.float64: 1e-7, torch.float32: 5e-3}
+_TOLERANCES |= {torch.float16: _LOW, torch.bfloat16: _LOW}

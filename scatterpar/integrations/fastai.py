@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +28,10 @@ from scatterpar.devices.device_ids import DeviceLike, physical
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import warn
 from scatterpar.integrations import kept, loop
+from scatterpar.integrations.evaluation import RowLooks, rows_of
 from scatterpar.integrations.loop import refuse
 from scatterpar.integrations.statements import Statements
+from scatterpar.integrations.steps import FIRST
 from scatterpar.integrations.turns import Turns
 from scatterpar.pair.pair import gather
 from scatterpar.step.loss_weights import is_cross_entropy, terms_of_rows
@@ -104,6 +107,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         self._count = count
         self._reduction = reduction
         self._turns = Turns()
+        self._row_looks = RowLooks()
         self._told: set[str] = set()  # places that calls set, of which a warning told
 
     def before_fit(self) -> None:
@@ -165,7 +169,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
             self._engine.remedies = _REMEDIES
         if not trains:
             with torch.no_grad():
-                return self._engine(*learn.xb), None
+                return self._predicted(tuple(learn.xb)), None
         mixes = any(isinstance(callback, MixedPrecision) for callback in learn.cbs)
         if getattr(self._criterion, "loss_func", None) is not learn.loss_func:
             self._criterion = _Criterion(learn.loss_func, mixes)
@@ -195,6 +199,42 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         criterion.transfer(loss.device, weights, self._tell)
         pred = gather(outputs, physical(self._engine.device_ids[0]))
         return to_float(pred) if mixes else pred, loss
+
+    def _predicted(self, inputs: tuple[Any, ...]) -> Any:
+        """The predictions of all rows of a batch in validation."""
+        name = type(self.learn.model).__name__
+        num_rows = loop.num_rows(inputs)
+        if self._options.get("verify", True) and self._row_looks.is_due(name, num_rows):
+            results = partial(self._results_of, inputs, num_rows)
+            self._row_looks.look(name, num_rows, results)
+        if name in self._row_looks.undivided:
+            (prediction,) = self._predictions_of(inputs, num_rows, [range(num_rows)])
+            return prediction
+        return self._engine(*inputs)
+
+    def _predictions_of(
+        self, inputs: tuple[Any, ...], num_rows: int, parts: Sequence[Sequence[int]]
+    ) -> list[Any]:
+        """The predictions of each of these parts of a batch."""
+        pieces = [rows_of(inputs, part, num_rows) for part in parts]
+        calls = nested.atoms(self._engine.map(_called, inputs=Rows(pieces, FIRST)))
+        device = physical(self._engine.device_ids[0])
+        return [loop.moved(call.output, device) for call in calls]
+
+    def _results_of(
+        self, inputs: tuple[Any, ...], num_rows: int, parts: Sequence[Sequence[int]]
+    ) -> Any:
+        """The predictions of these parts, joined. Buffers are as before."""
+        buffers = {buffer: buffer.clone() for buffer in self.learn.model.buffers()}
+        predictions = self._predictions_of(inputs, num_rows, parts)
+        for buffer, values in buffers.items():
+            buffer.copy_(values)
+        sizes = [len(part) for part in parts]
+        weights = [float(size) for size in sizes]
+        try:
+            return join_rows(predictions, 0, weights, sizes)
+        except ValueError:  # outputs without rows
+            return predictions
 
     def _weights(
         self, count: Any, inputs: Any, targets: Any, rows: Sequence[Sequence[int]]
@@ -227,6 +267,11 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         if self._engine is not None:
             self._engine.close()
         self._engine = self._criterion = None
+
+
+def _called(model: nn.Module, inputs: tuple[Any, ...]) -> SimpleNamespace:
+    """A replica's prediction; no tensor, so that the engine does not join it."""
+    return SimpleNamespace(output=model(*inputs))
 
 
 def _selected(rows: list[int], tensor: Tensor) -> Tensor:

@@ -36,7 +36,9 @@ from scatterpar.devices.device_ids import DeviceLike, physical, resolve
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import warn
 from scatterpar.integrations import kept, loop
+from scatterpar.integrations.evaluation import RowLooks, rows_of
 from scatterpar.integrations.statements import Statements
+from scatterpar.integrations.steps import FIRST
 from scatterpar.integrations.turns import Turns
 from scatterpar.step.request import Accum, Reduction
 
@@ -111,6 +113,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._options = {"accum": accum, **options}
         self._count = count
         self._turns = Turns()
+        self._row_looks = RowLooks()
+        self._checks_rows = options.get("verify", True)
         self._told: set[str] = set()  # places that calls set, of which a warning told
         # Names of attributes that were changed, in or between steps; and of those
         # without modules, with the attributes that share objects with them.
@@ -201,10 +205,64 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         return {**self._finish("training_step", calls), "loss": loss}
 
     def _evaluate(self, step: str, batch: Any, *rest: Any, **_: Any) -> Any:
-        context = self.precision_plugin.forward_context()
-        with context, torch.no_grad(), self._inputs(step, batch, rest) as inputs:
-            calls = self._engine(inputs.pop("work"), **inputs)["call"]
+        num_rows = loop.num_rows(batch)
+        with self.precision_plugin.forward_context(), torch.no_grad():
+            if self._checks_rows and self._row_looks.is_due(step, num_rows):
+                results = partial(self._results_of, step, batch, rest)
+                self._row_looks.look(step, num_rows, results)
+            parts = None
+            if step in self._row_looks.undivided:
+                parts = [range(num_rows)]
+            calls = self._calls_of(step, batch, rest, parts)
         return self._finish(step, calls)
+
+    def _calls_of(
+        self,
+        step: str,
+        batch: Any,
+        rest: Sequence[Any],
+        parts: Sequence[Sequence[int]] | None = None,
+    ) -> Any:
+        """The calls of ``step`` for a batch, or one for each of these ``parts``."""
+        with self._inputs(step, batch, rest) as inputs:
+            if parts is not None:
+                marked = inputs["batch"]
+                size = loop.num_rows(batch)
+                pieces = [rows_of(marked, part, size) for part in parts]
+                inputs["batch"] = Rows(pieces, FIRST)
+                inputs["rows"] = Rows(parts, FIRST)
+            return self._engine(inputs.pop("work"), **inputs)["call"]
+
+    def _results_of(
+        self,
+        step: str,
+        batch: Any,
+        rest: Sequence[Any],
+        parts: Sequence[Sequence[int]],
+    ) -> Any:
+        """The results of calls for ``parts`` of a batch, joined as those of a step:
+        what they returned and logged, and the states of metrics.
+        """
+        module = self.lightning_module
+        buffers = {buffer: buffer.clone() for buffer in module.buffers()}
+        calls = nested.atoms(self._calls_of(step, batch, rest, parts))
+        for buffer, values in buffers.items():
+            buffer.copy_(values)
+        logged: dict[tuple[str, int], list[Any]] = defaultdict(list)
+        for call in calls:
+            for key, (value, options) in call.logged.items():
+                if not isinstance(value, _Place):
+                    logged[key].append((call, value, options))
+        values = [self._value_of(entries)[0] for entries in logged.values()]
+        states = []
+        for place, metric in _single(_metrics_of(module)).items():
+            merged = _emptied(metric)
+            updated = [call.metrics[place] for call in calls if place in call.metrics]
+            _merge(merged, updated, self.root_device)
+            for state in merged.metric_state.values():
+                is_list = isinstance(state, list) and all(t.ndim for t in state)
+                states.append(torch.cat(state) if is_list and state else state)
+        return [self._joined(calls, _none), values, states]
 
     validation_step = partialmethod(_evaluate, "validation_step")
     test_step = partialmethod(_evaluate, "test_step")
@@ -289,8 +347,13 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             self._log(name, entries, metrics)
         return self._joined(calls)
 
-    def _joined(self, calls: Sequence[Any]) -> Any:
-        """What calls returned beside their losses, with their rows joined."""
+    def _joined(
+        self, calls: Sequence[Any], unjoined: Callable[[list[Any]], Any] = list
+    ) -> Any:
+        """What calls returned beside their losses, with their rows joined.
+
+        ``unjoined`` gives the value of pieces that have no rows.
+        """
         outputs = [loop.moved(call.output, self.root_device) for call in calls]
         weights = [float(call.weight) for call in calls]
         rows = [call.rows for call in calls]
@@ -299,7 +362,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             try:
                 return join_rows(pieces, 0, weights, rows, lists="if clear")
             except ValueError:  # such as tensors without rows
-                return pieces
+                return unjoined(pieces)
 
         def is_atom(pieces: Sequence[Any]) -> bool:
             return not isinstance(pieces[0], Mapping)
@@ -378,6 +441,12 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         if isinstance(logged, _Place):
             self.lightning_module.log(name, metrics[logged], **options)
             return
+        value, size = self._value_of(entries)
+        self.lightning_module.log(name, value, **{**options, "batch_size": size})
+
+    def _value_of(self, entries: Sequence[Any]) -> tuple[Tensor, int]:
+        """The value for the whole batch of what calls logged, and the batch size."""
+        _, _, options = entries[-1]
         values = []
         for _, value, _ in entries:
             values.append(torch.as_tensor(value).to(self.root_device))
@@ -385,11 +454,12 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         reduction = options.get("reduce_fx", "mean")
         reduce = _REDUCTIONS.get(getattr(reduction, "__name__", reduction))
         if reduce is None:
-            value = join_rows(values, 0, weights)
-        else:
-            value = reduce(torch.stack(values))
-        options = {**options, "batch_size": size}
-        self.lightning_module.log(name, value, **options)
+            return join_rows(values, 0, weights), size
+        return reduce(torch.stack(values)), size
+
+
+def _none(_: Any) -> None:
+    """No value."""
 
 
 def _log_later(

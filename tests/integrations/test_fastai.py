@@ -387,3 +387,22 @@ def test_the_optimizer_receives_the_gradient_of_the_whole_batch(tmp_path):
         model = nn.Sequential(nn.Flatten(), nn.Linear(16, CLASSES))
     batch = randn(24, 1, 4, 4), randint(CLASSES, 24)
     splitcheck(step, model, batch, parts=3, equal=True, loss=loss).assert_passed()
+
+
+def test_a_model_that_compares_rows_gets_whole_batches(devices, tmp_path):
+    """Batch statistics in evaluation, of micro-batches: predictions were others."""
+
+    def normalising():
+        with seeded(3):
+            norm = nn.BatchNorm1d(16, track_running_stats=False)
+            last = nn.Linear(16, CLASSES)
+            return nn.Sequential(nn.Flatten(), norm, last).double()
+
+    ours = learner(tmp_path, ScatterOnce(devices(2), 2))
+    stock = learner(tmp_path)
+    found = []
+    for learn in (ours, stock):
+        learn.model = normalising()
+        with learn.no_bar():
+            found.append([*learn.validate()])
+    assert found[0] == pytest.approx(found[1])

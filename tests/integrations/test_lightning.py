@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import warnings
 from functools import partial
 from unittest import mock
 
@@ -730,3 +731,53 @@ def test_the_optimizer_receives_the_gradient_of_the_whole_batch(parts):
 
     batch = randn(24, FEATURES), randint(CLASSES, 24)
     splitcheck(step, Plain(), batch, parts=parts, equal=True, loss=loss).assert_passed()
+
+
+class Ratio(Classifier):
+    """Its validation compares rows: a loss over the batch, and a ratio of sums."""
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        scores = self(x)
+        near = functional.softmax(scores @ scores.T, 1).diagonal()
+        self.log("val_contrast", near.log().mean())
+        right = scores.argmax(1) == y
+        self.log("val_precision", right[y > 0].sum() / y.gt(0).sum())
+
+    def test_step(self, batch, batch_idx):  # as on one device: rows are independent
+        self.log("test_loss", functional.cross_entropy(self(batch[0]), batch[1]))
+
+
+class Noisy(Classifier):
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        noisy = self(x + torch.randn_like(x))
+        self.log("val_loss", functional.cross_entropy(noisy, y))
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_validation_that_compares_rows_gets_whole_batches(number):
+    """It logged means of micro-batches' values."""
+    layout = ["cpu:0", "cpu:1", "cpu:0"][:number]
+
+    def run(strategy=None):
+        module, own = made(Ratio), trainer(strategy)
+        results = own.validate(module, loader(), verbose=False)
+        return results + own.test(module, loader(), verbose=False)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours = run(ScatterOnceStrategy(layout, 2))
+    told = [str(w.message) for w in caught if "gives other results" in str(w.message)]
+    assert [text.split()[0] for text in told] == ["validation_step"]
+    for one, other in zip(ours, run(), strict=True):
+        assert one == pytest.approx(other, rel=1e-6)
+
+
+def test_a_random_validation_is_divided(recwarn):
+    state = torch.get_rng_state()
+    trainer(ScatterOnceStrategy(["cpu"] * 2)).validate(
+        made(Noisy), loader(), verbose=False
+    )
+    assert not [w for w in recwarn if "gives other results" in str(w.message)]
+    torch.set_rng_state(state)

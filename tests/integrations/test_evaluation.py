@@ -26,7 +26,7 @@ from torch import nn
 from scatterpar.integrations.evaluation import Groups
 from scatterpar.integrations.transformers import ScatterOnceMixin, ScatterOnceTrainer
 
-pytestmark = [pytest.mark.trainers, pytest.mark.draws]
+pytestmark = [pytest.mark.trainers, pytest.mark.draws, pytest.mark.slow]
 
 ROWS = (
     11  # in batches of 2: on 2 devices 3 groups, on 3 devices 2 groups; one is ragged

@@ -411,6 +411,7 @@ EVALUATIONS = {
 DEVICES = {1: ["cpu"], 2: ["cpu:0", "cpu:1"], 3: ["cpu:0", "cpu:1", "cpu:0"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", DEVICES.values(), ids=DEVICES)
 @pytest.mark.parametrize("name", EVALUATIONS)
 def test_metrics_are_the_stock_trainer_s(saved, tmp_path, name, devices):
@@ -445,6 +446,7 @@ def test_metrics_are_the_stock_trainer_s(saved, tmp_path, name, devices):
             assert mine[key] == pytest.approx(value, rel=1e-6, abs=1e-7), key
 
 
+@pytest.mark.slow
 def test_an_evaluation_between_steps_leaves_the_training_as_it_is(saved, tmp_path):
     how = {"options": {"eval_strategy": "steps", "eval_steps": 1}}
     how |= {"eval_dataset": PAIRS(), "evaluator": similarity()}
@@ -466,6 +468,7 @@ CUT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CUT)
 def test_a_budget_of_tokens(saved, tmp_path, name):
     """No call of the model has more tokens than that, unless a row alone has."""
@@ -500,6 +503,7 @@ def test_a_budget_of_tokens(saved, tmp_path, name):
     assert_same_run(mine, stock, 1e-6 if options else SAME, logged=1e-4)
 
 
+@pytest.mark.slow
 def test_the_budget_is_that_of_the_cached_loss(saved, tmp_path):
     cut = lambda m: CACHED(m, mini_batch_num_tokens=BUDGET)  # noqa: E731
     plain = lambda m: CACHED(m, mini_batch_size=32)  # noqa: E731
@@ -508,6 +512,7 @@ def test_the_budget_is_that_of_the_cached_loss(saved, tmp_path):
     assert_same_run(mine, stock, logged=1e-4)
 
 
+@pytest.mark.slow
 def test_rows_without_lengths_have_no_budget(saved, tmp_path):
     words = "micro_batch_cost needs the lengths of all rows"
     for loss, rows in ((MNRL, PAIRS), (losses.CosineSimilarityLoss, SCORED)):

@@ -67,6 +67,7 @@ def test_tries_of_auto_accum_are_logged(texts):
     ]
 
 
+@pytest.mark.slow
 def test_the_log_is_silent_until_the_program_sets_it_up():
     code = """
 import logging, sys, torch

@@ -72,6 +72,7 @@ def test_closed_from_another_thread_at_any_moment(devices, steps):
             engine.forward_backward(inputs, targets, LOSS)
 
 
+@pytest.mark.slow
 def test_engines_and_pairs_of_several_threads_do_not_meet(devices, steps):
     models = [block(seed) for seed in range(CALLERS)]
 

@@ -349,6 +349,7 @@ def unequal(count):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     few_of([*[*CASES][:2], "token classifier"], ["causal language model"]),
@@ -396,6 +397,7 @@ def accuracy(prediction):
     return {"accuracy": float(right.mean()), "number": prediction.label_ids.size}
 
 
+@pytest.mark.slow
 def test_epochs_metrics_and_predictions(tmp_path):
     """With windows that are full: stock Trainers add up the others' means."""
     case = (
@@ -511,6 +513,7 @@ def test_what_count_and_reduction_say_is_exact(tmp_path, recwarn, name, layout):
     assert not [w for w in recwarn if "combine" in str(w.message)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", few_of(["class weights", "a ratio of sums"], ["a ratio of sums"])
 )
@@ -574,6 +577,7 @@ def test_arguments_of_a_trainer_can_be_used_again(tmp_path, name):
     assert trainer.args.per_device_train_batch_size == 20
 
 
+@pytest.mark.slow
 def test_bf16_autocast(tmp_path):
     """In the workers as in the caller: half precision's own rounding apart."""
     trainers = beside(
@@ -597,6 +601,7 @@ def test_torch_compile_compiles_the_replicas(tmp_path):
     assert_same_evaluation(*trainers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [2.0**20, 2.0**127])
 def test_the_scaler_of_fp16(tmp_path, scale):
     """Gradients come out scaled and are unscaled before they are clipped; overflow
@@ -707,6 +712,7 @@ def test_losses_that_do_not_combine_are_refused_each_time(
     assert_same_bits(trainer.model, before)
 
 
+@pytest.mark.slow
 def test_losses_that_cannot_be_looked_at_are_told_once(tmp_path):
     case = (
         partial(oracle.build, partial(FailsInParts, VOCABULARY, 4)),
@@ -754,6 +760,7 @@ def judged(teacher, mask):
     return mask.double().sum(1, keepdim=True) / 9 * teacher.scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", few_of(LAYOUTS, ["shared"]))
 def test_compute_loss_finds_the_replica_s_modules(tmp_path, monkeypatch, layout):
     """It reached the Trainer's own: another device's at once, and one module in two
@@ -785,6 +792,7 @@ def test_batches_that_do_not_show_how_losses_combine_are_weighted_by_labels(tmp_
     assert_same_run(*trainers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("sharded", few_of([False, True], [True]))
 def test_checkpoints_go_both_ways(tmp_path, swapped, sharded):
@@ -806,6 +814,7 @@ def test_checkpoints_go_both_ways(tmp_path, swapped, sharded):
     assert saved.keys() <= plain.model.state_dict().keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [False, True])
 def test_a_sharded_optimizer_trains_again(tmp_path, given):
     options = {**sizes(3), "max_steps": 2, "max_grad_norm": 0.1}
@@ -822,6 +831,7 @@ def test_a_sharded_optimizer_trains_again(tmp_path, given):
     assert 0.7 < master / other < 1.4
 
 
+@pytest.mark.slow
 def test_resumed_is_uninterrupted_with_dropout(tmp_path):
     options = {**sizes(3, 2), "max_steps": 4, "save_strategy": "steps", "save_steps": 3}
     whole, resumed = (
@@ -899,6 +909,7 @@ class Hooked(OwnLoss):
         return (errors.mean(), outputs) if return_outputs else errors.mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", few_of(LAYOUTS, ["shared"]))
 def test_features_that_a_hook_keeps_are_those_of_the_batch(tmp_path, layout):
     """Replicas mixed them up: another result in each run."""
@@ -912,6 +923,7 @@ def test_features_that_a_hook_keeps_are_those_of_the_batch(tmp_path, layout):
     assert_same_run(*trainers)
 
 
+@pytest.mark.slow
 def test_dispatched_batches_are_refused_in_words_that_can_be_followed(tmp_path):
     dispatches = {"accelerator_config": {"dispatch_batches": True}}
     with pytest.raises(ValueError, match=r"dispatch_batches=True \(leave it out: one"):

@@ -96,6 +96,7 @@ def python(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_a_step_without_what_posix_alone_has(python):
     assert python("-c", STEP).endswith("exact\n")
 

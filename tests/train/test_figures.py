@@ -32,6 +32,7 @@ def shown(path):
     return np.asarray(Image.open(path).convert("RGB"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("epochs", "has_top5"), [(1, False), (3, True), (90, False)])
 def test_curves_have_whole_epochs(tmp_path, drawn, epochs, has_top5):
     with Metrics(tmp_path / "metrics.jsonl") as metrics:
@@ -55,6 +56,7 @@ def test_curves_have_whole_epochs(tmp_path, drawn, epochs, has_top5):
     assert shown(path).shape[2] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [["cat", "$5 or $6"], ["ü", "猫"], [str(i) for i in range(300)]]
 )

@@ -134,6 +134,7 @@ def whole(folder, tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number",
     [
@@ -230,6 +231,7 @@ def test_a_finished_run_stays_as_it_is(folder, whole, capsys):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
@@ -278,6 +280,7 @@ def test_a_folder_that_holds_a_run_is_refused_before_its_first_checkpoint(
     assert main(options) == 2
 
 
+@pytest.mark.slow
 def test_two_runs_in_one_folder_are_refused(tmp_path, capsys):
     options = [*EMBEDDED, "--devices", "cpu", "--batch", "4096", "--out", str(tmp_path)]
     with record_module.locked(tmp_path):
@@ -425,6 +428,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, capsys, monkeypatch,
     assert [r["step"] for r in steps(tmp_path)] == [*range(1, 9)]
 
 
+@pytest.mark.slow
 def test_diverged_training_ends_with_what_was_reached(tmp_path, capsys):
     options = [
         "--model",
@@ -596,6 +600,7 @@ def test_how_the_engine_works_is_said_to_it(tmp_path):
     assert given.items() <= engine.call_args.kwargs.items()
 
 
+@pytest.mark.slow
 def test_the_average_is_what_is_tested_and_kept(tmp_path):
     options = [
         "--devices",

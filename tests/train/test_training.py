@@ -239,6 +239,7 @@ def grown(tmp_path_factory):
         yield out, printed.getvalue()
 
 
+@pytest.mark.slow
 def test_a_run_follows_the_noise_scale_that_it_measures(grown):
     out, printed = grown
     epochs, made = records(out, "epoch"), steps(out)

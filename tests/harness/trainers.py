@@ -12,8 +12,10 @@ import transformers
 from torch import nn
 from tqdm import tqdm
 
+from harness.optional import import_torchvision_first
 from harness.oracle import randint, randn, seeded
 
+import_torchvision_first()
 transformers.utils.logging.set_verbosity_error()
 tqdm.monitor_interval = 0  # no thread of its own
 accelerate.utils.memory.clear_device_cache = lambda **_: None  # half of a test's time

@@ -465,9 +465,15 @@ def _longest(masks: Sequence[Any]) -> list[int]:
     return [max(lengths) for lengths in zip(*by_column, strict=True)]
 
 
-def _costs_of(columns: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The cost of each row of a step."""
-    return _longest([column.get(_MASK) for column in columns])
+def _costs_of(columns: Sequence[Any]) -> list[int]:
+    """The cost of each row of a step.
+
+    A static model's column is ``Rows`` of words, and has no mask.
+    """
+    masks = [
+        column.get(_MASK) if isinstance(column, Mapping) else None for column in columns
+    ]
+    return _longest(masks)
 
 
 def _without_padding(column: Mapping[str, Any]) -> dict[str, Any]:

@@ -191,7 +191,7 @@ SABOTAGES = [
         place="pooled",
         text="(_sum(between) + _sum(within))",
         replacement="_sum(within)",
-        seen_by="test_the_first_layer_has_what_plain_torch_has",
+        seen_by="test_first_layer_equals_plain_torch",
     ),
     Sabotage(
         name="synchronised statistics leave out how the means of replicas differ",
@@ -200,7 +200,7 @@ SABOTAGES = [
         place="pooled",
         text="between + within",
         replacement="within",
-        seen_by="test_moments_of_two_replicas_are_pooled_by_hand",
+        seen_by="test_moments_of_two_replicas_by_hand",
     ),
     Sabotage(
         name="the gradient of a synchronised layer leaves out the statistics",
@@ -209,7 +209,7 @@ SABOTAGES = [
         place="Normalise.backward",
         text="of_rows -= correction",
         replacement="pass",
-        seen_by="test_steps_are_those_of_batch_norm_over_the_rows_of_all_replicas",
+        seen_by="test_steps_normalise_over_all_replicas",
     ),
     Sabotage(
         name=(
@@ -332,7 +332,7 @@ SABOTAGES = [
         place="pooled",
         text="[count / total for count in counts]",
         replacement="[1 / len(counts) for _ in counts]",
-        seen_by="test_the_first_layer_has_what_plain_torch_has",
+        seen_by="test_first_layer_equals_plain_torch",
     ),
     Sabotage(
         name="batch statistics move in inference alone",
@@ -341,7 +341,7 @@ SABOTAGES = [
         place="commit",
         text="outcome.statistics.values() if outcome.statistics else []",
         replacement="[]",
-        seen_by="test_the_first_layer_has_what_plain_torch_has",
+        seen_by="test_first_layer_equals_plain_torch",
     ),
     Sabotage(
         name="engine.check passes whatever it finds",
@@ -350,7 +350,7 @@ SABOTAGES = [
         place="relative_difference",
         text="if relative > worst:",
         replacement="if False:",
-        seen_by="test_a_difference_is_measured_and_has_a_meaning",
+        seen_by="test_difference_measured_and_explained",
     ),
     Sabotage(
         name="a micro-batch without terms is divided by zero",
@@ -511,7 +511,7 @@ SABOTAGES = [
             "- unchanged - {i for i in self._sent if not "
             "self._tensors[i].requires_grad}"
         ),
-        seen_by="test_every_write_is_followed_however_often",
+        seen_by="test_every_write_is_followed",
     ),
     Sabotage(
         name="a parameter written through .data is not sent",
@@ -531,7 +531,7 @@ SABOTAGES = [
         place="ReplicaSet._update_in_place",
         text="for replica in self.replicas:",
         replacement="for replica in ():",
-        seen_by="test_the_next_step_obeys",
+        seen_by="test_change_reaches_next_step",
     ),
     Sabotage(
         name="replicas do not follow requires_grad",
@@ -540,7 +540,7 @@ SABOTAGES = [
         place="ReplicaSet._update_in_place",
         text="!= self._required:",
         replacement="!= self._required and not self._required:",
-        seen_by="test_the_next_step_obeys",
+        seen_by="test_change_reaches_next_step",
     ),
     Sabotage(
         name="buffers of the last replica are kept",
@@ -549,7 +549,7 @@ SABOTAGES = [
         place="ReplicaSet.buffers_after",
         text="first = self.replicas[0]",
         replacement="first = self.replicas[-1]",
-        seen_by="test_master_keeps_those_of_replica_0_bit_for_bit",
+        seen_by="test_master_keeps_replica_0_bit_for_bit",
     ),
     Sabotage(
         name="replicas keep the gradients of the last step",
@@ -811,7 +811,7 @@ SABOTAGES = [
         place="Compiler.compiled_call",
         text="compile_fn(run)",
         replacement="run",
-        seen_by="test_it_trains_as_the_eager_engine_does",
+        seen_by="test_trains_as_the_eager_engine",
     ),
     Sabotage(
         name="inference in training mode moves no statistics",
@@ -820,7 +820,7 @@ SABOTAGES = [
         place="map_rows",
         text="if not any(part.training for part in module.modules()):",
         replacement="if True:",
-        seen_by="test_inference_moves_statistics_as_a_module_does",
+        seen_by="test_inference_moves_statistics",
     ),
     Sabotage(
         name="workers do not see the caller's hooks on saved tensors",

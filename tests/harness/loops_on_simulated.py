@@ -25,8 +25,8 @@ LEFT_OUT = {
     "[SigLIP]": "its Tensor.repeat makes inference tensors",
     "test_resumed_is_uninterrupted_with_dropout": "Trainers do not save its generator",
     "[must begin with": "the error names the accelerator",
-    "test_the_trainers_devices_are_replicas": "Lightning numbers the CPU's devices",
-    "test_the_arguments_are_a_copy": "it names the CPU",
+    "test_trainer_devices_become_replicas": "Lightning numbers the CPU's devices",
+    "test_arguments_copied_with_all_rows": "it names the CPU",
 }
 _resolve = device_ids.resolve
 

@@ -196,7 +196,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 @layouts
-def test_metrics_and_predictions_are_the_stock_trainer_s(tmp_path, name, devices):
+def test_metrics_are_those_of_stock_trainer(tmp_path, name, devices):
     """Also ``eval_loss``, a mean of the means of batches, which depends on their
     size.
     """
@@ -225,7 +225,7 @@ def test_metrics_and_predictions_are_the_stock_trainer_s(tmp_path, name, devices
 
 
 @layouts
-def test_a_prediction_step_of_its_own(tmp_path, devices):
+def test_overridden_prediction_step_works(tmp_path, devices):
     """It runs on replicas; what it counts and keeps is that of one device."""
     model = sequence_classifier()
     kinds = {
@@ -244,7 +244,7 @@ def test_a_prediction_step_of_its_own(tmp_path, devices):
     assert found["above"] == pytest.approx(found["stock"])
 
 
-def test_no_replica_touches_another_s_memory(tmp_path, monkeypatch):
+def test_replicas_read_their_own_memory(tmp_path, monkeypatch):
     place = {"device_ids": DEVICES["two"]}
     trainer = build(ScatterOnceTrainer, tmp_path, language_model(), padded, extra=place)
     groups = Groups(trainer.get_eval_dataloader(), 2)
@@ -257,7 +257,7 @@ def test_no_replica_touches_another_s_memory(tmp_path, monkeypatch):
     trainer._close_engine()
 
 
-def test_what_batches_of_a_group_set_is_told(tmp_path):
+def test_attributes_set_in_a_group_are_told(tmp_path):
     class Remembers(ScatterOnceTrainer):
         def prediction_step(self, model, inputs, *args, **kwargs):
             self.last = inputs["input_ids"]
@@ -269,7 +269,7 @@ def test_what_batches_of_a_group_set_is_told(tmp_path):
         quietly(trainer.evaluate)
 
 
-def test_a_loop_that_changes_its_batches(tmp_path):
+def test_changed_batches_are_computed_singly(tmp_path):
     """Batches that are not the loader's are computed one by one, on the first
     device.
     """
@@ -293,7 +293,7 @@ def test_a_loop_that_changes_its_batches(tmp_path):
     assert_same_metrics(*(quietly(t.evaluate) for t in (mine, theirs)))
 
 
-def test_an_error_is_the_user_s_and_the_next_evaluation_works(tmp_path):
+def test_error_reaches_user_next_loop_works(tmp_path):
     class Fails(ScatterOnceTrainer):
         fails = True
 
@@ -363,7 +363,7 @@ def test_generated_predictions(tmp_path, name, devices):
     assert_same_predictions(my_prediction, its_prediction)
 
 
-def test_evaluation_in_training(tmp_path):
+def test_evaluation_in_training_picks_best(tmp_path):
     """The best model is chosen by the stock Trainer's metrics."""
     logs = []
     for cls, place in (

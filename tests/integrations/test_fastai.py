@@ -175,7 +175,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_is_that_of_one_device(name, devices, tmp_path):
+def test_run_equals_one_device(name, devices, tmp_path):
     options = dict(RUNS[name])
     more, own = options.pop("callbacks", []), options.pop("own", {})
     tolerance, how = options.pop("tolerance", SAME), options.pop("how", None)
@@ -196,7 +196,7 @@ def weighted_smoothing():
     ("loss_func", "options"),
     [(halves, {}), (weighted_smoothing(), {"dtype": torch.float32})],
 )
-def test_a_mean_over_other_terms_is_refused(tmp_path, loss_func, options):
+def test_mean_over_other_terms_refused(tmp_path, loss_func, options):
     learn = learner(tmp_path, NEW(), loss_func=loss_func, **options)
     with pytest.raises(ValueError, match="count=") as refused:
         fitted(learn)
@@ -208,7 +208,7 @@ def test_a_mean_over_other_terms_is_refused(tmp_path, loss_func, options):
     fitted(learn)  # what the refusal proposes
 
 
-def test_a_count_with_other_arguments_is_refused():
+def test_count_with_other_arguments_refused():
     words = (
         r"calls count\(inputs, targets\); pass count=lambda inputs, targets: targets"
     )
@@ -248,7 +248,7 @@ class ReadsParts(Callback):
             self.of_rows.append(torch.as_tensor(loss_func.of_rows).detach())
 
 
-def test_parts_that_a_loss_keeps_are_those_of_the_batch(devices, tmp_path, recwarn):
+def test_kept_parts_of_loss_are_the_batchs(devices, tmp_path, recwarn):
     def run(*callbacks):
         reads, loss_func = ReadsParts(), Parts()
         learn = learner(tmp_path, reads, *callbacks, loss_func=loss_func, opt_func=SGD)
@@ -283,7 +283,7 @@ def test_predictions_and_validation(devices, tmp_path):
     assert [*ours.validate()] == pytest.approx([*stock.validate()])
 
 
-def test_what_is_saved_and_exported_is_the_model(tmp_path):
+def test_plain_model_is_saved_and_exported(tmp_path):
     ours = learner(tmp_path, NEW(), SaveModelCallback("accuracy"))
     model, loss_func = ours.model, ours.loss_func
     fitted(ours)
@@ -314,7 +314,7 @@ class Raises(Callback):
 @pytest.mark.parametrize(
     "event", ["before_batch", "model", "after_pred", "after_loss", "before_step"]
 )
-def test_an_error_leaves_the_learner_as_it_was(event, tmp_path):
+def test_error_leaves_learner_unchanged(event, tmp_path):
     raises = Raises(event, LookupError("a bug"))
     learn = learner(tmp_path, NEW(), raises)
     model, loss_func = learn.model, learn.loss_func
@@ -341,14 +341,12 @@ class Doubles(Callback):
     ("callback", "words"),
     [(RNNCallback, "RNNCallback"), (Doubles, r"replaced learn\.pred")],
 )
-def test_callbacks_that_replicate_or_replace_the_prediction_are_refused(
-    tmp_path, callback, words
-):
+def test_replicating_callbacks_refused(tmp_path, callback, words):
     with pytest.raises(ValueError, match=words):
         fitted(learner(tmp_path, NEW(), callback()))
 
 
-def test_the_page(tmp_path):
+def test_page_example_runs(tmp_path):
     (snippet,) = blocks(read("docs/fastai.md"), "python")
     learn = learner(tmp_path)
     learn.no_bar().__enter__()
@@ -357,7 +355,7 @@ def test_the_page(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_optimizer_receives_the_gradient_of_the_whole_batch(tmp_path):
+def test_optimizer_gets_whole_batch_gradient(tmp_path):
     """After ``GradientAccumulation`` has weighted batches by their rows.
 
     fastai's optimizers are not torch's: with a rate of 1 the step is the gradient.
@@ -389,7 +387,7 @@ def test_the_optimizer_receives_the_gradient_of_the_whole_batch(tmp_path):
     splitcheck(step, model, batch, parts=3, equal=True, loss=loss).assert_passed()
 
 
-def test_a_model_that_compares_rows_gets_whole_batches(devices, tmp_path):
+def test_row_comparing_model_gets_whole_batch(devices, tmp_path):
     """Batch statistics in evaluation, of micro-batches: predictions were others."""
 
     def normalising():

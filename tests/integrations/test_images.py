@@ -26,7 +26,7 @@ def numbers(marker):
     return [[int(one.flatten()[0]) for one in entry] for entry in marker.entries]
 
 
-def test_images_of_equal_size_follow_the_placeholders():
+def test_equal_images_follow_placeholders():
     pixels = torch.arange(4)[:, None, None, None].expand(4, 3, 2, 2)
     sizes = torch.arange(4)[:, None].expand(4, 2)
     batch = {"input_ids": texts(8, 4, 4), "pixel_values": pixels, "image_sizes": sizes}
@@ -36,7 +36,8 @@ def test_images_of_equal_size_follow_the_placeholders():
     assert divided["input_ids"] is batch["input_ids"]
 
 
-def test_patches_follow_their_grid_and_a_row_may_have_none():
+def test_patches_follow_their_grid():
+    """Rows may have no image."""
     grid = torch.tensor([[1, 2, 4], [1, 4, 4], [1, 2, 2]])  # 8, 16 and 4 patches
     pixels = torch.arange(28)[:, None]
     batch = {
@@ -73,7 +74,8 @@ def test_videos_have_their_own_names():
         {"input_ids": texts(1, 1)},
     ],
 )
-def test_batches_that_do_not_show_whose_images_they_are_stay(batch):
+def test_unattributed_images_stay(batch):
+    """Batches that do not show which row an image belongs to stay as they are."""
     divided = images_by_row(batch, CONFIG)
     assert all(divided[name] is value for name, value in batch.items())
     assert images_by_row(batch, None) == divided

@@ -126,7 +126,7 @@ ADDED = {  # the owner's value before, the call, the value after all calls
 
 
 @pytest.mark.parametrize("name", ADDED)
-def test_what_calls_add_is_added_in_their_order(name):
+def test_values_added_in_order_of_calls(name):
     before, call, expected = ADDED[name]
     owner = Owner(kept=before)
     assert not applied(owner, call)
@@ -145,7 +145,7 @@ SET = {
 
 
 @pytest.mark.parametrize("name", SET)
-def test_what_calls_set_is_told_by_name_and_stays(name):
+def test_values_set_told_by_name_and_stay(name):
     before, call = SET[name]
     owner = Owner(kept=before)
     contents = before.clone() if isinstance(before, torch.Tensor) else str(before)
@@ -158,13 +158,13 @@ def test_what_calls_set_is_told_by_name_and_stays(name):
         assert str(before) == contents
 
 
-def test_what_the_only_call_sets_is_set():
+def test_value_set_by_only_call_is_set():
     owner = Owner(kept=None)
     assert not applied(owner, lambda o, v: setattr(o, "kept", v), [3.0])
     assert owner.kept == torch.tensor(3.0)
 
 
-def test_objects_are_copied_and_stay_the_users():
+def test_objects_copied_identity_stays():
     meter = Meter()
     owner = Owner(meter=meter, same=meter, values=meter.values)
     assert not applied(owner, lambda o, v: o.meter.update(v))
@@ -190,11 +190,11 @@ SHARED = {
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_what_is_no_container_is_shared(name):
+def test_other_objects_are_shared(name):
     assert kept.CallCopies(CPU).of(SHARED[name]) is SHARED[name]
 
 
-def test_pinned_objects_are_shared_and_restored():
+def test_pinned_objects_shared_and_restored():
     features = {"a": 1}
     owner = Owner(features=features)
     copies = kept.CallCopies(CPU, pinned=frozenset([id(features)]))
@@ -204,7 +204,7 @@ def test_pinned_objects_are_shared_and_restored():
     assert features == {"a": 1}
 
 
-def test_an_owner_that_stands_for_itself_is_restored_after_an_error():
+def test_owner_in_place_restored_on_error():
     owner = Owner(a=[1], b=2)
     copies = kept.CallCopies(CPU)
 
@@ -220,7 +220,7 @@ def test_an_owner_that_stands_for_itself_is_restored_after_an_error():
     assert vars(owner) == {"a": [1], "b": 2}
 
 
-def test_attributes_that_share_objects_go_together():
+def test_attributes_sharing_objects_grouped():
     values, meter, net = [1], Meter(), nn.Identity()
     attributes = {
         "values": values,

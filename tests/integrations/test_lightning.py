@@ -241,7 +241,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_is_that_of_one_device(name, devices):
+def test_run_equals_one_device(name, devices):
     options = dict(RUNS[name])
     kind, how = (
         options.pop("kind", Classifier),
@@ -260,14 +260,14 @@ def test_a_run_is_that_of_one_device(name, devices):
             torch.testing.assert_close(value, other[name], msg=name)
 
 
-def test_the_trainers_devices_are_replicas():
+def test_trainer_devices_become_replicas():
     strategy, module, replicas = ScatterOnceStrategy(accum=2), made(), []
     module.on_train_end = lambda: replicas.extend(strategy._engine.device_ids)
     trainer(strategy, devices=2, max_epochs=1).fit(module, loader())
     assert replicas == [torch.device("cpu")] * 2
 
 
-def test_validation_test_and_prediction_run_on_all_replicas(devices):
+def test_evaluation_runs_on_all_replicas(devices):
     def run(strategy=None):
         module, own = made(), trainer(strategy)
         results = own.validate(module, loader(), verbose=False)
@@ -300,7 +300,7 @@ class Hungry(Classifier):
             raise torch.OutOfMemoryError("out of memory")
 
 
-def test_what_a_validation_left_in_tries_without_memory_counts_nowhere(recwarn):
+def test_tries_out_of_memory_leave_no_values(recwarn):
     """Metrics, logged values and lists are those of the stock Trainer."""
 
     def run(strategy, room):
@@ -319,7 +319,9 @@ def test_what_a_validation_left_in_tries_without_memory_counts_nowhere(recwarn):
 
 
 @pytest.mark.parametrize("ours_first", [True, False])
-def test_a_run_goes_on_with_the_other(ours_first, tmp_path):
+def test_checkpoint_resumes_with_the_other(ours_first, tmp_path):
+    """A run of the stock strategy goes on with ours, and the reverse."""
+
     def strategy(ours):
         return ScatterOnceStrategy(["cpu:0", "cpu:1"], 2) if ours else None
 
@@ -397,7 +399,7 @@ def labelled(batch):
     return batch["y"].ne(-100).sum()
 
 
-def test_count_says_what_a_mean_is_of(devices):
+def test_count_defines_the_mean(devices):
     x, y = randn(20, 4, FEATURES), randint(CLASSES, 20, 4)
     y[randn(20, 4) > 0.5] = -100
     y[:3] = -100
@@ -415,7 +417,7 @@ def test_count_says_what_a_mean_is_of(devices):
     assert ours.first == stock.first
 
 
-def test_an_error_is_the_users_and_leaves_the_module_whole():
+def test_error_reaches_user_module_intact():
     class Failing(Classifier):
         def training_step(self, batch, batch_idx):
             if batch_idx == 2 and self.rows_seen > 30:
@@ -462,7 +464,7 @@ class Correlates(Classifier):
         (Classifier, {"num_nodes": 2}, "num_nodes"),
     ],
 )
-def test_refused_by_name(kind, options, words):
+def test_options_refused_by_name(kind, options, words):
     options = dict(options)
     strategy = partial(ScatterOnceStrategy, ["cpu"] * 2, **options.pop("strategy", {}))
     with pytest.raises(ValueError, match=words):
@@ -475,7 +477,7 @@ class Normalised(Classifier):
         self.net.insert(1, nn.BatchNorm1d(8).double())
 
 
-def test_batch_normalisation_is_told_once(recwarn):
+def test_batch_norm_warns_once(recwarn):
     fitted(ScatterOnceStrategy(["cpu"] * 2), made(Normalised))
     told = [
         str(one.message) for one in recwarn if "batch normalisation" in str(one.message)
@@ -490,7 +492,7 @@ def test_batch_normalisation_is_told_once(recwarn):
     assert ours.net[1].num_batches_tracked == 8  # once a step
 
 
-def test_the_page(monkeypatch, tmp_path):
+def test_page_example_runs(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # the Trainer writes checkpoints there
     (snippet,) = blocks(read("docs/lightning.md"), "python")
     monkeypatch.setattr(
@@ -521,7 +523,7 @@ class Keeps(Classifier):
         return loss
 
 
-def test_containers_sums_loggers_and_constant_sizes(recwarn, monkeypatch):
+def test_containers_sums_loggers_kept(recwarn, monkeypatch):
     builds = []
     build = ReplicaSet._build
     monkeypatch.setattr(
@@ -558,7 +560,7 @@ class OfTwoLoaders(Classifier):
         return functional.cross_entropy(scores, first[1])
 
 
-def test_loaders_with_other_sizes_are_refused_and_with_one_size_are_exact():
+def test_combined_loaders_need_one_size():
     def run(strategy, *sizes):
         loaders = [
             DataLoader(loader(1).dataset, size, drop_last=True) for size in sizes
@@ -580,7 +582,7 @@ class Profiles(Classifier):
             return super().training_step(batch, batch_idx)
 
 
-def test_actions_of_the_step_are_profiled():
+def test_step_actions_are_profiled():
     ours, own = fitted(
         ScatterOnceStrategy(["cpu:0", "cpu:1"], 2), made(Profiles), profiler="simple"
     )
@@ -606,7 +608,7 @@ class KeepsModules(Keeps):
         return loss
 
 
-def test_containers_that_lead_to_modules_are_kept():
+def test_containers_of_modules_are_kept():
     ours, _ = fitted(ScatterOnceStrategy(["cpu:0", "cpu:1"], 2), made(KeepsModules))
     stock, _ = fitted(None, made(KeepsModules))
     assert_same(ours, stock)
@@ -626,7 +628,7 @@ REFUSED_COUNTS = {
 
 
 @pytest.mark.parametrize("name", REFUSED_COUNTS)
-def test_a_count_with_other_arguments_is_refused(name):
+def test_count_with_other_arguments_refused(name):
     count, words = REFUSED_COUNTS[name]
     with pytest.raises(TypeError, match=words):
         ScatterOnceStrategy(["cpu"] * 2, count=count)
@@ -642,7 +644,7 @@ def contrastive(self, batch, batch_idx):
     return functional.cross_entropy(one @ one.T, numbers)
 
 
-def test_what_a_refusal_proposes_works():
+def test_proposed_remedy_works():
     strategy = partial(ScatterOnceStrategy, ["cpu:0", "cpu:1"], 2)
     with pytest.raises(ValueError, match="In Lightning pass ") as refused:
         fitted(strategy(), made(with_own(training_step=ignoring)))
@@ -674,7 +676,7 @@ def ranked(outputs):
     return functional.cross_entropy(one @ one.T, numbers)
 
 
-def test_what_could_not_be_checked_names_what_works_here():
+def test_unchecked_loss_names_the_remedy():
     calls = itertools.count()  # which nothing restores
 
     def drifting(self, batch, batch_idx):
@@ -708,7 +710,7 @@ class Plain(pl.LightningModule):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 3])
-def test_the_optimizer_receives_the_gradient_of_the_whole_batch(parts):
+def test_optimizer_gets_whole_batch_gradient(parts):
     """After the Trainer has divided by ``accumulate_grad_batches``, and clipped."""
 
     def step(module, batches):
@@ -756,7 +758,7 @@ class Noisy(Classifier):
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_a_validation_that_compares_rows_gets_whole_batches(number):
+def test_row_comparing_metric_gets_whole_batch(number):
     """It logged means of micro-batches' values."""
     layout = ["cpu:0", "cpu:1", "cpu:0"][:number]
 
@@ -774,7 +776,7 @@ def test_a_validation_that_compares_rows_gets_whole_batches(number):
         assert one == pytest.approx(other, rel=1e-6)
 
 
-def test_a_random_validation_is_divided(recwarn):
+def test_random_validation_is_divided(recwarn):
     state = torch.get_rng_state()
     trainer(ScatterOnceStrategy(["cpu"] * 2)).validate(
         made(Noisy), loader(), verbose=False

@@ -14,7 +14,7 @@ TEXTS = ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("entries", [TEXTS, tuple(TEXTS), [1, 2, 3], BOXES], ids=repr)
-def test_a_list_with_an_entry_per_row_is_marked(entries):
+def test_list_with_entry_per_row_is_marked(entries):
     batch = as_rows({"images": IMAGES, "more": [entries, IMAGES]})
     assert isinstance(batch["more"][0], Rows)
     assert batch["more"][0].entries == list(entries)
@@ -32,7 +32,7 @@ def test_a_list_with_an_entry_per_row_is_marked(entries):
     ],
     ids=repr,
 )
-def test_a_list_of_columns_is_not_rows_even_if_there_are_as_many(batch):
+def test_list_of_columns_is_not_rows(batch):
     assert isinstance(as_rows(batch), list)
 
 
@@ -40,7 +40,7 @@ ELSEWHERE = torch.zeros(2, device="meta")
 HERE = torch.zeros(2)
 
 
-def test_a_tensor_of_another_device_is_named_where_it_failed():
+def test_tensor_on_other_device_is_named():
     closed_over = torch.ones(2, device="meta")
 
     def inner(rows):

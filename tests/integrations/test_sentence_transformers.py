@@ -224,7 +224,7 @@ def both(saved, folder, loss, rows, *, classes=EMBEDDINGS, **options):
     return mine, trained(classes[1], saved, folder, loss, rows(), size=12, **options)
 
 
-def test_no_replica_touches_another_s_memory(saved, tmp_path, monkeypatch):
+def test_replicas_read_their_own_memory(saved, tmp_path, monkeypatch):
     model = encoder(saved)
     loss = CACHED(model, mini_batch_size=5)
     with guarded(monkeypatch, model):
@@ -268,7 +268,7 @@ QUICK = [
 
 
 @pytest.mark.parametrize("name", few_of(RUNS, QUICK))
-def test_a_run_sees_all_rows_of_a_step(saved, tmp_path, name):
+def test_run_equals_one_device_with_all_rows(saved, tmp_path, name):
     """Ours is the stock one, it moves the parameters, and both layouts give the same
     bits.
     """
@@ -283,7 +283,7 @@ def test_a_run_sees_all_rows_of_a_step(saved, tmp_path, name):
     assert any(not torch.equal(start[n], p) for n, p in mine.model.named_parameters())
 
 
-def test_without_the_whole_batch_it_is_the_mean_over_batches(saved, tmp_path):
+def test_without_whole_batch_mean_of_batches(saved, tmp_path):
     extra = {"device_ids": LAYOUTS["virtual"], "whole_batch": False}
     rows = data("anchor", "positive", count=24)
     mine = trained(
@@ -295,7 +295,7 @@ def test_without_the_whole_batch_it_is_the_mean_over_batches(saved, tmp_path):
     assert_same_run(mine, stock, logged=1e-4)
 
 
-def test_evaluation_and_saving_are_the_stock_trainer_s(saved, tmp_path):
+def test_evaluation_and_saving_as_stock(saved, tmp_path):
     measured = []
 
     class Measures(BaseEvaluator):
@@ -414,7 +414,7 @@ DEVICES = {1: ["cpu"], 2: ["cpu:0", "cpu:1"], 3: ["cpu:0", "cpu:1", "cpu:0"]}
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", DEVICES.values(), ids=DEVICES)
 @pytest.mark.parametrize("name", EVALUATIONS)
-def test_metrics_are_the_stock_trainer_s(saved, tmp_path, name, devices):
+def test_metrics_equal_stock_trainer(saved, tmp_path, name, devices):
     """``eval_loss`` is that of in-batch negatives of the stock batch."""
     loss, rows, evaluator, options = EVALUATIONS[name]
     classes = options.get("classes", EMBEDDINGS)
@@ -447,7 +447,7 @@ def test_metrics_are_the_stock_trainer_s(saved, tmp_path, name, devices):
 
 
 @pytest.mark.slow
-def test_an_evaluation_between_steps_leaves_the_training_as_it_is(saved, tmp_path):
+def test_evaluation_leaves_training_unchanged(saved, tmp_path):
     how = {"options": {"eval_strategy": "steps", "eval_steps": 1}}
     how |= {"eval_dataset": PAIRS(), "evaluator": similarity()}
     assert_same_run(*both(saved, tmp_path, MNRL, PAIRS, **how), 1e-9, logged=1e-4)
@@ -470,7 +470,7 @@ CUT = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CUT)
-def test_a_budget_of_tokens(saved, tmp_path, name):
+def test_calls_stay_below_token_budget(saved, tmp_path, name):
     """No call of the model has more tokens than that, unless a row alone has."""
     loss, rows, options = CUT[name]
     budget = 2 * BUDGET if options else BUDGET
@@ -504,7 +504,7 @@ def test_a_budget_of_tokens(saved, tmp_path, name):
 
 
 @pytest.mark.slow
-def test_the_budget_is_that_of_the_cached_loss(saved, tmp_path):
+def test_budget_equals_that_of_cached_loss(saved, tmp_path):
     cut = lambda m: CACHED(m, mini_batch_num_tokens=BUDGET)  # noqa: E731
     plain = lambda m: CACHED(m, mini_batch_size=32)  # noqa: E731
     mine = ours(saved, tmp_path, plain, PAIRS, micro_batch_cost=BUDGET)
@@ -513,7 +513,7 @@ def test_the_budget_is_that_of_the_cached_loss(saved, tmp_path):
 
 
 @pytest.mark.slow
-def test_rows_without_lengths_have_no_budget(saved, tmp_path):
+def test_rows_without_lengths_refuse_budget(saved, tmp_path):
     words = "micro_batch_cost needs the lengths of all rows"
     for loss, rows in ((MNRL, PAIRS), (losses.CosineSimilarityLoss, SCORED)):
         with pytest.raises(ValueError, match=words):
@@ -567,7 +567,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("loss", "words"), REFUSED)
-def test_refused_by_name(saved, tmp_path, loss, words):
+def test_losses_refused_by_name(saved, tmp_path, loss, words):
     with pytest.raises(ValueError, match=words):
         trained(
             ScatterOnceTrainer,
@@ -580,7 +580,7 @@ def test_refused_by_name(saved, tmp_path, loss, words):
         )
 
 
-def test_a_sparse_encoder_s_loss_over_all_rows_is_refused(tmp_path):
+def test_sparse_encoder_loss_refused(tmp_path):
     """SPLADE pools in place in evaluation, where the look at its losses failed: the
     negatives were those of one batch, without a word.
     """
@@ -612,7 +612,7 @@ def test_a_sparse_encoder_s_loss_over_all_rows_is_refused(tmp_path):
     quietly(stock.train)  # what the refusal proposes
 
 
-def test_pairs_that_are_others_the_second_time_are_refused(saved, tmp_path):
+def test_pairs_changed_in_second_pass_refused(saved, tmp_path):
     class Shuffles(pair_losses.BinaryCrossEntropyLoss):
         def forward(self, columns, labels, **options):
             order = numpy.random.default_rng().permutation(len(labels))
@@ -629,7 +629,7 @@ def test_pairs_that_are_others_the_second_time_are_refused(saved, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_example_runs_as_it_stands(tmp_path, monkeypatch):
+def test_example_runs_as_it_stands(tmp_path, monkeypatch):
     script = example("embeddings")
     monkeypatch.setattr(
         "sys.argv", ["embeddings.py", "--tiny", "--output", str(tmp_path)]
@@ -640,7 +640,7 @@ def test_the_example_runs_as_it_stands(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["CachedMNRL", "CosineSimilarity"])
-def test_the_optimizer_receives_the_gradient_of_all_rows(saved, tmp_path, name):
+def test_optimizer_gets_gradient_of_all_rows(saved, tmp_path, name):
     """After the Trainer has divided and clipped, by ``splitcheck``."""
     make_loss, rows = LOSSES[name]
 

@@ -104,7 +104,7 @@ def applied(call, values=VALUES):
     return owner, told
 
 
-def test_what_is_added_is_summed():
+def test_numbers_added_are_summed():
     owner, told = applied(Owner.add)
     total = 1 + sum(VALUES)
     added = {"added", "summed", "reversed", "called", "named", "outside"}
@@ -117,7 +117,7 @@ def test_what_is_added_is_summed():
     assert told == ["self.first"]
 
 
-def test_what_is_set_is_told_by_name_and_stays():
+def test_numbers_set_told_by_name_and_stay():
     owner, told = applied(Owner.set)
     names = ["last", "scaled", "largest", "averaged", "last_named", "pair", "other"]
     names += ["last_tensor", "filled", "stats['last']", "found['a']"]
@@ -127,25 +127,25 @@ def test_what_is_set_is_told_by_name_and_stays():
         assert getattr(owner, name) == getattr(before, name), name
 
 
-def test_what_each_call_sets_to_the_same_value_is_set():
+def test_equal_values_of_calls_are_set():
     owner, told = applied(Owner.set_the_same)
     assert not told
     assert (owner.rows, owner.last_tensor) == (4, 2.0)
 
 
-def test_what_the_only_call_sets_is_set():
+def test_value_set_by_only_call_is_set():
     owner, told = applied(Owner.set, [4.0])
     assert not told
     assert (owner.last, owner.stats, owner.filled) == (4.0, {"last": 4.0}, 4.0)
 
 
-def test_a_meter_sums_its_sums_and_tells_its_means():
+def test_meter_sums_sums_and_tells_means():
     owner, told = applied(Owner.measure)
     assert told == ["self.meter.value", "self.meter.average"]
     assert (owner.meter.total, owner.meter.count) == (30.0, 8)
 
 
-def test_without_source_a_number_is_a_sum():
+def test_number_without_source_is_a_sum():
     space = {}
     exec("class Made:\n    def step(self, value): self.last = float(value)", space)
     statements = Statements(space["Made"]())
@@ -163,5 +163,5 @@ def test_without_source_a_number_is_a_sum():
         ((Attribute("meter"), Attribute("count")), False),
     ],
 )
-def test_places_are_found_by_their_names(path, is_set):
+def test_places_are_found_by_names(path, is_set):
     assert Statements(Owner()).sets(path) is is_set

@@ -16,30 +16,30 @@ SECOND = {"labels": torch.tensor([[-100, -100, 7]]), "text": ["c"]}
 STEP = Step([FIRST, SECOND])
 
 
-def test_an_entry_of_a_step_has_the_rows_of_all_batches():
+def test_step_entry_has_rows_of_all_batches():
     assert STEP["labels"].tolist() == [[4, 5, -100], [6, -100, -100], [-100, -100, 7]]
     assert STEP["text"] == ["a", "b", "c"]
     assert STEP[1] is SECOND
     assert dict(STEP.items())["text"] == STEP.get("text") == list(STEP.values())[1]
 
 
-def test_an_entry_that_one_batch_lacks_is_none_of_the_step():
+def test_entry_missing_in_one_batch_left_out():
     step = Step([{"x": 1, "y": 2}, {"y": 2}])
     assert list(step.keys()) == ["y"]
     assert step.get("x", "nothing") == "nothing"
 
 
-def test_batches_of_other_widths_are_refused_with_their_shapes():
+def test_other_widths_refused_with_shapes():
     step = Step([{"ids": torch.ones(2, 3)}, {"ids": torch.ones(1, 5)}])
     with pytest.raises(ValueError, match=r"\[\(2, 3\), \(1, 5\)\].*step\[0\]\['ids'\]"):
         step["ids"]
 
 
-def test_rows_are_dealt_in_order_and_the_last_batch_may_be_smaller():
+def test_rows_dealt_in_order_last_smaller():
     assert steps.by_number(list, 2, "abcde") == [["a", "b"], ["c", "d"], ["e"]]
 
 
-def test_rows_of_like_length_are_dealt_together():
+def test_rows_of_like_length_dealt_together():
     """Rows of 1, 4, 1 and 4 words, and at most four words a batch."""
     rows = [
         {"ids": [0] * length, "name": name}
@@ -53,7 +53,7 @@ def test_rows_of_like_length_are_dealt_together():
     assert sorted(names) == [["a", "c"], ["b"], ["d"]]
 
 
-def test_rows_without_a_length_are_refused_by_the_name_of_the_entry():
+def test_rows_without_length_refused_by_name():
     with pytest.raises(ValueError, match=r"length of each row's 'ids', .* got 3"):
         steps.by_cost(list, "ids", 4, [torch.device("cpu")], [3])
 
@@ -67,12 +67,12 @@ def test_rows_without_a_length_are_refused_by_the_name_of_the_entry():
         (lambda batch: len(batch["text"]) * 10, [20], [10]),
     ],
 )
-def test_terms_of_rows_are_counted_by_hand(how, first, second):
+def test_terms_of_rows_by_hand(how, first, second):
     assert steps.terms(how, FIRST).tolist() == first
     assert steps.terms(how, SECOND).tolist() == second
 
 
-def test_labels_that_are_shifted_already_are_counted_as_they_are():
+def test_shifted_labels_counted_unshifted():
     batch = {
         "shift_labels": torch.tensor([[1, 2, -100]]),
         "labels": FIRST["labels"][:1],
@@ -80,7 +80,7 @@ def test_labels_that_are_shifted_already_are_counted_as_they_are():
     assert steps.terms(SHIFTED, batch).tolist() == [2]
 
 
-def test_labels_of_other_rows_are_counted_for_the_batch():
+def test_packed_labels_counted_per_batch():
     """As in packed sequences: five labels, two rows."""
     batch = {"ids": torch.ones(2, 4), "labels": torch.tensor([1, -100, 2, 3, -100])}
     assert steps.terms(LABELS, batch).tolist() == [3]
@@ -91,20 +91,20 @@ def test_labels_of_other_rows_are_counted_for_the_batch():
     ("how", "of_batches"),
     [(LABELS, [3 / 4, 1 / 4]), (ROWS, [2 / 3, 1 / 3]), (SUM, [1, 1])],
 )
-def test_weights_of_batches_are_their_part_of_all_terms(how, of_batches):
+def test_batch_weights_are_parts_of_terms(how, of_batches):
     assert steps.weights(how, STEP) == of_batches
 
 
-def test_weights_of_one_batch_are_those_of_its_rows():
+def test_weights_of_one_batch_by_rows():
     assert steps.weights(LABELS, FIRST) == [2 / 3, 1 / 3]
 
 
-def test_without_any_label_no_batch_has_weight():
+def test_no_labels_no_weights():
     nothing = {"labels": torch.full((2, 3), -100)}
     assert steps.weights(LABELS, Step([nothing, nothing])) == [0, 0]
 
 
-def test_the_engine_counts_what_the_weights_count():
+def test_engine_counts_as_the_weights():
     assert steps.options(SUM) == {"reduction": "sum"}
     count = steps.options(LABELS)["count"]
     assert float(count({"batch": FIRST}, None)) == 3
@@ -125,22 +125,22 @@ def combination(step, number, answers):
 
 
 @pytest.mark.parametrize("of_labels", [False, None])
-def test_a_candidate_that_fits_is_taken(of_labels):
+def test_fitting_candidate_is_taken(of_labels):
     answers = {LABELS: of_labels, ROWS: True}
     assert combination(STEP, 1, answers) == (ROWS, [LABELS, ROWS], [])
 
 
-def test_without_an_answer_the_most_likely_is_taken_and_told_once():
+def test_no_answer_takes_likeliest_and_warns():
     how, _, (words,) = combination(STEP, 1, {})
     assert how == LABELS
     assert "weighted by labels, or else by rows" in words
 
 
-def test_nothing_is_taken_if_all_are_refuted():
+def test_all_refuted_takes_none():
     assert combination(STEP, 1, {LABELS: False, ROWS: False})[0] is None
 
 
-def test_a_step_whose_candidates_agree_is_looked_at_in_steps_1_2_4_8():
+def test_agreeing_step_looked_at_at_1_2_4_8():
     batch = {"labels": torch.tensor([[1], [2]]), "text": ["a", "b"]}
     alike = Step([batch, batch])
     looked_at = [number for number in range(1, 10) if combination(alike, number, {})[1]]

@@ -330,7 +330,7 @@ QUICK = [
 
 
 @pytest.mark.parametrize("name", few_of(RUNS, QUICK))
-def test_a_run_is_that_of_one_device(tmp_path, recwarn, name):
+def test_run_equals_one_device(tmp_path, recwarn, name):
     """Parameters, learning rates, losses, gradient norms; the last window is ragged."""
     run = dict(RUNS[name])
     relative = run.pop("relative", SAME)
@@ -354,7 +354,7 @@ def unequal(count):
     "case",
     few_of([*[*CASES][:2], "token classifier"], ["causal language model"]),
 )
-def test_micro_batches_by_cost_are_those_of_one_device(tmp_path, case):
+def test_micro_batches_by_cost_exact(tmp_path, case):
     """Cut by length, and collated by themselves: parameters and logs are the stock
     Trainer's.
     """
@@ -379,7 +379,7 @@ def test_micro_batches_by_cost_are_those_of_one_device(tmp_path, case):
     assert_same_evaluation(mine, theirs)
 
 
-def test_rows_without_a_length_cannot_be_cut_by_cost(tmp_path):
+def test_rows_without_length_refuse_cost(tmp_path):
     case = CLASSIFIER[0], lambda count: [{"text": "a"}] * count, padded
     trainer = build(ScatterOnceTrainer, tmp_path, case, extra={"micro_batch_cost": 9})
     with pytest.raises(
@@ -398,7 +398,7 @@ def accuracy(prediction):
 
 
 @pytest.mark.slow
-def test_epochs_metrics_and_predictions(tmp_path):
+def test_epochs_metrics_predictions_as_stock(tmp_path):
     """With windows that are full: stock Trainers add up the others' means."""
     case = (
         language_model,
@@ -421,7 +421,7 @@ def test_epochs_metrics_and_predictions(tmp_path):
     )
 
 
-def test_the_arguments_are_a_copy_of_one_device_with_all_rows(tmp_path):
+def test_arguments_copied_with_all_rows(tmp_path):
     options = {**sizes(3, 2), "per_device_eval_batch_size": 2}
     args = arguments(tmp_path, remove_unused_columns=False, **options)
     before = args.to_dict()
@@ -497,7 +497,7 @@ COMBINED = {
 
 @pytest.mark.parametrize("layout", few_of(LAYOUTS, ["virtual"]))
 @pytest.mark.parametrize("name", few_of(COMBINED, ["class weights"]))
-def test_what_count_and_reduction_say_is_exact(tmp_path, recwarn, name, layout):
+def test_count_and_reduction_are_exact(tmp_path, recwarn, name, layout):
     """In steps of ragged batches, and in evaluations."""
     own, options = COMBINED[name]
     mine, stock = with_and_without(own)
@@ -517,7 +517,7 @@ def test_what_count_and_reduction_say_is_exact(tmp_path, recwarn, name, layout):
 @pytest.mark.parametrize(
     "name", few_of(["class weights", "a ratio of sums"], ["a ratio of sums"])
 )
-def test_without_count_such_losses_are_refused(tmp_path, name):
+def test_losses_without_count_refused(tmp_path, name):
     own, options = COMBINED[name]
     mine, _ = with_and_without(own)
     trainer = build(
@@ -546,7 +546,7 @@ WRONG_COMBINATIONS = {
 
 
 @pytest.mark.parametrize("name", WRONG_COMBINATIONS)
-def test_a_count_that_no_loop_can_call_is_refused(tmp_path, name):
+def test_uncallable_count_refused(tmp_path, name):
     options, words, kind = WRONG_COMBINATIONS[name]
     with pytest.raises(kind, match=words):
         build(ScatterOnceTrainer, tmp_path, CLASSIFIER, extra=options)
@@ -561,7 +561,7 @@ USED_AGAIN = {
 
 
 @pytest.mark.parametrize("name", few_of(USED_AGAIN, ["replace"]))
-def test_arguments_of_a_trainer_can_be_used_again(tmp_path, name):
+def test_arguments_can_be_used_again(tmp_path, name):
     """They had 12, 24, 48 rows per step."""
     trainer = ours(tmp_path, CLASSIFIER, **sizes(3, 2))
     for _ in range(3):
@@ -578,7 +578,7 @@ def test_arguments_of_a_trainer_can_be_used_again(tmp_path, name):
 
 
 @pytest.mark.slow
-def test_bf16_autocast(tmp_path):
+def test_bf16_autocast_as_stock(tmp_path):
     """In the workers as in the caller: half precision's own rounding apart."""
     trainers = beside(
         tmp_path, CLASSIFIER, model=sequence_classifier().float(), bf16=True
@@ -603,7 +603,7 @@ def test_torch_compile_compiles_the_replicas(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", [2.0**20, 2.0**127])
-def test_the_scaler_of_fp16(tmp_path, scale):
+def test_fp16_scaler_as_stock(tmp_path, scale):
     """Gradients come out scaled and are unscaled before they are clipped; overflow
     skips a step.
     """
@@ -701,9 +701,7 @@ def starts(count):
         ),
     ],
 )
-def test_losses_that_do_not_combine_are_refused_each_time(
-    tmp_path, make, rows, collate, words
-):
+def test_uncombined_losses_refused_each_time(tmp_path, make, rows, collate, words):
     trainer = ours(tmp_path, (partial(oracle.build, make), rows, collate), **sizes(4))
     before = copy.deepcopy(trainer.model)
     for _ in range(2):
@@ -713,7 +711,7 @@ def test_losses_that_do_not_combine_are_refused_each_time(
 
 
 @pytest.mark.slow
-def test_losses_that_cannot_be_looked_at_are_told_once(tmp_path):
+def test_unlookable_losses_warn_once(tmp_path):
     case = (
         partial(oracle.build, partial(FailsInParts, VOCABULARY, 4)),
         sentences,
@@ -762,7 +760,7 @@ def judged(teacher, mask):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", few_of(LAYOUTS, ["shared"]))
-def test_compute_loss_finds_the_replica_s_modules(tmp_path, monkeypatch, layout):
+def test_compute_loss_finds_replica_modules(tmp_path, monkeypatch, layout):
     """It reached the Trainer's own: another device's at once, and one module in two
     threads.
     """
@@ -781,7 +779,7 @@ def test_compute_loss_finds_the_replica_s_modules(tmp_path, monkeypatch, layout)
     assert_same_evaluation(*both)
 
 
-def test_batches_that_do_not_show_how_losses_combine_are_weighted_by_labels(tmp_path):
+def test_unclear_losses_weighted_by_labels(tmp_path):
     """No two batches of one row can be computed together, and the model ignores the
     items.
     """
@@ -816,7 +814,7 @@ def test_checkpoints_go_both_ways(tmp_path, swapped, sharded):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("given", [False, True])
-def test_a_sharded_optimizer_trains_again(tmp_path, given):
+def test_sharded_optimizer_trains_again(tmp_path, given):
     options = {**sizes(3), "max_steps": 2, "max_grad_norm": 0.1}
     trainers = [
         ours(tmp_path, LANGUAGE, sharded=flag, **options) for flag in (True, False)
@@ -864,7 +862,7 @@ class Logs:
 
 
 @pytest.mark.parametrize("layout", few_of(LAYOUTS, ["virtual"]))
-def test_what_compute_loss_logs_and_keeps_is_once_per_batch(tmp_path, recwarn, layout):
+def test_compute_loss_logs_once_per_batch(tmp_path, recwarn, layout):
     """Looks left entries: 68 logs in 4 steps."""
     mine, stock = beside(
         tmp_path,
@@ -911,7 +909,7 @@ class Hooked(OwnLoss):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", few_of(LAYOUTS, ["shared"]))
-def test_features_that_a_hook_keeps_are_those_of_the_batch(tmp_path, layout):
+def test_hooked_features_are_the_batchs(tmp_path, layout):
     """Replicas mixed them up: another result in each run."""
     with pytest.warns(UserWarning, match="forward hooks keep values in an object"):
         trainers = beside(
@@ -924,7 +922,7 @@ def test_features_that_a_hook_keeps_are_those_of_the_batch(tmp_path, layout):
 
 
 @pytest.mark.slow
-def test_dispatched_batches_are_refused_in_words_that_can_be_followed(tmp_path):
+def test_dispatched_batches_refused_remedy_works(tmp_path):
     dispatches = {"accelerator_config": {"dispatch_batches": True}}
     with pytest.raises(ValueError, match=r"dispatch_batches=True \(leave it out: one"):
         ours(tmp_path, CLASSIFIER, **dispatches)
@@ -948,9 +946,7 @@ DETECTS = r"GPT2LMHeadModel \(loss_type='ForObjectDetection'\).*the boxes of a w
         (DETECTS, "loss_type", "ForObjectDetection"),
     ],
 )
-def test_what_does_not_go_together_is_refused_by_name(
-    tmp_path, monkeypatch, words, name, value
-):
+def test_conflicts_refused_by_name(tmp_path, monkeypatch, words, name, value):
     args, model = arguments(tmp_path), language_model()
     holder = model if name in ("hf_device_map", "loss_type") else args
     computed = name in ("world_size", "device")
@@ -960,7 +956,7 @@ def test_what_does_not_go_together_is_refused_by_name(
 
 
 @pytest.mark.slow
-def test_the_optimizer_receives_the_gradient_of_all_labels(tmp_path):
+def test_optimizer_gets_gradient_of_labels(tmp_path):
     """After the Trainer has divided and clipped, for batches with unequal labels.
 
     Beside that of one batch, because the stock Trainer counts the first label of each

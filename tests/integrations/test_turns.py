@@ -129,7 +129,7 @@ HOOKS = {
 
 
 @pytest.mark.parametrize("name", HOOKS)
-def test_what_hooks_keep_is_read_by_the_replica_that_kept_it(name, devices):
+def test_hook_values_read_by_own_replica(name, devices):
     hook, options, is_told = HOOKS[name]
     FILE.clear()
     plain = Owner(is_hooked_by=hook, **options)

@@ -16,8 +16,8 @@ CHOSEN = {
     "transformers": (
         "trainers",
         "integrations/test_transformers.py",
-        "(exact and class and virtual) or (once_per_batch and virtual) "
-        "or (hook_keeps and virtual)",
+        "(count_and_reduction and class and virtual) or (once_per_batch and virtual) "
+        "or (hooked_features and virtual)",
         3,
     ),
     "lightning": ("loops", "integrations/test_lightning.py", "sums_loggers", 1),
@@ -33,7 +33,7 @@ CHOSEN = {
         for name, chosen in CHOSEN.items()
     ],
 )
-def test_a_loop_on_two_real_memories(library, simulated_accelerator):
+def test_loop_on_two_real_memories(library, simulated_accelerator):
     if find_spec(library) is None:
         pytest.skip(f"{library} is not installed")
     if not simulated_accelerator:

@@ -82,12 +82,12 @@ def singletons_stay():
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_right_loop_of_accelerate_passes(ranks):
+def test_right_accelerate_loop_passes(ranks):
     report = splitcheck(right_accelerate, new(Tagger), tokens(), ranks=ranks, parts=2)
     report.assert_passed()
 
 
-def test_an_accelerator_from_outside_is_as_before():
+def test_outer_accelerator_unchanged():
     model = new(Tagger)
     with accelerator_from_outside() as accelerator:
         optimizer = torch.optim.AdamW(model.parameters())
@@ -105,7 +105,7 @@ def test_an_accelerator_from_outside_is_as_before():
         assert not optimizer.state
 
 
-def test_an_accelerator_from_outside_is_refused_with_ranks():
+def test_outer_accelerator_refused_with_ranks():
     """It failed in ``prepare``, with an error of accelerate's about its state."""
     with accelerator_from_outside() as accelerator:
 
@@ -140,14 +140,14 @@ def accelerator_from_outside():
             kind._shared_state.update(values)
 
 
-def test_accelerate_and_the_loop_divide_by_the_steps():
+def test_twice_divided_by_steps_found():
     report = splitcheck(divided_by_steps_twice, new(Tagger), tokens())
     assert report.cause == "constant factor"
     assert "number of parts once too often" in report.why
 
 
 @pytest.mark.slow
-def test_a_loop_of_accelerate_that_forgets_the_processes():
+def test_forgotten_processes_found():
     report = splitcheck(ranks_forgotten, new(Tagger), tokens(), ranks=2, parts=3)
     assert report.cause == "constant factor"
     assert "number of ranks once too often" in report.why
@@ -227,21 +227,21 @@ def texts(rows=16):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_trainer_passes(ranks, tmp_path):
+def test_trainer_passes(ranks, tmp_path):
     step = trained_by(Fed, tmp_path)
     report = splitcheck(step, new(llama), texts(), ranks=ranks, parts=2, timeout=240)
     report.assert_passed()
 
 
 @pytest.mark.slow
-def test_a_trainer_that_ignores_the_number_of_labels(tmp_path):
+def test_trainer_without_label_count_found(tmp_path):
     step = trained_by(WithoutCount, tmp_path)
     report = splitcheck(step, new(llama), texts())
     assert report.cause == "sum of means"
 
 
 @pytest.mark.slow
-def test_the_router_loss_of_the_trainer_on_two_ranks(tmp_path):
+def test_router_loss_on_two_ranks_found(tmp_path):
     """huggingface/transformers#48706, open in transformers 5.23.0."""
     step = trained_by(Fed, tmp_path)
     model = new(mixture_of_experts)
@@ -280,7 +280,7 @@ def gathered_loss(loss, name):
     "name",
     ["NT-Xent", "DCL", "VICReg", "TiCo", "SwaV", "negative cosine", "Barlow Twins"],
 )
-def test_losses_of_lightly_on_two_ranks(name):
+def test_lightly_losses_on_two_ranks(name):
     """In 1.6.0 that of Barlow Twins normalises by the rows of a rank, not of all."""
     pytest.importorskip("torchvision", reason="lightly needs it")
     loss = pytest.importorskip("lightly.loss", reason="pip install lightly")

@@ -165,7 +165,7 @@ COMPARED |= {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_beside_the_stock_trainer(tmp_path, monkeypatch, name, recwarn):
+def test_run_equals_stock_trainer(tmp_path, monkeypatch, name, recwarn):
     """Ours is the stock one, it moves the parameters, and both layouts give the same
     bits.
 
@@ -216,7 +216,7 @@ SFT_LOSSES = {
 @pytest.mark.filterwarnings("ignore:.loss_type='chunked_nll':FutureWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SFT_LOSSES)
-def test_losses_of_sft(tmp_path, name):
+def test_sft_losses_equal_stock_trainer(tmp_path, name):
     """TRL replaces ``forward`` by a bound method, which replicas need copies of. Losses
     and metrics are weighted by labels: 0.47 was logged for an accuracy of 0.71.
     """
@@ -284,7 +284,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_losses_over_a_batch_are_refused_by_name(tmp_path, name):
+def test_losses_over_a_batch_refused_by_name(tmp_path, name):
     make, words = REFUSED[name]
     words = (
         f"ScatterOnceMixin does not go together with {name.split()[0]}Trainer "
@@ -294,7 +294,7 @@ def test_losses_over_a_batch_are_refused_by_name(tmp_path, name):
         make(tmp_path, ["cpu"] * 2)
 
 
-def test_a_subclass_that_calls_its_base_is_refused_like_it(tmp_path, monkeypatch):
+def test_subclass_refused_like_its_base(tmp_path, monkeypatch):
     """It escaped the refusal by name, and its loss was 0.3 % off without a word."""
 
     class Mine(trl.KTOTrainer):
@@ -308,7 +308,7 @@ def test_a_subclass_that_calls_its_base_is_refused_like_it(tmp_path, monkeypatch
         build("KTO", tmp_path, ["cpu"] * 2, loss_type="kto")
 
 
-def test_the_example_runs_as_it_stands(tmp_path, monkeypatch):
+def test_example_runs_as_it_stands(tmp_path, monkeypatch):
     script = example("dpo_lora")
     monkeypatch.setattr(
         "sys.argv", ["dpo_lora.py", "--tiny", "--output", str(tmp_path)]

@@ -105,7 +105,7 @@ def expected_of(model, plan):
     whole_batch=[False, True],
     first=[nn.BatchNorm2d, Activated],
 )
-def test_every_layer_has_what_all_of_its_rows_make(
+def test_layers_have_statistics_of_all_rows(
     layout, accum, momentum, way, whole_batch, first
 ):
     if first is Activated and momentum is None:
@@ -125,7 +125,7 @@ def test_every_layer_has_what_all_of_its_rows_make(
 
 
 @pytest.mark.contract
-def test_the_first_layer_has_what_plain_torch_has(devices):
+def test_first_layer_equals_plain_torch(devices):
     """Momentum may change from step to step, as schedules have it; inference moves them
     too.
     """
@@ -143,7 +143,7 @@ def test_the_first_layer_has_what_plain_torch_has(devices):
             assert_buffers(model.first, twin.first.named_buffers())
 
 
-def test_a_failed_step_leaves_them_alone(devices):
+def test_failed_step_leaves_statistics(devices):
     model, calls = build(Net), itertools.count(-3)
 
     def fails(outputs, targets):
@@ -170,7 +170,7 @@ def on_ranks(group, split):
     return dict(model.named_buffers()), len(collectives)
 
 
-def test_the_rows_of_all_ranks():
+def test_rows_of_all_ranks_pooled():
     """In the collectives that are there: the small one, the gradients, the buffers as
     bytes.
     """

@@ -50,7 +50,7 @@ def assert_everywhere(broadcast, module):
 EVERYTHING = 2 * (16 + 8)  # to two devices
 
 
-def test_everything_at_first_then_nothing(broadcast, module):
+def test_everything_sent_first_then_nothing(broadcast, module):
     assert sent(broadcast) == EVERYTHING
     assert_everywhere(broadcast, module)
     assert sent(broadcast) == 0
@@ -83,14 +83,14 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("change", "expected"), CHANGES)
-def test_what_has_changed_is_sent(broadcast, module, change, expected):
+def test_changed_tensors_are_sent(broadcast, module, change, expected):
     sent(broadcast)
     change(module)
     assert sent(broadcast) == expected
     assert_everywhere(broadcast, module)
 
 
-def test_five_devices_have_four_copies(module):
+def test_five_devices_get_four_copies(module):
     """Of 16 and 8 bytes each; a change of the buffer sends 8 bytes to each again."""
     devices = [torch.device("cpu", number) for number in range(5)]
     broadcast = Broadcast(ModuleContents((module,)), devices)
@@ -106,7 +106,7 @@ def test_five_devices_have_four_copies(module):
     assert len(memories) == 5
 
 
-def test_after_a_failure_everything_is_sent(broadcast, module, monkeypatch):
+def test_everything_sent_after_failure(broadcast, module, monkeypatch):
     sent(broadcast)
     write(module)
 
@@ -134,7 +134,7 @@ def test_owners_send_to_all_others(broadcast, module):
     assert sent(broadcast) == 0
 
 
-def test_storages_have_new_memory_for_buffers_alone(broadcast):
+def test_storages_renew_buffers_only(broadcast):
     weight, mean = broadcast.at(DEVICES[1])
     new_weight, new_mean = broadcast.storages(DEVICES[1])
     assert new_weight is weight
@@ -142,20 +142,21 @@ def test_storages_have_new_memory_for_buffers_alone(broadcast):
     assert new_mean.shape == mean.shape
 
 
-def test_whether_tensors_are_as_before(broadcast, module):
+def test_fits_tells_changed_shapes(broadcast, module):
     assert broadcast.fits()
     module.weight.data = module.weight.data[:2]
     assert not broadcast.fits()
     assert not broadcast.is_of(ModuleContents((layer(),)), DEVICES)
 
 
-def test_the_same_tensors_on_other_devices_are_another_broadcast(module, broadcast):
+def test_other_devices_are_other_broadcast(module, broadcast):
     contents = ModuleContents((module,))
     assert broadcast.is_of(contents, [*DEVICES, DEVICES[1]])
     assert not broadcast.is_of(contents, DEVICES[:2])
 
 
-def test_versions_count_writes_and_are_zero_in_inference_mode():
+def test_versions_count_writes():
+    """The version of an inference tensor is 0."""
     tensor = torch.zeros(1)
     tensor += 1
     with torch.inference_mode():

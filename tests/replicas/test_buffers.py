@@ -45,7 +45,7 @@ def assert_buffers(model, expected):
 
 @pytest.mark.contract
 @pytest.mark.parametrize("accum", [1, 2])
-def test_master_keeps_those_of_replica_0_bit_for_bit(devices, accum):
+def test_master_keeps_replica_0_bit_for_bit(devices, accum):
     """On a real GPU or a virtual one: the same kernels on the same rows, so the same
     bits.
     """
@@ -65,7 +65,7 @@ def test_master_keeps_those_of_replica_0_bit_for_bit(devices, accum):
     )
 
 
-def test_the_master_s_buffers_are_not_the_caller_s_tensors(devices):
+def test_master_buffers_alias_no_inputs(devices):
     """A buffer taken from the batch must not alias it: the next batch may overwrite it
     in place.
     """
@@ -84,7 +84,7 @@ def test_the_master_s_buffers_are_not_the_caller_s_tensors(devices):
 
 
 @pytest.mark.parametrize("training", ["nothing", "one layer", "everything"])
-def test_inference_moves_statistics_as_a_module_does(devices, training):
+def test_inference_moves_statistics(devices, training):
     """Under no_grad a training-mode forward is allowed (to re-estimate statistics): it
     counts.
     """
@@ -99,7 +99,7 @@ def test_inference_moves_statistics_as_a_module_does(devices, training):
     assert_buffers(model, expected)
 
 
-def test_a_buffer_written_after_another_was_used_in_the_graph(devices):
+def test_buffer_written_after_other_in_graph(devices):
     """Buffers of a replica once shared one version counter, so that autograd refused
     this.
     """
@@ -130,7 +130,7 @@ REGISTRATIONS = {
 
 @pytest.mark.parametrize("act", REGISTRATIONS)
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_buffer_that_a_forward_pass_registers_is_refused(devices, act, whole):
+def test_buffer_registered_in_forward_refused(devices, act, whole):
     """Each replica would register one of its own; a failed step once left one behind as
     None.
     """

@@ -32,13 +32,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_module_that_cannot_be_replicated_is_refused_by_name(kind):
+def test_module_refused_by_name(kind):
     make, error, words = REFUSED[kind]
     with pytest.raises(error, match=words):
         check_placement(make(), CPU)
 
 
-def test_a_module_of_plain_tensors_and_a_partial_pass():
+def test_plain_modules_and_functions_pass():
     check_placement(with_buffer(torch.ones(3)), CPU)
     check_placement(nn.LazyLinear(3), CPU, lazy=True)
     check_placement(print, CPU)

@@ -114,7 +114,7 @@ def assert_same(model, other):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_it_trains_as_the_eager_engine_does(way, graphs):
+def test_trains_as_the_eager_engine(way, graphs):
     device_ids = DEVICES[WAYS.index(way) % 3]
     model, engine = compiled(graphs, device_ids, way=way)
     twin, other = eager_twin(device_ids)
@@ -137,7 +137,7 @@ def test_it_trains_as_the_eager_engine_does(way, graphs):
     assert counts[2] == counts[1]
 
 
-def test_all_replicas_share_the_graphs(graphs):
+def test_replicas_share_the_graphs(graphs):
     _, engine = compiled(graphs, DEVICES[2] * 2)
     counts = []
     with engine:
@@ -166,7 +166,7 @@ def test_compiling_draws_no_numbers(graphs):
     assert model[1].num_batches_tracked == twin[1].num_batches_tracked == 6
 
 
-def test_evaluation_and_the_way_back(graphs):
+def test_evaluation_and_training_again(graphs):
     model, engine = compiled(graphs, DEVICES[2])
     with engine:
         step(engine)
@@ -181,7 +181,8 @@ def test_evaluation_and_the_way_back(graphs):
         assert graphs.count == count
 
 
-def test_weights_are_obeyed_at_once_and_attributes_with_a_recompilation(graphs):
+def test_changed_attribute_recompiles(graphs):
+    """New weights take effect without compiling again."""
     model, engine = compiled(graphs)
     twin, other = eager_twin()
     counts = []
@@ -201,7 +202,7 @@ def test_weights_are_obeyed_at_once_and_attributes_with_a_recompilation(graphs):
     assert_same(model, twin)
 
 
-def test_a_compiled_criterion(graphs):
+def test_compiled_criterion_is_exact(graphs):
     targets = randint(3, ROWS)
     targets[:9] = -100
     criterion = torch.compile(CRITERION, backend=graphs)
@@ -210,7 +211,7 @@ def test_a_compiled_criterion(graphs):
     assert graphs.count >= 1
 
 
-def test_replicas_that_wait_for_each_other(graphs, monkeypatch):
+def test_replicas_that_meet_do_not_deadlock(graphs, monkeypatch):
     """The one that compiles must not wait for ever for one that waits for the lock."""
     monkeypatch.setattr("scatterpar.replicas.compiled._PATIENCE_SECONDS", 0.1)
     barrier = threading.Barrier(2)
@@ -226,7 +227,7 @@ def test_replicas_that_wait_for_each_other(graphs, monkeypatch):
 
 
 @pytest.mark.parametrize("way", ["torch.compile", "method", "a block"])
-def test_cuda_graphs_are_refused_however_the_module_was_compiled(way, monkeypatch):
+def test_compiled_cuda_graphs_refused(way, monkeypatch):
     """They went through where they were not asked for by ``compile=``."""
     model, engine = compiled({"options": {"triton.cudagraphs": True}}, way=way)
     name = "Of" if way == "a block" else "Sequential"
@@ -239,7 +240,7 @@ def test_cuda_graphs_are_refused_however_the_module_was_compiled(way, monkeypatc
         assert model[0].weight.grad is None
 
 
-def test_the_pair_refuses_in_words(graphs):
+def test_pair_refuses_compiled_module(graphs):
     model = build(network)
     with pytest.raises(
         TypeError, match="the module was compiled, and the pair runs its copies"
@@ -254,7 +255,7 @@ def test_the_pair_refuses_in_words(graphs):
 @pytest.mark.skipif(
     shutil.which("g++") is None, reason="torch's compiler needs g++ for the CPU"
 )
-def test_with_torchs_own_compiler(monkeypatch, tmp_path):
+def test_inductor_equals_eager(monkeypatch, tmp_path):
     """The call in which torch compiles drew from the process's generator, not as later
     ones.
     """

@@ -61,7 +61,7 @@ def trained(kind, step, net):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_between_steps_are_those_of_plain_torch(kind, devices):
+def test_weights_between_steps_as_plain_torch(kind, devices):
     plain, net = mlp(), mlp()
     expected = trained(
         kind, lambda x, y: F.cross_entropy(plain(x), y).backward(), plain
@@ -77,7 +77,7 @@ def test_weights_between_steps_are_those_of_plain_torch(kind, devices):
         assert_close(weight, of_plain, f"weight {number}")
 
 
-def test_inference_sets_the_weight_too():
+def test_inference_sets_the_weight():
     net = mlp().eval()
     pruned(net)
     with torch.no_grad():
@@ -87,7 +87,7 @@ def test_inference_sets_the_weight_too():
     assert_close(net[0].weight, net[0].weight_orig * net[0].weight_mask, "weight")
 
 
-def test_memory_that_a_callback_shares_with_the_weight_is_not_written():
+def test_memory_shared_with_weight_unchanged():
     """Lightning's ``ModelPruning`` restores weights so. Its copies were overwritten."""
     net = mlp()
     original = net[0].weight.detach().clone()

@@ -86,7 +86,7 @@ WRITERS = (
 
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_written_between_steps_is_seen_in_the_next_one(devices, kind, write):
+def test_writes_between_steps_reach_replicas(devices, kind, write):
     model = model_with(kind)
     with ScatterOnceParallel(model, 2, devices(3)) as engine:
         for number in range(6):
@@ -96,7 +96,7 @@ def test_what_is_written_between_steps_is_seen_in_the_next_one(devices, kind, wr
 
 @pytest.mark.parametrize("whole_batch", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_does_not_change_is_neither_written_nor_sent(devices, kind, whole_batch):
+def test_unchanged_tensors_not_sent(devices, kind, whole_batch):
     model = model_with(kind)
     before, values = model.table._version, model.table.clone()
     sent = []
@@ -140,7 +140,7 @@ def rebinds(m, inputs):
 @pytest.mark.parametrize(
     "forward", [appends, decays, writes_a_part_without_version, rebinds]
 )
-def test_what_a_forward_pass_writes_is_in_the_module_after_each_step(devices, forward):
+def test_forward_writes_reach_the_module(devices, forward):
     model = model_with("buffer", forward)
     plain = copy.deepcopy(model)
     with ScatterOnceParallel(model, 1, devices(2)) as engine:
@@ -153,7 +153,7 @@ def test_what_a_forward_pass_writes_is_in_the_module_after_each_step(devices, fo
                 assert_close(model.get_parameter(name).grad, parameter.grad, name)
 
 
-def test_a_table_that_a_hook_writes_is_restored_if_a_later_hook_raises(devices):
+def test_hook_writes_restored_if_later_raises(devices):
     model = model_with("buffer")
 
     def writes(_):
@@ -170,7 +170,7 @@ def test_a_table_that_a_hook_writes_is_restored_if_a_later_hook_raises(devices):
             engine.forward_backward(ROWS, LABELS, LOSS)
 
 
-def test_a_table_that_shares_the_memory_of_a_trained_one_follows_it(devices):
+def test_table_follows_memory_it_shares(devices):
     def forward(m, inputs):
         return m.linear(inputs) + m.flat[PLACE] + m.weight[0, :4]
 

@@ -15,7 +15,7 @@ from scatterpar.replicas.module_contents import ModuleContents, root_to_replicat
 pytestmark = pytest.mark.core
 
 
-def test_modules_in_lists_keys_and_methods_are_found_once():
+def test_modules_in_containers_found_once():
     model, inner, key = nn.Sequential(linear()), linear(seed=1), linear(seed=2)
     model.hidden = [inner, inner]
     model.names = {key: "a name"}
@@ -34,14 +34,14 @@ def test_modules_in_lists_keys_and_methods_are_found_once():
     )
 
 
-def test_tensors_on_other_devices_are_left_out():
+def test_tensors_of_other_devices_left_out():
     model = linear()
     model.elsewhere = torch.ones(2, device="meta")
     found = ModuleContents((model,), torch.device("cpu"))
     assert set(found.tensors) == set(map(id, model.parameters()))
 
 
-def test_facts_show_what_no_container_does():
+def test_facts_show_changed_dtype():
     model = linear()
     found = ModuleContents((model,))
     before = found.facts()
@@ -49,7 +49,7 @@ def test_facts_show_what_no_container_does():
     assert found.facts() != before
 
 
-def test_which_criteria_are_replicated():
+def test_criteria_with_state_are_replicated():
     net = linear()
     assert root_to_replicate(nn.MSELoss()) is None
     assert root_to_replicate(print) is None

@@ -90,9 +90,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("runner", [ScatterOnceParallel, DataParallelModel])
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_replicas_cannot_hold_or_return_is_refused_with_the_way_out(
-    devices, case, runner
-):
+def test_uncopyable_parts_refused_with_remedy(devices, case, runner):
     make, words = REFUSED[case]
     with pytest.raises(TypeError, match=words):
         runner(build(make).eval(), device_ids=devices(2))(BATCH[0])
@@ -104,7 +102,7 @@ def zeroes(m, inputs):
     return m.linear(inputs)
 
 
-def test_zero_grad_in_forward_does_not_wipe_earlier_sub_steps(devices):
+def test_zero_grad_in_forward_has_no_effect(devices):
     """Each sub-step forgot the ones before it, in silence."""
     model = Of(zeroes, linear=linear())
     with (
@@ -126,7 +124,7 @@ def adapts_a_copy(m, inputs):
     return m.linear(inputs)
 
 
-def test_a_deep_copy_in_forward_has_a_zero_grad_of_its_own(devices):
+def test_deep_copy_in_forward_can_zero_grad(devices):
     with ScatterOnceParallel(Of(adapts_a_copy, linear=linear()), 3, ["cpu"]) as engine:
         assert_step(engine, *BATCH, CRITERION)
         assert (
@@ -151,7 +149,7 @@ class Single(nn.Linear):
         return self
 
 
-def test_a_class_with_one_instance_trains_and_its_instance_stays_as_it_was(devices):
+def test_singleton_class_trains(devices):
     model = build(Single)
     before = set(vars(model))
     with ScatterOnceParallel(model, 2, devices(2)) as engine:
@@ -180,9 +178,7 @@ class Named:
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_an_object_keyed_by_modules_is_told_by_the_error_that_a_replica_raises(
-    devices, verify
-):
+def test_error_tells_object_keyed_by_modules(devices, verify):
     model = mlp()
     model[0].register_forward_hook(Named(model).hook)
     with (
@@ -197,7 +193,7 @@ def test_an_object_keyed_by_modules_is_told_by_the_error_that_a_replica_raises(
         assert any("the key is a replica's" in note for note in notes)
 
 
-def test_lazy_modules_say_what_to_do_and_work_once_initialised(devices):
+def test_lazy_modules_told_to_initialise(devices):
     with seeded():
         module = nn.Sequential(
             nn.LazyLinear(6), nn.Tanh(), nn.LazyLinear(CLASSES)
@@ -231,9 +227,7 @@ MAKERS = {
 
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("whole_batch", [False, True])
-def test_parameters_that_a_forward_pass_makes_are_refused_by_name(
-    devices, kind, whole_batch
-):
+def test_parameters_made_in_forward_refused(devices, kind, whole_batch):
     model, words = build(MAKERS[kind]), r"creates the parameter 'head\.weight'"
     with ScatterOnceParallel(model, 2, devices(3)) as engine:
         for _ in range(2):
@@ -270,7 +264,7 @@ CRITERIA = {
 
 
 @pytest.mark.parametrize("case", CRITERIA)
-def test_tensors_in_a_partial_are_in_each_replica_s_memory(monkeypatch, case):
+def test_partial_tensors_copied_per_replica(monkeypatch, case):
     """The second card failed: the weight stayed on the first."""
     model, criterion, ids = mlp(), CRITERIA[case], ["cpu:0", "cpu:1", "cpu:2"]
     expected, _ = whole_batch(model, *LABELLED, criterion)
@@ -287,7 +281,7 @@ def test_tensors_in_a_partial_are_in_each_replica_s_memory(monkeypatch, case):
         assert len(memories.checked) == 3
 
 
-def test_they_are_sent_once_and_follow_what_is_written_into_them():
+def test_partial_tensors_sent_once_and_follow():
     weight = CLASS_WEIGHTS.clone()
     criterion = functools.partial(F.cross_entropy, weight=weight)
     with ScatterOnceParallel(mlp(), 2, ["cpu:0", "cpu:1"]) as engine:
@@ -301,7 +295,7 @@ def test_they_are_sent_once_and_follow_what_is_written_into_them():
         assert_step(engine, *LABELLED, criterion)
 
 
-def test_a_bound_tensor_that_is_trained_gets_its_gradient(devices):
+def test_trained_partial_tensor_gets_grad(devices):
     def scaled(output, targets, scale):
         return scale * F.cross_entropy(output, targets)
 
@@ -312,7 +306,7 @@ def test_a_bound_tensor_that_is_trained_gets_its_gradient(devices):
     assert_close(scale.grad, whole_batch(model, *LABELLED, F.cross_entropy)[0], "scale")
 
 
-def test_what_a_closure_brings_along_is_named(devices):
+def test_closure_tensor_on_other_device_named(devices):
     """It cannot be moved; so the error says what it is, where it is, and what to write
     instead.
     """
@@ -335,7 +329,7 @@ def test_what_a_closure_brings_along_is_named(devices):
         assert not notes_on(lambda o, t: F.cross_entropy(o, t, weight=few))
 
 
-def test_a_class_adds_to_its_replicas_by_torchs_protocol():
+def test_replicate_protocol_of_torch_is_called():
     """``nn.DataParallel`` makes replicas by this method; ``nn.RNNBase``
     overrides it.
     """

@@ -139,7 +139,7 @@ def refused(name, *modules, lost=False):
 
 @pytest.mark.parametrize("case", MODELS)
 @pytest.mark.parametrize("way", WAYS)
-def test_it_is_refused_every_time(devices, way, case):
+def test_writes_refused_every_time(devices, way, case):
     make, inputs, name = MODELS[case]
     model = build(make)
     with WAYS[way](model, devices(2)) as run:
@@ -153,7 +153,7 @@ def casts(weight):
     weight.data = weight.data.to(ROWS.dtype)
 
 
-def test_a_write_in_the_second_pass_alone_is_refused_too(devices):
+def test_write_in_second_pass_refused(devices):
     model = build(lambda: writer(decay_data, the_second_time()))
     options = {"how": {"verify": False}, "whole_batch": True}
     # Which replica writes first, and so whether values of the user's module are lost,
@@ -166,7 +166,7 @@ def test_a_write_in_the_second_pass_alone_is_refused_too(devices):
         run(ROWS)
 
 
-def test_a_frozen_parameter_that_is_only_cast_is_not_refused(devices):
+def test_cast_of_frozen_parameter_allowed(devices):
     model = build(lambda: writer(casts))
     model.head.requires_grad_(False)
     model.head.weight.data = model.head.weight.data.float()
@@ -180,7 +180,7 @@ def test_a_frozen_parameter_that_is_only_cast_is_not_refused(devices):
 
 
 @pytest.mark.parametrize("case", ["max_norm", "exchange"])
-def test_a_step_that_fails_otherwise_notes_it(devices, case):
+def test_other_error_notes_the_write(devices, case):
     make, inputs, name = MODELS[case]
     model = build(make)
     before = capture(model)
@@ -211,7 +211,7 @@ def assert_good(model, run):
 
 @pytest.mark.parametrize("write", [clip, exchange])
 @pytest.mark.parametrize("way", ["step", "pair"])
-def test_a_write_in_a_later_step_is_refused(devices, monkeypatch, way, write):
+def test_write_in_later_step_refused(devices, monkeypatch, way, write):
     model = build(lambda: writer(write, late))
     with WAYS[way](model, devices(2)) as run:
         for _ in range(2):
@@ -222,7 +222,7 @@ def test_a_write_in_a_later_step_is_refused(devices, monkeypatch, way, write):
                 run(ROWS)
 
 
-def test_a_write_through_data_is_noticed_with_other_flags(devices):
+def test_write_through_data_refused_in_train(devices):
     model = build(lambda: writer(decay_data, in_training)).eval()
     with by_engine(model, devices(2)) as run:
         assert_good(model, run)
@@ -231,7 +231,7 @@ def test_a_write_through_data_is_noticed_with_other_flags(devices):
             run(ROWS)
 
 
-def test_a_criterion_that_writes_its_own_is_refused(devices):
+def test_criterion_writing_itself_refused(devices):
     """It normalises its own weights."""
 
     def loss(m, output, targets):
@@ -247,7 +247,7 @@ def test_a_criterion_that_writes_its_own_is_refused(devices):
         DataParallelCriterion(criterion)(outputs, LABELS)
 
 
-def test_a_criterion_that_writes_the_model_s_is_refused(devices):
+def test_criterion_writing_model_refused(devices):
     """By its closure, and so the user's own tensor."""
     model = linear()
 

@@ -186,14 +186,12 @@ CASES = pytest.mark.parametrize("kind", [PackedLinear, Composite])
     "runner", ["check", "whole batch", "compiled", "pair", "inference"]
 )
 @CASES
-def test_ways_to_take_a_step(kind, runner):
+def test_all_ways_to_step_are_exact(kind, runner):
     agree(Case(kind, SMALL, lambda _: MSE), runner, "mixed")
 
 
 @CASES
-def test_the_gradient_of_adapters_is_exact_and_what_is_frozen_is_sent_once(
-    kind, devices
-):
+def test_adapters_exact_frozen_sent_once(kind, devices):
     model = build(kind)
     with ScatterOnceParallel(model, 2, devices(3)) as engine:
         assert_step(engine, *SMALL, MSE)
@@ -223,7 +221,7 @@ def packed_of_floats():
         (packed_of_floats, r"'weight', a Packed, .* as bitsandbytes does it"),
     ],
 )
-def test_one_that_is_trained_later_is_refused_until_it_is_frozen(make, words):
+def test_trained_later_refused_until_frozen(make, words):
     model = build(make)
     with ScatterOnceParallel(model, 2, VIRTUAL) as engine:
         for _ in range(2):
@@ -234,7 +232,7 @@ def test_one_that_is_trained_later_is_refused_until_it_is_frozen(make, words):
                 engine.forward_backward(*SMALL, MSE)
 
 
-def test_a_buffer_made_of_other_tensors_is_refused():
+def test_buffer_of_tensors_refused():
     model = build(lambda: nn.Linear(8, 4))
     model.register_buffer("table", TwoTensor(randn(4, 8), randn(4, 8)))
     with pytest.raises(
@@ -256,14 +254,14 @@ def words_for_a_dtensor(group):
     return str(caught.value)
 
 
-def test_a_frozen_dtensor_is_refused():
+def test_frozen_dtensor_refused():
     # all: each numbers the groups that it makes
     for words in run_on_ranks(3, words_for_a_dtensor):
         assert "'weight', a DTensor" in words
         assert ".full_tensor()" in words
 
 
-def test_another_state_is_followed():
+def test_new_quant_state_is_followed():
     model = build(PackedLinear)
     with ScatterOnceParallel(model, 2, VIRTUAL) as engine:
         assert_step(engine, *SMALL, MSE)
@@ -277,7 +275,7 @@ def test_another_state_is_followed():
 
 @pytest.mark.loops
 @pytest.mark.parametrize("layer", LAYERS)
-def test_layers_of_libraries_are_exact_and_only_adapters_are_sent_again(layer):
+def test_library_layers_send_adapters_only(layer):
     model = adapted(layer)
     optimizer = torch.optim.SGD(trained(model), lr=0.1)
     with ScatterOnceParallel(model, 2, ["cpu:0", "cpu:1", "cpu:0", "cpu:2"]) as engine:
@@ -299,7 +297,7 @@ def squares(output, targets):
 @pytest.mark.skipif(torch.accelerator.device_count() < 3, reason="needs 3 accelerators")
 @pytest.mark.parametrize("number", [1, 3])
 @pytest.mark.parametrize("layer", ["nf4", "nf4 twice"])
-def test_weights_of_4_bits_on_cards(layer, number):
+def test_four_bit_weights_on_gpus(layer, number):
     card = torch.accelerator.current_accelerator().type
     plain, model = adapted(layer), on_cards(adapted(layer), f"{card}:0")
     squares(plain(BATCH[0]), BATCH[1]).backward()
@@ -322,7 +320,7 @@ def test_weights_of_4_bits_on_cards(layer, number):
     find_spec("bitsandbytes") is None,  # before the accelerator is compiled for it
     reason="could not import 'bitsandbytes'",
 )
-def test_weights_of_4_bits_on_simulated_cards(simulated_accelerator):
+def test_four_bit_weights_on_simulated_gpus(simulated_accelerator):
     """Operators there refuse tensors of two devices, which virtual devices on the CPU
     do not.
     """
@@ -341,7 +339,7 @@ def test_weights_of_4_bits_on_simulated_cards(simulated_accelerator):
         "-p",
         "no:cacheprovider",
         "-k",
-        "test_weights_of_4_bits_on_cards",
+        "test_four_bit_weights_on_gpus",
     )
     outcome = run("-m", "pytest", *chosen, __file__, **variables)
     assert outcome.code == 0, outcome.out
@@ -350,7 +348,7 @@ def test_weights_of_4_bits_on_simulated_cards(simulated_accelerator):
 
 @pytest.mark.loops
 @pytest.mark.parametrize("bits", [4, 8])
-def test_qlora_of_a_pretrained_model(bits, tmp_path, devices):
+def test_qlora_of_pretrained_model_is_exact(bits, tmp_path, devices):
     """Checkpointed activations, computed in bfloat16; Qwen's frozen biases are cast in
     forward.
     """

@@ -50,7 +50,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("kind", VALUES)
-def test_another_value_of_the_same_kind_refers_to_what_is_given(kind):
+def test_remade_value_refers_to_new_parts(kind):
     value, read = VALUES[kind]
 
     def exchanged(part):
@@ -67,14 +67,14 @@ def test_another_value_of_the_same_kind_refers_to_what_is_given(kind):
     assert read(made) is OTHER
 
 
-def test_the_copy_of_a_cache_is_empty_and_of_the_same_size():
+def test_copied_cache_is_empty_of_same_size():
     cached = functools.lru_cache(7)(len)
     cached("abc")
     parts = parts_of(cached)
     assert parts.make(*parts.made_of()).cache_info() == (0, 0, 7, 0)
 
 
-def test_a_proxy_whose_object_is_gone_refers_to_nothing():
+def test_dead_proxy_refers_to_nothing():
     gone = nn.Identity()
     proxy = weakref.proxy(gone)
     del gone
@@ -124,26 +124,27 @@ NAMED = {
 
 
 @pytest.mark.parametrize("way", NAMED)
-def test_a_function_names_what_it_refers_to(way):
+def test_function_names_its_references(way):
     function, name = NAMED[way]
     assert named_values(function)[name] is NET
     assert any(value is NET for value in reachable(function))
 
 
-def test_an_attribute_is_no_global_of_the_same_name():
+def test_attribute_is_no_global():
     assert parts_of(by_attribute).file_globals == {}
     assert not any(value is NET for value in reachable(by_attribute))
 
 
 @pytest.mark.parametrize("kind", [list, tuple, collections.deque, set, frozenset])
-def test_a_container_has_entries_and_only_a_fixed_one_is_made_again(kind):
+def test_only_fixed_containers_made_again(kind):
     parts = parts_of(kind([NET]))
     assert list(parts.entries) == [NET]
     assert any(value is NET for value in reachable({"nets": kind([NET])}))
     assert (parts.make is not None) == (kind is tuple)
 
 
-def test_a_walk_ends_at_its_depth_and_its_number_and_passes_what_raises():
+def test_walk_ends_at_depth_and_number():
+    """Values that raise are passed over."""
     nested = [1, [2, [3, [4]]]]
 
     def entries(value):
@@ -157,13 +158,13 @@ def test_a_walk_ends_at_its_depth_and_its_number_and_passes_what_raises():
     assert len(walk([nested, object()], entries, depth=9, max_values=3)) == 3
 
 
-def test_a_walk_meets_an_object_that_refers_to_itself_once():
+def test_walk_meets_a_ring_once():
     ring = [1]
     ring.append(ring)
     assert walk([ring], list, depth=50) == [ring, 1]
 
 
-def test_the_module_of_a_method_and_the_contents_of_cells():
+def test_module_of_method_values_of_cells():
     assert module_of(ONE) is module_of(ONE.forward) is ONE
     assert module_of(print) is None
     late: object

@@ -141,7 +141,7 @@ MIXED = ["cpu:0", "cpu:1", "cpu:0"]
 
 @pytest.mark.contract
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_next_step_obeys(change):
+def test_change_reaches_next_step(change):
     model = build(Model)
     with ScatterOnceParallel(model, 2, MIXED) as engine:
         before = assert_step(engine, *BATCH, CRITERION)
@@ -197,7 +197,7 @@ WRITES = {
 
 @pytest.mark.contract
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_every_write_is_followed_however_often(write):
+def test_every_write_is_followed(write):
     """From Python 3.13 on attributes lie beside the dictionary, and its watcher hears
     of no write.
 
@@ -215,7 +215,7 @@ def test_every_write_is_followed_however_often(write):
             write(model, value)
 
 
-def test_a_criterion_that_changes(devices):
+def test_changed_criterion_is_followed(devices):
     criterion = nn.CrossEntropyLoss(weight=torch.ones(CLASSES).double())
     losses = set()
     with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
@@ -236,7 +236,7 @@ def test_a_criterion_that_changes(devices):
     assert len(losses) == 6
 
 
-def test_another_module_in_the_engine(devices):
+def test_new_module_of_engine_is_used(devices):
     with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
         first = assert_step(engine, *BATCH, CRITERION)
         engine.module = mlp(seed=3)
@@ -244,7 +244,7 @@ def test_another_module_in_the_engine(devices):
     assert not torch.equal(first, second)
 
 
-def test_replicas_are_those_of_now(devices):
+def test_replicas_have_current_values(devices):
     model = mlp()
     with ScatterOnceParallel(model, 1, devices(3)) as engine:
         engine.forward_backward(*BATCH, CRITERION)
@@ -255,7 +255,7 @@ def test_replicas_are_those_of_now(devices):
             assert replica is not model
 
 
-def test_recurrent_weights_lie_as_cudnn_wants_them():
+def test_rnn_weights_laid_out_for_cudnn():
     """As the master's, that ``flatten_parameters`` has put together from the start of a
     storage.
     """
@@ -308,7 +308,7 @@ def freezes(m, inputs):
 
 
 @pytest.mark.parametrize("function", [remembers, caches, freezes])
-def test_what_a_forward_pass_sets_ends_with_the_step(devices, function):
+def test_values_set_in_forward_end_with_step(devices, function):
     model = Of(function, linear=linear(), calls=0, cache=[])
     with ScatterOnceParallel(model, 1, devices(3)) as engine:
         for _ in range(3):
@@ -398,5 +398,5 @@ FOLLOWED = {
 
 @pytest.mark.parametrize("runner", ["engine", "pair"])
 @pytest.mark.parametrize("name", FOLLOWED)
-def test_what_plain_torch_follows(name, runner):
+def test_values_plain_torch_follows(name, runner):
     agree(FOLLOWED[name], runner, MIXED)

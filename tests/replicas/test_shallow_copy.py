@@ -29,7 +29,7 @@ class ReturnsItself(nn.Linear):
 
 
 @pytest.mark.parametrize("kind", [nn.Linear, Numbered, ReturnsItself])
-def test_a_copy_is_another_object_with_the_same_contents(kind):
+def test_copy_has_same_contents(kind):
     with torch.random.fork_rng(devices=[]):
         model = kind(2, 3)
     before = dict(vars(model))
@@ -41,7 +41,8 @@ def test_a_copy_is_another_object_with_the_same_contents(kind):
     assert kind is not Numbered or kind.made == 1
 
 
-def test_zero_grad_of_a_copy_warns_and_that_of_its_deep_copy_works():
+def test_zero_grad_warns_on_shallow_copy():
+    """``zero_grad`` of a deep copy of the copy works."""
     model = linear()
     made = new_like(model)
     made._parameters = dict(model._parameters)

@@ -38,7 +38,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_noticed_and_put_back(change):
+def test_change_noticed_and_restored(change):
     watched = containers()
     earlier = [
         list(one.items()) if isinstance(one, dict) else list(one) for one in watched
@@ -57,7 +57,7 @@ def test_a_change_is_noticed_and_put_back(change):
         )
 
 
-def test_plain_values_that_changed_are_copied_and_others_are_not():
+def test_only_plain_values_are_copied():
     watched = containers()
     snapshot = Snapshot(watched)
     watched[0]["a"] = 5
@@ -69,7 +69,7 @@ def test_plain_values_that_changed_are_copied_and_others_are_not():
     assert snapshot.value_changes() is None
 
 
-def test_flags_are_those_of_switches_alone():
+def test_flags_are_switches_only():
     watched = [{"training": True, "rate": 0.1}]
     snapshot = Snapshot(watched)
     flags = snapshot.flags()

@@ -158,14 +158,14 @@ def assert_steps(engine, plain, sizes, criterion, *, buffers=True, **options):
 # --- the arithmetic ---
 
 
-def test_moments_of_two_replicas_are_pooled_by_hand():
+def test_moments_of_two_replicas_by_hand():
     """1, 2, 3 on one replica and 8 on the other: mean 3.5, squares 29."""
     first = torch.tensor([[2.0], [2.0]])
     second = torch.tensor([[8.0], [0.0]])
     assert pooled([3, 1], [first, second]).tolist() == [[3.5], [29.0]]
 
 
-def test_a_replica_without_values_does_not_count_in_pooled_moments():
+def test_replica_without_values_left_out():
     first = torch.tensor([[2.0], [2.0]])
     nothing = torch.zeros(2, 1)
     assert pooled([0, 3], [nothing, first]).tolist() == first.tolist()
@@ -207,7 +207,7 @@ def in_threads(*functions):
     return results
 
 
-def test_an_exchange_adds_in_the_order_of_replicas():
+def test_exchange_adds_in_replica_order():
     meeting = meeting_of(1, 1, 1)
     values = [1e16, 1.0, -1e16]  # in float32 and in this order: 0
     results = in_threads(
@@ -222,7 +222,7 @@ def test_an_exchange_adds_in_the_order_of_replicas():
     assert [values for values, _ in results] == [3] * 3
 
 
-def test_a_cancelled_meeting_ends_all_waits():
+def test_cancelled_meeting_ends_all_waits():
     meeting = meeting_of(1, 1)
 
     def cancel():
@@ -233,7 +233,7 @@ def test_a_cancelled_meeting_ends_all_waits():
     assert isinstance(waited, Cancelled)
 
 
-def test_a_replica_that_leaves_its_sub_step_is_named():
+def test_replica_leaving_sub_step_is_named():
     meeting = meeting_of(1, 1)
 
     def leave():
@@ -245,13 +245,13 @@ def test_a_replica_that_leaves_its_sub_step_is_named():
     assert "replica 1 does not come to 'norm' (backward) in sub-step 0" in str(waited)
 
 
-def test_a_replica_that_never_comes_ends_the_wait(monkeypatch):
+def test_missing_replica_ends_the_wait(monkeypatch):
     monkeypatch.setattr(sync_batch_norm, "PATIENCE_SECONDS", 0.05)
     with pytest.raises(TimeoutError, match=r"replica 1 does not come.* within 0\.05 s"):
         meeting_of(1, 1).combine(0, 0, contribution(1.0))
 
 
-def test_different_layers_are_named_on_each_replica():
+def test_different_layers_are_named():
     meeting = meeting_of(1, 1)
     errors = in_threads(
         lambda: meeting.combine(0, 0, contribution(1.0, "a")),
@@ -267,7 +267,7 @@ def test_different_layers_are_named_on_each_replica():
 
 @every_layout
 @pytest.mark.parametrize("accum", [1, 3])
-def test_steps_are_those_of_batch_norm_over_the_rows_of_all_replicas(layout, accum):
+def test_steps_normalise_over_all_replicas(layout, accum):
     plain, module = models()
     with ScatterOnceParallel(module, accum, layout) as engine:
         replicas = len(layout)
@@ -276,7 +276,7 @@ def test_steps_are_those_of_batch_norm_over_the_rows_of_all_replicas(layout, acc
 
 
 @every_layout
-def test_a_replica_without_a_last_sub_step_is_not_waited_for(layout):
+def test_no_wait_for_missing_last_sub_step(layout):
     """9 and 8 rows in sub-steps of 4: three on one replica, two on the others."""
     plain, module = models()
     rows = 9 + 8 * (len(layout) - 1)
@@ -305,7 +305,7 @@ def test_recomputed_layers_exchange_again(recompute):
 
 
 @every_layout
-def test_running_statistics_of_the_batch_are_those_of_one_call(layout):
+def test_statistics_of_batch_as_one_call(layout):
     plain, module = models()
     replicas = len(layout)
     rows = 6 * replicas
@@ -344,7 +344,7 @@ def test_two_passes_are_exact(layout):
         assert_same_buffers(module, plain)
 
 
-def test_rows_whose_labels_are_all_ignored_take_part_in_the_statistics():
+def test_rows_with_ignored_labels_normalise():
     criterion = nn.CrossEntropyLoss()
     plain, module = models()
     inputs, _ = batch(24)
@@ -364,7 +364,7 @@ def test_rows_whose_labels_are_all_ignored_take_part_in_the_statistics():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_as_exact_as_that_of_plain_torch(dtype):
+def test_half_precision_as_exact_as_torch(dtype):
     plain, module = models()
     exact = copy.deepcopy(plain)
     rounded = copy.deepcopy(plain).to(dtype)
@@ -384,7 +384,7 @@ def test_half_precision_is_as_exact_as_that_of_plain_torch(dtype):
     assert error(module) < 2 * error(rounded)
 
 
-def test_bits_are_the_same_on_any_layout():
+def test_same_bits_on_any_layout():
     results = []
     for layout in (["cpu"] * 4, ["cpu:0", "cpu:1"] * 2, [f"cpu:{i}" for i in range(4)]):
         for _ in range(2):
@@ -400,7 +400,7 @@ def test_bits_are_the_same_on_any_layout():
             assert torch.equal(tensor, expected)
 
 
-def test_exchanges_between_memories_are_counted():
+def test_exchanged_bytes_are_counted():
     """2 (n - 1) copies of two values per channel, for each layer and direction."""
 
     def make():
@@ -417,7 +417,7 @@ def test_exchanges_between_memories_are_counted():
     assert report.bytes["compute"] == report.messages["compute"] * 2 * CHANNELS * 8
 
 
-def test_a_search_for_sub_steps_is_exact(monkeypatch):
+def test_auto_accum_search_is_exact(monkeypatch):
     plain, module = models()
 
     class Small(nn.MSELoss):
@@ -440,7 +440,7 @@ def test_a_search_for_sub_steps_is_exact(monkeypatch):
 
 
 @every_layout
-def test_evaluation_and_inference_are_those_of_the_module(layout):
+def test_inference_equals_the_module(layout):
     _, module = models()
     module.untracked = nn.Identity()  # it uses the batch's statistics in any mode
     inputs, targets = batch(5 * len(layout))
@@ -501,9 +501,7 @@ def step_of_failing(engine, rows=18):
     ("place", "error"),
     [("forward", Boom), ("backward", Boom), ("skips", RuntimeError)],
 )
-def test_a_replica_that_fails_undoes_the_step_and_nobody_waits(
-    layout, row, place, error
-):
+def test_failing_replica_undoes_step_no_wait(layout, row, place, error):
     module = build(lambda: Fails(place, row))
     with ScatterOnceParallel(module, 3, layout, verify=False) as engine:
         with nothing_changes(module), pytest.raises(error):
@@ -517,7 +515,7 @@ def test_a_replica_that_fails_undoes_the_step_and_nobody_waits(
         assert torch.equal(found.grad, expected.grad)
 
 
-def test_an_interrupt_ends_the_waits(monkeypatch):
+def test_interrupt_ends_the_waits(monkeypatch):
     """Ctrl-C arrives while replica 0 waits for another, which sleeps."""
     _, module = models()
     inputs, targets = batch(18)
@@ -569,7 +567,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_what_synchronised_layers_do_not_work_with_is_refused(words):
+def test_unsupported_options_refused(words):
     _, module = models()
     options, criterion = REFUSED[words](module)
     inputs, targets = batch(12)
@@ -581,7 +579,7 @@ def test_what_synchronised_layers_do_not_work_with_is_refused(words):
         engine.forward_backward(inputs, targets, criterion)
 
 
-def test_a_loss_of_all_rows_and_unequal_numbers_of_sub_steps_are_refused():
+def test_whole_batch_uneven_sub_steps_refused():
     _, module = models()
     inputs, _ = batch(25)
     with (
@@ -596,7 +594,7 @@ def test_a_loss_of_all_rows_and_unequal_numbers_of_sub_steps_are_refused():
         )
 
 
-def test_second_derivatives_are_refused():
+def test_second_derivatives_refused():
     inputs, _ = batch(12)
 
     class Penalised(nn.Module):
@@ -633,7 +631,7 @@ class OutputAndHidden(nn.Module):
         return self.norm(hidden), hidden
 
 
-def test_a_gradient_in_a_criterion_that_is_a_function_is_refused():
+def test_grad_in_function_criterion_refused():
     """Replicas hold its lock in turn: the one that has it waited 300 s for the others."""
 
     def criterion(outputs, _):
@@ -658,7 +656,7 @@ def refused_between_processes(group):
         ScatterOnceParallel(module, 1, ["cpu"], process_group=group)
 
 
-def test_several_processes_are_refused():
+def test_several_processes_refused():
     run_on_ranks(2, refused_between_processes)
 
 
@@ -666,7 +664,7 @@ def test_several_processes_are_refused():
 
 
 @pytest.mark.slow
-def test_two_hundred_random_programs_end_and_are_exact():
+def test_random_programs_end_and_are_exact():
     """Failures and interrupts at random moments; each program has a time limit."""
     script = str(Path(__file__).with_name("sync_stress.py"))
     outcome = run(script, "1000", "200", OMP_NUM_THREADS="1", silence=1200)

@@ -53,7 +53,7 @@ class ByHand(Losses):
         ([0.9, 0.3], "If it compares rows with each other, or is a ratio of sums"),
     ],
 )
-def test_a_combination_is_named_by_the_weights_that_fit(true_weights, remedy):
+def test_combination_named_by_its_weights(true_weights, remedy):
     verdict = verdict_of_combination(ByHand(true_weights))
     assert verdict.outcome is Outcome.REFUSED
     assert remedy in verdict.text
@@ -64,33 +64,34 @@ def test_a_combination_is_named_by_the_weights_that_fit(true_weights, remedy):
     assert "Nothing was changed" in verdict.text
 
 
-def test_the_difference_is_told_in_percent():
+def test_difference_told_in_percent():
     """Expected 0.75 and 0.25 of the gradients, and computed 0.25 and 0.75."""
     assert "off by 66.7 %" in verdict_of_combination(ByHand([3 / 4, 1 / 4])).text
     nothing = ByHand([3 / 4, 1 / 4], weights=(math.nan, 1.0))
     assert "NaN or infinite" in verdict_of_combination(nothing).text
 
 
-def test_a_mean_over_rows_with_a_count_is_told_to_leave_it_out():
+def test_mean_told_to_leave_count_out():
     losses = ByHand([3 / 4, 1 / 4], count=lambda inputs, targets: 1)
     assert (
         'pass reduction="mean", without count=' in verdict_of_combination(losses).text
     )
 
 
-def test_shapes_that_broadcast_are_told():
+def test_shapes_that_broadcast_told():
     losses = ByHand([0.9, 0.3], shapes=[(4, 1), (4,)])
     assert "broadcast to a matrix of all pairs" in verdict_of_combination(losses).text
     losses = ByHand([0.9, 0.3], shapes=[(4, 2), (4,)])
     assert "broadcast" not in verdict_of_combination(losses).text
 
 
-def test_a_sum_with_a_rest_may_have_a_penalty():
+def test_sum_with_rest_may_have_penalty():
     losses = ByHand([0.9, 0.3], reduction="sum")
     assert "such as a penalty on weights" in verdict_of_combination(losses).text
 
 
-def test_one_part_with_a_gradient_fits_any_weights_and_shows_none(monkeypatch):
+def test_one_part_shows_no_weights(monkeypatch):
+    """One part alone has a gradient: any weights fit, so the text names none."""
     results = [RESULTS[0], Result(8.0, [torch.zeros(2)])]
     monkeypatch.setattr(ByHand, "results_of_parts", lambda _: results)
     losses = ByHand([1, 1])
@@ -107,22 +108,22 @@ def test_one_part_with_a_gradient_fits_any_weights_and_shows_none(monkeypatch):
         ((-100, True, "y"), "shifted=True, key='y'"),
     ],
 )
-def test_arguments_of_count_labels_that_are_defaults_are_left_out(arguments, call):
+def test_count_labels_defaults_left_out(arguments, call):
     assert causes._arguments(*arguments) == call
 
 
-def test_a_text_is_problem_remedy_an_empty_line_and_notes():
+def test_text_has_problem_remedy_notes():
     assert causes.in_lines("It is wrong.", "Do this.") == "It is wrong.\nDo this."
     assert causes.in_lines("A.", "B.", "C.", "D.") == "A.\nB.\n\nC. D."
 
 
-def test_entries_in_another_order_are_refused_with_both_numbers():
+def test_order_refused_with_both_numbers():
     text = causes.refused_order(8, 4).text
     assert text.startswith("the module's output has 8 entries for 4 rows, not in the")
     assert "torch.stack([a, b], 1)" in text
 
 
-def test_an_error_of_a_replica_is_told_beside_the_loss_of_the_users_module():
+def test_replica_error_told_beside_loss():
     error = KeyError("auxiliary")
     verdict = causes.error_of_replica("the criterion loss", 3, 0.25, error)
     assert verdict.error is error

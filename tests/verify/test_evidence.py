@@ -53,7 +53,7 @@ def sum_of(rows):
     return float(sum(ROWS[row].item() for row in rows))
 
 
-def test_results_are_those_of_the_rows_and_their_parts(monkeypatch):
+def test_results_of_rows_and_parts(monkeypatch):
     evidence = asked(monkeypatch, lambda evidence: evidence)
     assert evidence.expected.loss == 2 * sum_of(evidence.rows)
     assert evidence.expected.gradients[0].item() == sum_of(evidence.rows)
@@ -65,7 +65,7 @@ def test_results_are_those_of_the_rows_and_their_parts(monkeypatch):
     assert evidence.module_name == "Linear"
 
 
-def test_each_part_is_computed_from_the_same_state(monkeypatch):
+def test_parts_start_from_same_state(monkeypatch):
     def question(evidence):
         results = evidence.results_of_parts()
         return (
@@ -87,7 +87,7 @@ def test_runs_of_the_same_rows_agree(monkeypatch):
     assert asked(monkeypatch, question) == [0, 0]
 
 
-def test_outputs_are_those_of_all_rows_then_of_the_parts(monkeypatch):
+def test_outputs_of_rows_then_of_parts(monkeypatch):
     def question(evidence):
         return (
             evidence.rows,
@@ -122,21 +122,19 @@ def mean_of_squares(output, targets):
     ("model", "criterion", "combine"),
     [(doubled, total, False), (Centred, mean_of_squares, True)],
 )
-def test_losses_of_parts_of_one_output_combine_or_not(
-    monkeypatch, model, criterion, combine
-):
+def test_losses_of_one_output_combine(monkeypatch, model, criterion, combine):
     answer = asked(
         monkeypatch, lambda evidence: evidence.losses_combine, criterion, model()
     )
     assert answer == combine
 
 
-def test_rounding_explains_next_to_nothing_of_a_wrong_sum(monkeypatch):
+def test_rounding_explains_no_wrong_sum(monkeypatch):
     answer = asked(monkeypatch, lambda evidence: evidence.difference_by_rounding())
     assert 0 <= answer < 1e-12
 
 
-def test_a_gradient_below_the_losss_rounding_is_nothing_but_rounding(monkeypatch):
+def test_tiny_gradient_is_only_rounding(monkeypatch):
     def constant(output, targets):
         return 1e-20 * output.sum() + len(output)
 
@@ -155,7 +153,7 @@ def test_a_gradient_below_the_losss_rounding_is_nothing_but_rounding(monkeypatch
         (nn.MSELoss(), "the criterion MSELoss"),
     ],
 )
-def test_a_criterion_is_named_as_texts_name_it(criterion, name):
+def test_criterion_named_as_in_texts(criterion, name):
     assert name_of(criterion) == name
 
 
@@ -172,13 +170,13 @@ def num_labels(inputs, targets):
     return (targets != -100).sum()
 
 
-def test_parts_of_a_mean_over_rows_weigh_by_rows():
+def test_parts_of_mean_weighted_by_rows():
     parts = [[0, 1, 2], [3, 4]]
     assert weighted_parts(request(), parts) == (parts, [3 / 5, 2 / 5])
     assert weighted_parts(request(reduction="sum"), parts) == (parts, [1.0, 1.0])
 
 
-def test_cross_entropy_counts_the_labels_that_it_does_not_ignore():
+def test_cross_entropy_counts_its_labels():
     parts = [[0, 1, 2], [3, 4]]
     assert weighted_parts(request(nn.CrossEntropyLoss()), parts) == (
         parts,
@@ -186,18 +184,18 @@ def test_cross_entropy_counts_the_labels_that_it_does_not_ignore():
     )
 
 
-def test_rows_that_count_leaves_out_are_a_part_of_their_own():
+def test_uncounted_rows_are_their_own_part():
     parts, weights = weighted_parts(request(count=num_labels), [[0, 1, 2], [3, 4]])
     assert parts == [[1, 3], [0, 2], [4]]
     assert weights == [0, 2 / 3, 1 / 3]
 
 
-def test_rows_without_any_label_are_inconclusive():
+def test_rows_without_labels_inconclusive():
     with pytest.raises(Inconclusive, match="none of the rows adds anything"):
         weighted_parts(request(count=num_labels), [[1], [3]])
 
 
-def test_ways_out_name_what_was_not_passed():
+def test_remedies_name_missing_arguments():
     def ways(remedy, **options):
         losses = Losses(request(**options), [], [], None, None)
         return " ".join(losses.other_remedies(remedy))
@@ -210,7 +208,7 @@ def test_ways_out_name_what_was_not_passed():
     assert "whole_batch" not in ways("pass whole_batch=True")
 
 
-def test_the_difference_is_that_of_both_results():
+def test_difference_of_both_results():
     expected, actual = (Result(1.0, [torch.tensor([size])]) for size in (4.0, 2.0))
     losses = Losses(request(), [[0], [1]], [1, 1], expected, actual)
     assert losses.difference == 0.5

@@ -27,7 +27,7 @@ def lam(output, targets):
     return F.cross_entropy(output, targets)
 
 
-def test_a_difference_is_measured_and_has_a_meaning(devices):
+def test_difference_measured_and_explained(devices):
     with ScatterOnceParallel(mlp(), 3, devices(2)) as engine:
         report = engine.check(INPUTS, padded(ROWS), LOSS)
         assert report.passed
@@ -90,7 +90,7 @@ def test_it_leaves_no_trace(devices):
 @pytest.mark.parametrize(
     ("drop", "words"), [(0.5, "drew random numbers"), (0, "Batch norm")]
 )
-def test_what_no_two_passes_share_is_named(drop, words):
+def test_varying_passes_named(drop, words):
     with ScatterOnceParallel(build(lambda: Everything(drop)), 2, ["cpu"] * 2) as engine:
         report = engine.check(INPUTS, classes(ROWS), LOSS)
         assert not report.passed
@@ -99,7 +99,7 @@ def test_what_no_two_passes_share_is_named(drop, words):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_limit_is_that_of_the_dtype(dtype):
+def test_limit_follows_dtype(dtype):
     with ScatterOnceParallel(mlp().to(dtype), 3, ["cpu"] * 2) as engine:
         assert engine.check(INPUTS.to(dtype), classes(ROWS), LOSS).passed
         assert not engine.check(INPUTS.to(dtype), padded(ROWS), lam).passed
@@ -109,7 +109,7 @@ def compares_rows(output, targets):
     return F.cross_entropy(output, targets) + output.std(0).sum()
 
 
-def test_a_loss_that_compares_rows(devices):
+def test_loss_that_compares_rows(devices):
     """It is computed once, of all rows, as the step computes it; without a trace."""
     batch = (INPUTS, classes(ROWS), compares_rows)
     engine = ScatterOnceParallel(mlp(), 3, devices(2))
@@ -131,5 +131,5 @@ def checks_its_own_rows(group):
         return group.rank() == 0 or engine.check(*batch, whole_batch=True).passed
 
 
-def test_each_rank_compares_its_own_rows():
+def test_rank_compares_its_own_rows():
     assert all(run_on_ranks(2, checks_its_own_rows))

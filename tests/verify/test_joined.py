@@ -31,7 +31,7 @@ def test_entries_per_row_of_three_rows(shape, dim, entries):
     assert entries_per_row(torch.zeros(shape), 3, dim) == entries
 
 
-def test_an_output_is_cut_by_the_sizes_of_the_parts():
+def test_output_cut_by_sizes_of_parts():
     output = {"rows": ROWS, "pairs": torch.arange(6), "scale": torch.ones(())}
     first, second = cut_by_parts(output, PARTS, 0)
     assert first["rows"].tolist() == [[1], [2]]
@@ -40,7 +40,7 @@ def test_an_output_is_cut_by_the_sizes_of_the_parts():
     assert first["scale"] is second["scale"] is output["scale"]
 
 
-def test_a_cut_has_its_own_memory():
+def test_cut_has_its_own_memory():
     cut = cut_rows(ROWS, 1, 2, 3, 0)
     assert cut.tolist() == [[2], [4]]
     assert cut.data_ptr() != ROWS[1:].data_ptr()
@@ -50,22 +50,22 @@ def pieces(*rows):
     return [torch.tensor(values) for values in rows]
 
 
-def test_outputs_that_are_the_parts_do_not_differ():
+def test_outputs_equal_to_parts_agree():
     assert compare_outputs(ROWS, [ROWS[:2], ROWS[2:]], PARTS, 0) == (0, 0)
 
 
-def test_a_row_that_depends_on_others_is_measured():
+def test_dependent_row_is_measured():
     """Of the second part: 3 in the place of 4."""
     computed = pieces([[1.0], [2.0]], [[3.0]])
     assert compare_outputs(ROWS, computed, PARTS, 0) == (0.25, 0)
 
 
-def test_the_same_value_for_all_rows_has_no_rows():
+def test_equal_value_for_all_has_no_rows():
     codebook = torch.tensor([5.0, 6.0, 7.0])
     assert compare_outputs(codebook, [codebook, codebook], PARTS, 0) == (0, 0)
 
 
-def test_entries_in_another_order_are_counted():
+def test_entries_out_of_order_counted():
     """``torch.cat([rows, -rows])`` has all rows before their negatives."""
 
     def two_views(rows):
@@ -75,7 +75,7 @@ def test_entries_in_another_order_are_counted():
     assert compare_outputs(two_views(ROWS), computed, PARTS, 0) == (0, 6)
 
 
-def test_entries_row_by_row_are_in_order():
+def test_entries_row_by_row_in_order():
     def two_views(rows):
         return torch.stack([rows, -rows], 1).flatten(0, 1)
 
@@ -83,7 +83,8 @@ def test_entries_row_by_row_are_in_order():
     assert compare_outputs(two_views(ROWS), computed, PARTS, 0) == (0, 0)
 
 
-def test_as_many_entries_for_fewer_rows_cannot_be_joined():
+def test_histograms_cannot_be_joined():
+    """As many entries for fewer rows, such as histograms, have no rows to join."""
     histograms = pieces([1.0, 1.0, 0.0], [0.0, 0.0, 1.0])
     assert compare_outputs(torch.tensor([1.0, 1.0, 1.0]), histograms, PARTS, 0) == (
         0,

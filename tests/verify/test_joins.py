@@ -48,7 +48,7 @@ def engine_of(module, **options):
     return ScatterOnceParallel(module, 1, ["cpu:0", "cpu:1"], **options)
 
 
-def test_entries_in_the_order_of_the_rows_are_compared_once(comparisons):
+def test_ordered_entries_compared_once(comparisons):
     module = Twice(in_order=True).eval()
     with engine_of(module) as engine, torch.no_grad():
         for _ in range(3):
@@ -56,7 +56,7 @@ def test_entries_in_the_order_of_the_rows_are_compared_once(comparisons):
     assert comparisons == [2]
 
 
-def test_entries_in_another_order_are_refused_each_time(comparisons):
+def test_other_order_refused_each_time(comparisons):
     with engine_of(Twice(in_order=False).eval()) as engine, torch.no_grad():
         for _ in range(2):
             with pytest.raises(ValueError, match="not in the order of the rows"):
@@ -64,7 +64,7 @@ def test_entries_in_another_order_are_refused_each_time(comparisons):
     assert comparisons == [2, 2]
 
 
-def test_equal_entries_show_no_order_and_are_compared_again(comparisons):
+def test_equal_entries_compared_again(comparisons):
     with engine_of(Twice(in_order=True).eval()) as engine, torch.no_grad():
         engine.module.linear.bias.zero_()
         engine(torch.zeros_like(ROWS))
@@ -74,7 +74,7 @@ def test_equal_entries_show_no_order_and_are_compared_again(comparisons):
     assert len(comparisons) == 3
 
 
-def test_numbers_drawn_by_a_function_are_refused():
+def test_numbers_drawn_in_map_refused():
     def draw(model, rows):
         return torch.rand(2 * len(rows), 1)
 
@@ -96,6 +96,6 @@ def test_numbers_drawn_by_a_function_are_refused():
         ([(6, 1)], False),  # nothing to join
     ],
 )
-def test_tensors_of_3_and_2_rows_with_several_entries_per_row(shapes, several):
+def test_several_entries_per_row_detected(shapes, several):
     pieces = [torch.zeros(shape) for shape in shapes]
     assert _has_several_per_row(pieces, [3, 2], 0) == several

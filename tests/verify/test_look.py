@@ -76,7 +76,7 @@ LATE = {  # a case, a later batch, words
 
 
 @pytest.mark.parametrize("name", LATE)
-def test_a_later_batch_shows_it(devices, name):
+def test_later_batch_shows_mistake(devices, name):
     case, later, words = LATE[name]
     with ScatterOnceParallel(case.build(), case.accum, devices(2)) as engine:
         for _ in range(4):  # step 5 would not be looked at
@@ -104,7 +104,7 @@ def decorrelated_if_many(output, targets):
 @pytest.mark.parametrize(
     "loss", [hardest_sixteen, without_outliers, decorrelated_if_many]
 )
-def test_the_second_look_at_a_small_batch_computes_the_parts_of_the_step(devices, loss):
+def test_second_look_small_batch_takes_parts(devices, loss):
     """Few rows did not show what applies to micro-batches, or to the batch, alone."""
     with ScatterOnceParallel(mlp(), 3, devices(2)) as engine:
         step(engine, loss, VALUES)
@@ -112,7 +112,7 @@ def test_the_second_look_at_a_small_batch_computes_the_parts_of_the_step(devices
             step(engine, loss, VALUES)
 
 
-def test_the_second_look_at_a_large_batch_takes_a_few_rows():
+def test_second_look_large_batch_takes_few():
     Sizes.seen = []
     model = build(net(note_size))
     engine = ScatterOnceParallel(model, 1, ["cpu"], micro_batch_size=50)
@@ -123,14 +123,14 @@ def test_the_second_look_at_a_large_batch_takes_a_few_rows():
     assert max(seen) == 50
 
 
-def test_a_step_of_one_micro_batch_verifies_nothing_of_the_next():
+def test_one_micro_batch_verifies_nothing():
     with ScatterOnceParallel(mlp(), 3, ["cpu"]) as engine:
         step(engine, in_a_def, padded(1), INPUTS[:1])
         with pytest.raises(ValueError, match=r"count=scatterpar\.count_labels"):
             step(engine, in_a_def, padded(ROWS))
 
 
-def test_a_new_function_at_an_old_address_is_another_criterion():
+def test_reused_address_is_new_criterion():
     """No address is a key: each lambda dies before the next one is made."""
     with ScatterOnceParallel(mlp(), 3, ["cpu"]) as engine:
         for _ in range(2):
@@ -162,7 +162,7 @@ def note_flags(net, inputs):
 
 
 @torch.backends.cudnn.flags(enabled=True, benchmark=True)
-def test_looks_let_cudnn_search_no_kernels_for_their_sizes():
+def test_looks_need_no_cudnn_search():
     """In a step, and in inference."""
     rows = ROWS // 4
     with ScatterOnceParallel(build(net(note_flags)), 2, ["cpu"] * 2) as engine:
@@ -183,7 +183,7 @@ def test_looks_let_cudnn_search_no_kernels_for_their_sizes():
     "dtype", ["float64", "float32", "bfloat16", "float16", "autocast"]
 )
 @pytest.mark.parametrize("halved", [False, True])
-def test_the_tolerance_follows_the_coarsest_dtype_inside_the_criterion(dtype, halved):
+def test_tolerance_follows_coarsest_dtype(dtype, halved):
     def loss(output, targets):
         if halved:
             output = (output.half() * 1.1).to(output.dtype)
@@ -233,7 +233,7 @@ def student(logits, inputs):
 
 
 @pytest.mark.parametrize("loss", [by_rows, student])
-def test_what_rounds_is_no_reason(loss):
+def test_rounding_not_refused(loss):
     with ScatterOnceParallel(
         build(lambda: Returns(loss)).float(), 3, ["cpu"]
     ) as engine:
@@ -241,7 +241,7 @@ def test_what_rounds_is_no_reason(loss):
 
 
 @pytest.mark.parametrize("size", [0.02, 1.0])
-def test_rounding_that_opens_a_relu_of_one_row_is_no_reason(size):
+def test_rounding_at_relu_edge_not_refused(size):
     """Networks in float32 were refused: a ReLU at zero was open for many rows at once
     alone.
     """
@@ -259,7 +259,7 @@ def test_rounding_that_opens_a_relu_of_one_row_is_no_reason(size):
         )
 
 
-def test_what_differs_each_time_is_no_reason():
+def test_drifting_loss_not_refused():
     """It is not told right from wrong by chance: that it cannot be checked is said."""
     calls = itertools.count()  # which nothing restores
 
@@ -274,7 +274,7 @@ def test_what_differs_each_time_is_no_reason():
             step(engine, drifts, VALUES)
 
 
-def test_what_fails_for_several_rows_and_not_for_one_is_told_in_the_first_step(devices):
+def test_failure_of_several_rows_told_at_once(devices):
     """A weight per row broadcasts to one row. The batch is too large to compute at once."""
     inputs, values = randn(300, INPUTS.shape[1]), randn(300, CLASSES)
     weights = torch.linspace(0.1, 2, 300).double()
@@ -308,7 +308,7 @@ def wide(net, inputs):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_look_takes_the_rows_of_two_sub_steps_if_these_are_large(devices, size):
+def test_look_takes_two_large_sub_steps(devices, size):
     """A language model's look took 9 rows at once, and its sub-steps one."""
     Sizes.seen = []
     model = build(net(wide, columns=nn.Parameter(torch.ones(2**18))))
@@ -323,7 +323,7 @@ def test_a_look_takes_the_rows_of_two_sub_steps_if_these_are_large(devices, size
     assert max(Sizes.seen) == 9
 
 
-def test_a_look_for_which_memory_is_short_takes_fewer_rows(devices):
+def test_look_short_of_memory_takes_fewer(devices):
     """Whether a loss combines was not told: two rows of 16 do not show it."""
 
     def short(net, inputs):

@@ -26,7 +26,7 @@ def replicas(module):
     return [SimpleNamespace(root=module), SimpleNamespace(root=len)]
 
 
-def test_buffers_and_attributes_that_are_numbers_or_tensors_are_named():
+def test_buffers_and_attributes_named():
     outer = nn.Module()
     outer.inner = Queue()
     names = {"the buffer 'inner.entries'", "the attribute 'inner.calls'"}
@@ -37,7 +37,7 @@ def test_buffers_and_attributes_that_are_numbers_or_tensors_are_named():
     }
 
 
-def test_values_are_copies():
+def test_state_values_are_copies():
     queue = Queue()
     before = state_of(replicas(queue))
     queue.entries += 1
@@ -50,7 +50,7 @@ def test_values_are_copies():
     ]
 
 
-def test_a_tensor_with_a_graph_is_an_output_no_state():
+def test_tensor_with_graph_is_no_state():
     queue = Queue()
     queue.last = torch.ones(1, requires_grad=True) * 2
     assert "the attribute 'last'" not in state_of(replicas(queue))
@@ -67,7 +67,7 @@ def test_a_tensor_with_a_graph_is_an_output_no_state():
         (torch.zeros(1), -torch.zeros(1), True),  # other bits
     ],
 )
-def test_values_of_one_type_are_compared(first, second, is_moved):
+def test_only_values_of_one_type_compared(first, second, is_moved):
     assert moved_between([{"x": first}, {"x": second}]) == ["x"] * is_moved
 
 

@@ -85,7 +85,7 @@ def device_ids(request):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_losses_that_do_not_combine_are_refused(device_ids, name):
+def test_losses_that_dont_combine_refused(device_ids, name):
     """They trained in silence."""
     criterion, targets, options, words = REFUSED[name]
     model = DataParallelModel(mlp(), device_ids)
@@ -102,7 +102,7 @@ def test_losses_that_do_not_combine_are_refused(device_ids, name):
 @pytest.mark.draws
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", RIGHT)
-def test_right_losses_are_exact_and_draw_what_they_draw_without_looks(device_ids, name):
+def test_right_losses_exact_draws_unchanged(device_ids, name):
     criterion, targets, options = RIGHT[name]
     gradients = []
     for verify in (True, False):
@@ -131,7 +131,7 @@ def test_calls_1_2_4_8_are_looked_at(device_ids):
     assert looks == [1, 2, 4, 8, 16]
 
 
-def test_the_remedy_gather_gives_the_gradient_of_one_device(device_ids):
+def test_remedy_gather_gives_one_devices_grad(device_ids):
     module = mlp()
     _, expected = whole_batch(module, INPUTS, LABELS, contrastive)
     outputs = DataParallelModel(module, device_ids)(INPUTS)
@@ -139,7 +139,7 @@ def test_the_remedy_gather_gives_the_gradient_of_one_device(device_ids):
     assert_gradients(module, expected)
 
 
-def test_what_cannot_be_checked_is_told_once_and_the_state_stays(device_ids):
+def test_unchecked_told_once_state_stays(device_ids):
     class Counts(nn.Module):
         calls = 0
 

@@ -38,19 +38,19 @@ def test_integers_may_be_labels(dtype, may_be):
     assert may_be_labels(torch.zeros(2, dtype=dtype)) == may_be
 
 
-def test_targets_and_labels_tell_and_data_does_not():
+def test_only_targets_and_labels_informative():
     assert informative(FLOATS, LABELS) == [[3, -100]]
     assert informative({"x": FLOATS, "labels": LABELS}) == [[3, -100], [[0.5], [1.5]]]
     assert informative(FLOATS, FLOATS) == [[[0.5], [1.5]]]
 
 
-def test_rows_tell_their_sizes_of_a_few_entries_on_demand():
+def test_sizes_of_rows_informative():
     rows = Rows([torch.zeros(4), torch.zeros(7)], list)
     assert informative(rows) == [[4, 7]]
     assert informative(rows, most_entries=1) == [[4]]
 
 
-def test_images_tell_nothing_and_narrow_inputs_do():
+def test_narrow_inputs_informative_not_images():
     """Two dimensions of more than one element after the rows are data, without targets, too."""
     assert informative(torch.zeros(2, 3, 4)) == []
     assert informative(torch.zeros(2, 3, 1)) == torch.zeros(1, 2, 3, 1).tolist()
@@ -66,11 +66,11 @@ def test_images_tell_nothing_and_narrow_inputs_do():
         ([[1], [1]], [-1, 1, 0]),
     ],
 )
-def test_ranges_are_lowest_highest_and_padding(labels, numbers):
+def test_range_is_lowest_highest_padding(labels, numbers):
     assert read_ranges(ranges_of([torch.tensor(labels)])) == numbers
 
 
-def test_large_numbers_count_by_their_power_of_two():
+def test_large_numbers_by_power_of_two():
     def highest(value):
         return read_ranges(ranges_of([torch.tensor([0, value])]))[1]
 
@@ -79,7 +79,7 @@ def test_large_numbers_count_by_their_power_of_two():
     assert highest(1024) == 1111
 
 
-def test_fractions_count_by_their_power_of_two_and_nan_is_beyond_all():
+def test_fractions_by_power_of_two_nan_last():
     low, high, _ = read_ranges(ranges_of([torch.tensor([0.3, 0.4])]))
     assert (low, high) == (-1099, 1099)  # both are between 2 ** -2 and 2 ** -1
     _, high, _ = read_ranges(ranges_of([torch.tensor([math.nan])]))

@@ -37,7 +37,7 @@ class Prepared(nn.Module):
             return self.body(inputs).float()
 
 
-def test_check_follows_autocast_inside_of_forward(devices):
+def test_check_follows_autocast_in_forward(devices):
     """A right gradient was NOT the same, with a limit of 1e-4, and count= was advised."""
     with ScatterOnceParallel(build(Prepared).float(), 3, devices(2)) as engine:
         report = engine.check(INPUTS, classes(ROWS), nn.CrossEntropyLoss())
@@ -68,7 +68,7 @@ def use_tf32(monkeypatch, operation):
 
 
 @pytest.mark.parametrize("is_tf32", [False, True])
-def test_tf32_of_convolutions_is_no_reason_for_a_refusal(devices, monkeypatch, is_tf32):
+def test_tf32_convolutions_not_refused(devices, monkeypatch, is_tf32):
     if is_tf32:
         use_tf32(monkeypatch, "convolution")
     model = build(lambda: Convolutions(size=16.0)).float()
@@ -91,7 +91,7 @@ def test_check_has_the_limit_of_tf32(devices, monkeypatch, is_tf32):
     assert report.passed == is_tf32
 
 
-def test_only_float32_numbers_of_these_operators_are_rounded(monkeypatch):
+def test_tf32_rounds_float32_operators_only(monkeypatch):
     use_tf32(monkeypatch, "product")
     limits = []
     for layer, inputs in (
@@ -107,5 +107,5 @@ def test_only_float32_numbers_of_these_operators_are_rounded(monkeypatch):
     assert limits == [TF32.limit, FLOAT64.limit, FLOAT32.limit]
 
 
-def test_on_this_host_nothing_is_rounded_inside_of_operators():
+def test_no_rounding_in_operators_on_cpu():
     assert rounding.formats_inside_operators(torch.device("cpu")) == {}

@@ -70,7 +70,7 @@ CHANGES = {  # the model, and what is passed in each step
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_step_that_changes_is_looked_at(devices, name):
+def test_changed_step_is_looked_at(devices, name):
     """A term over the batch that began in step 10 was unseen for hundreds of steps."""
     make, batch_of = CHANGES[name]
     with ScatterOnceParallel(build(make), 2, devices(2)) as engine:
@@ -80,7 +80,7 @@ def test_a_step_that_changes_is_looked_at(devices, name):
             engine.forward_backward(*batch_of(engine, 10))
 
 
-def test_a_name_in_each_batch_does_not_make_each_step_the_first_of_its_kind():
+def test_names_in_batches_keep_the_kind():
     model = build(net(lambda net, rows, path: net.linear(rows).square().mean()))
     calls, numbers = [], []
     model.register_forward_pre_hook(lambda *_: calls.append(1))
@@ -92,14 +92,14 @@ def test_a_name_in_each_batch_does_not_make_each_step_the_first_of_its_kind():
     assert numbers[-10:].count(2) >= 8
 
 
-def test_a_criterion_with_other_arguments_is_told_how_it_is_called(devices):
+def test_criterion_told_how_it_is_called(devices):
     engine = ScatterOnceParallel(build(linear), 2, devices(2))
     words = r"called as criterion\(output, targets\)"
     with engine, pytest.raises(TypeError, match=words):
         engine.forward_backward(INPUTS, VALUES, lambda output: output.mean())
 
 
-def test_count_labels_counts_what_the_loss_averages_over():
+def test_count_labels_counts_averaged_labels():
     labels = torch.tensor([[5, 6, 7], [5, -100, -100], [-100, 2, -100]])
     assert count_labels()(None, labels) == 5
     assert count_labels(shifted=True)(None, labels) == 3
@@ -119,7 +119,7 @@ class Counted(Rows):
         return super().select(rows)
 
 
-def test_a_step_that_is_not_looked_at_reads_the_sizes_of_a_few_rows_alone():
+def test_unlooked_step_reads_sizes_of_few():
     """A step with 16,384 short rows took 2.5 times that of an engine with verify=False."""
     rows = Counted([*INPUTS.repeat(100, 1)], torch.stack)
     with ScatterOnceParallel(build(linear), 2, ["cpu"] * 2) as engine:

@@ -61,7 +61,7 @@ def asked(monkeypatch, question, criterion=total, **options):
 pytestmark = pytest.mark.filterwarnings("ignore:.*calls.*|.*last.*")
 
 
-def test_a_run_begins_from_the_state_of_the_step_and_ends_there(monkeypatch):
+def test_run_begins_and_ends_at_step_state(monkeypatch):
     """Rows 1 and 2 at once: 2 * (1 + 2) + 2 * 1; the call counts one, each time."""
 
     def question(runs):
@@ -73,7 +73,7 @@ def test_a_run_begins_from_the_state_of_the_step_and_ends_there(monkeypatch):
         assert [gradient.item() for gradient in result.gradients] == [3]
 
 
-def test_parts_follow_each_other_unless_something_comes_between(monkeypatch):
+def test_parts_continue_unless_restarted(monkeypatch):
     """The second part is the second call: 2 * 2 + 2. From the same state: 2 * 2 + 1."""
 
     def question(runs):
@@ -88,7 +88,7 @@ def test_parts_follow_each_other_unless_something_comes_between(monkeypatch):
     assert states == [1, 2]
 
 
-def test_a_weight_multiplies_loss_and_gradient_and_zero_computes_none(monkeypatch):
+def test_weight_multiplies_zero_skips(monkeypatch):
     def question(runs):
         return runs.run([[0], [1]], runs.replica_task, [0.5, 0.0]).results
 
@@ -97,7 +97,7 @@ def test_a_weight_multiplies_loss_and_gradient_and_zero_computes_none(monkeypatc
     assert (nothing.loss, nothing.gradients[0].item()) == (0, 0)
 
 
-def test_a_nudge_is_rounding_that_grows_with_its_number(monkeypatch):
+def test_nudge_is_rounding_that_grows(monkeypatch):
     def question(runs):
         results = [runs.run([[5]], runs.replica_task, nudge=n).results for n in (0, 15)]
         return [abs(result.loss - 13) for (result,) in results]
@@ -106,19 +106,19 @@ def test_a_nudge_is_rounding_that_grows_with_its_number(monkeypatch):
     assert 0 <= first < last < 1e-12
 
 
-def test_outputs_have_no_graph_and_are_from_the_same_state(monkeypatch):
+def test_outputs_without_graph_same_state(monkeypatch):
     first, second = asked(monkeypatch, lambda runs: runs.outputs([[0], [2]]))
     assert (first.item(), second.item()) == (3, 7)
     assert first.grad_fn is second.grad_fn is None
     assert first.requires_grad  # a criterion may ask for a gradient of it
 
 
-def test_attributes_that_each_call_moves_are_named(monkeypatch):
+def test_attributes_moved_by_calls_named(monkeypatch):
     names = asked(monkeypatch, lambda runs: runs.attributes_that_calls_move([0]))
     assert names == ["the attribute 'last'"]
 
 
-def test_after_the_deadline_nothing_runs(monkeypatch):
+def test_nothing_runs_after_deadline(monkeypatch):
     def question(runs):
         runs._deadline = time.monotonic() - 1
         with pytest.raises(Inconclusive, match="it takes too long"):
@@ -127,7 +127,7 @@ def test_after_the_deadline_nothing_runs(monkeypatch):
     asked(monkeypatch, question)
 
 
-def test_a_look_leaves_the_users_module_and_replicas_as_they_were(monkeypatch):
+def test_look_leaves_module_and_replicas(monkeypatch):
     """A step on two devices is one call of each; the look's calls do not count."""
     modules = []
 
@@ -146,7 +146,7 @@ def request(inputs, targets, criterion=total):
     return Request([batch_of(inputs, targets, len(ROWS), 0)], 0, criterion)
 
 
-def test_pieces_are_copies_of_the_rows_of_each_part():
+def test_pieces_are_copies_of_rows():
     (inputs, targets), (last, _) = pieces_of(request(ROWS, -ROWS), [[0, 2], [5]])
     assert inputs.flatten().tolist() == [1, 3]
     assert targets.flatten().tolist() == [-1, -3]
@@ -154,7 +154,7 @@ def test_pieces_are_copies_of_the_rows_of_each_part():
     assert last.item() == ROWS[5].item() == 6
 
 
-def test_losses_of_cuts_have_gradients_of_the_output():
+def test_losses_of_cuts_differentiate_output():
     """Of two rows and of one: their sum of squares, and twice the rows."""
     output = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
 

@@ -32,15 +32,15 @@ def test_steps_1_2_4_8_16_are_looked_at():
     assert due(Kind(), ["same"] * 20) == [1, 2, 4, 8, 16]
 
 
-def test_a_step_with_new_details_is_looked_at():
+def test_step_with_new_details_looked_at():
     assert due(Kind(), ["a"] * 4 + ["b"] * 2 + ["a"] * 2) == [1, 2, 4, 5, 8]
 
 
-def test_details_that_are_new_in_each_step_are_looked_at_eight_times():
+def test_always_new_details_looked_at_8_times():
     assert due(Kind(), range(15)) == [*range(1, 9)]
 
 
-def test_labels_beyond_the_range_are_looked_at():
+def test_labels_beyond_range_looked_at():
     kind = Kind()
     for labels, is_due in (
         ([0, 3], True),
@@ -58,7 +58,7 @@ def test_labels_beyond_the_range_are_looked_at():
         kind.note_agreement(ranges)
 
 
-def test_after_a_refusal_each_step_is_looked_at_until_one_agrees():
+def test_refused_looked_at_until_agreement():
     kind = Kind(steps=4, is_refused=True, details={"same"})
     assert kind.is_due((), "same")
     assert kind.is_due((), "same")
@@ -66,7 +66,7 @@ def test_after_a_refusal_each_step_is_looked_at_until_one_agrees():
     assert not kind.is_due((), "same")
 
 
-def test_a_kind_that_is_given_up_is_never_looked_at():
+def test_given_up_kind_never_looked_at():
     assert due(Kind(is_given_up=True), ["a", "b", "c"]) == []
 
 
@@ -79,7 +79,7 @@ def factory(factor):
     return lambda output, targets: factor * output.sum()
 
 
-def test_a_lambda_is_of_the_same_kind_in_each_step_and_its_number_a_detail():
+def test_lambda_keeps_kind_number_is_detail():
     kinds = Kinds()
     first, details = kind_of(kinds, factory(2))
     again, same_details = kind_of(kinds, factory(2))
@@ -99,14 +99,14 @@ def test_a_lambda_is_of_the_same_kind_in_each_step_and_its_number_a_detail():
     ],
     ids=lambda others: next(iter(others)),
 )
-def test_another_criterion_dtype_or_option_is_another_kind(others):
+def test_other_criterion_dtype_option_new_kind(others):
     kinds = Kinds()
     first, _ = kind_of(kinds, factory(2))
     other, _ = kind_of(kinds, **{"criterion": factory(2), **others})
     assert other is not first
 
 
-def test_a_word_in_the_batch_is_a_detail():
+def test_word_in_batch_is_detail():
     kinds = Kinds()
     first, details = kind_of(kinds, factory(2), [LABELS, "train"])
     other, other_details = kind_of(kinds, factory(2), [LABELS, "distil"])
@@ -114,14 +114,14 @@ def test_a_word_in_the_batch_is_a_detail():
     assert details != other_details
 
 
-def test_numbers_of_a_partial_and_a_module_are_found():
+def test_numbers_of_partial_and_module_found():
     _, numbers = names_and_numbers([partial(F.cross_entropy, label_smoothing=0.25)])
     assert "0.25" in numbers
     _, numbers = names_and_numbers([nn.CrossEntropyLoss(ignore_index=7)])
     assert "7" in numbers
 
 
-def test_a_long_list_is_data_and_not_read():
+def test_long_list_is_data():
     names, _ = names_and_numbers([[*"ab"]])
     assert {"a", "b"} <= names
     names, _ = names_and_numbers([[f"line {number}" for number in range(33)]])

@@ -28,7 +28,7 @@ def seeds(quick, slow):
 @pytest.mark.draws
 @pytest.mark.filterwarnings("error:could not check")
 @pytest.mark.parametrize("seed", [*seeds(2, 30), 54, 216, 234])
-def test_a_right_program_in_half_precision_is_not_refused(seed):
+def test_right_half_program_not_refused(seed):
     right = program(seed, is_right=True)
     assert right.error() < 1e-6, right.name
     right.step()
@@ -36,7 +36,7 @@ def test_a_right_program_in_half_precision_is_not_refused(seed):
 
 @pytest.mark.draws
 @pytest.mark.parametrize("seed", [*seeds(2, 30), 92, 106, 119])
-def test_half_precision_hides_no_mistake_that_float64_shows(seed):
+def test_half_hides_no_float64_mistake(seed):
     """Of 44 wrong programs 9 were silent: their difference could have been rounding."""
     try:
         program(seed, is_right=False).step(dtype=torch.float64)
@@ -75,7 +75,7 @@ def normalised():
 @pytest.mark.parametrize(
     "loss", [sums_that_cancel, rounded_sums_that_cancel, hinge, distances]
 )
-def test_terms_that_cancel_are_no_reason_for_a_refusal(loss, dtype):
+def test_cancelling_terms_not_refused(loss, dtype):
     for seed in range(3):
         with seeded(seed):
             model = normalised()
@@ -87,7 +87,7 @@ def test_terms_that_cancel_are_no_reason_for_a_refusal(loss, dtype):
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("dtype", HALF)
-def test_a_teacher_in_half_precision_is_no_reason_for_a_refusal(dtype):
+def test_half_teacher_not_refused(dtype):
     """No graph shows that a teacher rounds, and each number of rows rounds apart."""
     with seeded(1):
         teacher = normalised().to(dtype).eval().requires_grad_(False)
@@ -120,7 +120,7 @@ def summed_in_its_dtype(output, labels):
 
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("loss", [summed, summed_in_its_dtype])
-def test_a_sum_in_half_precision_is_refused(loss, dtype):
+def test_half_sum_refused(loss, dtype):
     with seeded(0):
         model = normalised().to(dtype)
     with (
@@ -131,7 +131,7 @@ def test_a_sum_in_half_precision_is_refused(loss, dtype):
 
 
 @pytest.mark.parametrize("dtype", HALF)
-def test_the_pair_computes_half_precision_in_single_precision(dtype):
+def test_pair_computes_half_in_single(dtype):
     output = INPUTS.to(dtype).requires_grad_()
     halves = output[:12], output[12:]
     DataParallelCriterion(sums_that_cancel, ["cpu"] * 2)(halves, LABELS)
@@ -160,7 +160,7 @@ class Wide(nn.Module):
         return inputs[:, :1] * self.columns
 
 
-def test_a_look_in_single_precision_takes_the_rows_of_one_sub_step():
+def test_single_look_takes_one_sub_step():
     """They need as much memory as two sub-steps."""
     Sizes.seen = []
     with ScatterOnceParallel(Wide(), 1, ["cpu"], micro_batch_size=4) as engine:
@@ -168,7 +168,7 @@ def test_a_look_in_single_precision_takes_the_rows_of_one_sub_step():
     assert max(Sizes.seen) == 4
 
 
-def test_views_share_memory_and_what_is_written_keeps_its_dtype():
+def test_views_shared_writes_keep_dtype():
     numbers = torch.ones(4, dtype=torch.float16)
     with SinglePrecision():
         numbers[1:].add_(1)
@@ -179,7 +179,7 @@ def test_views_share_memory_and_what_is_written_keeps_its_dtype():
     assert numbers.tolist() == [5, 2, 2, 2]
 
 
-def test_a_gradient_is_known_before_it_is_rounded():
+def test_gradient_known_before_rounding():
     weight = torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True)
     mode = SinglePrecision()
     with mode:

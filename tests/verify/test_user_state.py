@@ -59,7 +59,7 @@ def test_two_views_are_joined_or_refused(devices):
             engine.forward_backward(TWO, None, spread, whole_batch=True)
 
 
-def test_equal_entries_of_rows_are_no_codebook(devices):
+def test_equal_entries_are_no_codebook(devices):
     """Of 96 entries came 16. Four masks for each picture, flat, are all background at
     first.
     """
@@ -79,7 +79,7 @@ def test_equal_entries_of_rows_are_no_codebook(devices):
 # --- what the criterion moves ---
 
 
-def test_labels_that_are_all_ignored_are_told(devices):
+def test_all_labels_ignored_warns(devices):
     """torch's loss is NaN, and the engine's was 0.0 without a word."""
     with ScatterOnceParallel(mlp(), 3, devices(2)) as engine:
         with pytest.warns(UserWarning, match="all are ignored.*NaN"):
@@ -100,7 +100,7 @@ def normed():
 
 @pytest.mark.parametrize("whole_batch", [False, True])
 @pytest.mark.parametrize("buffers", ["master", "batch"])
-def test_statistics_that_the_criterion_moves_in_the_model_stay(whole_batch, buffers):
+def test_criterion_moved_statistics_stay(whole_batch, buffers):
     """They were those of the replica, in which nothing had moved them: zeros."""
     model, twin = build(normed), build(normed)
 
@@ -173,7 +173,7 @@ def test_a_look_leaves_no_count():
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_large_tensor_that_a_criterion_writes_is_told_once():
+def test_large_written_tensor_warns_once():
     large = torch.zeros(2**23 + 1, dtype=torch.float64)
 
     def criterion(output, targets):
@@ -193,7 +193,7 @@ def own_mean(output, targets):
     return F.mse_loss(output, targets)
 
 
-def test_a_look_brings_no_warnings_of_torch_s(devices):
+def test_look_adds_no_torch_warnings(devices):
     """Targets that are broadcast: once per sub-step is what plain torch says, too."""
     engine = ScatterOnceParallel(mlp(), 3, devices(2))
     with engine, warnings.catch_warnings(record=True, action="always") as caught:

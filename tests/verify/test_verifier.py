@@ -64,7 +64,7 @@ def test_a_refusal_does_not_wear_off(devices):
 
 
 @pytest.mark.parametrize("factor", [1.0, float("nan")])
-def test_steps_1_2_4_8_are_looked_at_also_if_each_has_a_new_lambda(factor, recwarn):
+def test_new_lambdas_looked_at_at_1_2_4_8(factor, recwarn):
     """Looks that tell nothing are said once."""
     looks, counts = [], counted(lambda o, t: in_a_def(o, t) * factor)
     with ScatterOnceParallel(mlp(), 2, ["cpu"]) as engine:
@@ -95,7 +95,7 @@ def one_micro_batch_each(group):
         return said, [p.grad is None for p in engine.module.parameters()]
 
 
-def test_one_micro_batch_on_each_rank_is_told():
+def test_one_micro_batch_per_rank_told():
     """It was taken for nothing that could be combined."""
     for said, missing in run_on_ranks(2, one_micro_batch_each):
         assert ['reduction="sum"' in each for each in said] == [True, True]
@@ -105,7 +105,7 @@ def test_one_micro_batch_on_each_rank_is_told():
 # --- without a trace ---
 
 
-def test_nothing_of_the_user_s_is_kept_and_engines_still_pickle():
+def test_criterion_not_kept_engine_pickles():
     criterion = nn.CrossEntropyLoss()
     with ScatterOnceParallel(mlp(), 2, ["cpu"]) as engine:
         assert_agreed(engine, partial(step, engine, criterion, classes(ROWS)))
@@ -171,7 +171,7 @@ def test_a_look_leaves_no_trace(devices, case):
     assert states[0] == states[1]
 
 
-def test_an_interrupt_of_a_look_leaves_no_trace(devices):
+def test_interrupted_look_leaves_no_trace(devices):
     class Interrupted(nn.Module):
         calls = 0
 
@@ -208,7 +208,8 @@ def test_a_look_never_raises_accum():
         assert engine.last_step.retries == 0
 
 
-def test_a_look_takes_some_micro_batches_once_then_a_few_rows_then_nothing():
+def test_look_sizes_micro_batches_rows_none():
+    """Looks take some micro-batches once, then a few rows, then nothing."""
     model, inputs, targets = mlp(), randn(4000, FEATURES), randint(CLASSES, 4000)
     taken = []
 
@@ -251,7 +252,7 @@ def mean_of_squares(output, _):
 
 
 @pytest.mark.draws
-def test_deciding_not_to_look_does_not_read_all_rows():
+def test_no_look_reads_no_rows():
     """Each step read the sizes of 16,384 entries of ``Rows``, and took 2.5 times as
     long.
     """
@@ -263,7 +264,7 @@ def test_deciding_not_to_look_does_not_read_all_rows():
     assert many < few + 200
 
 
-def test_a_criterion_that_divides_the_batch_by_position_is_not_told_what_it_passes(
+def test_fixmatch_not_told_whole_batch(
     devices,
 ):
     """FixMatch was told to pass whole_batch=True, which it passed, and is exact."""
@@ -288,7 +289,7 @@ def test_a_criterion_that_divides_the_batch_by_position_is_not_told_what_it_pass
     assert "a sum" not in text
 
 
-def test_what_waits_for_the_other_replicas_is_looked_at_by_all(devices, monkeypatch):
+def test_barrier_looked_at_by_all_replicas(devices, monkeypatch):
     """A look by one replica alone waited at the barrier for ever.
 
     What the others restored was what the first one's look had left, if they ended after
@@ -310,7 +311,7 @@ def test_what_waits_for_the_other_replicas_is_looked_at_by_all(devices, monkeypa
     assert Meets.sizes == [ROWS // 3] * 6
 
 
-def test_a_call_that_waits_for_ever_is_told_once_and_the_step_goes_on(monkeypatch):
+def test_endless_wait_told_once_step_goes_on(monkeypatch):
     """A criterion that waits in a look, which nobody can interrupt, hung the step."""
     monkeypatch.setattr(look, "PATIENCE_SECONDS", 0.5)
     event = threading.Event()

@@ -146,7 +146,7 @@ SABOTAGES = [
         place="_summed",
         text="sums.get(number))",
         replacement="sums.get(number, torch.zeros_like(leaf)))",
-        seen_by="test_used_once_then_unused_keeps_the_gradient_it_had",
+        seen_by="test_unused_parameter_keeps_its_gradient",
     ),
     Sabotage(
         name="the scale of a scaler is left out",
@@ -220,7 +220,7 @@ SABOTAGES = [
         place="sum_dtype",
         text="if accumulate_dtype is None:",
         replacement="if True:",
-        seen_by="test_512_ones_add_up_to_512_and_are_added_to_what_is_there",
+        seen_by="test_512_ones_add_up_to_512",
     ),
     Sabotage(
         name="ranks weigh alike, however many rows they have",
@@ -312,7 +312,7 @@ SABOTAGES = [
         place="sum_dtype",
         text="if accumulate_dtype is None:",
         replacement="if accumulate_dtype is None or dtype == torch.float16:",
-        seen_by="test_the_sum_is_rounded_once",
+        seen_by="test_sum_is_rounded_once",
     ),
     Sabotage(
         name="engine.loss forgets the factor of a scaler",
@@ -425,7 +425,7 @@ SABOTAGES = [
         place="user_state_guarded",
         text="if leaf.grad is not None:",
         replacement="if False:",
-        seen_by="test_the_error_names_what_it_arrives_at",
+        seen_by="test_error_names_where_gradient_arrives",
     ),
     Sabotage(
         name="two replicas are in one criterion at a time",
@@ -558,7 +558,7 @@ SABOTAGES = [
         place="ScatterOnceParallel._attempt",
         text="self._replicas.clear_step_state()",
         replacement="pass",
-        seen_by="test_used_once_then_unused_keeps_the_gradient_it_had",
+        seen_by="test_unused_parameter_keeps_its_gradient",
     ),
     # --- all or nothing ---
     Sabotage(
@@ -577,7 +577,7 @@ SABOTAGES = [
         place="_add_with_hooks",
         text="restore_after(error, buffers.restore)",
         replacement="pass",
-        seen_by="test_buffers_are_unchanged_if_a_hook_on_a_gradient_raises",
+        seen_by="test_raising_hook_leaves_buffers",
     ),
     Sabotage(
         name="buffers are written after hooks on gradients have run",
@@ -586,9 +586,7 @@ SABOTAGES = [
         place="_add_with_hooks",
         text="_add(pairs, attempt, observed=True)",
         replacement="_add(pairs, attempt, observed=True), buffers.write()",
-        seen_by=(
-            "test_what_a_hook_on_a_gradient_writes_into_buffers_and_parameters_stays"
-        ),
+        seen_by=("test_gradient_hook_writes_stay"),
     ),
     Sabotage(
         name="a rollback forgets .grad",
@@ -597,7 +595,7 @@ SABOTAGES = [
         place="Undo.restore",
         text='partial(setattr, leaf, "grad", gradient)',
         replacement="(lambda: None)",
-        seen_by="test_hooks_on_the_node_that_accumulates_run_once_and_may_fail",
+        seen_by="test_accumulation_hooks_run_once",
     ),
     Sabotage(
         name="a rollback forgets values",
@@ -606,7 +604,7 @@ SABOTAGES = [
         place="Undo.restore",
         text="partial(write, tensor, value)",
         replacement="(lambda: None)",
-        seen_by="test_statistics_and_generators_that_a_criterion_moved_are_put_back",
+        seen_by="test_failed_step_restores_closure_state",
     ),
     Sabotage(
         name="a rollback forgets torch's generators",
@@ -624,7 +622,7 @@ SABOTAGES = [
         place="Undo.restore",
         text="partial(generator.set_state, state)",
         replacement="(lambda: None)",
-        seen_by="test_statistics_and_generators_that_a_criterion_moved_are_put_back",
+        seen_by="test_failed_step_restores_closure_state",
     ),
     Sabotage(
         name="a loss that is not finite is committed in spite of check_finite=True",
@@ -642,7 +640,7 @@ SABOTAGES = [
         place="Search.run",
         text="result.attempt.undo.restore()",
         replacement="pass",
-        seen_by="test_a_second_try_starts_anew",
+        seen_by="test_second_try_starts_from_same_state",
     ),
     Sabotage(
         name="the gradients of a trial stay while the next try runs",
@@ -669,7 +667,7 @@ SABOTAGES = [
         place="forward",
         text="del rows, inputs",
         replacement="pass",
-        seen_by="test_inputs_that_no_graph_needs_are_freed_before_the_criterion",
+        seen_by="test_unneeded_inputs_freed_early",
     ),
     Sabotage(
         name="Ctrl-C is forgotten",
@@ -705,7 +703,7 @@ SABOTAGES = [
         place="Workers.exclusive",
         text="_claims.setdefault(key, self) is not self:",
         replacement="_claims.setdefault(key, self) is None:",
-        seen_by="test_two_engines_on_one_module_in_two_threads",
+        seen_by="test_two_engines_in_threads_refused",
     ),
     Sabotage(
         name="the caller's tensors may be written by a sub-step",
@@ -793,7 +791,7 @@ SABOTAGES = [
         place="_add",
         text="if not observed and not have_gradient",
         replacement="if not have_gradient",
-        seen_by="test_hooks_on_parameters_act_once_on_the_whole_gradient",
+        seen_by="test_parameter_hooks_run_once_on_sum",
     ),
     Sabotage(
         name="keys of a state dict begin with module.",
@@ -857,7 +855,7 @@ SABOTAGES = [
         place="ReplicaNote.__exit__",
         text="if self.sub_step is not None:",
         replacement="if False:",
-        seen_by="test_the_words_of_a_note",
+        seen_by="test_words_of_a_note",
     ),
     Sabotage(
         name="a right step is refused, because its gradient is rounded otherwise",
@@ -913,7 +911,7 @@ SABOTAGES = [
         place="Share.rows_of",
         text="if self.row_numbers:",
         replacement="if False:",
-        seen_by="test_a_note_names_the_rows_of_a_micro_batch_cut_by_cost",
+        seen_by="test_note_names_rows_cut_by_cost",
     ),
 ]
 

@@ -92,8 +92,8 @@ def test_a_record_has_threads_ranks_and_programs(tmp_path, monkeypatch):
     monkeypatch.chdir(who.ROOT)
     record = who.Record(tmp_path / "who")
     tests = {  # by what they reach: in a replica's thread, in a rank, in a program
-        Substeps.train: "tests/step/test_reduce.py::test_the_sum_is_rounded_once",
-        Ranks.sum_of_all: "tests/step/test_reduce.py::test_ranks_add_up_in_it",
+        Substeps.train: "tests/step/test_reduce.py::test_sum_is_rounded_once",
+        Ranks.sum_of_all: "tests/step/test_reduce.py::test_ranks_add_up_in_wide_dtype",
         ScatterOnceParallel._step: "tests/faults/test_fault_exit.py::"
         "test_ends_promptly_with_its_own_code",
     }

@@ -34,13 +34,13 @@ def linear():
         (5, ""),
     ],
 )
-def test_factors_of_two_ranks_with_three_parts_each(factor, words):
+def test_factors_of_ranks_and_parts_named(factor, words):
     meaning, remedy = causes._meaning(factor, ranks=2, parts=3)
     assert meaning.removeprefix(": ") == words
     assert remedy.endswith(".")
 
 
-def test_one_rank_and_one_part_are_no_reason_for_a_factor():
+def test_one_rank_explains_no_factor():
     assert causes._meaning(1, ranks=1, parts=2)[0] == ""
 
 
@@ -56,7 +56,7 @@ def test_one_rank_and_one_part_are_no_reason_for_a_factor():
         ([0.2, 0.3, 0.6], [0.5, 0.3, 0.2], "other weights"),
     ],
 )
-def test_names_of_weights_of_three_parts_among_four(actual, expected, name):
+def test_weights_of_parts_are_named(actual, expected, name):
     numbers = torch.tensor(actual, dtype=torch.float64), torch.tensor(expected)
     assert causes._name_of_weights(*numbers, num_parts=4) == name
 
@@ -71,12 +71,12 @@ def test_names_of_weights_of_three_parts_among_four(actual, expected, name):
         ([1 / 2, 1], 1, None),  # any two weights have a ratio
     ],
 )
-def test_weights_of_which_each_is_a_multiple_of_the_next(weights, ranks, ratio):
+def test_ratio_of_neighbouring_weights(weights, ranks, ratio):
     found = causes._ratio_of_neighbours(torch.tensor(weights), ranks)
     assert found == (None if ratio is None else pytest.approx(ratio))
 
 
-def test_three_names_are_listed_and_others_counted():
+def test_three_names_listed_others_counted():
     assert causes._listed(["a", "b", "c"]) == "a, b, c"
     assert causes._listed(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
 
@@ -109,7 +109,7 @@ def mean_of_means(model, batches):
         (mean_of_means, "mean of means"),
     ],
 )
-def test_the_first_hypothesis_that_fits_is_the_cause(step, name):
+def test_first_fitting_hypothesis_is_cause(step, name):
     assert splitcheck(step, linear(), ROWS, parts=2).cause == name
 
 
@@ -118,7 +118,7 @@ def with_norm():
         return nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
 
 
-def test_batch_normalisation_alone_is_the_cause():
+def test_batch_norm_alone_is_the_cause():
     def step(model, batches):
         rows = sum(len(batch) for batch in batches)
         for batch in batches:
@@ -128,7 +128,7 @@ def test_batch_normalisation_alone_is_the_cause():
     assert report.cause == "batch normalisation"
 
 
-def test_another_mistake_is_found_beside_batch_normalisation():
+def test_mistake_found_beside_batch_norm():
     def step(model, batches):
         for batch in batches:
             (model(batch).square().mean() / len(batches)).backward()

@@ -27,7 +27,7 @@ def cases(table):
 
 
 @pytest.mark.parametrize("case", cases(WRONG))
-def test_a_wrong_loop_is_found_and_named(case):
+def test_wrong_loop_is_found_and_named(case):
     report = splitcheck(case.step, new(case.model), case.batch(), **case.options)
     assert not report.passed
     assert report.cause == case.cause, report
@@ -39,7 +39,7 @@ def test_a_wrong_loop_is_found_and_named(case):
 
 
 @pytest.mark.parametrize("case", cases(RIGHT))
-def test_a_right_loop_passes(case):
+def test_right_loop_passes(case):
     report = splitcheck(case.step, new(case.model), case.batch(), **case.options)
     report.assert_passed()
     assert report.cause == ""

@@ -52,7 +52,7 @@ def evidence_of(step, model=None, batch=ROWS, parts=2, loss=None):
     return Evidence(trial, expected, trial.outcomes(trial.split()))
 
 
-def test_each_part_has_the_gradient_of_its_rows():
+def test_part_has_gradient_of_its_rows():
     evidence = evidence_of(sum_of_sums)
     assert evidence.parts == [[0, 1, 2, 3], [4, 5]]
     assert evidence.expected["weight"].tolist() == [SUM]
@@ -62,7 +62,7 @@ def test_each_part_has_the_gradient_of_its_rows():
     assert evidence.shows_in() == []
 
 
-def test_a_mean_of_means_weighs_parts_alike_and_the_batch_by_rows():
+def test_mean_of_means_weighs_parts_alike():
     evidence = evidence_of(mean_of_means)
     of_loop = evidence.weights_of_loop(["weight"])
     of_batch = evidence.weights_of_batch(["weight"])
@@ -87,7 +87,7 @@ def test_weights_by_labels_are_named():
     assert evidence.counted_as(torch.tensor([0.0, 0.0])) == ""
 
 
-def test_a_factor_is_that_of_all_named_parameters():
+def test_factor_of_all_named_parameters():
     def thrice(model, batches):
         for batch in batches:
             (len(batches) * model(batch).sum()).backward()
@@ -97,12 +97,12 @@ def test_a_factor_is_that_of_all_named_parameters():
     assert evidence_of(mean_of_means).factor(["weight"]) is None
 
 
-def test_a_gradient_of_two_numbers_has_no_factor():
+def test_gradient_of_two_numbers_has_no_factor():
     evidence = evidence_of(sum_of_sums, linear(2), torch.ones(6, 2))
     assert evidence.factor(["weight"]) is None
 
 
-def test_one_part_is_compared_with_a_loss():
+def test_one_part_compared_with_a_loss():
     def half(model, batches):
         for batch in batches:
             (model(batch).sum() / 2).backward()
@@ -111,7 +111,7 @@ def test_one_part_is_compared_with_a_loss():
     assert evidence.error_with_one_part() == 0.5
 
 
-def test_a_part_that_is_not_a_number_counts_as_nothing():
+def test_part_that_is_nan_counts_as_nothing():
     """A mean over the numbers above 2.5, of which the second part has none."""
 
     def step(model, batches):
@@ -140,11 +140,11 @@ class Counter(nn.Module):
 
 
 @pytest.mark.parametrize(("model", "matters"), [(linear, False), (Counter, True)])
-def test_order_matters_for_a_model_that_counts_its_calls(model, matters):
+def test_order_matters_if_calls_are_counted(model, matters):
     assert evidence_of(sum_of_sums, model()).order_matters() == matters
 
 
-def test_a_penalty_in_each_part_grows_twofold_from_two_parts_to_three():
+def test_penalty_per_part_doubles_at_3_parts():
     def step(model, batches):
         for batch in batches:
             (model(batch).sum() + model.weight.sum()).backward()
@@ -154,12 +154,12 @@ def test_a_penalty_in_each_part_grows_twofold_from_two_parts_to_three():
     assert cosine == pytest.approx(1)
 
 
-def test_without_a_difference_or_enough_rows_there_is_no_growth():
+def test_no_growth_without_difference_or_rows():
     assert evidence_of(sum_of_sums).growth_per_part() is None
     assert evidence_of(mean_of_means, batch=ROWS[:5]).growth_per_part() is None
 
 
-def test_parameters_are_named_if_others_are_right():
+def test_wrong_parameters_are_named():
     model = nn.ModuleDict({"right": linear(), "wrong": linear()})
 
     def step(model, batches):

@@ -10,14 +10,14 @@ from scatterpar.splitting.operator_modes import CoarsestDtype, RepeatedNumbers
 pytestmark = pytest.mark.draws
 
 
-def test_each_call_gives_the_same_number_to_each_row():
+def test_calls_give_rows_the_same_number():
     with RepeatedNumbers(by_column=False):
         few, many = torch.rand(2, 3), torch.randn(5, 3)
     assert few.unique().tolist() == many.unique().tolist()
     assert len(few.unique()) == 1
 
 
-def test_by_column_rows_are_alike_and_columns_are_not():
+def test_by_column_rows_alike_columns_differ():
     with RepeatedNumbers(by_column=True):
         mask = torch.rand(3, 4)
     assert torch.equal(mask[0], mask[2])
@@ -33,7 +33,7 @@ def test_integers_are_the_same_in_every_call():
     assert {*first.tolist()} == {*second.tolist()}
 
 
-def test_a_permutation_keeps_the_order():
+def test_permutation_keeps_the_order():
     with RepeatedNumbers(by_column=False):
         assert torch.randperm(4).tolist() == [0, 1, 2, 3]
 
@@ -41,13 +41,13 @@ def test_a_permutation_keeps_the_order():
 @pytest.mark.parametrize(
     ("replacement", "drawn"), [(True, [[1, 1], [2, 2]]), (False, [[1, 0], [2, 1]])]
 )
-def test_a_sample_has_the_most_likely_categories(replacement, drawn):
+def test_sample_has_most_likely_categories(replacement, drawn):
     probabilities = torch.tensor([[0.3, 0.6, 0.1], [0.1, 0.2, 0.7]])
     with RepeatedNumbers(by_column=False):
         assert torch.multinomial(probabilities, 2, replacement).tolist() == drawn
 
 
-def test_what_draws_nothing_is_as_without_the_mode():
+def test_other_operators_unchanged():
     with RepeatedNumbers(by_column=True):
         assert (torch.arange(3) * 2).tolist() == [0, 2, 4]
 
@@ -68,7 +68,7 @@ def inside_of_a_list(value):
         (lambda value: torch.ones(2).half(), None),  # was never in float64
     ],
 )
-def test_the_coarsest_dtype_to_which_float64_is_cast(compute, coarsest):
+def test_coarsest_dtype_of_casts(compute, coarsest):
     with CoarsestDtype() as dtypes:
         compute(torch.ones(2, dtype=torch.float64))
     assert dtypes.coarsest == coarsest

@@ -13,14 +13,14 @@ LABELS = torch.tensor([[1, -100, -100], [1, 2, 3], [-100, 4, -100]])
 WEIGHTS = torch.tensor([0.5, 0.0, 0.9])
 
 
-def test_labels_come_before_other_integers_and_these_before_floats():
+def test_labels_before_integers_before_floats():
     ids = torch.zeros(3, 2, dtype=torch.long)
     found = tensors_with_rows({"weights": WEIGHTS, "ids": ids, "labels": LABELS})
     assert [tensor.dtype for tensor in found] == [torch.long, torch.long, torch.float]
     assert torch.equal(found[0], LABELS)
 
 
-def test_rows_count_the_elements_of_each_entry():
+def test_rows_count_elements_of_entries():
     (sizes,) = tensors_with_rows(Rows([torch.ones(3), torch.ones(2, 2)], list))
     assert sizes.tolist() == [3, 4]
 
@@ -41,7 +41,7 @@ def test_rows_with_most_labels_come_first():
         (6, 1, False, [6]),
     ],
 )
-def test_sizes_of_parts_fall_unless_they_are_equal(rows, count, equal, sizes):
+def test_sizes_fall_unless_equal(rows, count, equal, sizes):
     found = cut(range(rows), count, equal=equal)
     assert [len(part) for part in found] == sizes
     assert [row for part in found for row in part] == list(range(rows))
@@ -49,7 +49,7 @@ def test_sizes_of_parts_fall_unless_they_are_equal(rows, count, equal, sizes):
 
 @pytest.mark.parametrize("parts", range(1, 9))
 @pytest.mark.parametrize("equal", [True, False])
-def test_parts_are_cut_in_order_and_none_is_empty(parts, equal):
+def test_parts_cut_in_order_none_empty(parts, equal):
     rows = list(range(parts * 3))
     cuts = cut(rows, parts, equal=equal)
     assert [row for part in cuts for row in part] == rows
@@ -59,7 +59,7 @@ def test_parts_are_cut_in_order_and_none_is_empty(parts, equal):
     assert (len(set(sizes)) == 1) == (equal or parts == 1)
 
 
-def test_equal_parts_that_leave_rows_over_are_refused():
+def test_equal_parts_with_rest_refused():
     with pytest.raises(ValueError, match="7 rows cannot be cut into 2 equal parts"):
         cut(range(7), 2, equal=True)
 
@@ -72,12 +72,12 @@ def test_terms_are_counted_by_row():
     assert counts["labels that are not 255"] == [3, 3, 3]
 
 
-def test_entries_that_are_not_zero_are_counted():
+def test_nonzero_entries_are_counted():
     mask = torch.tensor([[1, 1], [1, 0], [0, 0]])
     assert dict(term_counts([mask], 3))["entries that are not 0"] == [2, 1, 0]
 
 
-def test_equally_many_labels_hide_what_a_loss_counts():
+def test_equal_label_counts_hide_terms():
     assert parts.hides_counts([torch.tensor([[1, 2], [3, 4]])], 2)
     assert not parts.hides_counts([LABELS], 3)
     assert not parts.hides_counts([torch.tensor([1, 2])], 2)  # one label per row

@@ -114,14 +114,14 @@ def check(surroundings, step, error=None):
         assert part_after == part_before
 
 
-def test_everything_is_as_before_after_a_wrong_loop():
+def test_wrong_loop_leaves_process_unchanged():
     surroundings = Surroundings()
     check(surroundings, surroundings.step)
 
 
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("least_parts", [1, 2])
-def test_everything_is_as_before_if_a_step_fails(error, least_parts):
+def test_failed_step_leaves_process_unchanged(error, least_parts):
     surroundings = Surroundings()
 
     def step(model, batches):
@@ -132,7 +132,7 @@ def test_everything_is_as_before_if_a_step_fails(error, least_parts):
     check(surroundings, step, error)
 
 
-def test_a_process_group_of_the_step_is_destroyed(tmp_path):
+def test_process_group_of_step_is_destroyed(tmp_path):
     def step(model, batches):
         number = len(list(tmp_path.iterdir()))
         store = dist.FileStore(str(tmp_path / str(number)), 1)
@@ -143,7 +143,7 @@ def test_a_process_group_of_the_step_is_destroyed(tmp_path):
     assert not dist.is_initialized()
 
 
-def test_an_error_says_which_parts_the_step_got():
+def test_error_names_parts_of_the_step():
     def step(model, batches):
         backward_sums(model, batches)
         if len(batches) > 1:
@@ -154,7 +154,7 @@ def test_an_error_says_which_parts_the_step_got():
     assert caught.value.__notes__ == ["splitcheck called step with 9 + 7 + 5 + 3 rows"]
 
 
-def test_an_optimizer_of_another_model_changes_nothing():
+def test_other_models_optimizer_has_no_effect():
     surroundings = Surroundings()
     other = new(Net)
     optimizer = torch.optim.Adam(other.parameters())

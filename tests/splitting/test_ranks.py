@@ -57,7 +57,7 @@ def test_ranks_get_what_a_launcher_sets():
     splitcheck(step, new(Net), images(), ranks=2).assert_passed()
 
 
-def test_a_rank_computes_with_several_threads_as_this_process_did():
+def test_rank_computes_with_several_threads():
     """OpenMP's threads do not survive a fork: a rank that needed them waited for ever.
 
     accelerate sets a number of threads in each process.
@@ -79,7 +79,7 @@ def test_a_rank_computes_with_several_threads_as_this_process_did():
     report.assert_passed()
 
 
-def test_the_model_in_this_process_stays_as_it_is():
+def test_model_in_this_process_unchanged():
     model = new(Net)
     before = [parameter.tolist() for parameter in model.parameters()]
     storage = [parameter.data_ptr() for parameter in model.parameters()]
@@ -94,7 +94,7 @@ def test_the_model_in_this_process_stays_as_it_is():
     assert not any(parameter.is_shared() for parameter in model.parameters())
 
 
-def test_an_error_on_a_rank_is_told_and_ends_the_others():
+def test_error_on_rank_told_ends_others():
     def step(model, batches):
         averaged(model, batches)
         if dist.get_rank() == 1:
@@ -105,7 +105,7 @@ def test_an_error_on_a_rank_is_told_and_ends_the_others():
         splitcheck(step, new(Net), images(), ranks=2)
 
 
-def test_an_exit_and_an_aborted_process_are_told():
+def test_exit_and_abort_are_told():
     def leave(model, batches):
         averaged(model, batches)
         if dist.get_rank() == 1:
@@ -123,7 +123,7 @@ def test_an_exit_and_an_aborted_process_are_told():
         splitcheck(end, new(Net), images(), ranks=2)
 
 
-def test_ranks_that_gather_unequal_tensors_are_told():
+def test_gather_of_unequal_tensors_told():
     def step(model, batches):
         parallel = DistributedDataParallel(model)
         ((pixels, _),) = batches
@@ -134,7 +134,7 @@ def test_ranks_that_gather_unequal_tensors_are_told():
 
 
 @pytest.mark.slow
-def test_at_the_time_limit_each_rank_says_where_it_waits():
+def test_timeout_tells_where_ranks_wait():
     def step(model, batches):
         averaged(model, batches)
         if dist.get_world_size() == 2 and dist.get_rank() == 0:
@@ -195,7 +195,7 @@ def test_ctrl_c_ends_the_ranks(tmp_path):
         script.wait()
 
 
-def test_a_lambda_cannot_be_sent_to_spawned_processes(monkeypatch):
+def test_lambda_refused_by_spawned_ranks(monkeypatch):
     monkeypatch.setattr(ranks, "can_fork", lambda: False)
     with pytest.raises(ValueError, match="in a file that can be imported"):
         splitcheck(lambda *call: averaged(*call), new(Net), images(), ranks=2)
@@ -253,7 +253,7 @@ nbformat.write(notebook, sys.argv[1])
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a fork")
-def test_ranks_of_functions_in_a_notebook_s_cell(tmp_path_factory):
+def test_functions_of_notebook_cells_run(tmp_path_factory):
     nbformat = pytest.importorskip("nbformat", reason="the extra `test`")
     pytest.importorskip("nbclient", reason="the extra `test`")
     path = tmp_path_factory.mktemp("notebook") / "cells.ipynb"

@@ -43,7 +43,7 @@ def sums(model, batches):
 BATCHES = [torch.tensor([[1.0], [3.0]]), torch.tensor([[5.0]])]
 
 
-def test_gradients_add_up_and_the_loss_is_what_the_step_returns():
+def test_gradients_add_up_loss_is_returned():
     outcome = run(sums, doubled(), BATCHES)
     assert outcome.gradients["weight"].tolist() == [[9.0]]
     assert outcome.gradients["weight"].dtype == torch.float64
@@ -52,13 +52,13 @@ def test_gradients_add_up_and_the_loss_is_what_the_step_returns():
     assert outcome.coarsest is None
 
 
-def test_a_gradient_from_before_the_step_does_not_count():
+def test_earlier_gradient_does_not_count():
     model = doubled()
     model.weight.grad = torch.full((1, 1), 100.0)
     assert run(sums, model, BATCHES).gradients["weight"].item() == 9
 
 
-def test_in_double_parameters_and_new_tensors_are_in_float64():
+def test_double_makes_everything_float64():
     dtypes = []
 
     def step(model, batches):
@@ -74,7 +74,7 @@ def test_in_double_parameters_and_new_tensors_are_in_float64():
     assert outcome.loss == 10
 
 
-def test_an_optimizer_gets_the_gradient_and_changes_nothing():
+def test_optimizer_gets_grad_has_no_effect():
     def step(model, batches):
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         sums(model, batches)
@@ -87,7 +87,7 @@ def test_an_optimizer_gets_the_gradient_and_changes_nothing():
 
 
 @pytest.mark.parametrize("with_closure", [False, True])
-def test_the_step_ends_after_the_last_of_two_optimizers(with_closure):
+def test_step_ends_after_last_optimizer(with_closure):
     """Each is called once, with a closure or without, and changes nothing."""
     model = nn.ModuleDict({"first": doubled(), "second": doubled()})
     calls = []
@@ -114,7 +114,7 @@ def test_the_step_ends_after_the_last_of_two_optimizers(with_closure):
     assert model["first"].weight.item() == model["second"].weight.item() == 2
 
 
-def test_an_error_of_the_step_is_raised_and_the_hook_removed():
+def test_error_is_raised_hook_removed():
     def step(model, batches):
         raise KeyError("x")
 
@@ -127,7 +127,7 @@ def test_an_error_of_the_step_is_raised_and_the_hook_removed():
     assert model.weight.item() == 1.5
 
 
-def test_a_parameter_that_is_changed_by_hand_has_the_change_as_its_gradient():
+def test_change_by_hand_is_the_gradient():
     def step(model, batches):
         with torch.no_grad():
             model.weight -= 0.5
@@ -136,7 +136,7 @@ def test_a_parameter_that_is_changed_by_hand_has_the_change_as_its_gradient():
 
 
 @pytest.mark.draws
-def test_generators_that_the_step_draws_from_are_named():
+def test_generators_drawn_from_are_named():
     before = random.getstate()
 
     def step(model, batches):
@@ -155,7 +155,7 @@ def test_generators_that_the_step_draws_from_are_named():
 @pytest.mark.parametrize(
     ("numbers", "are_equal"), [(Numbers.CONSTANT, True), (Numbers.BY_COLUMN, False)]
 )
-def test_random_operators_give_what_the_settings_say(numbers, are_equal):
+def test_random_operators_follow_settings(numbers, are_equal):
     drawn = []
 
     def step(model, batches):
@@ -167,7 +167,7 @@ def test_random_operators_give_what_the_settings_say(numbers, are_equal):
     assert bool(drawn[0][0, 0] == drawn[0][0, 1]) == are_equal
 
 
-def test_the_coarsest_dtype_is_watched_on_demand():
+def test_coarsest_dtype_watched_on_demand():
     def step(model, batches):
         return (model.weight * model.weight.half().double()).sum().backward()
 
@@ -179,7 +179,7 @@ def test_the_coarsest_dtype_is_watched_on_demand():
     ("limit_is_exceeded", "left"),
     [([True], 1.0), ([True, True], 1.5), ([True, False], 1.5), ([False, True], 2.0)],
 )
-def test_all_clippings_except_the_last_halve_what_was_there(limit_is_exceeded, left):
+def test_all_clippings_but_the_last_halve(limit_is_exceeded, left):
     """A gradient of 1 is added before each clipping: 1 / 2 + 1."""
     weight = nn.Parameter(torch.zeros(1))
     weight.grad = torch.zeros(1)
@@ -190,7 +190,7 @@ def test_all_clippings_except_the_last_halve_what_was_there(limit_is_exceeded, l
     assert weight.grad.item() == left
 
 
-def test_batch_normalisation_uses_running_statistics_in_the_body():
+def test_batch_norm_uses_running_statistics():
     model = nn.Sequential(
         nn.BatchNorm1d(1), nn.BatchNorm1d(1, track_running_stats=False)
     )
@@ -204,7 +204,7 @@ def test_batch_normalisation_uses_running_statistics_in_the_body():
     assert model[0](rows).mean().abs().item() < 1e-6
 
 
-def test_complex_gradients_are_pairs_of_numbers():
+def test_complex_gradients_are_pairs():
     model = nn.Module()
     model.weight = nn.Parameter(torch.tensor([1 + 1j]))
 

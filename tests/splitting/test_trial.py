@@ -33,12 +33,12 @@ from scatterpar import splitcheck
         ({"timeout": 0}, ValueError, "timeout must be positive"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(options, error, words):
+def test_senseless_arguments_refused(options, error, words):
     with pytest.raises(error, match=words):
         splitcheck(backward_sums, new(Net), images(), **options)
 
 
-def test_what_is_no_function_or_module_is_refused():
+def test_non_functions_and_modules_refused():
     with pytest.raises(TypeError, match="step must be a function"):
         splitcheck(1, new(Net), images())
     with pytest.raises(TypeError, match=r"model must be an nn\.Module, got"):
@@ -47,18 +47,18 @@ def test_what_is_no_function_or_module_is_refused():
         splitcheck(backward_sums, new(Net), ["a"] * 16)
 
 
-def test_one_part_is_compared_with_a_loss():
+def test_one_part_compared_with_a_loss():
     report = splitcheck(backward_sums, new(Net), images(), parts=1, loss=class_loss)
     report.assert_passed()
 
 
 @pytest.mark.parametrize("step", [lambda *_: None, lambda model, _: model.zero_grad()])
-def test_a_step_without_gradient_is_refused(step):
+def test_step_without_gradient_refused(step):
     with pytest.raises(ValueError, match="left no gradient"):
         splitcheck(step, new(Net), images())
 
 
-def test_a_diagnosis_that_fails_leaves_the_verdict():
+def test_failed_diagnosis_leaves_verdict():
     """A part by itself fails, as one without labels may."""
 
     def step(model, batches):
@@ -73,7 +73,7 @@ def test_a_diagnosis_that_fails_leaves_the_verdict():
     assert "ZeroDivisionError: no labels" in report.why
 
 
-def test_numbers_of_numpy_that_differ_between_parts_are_told():
+def test_differing_numpy_draws_are_told():
     def step(model, batches):
         for batch in batches:
             weight = numpy.random.rand()
@@ -85,7 +85,7 @@ def test_numbers_of_numpy_that_differ_between_parts_are_told():
     assert "draws from the generator of NumPy" in report.why
 
 
-def test_what_only_rounding_of_the_steps_own_dtype_explains_passes():
+def test_rounding_of_own_dtype_passes():
     def step(model, batches):
         for pixels, classes in batches:
             hidden = torch.relu(model.first(pixels)).float()
@@ -98,7 +98,7 @@ def test_what_only_rounding_of_the_steps_own_dtype_explains_passes():
     assert 0 < report.worst < 1e-5
 
 
-def test_a_batch_whose_rows_have_equally_many_labels_is_noted():
+def test_equal_label_counts_are_noted():
     ids, labels = tokens()
 
     def step(model, batches):
@@ -120,6 +120,6 @@ def test_ipython_shows_the_report():
     assert str(report).startswith("gradient of 24 rows as 9 + 7 + 5 + 3, beside")
 
 
-def test_several_processes_need_a_model_on_the_cpu():
+def test_ranks_need_a_model_on_the_cpu():
     with pytest.raises(ValueError, match="on meta; with ranks= pass it on the CPU"):
         splitcheck(backward_sums, new(Net).to("meta"), pairs(), ranks=2)

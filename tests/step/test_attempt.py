@@ -50,14 +50,14 @@ def attempts_of(monkeypatch, **changes):
     return made
 
 
-def test_a_step_is_one_attempt_with_weights_that_add_up_to_one(monkeypatch):
+def test_step_is_one_attempt_weights_sum_to_1(monkeypatch):
     (attempt,) = attempts_of(monkeypatch)
     assert attempt.extent is WHOLE_STEP
     assert [share.rows for share in attempt.plan.shares] == [3, 2]
     assert [list(weights) for weights in attempt.weights.by_share] == [[0.6], [0.4]]
 
 
-def test_seconds_are_counted_by_phase_also_if_the_phase_fails(monkeypatch):
+def test_seconds_counted_if_phase_fails(monkeypatch):
     (attempt,) = attempts_of(monkeypatch)
     now = iter([10.0, 12.5, 20.0, 21.0])
     monkeypatch.setattr(attempt_file.time, "perf_counter", lambda: next(now))
@@ -70,7 +70,7 @@ def test_seconds_are_counted_by_phase_also_if_the_phase_fails(monkeypatch):
     assert attempt.seconds == expected
 
 
-def test_the_clock_times_each_phase_in_the_callers_thread(monkeypatch):
+def test_clock_times_phases_of_caller(monkeypatch):
     clock = Clock()
     (attempt,) = attempts_of(monkeypatch, clock=clock)
     clock.events.clear()
@@ -80,12 +80,12 @@ def test_the_clock_times_each_phase_in_the_callers_thread(monkeypatch):
     assert clock.events == [("begin", *part), "body", ("end", *part)]
 
 
-def test_without_clock_a_span_is_nothing(monkeypatch):
+def test_span_without_clock_does_nothing(monkeypatch):
     (attempt,) = attempts_of(monkeypatch, clock=None)
     assert attempt.span("reduce") is attempt.span("scatter")
 
 
-def test_a_profiler_sees_names_and_numbers_of_sub_steps(monkeypatch):
+def test_profiler_sees_sub_steps(monkeypatch):
     names = []
     monkeypatch.setattr(torch.profiler, "record_function", names.append)
     profiler_block("forward", None, 3)
@@ -94,13 +94,13 @@ def test_a_profiler_sees_names_and_numbers_of_sub_steps(monkeypatch):
 
 
 @pytest.mark.parametrize(("is_on", "clock"), [(True, profiler_block), (False, None)])
-def test_a_profiler_that_is_on_is_the_clock_of_a_step(monkeypatch, is_on, clock):
+def test_profiler_is_the_clock(monkeypatch, is_on, clock):
     monkeypatch.setattr(torch_private, "profiler_is_on", lambda: is_on)
     (attempt,) = attempts_of(monkeypatch)
     assert attempt.clock is clock
 
 
-def test_an_extent_is_all_of_a_step_unless_it_says_otherwise():
+def test_extent_defaults_to_whole_step():
     assert Extent() == WHOLE_STEP
     assert WHOLE_STEP.max_substeps is None
     assert not WHOLE_STEP.is_trial

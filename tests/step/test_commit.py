@@ -30,7 +30,7 @@ pytestmark = pytest.mark.core
 
 
 @pytest.mark.contract
-def test_used_once_then_unused_keeps_the_gradient_it_had(devices):
+def test_unused_parameter_keeps_its_gradient(devices):
     model = build(branches)
     all_plus, all_minus = BATCH[0].clone(), BATCH[0].clone()
     all_plus[:, 0], all_minus[:, 0] = 1, -1
@@ -45,7 +45,7 @@ def test_used_once_then_unused_keeps_the_gradient_it_had(devices):
 
 
 @pytest.mark.contract
-def test_hooks_on_parameters_act_once_on_the_whole_gradient(devices):
+def test_parameter_hooks_run_once_on_sum(devices):
     model = mlp()
     _, expected = whole_batch(model, *BATCH, nn.CrossEntropyLoss())
     seen, together = [], []
@@ -69,7 +69,7 @@ def test_hooks_on_parameters_act_once_on_the_whole_gradient(devices):
 
 
 @pytest.mark.contract
-def test_hooks_on_the_node_that_accumulates_run_once_and_may_fail(devices):
+def test_accumulation_hooks_run_once(devices):
     """Whoever keeps a graph of a parameter keeps this node, and hooks on it stay."""
     model = mlp()
     _, expected = whole_batch(model, *BATCH, nn.CrossEntropyLoss())
@@ -93,7 +93,7 @@ def test_hooks_on_the_node_that_accumulates_run_once_and_may_fail(devices):
             model.zero_grad()
 
 
-def test_hooks_installed_during_a_forward_stay_out_of_the_user_s_module(devices):
+def test_hooks_of_a_forward_stay_in_replica(devices):
     def forward(m, inputs):
         m.linear.register_forward_hook(lambda m, args, output: output * 2)
         return m.linear(inputs)
@@ -117,7 +117,7 @@ class Late(InOneMemory):
 
 
 @pytest.mark.contract
-def test_gradients_that_share_memory_and_arrive_late(devices):
+def test_late_gradients_sharing_memory_exact(devices):
     model = build(Late)
     inputs, targets = positive_first(16, 8), randn(16, CLASSES)
     rows = zip(inputs.split(1), targets.split(1), strict=True)
@@ -132,7 +132,7 @@ def test_gradients_that_share_memory_and_arrive_late(devices):
 
 
 @pytest.mark.contract
-def test_buffers_are_unchanged_if_a_hook_on_a_gradient_raises(devices):
+def test_raising_hook_leaves_buffers(devices):
     model = build(
         lambda: nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, CLASSES))
     )
@@ -203,9 +203,7 @@ def normalised():
 
 
 @pytest.mark.parametrize("kind", HOOKED)
-def test_what_a_hook_on_a_gradient_writes_into_buffers_and_parameters_stays(
-    devices, kind
-):
+def test_gradient_hook_writes_stay(devices, kind):
     plain, model = build(normalised), build(normalised)
     for each in (plain, model):
         HOOKED[kind](each)
@@ -226,7 +224,7 @@ def test_what_a_hook_on_a_gradient_writes_into_buffers_and_parameters_stays(
 
 @pytest.mark.contract
 @pytest.mark.parametrize("kind", HOOKED)
-def test_what_hooks_have_written_is_undone_if_a_later_hook_raises(devices, kind):
+def test_hook_writes_undone_if_later_raises(devices, kind):
     model = build(normalised)
     HOOKED[kind](model)
 
@@ -257,9 +255,7 @@ KEPT = {
 
 @pytest.mark.parametrize("kind", KEPT)
 @pytest.mark.parametrize("whole_batch", [False, True])
-def test_what_a_module_made_of_its_parameters_is_not_trained_silently(
-    devices, kind, whole_batch
-):
+def test_derived_tensor_not_trained_silently(devices, kind, whole_batch):
     """Replicas have copies of it, whose gradient once went nowhere."""
     model = Of(uses, linear=linear(), other=linear(1))
     model.kept = KEPT[kind](model)
@@ -276,7 +272,7 @@ def test_what_a_module_made_of_its_parameters_is_not_trained_silently(
 @pytest.mark.skipif(
     not hasattr(signal, "setitimer"), reason="there are no such timers here"
 )
-def test_a_handler_that_raises_leaves_a_step_whole_or_undone():
+def test_raising_handler_leaves_whole_or_none():
     """As those of time limits do; in the commit, above all."""
 
     class TimeIsOver(Exception):

@@ -90,9 +90,7 @@ ARRIVES = r"a gradient arrives at {}, which is no replica's: bind .* functools\.
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
-def test_a_gradient_that_arrives_there_is_refused_in_whatever_step(
-    devices, net, holder
-):
+def test_gradient_of_closure_refused(devices, net, holder):
     """It was trained on one memory only; on two GPUs it failed. A reference is no
     gradient.
     """
@@ -138,7 +136,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_the_error_names_what_it_arrives_at(devices, kind):
+def test_error_names_where_gradient_arrives(devices, kind):
     make, name = REFUSED[kind]
     model, net = mlp(), build(square)
     refused = pytest.raises(ValueError, match=ARRIVES.format(name))
@@ -149,7 +147,7 @@ def test_the_error_names_what_it_arrives_at(devices, kind):
     )
 
 
-def test_the_error_for_a_module_in_an_object_names_its_parameter(devices):
+def test_error_names_parameter_in_object(devices):
     """It advised to bind a network of the criterion, which had none."""
     model = Of(lambda m, rows: m.task.net(rows), linear=linear())
     model.task = Task(model.linear)
@@ -164,9 +162,7 @@ def test_the_error_for_a_module_in_an_object_names_its_parameter(devices):
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
-def test_whole_batch_trains_a_network_of_a_closure_once_and_failures_leave_it(
-    devices, net, holder
-):
+def test_whole_batch_trains_closure_once(devices, net, holder):
     model, twin, plain = mlp(), mlp(), build(square)
     F.mse_loss(plain(twin(INPUTS)), TARGETS).backward()
     loss, fails = HOLDERS[holder](net), [True]
@@ -200,7 +196,7 @@ def runs_out(m, rows):
 
 @pytest.mark.contract
 @pytest.mark.filterwarnings("ignore:accum=.auto")
-def test_a_second_try_starts_anew(devices):
+def test_second_try_starts_from_same_state(devices):
     """Statistics that the first try had moved once stayed."""
     found = []
     for accum in ("auto", 2):
@@ -218,9 +214,7 @@ def test_a_second_try_starts_anew(devices):
 @pytest.mark.contract
 @pytest.mark.parametrize("of", ["teacher", "master"])
 @pytest.mark.parametrize("whole", [False, True])
-def test_statistics_and_generators_that_a_criterion_moved_are_put_back(
-    devices, of, whole
-):
+def test_failed_step_restores_closure_state(devices, of, whole):
     model = build(
         lambda: nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.BatchNorm1d(CLASSES))
     )
@@ -245,7 +239,7 @@ def test_statistics_and_generators_that_a_criterion_moved_are_put_back(
     assert torch.equal(generator.get_state(), before)
 
 
-def test_a_network_in_an_object_of_the_model_is_trained_by_no_replica():
+def test_network_in_object_not_trained():
     """It was, in one memory. Replicas share the object, and no optimizer finds the
     network.
     """
@@ -297,7 +291,7 @@ def on_each_rank(group, case):
 
 
 @pytest.mark.parametrize("case", SHARED)
-def test_ranks_count_a_network_that_all_of_them_reach_once(case):
+def test_ranks_count_shared_network_once(case):
     """Each rank had the gradient of its own rows, or added its own copy of the same
     gradient.
 
@@ -320,7 +314,7 @@ def test_ranks_count_a_network_that_all_of_them_reach_once(case):
 # --- functions that the module holds ---
 
 
-def test_what_they_close_over_is_followed(devices):
+def test_closed_over_values_are_followed(devices):
     """A module is a replica's, also if it becomes another one; all else is the user's
     own.
     """
@@ -340,7 +334,7 @@ def test_what_they_close_over_is_followed(devices):
             assert_gradients(model, expected)
 
 
-def test_what_they_name_of_their_file_is_told_and_not_trained(monkeypatch, devices):
+def test_global_module_warns_and_is_untrained(monkeypatch, devices):
     """A twin of a function has the same file, and so runs the user's own module."""
     model = nn.Sequential(linear())
     monkeypatch.setitem(globals(), "NAMED", model[0])
@@ -354,7 +348,7 @@ def test_what_they_name_of_their_file_is_told_and_not_trained(monkeypatch, devic
     assert model[0].weight.grad is None
 
 
-def test_an_attribute_with_the_name_of_a_global_is_no_warning(monkeypatch, recwarn):
+def test_attribute_named_as_global_no_warning(monkeypatch, recwarn):
     model = nn.Sequential(linear())
     model.head = model[0]
     monkeypatch.setitem(globals(), "head", model[0])
@@ -370,7 +364,7 @@ TAKEN = "another engine is in the middle of a step that trains this Sequential"
 
 
 @pytest.mark.contract
-def test_two_engines_on_one_module_in_two_threads(devices):
+def test_two_engines_in_threads_refused(devices):
     """The second is refused while the first is inside: its gradient was lost, or
     counted often.
     """
@@ -426,7 +420,7 @@ def python_calls(function):
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_step_does_not_read_the_log_of_a_trainer(net, verify):
+def test_trainer_log_is_not_read(net, verify):
     """Each step read its 100,000 numbers, in 0.2 to 0.4 s."""
     net.requires_grad_(False)
     with ScatterOnceParallel(mlp(), 2, ["cpu"] * 2, verify=verify) as engine:

@@ -69,9 +69,7 @@ def model_with(forward):
 @pytest.mark.contract
 @pytest.mark.parametrize("whole_batch", [False, True])
 @pytest.mark.parametrize("forward", FORWARDS)
-def test_a_backward_pass_in_forward_is_refused_and_nothing_changes(
-    devices, forward, whole_batch
-):
+def test_backward_in_forward_refused(devices, forward, whole_batch):
     model = model_with(forward)
     model.linear.weight.grad = torch.ones_like(model.linear.weight)
     for accum, verify in ((1, True), (4, True), (4, False)):
@@ -84,7 +82,7 @@ def test_a_backward_pass_in_forward_is_refused_and_nothing_changes(
 
 
 @pytest.mark.parametrize("kind", CRITERIA)
-def test_a_backward_pass_in_the_criterion_is_refused_and_nothing_changes(devices, kind):
+def test_backward_in_criterion_refused(devices, kind):
     model, criterion = linear(), CRITERIA[kind]()
     for accum, verify in ((1, True), (4, False)):
         with (
@@ -95,7 +93,7 @@ def test_a_backward_pass_in_the_criterion_is_refused_and_nothing_changes(devices
             engine.loss(ROWS, LABELS, criterion)
 
 
-def test_a_late_backward_pass_is_refused_in_the_step_that_has_it(devices):
+def test_late_backward_refused_in_its_step(devices):
     model = model_with(trains_an_auxiliary_head)
     model.function = lambda m, x: m.linear(x) + 0 * m.aux(x)
     with ScatterOnceParallel(model, 2, devices(2)) as engine:
@@ -121,15 +119,13 @@ def differentiates_by_its_inputs(m, inputs):
 
 @pytest.mark.parametrize("forward", [trains_a_copy, differentiates_by_its_inputs])
 @pytest.mark.parametrize("whole_batch", [False, True])
-def test_a_backward_pass_that_reaches_no_parameter_is_exact(
-    devices, forward, whole_batch
-):
+def test_backward_to_no_parameter_is_exact(devices, forward, whole_batch):
     with ScatterOnceParallel(model_with(forward), 3, devices(2)) as engine:
         for _ in range(2):
             assert_step(engine, ROWS, LABELS, LOSS, whole_batch=whole_batch)
 
 
-def test_a_criterion_of_all_rows_may_run_a_backward_pass(devices):
+def test_whole_batch_criterion_may_backward(devices):
     """It runs once, so what it adds is what one device would add."""
     model = linear()
     expected = copy.deepcopy(model)

@@ -17,7 +17,7 @@ ROWS = torch.ones(3)
 @pytest.mark.parametrize(
     "output", [LOSS, {"loss": LOSS, "logits": ROWS}, SimpleNamespace(loss=LOSS)]
 )
-def test_a_module_gives_its_loss_as_the_output_or_in_it(output):
+def test_module_gives_loss_as_or_in_output(output):
     assert loss_of(output, None, None) is LOSS
 
 
@@ -31,23 +31,23 @@ def test_a_module_gives_its_loss_as_the_output_or_in_it(output):
         (torch.tensor(1j), ValueError, r"take its .abs\(\)"),
     ],
 )
-def test_what_is_no_loss_is_refused_with_what_to_return(loss, error, words):
+def test_non_losses_refused_with_remedy(loss, error, words):
     with pytest.raises(error, match=f"the criterion must give .*{words}"):
         scalar_loss(loss, "the criterion")
 
 
-def test_a_module_that_returns_several_values_needs_a_criterion():
+def test_several_outputs_need_a_criterion():
     with pytest.raises(TypeError, match=r"lambda output, _: output\[1\]"):
         loss_of((ROWS, LOSS), None, None)
 
 
-def test_a_criterion_of_other_arguments_is_refused():
+def test_criterion_of_other_arguments_refused():
     with pytest.raises(TypeError, match=r"criterion\(output, targets\)"):
         loss_of(ROWS, None, lambda output: LOSS)
 
 
 @pytest.mark.draws
-def test_a_module_without_trained_parameters_is_refused():
+def test_module_without_parameters_refused():
     module = nn.Linear(2, 2)
     require_trainable(module)
     with pytest.raises(ValueError, match="Linear, has no parameter that requires grad"):

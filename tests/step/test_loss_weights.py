@@ -78,7 +78,7 @@ for options in product((None, WEIGHTS), (0.0, 0.2), ("mean", "sum")):
 
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_of_torch_is_that_of_the_whole_batch(devices, name):
+def test_torch_losses_equal_whole_batch(devices, name):
     criterion, targets = LOSSES[name]
     for accum in (2, 13):  # of one row, too
         with ScatterOnceParallel(linear(), accum, devices(2)) as engine:
@@ -87,7 +87,7 @@ def test_a_loss_of_torch_is_that_of_the_whole_batch(devices, name):
 
 @pytest.mark.parametrize("length", [1, 3])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
-def test_cross_entropy_of_several_positions_per_row(devices, length, smoothing):
+def test_cross_entropy_of_several_positions(devices, length, smoothing):
     def forward(m, inputs):
         return torch.stack([m.linear(inputs * n) for n in range(1, 1 + length)], 2)
 
@@ -100,7 +100,7 @@ def test_cross_entropy_of_several_positions_per_row(devices, length, smoothing):
             assert_step(engine, ROWS, targets, criterion)
 
 
-def test_bytes_as_large_as_an_ignored_label_would_wrap_to(devices):
+def test_uint8_labels_do_not_wrap(devices):
     model = build(lambda: nn.Linear(FEATURES, 200))
     targets = torch.full((13,), 156, dtype=torch.uint8)
     targets[4:] = 3
@@ -110,7 +110,7 @@ def test_bytes_as_large_as_an_ignored_label_would_wrap_to(devices):
 
 @pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="an older torch")
 @pytest.mark.parametrize("weight", [None, WEIGHTS])
-def test_linear_cross_entropy_counts_its_labels(devices, weight):
+def test_linear_cross_entropy_counts_labels(devices, weight):
     criterion = build(
         lambda: nn.LinearCrossEntropyLoss(CLASSES, CLASSES, weight=weight)
     )
@@ -118,7 +118,7 @@ def test_linear_cross_entropy_counts_its_labels(devices, weight):
         assert_step(engine, ROWS, IGNORED, criterion)
 
 
-def test_the_pair_takes_a_share_of_one_class_without_weight(devices):
+def test_pair_takes_share_of_zero_weight(devices):
     targets = torch.tensor([1] * 7 + [0, 2, 3, 2, 2, 0])
     criterion = nn.CrossEntropyLoss(WEIGHTS, label_smoothing=0.2)
     model, plain = linear(), linear()
@@ -161,18 +161,18 @@ def weights_of(criterion, targets=FIVE, **options):
         ),
     ],
 )
-def test_weights_of_a_ragged_batch_are_parts_of_its_terms(criterion, options, expected):
+def test_ragged_weights_are_parts_of_terms(criterion, options, expected):
     assert weights_of(criterion, **options) == pytest.approx(expected)
 
 
-def test_a_micro_batch_of_ignored_labels_adds_nothing():
+def test_ignored_labels_weigh_nothing():
     targets = FIVE.where(torch.arange(5) > 1, -100)
     assert weights_of(nn.CrossEntropyLoss(), targets) == pytest.approx(
         [0, 2 / 3, 1 / 3]
     )
 
 
-def test_smoothed_labels_without_weight_add_their_sum():
+def test_smoothed_unweighted_labels_add_sum():
     """The first micro-batch has class 1 alone, of weight zero: it counts by smoothing."""
     targets = torch.tensor([1, 1, 2, 2, 0])
     criterion = nn.CrossEntropyLoss(WEIGHTS, label_smoothing=0.1)
@@ -181,7 +181,7 @@ def test_smoothed_labels_without_weight_add_their_sum():
     )
 
 
-def test_without_losses_outputs_weigh_by_their_rows():
+def test_outputs_weigh_by_rows():
     shares = (Share(0, HOST, 0, 3, ((0, 2), (2, 3))), Share(1, HOST, 3, 5, ((3, 5),)))
     request = Request([batch_of(None, FIVE, 5, 0)], 0, nn.CrossEntropyLoss())
     weights = compute_loss_weights(request, Plan(5, shares), None)

@@ -38,7 +38,7 @@ class OfTwo(nn.Module):
     ("make", "wrong", "right"),
     [(ByBatch, {"x": ROWS}, ({"x": ROWS},)), (OfTwo, [ROWS, ROWS], (ROWS, ROWS))],
 )
-def test_inputs_that_do_not_fit_name_what_fits(devices, make, wrong, right):
+def test_misfit_inputs_name_what_fits(devices, make, wrong, right):
     with ScatterOnceParallel(build(make), 2, devices(2)) as engine:
         with pytest.raises(TypeError, match=r"does not take.*pass a tuple of"):
             engine.forward_backward(wrong, LABELS, LOSS)
@@ -49,7 +49,7 @@ def raises_in_forward(m, inputs):
     return m.linear(inputs, 1)
 
 
-def test_an_error_inside_forward_or_a_criterion_is_the_user_s_own(devices):
+def test_inner_type_error_is_the_users(devices):
     model = Of(raises_in_forward, linear=linear())
     with (
         ScatterOnceParallel(model, 2, devices(2)) as engine,
@@ -68,7 +68,7 @@ def test_an_error_inside_forward_or_a_criterion_is_the_user_s_own(devices):
         engine.forward_backward(ROWS, LABELS, criterion)
 
 
-def test_a_forward_pass_that_enables_gradients_trains_under_no_grad(devices):
+def test_enable_grad_trains_under_no_grad(devices):
     model = Of(torch.enable_grad()(lambda m, x: m.linear(x)), linear=linear())
     engine = ScatterOnceParallel(model, 2, devices(2))
     criterion = torch.enable_grad()(lambda output, targets: LOSS(output, targets))

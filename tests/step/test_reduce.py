@@ -42,7 +42,7 @@ def add_ones(model, rows, accum=1, device_ids=None, dtype=torch.bfloat16, **opti
 
 @pytest.mark.contract
 @pytest.mark.parametrize("device_ids", DEVICES, ids=str)
-def test_512_ones_add_up_to_512_and_are_added_to_what_is_there(device_ids):
+def test_512_ones_add_up_to_512(device_ids):
     model = one_weight()
     for expected in (512, 1024):
         add_ones(
@@ -58,7 +58,7 @@ def test_512_ones_add_up_to_512_and_are_added_to_what_is_there(device_ids):
 
 @pytest.mark.parametrize("device_ids", DEVICES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_sum_is_rounded_once(device_ids, dtype):
+def test_sum_is_rounded_once(device_ids, dtype):
     """Every element is the float64 sum of the micro-batches' own gradients, rounded
     once.
     """
@@ -80,7 +80,7 @@ def test_the_sum_is_rounded_once(device_ids, dtype):
 
 
 @pytest.mark.parametrize("device_ids", DEVICES, ids=str)
-def test_a_users_own_grad_dtype_is_followed(device_ids):
+def test_grad_dtype_of_user_is_followed(device_ids):
     model = one_weight()
     model.weight.grad_dtype = torch.float32
     for _ in range(2):  # the second one adds to what is there
@@ -96,7 +96,7 @@ def _wide_ranks(group):
     return model.weight.grad, [dtype for _, dtype, _ in collectives]
 
 
-def test_ranks_add_up_in_it():
+def test_ranks_add_up_in_wide_dtype():
     """200 + 400 ones on two ranks: bfloat16 would give 512 at most."""
     for gradient, dtypes in run_on_ranks(2, _wide_ranks):
         assert gradient.dtype == torch.bfloat16
@@ -110,7 +110,7 @@ def test_ranks_add_up_in_it():
 INPUTS = randn(11, FEATURES)
 
 
-def test_one_ratio_holds_for_all_micro_batches(devices):
+def test_one_ratio_for_all_micro_batches(devices):
     """Rows that have two entries each were joined with rows that have one."""
     ragged = Of(lambda _, rows: rows.repeat(2, 1) if len(rows) > 4 else rows).eval()
     refused = pytest.raises(
@@ -153,7 +153,7 @@ def test_return_outputs(devices, rows):
         )
 
 
-def test_outputs_without_rows_are_not_joined(devices):
+def test_outputs_without_rows_not_joined(devices):
     """They were, in the order of the pieces: which is that of no row."""
     # A word model that flattens time and rows into one dimension.
     model = build(
@@ -183,7 +183,7 @@ def test_outputs_without_rows_are_not_joined(devices):
             engine(rows)
 
 
-def test_return_outputs_keeps_what_a_function_makes_of_them(devices):
+def test_return_outputs_applies_function(devices):
     model, graphs = mlp(), []
 
     def keep(output):

@@ -44,23 +44,21 @@ def failing_engine(device_ids, **options):
     ("row", "accum", "sub_step", "rows"),
     [(0, 3, 0, range(3)), (4, 3, 1, range(3, 5)), (6, 7, 6, range(6, 7))],
 )
-def test_a_note_names_consecutive_rows(
-    devices, whole_batch, row, accum, sub_step, rows
-):
+def test_note_names_consecutive_rows(devices, whole_batch, row, accum, sub_step, rows):
     engine = failing_engine(devices(2), accum=accum)
     note = note_on(engine, row, whole_batch=whole_batch)
     assert note == note_of(0, devices(2)[0], sub_step, accum, rows)
 
 
 @pytest.mark.contract
-def test_the_words_of_a_note():
+def test_words_of_a_note():
     words = "in replica 1 on cpu:1, sub-step 2 of 4, rows 8 to 9, counted from 0"
     assert note_of(1, "cpu:1", 2, of=4, rows=range(8, 10)) == words
     words = "in replica 0 on cpu, sub-step 0 of 1, row 6, counted from 0"
     assert note_of(0, "cpu", 0, rows=[6]) == words
 
 
-def test_a_note_names_the_rows_of_a_micro_batch_cut_by_cost(devices):
+def test_note_names_rows_cut_by_cost(devices):
     costs = [3, 5, 1, 4, 2, 5, 3, 9, 1, 1, 1, 1, 1]
     engine = failing_engine(devices(2), micro_batch_cost=9)
     ((share, step, rows),) = [
@@ -77,7 +75,7 @@ def test_a_note_names_the_rows_of_a_micro_batch_cut_by_cost(devices):
 
 
 @pytest.mark.parametrize("accum", [3, 13])
-def test_memory_that_runs_out_has_a_remedy_if_rows_can_be_divided(accum):
+def test_out_of_memory_names_larger_accum(accum):
     def exhausts(*_):
         raise torch.OutOfMemoryError("out of memory")
 
@@ -87,7 +85,7 @@ def test_memory_that_runs_out_has_a_remedy_if_rows_can_be_divided(accum):
     assert ("larger accum=" in "".join(caught.value.__notes__)) == (accum == 3)
 
 
-def test_a_constant_loss_of_some_rows_has_a_remedy():
+def test_constant_loss_of_rows_has_remedy():
     """A batch has objects, a micro-batch may have none; one loss of the batch has a
     graph.
     """

@@ -23,7 +23,7 @@ INSIDE = (
 
 
 @pytest.mark.parametrize("line", bad_inputs(), ids=lambda line: line[0])
-def test_bad_input_is_refused_and_changes_nothing(line):
+def test_bad_input_refused_changes_nothing(line):
     code, expected, *words = line
     kind, said, names = attempt(code)
     with names["engine"] as engine:
@@ -78,7 +78,7 @@ HOOKS = {
 
 @pytest.mark.contract
 @pytest.mark.parametrize("place", [*CALLS, *HOOKS])
-def test_a_step_from_inside_a_step(engine, place):
+def test_step_inside_a_step_refused(engine, place):
     """It fails with our words, changes nothing, and the next one works."""
     options, handles = CALLS.get(place, lambda _: {})(engine), []
     if place in HOOKS:
@@ -94,12 +94,12 @@ def test_a_step_from_inside_a_step(engine, place):
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
-def test_ordinals_without_an_accelerator_say_how_to_ask_for_the_cpu():
+def test_ordinals_without_gpu_name_cpu():
     with pytest.raises(ValueError, match=r'none is visible here.*\["cpu"\] \* 2'):
         ScatterOnceParallel(mlp(), 1, [0, 1])
 
 
-def test_a_list_is_one_argument_and_a_tuple_several(devices):
+def test_list_is_one_argument_tuple_several(devices):
     def forward(m, first, second=None):
         first, second = first if second is None else (first, second)
         return m.linear(first * second)
@@ -146,7 +146,7 @@ print(codes)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_forked_children_compute_at_once_with_what_they_make():
+def test_forked_children_compute_at_once():
     """One in four once crashed: two threads made autograd's engine anew at the same
     time.
     """
@@ -158,7 +158,7 @@ def test_forked_children_compute_at_once_with_what_they_make():
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_torchscript_may_be_what_a_criterion_calls():
+def test_criterion_may_call_torchscript():
     loss = torch.jit.script(nn.CrossEntropyLoss())
     with ScatterOnceParallel(mlp(), 2, ["cpu"] * 2) as engine:
         assert_step(engine, *data(), lambda output, targets: loss(output, targets))
@@ -168,7 +168,7 @@ def test_torchscript_may_be_what_a_criterion_calls():
 @pytest.mark.parametrize(
     "walk", [nn.Module.train, lambda m: m.to("cpu"), nn.Module.state_dict]
 )
-def test_an_engine_that_is_a_child_of_its_own_module_is_named(make, walk):
+def test_engine_as_child_of_module_refused(make, walk):
     model = linear()
     model.engine = make(model, device_ids=["cpu"] * 2)
     words = (
@@ -179,7 +179,7 @@ def test_an_engine_that_is_a_child_of_its_own_module_is_named(make, walk):
         walk(model)
 
 
-def test_an_engine_in_a_list_of_its_own_module_trains_it(devices):
+def test_engine_in_list_of_module_trains(devices):
     model, twin = linear(), linear()
     with ScatterOnceParallel(model, 2, devices(2)) as engine:
         model.engine = [engine]

@@ -64,7 +64,7 @@ def crossed(*tensors):
 
 
 @pytest.mark.parametrize("accum", [4, "auto"])
-def test_shares_need_no_more_room_than_their_sub_steps(room, accum):
+def test_shares_need_room_of_sub_steps(room, accum):
     """They were scattered whole, whatever a fixed accum was."""
     model = net()
     inputs, targets = batch()
@@ -84,7 +84,7 @@ def test_shares_need_no_more_room_than_their_sub_steps(room, accum):
             torch.testing.assert_close(engine.eval()(inputs), model(inputs))
 
 
-def test_the_next_rows_set_out_before_these_are_computed(room):
+def test_next_rows_copied_before_compute(room):
     seen = []
 
     def forward(m, inputs):
@@ -104,7 +104,7 @@ def of_pairs(outputs, _):
 
 
 @pytest.mark.parametrize("of", ["the criterion", "the second pass"])
-def test_what_has_arrived_is_kept_for_the_second_pass_where_it_fits(monkeypatch, of):
+def test_rows_kept_for_second_pass_if_room(monkeypatch, of):
     """Where it does not, it crosses twice, and is counted twice; later
     steps begin so.
     """

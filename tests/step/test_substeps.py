@@ -20,7 +20,7 @@ ROWS, LABELS = randn(13, FEATURES), randint(CLASSES, 13)
 LOSS = nn.CrossEntropyLoss()
 
 
-def test_one_replica_steps_in_the_thread_of_the_caller():
+def test_one_replica_runs_in_callers_thread():
     """So a debugger stops in the user's own lines."""
     threads = set()
 
@@ -34,7 +34,7 @@ def test_one_replica_steps_in_the_thread_of_the_caller():
 
 
 @pytest.mark.contract
-def test_micro_batches_without_terms_still_run_forward(devices):
+def test_micro_batch_without_terms_forwards(devices):
     model = build(
         lambda: nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, CLASSES))
     )
@@ -76,7 +76,7 @@ print(len(seen))
 
 
 @pytest.mark.parametrize("kind", ["function", "module"])
-def test_inputs_that_no_graph_needs_are_freed_before_the_criterion(devices, kind):
+def test_unneeded_inputs_freed_early(devices, kind):
     """In a process of its own: what traces or records here may keep them alive."""
     outcome = run_forked("-c", FREED, str(devices(1)[0]), kind)
     assert (outcome.code, outcome.out) == (0, "3\n"), outcome.err
@@ -117,7 +117,7 @@ def per_substep(work):
     ) / SUBSTEPS
 
 
-def test_a_substep_calls_few_functions_besides_the_model_and_its_backward_pass():
+def test_sub_step_calls_few_functions():
     model, inputs, targets = (
         linear(),
         randn(2 * SUBSTEPS, FEATURES),

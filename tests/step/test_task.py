@@ -27,7 +27,7 @@ PACKED = pack_sequence([torch.ones(2)])
         (PACKED, (PACKED,), {}),
     ],
 )
-def test_a_tuple_is_by_position_a_mapping_by_name_all_else_alone(inputs, args, kwargs):
+def test_tuples_by_position_mappings_by_name(inputs, args, kwargs):
     found_args, found_kwargs = as_call(inputs)
     assert all(
         type(one) is type(other) for one, other in zip(found_args, args, strict=True)
@@ -35,7 +35,7 @@ def test_a_tuple_is_by_position_a_mapping_by_name_all_else_alone(inputs, args, k
     assert found_kwargs.keys() == kwargs.keys()
 
 
-def test_what_collate_returns_are_the_arguments_of_a_single_marker():
+def test_collated_marker_gives_arguments():
     rows = Rows([1, 2], collate=lambda entries: {"sum": sum(entries)})
     marker = call_inputs((rows,), {})
     assert marker.unwrap(copy=False) == ((), {"sum": 3})
@@ -43,7 +43,7 @@ def test_what_collate_returns_are_the_arguments_of_a_single_marker():
     assert call_inputs((rows, 1), {}) == ((rows, 1), {})
 
 
-def test_functions_share_a_lock_modules_need_none():
+def test_functions_share_lock_modules_none():
     def criterion(output, targets):
         return output.sum()
 

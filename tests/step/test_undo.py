@@ -50,7 +50,7 @@ def saved_objects(undo):
     return tensor, leaf, generator
 
 
-def test_all_that_was_saved_is_put_back_if_the_body_raises():
+def test_all_restored_if_body_raises():
     undo = undo_of_a_step()
     objects = saved_objects(undo)
     before = state_of(*objects)
@@ -59,7 +59,8 @@ def test_all_that_was_saved_is_put_back_if_the_body_raises():
     assert state_of(*objects) == before
 
 
-def test_nothing_is_put_back_if_the_body_succeeds_and_later_all_is():
+def test_nothing_restored_if_body_succeeds():
+    """Entered again, the same undo restores all."""
     undo = undo_of_a_step()
     objects = saved_objects(undo)
     before = state_of(*objects)
@@ -71,7 +72,7 @@ def test_nothing_is_put_back_if_the_body_succeeds_and_later_all_is():
     assert state_of(*objects) == before
 
 
-def test_a_value_that_cannot_be_put_back_is_a_note_and_the_rest_is_put_back():
+def test_unrestorable_value_is_noted():
     undo = undo_of_a_step()
     shrinks = torch.zeros(3)
     undo.save_values([shrinks])
@@ -84,7 +85,7 @@ def test_a_value_that_cannot_be_put_back_is_a_note_and_the_rest_is_put_back():
     assert state_of(*objects) == before
 
 
-def test_written_are_the_tensors_whose_bits_differ():
+def test_written_are_tensors_of_other_bits():
     undo = undo_of_a_step()
     same, other = torch.zeros(3), torch.zeros(3)
     undo.save_values([same, other])

@@ -128,6 +128,15 @@ SABOTAGES = [
         seen_by="test_a_loop_gets_what_plain_torch_gives_it",
     ),
     Sabotage(
+        name="a gradient of the criterion's is written by the second pass",
+        promise="exact",
+        file="step/substeps.py",
+        place="unalias",
+        text="leaf.grad = gradient.clone()",
+        replacement="pass",
+        seen_by="test_criterion_adds_a_table",
+    ),
+    Sabotage(
         name=(
             "of a parameter that model and criterion share, the criterion's gradient "
             "alone arrives"

@@ -254,7 +254,8 @@ class Passes:
                 gradients.append(leaf.grad)
         if roots:
             self.task.run_backward(sub_step, roots, gradients)
-        self._without_gradient = unalias(self._without_gradient)
+        # ``gradients`` are views of one tensor: replicas share its version counter.
+        self._without_gradient = unalias(self._without_gradient, beside=gradients)
 
 
 def _as_leaf(tensor: Tensor) -> Tensor:
@@ -434,8 +435,11 @@ class WholeBatch:
             leaves_aside += self._task.leaves
         with set_aside(leaves_aside):
             self._task.run_untimed_backward([loss], [scale])
-            # A later sum is in place: two leaves must not share a gradient.
-            unalias([*self._task.leaves, *leaves])
+            # A later sum is in place: two leaves must not share a gradient, nor a leaf
+            # one with the outputs, whose gradients the second pass may write.
+            outputs = nested.tensors(self._pieces)
+            of_outputs = [tensor.grad for tensor in outputs if tensor.grad is not None]
+            unalias([*self._task.leaves, *leaves], beside=of_outputs)
             for leaf in leaves:
                 self.gradients.append((leaf, leaf.grad if self.counts else None))
 

@@ -351,23 +351,33 @@ def _detached(tensor: Tensor) -> Tensor:
     return tensor.detach()  # not Tensor.detach: a subclass has a method of its own
 
 
-def unalias(leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Clone new gradients that share memory.
+def unalias(leaves: Sequence[Tensor], beside: Sequence[Tensor] = ()) -> list[Tensor]:
+    """Clone new gradients that share memory with each other, or with ``beside``.
 
     Autograd makes an arriving gradient the ``.grad`` of a leaf without one, also if
     another leaf got a view of it. In ``a.view(1, -1) + b.view(1, -1)`` both then share
-    memory, and the next backward pass adds to it twice. New gradients share memory only
-    with each other.
+    memory, and the next backward pass adds to it twice. With ``beside``, the gradients
+    that a backward pass began with or left elsewhere, a leaf shares memory and version
+    counter with these: ``a.view(1, -1)`` alone is enough.
 
     Returns the leaves that have no gradient yet.
     """
+    taken = {
+        tensor.untyped_storage().data_ptr()
+        for tensor in beside
+        if tensor.layout == torch.strided
+    }
     without: list[Tensor] = []
     places: list[tuple[int, int, int]] = []  # address, bytes, the leaf's number
     for number, leaf in enumerate(leaves):
         gradient = leaf.grad
         if gradient is None:
             without.append(leaf)
-        elif gradient.layout == torch.strided:
+        elif gradient.layout != torch.strided:
+            continue
+        elif taken and gradient.untyped_storage().data_ptr() in taken:
+            leaf.grad = gradient.clone()
+        else:
             places.append((gradient.data_ptr(), gradient.nbytes, number))
     end = 0  # of the memory that gradients at lower addresses use
     for start, size, number in sorted(places):

@@ -4,6 +4,7 @@ rows at once.
 
 from __future__ import annotations
 
+import collections
 import gc
 import itertools
 import threading
@@ -154,6 +155,81 @@ def test_outputs_are_returned_as_the_module_gives_them_and_the_criterion_runs_on
             **options,
         )
         assert_close(torch.cat(norms), joined.norm(dim=1), "norms")
+
+
+class Shift(nn.Module):
+    """Adds a parameter whose gradient is a view of that of the outputs of one row.
+
+    The second forward pass of row 0 waits for that of row 4.
+    """
+
+    visits: collections.Counter[int]  # shared by the replicas
+    row_4_again: threading.Event
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, FEATURES, bias=False)
+        self.shift = nn.Parameter(randn(FEATURES))
+
+    def forward(self, inputs, number):
+        row = int(number)
+        Shift.visits[row] += 1
+        if Shift.visits[row] == 2 and row == 4:
+            Shift.row_4_again.set()
+        if Shift.visits[row] == 2 and row == 0:
+            assert Shift.row_4_again.wait(timeout=20)
+        return self.linear(inputs) + self.shift.unsqueeze(0)
+
+
+def test_other_replica_adds_gradient():
+    """Gradients of two replicas were views of one tensor: what one replica added
+    looked like a backward pass inside the other's forward.
+    """
+    Shift.visits = collections.Counter()
+    Shift.row_4_again = threading.Event()
+    batch = (randn(6, FEATURES), torch.arange(6))
+    model = build(Shift)
+    with ScatterOnceParallel(model, 3, ["cpu", "cpu"], verify=False) as engine:
+        engine.forward_backward(batch, None, pairs, whole_batch=True)
+    expected = build(Shift)
+    outputs = expected.linear(batch[0]) + expected.shift
+    pairs(outputs, None).backward()
+    assert_gradients(model, gradients(expected))
+
+
+@pytest.mark.parametrize("owner", ["criterion", "module"])
+def test_criterion_adds_a_table(devices, owner):
+    """Its gradient shares memory with that of the outputs, where later micro-batches
+    are added.
+    """
+
+    class Table(Shift):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(randn(6 * FEATURES, seed=3))
+
+        def forward(self, inputs):
+            return self.linear(inputs) + self.shift.unsqueeze(0)
+
+    def criterion_of(model):
+        def criterion(outputs, targets):
+            table = model.table.view(6, FEATURES)
+            return (outputs + table - targets).square().sum()
+
+        return criterion
+
+    inputs, targets = randn(6, FEATURES), randn(6, FEATURES, seed=1)
+    model, expected = build(Table), build(Table)
+    other, expected_other = build(Table), build(Table)
+    has_table = {"criterion": other, "module": model}[owner]
+    of_expected = {"criterion": expected_other, "module": expected}[owner]
+    with ScatterOnceParallel(model, 3, devices(2), verify=False) as engine:
+        engine.forward_backward(
+            inputs, targets, criterion_of(has_table), whole_batch=True
+        )
+    criterion_of(of_expected)(expected(inputs), targets).backward()
+    assert_gradients(model, gradients(expected))
+    assert_gradients(other, gradients(expected_other))
 
 
 def test_a_scaler_scales_the_gradients(devices):

@@ -191,7 +191,7 @@ SABOTAGES = [
         place="returned_outputs",
         text="if attempt.plan.order:",
         replacement="if False:",
-        seen_by="test_outputs_are_one_entry_in_the_order_of_the_batch",
+        seen_by="test_outputs_in_order_of_the_batch",
     ),
     Sabotage(
         name="batch statistics leave out how the means of micro-batches differ",
@@ -285,7 +285,7 @@ SABOTAGES = [
         place="compute_loss_weights",
         text="factors = [float(stop - start) for start, stop in spans]",
         replacement="factors = [1.0] * len(spans)",
-        seen_by="test_numbers_without_rows_are_averaged_over_the_rows",
+        seen_by="test_rowless_numbers_averaged_by_rows",
     ),
     Sabotage(
         name="engine.map calls the user's own method for all replicas",
@@ -294,7 +294,7 @@ SABOTAGES = [
         place="_Work.__init__",
         text="[replica.copy_of(function) for replica in replicas]",
         replacement="[function for _ in replicas]",
-        seen_by="test_each_replica_calls_its_own_method",
+        seen_by="test_replicas_call_their_own_method",
     ),
     Sabotage(
         name="pad= of engine.map is ignored",
@@ -303,7 +303,7 @@ SABOTAGES = [
         place="map_rows",
         text="lists, row_function.pad)",
         replacement="lists)",
-        seen_by="test_tensors_are_joined_padded_or_refused",
+        seen_by="test_tensors_joined_padded_or_refused",
     ),
     Sabotage(
         name="inference leaves rows in the order of a plan by cost",
@@ -312,7 +312,7 @@ SABOTAGES = [
         place="join_on_master",
         text="order=plan.order",
         replacement="order=()",
-        seen_by="test_inference_puts_back_whatever_goes_by_row",
+        seen_by="test_inference_keeps_order_of_rows",
     ),
     Sabotage(
         name="accumulate_dtype= is ignored for float16",
@@ -377,7 +377,7 @@ SABOTAGES = [
         place="noise_of",
         text="/ (norms.replicas - 1)",
         replacement="/ norms.replicas",
-        seen_by="test_the_formula",
+        seen_by="test_noise_equals_the_formula",
     ),
     Sabotage(
         name="gather averages 0-dim entries with equal weights",
@@ -413,7 +413,7 @@ SABOTAGES = [
         place="_deal",
         text="/ shares[replica]",
         replacement="/ 1",
-        seen_by="test_loads_are_in_proportion_to_shares",
+        seen_by="test_loads_in_proportion_to_shares",
     ),
     Sabotage(
         name="rank 0's parameters are not sent to other ranks",
@@ -443,7 +443,7 @@ SABOTAGES = [
         place="criterion_lock",
         text="if is_module else threading.Lock()",
         replacement="",
-        seen_by="test_a_function_that_replicas_share_computes_one_loss_at_a_time",
+        seen_by="test_shared_function_runs_one_at_a_time",
     ),
     # --- once ---
     Sabotage(
@@ -453,7 +453,7 @@ SABOTAGES = [
         place="Transfers.copy",
         text="self.count(tensor, phase)",
         replacement="self.count(tensor, phase), self.count(tensor, phase)",
-        seen_by="test_every_byte_once",
+        seen_by="test_every_byte_crosses_once",
     ),
     Sabotage(
         name="a copy is not counted",
@@ -462,7 +462,7 @@ SABOTAGES = [
         place="Transfers.copy_into",
         text="self.count(source, phase)",
         replacement="pass",
-        seen_by="test_every_byte_once",
+        seen_by="test_every_byte_crosses_once",
     ),
     Sabotage(
         name="parameters are sent at every step, changed or not",
@@ -471,7 +471,7 @@ SABOTAGES = [
         place="Broadcast.update",
         text="- unchanged",
         replacement="- set()",
-        seen_by="test_frozen_parameters_go_out_once_and_do_not_come_back",
+        seen_by="test_frozen_parameters_sent_once",
     ),
     Sabotage(
         name="an automatic accum is searched again in each step",
@@ -480,7 +480,7 @@ SABOTAGES = [
         place="Search._keep",
         text="self._fit.accum = candidate.accum",
         replacement="pass",
-        seen_by="test_the_fewest_sub_steps_that_fit_are_found_and_kept",
+        seen_by="test_fewest_fitting_sub_steps_are_kept",
     ),
     Sabotage(
         name="an evaluation changes the number of sub-steps in training",
@@ -489,7 +489,7 @@ SABOTAGES = [
         place="Search.__init__",
         text="if request.backward:",
         replacement="if True:",
-        seen_by="test_training_and_evaluation_have_numbers_of_their_own",
+        seen_by="test_training_and_evaluation_differ",
     ),
     Sabotage(
         name="generators that a function moved in an undone try stay moved",
@@ -498,7 +498,7 @@ SABOTAGES = [
         place="map_rows",
         text="save_referents(attempt, referents_of(attempt, function))",
         replacement="pass",
-        seen_by="test_what_undone_tries_of_inference_drew_and_wrote_is_undone",
+        seen_by="test_undone_inference_tries_restore_state",
     ),
     # --- never stale ---
     Sabotage(
@@ -508,7 +508,7 @@ SABOTAGES = [
         place="Broadcast.update",
         text="self.invalidate()",
         replacement="self._sent = dict(enumerate(present))",
-        seen_by="test_a_failed_refresh_is_made_good",
+        seen_by="test_failed_refresh_is_sent_again",
     ),
     Sabotage(
         name="a frozen parameter is sent once",
@@ -531,7 +531,7 @@ SABOTAGES = [
         replacement=(
             "- unchanged - {i for i, old in self._sent.items() if old == present[i]}"
         ),
-        seen_by="test_edits_that_leave_no_version_travel",
+        seen_by="test_edits_without_version_are_sent",
     ),
     Sabotage(
         name="replicas do not follow training, nor other plain values",
@@ -577,7 +577,7 @@ SABOTAGES = [
         place="Workers.parallel_apply",
         text="restore_settings(settings)",
         replacement="pass",
-        seen_by="test_settings_are_after_a_step_what_they_were_before_it",
+        seen_by="test_settings_restored_after_step",
     ),
     Sabotage(
         name="buffers are not restored if a hook on a gradient raises",
@@ -622,7 +622,7 @@ SABOTAGES = [
         place="Undo.restore",
         text="[self._generators.rollback]",
         replacement="[]",
-        seen_by="test_a_failed_step_leaves_the_generator_as_it_was",
+        seen_by="test_failed_step_restores_generator",
     ),
     Sabotage(
         name="a rollback forgets the user's generators",
@@ -658,7 +658,7 @@ SABOTAGES = [
         place="Search.run",
         text="del result",
         replacement="pass",
-        seen_by="test_the_gradients_of_a_trial_are_freed_before_the_next_try",
+        seen_by="test_trial_gradients_freed_before_retry",
     ),
     Sabotage(
         name="trials of an automatic accum call the user's function of outputs",
@@ -667,7 +667,7 @@ SABOTAGES = [
         place="Search._trial",
         text="replace(self._request, return_outputs=False)",
         replacement="self._request",
-        seen_by="test_a_function_of_outputs_is_not_called_by_trials",
+        seen_by="test_trials_skip_functions_of_outputs",
     ),
     Sabotage(
         name="inputs are kept while the criterion runs",
@@ -721,7 +721,7 @@ SABOTAGES = [
         place="ShareLoader.load",
         text="self.at_source(sub_step).unwrapped(copy=True)",
         replacement="self.at_source(sub_step).unwrapped()",
-        seen_by="test_in_place_layers_do_not_write_the_caller_s_tensors",
+        seen_by="test_in_place_layers_spare_the_inputs",
     ),
     # --- same bits ---
     Sabotage(
@@ -734,7 +734,7 @@ SABOTAGES = [
             "sorted(((0, i) for i in range(1, len(sums))), key=lambda _: "
             '__import__("os").urandom(4))'
         ),
-        seen_by="test_the_sum_has_the_same_bits_every_time",
+        seen_by="test_sum_has_same_bits_every_time",
     ),
     Sabotage(
         name="all replicas of a rank draw the same numbers",
@@ -763,7 +763,7 @@ SABOTAGES = [
         place="Mapped.commit",
         text="self.attempt.generators.commit()",
         replacement="pass",
-        seen_by="test_inference_draws_on_and_the_seed_decides_it",
+        seen_by="test_seed_decides_inference_draws",
     ),
     Sabotage(
         name="numbers that only another replica than the first draws are drawn again",
@@ -772,7 +772,7 @@ SABOTAGES = [
         place="Generators.commit",
         text="for _, device in drawn}",
         replacement="for number, device in drawn if not number}",
-        seen_by="test_a_replica_other_than_the_first_drawing_moves_the_generator",
+        seen_by="test_draw_of_any_replica_moves_generator",
     ),
     # --- as in plain torch ---
     Sabotage(
@@ -782,7 +782,7 @@ SABOTAGES = [
         place="CallerContext.__init__",
         text="partial(torch.autocast, kind, dtype)",
         replacement="partial(torch.autocast, kind)",
-        seen_by="test_autocast_dtype_without_its_cache",
+        seen_by="test_autocast_dtype_without_cache",
     ),
     Sabotage(
         name="workers do not see the caller's context variables",
@@ -791,7 +791,7 @@ SABOTAGES = [
         place="CallerContext.run",
         text="self._variables.copy().run(self._run, device, work)",
         replacement="self._run(device, work)",
-        seen_by="test_contextvars",
+        seen_by="test_contextvars_reach_workers",
     ),
     Sabotage(
         name="hooks on parameters are left out",
@@ -836,7 +836,7 @@ SABOTAGES = [
         place="CallerContext.__init__",
         text="if hooks:",
         replacement="if False:",
-        seen_by="test_saved_tensors_hooks",
+        seen_by="test_saved_tensors_hooks_reach_workers",
     ),
     Sabotage(
         name="hooks on parameters run in engine.check",
@@ -902,7 +902,7 @@ SABOTAGES = [
         place="Outcome.report",
         text="retries=self.retries",
         replacement="retries=0",
-        seen_by="test_the_result_is_that_of_the_same_fixed_accum_bit_for_bit",
+        seen_by="test_auto_has_the_bits_of_fixed_accum",
     ),
     Sabotage(
         name="copies that arrive altered are not noticed",

@@ -20,7 +20,7 @@ def batch_of_every_kind():
 
 
 @pytest.mark.parametrize("rows", [range(1, 3), [3, 0]])
-def test_rows_are_selected_and_everything_else_stays(rows):
+def test_rows_selected_others_stay(rows):
     inputs, targets = batch_of_every_kind().select(rows).unwrapped()
     assert inputs["ids"].tolist() == IDS[list(rows)].tolist()
     assert inputs["texts"] == [TEXTS[row] for row in rows]
@@ -30,14 +30,14 @@ def test_rows_are_selected_and_everything_else_stays(rows):
     assert targets[1][1] == "mean"
 
 
-def test_a_range_gives_views_and_numbers_are_never_shared():
+def test_range_gives_views_numbers_copied():
     batch = batch_of_every_kind()
     inputs, _ = batch.select(range(1, 3)).unwrapped()
     assert inputs["ids"].data_ptr() == IDS[1:].data_ptr()
     assert inputs["rate"] is not batch.inputs["rate"]
 
 
-def test_unwrapped_with_copy_shares_no_memory():
+def test_unwrapped_copy_shares_no_memory():
     batch = batch_of_every_kind()
     inputs, targets = batch.unwrapped(copy=True)
     pairs = [
@@ -50,7 +50,7 @@ def test_unwrapped_with_copy_shares_no_memory():
         assert torch.equal(copy, original)
 
 
-def test_functions_get_atoms_with_rows_or_without():
+def test_functions_get_atoms_by_kind():
     batch = batch_of_every_kind()
     seen = {"rows": [], "values": []}
     batch.map_rows(lambda atom: seen["rows"].append(atom) or atom)
@@ -74,14 +74,14 @@ def test_inputs_and_targets_alone():
     assert not batch.without_inputs().has_marked_rows
 
 
-def test_several_batches_know_their_first_rows():
+def test_batches_know_their_first_rows():
     window = Rows.from_batches([IDS[:3], IDS[3:]])
     batches = batches_of(window, IDS[:, 0], 0)
     assert [(batch.first_row, batch.rows) for batch in batches] == [(0, 3), (3, 1)]
     assert batches[1].targets.tolist() == [9]
 
 
-def test_batches_that_disagree_are_refused():
+def test_batches_that_disagree_refused():
     window = Rows.from_batches([IDS[:3], IDS[3:]])
     with pytest.raises(ValueError, match=r"inputs with 3 \+ 1, targets with 3"):
         batches_of(window, IDS[:3], 0)

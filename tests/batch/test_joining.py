@@ -35,18 +35,18 @@ def as_lists(value):
         ((["a", "b"], ["c"]), [["a", "b"], ["c"]]),
     ],
 )
-def test_pieces_are_joined_by_what_they_are(pieces, joined):
+def test_pieces_joined_by_kind(pieces, joined):
     assert as_lists(join_rows(pieces, 0, ROWS, ROWS)) == joined
 
 
-def test_lists_with_one_entry_per_row_are_concatenated_if_asked_for():
+def test_lists_concatenated_on_request():
     assert join_rows((["a", "b"], ["c"]), 0, ROWS, ROWS, lists="always") == [*"abc"]
     layers = ({"layers": [TWO, TWO]}, {"layers": [ONE]})  # each may have the rows
     joined = join_rows(layers, 0, ROWS, ROWS, lists="if clear")
     assert [len(outputs) for outputs in joined["layers"]] == [2, 1]
 
 
-def test_rows_come_in_ascending_order_of_their_numbers():
+def test_rows_in_order_of_their_numbers():
     joined = join_rows((TWO, ONE), 0, ROWS, ROWS, order=[2, 0, 1])
     assert joined.tolist() == [[3, 4], [5, 6], [1, 2]]
     texts = join_rows(
@@ -55,7 +55,7 @@ def test_rows_come_in_ascending_order_of_their_numbers():
     assert texts == [*"bca"]
 
 
-def test_other_dimensions_are_padded_at_the_end():
+def test_other_dimensions_padded_at_end():
     wide = torch.ones(1, 3)
     joined = join_rows((TWO, wide), 0, ROWS, ROWS, pad=-1.0)
     assert joined.tolist() == [[1, 2, -1], [3, 4, -1], [1, 1, 1]]
@@ -72,11 +72,11 @@ def test_other_dimensions_are_padded_at_the_end():
         ),
     ],
 )
-def test_what_cannot_be_joined_is_refused(pieces, words):
+def test_unjoinable_pieces_refused(pieces, words):
     with pytest.raises(ValueError, match=words):
         join_rows(pieces, 0, ROWS, ROWS)
 
 
-def test_pieces_of_weight_zero_do_not_count():
+def test_pieces_of_weight_zero_left_out():
     numbers = (torch.tensor(float("nan")), torch.tensor(6.0))
     assert join_rows(numbers, 0, [0, 3], ROWS) == 6

@@ -22,7 +22,7 @@ ROWS = randn(7, FEATURES)
 LOSS = nn.CrossEntropyLoss()
 
 
-def test_each_micro_batch_is_collated_on_its_own(devices):
+def test_micro_batches_collated_singly(devices):
     seen = []
 
     def collate(texts):
@@ -39,7 +39,7 @@ def test_each_micro_batch_is_collated_on_its_own(devices):
     assert sorted(seen) == sorted(stop - start for start, stop in cuts)
 
 
-def test_the_pair_refuses_windows_and_rows_of_several_labels(devices):
+def test_pair_refuses_windows_and_long_rows(devices):
     pair = Pair(build(Reader), LOSS, devices(2))
     with pytest.raises(ValueError, match="with the pair, make one call per batch"):
         pair.model(Rows.from_batches([TEXTS[1][None], TEXTS[5][None]]))
@@ -84,6 +84,6 @@ class Jagged(Marker):
 
 
 @pytest.mark.parametrize("runner", OF_ROWS)
-def test_a_third_kind_of_marker_is_exact(runner):
+def test_custom_marker_is_exact(runner):
     batch = Jagged(TEXTS), LABELS
     agree(Case(Reader, batch, plain=(pad(TEXTS), LABELS)), runner, "mixed")

@@ -35,35 +35,35 @@ VALUE = {"a": A, "b": (B, [C, 7]), "c": Pair("text", Boxes(1.5))}
 LEAVES = [A, B, C, 7, "text", 1.5, "boxes"]
 
 
-def test_atoms_are_in_the_order_in_which_they_are_written():
+def test_atoms_in_written_order():
     found = nested.atoms(VALUE)
     assert [id(atom) for atom in found] == [id(atom) for atom in LEAVES]
 
 
-def test_containers_come_before_their_atoms():
+def test_containers_before_their_atoms():
     inner = [C, 7]
     found = nested.atoms({"b": inner}, containers=True)
     assert found == [{"b": inner}, inner, C, 7]
 
 
-def test_tensors_are_the_atoms_that_are_tensors():
+def test_tensors_are_atoms_of_that_type():
     found = nested.tensors(VALUE)
     assert [id(tensor) for tensor in found] == [id(A), id(B), id(C)]
 
 
-def test_flatten_puts_other_atoms_in_the_places_of_the_first_ones():
+def test_flatten_rebuilds_with_other_atoms():
     atoms, build = nested.flatten(VALUE)
     assert [id(atom) for atom in atoms] == [id(atom) for atom in LEAVES]
     numbered = build(iter(range(len(atoms))))
     assert numbered == {"a": 0, "b": (1, [2, 3]), "c": Pair(4, Boxes(5, 6))}
 
 
-def test_map_tensors_leaves_numbers_and_texts():
+def test_map_tensors_leaves_other_atoms():
     lengths = nested.map_tensors(len, VALUE)
     assert lengths == {"a": 1, "b": (2, [1, 7]), "c": Pair("text", Boxes(1.5))}
 
 
-def test_map_atoms_changes_no_container_of_the_caller():
+def test_map_atoms_leaves_callers_containers():
     value = {"a": [1, 2]}
     assert nested.map_atoms(lambda atom: -atom, value) == {"a": [-1, -2]}
     assert value == {"a": [1, 2]}
@@ -74,23 +74,23 @@ def test_merge_adds_leaf_by_leaf():
     assert nested.merge(sum, values) == {"a": 11, "b": (22, Pair(33, 44))}
 
 
-def test_merge_gives_what_differs_in_structure_to_the_function():
+def test_merge_passes_other_structures_on():
     assert nested.merge(list, [(1, [2]), (3, [4, 5])]) == ([1, 3], [[2], [4, 5]])
 
 
-def test_merge_of_different_keys_is_refused_with_both_lists_of_keys():
+def test_merge_of_other_keys_refused():
     with pytest.raises(ValueError, match=r"\['a'\] and \['b'\]; return the same keys"):
         nested.merge(sum, [{"a": 1}, {"b": 1}])
 
 
-def test_a_computed_property_is_computed_again_from_other_contents():
+def test_cached_property_computed_again():
     boxes = Boxes(3)
     assert boxes.doubled == 6
     assert nested.map_atoms(lambda _: 5, boxes).doubled == 10
     assert boxes.doubled == 6
 
 
-def test_subclasses_of_lists_and_tuples_keep_class_and_attributes():
+def test_subclasses_keep_class_and_attributes():
     class Polygon(list):
         pass
 
@@ -105,7 +105,7 @@ def test_subclasses_of_lists_and_tuples_keep_class_and_attributes():
     assert tuple(largest) == (2, 2)
 
 
-def test_a_mapping_that_iterates_over_rows_is_refused():
+def test_mapping_iterating_rows_refused():
     class Table(dict):
         def __iter__(self):
             return iter([{"x": 1}])
@@ -114,7 +114,7 @@ def test_a_mapping_that_iterates_over_rows_is_refused():
         nested.atoms(Table(x=1))
 
 
-def test_generators_and_distributions_in_an_output_are_refused():
+def test_generators_distributions_refused():
     with pytest.raises(TypeError, match="a generator that has not been consumed"):
         nested.refuse_generators({"rows": (row for row in [1])})
     with pytest.raises(TypeError, match="a Normal, a distribution"):

@@ -95,7 +95,7 @@ def reader(read):
 
 
 @pytest.mark.parametrize("case", EXACT)
-def test_a_container_of_the_users_own_is_exact(devices, case):
+def test_custom_container_is_exact(devices, case):
     batch, read = EXACT[case]
     with ScatterOnceParallel(reader(read), 4, devices(3)) as engine:
         assert_step(engine, {"batch": batch}, LABELS, LOSS)
@@ -167,7 +167,7 @@ READ_ONCE = {
 
 
 @pytest.mark.parametrize("case", [*REFUSED, *READ_ONCE])
-def test_a_value_that_nothing_can_split_is_refused_before_anything_runs(devices, case):
+def test_unsplittable_value_refused_first(devices, case):
     if case in READ_ONCE:
         make, words = READ_ONCE[case]
         value, error = make(), ValueError
@@ -184,7 +184,7 @@ def test_a_value_that_nothing_can_split_is_refused_before_anything_runs(devices,
         assert next(iter(getattr(value, "contents", value)), None) is not None
 
 
-def test_what_a_refusal_of_an_object_names_is_exact(devices):
+def test_proposed_remedies_are_exact(devices):
     model = reader(lambda b: types.SimpleNamespace(**b).inputs)
     batch = types.SimpleNamespace(inputs=ROWS)
     with ScatterOnceParallel(model, 4, devices(2)) as engine:
@@ -196,7 +196,7 @@ def test_what_a_refusal_of_an_object_names_is_exact(devices):
         assert_step(engine, {"batch": Rows(rows)}, LABELS, LOSS, plain=plain)
 
 
-def test_states_of_recurrent_layers_are_told_to_be_transposed(devices):
+def test_rnn_states_told_to_be_transposed(devices):
     states = randn(1, 13, 4), randn(1, 13, 4)
 
     def forward(m, inputs, states):
@@ -218,7 +218,7 @@ def test_states_of_recurrent_layers_are_told_to_be_transposed(devices):
         assert_step(engine, (inputs, turned), LABELS, LOSS)
 
 
-def test_an_object_that_is_marked_goes_whole_to_every_micro_batch(devices):
+def test_replicated_object_passed_whole(devices):
     shift = types.SimpleNamespace(value=torch.ones(13))
     model = reader(lambda b: b[0] * b[1].value.double().sum())
     with ScatterOnceParallel(model, 4, devices(2)) as engine:
@@ -227,7 +227,7 @@ def test_an_object_that_is_marked_goes_whole_to_every_micro_batch(devices):
         assert_step(engine, batch, LABELS, LOSS, plain=plain)
 
 
-def test_a_graph_whose_nodes_are_as_many_as_the_rows_is_not_taken_for_rows(devices):
+def test_graph_of_as_many_nodes_is_not_rows(devices):
     graph = types.SimpleNamespace(x=torch.ones(13, 2), edges=torch.zeros(2, 5))
     model = reader(lambda b: b[0] * b[1].x.double().mean())
     with ScatterOnceParallel(model, 2, devices(2)) as engine:

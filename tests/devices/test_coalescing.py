@@ -41,7 +41,7 @@ MIXED += ["overlapping buffer, transposed", "sparse gradients", "unused by some"
 
 @pytest.mark.parametrize("alone", [coalescing.ALONE_BYTES, 50])
 @pytest.mark.parametrize("name", MIXED)
-def test_exact_in_pieces(tiny_chunks, name, alone, monkeypatch):
+def test_copies_in_chunks_are_exact(tiny_chunks, name, alone, monkeypatch):
     """Dtypes and strides of all sorts."""
     monkeypatch.setattr(coalescing, "ALONE_BYTES", alone)
     agree(CASES[name], "engine", "virtual")
@@ -49,7 +49,7 @@ def test_exact_in_pieces(tiny_chunks, name, alone, monkeypatch):
 
 @pytest.mark.contract
 @pytest.mark.parametrize("replicas", [2, 3, 4, 5, 8])
-def test_the_sum_has_the_same_bits_every_time(replicas, devices, monkeypatch):
+def test_sum_has_same_bits_every_time(replicas, devices, monkeypatch):
     """Whatever the chunks, and whoever is ready first."""
     found = []
     for chunk in (2**26, 96):
@@ -62,7 +62,7 @@ def test_the_sum_has_the_same_bits_every_time(replicas, devices, monkeypatch):
 
 
 @pytest.mark.contract
-def test_gradients_of_four_replicas_are_added_in_pairs(devices):
+def test_four_gradients_added_in_pairs(devices):
     """(0 + 1) + (2 + 3) is 0: in float32 1e8 + 1 is 1e8. From left to right it would be
     1.
     """
@@ -75,7 +75,7 @@ def test_gradients_of_four_replicas_are_added_in_pairs(devices):
     assert model.weight.grad.item() == 0.0
 
 
-def test_gradients_of_other_strides_are_added_element_by_element():
+def test_other_strides_added_by_element():
     """In chunks of memory, elements of other places would be added up."""
     one, turned = randn(3, 4), randn(4, 3, seed=1).T
     memories = [torch.device("cpu:0"), torch.device("cpu:1")]
@@ -89,7 +89,7 @@ CROSSINGS |= {"00011122": 3, "01111111": 3, "01010101": 4}
 
 
 @pytest.mark.parametrize("layout", CROSSINGS)
-def test_gradients_cross_as_often_as_their_pairs_are_apart(layout):
+def test_gradients_cross_once_per_far_pair(layout):
     """Of the fixed tree over replicas: once for each other device, where blocks are
     even.
     """
@@ -101,7 +101,7 @@ def test_gradients_cross_as_often_as_their_pairs_are_apart(layout):
 
 
 @pytest.mark.parametrize("accum", [1, 3])
-def test_tensors_begin_where_allocations_do(devices, accum):
+def test_tensors_aligned_as_allocations(devices, accum):
     """A kernel that finds one at 60 of 64 bytes may go about the same sum in another
     order.
     """

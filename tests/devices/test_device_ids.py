@@ -40,12 +40,12 @@ WITH_TWO = {
 
 
 @pytest.mark.parametrize("name", WITH_TWO)
-def test_with_two_accelerators(two_accelerators, name):
+def test_names_with_two_accelerators(two_accelerators, name):
     entries, expected = WITH_TWO[name]
     assert resolve(entries) == tuple(map(torch.device, expected))
 
 
-def test_without_an_accelerator_there_is_one_replica_on_the_host(no_accelerator):
+def test_no_accelerator_means_the_host(no_accelerator):
     assert resolve(None) == (HOST,)
     assert resolve(["cpu"] * 2) == (HOST, HOST)
 
@@ -64,13 +64,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_names_no_device_is_refused(no_accelerator, name):
+def test_names_of_no_device_refused(no_accelerator, name):
     entries, kind, words = REFUSED[name]
     with pytest.raises(kind, match=words):
         resolve(entries)
 
 
-def test_a_device_beyond_the_visible_ones_is_refused(two_accelerators):
+def test_invisible_device_refused(two_accelerators):
     with pytest.raises(ValueError, match=r"cuda:2 is not here \(visible: 2 cuda dev"):
         resolve([2])
 
@@ -78,10 +78,10 @@ def test_a_device_beyond_the_visible_ones_is_refused(two_accelerators):
 @pytest.mark.parametrize(
     "words", ["cuda:0,1 cpu", "cuda:0 1,cpu", ["cuda:0,1", "cpu"], ["cuda:0", "1,,cpu"]]
 )
-def test_a_command_s_devices_are_separated_by_commas_or_spaces(words):
+def test_command_devices_by_comma_or_space(words):
     assert parse_devices(words) == ["cuda:0", 1, "cpu"]
 
 
-def test_virtual_devices_are_the_host_for_torch():
+def test_virtual_devices_are_the_host():
     assert physical(torch.device("cpu:3")) == HOST
     assert physical(torch.device("cuda:1")) == torch.device("cuda:1")

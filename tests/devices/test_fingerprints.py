@@ -30,7 +30,7 @@ DTYPES += [torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn
 
 @pytest.mark.parametrize("words", [3, 4, 2**21])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_change_shows(monkeypatch, dtype, words):
+def test_every_changed_bit_shows(monkeypatch, dtype, words):
     """Of a single bit, and of many."""
     monkeypatch.setattr(fingerprints, "_WORDS_IN_THE_HOST", words)
     numbers = torch.arange(1.0, 11)
@@ -69,14 +69,14 @@ def signed(number):
     return number - 2**64 if number >= 2**63 else number
 
 
-def test_the_sum_of_scattered_words():
+def test_sum_of_mixed_words_by_hand():
     """Of the integers 7 and -2, computed with Python's integers."""
     products = [7 * mixed(1), -2 * mixed(2)]
     expected = signed(sum(signed(p) ^ signed(p) >> 32 for p in products))
     assert prints(torch.tensor([7, -2], dtype=torch.int32)) == [expected]
 
 
-def test_the_numbers_of_tensors_that_differ(monkeypatch):
+def test_differing_tensors_are_numbered(monkeypatch):
     """In pieces of two words each: 3, 1 and 2 pieces."""
     monkeypatch.setattr(fingerprints, "_WORDS_IN_THE_HOST", 2)
     tensors = {4: torch.zeros(5), 7: torch.zeros(2), 9: torch.zeros(3)}
@@ -89,7 +89,7 @@ def test_the_numbers_of_tensors_that_differ(monkeypatch):
     assert after.differing_from(after) == set()
 
 
-def test_without_a_tensor_nothing_differs():
+def test_no_tensors_do_not_differ():
     nothing = Fingerprints({}, HOST), Fingerprints({3: torch.zeros(0)}, HOST)
     assert nothing[0].differing_from(nothing[1]) == set()
 

@@ -41,14 +41,14 @@ def test_one_device_has_no_link(corrupting):
     assert not VIA_HOST
 
 
-def test_a_corrupting_link_is_told_and_goes_through_the_host(corrupting):
+def test_corrupting_link_goes_through_host(corrupting):
     words = "from cpu:0 to cpu:1 arrived corrupted: .* go through host memory"
     with pytest.warns(UserWarning, match=words):
         links._check_link(*PAIR)
     assert {LINK} == VIA_HOST
 
 
-def test_a_host_that_corrupts_is_refused(corrupting):
+def test_corrupting_host_refused(corrupting):
     corrupting["also"] = True
     with pytest.raises(RuntimeError, match="also through the host's memory; do not"):
         check_links(PAIR)

@@ -34,7 +34,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=repr)
-def test_out_of_memory_is_known_by_its_text(error):
+def test_out_of_memory_known_by_its_text(error):
     assert memory.is_out_of_memory(error)
 
 
@@ -43,7 +43,7 @@ def test_other_errors_are_not_out_of_memory(error):
     assert not memory.is_out_of_memory(error)
 
 
-def test_memory_of_a_virtual_device_is_the_host_s():
+def test_virtual_device_has_host_memory():
     tensor = memory.empty(3, torch.int16, torch.device("cpu:1"))
     assert (tensor.shape, tensor.dtype, tensor.device.type) == (
         (3,),
@@ -71,7 +71,7 @@ def failing_with_a_cause(alive):
         raise ValueError("step") from error
 
 
-def test_frames_of_an_error_and_its_cause_let_go_of_activations():
+def test_cleared_frames_free_activations():
     alive = []
     with pytest.raises(ValueError, match="step") as caught:
         failing_with_a_cause(alive)
@@ -80,14 +80,14 @@ def test_frames_of_an_error_and_its_cause_let_go_of_activations():
     assert [reference() is None for reference in alive] == [True, True]
 
 
-def test_errors_that_refer_to_each_other_are_cleared_once():
+def test_circular_errors_cleared_once():
     first, second = ValueError(), ValueError()
     first.__context__, second.__context__ = second, first
     memory.clear_frames(first)  # ends
 
 
 @pytest.mark.parametrize("is_on", [True, False])
-def test_no_kernel_search_restores_the_flag(is_on):
+def test_no_kernel_search_restores_flag(is_on):
     with torch.backends.cudnn.flags(benchmark=is_on):
         with memory.no_kernel_search():
             assert not torch.backends.cudnn.benchmark
@@ -95,7 +95,7 @@ def test_no_kernel_search_restores_the_flag(is_on):
 
 
 @pytest.mark.parametrize("variable", [None, *memory._MALLOC_VARIABLES])
-def test_malloc_is_tuned_unless_the_user_has_set_it_up(monkeypatch, variable):
+def test_malloc_tuned_unless_user_set_it(monkeypatch, variable):
     for name in memory._MALLOC_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     if variable is not None:
@@ -108,7 +108,7 @@ def test_malloc_is_tuned_unless_the_user_has_set_it_up(monkeypatch, variable):
     assert libc.mallopt.mock_calls == expected
 
 
-def test_the_cache_is_not_emptied_while_another_thread_captures(monkeypatch):
+def test_cache_not_emptied_during_capture(monkeypatch):
     emptied = mock.Mock()
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "empty_cache", emptied)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.core
 DEVICE = torch.device("cuda:0")
 
 
-def test_the_host_has_no_streams():
+def test_host_has_no_streams():
     for device in (HOST, torch.device("cpu:1")):
         assert not streams.is_async(device)
         assert not streams.has_streams(device)
@@ -26,7 +26,7 @@ def test_the_host_has_no_streams():
             assert torch.empty(1).device == HOST
 
 
-def test_a_device_whose_streams_fail_has_none(monkeypatch):
+def test_device_of_failing_streams_has_none(monkeypatch):
     def refused(_):
         raise RuntimeError("Backend doesn't support streams")
 
@@ -56,13 +56,13 @@ def pool(monkeypatch):
     monkeypatch.setattr(streams, "_streams", {})
 
 
-def test_each_use_keeps_a_stream_that_nobody_else_has(pool):
+def test_each_use_keeps_its_own_stream(pool):
     """Not 2, which the caller is on; and the fourth in turn would be 1 again."""
     uses = ["arriving", "sending", "recording", "sending", "arriving"]
     numbers = [streams.stream_for(use, DEVICE).stream_id for use in uses]
     assert numbers == [1, 3, 4, 3, 1]
 
 
-def test_two_threads_get_two_objects_for_one_stream(pool):
+def test_threads_get_objects_of_their_own(pool):
     first = streams.stream_for("arriving", DEVICE)
     assert streams.stream_for("arriving", DEVICE) is not first

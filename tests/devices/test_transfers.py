@@ -71,7 +71,7 @@ LAYOUTS = [  # devices, rows, and how often a model has to cross, out and back
         (mlp, VIRTUAL, 2, 3, 1),  # devices without rows send nothing back
     ],
 )
-def test_every_byte_once(factory, device_ids, rows, refreshed, reduced, accum):
+def test_every_byte_crosses_once(factory, device_ids, rows, refreshed, reduced, accum):
     """In few messages, whatever the number of parameters: one for each dtype."""
     model = factory()
     parameters = list(model.parameters())
@@ -94,7 +94,7 @@ def test_every_byte_once(factory, device_ids, rows, refreshed, reduced, accum):
 
 
 @pytest.mark.contract
-def test_frozen_parameters_go_out_once_and_do_not_come_back():
+def test_frozen_parameters_sent_once():
     """With most parameters frozen (adapters), each step sent 200 times
     what it trained.
     """
@@ -109,7 +109,7 @@ def test_frozen_parameters_go_out_once_and_do_not_come_back():
     assert sent == [3 * everything, 3 * trained]
 
 
-def test_what_has_not_changed_does_not_travel_again():
+def test_unchanged_tensors_not_sent_again():
     model = with_batch_norm()
     buffers = size(model.buffers())
     batch = randn(64, FEATURES), randint(CLASSES, 64)
@@ -153,7 +153,7 @@ EDITS = {
 
 @pytest.mark.contract
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
-def test_edits_that_leave_no_version_travel(edit):
+def test_edits_without_version_are_sent(edit):
     """A frozen parameter's version says nothing about them: its bits do."""
     model = mlp().requires_grad_(False)
     model[2].requires_grad_(True)
@@ -170,7 +170,7 @@ def test_edits_that_leave_no_version_travel(edit):
 
 
 @pytest.mark.contract
-def test_earlier_values_travel_again_if_others_were_sent_since():
+def test_earlier_values_sent_again():
     """The optimizer has updated all in between: fingerprints of the earlier values say
     nothing.
     """
@@ -186,7 +186,7 @@ def test_earlier_values_travel_again_if_others_were_sent_since():
         assert all(r[0].weight.equal(model[0].weight) for r in engine.replicas)
 
 
-def test_a_failed_refresh_is_made_good():
+def test_failed_refresh_is_sent_again():
     """What did not arrive everywhere counts as not sent."""
     model = mlp()
     with ScatterOnceParallel(model, 1, VIRTUAL) as engine:
@@ -229,7 +229,7 @@ def mean(output, _):
     return output.mean()
 
 
-def test_entries_cross_once_without_padding_small_ones_together():
+def test_entries_cross_once_unpadded():
     sentences, labels = (
         [randint(9, n) for n in (3, 5, 1, 4, 2, 5, 3)],
         randint(CLASSES, 7),
@@ -245,7 +245,7 @@ def test_entries_cross_once_without_padding_small_ones_together():
     assert found == (size([*images, labels]), 4 + 4)
 
 
-def test_what_is_replicated_goes_once_to_every_memory():
+def test_replicated_sent_once_per_memory():
     """Two replicas in one memory share what came; in inputs and targets it is one
     tensor still.
     """
@@ -259,7 +259,7 @@ def test_what_is_replicated_goes_once_to_every_memory():
 @pytest.mark.parametrize(
     "layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc]
 )
-def test_each_byte_of_a_sparse_tensor_counts(layout):
+def test_sparse_tensor_bytes_counted(layout):
     """As many as its indices and values have; those of compressed ones were counted as
     dense.
     """
@@ -273,7 +273,7 @@ def test_each_byte_of_a_sparse_tensor_counts(layout):
     )
 
 
-def test_outputs_of_the_whole_batch_cross_once_and_their_gradients_once():
+def test_whole_batch_outputs_cross_once():
     def two(model, inputs):
         return {"z": (z := model.linear(inputs)), "classes": z.argmax(1)}
 
@@ -296,7 +296,7 @@ def test_outputs_of_the_whole_batch_cross_once_and_their_gradients_once():
     assert moved["replicate"] == moved["reduce"] == 2 * size(model.parameters())
 
 
-def test_the_report():
+def test_report_of_last_good_step():
     """Of the last step that did not fail."""
     with ScatterOnceParallel(mlp(), 2, VIRTUAL) as engine:
         assert engine.last_step is None

@@ -74,11 +74,11 @@ TABLE = """
 the computation does not wait for its rows
 -current.wait_event(self._copied.pop(number))
 +self._copied.pop(number)
-test_pinned_memory_may_be_overwritten_after_a_call
+test_pinned_memory_reusable_after_call
 
 copies do not wait for what reads the memory that they write
 -self._stream.wait_stream(computing)
-test_on_the_users_stream_of_every_device
+test_steps_run_on_users_streams
 
 copies do not wait for the rows that another card computes
 -sender.wait_stream(torch.accelerator.current_stream(source))
@@ -86,7 +86,7 @@ test_a_batch_that_a_card_has_just_been_told_to_compute
 
 a step that fails does not wait for rows that are under way
 -copied.synchronize()
-test_a_pinned_batch_may_be_overwritten_after_a_step_that_failed
+test_pinned_batch_reusable_after_failure
 
 any number of micro-batches is staged
 -self._pinned[0].synchronize()
@@ -105,12 +105,12 @@ test_the_host_sleeps_until_the_losses_are_there: awake
 
 a graph is captured before its stream waits
 -stream.wait_stream(current)
-test_gradients_are_those_of_the_whole_batch
+test_graph_gradients_equal_whole_batch
 
 what comes after a capture does not wait for its stream
 -with restored(partial(current.wait_stream, stream)), stream:
 +with stream:
-test_gradients_are_those_of_the_whole_batch
+test_graph_gradients_equal_whole_batch
 
 the host waits for every micro-batch
 -self._targets.pop(number, None)
@@ -139,7 +139,7 @@ test_rows_that_are_not_pinned_are_staged: AssertionError
 
 workers are on their default streams, not on the caller's
 -stack.enter_context(_duplicate(stream))
-test_on_the_users_stream_of_every_device
+test_steps_run_on_users_streams
 
 gradients of a graph are not copied out
 -for leaf, copy in zip(leaves_with_static, copies, strict=True):

@@ -80,7 +80,7 @@ class OfBatch(nn.Module):
 @pytest.mark.parametrize(
     "batch", [{"x": X, "scale": SCALE}, (X, SCALE)], ids=["a dict", "a tuple"]
 )
-def test_a_module_of_one_container_gets_it_with_a_deprecation(devices, batch):
+def test_single_container_is_deprecated(devices, batch):
     """As before; ``(value,)`` is how to say it in this release and in the next."""
     model = build(OfBatch).eval()
     with ScatterOnceParallel(model, 2, devices(2)) as engine:
@@ -96,13 +96,13 @@ def test_a_module_of_one_container_gets_it_with_a_deprecation(devices, batch):
         torch.testing.assert_close(found, expected)
 
 
-def test_a_mistake_is_the_module_s_own_error(engine):
+def test_mistake_raises_the_modules_error(engine):
     with pytest.raises(TypeError, match="unexpected keyword argument 'mask'"):
         engine({"x": X, "mask": SCALE})
 
 
 @pytest.mark.parametrize("method", ["forward_backward", "loss", "check"])
-def test_a_step_says_where_keywords_of_the_module_go(engine, method):
+def test_step_tells_where_keywords_go(engine, method):
     call = getattr(engine, method)
     with pytest.raises(TypeError) as raised:
         call(x=X, scale=SCALE, criterion=mean)
@@ -114,7 +114,7 @@ def test_a_step_says_where_keywords_of_the_module_go(engine, method):
     assert call(inputs=inputs, criterion=mean) is not None
 
 
-def test_a_step_names_its_arguments_to_help_and_inspect():
+def test_step_signature_names_arguments():
     signature = inspect.signature(ScatterOnceParallel.forward_backward)
     assert [*signature.parameters][:4] == ["self", "inputs", "targets", "criterion"]
 

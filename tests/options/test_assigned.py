@@ -41,9 +41,7 @@ INVALID = [
 
 
 @pytest.mark.parametrize(("name", "value"), INVALID)
-def test_an_invalid_option_is_refused_at_the_assignment_as_in_the_constructor(
-    name, value
-):
+def test_invalid_option_refused_on_assignment(name, value):
     with pytest.raises((TypeError, ValueError)) as constructed:
         engine_with(**{name: value})
     engine = engine_with()
@@ -55,7 +53,7 @@ def test_an_invalid_option_is_refused_at_the_assignment_as_in_the_constructor(
     assert_step(engine, ROWS, VALUES, LOSS)
 
 
-def test_two_ways_to_cut_a_share_are_refused_at_the_assignment():
+def test_accum_beside_micro_batch_refused():
     engine = engine_with(micro_batch_size=4)
     with pytest.raises(ValueError, match="accum=2 and micro_batch_size=4"):
         engine.accum = 2
@@ -68,7 +66,7 @@ def cut(engine):
     return [len(share.micro_batches) for share in engine.last_step.plan.shares]
 
 
-def test_an_option_holds_from_the_next_step_on():
+def test_option_holds_from_next_step():
     engine = engine_with()
     for name, value, expected in (
         ("accum", 3, [3, 3]),
@@ -104,7 +102,7 @@ def test_verify_switches_looks_on_and_off():
         engine.forward_backward(ROWS, VALUES, added_up)
 
 
-def test_check_finite_and_dim_hold_from_the_next_step_on():
+def test_check_finite_and_dim_hold_next_step():
     engine = engine_with()
     engine.check_finite = True
     with pytest.raises(FloatingPointError):
@@ -126,7 +124,7 @@ FIXED = {
 
 
 @pytest.mark.parametrize("name", FIXED)
-def test_what_only_the_constructor_takes_cannot_be_set(name):
+def test_constructor_options_cannot_be_set(name):
     engine = engine_with()
     with pytest.raises(AttributeError, match=r"cannot be set.*another engine, with"):
         setattr(engine, name, FIXED[name])
@@ -135,7 +133,7 @@ def test_what_only_the_constructor_takes_cannot_be_set(name):
     assert_step(engine, ROWS, VALUES, LOSS)
 
 
-def test_every_option_can_be_set_or_is_refused():
+def test_every_option_is_settable_or_refused():
     engine = engine_with()
     options = inspect.signature(ScatterOnceParallel).parameters.keys() - {"module"}
     for name in options - FIXED.keys():

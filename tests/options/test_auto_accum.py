@@ -102,7 +102,7 @@ def of_pairs(outputs, _):
         *(("torch", "forward", 29, 5, whole_batch) for whole_batch in (False, True)),
     ],
 )
-def test_the_result_is_that_of_the_same_fixed_accum_bit_for_bit(
+def test_auto_has_the_bits_of_fixed_accum(
     devices, form, where, rows, accum, whole_batch
 ):
     criterion, found = of_pairs if whole_batch else CE, []
@@ -133,7 +133,7 @@ def test_the_result_is_that_of_the_same_fixed_accum_bit_for_bit(
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 11, 12])
 @pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_the_fewest_sub_steps_that_fit_are_found_and_kept(replicas, rows):
+def test_fewest_fitting_sub_steps_are_kept(replicas, rows):
     model = budget(rows)
     model.norm.eval()
     fewest = math.ceil(math.ceil(24 / replicas) / rows)
@@ -149,7 +149,7 @@ def test_the_fewest_sub_steps_that_fit_are_found_and_kept(replicas, rows):
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "criterion"])
-def test_what_never_fits_reaches_the_user_and_changes_nothing(devices, where):
+def test_never_fitting_raises_leaves_no_trace(devices, where):
     model, twin = budget(0, where=where), budget()
     model.norm.eval()
     options = {"whole_batch": where == "criterion"}
@@ -181,7 +181,7 @@ def test_what_never_fits_reaches_the_user_and_changes_nothing(devices, where):
 
 
 @pytest.mark.parametrize("room", [10**9, 3], ids=["at once", "after memory ran out"])
-def test_other_errors_are_not_taken_for_it(room):
+def test_other_errors_end_the_search(room):
     def fails(*_):
         raise RuntimeError("CUDA error: device-side assert triggered")
 
@@ -196,7 +196,7 @@ def test_other_errors_are_not_taken_for_it(room):
         step(engine, 29, fails)
 
 
-def test_the_gradients_of_a_trial_are_freed_before_the_next_try(devices):
+def test_trial_gradients_freed_before_retry(devices):
     """The search exists because memory is short."""
     alive = []  # tensors of a weight's size at the start of each try
 
@@ -221,7 +221,7 @@ def test_the_gradients_of_a_trial_are_freed_before_the_next_try(devices):
     assert len(set(alive)) == 1, alive
 
 
-def test_a_function_of_outputs_is_not_called_by_trials(devices):
+def test_trials_skip_functions_of_outputs(devices):
     sizes = []
 
     def number_of_rows(output):
@@ -302,7 +302,7 @@ WAYS = ["engine(…)", "a method", "a function", "loss", "loss of all rows"]
 @pytest.mark.contract
 @pytest.mark.filterwarnings('ignore:accum="auto"')
 @pytest.mark.parametrize("how", WAYS)
-def test_training_and_evaluation_have_numbers_of_their_own(devices, how):
+def test_training_and_evaluation_differ(devices, how):
     """Training fits with 4 sub-steps, evaluation with 16; both are found, and stay."""
     model, twin = Budgets(8, 2).eval(), Budgets().eval()
     with (
@@ -325,7 +325,7 @@ def test_training_and_evaluation_have_numbers_of_their_own(devices, how):
 
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("form", ["torch", "cuDNN"])
-def test_what_undone_tries_of_inference_leave(devices, how, form):
+def test_undone_inference_tries_leave_no_trace(devices, how, form):
     """In training mode, where a forward pass draws and moves statistics."""
     found = []
     for given, room in (("auto", 3), (4, 10**9)):
@@ -358,7 +358,7 @@ def test_what_undone_tries_of_inference_leave(devices, how, form):
 
 
 @pytest.mark.parametrize("where", ["closure", "argument"])
-def test_what_undone_tries_of_inference_drew_and_wrote_is_undone(where):
+def test_undone_inference_tries_restore_state(where):
     """A generator of the user's, and the statistics of a network beside the model."""
     found = []
     for given, room in (("auto", 3), (8, 10**9)):
@@ -383,7 +383,7 @@ def test_what_undone_tries_of_inference_drew_and_wrote_is_undone(where):
 
 
 @pytest.mark.filterwarnings('ignore:accum="auto"')
-def test_functions_are_known_by_their_code_and_rows(devices):
+def test_functions_known_by_code_and_rows(devices):
     model = Budgets(evaluation=3).eval()
     inputs, _ = batch(24)
     few = inputs[:11]
@@ -417,7 +417,7 @@ def test_functions_are_known_by_their_code_and_rows(devices):
         assert len(engine.plan(24).shares[0].micro_batches) == 1
 
 
-def test_one_warning_for_all_batches_of_a_loader(devices):
+def test_one_warning_for_all_batches(devices):
     model = Budgets(evaluation=3).eval()
     with (
         ScatterOnceParallel(model, "auto", devices(2)) as engine,
@@ -433,7 +433,7 @@ def test_one_warning_for_all_batches_of_a_loader(devices):
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_inference_that_never_fits_changes_nothing(devices, how):
+def test_never_fitting_inference_no_trace(devices, how):
     model = Budgets(evaluation=0)
     model.body[1].eval()  # micro-batches of one row
     with ScatterOnceParallel(model, "auto", devices(2), verify=False) as engine:
@@ -452,7 +452,7 @@ def test_inference_that_never_fits_changes_nothing(devices, how):
         assert sizes == [12, 12], "what never fitted is not remembered"
 
 
-def test_other_errors_of_inference_are_the_user_s(devices):
+def test_other_inference_errors_are_the_users(devices):
     """Also those that only a small micro-batch meets, and Ctrl-C in a later try."""
     inputs, _ = batch(24)
     for error in (ValueError, KeyboardInterrupt):
@@ -471,7 +471,7 @@ def test_other_errors_of_inference_are_the_user_s(devices):
             engine.map(fails, inputs)
 
 
-def test_results_that_do_not_fit_together_end_the_search(devices, monkeypatch):
+def test_results_too_large_end_the_search(devices, monkeypatch):
     """More sub-steps do not make them smaller."""
     model = Budgets().eval()
 
@@ -487,7 +487,7 @@ def test_results_that_do_not_fit_together_end_the_search(devices, monkeypatch):
         del caught
 
 
-def test_copies_of_an_engine_know_training_s_number():
+def test_copied_engine_knows_its_accum():
     model = Budgets(3, 2).eval()
     engine = ScatterOnceParallel(model, "auto", ["cpu"] * 2)
     with warnings.catch_warnings():
@@ -506,7 +506,7 @@ def test_copies_of_an_engine_know_training_s_number():
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_the_results_of_a_trial_are_freed_before_the_next_try(devices, mode):
+def test_trial_results_freed_before_retry(devices, mode):
     alive = []
 
     def wide(replica, x):

@@ -44,9 +44,7 @@ costs_of_rows = st.lists(st.integers(0, 50) | st.floats(0, 50), min_size=1, max_
 
 
 @given(costs_of_rows, st.integers(1, 4), st.floats(0.5, 200))
-def test_every_row_is_in_one_micro_batch_that_stays_within_the_budget(
-    costs, replicas, budget
-):
+def test_each_row_once_within_the_budget(costs, replicas, budget):
     plan = plan_of(costs, replicas, budget)
     pieces = pieces_of(plan)
     rows = [row for own in pieces for piece in own for row in piece]
@@ -60,7 +58,7 @@ def test_every_row_is_in_one_micro_batch_that_stays_within_the_budget(
         )
 
 
-def test_rows_of_like_cost_are_together_and_loads_are_even():
+def test_like_costs_together_loads_even():
     generator = torch.Generator().manual_seed(0)
     lengths = (
         torch.empty(256).log_normal_(4.3, 0.8, generator=generator).clamp(8, 512).long()
@@ -77,7 +75,7 @@ def test_rows_of_like_cost_are_together_and_loads_are_even():
         )
 
 
-def test_loads_are_in_proportion_to_shares():
+def test_loads_in_proportion_to_shares():
     plan = plan_of([1 + i % 7 for i in range(400)], 2, 40, shares=[3, 1])
     first, second = map(plan.load_of, plan.shares)
     assert 2.8 < first / second < 3.2
@@ -86,13 +84,13 @@ def test_loads_are_in_proportion_to_shares():
 @pytest.mark.parametrize(
     "make", [list, tuple, torch.tensor, numpy.array, numpy.float32]
 )
-def test_costs_may_be_a_list_tuple_tensor_or_array(make):
+def test_costs_may_be_list_tensor_or_array(make):
     assert pieces_of(plan_of(make(LENGTHS), 2, 10)) == pieces_of(
         plan_of(LENGTHS, 2, 10)
     )
 
 
-def test_a_plan_prints_rows_costs_and_loads():
+def test_plan_prints_rows_costs_loads():
     text = str(plan_of([1, 4, 1, 3, 2, 1, 3], 2, 6))
     assert text.splitlines() == [
         "7 rows on 2 replicas, by cost: 15, with padding 17 (13.3% more)",
@@ -104,7 +102,7 @@ def test_a_plan_prints_rows_costs_and_loads():
 
 
 @pytest.mark.contract
-def test_outputs_are_one_entry_in_the_order_of_the_batch(devices):
+def test_outputs_in_order_of_the_batch(devices):
     model = build(Reader)
     with engine_of(model, devices(2)) as engine:
         args = Rows(TEXTS, pad), LABELS, LOSS
@@ -122,7 +120,7 @@ def test_outputs_are_one_entry_in_the_order_of_the_batch(devices):
         assert_close(found["mean"], model(pad(TEXTS)).detach().mean(), "mean")
 
 
-def test_inference_puts_back_whatever_goes_by_row(devices):
+def test_inference_keeps_order_of_rows(devices):
     """Outputs of several kinds: two entries per row, one per row in a
     list, and none.
     """
@@ -147,7 +145,7 @@ def test_inference_puts_back_whatever_goes_by_row(devices):
             assert torch.equal(found["b"], model.book)
 
 
-def test_a_module_may_have_costs_of_its_own(devices):
+def test_module_may_take_costs_argument(devices):
     model = Of(
         lambda model, rows, costs: model.layer(rows) * costs, layer=linear()
     ).eval()
@@ -157,7 +155,7 @@ def test_a_module_may_have_costs_of_its_own(devices):
 
 
 @pytest.mark.draws
-def test_the_same_costs_and_seed_give_the_same_bits_on_any_layout():
+def test_same_bits_on_any_layout():
     def step(device_ids):
         model = build(
             lambda: nn.Sequential(nn.Dropout(0.5), nn.Linear(FEATURES, CLASSES))

@@ -134,7 +134,7 @@ def assert_same(run, model, places, accum, *, draws=False, **options):
     indirect=["places"],
 )
 @pytest.mark.parametrize("make", INPUTS)
-def test_gradients_are_those_of_the_whole_batch(places, make, accum):
+def test_graph_gradients_equal_whole_batch(places, make, accum):
     model, inputs, targets = problem(make)
     with graphed(model, accum, places) as engine:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -150,7 +150,7 @@ def draws(module, x):
 
 
 @pytest.mark.draws
-def test_draws_and_buffers_are_those_of_a_step_without_graphs(places):
+def test_draws_and_buffers_as_without_graphs(places):
     layers = (
         Of(draws, drawn=nn.Buffer(torch.zeros(4))),
         nn.BatchNorm2d(4),
@@ -166,7 +166,7 @@ def test_draws_and_buffers_are_those_of_a_step_without_graphs(places):
     assert torch.stack(losses).unique().numel() == 3
 
 
-def test_outputs_scaler_weights_and_masks(places):
+def test_outputs_scaler_and_masks_exact(places):
     model, inputs, targets = problem(GPT)
     targets[::3] = -100
     scaler = torch.amp.GradScaler(home().type, init_scale=8.0)
@@ -183,7 +183,7 @@ def test_outputs_scaler_weights_and_masks(places):
     )
 
 
-def test_outputs_that_a_later_step_asks_for(places):
+def test_outputs_asked_for_later(places):
     model, inputs, targets = problem()
 
     def run(engine):
@@ -199,7 +199,7 @@ def test_outputs_that_a_later_step_asks_for(places):
 @pytest.mark.parametrize(
     "lengths", [(3, 6, 3, 6), (*range(1, 12), 1, 11)], ids=["two", "beyond a handful"]
 )
-def test_what_is_not_used_in_a_step_has_no_gradient(places, lengths):
+def test_unused_layers_have_no_gradient(places, lengths):
     """Shapes beyond a handful run without graphs."""
 
     def by_length(model, x):
@@ -246,7 +246,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.draws
-def test_a_module_that_has_changed_is_captured_anew(two_places, change):
+def test_changed_module_captured_again(two_places, change):
     _, inputs, targets = problem()
     model = of_body(lambda model, x: model.body(x) * model.factor, factor=1.0)
     with graphed(model, 3, two_places) as engine:
@@ -255,7 +255,7 @@ def test_a_module_that_has_changed_is_captured_anew(two_places, change):
             change(model)
 
 
-def test_another_criterion_or_what_is_in_it_too(two_places):
+def test_changed_criterion_captured_again(two_places):
     model, inputs, targets = problem()
     scale = 1.0
 
@@ -276,7 +276,7 @@ FLAGS += [
 
 
 @pytest.mark.parametrize(("holder", "name"), FLAGS)
-def test_flags_that_choose_kernels_are_captured_anew(two_places, holder, name):
+def test_changed_kernel_flags_captured_again(two_places, holder, name):
     """A graph keeps the kernels that it was captured with."""
     model, inputs, targets = problem()
     calls, counts, before = [], [], getattr(holder, name)
@@ -312,7 +312,7 @@ UNCAPTURED = {
 
 @pytest.mark.parametrize("words", UNCAPTURED)
 @pytest.mark.draws
-def test_what_cannot_be_captured_runs_without_and_is_told_once(two_places, words):
+def test_uncapturable_runs_and_warns_once(two_places, words):
     _, inputs, targets = problem()
     is_told = words.startswith("keeps") or torch.accelerator.is_available()
     state = random.getstate()
@@ -328,7 +328,7 @@ def test_what_cannot_be_captured_runs_without_and_is_told_once(two_places, words
     random.setstate(state)
 
 
-def test_a_criterion_that_is_made_anew_in_every_step_is_given_up(two_places):
+def test_ever_new_criterion_is_given_up(two_places):
     model, inputs, targets = problem(rows=8)
     with graphed(model, 1, two_places) as engine:
 
@@ -349,7 +349,7 @@ def test_a_criterion_that_is_made_anew_in_every_step_is_given_up(two_places):
 
 @pytest.mark.draws
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
-def test_a_step_that_fails_leaves_no_trace(two_places, kind):
+def test_failed_step_leaves_no_trace(two_places, kind):
     """In a captured sub-step, and in one that is being captured."""
     model, inputs, targets = problem(mlp, nn.Dropout(0.5))
     is_failing = False
@@ -378,7 +378,7 @@ def test_a_step_that_fails_leaves_no_trace(two_places, kind):
 
 @pytest.mark.parametrize("call", [1, 3], ids=["warming up", "captured"])
 @pytest.mark.filterwarnings("error", 'ignore:accum="auto"')
-def test_memory_that_runs_out_in_a_capture_makes_more_sub_steps(call):
+def test_capture_out_of_memory_adds_sub_steps(call):
     """The result is that of the same fixed number of sub-steps, bit for bit."""
     calls = Counter()
 
@@ -407,7 +407,7 @@ def test_memory_that_runs_out_in_a_capture_makes_more_sub_steps(call):
 # --- beside other things ---
 
 
-def test_autocast_is_captured_too(two_places):
+def test_autocast_is_captured(two_places):
     """With it and without are two graphs."""
     model, inputs, targets = problem()
 
@@ -515,7 +515,7 @@ def by_kind(*kinds):
 
 
 @by_kind()
-def test_a_value_that_a_graph_froze_is_named_and_captured_again(two_places, frozen):
+def test_frozen_value_named_captured_again(two_places, frozen):
     """In step 2, before a gradient counts; once it is told."""
     criterion, change, name = frozen
     model, inputs, targets = problem()
@@ -531,9 +531,7 @@ def test_a_value_that_a_graph_froze_is_named_and_captured_again(two_places, froz
 
 
 @by_kind("entry")
-def test_a_value_that_changes_between_two_looks_is_found_by_the_next(
-    two_places, frozen
-):
+def test_change_between_looks_is_found(two_places, frozen):
     criterion, change, _ = frozen
     model, inputs, targets = problem()
     losses = []
@@ -550,7 +548,7 @@ def test_a_value_that_changes_between_two_looks_is_found_by_the_next(
 
 
 @by_kind("entry")
-def test_without_verify_no_replay_is_looked_at(frozen):
+def test_no_look_at_replays_without_verify(frozen):
     criterion, change, _ = frozen
     model, inputs, targets = problem()
     losses = []
@@ -562,7 +560,7 @@ def test_without_verify_no_replay_is_looked_at(frozen):
 
 
 @by_kind("entry")
-def test_a_value_that_each_call_changes_runs_without_graphs(two_places, frozen):
+def test_ever_changing_value_ends_graphs(two_places, frozen):
     criterion, change, _ = frozen
     values = iter(range(1, 1000))
 
@@ -581,7 +579,7 @@ def test_a_value_that_each_call_changes_runs_without_graphs(two_places, frozen):
 
 
 @pytest.mark.draws
-def test_a_look_at_a_replay_leaves_no_trace(places):
+def test_look_at_replay_leaves_no_trace(places):
     """Neither in buffers nor in random state, nor in what the criterion counts."""
     layers = Of(draws, drawn=nn.Buffer(torch.zeros(4))), nn.BatchNorm2d(4), nn.Dropout()
     model, inputs, targets = problem(cnn, *layers)

@@ -81,7 +81,7 @@ CASES = {
 
 @pytest.mark.parametrize("shares", [None, [1, 4, 2]], ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_the_formula(shares, case):
+def test_noise_equals_the_formula(shares, case):
     """A gradient that is there already does not count."""
     make, criterion, mean, ignored, call = CASES[case]
     model, targets = build(make), TARGETS.clone()
@@ -104,7 +104,7 @@ def test_the_formula(shares, case):
 @pytest.mark.parametrize(
     "case", ["one row", "overflow", "all ignored", "one loss of all rows"]
 )
-def test_a_step_with_nothing_to_compare_has_nan(case):
+def test_step_without_comparison_has_nan(case):
     inputs, targets = INPUTS.clone(), TARGETS.clone()
     if case == "one row":
         inputs, targets = inputs[:1], targets[:1]
@@ -126,7 +126,7 @@ def _ranks(group):
         return engine.last_step.noise.signal, engine.last_step.noise.noise
 
 
-def test_ranks_are_replicas_like_any_other():
+def test_ranks_count_as_replicas():
     pieces = list(zip(INPUTS.split([9, 14]), TARGETS.split([9, 14]), strict=True))
     first, second = run_on_ranks(2, _ranks)
     assert (
@@ -140,7 +140,7 @@ def report_of(signal, noise):
     return SimpleNamespace(noise=GradientNoise(signal, noise))
 
 
-def test_the_average_skips_steps_without_an_estimate_and_goes_on_from_a_checkpoint():
+def test_average_skips_nan_and_is_restored():
     average, other = NoiseScale(decay=0.5), NoiseScale()
     assert math.isnan(average.scale)
     average.update(report_of(1.0, 8.0))
@@ -154,7 +154,7 @@ def test_the_average_skips_steps_without_an_estimate_and_goes_on_from_a_checkpoi
     assert other.state_dict() == average.state_dict()
 
 
-def test_a_step_that_did_not_measure_is_refused():
+def test_unmeasured_step_refused():
     report = step(build(mlp), INPUTS, TARGETS, CE(), {"measure_noise": False})
     assert report.noise is None
     with pytest.raises(ValueError, match="with measure_noise=True"):
@@ -170,7 +170,7 @@ def test_a_step_that_did_not_measure_is_refused():
         (0.0, 0.0, math.nan),
     ],
 )
-def test_the_scale_of_a_step_is_that_of_an_average_of_one(signal, noise, scale):
+def test_scale_equals_average_of_one_step(signal, noise, scale):
     """Noise over a negative signal was a negative number of rows."""
     one, average = GradientNoise(signal, noise), NoiseScale(0)
     average.load_state_dict({"decay": 0.0, "signal": signal, "noise": noise})

@@ -37,7 +37,7 @@ def test_positional_and_keyword_inputs(devices):
 
 
 @pytest.mark.contract
-def test_numbers_without_rows_are_averaged_over_the_rows(devices):
+def test_rowless_numbers_averaged_by_rows(devices):
     """Micro-batches have two rows, and one has one."""
     means = Of(lambda _, inputs: {"mean": inputs.mean()}).eval()
     with ScatterOnceParallel(means, 2, devices(3)) as engine:
@@ -45,7 +45,7 @@ def test_numbers_without_rows_are_averaged_over_the_rows(devices):
 
 
 @pytest.mark.contract
-def test_in_place_layers_do_not_write_the_caller_s_tensors():
+def test_in_place_layers_spare_the_inputs():
     writes = Of(lambda _, inputs, number: inputs.add_(number.mul_(2)))
     inputs, number = INPUTS.clone(), torch.tensor(1.0).double()
     with ScatterOnceParallel(writes.eval(), 2, HOST) as engine:
@@ -71,7 +71,7 @@ def test_errors_arrive_as_they_are(devices):
 
 
 @pytest.mark.parametrize("accum", [2, 5])
-def test_lists_of_rows_anywhere_in_an_output(devices, accum):
+def test_lists_of_rows_in_outputs_joined(devices, accum):
     """Where the inputs have ``Rows``; a list of tensors that hold the rows is joined as
     ever.
     """
@@ -91,7 +91,7 @@ def test_lists_of_rows_anywhere_in_an_output(devices, accum):
         assert_alike(engine(Rows(images)), finds(None, images))
 
 
-def test_packed_sequences_as_outputs_are_refused(devices):
+def test_packed_sequence_outputs_refused(devices):
     def packs(output, _):
         return pack_sequence([*output.unsqueeze(1)])
 
@@ -137,7 +137,7 @@ def engine(devices):
         yield engine
 
 
-def test_each_replica_calls_its_own_method(engine):
+def test_replicas_call_their_own_method(engine):
     model = engine.module
     assert torch.equal(
         engine.map(model.write, FOURS, more=2, pad=-1), written(model, 2)
@@ -153,7 +153,7 @@ def test_each_replica_calls_its_own_method(engine):
     assert torch.equal(engine.map(model, FOURS), engine(FOURS))
 
 
-def test_a_function_gets_the_replica_first(engine):
+def test_function_gets_the_replica_first(engine):
     """So does a trainer's method, though the trainer holds the model."""
 
     class Trainer:
@@ -172,7 +172,7 @@ def test_a_function_gets_the_replica_first(engine):
         assert torch.equal(found, written(engine.module, 1))
 
 
-def test_tensors_are_joined_padded_or_refused(engine):
+def test_tensors_joined_padded_or_refused(engine):
     model = engine.module
     words = (
         r"of shapes .* those of 2 and 2 and 2 and 2 and 2 and 1 rows, .* "
@@ -197,7 +197,7 @@ def test_tensors_are_joined_padded_or_refused(engine):
     assert_alike(engine.map(several, FOURS, pad=0), expected)
 
 
-def test_lists_plain_values_and_the_rest(engine):
+def test_lists_joined_plain_values_kept(engine):
     words = [f"word {i}" for i in range(11)]
     upper = engine.map(lambda _, part: [word.upper() for word in part], Rows(words))
     assert upper == [word.upper() for word in words]
@@ -220,7 +220,7 @@ def test_lists_plain_values_and_the_rest(engine):
     assert_close(scaled, FOURS * torch.arange(4.0), "with an argument without rows")
 
 
-def test_rows_go_by_cost_and_keep_their_order(devices):
+def test_rows_by_cost_keep_their_order(devices):
     costs, model = [float(i % 4 + 1) for i in range(11)], build(Writer)
     with ScatterOnceParallel(
         model, device_ids=devices(2), micro_batch_cost=8
@@ -230,7 +230,7 @@ def test_rows_go_by_cost_and_keep_their_order(devices):
 
 
 @pytest.mark.draws
-def test_several_entries_per_row(engine):
+def test_several_entries_per_row_joined(engine):
     found = engine.map(lambda _, x: x.repeat_interleave(3, 0), FOURS)
     assert torch.equal(found, FOURS.repeat_interleave(3, 0))
     with pytest.raises(
@@ -253,7 +253,7 @@ def test_several_entries_per_row(engine):
         engine.map(lambda _, x: x.repeat(3, 1), FOURS)
 
 
-def test_as_many_entries_for_any_number_of_rows_are_no_rows():
+def test_entries_of_fixed_number_are_no_rows():
     """With one row per micro-batch the states of two layers were taken for two entries
     per row.
     """
@@ -268,7 +268,7 @@ def test_as_many_entries_for_any_number_of_rows_are_no_rows():
                 engine(FOURS[:, None])
 
 
-def test_a_function_that_names_the_user_s_module_is_refused(engine, monkeypatch):
+def test_function_naming_user_module_refused(engine, monkeypatch):
     own, other = engine.eval().module, build(Writer).eval()
     monkeypatch.setitem(globals(), "model", own)
     for function in (
@@ -291,7 +291,7 @@ def test_a_function_that_names_the_user_s_module_is_refused(engine, monkeypatch)
     )
 
 
-def test_generated_tokens_are_those_of_one_call(devices):
+def test_generated_tokens_equal_one_call(devices):
     transformers = pytest.importorskip("transformers")
     sizes = {
         "hidden_size": 32,

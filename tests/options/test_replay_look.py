@@ -68,11 +68,11 @@ class Hostile:
         (Scaled(), "OPTIONS['inner'][0]", 1),
     ],
 )
-def test_a_value_has_the_name_under_which_it_is_read(root, name, value):
+def test_value_named_as_it_is_read(root, name, value):
     assert plain_values([root])[name] == value
 
 
-def test_changed_values_are_named_and_tensors_that_are_exchanged():
+def test_changed_values_are_named():
     held = Held()
     held.tensor = torch.ones(2)
     before = plain_values([held.method])
@@ -84,5 +84,5 @@ def test_changed_values_are_named_and_tensors_that_are_exchanged():
     assert former is not held.tensor
 
 
-def test_an_object_that_refuses_to_be_read_is_left_out():
+def test_unreadable_object_left_out():
     assert plain_values([[Hostile(), 3]]) == {"[1]": 3}

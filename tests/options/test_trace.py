@@ -71,9 +71,7 @@ def counted(trace, tmp_path):
         ({"compile": {"backend": "eager"}}, {}),
     ],
 )
-def test_every_sub_step_has_one_forward_and_one_backward(
-    devices, how, options, tmp_path
-):
+def test_sub_step_has_forward_and_backward(devices, how, options, tmp_path):
     """What is captured, warmed up or checked is no sub-step of the step."""
     found = counted(traced(engine_of(devices, **how), steps=2, **options), tmp_path)
     for replica, device in enumerate(devices):
@@ -88,7 +86,7 @@ def test_every_sub_step_has_one_forward_and_one_backward(
     ] * 4
 
 
-def test_events_lie_in_their_step_and_those_of_a_replica_in_its_order():
+def test_events_ordered_within_their_step():
     trace = traced(engine_of(), steps=3)
     assert [step.number for step in trace.steps] == [0, 1, 2]
     for step in trace.steps:
@@ -105,7 +103,7 @@ def test_events_lie_in_their_step_and_those_of_a_replica_in_its_order():
             assert all(e.end <= later.start for e, later in itertools.pairwise(own))
 
 
-def test_a_step_that_fails_is_in_it(tmp_path):
+def test_failed_step_is_recorded(tmp_path):
     """In a sub-step, and before it has a plan."""
 
     def fails(output, targets):
@@ -125,7 +123,7 @@ def test_a_step_that_fails_is_in_it(tmp_path):
     assert f"step 0 failed: {first.error}\nstep 1 failed: {second.error}" in str(trace)
 
 
-def test_nothing_is_recorded_outside_of_it_and_gradients_are_the_same_bits():
+def test_trace_changes_no_bits_ends_with_block():
     data = *batch(), CE
     with engine_of() as engine:
         with engine.trace() as trace:
@@ -145,7 +143,7 @@ def test_nothing_is_recorded_outside_of_it_and_gradients_are_the_same_bits():
     assert str(other) == "No step was recorded."
 
 
-def test_the_table_has_a_line_per_replica():
+def test_table_has_a_line_per_replica():
     shown = str(traced(engine_of(LAYOUTS[1]), steps=2))
     title, head, *lines, once, shares, longest = shown.splitlines()
     assert re.fullmatch(
@@ -168,7 +166,7 @@ def test_the_table_has_a_line_per_replica():
     )
 
 
-def test_a_replica_that_waits_for_its_turn_with_the_criterion_does_not_compute():
+def test_waiting_for_criterion_not_computing():
     def slow(output, targets):
         time.sleep(0.05)
         return output.sum()
@@ -180,7 +178,7 @@ def test_a_replica_that_waits_for_its_turn_with_the_criterion_does_not_compute()
     assert turns[0].end <= turns[1].start
 
 
-def test_a_replica_that_is_done_early_has_waited_and_the_time_between_steps_is_the_callers():
+def test_early_replica_waits_pause_is_callers():
     class SlowOnTheSecond(nn.Module):
         def forward(self, output, targets):
             time.sleep(0.2 * bool(targets[0]))
@@ -199,7 +197,7 @@ def test_a_replica_that_is_done_early_has_waited_and_the_time_between_steps_is_t
     assert engine.last_step.waited >= 0.3
 
 
-def test_the_last_step_is_a_table_in_a_notebook():
+def test_last_step_is_a_notebook_table():
     with engine_of(LAYOUTS[1]) as engine:
         for step in range(2):
             engine.forward_backward(*batch(), CE)
@@ -218,7 +216,7 @@ def profiled(engine, **options):
     return Counter({entry.key: entry.count for entry in found.key_averages()})
 
 
-def test_a_profiler_of_all_threads_sees_the_operators_of_replicas():
+def test_profiler_of_all_threads_sees_replicas():
     # what the page and the warning say
     config = eval(PROFILE_ALL_THREADS.partition("=")[2])
     engine = engine_of(verify=False)
@@ -236,7 +234,7 @@ def test_a_profiler_of_all_threads_sees_the_operators_of_replicas():
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_profiler_of_one_thread_is_told_unless_one_replica_is_in_it():
+def test_profiler_of_one_thread_warns():
     with pytest.warns(UserWarning, match=re.escape(PROFILE_ALL_THREADS)):
         found = profiled(engine_of())
     assert found["scatterpar compute"] == 1
@@ -244,7 +242,7 @@ def test_a_profiler_of_one_thread_is_told_unless_one_replica_is_in_it():
     assert found["aten::addmm"] == 2 * 3
 
 
-def test_the_page_runs_and_quotes_what_is_said():
+def test_page_runs_and_quotes_messages():
     page = read("docs/debug.md").partition("\n## Why is my step slow?")[2]
     names = namespace() | {
         "ScatterOnceParallel": ScatterOnceParallel,
@@ -255,7 +253,7 @@ def test_the_page_runs_and_quotes_what_is_said():
     assert PROFILE_ALL_THREADS.partition("=")[2] in page
 
 
-def test_batch_normalisation_of_one_row_says_what_to_pass():
+def test_batch_norm_of_one_row_has_remedy():
     """torch's own error stays; a note has the way out."""
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     with ScatterOnceParallel(model, 4, ["cpu"] * 2) as engine:

@@ -55,7 +55,7 @@ def of_autocast():
 @pytest.mark.contract
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cache", [True, False])
-def test_autocast_dtype_without_its_cache(devices, dtype, cache):
+def test_autocast_dtype_without_cache(devices, dtype, cache):
     """Torch's ``parallel_apply`` loses the dtype: bfloat16 turns into float16 there.
 
     One cache served the process: a weight used twice was cast once or twice, as timing
@@ -74,7 +74,7 @@ def of_gradients():
 @pytest.mark.parametrize(
     "mode", [torch.no_grad, torch.inference_mode, contextlib.nullcontext]
 )
-def test_inference_builds_no_graph_and_is_in_the_caller_s_mode(devices, mode):
+def test_inference_keeps_callers_mode(devices, mode):
     expected = False, mode is torch.inference_mode
     assert asked(devices, of_gradients, mode, inference=True) == [expected] * 3
 
@@ -109,7 +109,7 @@ def test_default_dtype_and_device(devices):
 
 
 @pytest.mark.parametrize("mode", [BaseTorchDispatchMode, BaseTorchFunctionMode])
-def test_a_mode_that_replicas_lack_is_told(devices, mode, recwarn):
+def test_modes_that_replicas_lack_warn(devices, mode, recwarn):
     # a single replica computes in the caller's thread
     for device_ids in (["cpu"], devices(3)):
         assert not recwarn.list
@@ -122,7 +122,7 @@ def test_a_mode_that_replicas_lack_is_told(devices, mode, recwarn):
 
 
 @pytest.mark.contract
-def test_contextvars(devices):
+def test_contextvars_reach_workers(devices):
     """What a worker sets stays there."""
     variable = contextvars.ContextVar("variable", default=0)
 
@@ -137,7 +137,7 @@ def test_contextvars(devices):
     assert variable.get() == 0
 
 
-def test_saved_tensors_hooks(devices):
+def test_saved_tensors_hooks_reach_workers(devices):
     """Every worker packs what it saves, and unpacks it for its backward."""
     calls, replicas = (
         set(),
@@ -159,7 +159,7 @@ def test_saved_tensors_hooks(devices):
     assert not calls
 
 
-def test_workers_share_the_caller_s_threads(devices):
+def test_workers_share_callers_threads(devices):
     """Two cores and two workers: one thread each, or they get into each other's way."""
     before = torch.get_num_threads()
     torch.set_num_threads(6)

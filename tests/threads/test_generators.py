@@ -128,9 +128,7 @@ def training(runner, model, device_ids, accum=2, criterion=LOSS):
 
 @pytest.mark.parametrize("runner", ["engine", "pair", "whole batch"])
 @pytest.mark.parametrize("use_reentrant", [None, True, False])
-def test_gradients_are_those_of_the_masks_that_were_drawn(
-    devices, use_reentrant, runner
-):
+def test_gradients_belong_to_drawn_masks(devices, use_reentrant, runner):
     """Replay the very masks on one device: a recomputation with others
     would show here.
     """
@@ -153,9 +151,7 @@ def test_gradients_are_those_of_the_masks_that_were_drawn(
 @pytest.mark.contract
 @by_both
 @pytest.mark.parametrize("criterion_draws", [False, True])
-def test_the_seed_decides_the_step_on_an_engine_that_ran_before(
-    devices, runner, criterion_draws
-):
+def test_seed_decides_step_of_used_engine(devices, runner, criterion_draws):
     def criterion(output, targets):
         return LOSS(nn.functional.dropout(output, 0.5), targets)
 
@@ -172,7 +168,7 @@ def test_the_seed_decides_the_step_on_an_engine_that_ran_before(
 
 
 @by_both
-def test_a_replica_other_than_the_first_drawing_moves_the_generator(devices, runner):
+def test_draw_of_any_replica_moves_generator(devices, runner):
     """If only replica 1 drew, the next step must not draw the same again."""
 
     def of_the_last(logits, inputs):
@@ -187,7 +183,7 @@ def test_a_replica_other_than_the_first_drawing_moves_the_generator(devices, run
 
 
 @pytest.mark.parametrize("model", [mlp, lambda: dropout_model().eval()])
-def test_a_model_that_draws_nothing_leaves_the_generator_untouched(devices, model):
+def test_no_draws_leave_generator_untouched(devices, model):
     before = torch.get_rng_state()
     with ScatterOnceParallel(model(), 2, devices(3)) as engine:
         engine.forward_backward(INPUTS, LABELS, LOSS)
@@ -198,7 +194,7 @@ def test_a_model_that_draws_nothing_leaves_the_generator_untouched(devices, mode
 
 
 @pytest.mark.parametrize("accum", [1, 3])
-def test_one_replica_is_the_plain_loop_bit_for_bit(devices, accum):
+def test_one_replica_has_bits_of_plain_loop(devices, accum):
     ours, plain = dropout_model(), dropout_model()
     with training("engine", ours, devices(1), accum) as step:
         found = [*step(seed=5)[1:], *step()[1:], torch.rand(3)]
@@ -218,7 +214,7 @@ def test_one_replica_is_the_plain_loop_bit_for_bit(devices, accum):
 
 
 @pytest.mark.contract
-def test_inference_draws_on_and_the_seed_decides_it(devices):
+def test_seed_decides_inference_draws(devices):
     found = []
     with ScatterOnceParallel(dropout_model(), 2, devices(3)) as engine, torch.no_grad():
         for _ in range(2):
@@ -229,7 +225,7 @@ def test_inference_draws_on_and_the_seed_decides_it(devices):
 
 
 @pytest.mark.contract
-def test_replica_0_continues_the_caller_s_stream(devices):
+def test_replica_0_continues_callers_draws(devices):
     """Its masks are those that a plain call with the same seed draws."""
     with training("engine", build(Noisy), devices(3), 1) as step:
         step(NUMBERED, seed=11)
@@ -251,7 +247,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize("draw", WAYS)
-def test_every_way_to_draw(devices, draw):
+def test_every_way_to_draw_is_seeded(devices, draw):
     """Same seed same bits, another seed other bits."""
     model = build(
         lambda: Returns(lambda logits, _: logits * draw(logits).to(logits.dtype))
@@ -263,9 +259,7 @@ def test_every_way_to_draw(devices, draw):
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
-def test_a_generator_of_the_user_s_own_is_not_exchanged_for_the_replica_s(
-    devices, replicas
-):
+def test_users_own_generator_is_used(devices, replicas):
     own, before, states = torch.Generator(), torch.get_rng_state(), []
     draws = lambda logits, _: logits * torch.rand(CLASSES, generator=own).double()  # noqa: E731
     with training(
@@ -283,7 +277,7 @@ def test_a_generator_of_the_user_s_own_is_not_exchanged_for_the_replica_s(
 @pytest.mark.contract
 @by_both
 @pytest.mark.parametrize("replicas", [1, 3])
-def test_a_failed_step_leaves_the_generator_as_it_was(devices, replicas, runner):
+def test_failed_step_restores_generator(devices, replicas, runner):
     """One replica draws from the process's own generator, several from theirs."""
 
     def fail(logits, inputs):
@@ -299,7 +293,7 @@ def test_a_failed_step_leaves_the_generator_as_it_was(devices, replicas, runner)
         assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_what_another_thread_draws_meanwhile_it_does_not_draw_again():
+def test_other_threads_draws_not_repeated():
     """Such as one that prepares the next batch."""
     drawn = []
 
@@ -358,7 +352,7 @@ print(*(str(warning.message) for warning in told), sep="\\n", file=sys.stderr)
 
 
 @pytest.mark.slow
-def test_without_the_dispatch_key_replicas_take_turns_and_draw_the_same_numbers():
+def test_replicas_take_turns_without_the_key():
     """A later version of torch may lack the key, and nobody could import the package."""
     without = run("-c", WITHOUT_KEY + DRAWING_STEPS)
     assert without.code == 0, without.err
@@ -418,7 +412,7 @@ REVERSE_MODE = {
 
 
 @pytest.mark.parametrize("kind", FORWARD_MODE)
-def test_forward_mode_is_refused_in_every_step_of_several_replicas(devices, kind):
+def test_forward_mode_refused_on_replicas(devices, kind):
     """It raised torch's errors, or gave another gradient, depending on timing."""
     model = penalised_by(FORWARD_MODE[kind])
     for verify in (True, False):
@@ -435,7 +429,7 @@ def test_forward_mode_is_refused_in_every_step_of_several_replicas(devices, kind
 
 
 @pytest.mark.parametrize("kind", FORWARD_MODE)
-def test_forward_mode_is_exact_on_one_replica(kind):
+def test_forward_mode_exact_on_one_replica(kind):
     """The sum over rows of the energy is no mean of rows: one micro-batch."""
     model = penalised_by(FORWARD_MODE[kind])
     with ScatterOnceParallel(model, 1, ["cpu"]) as engine:
@@ -443,13 +437,13 @@ def test_forward_mode_is_exact_on_one_replica(kind):
 
 
 @pytest.mark.parametrize("kind", REVERSE_MODE)
-def test_reverse_mode_is_exact_on_several_replicas(devices, kind):
+def test_reverse_mode_exact_on_replicas(devices, kind):
     with ScatterOnceParallel(penalised_by(REVERSE_MODE[kind]), 2, devices(3)) as engine:
         for _ in range(3):
             assert_step(engine, INPUTS, LABELS, LOSS)
 
 
-def test_forward_mode_is_exact_in_a_criterion_that_is_called_once(devices):
+def test_forward_mode_exact_in_whole_batch(devices):
     def criterion(output, targets):
         _, tangent = torch.func.jvp(torch.tanh, (output,), (torch.ones_like(output),))
         return LOSS(output + tangent, targets)

@@ -35,7 +35,7 @@ def order():
         signal.signal(number, earlier)
 
 
-def test_a_signal_waits_for_the_end_of_the_body(order):
+def test_signal_waits_for_end_of_body(order):
     with Interrupts():
         signal.raise_signal(FIRST)
         order.append("body")
@@ -43,7 +43,7 @@ def test_a_signal_waits_for_the_end_of_the_body(order):
     assert order == ["body", "SIGINT", "after"]
 
 
-def test_where_they_are_allowed_signals_come_at_once(order):
+def test_allowed_signals_come_at_once(order):
     with Interrupts() as interrupts:
         signal.raise_signal(FIRST)
         order.append("body")
@@ -64,7 +64,7 @@ def test_where_they_are_allowed_signals_come_at_once(order):
     ]
 
 
-def test_deliver_runs_what_waits(order):
+def test_deliver_runs_waiting_handlers(order):
     with Interrupts() as interrupts:
         signal.raise_signal(FIRST)
         interrupts.deliver()
@@ -72,14 +72,14 @@ def test_deliver_runs_what_waits(order):
     assert order == ["SIGINT", "body"]
 
 
-def test_handlers_are_put_back_also_after_an_error(order):
+def test_handlers_restored_after_error(order):
     handlers = [signal.getsignal(number) for number in (FIRST, SECOND)]
     with pytest.raises(Interrupted), Interrupts():
         interrupt()
     assert [signal.getsignal(number) for number in (FIRST, SECOND)] == handlers
 
 
-def test_each_waiting_handler_runs_although_one_raises(order):
+def test_all_handlers_run_if_one_raises(order):
     def raising(number, _):
         order.append(signal.Signals(number).name)
         raise Interrupted
@@ -96,7 +96,7 @@ def test_each_waiting_handler_runs_although_one_raises(order):
     assert sorted(order) == ["SIGINT", "SIGTERM"]
 
 
-def test_signals_without_a_python_handler_are_left_alone(order):
+def test_signals_without_handler_untouched(order):
     signal.signal(SECOND, signal.SIG_IGN)
     with Interrupts():
         assert signal.getsignal(SECOND) is signal.SIG_IGN

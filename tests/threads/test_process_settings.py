@@ -104,7 +104,7 @@ class Crossing:
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("name", CONTEXTS)
-def test_settings_are_after_a_step_what_they_were_before_it(devices, name, fails):
+def test_settings_restored_after_step(devices, name, fails):
     crossing = Crossing(CONTEXTS[name], fails)
     model = Of(crossing.forward, linear=linear())
     before = settings()
@@ -115,7 +115,7 @@ def test_settings_are_after_a_step_what_they_were_before_it(devices, name, fails
     assert settings() == before
 
 
-def test_a_warning_after_the_step_is_seen(devices):
+def test_warning_after_step_is_seen(devices):
     crossing = Crossing(without_warnings, fails=False)
     model = Of(crossing.forward, linear=linear())
     with ScatterOnceParallel(model, 1, devices(2), verify=False) as engine:

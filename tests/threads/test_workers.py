@@ -93,7 +93,7 @@ def test_short_work_keeps_to_the_cores(devices, cores, patience):
 
 
 @pytest.mark.contract
-def test_a_function_that_replicas_share_computes_one_loss_at_a_time(devices):
+def test_shared_function_runs_one_at_a_time(devices):
     """It may keep numbers of its own, such as a running mean."""
     watch = Watch()
 
@@ -106,7 +106,7 @@ def test_a_function_that_replicas_share_computes_one_loss_at_a_time(devices):
     assert watch.most == 1
 
 
-def test_replicas_that_wait_for_each_other_all_start(devices, cores):
+def test_replicas_that_meet_all_start(devices, cores):
     barrier = threading.Barrier(REPLICAS)
     model = calls(lambda _: barrier.wait(SECONDS))
     with ScatterOnceParallel(model, 3, devices(REPLICAS), verify=False) as engine:
@@ -115,7 +115,7 @@ def test_replicas_that_wait_for_each_other_all_start(devices, cores):
     assert not barrier.broken
 
 
-def test_when_all_fail_the_first_replica_speaks(devices, cores):
+def test_first_replicas_error_is_raised(devices, cores):
     """The fastest to fail once kept replica 0 from failing, now and then."""
 
     def fail(_):
@@ -129,7 +129,7 @@ def test_when_all_fail_the_first_replica_speaks(devices, cores):
             assert caught.value.__notes__[0].startswith(first)
 
 
-def test_closed_while_some_wait_for_their_turn(devices, cores, monkeypatch):
+def test_close_ends_waiting_replicas(devices, cores, monkeypatch):
     """The threads' end once overtook the calls that were still to come: nobody ever
     ended.
     """
@@ -180,14 +180,14 @@ def take_a_step(function, device_ids=("cpu", "cpu")):
         assert_step(engine, randn(11, 4), criterion=mean)
 
 
-def test_a_custom_function_under_vmap(devices):
+def test_custom_function_under_vmap(devices):
     take_a_step(
         lambda layer, rows: torch.vmap(Doubled.apply)(layer.linear(rows)), devices(3)
     )
 
 
 @pytest.mark.slow
-def test_control_flow_is_refused_unless_there_is_one_replica():
+def test_control_flow_refused_on_replicas():
     model = of(branching)
     with ScatterOnceParallel(model, 2, ["cpu"] * 2, verify=False) as engine:
         with pytest.raises(
@@ -198,7 +198,7 @@ def test_control_flow_is_refused_unless_there_is_one_replica():
     take_a_step(branching, ["cpu"])
 
 
-def test_an_operator_that_is_registered_later():
+def test_later_registered_operator_works():
     class Later(HigherOrderOperator):
         def __init__(self):
             super().__init__("registered_by_a_test")

@@ -40,7 +40,7 @@ def read(data, rows, epoch=0, part=TRAIN):
 
 
 @pytest.mark.pictures
-def test_a_folder_of_pictures_is_two_lists_and_the_names_of_classes(folder):
+def test_folder_gives_parts_and_classes(folder):
     data = opened(folder)
     counts = "180 images to train on, 12 to test, 3 classes, brought to 3 x 32 x 32"
     assert str(data) == f"{folder}: {counts}"
@@ -69,12 +69,12 @@ def test_a_folder_of_pictures_is_two_lists_and_the_names_of_classes(folder):
         ("is neither none, nor crop, nor a policy", None, {"augment": "nonsense"}),
     ],
 )
-def test_what_a_set_of_pictures_is_not_is_one_line(folder, words, data, options):
+def test_wrong_data_refused_in_one_line(folder, words, data, options):
     refused(words, data or folder, **options)
 
 
 @pytest.mark.pictures
-def test_the_images_of_each_class_are_counted(folder, tmp_path):
+def test_images_per_class_are_counted(folder, tmp_path):
     """Also in memory; not if a library opens a picture to say its label."""
     counts = opened(folder).class_counts
     assert counts == {"train": [60] * 3, "test": [4] * 3}
@@ -89,7 +89,7 @@ def test_the_images_of_each_class_are_counted(folder, tmp_path):
 
 
 @pytest.mark.pictures
-def test_val_is_a_part_and_test_is_one_at_the_end(tmp_path):
+def test_val_tested_each_epoch_test_at_end(tmp_path):
     for part, number in (("train", 3), ("val", 2), ("test", 1)):
         write_folder(tmp_path / part, train=number, test=0)
         for place in (tmp_path / part / "train").iterdir():
@@ -116,7 +116,7 @@ def test_val_is_a_part_and_test_is_one_at_the_end(tmp_path):
         ([(1, 1), (90, 64), (64, 90), (64, 64), (5000, 4000)], {}, 64),
     ],
 )
-def test_pictures_are_brought_to_the_median_of_a_sample(tmp_path, sizes, options, side):
+def test_pictures_resized_to_sample_median(tmp_path, sizes, options, side):
     for name in ("a", "b"):
         for part in ("train", "test"):
             place = tmp_path / part / name
@@ -129,7 +129,7 @@ def test_pictures_are_brought_to_the_median_of_a_sample(tmp_path, sizes, options
 
 
 @pytest.mark.pictures
-def test_pictures_of_all_kinds_are_read_and_others_named(tmp_path):
+def test_all_kinds_read_broken_ones_named(tmp_path):
     """16 bits and floats as bright as 8 bits, transparent ones on white, turned ones."""
     for part in ("train", "test"):
         for name in ("a", "b"):
@@ -151,7 +151,8 @@ def test_pictures_of_all_kinds_are_read_and_others_named(tmp_path):
 
 
 @pytest.mark.pictures
-def test_an_epoch_varies_a_picture_and_repeating_it_does_not(folder):
+def test_augmentation_varies_by_epoch(folder):
+    """The same epoch gives the same images again."""
     data, other = (opened(folder, seed=seed) for seed in (1, 2))
     rows = list(range(100))
     first = read(data, rows).images
@@ -167,7 +168,7 @@ def test_an_epoch_varies_a_picture_and_repeating_it_does_not(folder):
 
 
 @pytest.mark.pictures
-def test_torchvisions_sets_are_found_by_name(tmp_path):
+def test_torchvision_sets_found_by_name(tmp_path):
     """Fashion-MNIST, of which only the included test images are there, under both
     names.
     """
@@ -193,7 +194,7 @@ def test_torchvisions_sets_are_found_by_name(tmp_path):
 
 
 @pytest.mark.pictures
-def test_a_folder_that_hugging_faces_library_reads(folder, tmp_path, monkeypatch):
+def test_hugging_face_reads_same_folder(folder, tmp_path, monkeypatch):
     pytest.importorskip("datasets", reason="Hugging Face's datasets is not installed")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # no thread of its own

@@ -42,7 +42,7 @@ def requests(batch=70, epochs=2):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_other_requests_may_come_than_the_first_ones(folder, workers):
+def test_requests_may_be_replaced(folder, workers):
     data, rows = opened(folder, workers=workers), torch.arange(120)
     first, second = (
         [Request(TRAIN, part) for part in rows.split(size)] for size in (50, 30)
@@ -56,7 +56,7 @@ def test_other_requests_may_come_than_the_first_ones(folder, workers):
             assert torch.equal(batch.images, data[request].images)
 
 
-def test_a_broken_picture_is_left_out_with_its_label(tmp_path):
+def test_broken_picture_and_label_left_out(tmp_path):
     data, file = broken_folder(tmp_path)
     data.options, rows = replace(data.options, workers=1), torch.arange(36)
     with Feed(data, [Request(TRAIN, rows), Request(TRAIN, rows[1:2])]) as feed:
@@ -95,7 +95,7 @@ def test_all_broken_pictures_are_found(tmp_path, workers):
     assert words.endswith("(--skip-broken 3 or more leaves them out)")
 
 
-def test_a_killed_worker_is_said_in_words(folder):
+def test_killed_worker_told_in_words(folder):
     many = requests(batch=60, epochs=400)
     others = multiprocessing.active_children()  # the ranks that other tests use
     with Feed(opened(folder, workers=2), iter(many)) as feed:
@@ -115,7 +115,7 @@ def test_a_killed_worker_is_said_in_words(folder):
         {"augment": "rand-m9-mstd0.5-inc1"},
     ],
 )
-def test_any_number_of_workers_reads_the_same(folder, augmentation):
+def test_any_number_of_workers_reads_same(folder, augmentation):
     def everything(workers, seed=1, **options):
         with Feed(
             opened(folder, workers=workers, seed=seed, **options), requests()

@@ -60,7 +60,7 @@ def test_curves_have_whole_epochs(tmp_path, drawn, epochs, has_top5):
 @pytest.mark.parametrize(
     "names", [["cat", "$5 or $6"], ["ü", "猫"], [str(i) for i in range(300)]]
 )
-def test_a_confusion_matrix_takes_any_names_and_number(tmp_path, drawn, names, recwarn):
+def test_confusion_matrix_takes_any_names(tmp_path, drawn, names, recwarn):
     confusion = torch.eye(len(names), dtype=torch.int64) * 7
     draw_confusion(confusion, names, "title", tmp_path / "confusion.png")
     axes = drawn[0][0]
@@ -74,9 +74,7 @@ def test_a_confusion_matrix_takes_any_names_and_number(tmp_path, drawn, names, r
 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("number", [1, 5, 60])
-def test_the_first_batch_shows_the_images_with_their_classes(
-    tmp_path, drawn, channels, number
-):
+def test_first_batch_shows_image_and_class(tmp_path, drawn, channels, number):
     images = torch.full((number, channels, 8, 8), 200, dtype=torch.uint8)
     labels = torch.arange(number) % 2
     draw_first_batch(
@@ -93,7 +91,7 @@ def test_the_first_batch_shows_the_images_with_their_classes(
     assert (shown(tmp_path / "x.png") == 200).any()
 
 
-def test_a_mixed_image_has_both_names(tmp_path, drawn):
+def test_mixed_image_has_both_names(tmp_path, drawn):
     images = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
     labels = torch.tensor([[0.7, 0.3, 0.0], [0.0, 0.0, 1.0]])
     draw_first_batch(images, labels, ["a", "b", "c"], tmp_path / "x.png")

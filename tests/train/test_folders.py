@@ -44,7 +44,7 @@ def refused(words, folder, val=None):
     assert "\n" not in str(caught.value)
 
 
-def test_names_of_files_are_kept_whatever_they_are():
+def test_any_file_name_is_kept():
     listed = ["a/ü x.jpg", os.fsdecode(b"b/\xff.png"), "c.jpg", "n01/n01_17.JPEG"]
     files = Files([(name, label) for label, name in enumerate(listed)])
     assert [files[row] for row in range(4)] == [
@@ -61,7 +61,7 @@ def test_names_of_files_are_kept_whatever_they_are():
         *[("train", "dev"), ("train", "eval"), ("training", "evaluation")],
     ],
 )
-def test_parts_are_recognised_whatever_their_case(tmp_path, train, test):
+def test_part_names_ignore_case(tmp_path, train, test):
     parts(tmp_path, train, pictures=3)
     parts(tmp_path, test, pictures=2)
     folders = read_folders(tmp_path, None)
@@ -73,7 +73,7 @@ def test_parts_are_recognised_whatever_their_case(tmp_path, train, test):
 
 @pytest.mark.pictures
 @pytest.mark.parametrize("val", ["val", "Valid", "validation"])
-def test_val_is_tested_in_each_epoch_and_test_at_the_end(tmp_path, val):
+def test_val_tested_each_epoch_test_at_end(tmp_path, val):
     parts(tmp_path, "train", pictures=5)
     parts(tmp_path, val, pictures=3)
     parts(tmp_path, "Test", pictures=2)
@@ -83,7 +83,7 @@ def test_val_is_tested_in_each_epoch_and_test_at_the_end(tmp_path, val):
 
 
 @pytest.mark.pictures
-def test_a_layout_that_is_not_recognised_is_refused(tmp_path):
+def test_unknown_layout_refused(tmp_path):
     refused("class folders, no split: --val 0.1", parts(tmp_path / "a", "."))
     refused("class folders, no split: --val 0.1", parts(tmp_path / "b", "train"))
     twice = parts(tmp_path / "c", "train", "Train", "val")
@@ -106,7 +106,7 @@ def test_a_layout_that_is_not_recognised_is_refused(tmp_path):
 
 
 @pytest.mark.pictures
-def test_a_class_may_be_called_train(tmp_path):
+def test_class_may_be_called_train(tmp_path):
     make(tmp_path, *(f"{name}/{n}.png" for name in ("bus", "train") for n in range(4)))
     folders = read_folders(tmp_path, 0.25)
     assert folders.class_names == ["bus", "train"]
@@ -114,7 +114,7 @@ def test_a_class_may_be_called_train(tmp_path):
 
 
 @pytest.mark.pictures
-def test_a_part_without_pictures_of_a_class_is_refused(tmp_path):
+def test_part_without_a_class_refused(tmp_path):
     parts(tmp_path, "train", "test")
     (tmp_path / "train" / "hat").mkdir()
     refused(r"train lacks pictures of hat; it is searched .*\.jpg, ", tmp_path)
@@ -123,7 +123,7 @@ def test_a_part_without_pictures_of_a_class_is_refused(tmp_path):
 
 
 @pytest.mark.pictures
-def test_what_is_not_read_is_counted(tmp_path):
+def test_unread_files_are_counted(tmp_path):
     parts(tmp_path, "train", "test", "raw")
     make(
         tmp_path,
@@ -150,13 +150,13 @@ def test_what_is_not_read_is_counted(tmp_path):
 
 
 @pytest.mark.pictures
-def test_endings_in_upper_case_and_folders_in_classes_are_read(tmp_path):
+def test_upper_case_and_deep_files_read(tmp_path):
     parts(tmp_path, "train", "test")
     make(tmp_path, "train/cat/B.JPG", "train/cat/deep/er/1.Png", "train/cat/ä ö.png")
     assert len(read_folders(tmp_path, None).train) == 7
 
 
-def test_a_link_to_a_folder_above_is_not_followed(tmp_path):
+def test_link_to_parent_not_followed(tmp_path):
     make(tmp_path, "cat/1.png", "cat/deep/2.png", "far/3.png")
     (tmp_path / "cat" / "deep" / "up").symlink_to(tmp_path / "cat")
     (tmp_path / "cat" / "side").symlink_to(tmp_path / "far")
@@ -167,7 +167,7 @@ def test_a_link_to_a_folder_above_is_not_followed(tmp_path):
 
 
 @pytest.mark.pictures
-def test_classes_without_a_split_are_split_as_val_says(tmp_path):
+def test_unsplit_classes_split_by_val(tmp_path):
     write_folder(tmp_path, train=20, test=1)
     refused("has too few pictures", tmp_path / "test", 0.1)
     folders, again = (read_folders(tmp_path / "train", 0.1) for _ in range(2))
@@ -182,6 +182,6 @@ def names(files):
     return [files[row][0] for row in range(len(files))]
 
 
-def test_a_long_list_is_cut():
+def test_long_list_is_cut():
     assert shown(["a", "b"]) == "a, b"
     assert shown([str(number) for number in range(12)]).endswith("8, 9, and 2 more")

@@ -13,7 +13,7 @@ from scatterpar.train.options import UsageError
 
 
 @pytest.mark.parametrize("build", [None, "12.8"])
-def test_a_missing_torchvision_names_the_line_that_installs_it(monkeypatch, build):
+def test_missing_torchvision_names_command(monkeypatch, build):
     """Beside torch's CPU build, PyPI's torchvision is not that line's."""
     monkeypatch.setitem(sys.modules, "torchvision.ops", None)
     monkeypatch.setattr(torch.version, "cuda", build)
@@ -32,6 +32,6 @@ def test_a_missing_torchvision_names_the_line_that_installs_it(monkeypatch, buil
         ("zebra", ""),
     ],
 )
-def test_similar_names_are_suggested_whatever_their_case(name, said):
+def test_similar_names_suggested_any_case(name, said):
     known = ["ResNet18", "vit", "a very long name"]
     assert re.sub(" +", " ", suggestion(name, known, "x:")) == said

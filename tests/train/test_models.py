@@ -32,7 +32,7 @@ class Zoo:
 
 
 @pytest.mark.parametrize(("name", "classes"), [("colour", 7), ("plain", 10)])
-def test_a_callable_gets_the_number_of_classes_if_it_takes_it(name, classes):
+def test_callable_gets_number_of_classes(name, classes):
     """And grey images as colour, if it takes colour."""
     model = build_model(f"{__name__}:Zoo.{name}", GREY, classes)
     assert model.training
@@ -40,7 +40,7 @@ def test_a_callable_gets_the_number_of_classes_if_it_takes_it(name, classes):
 
 
 @pytest.mark.pictures
-def test_a_model_of_timms():
+def test_timm_model_takes_grey_images():
     model = build_model("timm:test_vit", (1, 32, 32), 7)  # for grey images of that size
     assert model.network.patch_embed.proj.in_channels == 1
     assert model.network.pos_embed.shape[1] == 1 + 2 * 2
@@ -56,16 +56,14 @@ def test_a_model_of_timms():
         ("torchvision.models:resnet1", "did you mean .*torchvision.models:resnet18"),
     ],
 )
-def test_a_name_that_is_nearly_right_is_answered_with_the_right_ones(name, words):
+def test_near_name_answered_with_right_ones(name, words):
     with pytest.raises(UsageError, match=f"^--model {name}: .*{words}"):
         build_model(name, (3, 32, 32), 10)
 
 
 @pytest.mark.pictures
 @pytest.mark.parametrize(("shape", "channels"), [(GREY, 1), ((3, 28, 28), 3)])
-def test_pretrained_weights_come_with_the_pixels_that_they_were_made_with(
-    shape, channels
-):
+def test_pretrained_weights_set_pixel_scale(shape, channels):
     """No network: what timm is asked for is looked at."""
     models = library("timm.models")
     net = models.create_model("test_resnet", num_classes=7, in_chans=channels)
@@ -92,13 +90,13 @@ def test_pretrained_weights_come_with_the_pixels_that_they_were_made_with(
         ),
     ],
 )
-def test_a_name_that_leads_to_no_model_is_one_line(name, words):
+def test_wrong_model_refused_in_one_line(name, words):
     with pytest.raises(UsageError, match=f"^--model {name}.*{words}") as caught:
         build_model(name, GREY, 10)
     assert "\n" not in str(caught.value)
 
 
-def test_a_checkpoint_of_a_run_is_loaded_in_eval_mode(tmp_path):
+def test_checkpoint_loaded_in_eval_mode(tmp_path):
     model = build_model("cnn", GREY, 3, [100.0], [50.0])
     about = {"model": "cnn", "image_shape": list(GREY), "class_names": ["a", "b", "c"]}
     about |= {"mean": [100.0], "std": [50.0]}

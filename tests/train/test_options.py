@@ -23,9 +23,7 @@ pytestmark = pytest.mark.draws
         ("--batch", "Missing value for argument '--batch'"),
     ],
 )
-def test_an_argument_that_cannot_be_read_is_said_beside_its_help(
-    capsys, arguments, words
-):
+def test_unreadable_argument_shows_help(capsys, arguments, words):
     with pytest.raises(SystemExit) as caught:
         main(arguments.split())
     assert caught.value.code == 2
@@ -70,7 +68,7 @@ def test_an_argument_that_cannot_be_read_is_said_beside_its_help(
         ),
     ],
 )
-def test_a_wrong_argument_is_one_line_and_exit_code_2(
+def test_wrong_argument_is_one_line_code_2(
     capsys, tmp_path, monkeypatch, arguments, words
 ):
     monkeypatch.chdir(tmp_path)
@@ -80,7 +78,7 @@ def test_a_wrong_argument_is_one_line_and_exit_code_2(
     assert re.fullmatch("scatterpar train: error: .*\n", printed)
 
 
-def test_options_come_from_a_file_and_those_of_the_line_after_it(tmp_path, capsys):
+def test_command_line_overrides_config(tmp_path, capsys):
     file = tmp_path / "run.toml"
     text = (
         'epochs = 9\ndrop_at = [3, 6]\nbatch = "auto"\ncompile = true\ndownload = '
@@ -106,7 +104,7 @@ def test_options_come_from_a_file_and_those_of_the_line_after_it(tmp_path, capsy
 
 
 @pytest.mark.parametrize("given", [" cpu:0, cpu:1", " cpu:0 cpu:1", "=cpu:0,cpu:1"])
-def test_devices_are_separated_by_commas_or_spaces(given):
+def test_devices_by_comma_or_space(given):
     options = parse([*f"--devices{given}".split(), "--epochs", "3"])
     assert choose_devices(options.devices) == [torch.device("cpu", i) for i in range(2)]
 
@@ -119,7 +117,7 @@ def test_some_options_follow_from_others():
     assert (grows.micro_batch_size, grows.warmup_epochs) == (64, 0)
 
 
-def test_help_says_what_the_defaults_are_and_shows_examples(capsys):
+def test_help_has_defaults_and_examples(capsys):
     assert command(["--help"]) == 0
     text = capsys.readouterr().out
     for name in (
@@ -143,7 +141,7 @@ def test_help_says_what_the_defaults_are_and_shows_examples(capsys):
     assert "default: None" not in text
 
 
-def test_the_version_is_said_and_a_wrong_command_refused(capsys):
+def test_version_told_wrong_command_refused(capsys):
     for arguments in (["--version"], ["train", "--version"]):
         assert command(arguments) == 0
         said = f"scatterpar {scatterpar.__version__}, torch {torch.__version__}\n"
@@ -159,7 +157,7 @@ def test_the_version_is_said_and_a_wrong_command_refused(capsys):
 
 
 @pytest.mark.parametrize("package", ["filelock", "tqdm", "tyro"])
-def test_a_missing_package_names_the_extra(monkeypatch, capsys, package):
+def test_missing_package_names_extra(monkeypatch, capsys, package):
     monkeypatch.setitem(sys.modules, package, None)
     words = rf"{package} is not installed.*pip install .*\[train\]"
     assert command(["train"]) == 2

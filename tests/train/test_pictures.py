@@ -123,14 +123,14 @@ def levels(picture):
 
 
 @pytest.mark.parametrize(("kind", "name"), ROWS)
-def test_pictures_of_a_kind_keep_their_brightness(kind, name):
+def test_kinds_keep_their_brightness(kind, name):
     found = levels(as_rgb(stored(KINDS[kind][0], name)))
     assert found == pytest.approx((DARK, DARK, BRIGHT, BRIGHT), abs=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name", "way"), SAVED)
-def test_pictures_keep_their_brightness_however_they_are_saved(kind, name, way):
+def test_saved_ways_keep_brightness(kind, name, way):
     found = levels(as_rgb(stored(KINDS[kind][0], name, **way)))
     lossy = name in LOSSY and not way.get("lossless")
     assert found == pytest.approx((DARK, DARK, BRIGHT, BRIGHT), abs=4 if lossy else 2)
@@ -145,7 +145,7 @@ def test_one_bit_is_black_and_white(name):
 
 
 @pytest.mark.parametrize("largest", [1023, 4095, 65535])
-def test_a_pgm_says_its_largest_value(largest):
+def test_pgm_scaled_by_largest_value(largest):
     array = np.rint(GREY / 255 * largest).astype(">u2")
     text = f"P5\n{GREY.shape[1]} {GREY.shape[0]}\n{largest}\n"
     picture = open_picture(io.BytesIO(text.encode() + array.tobytes()))
@@ -154,7 +154,7 @@ def test_a_pgm_says_its_largest_value(largest):
 
 @pytest.mark.parametrize("name", ["JPEG", "PNG", "TIFF", "WEBP"])
 @pytest.mark.parametrize("orientation", UPRIGHT_AND_TURNED)
-def test_a_picture_is_turned_as_its_exif_data_says(orientation, name):
+def test_exif_orientation_is_applied(orientation, name):
     """Each stored picture is turned so that a viewer shows the same one."""
     shown = Image.fromarray(GREY).convert("RGB")
     shown.paste((DARK, BRIGHT, DARK), (0, 0, 32, 8))  # also not the same upside down
@@ -180,7 +180,7 @@ def test_a_picture_is_turned_as_its_exif_data_says(orientation, name):
     assert np.abs(difference).mean() < 8
 
 
-def test_a_picture_of_16_bits_is_turned_too():
+def test_exif_turns_16_bit_pictures():
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 3
     found = levels(as_rgb(stored(grey("I;16"), "PNG", exif=exif)))
@@ -208,7 +208,7 @@ def holes(mode):
         ("PNG", grey("I;16"), {"transparency": BRIGHT * 257}),
     ],
 )
-def test_transparent_pictures_are_on_white(name, picture, options):
+def test_transparent_pictures_on_white(name, picture, options):
     found = as_rgb(stored(picture, name, **options))
     if picture.mode == "P":  # either half is the transparent one
         assert sorted(set(np.asarray(found).flatten()))[-1] == 255
@@ -216,7 +216,7 @@ def test_transparent_pictures_are_on_white(name, picture, options):
         assert levels(found) == (DARK, DARK, 255, 255)
 
 
-def test_half_transparent_pixels_are_mixed_with_white():
+def test_half_transparent_mixed_with_white():
     picture = Image.new("RGBA", (32, 16), (0, 0, 0, 128))
     assert levels(as_rgb(picture))[0] == 127
 
@@ -230,7 +230,7 @@ def test_half_transparent_pixels_are_mixed_with_white():
         (grey("I", 1, np.int32), "32-bit integers, of which the largest value is not"),
     ],
 )
-def test_pixels_of_an_unknown_range_are_refused(picture, words):
+def test_unknown_pixel_range_refused(picture, words):
     with pytest.raises(ValueError, match=words):
         as_rgb(stored(picture, "TIFF"))
 

@@ -79,15 +79,13 @@ def test_predict_writes_classes_and_scores(folder, finished, capsys, tmp_path):
     assert alone == found[5] | {"file": one.name}
 
 
-def test_predict_takes_the_averaged_weights_of_a_checkpoint(
-    folder, finished, tmp_path, capsys
-):
+def test_predict_takes_averaged_weights(folder, finished, tmp_path, capsys):
     last = predicted(capsys, finished / "checkpoint.pt", folder / "test", *ALONE)
     assert accuracy(last) == records(finished, "epoch")[-1]["test_accuracy"]
 
 
 @pytest.mark.slow
-def test_predict_reads_the_pictures_of_a_model_of_grey_images(folder, tmp_path, capsys):
+def test_predict_reads_grey_images(folder, tmp_path, capsys):
     """The default run's model, of MNIST-family data, takes one channel."""
     options = [
         "--epochs",
@@ -104,7 +102,7 @@ def test_predict_reads_the_pictures_of_a_model_of_grey_images(folder, tmp_path, 
     assert accuracy(found) > 2 / 3
 
 
-def test_predict_says_what_is_wrong(folder, finished, tmp_path, capsys):
+def test_wrong_arguments_told_in_words(folder, finished, tmp_path, capsys):
     best, other, name = (
         finished / "best.pt",
         tmp_path / "other.pt",
@@ -135,9 +133,7 @@ def test_predict_says_what_is_wrong(folder, finished, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("workers", ["0", "1"])
-def test_predict_writes_one_line_per_file_with_what_went_wrong(
-    folder, finished, tmp_path, capsys, workers
-):
+def test_one_line_per_file_with_its_error(folder, finished, tmp_path, capsys, workers):
     """Pictures of other kinds are read as in training."""
     place = write_folder(tmp_path, train=1, test=3, ending="jpg") / "test"
     first = min((place / "Bag").iterdir())

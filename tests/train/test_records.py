@@ -22,7 +22,7 @@ KILLED = {
 
 
 @pytest.mark.parametrize("when", KILLED)
-def test_a_kill_during_a_save_leaves_the_checkpoint_before(tmp_path, when):
+def test_killed_save_leaves_old_checkpoint(tmp_path, when):
     path = tmp_path / FILE
     save(path, number=torch.tensor(1))
     code = (
@@ -40,7 +40,7 @@ def test_a_kill_during_a_save_leaves_the_checkpoint_before(tmp_path, when):
 
 
 @pytest.mark.parametrize("size", [10, 10_000_000])
-def test_a_disk_that_takes_no_more_is_named(tmp_path, size):
+def test_full_disk_is_named(tmp_path, size):
     """torch's own error hides the system's; a limit of the process stands for the disk."""
     path = tmp_path / FILE
     save(path, number=torch.tensor(1))
@@ -60,7 +60,7 @@ def test_a_disk_that_takes_no_more_is_named(tmp_path, size):
     assert os.listdir(tmp_path) == [FILE]
 
 
-def test_the_lock_ends_with_a_killed_process(tmp_path):
+def test_lock_ends_with_killed_process(tmp_path):
     code = (
         "import sys, time; from pathlib import Path\n"
         "from scatterpar.train.records import locked\n"
@@ -98,9 +98,7 @@ class Evil:
         ),
     ],
 )
-def test_a_file_that_is_no_checkpoint_is_refused_and_not_executed(
-    tmp_path, capsys, content, words
-):
+def test_other_file_refused_not_executed(tmp_path, capsys, content, words):
     path = tmp_path / FILE
     torch.save(content, path) if content else path.write_bytes(b"torn")
     with pytest.raises(UsageError, match=f"checkpoint.pt is {words}"):
@@ -108,7 +106,7 @@ def test_a_file_that_is_no_checkpoint_is_refused_and_not_executed(
     assert "executed" not in capsys.readouterr().out
 
 
-def test_metrics_are_json_lines_also_for_numbers_that_json_lacks(tmp_path):
+def test_metrics_are_json_lines_even_for_nan(tmp_path):
     with Metrics(tmp_path / "new" / "metrics.jsonl") as metrics:
         metrics.write(
             "step", step=1, loss=float("nan"), seconds={"scatter": float("inf")}
@@ -119,7 +117,7 @@ def test_metrics_are_json_lines_also_for_numbers_that_json_lacks(tmp_path):
     assert metrics.records[0]["seconds"] == {"scatter": None}
 
 
-def test_a_session_keeps_the_steps_before_it_and_no_torn_line(tmp_path, monkeypatch):
+def test_session_keeps_steps_drops_torn_line(tmp_path, monkeypatch):
     """TensorBoard drops steps from `purge_step` on: a resumed run once lost its last
     step.
     """

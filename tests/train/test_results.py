@@ -18,7 +18,7 @@ from scatterpar.train.results import (
 
 @pytest.mark.draws
 @pytest.mark.parametrize("classes", [2, 10])
-def test_a_tally_counts_batches_as_one(classes):
+def test_tally_counts_batches_as_one(classes):
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(50, classes, generator=generator)
     labels = torch.randint(classes, (50,), generator=generator)
@@ -37,7 +37,7 @@ def test_a_tally_counts_batches_as_one(classes):
     assert Tally(CONFUSION_CLASSES + 1).confusion is None
 
 
-def test_accuracies_of_classes_begin_with_the_lowest():
+def test_lowest_class_accuracies_first():
     confusion = torch.tensor([[3, 1, 0], [0, 0, 0], [2, 0, 0]])
     found = accuracy_per_class(confusion, ["a", "without images", "c"])
     assert list(found.items()) == [("c", 0.0), ("a", 0.75)]
@@ -53,7 +53,7 @@ def test_accuracies_of_classes_begin_with_the_lowest():
 @pytest.mark.parametrize(
     ("devices", "happens"), [(["cpu:0", "cpu:1"], (1, 1, 1)), (["cpu"] * 2, (0, 0, 0))]
 )
-def test_traffic_is_what_the_last_step_counted(devices, happens):
+def test_traffic_as_last_step_counted(devices, happens):
     model = nn.Linear(4, 3)
     with ScatterOnceParallel(model, accum=4, device_ids=devices) as engine:
         batch = torch.zeros(16, 4), torch.zeros(16, dtype=torch.int64)

@@ -143,9 +143,7 @@ def whole(folder, tmp_path_factory):
         pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
     ],
 )
-def test_a_stopped_run_leaves_no_process_and_goes_on_bit_for_bit(
-    folder, whole, tmp_path, capsys, number
-):
+def test_stopped_run_resumes_bit_for_bit(folder, whole, tmp_path, capsys, number):
     """By the line that it prints: what was typed, and a word more. Other workers may
     read.
     """
@@ -203,7 +201,7 @@ def is_running(process):
         return False  # it ended in between
 
 
-def test_a_finished_run_stays_as_it_is(folder, whole, capsys):
+def test_finished_run_stays_as_it_is(folder, whole, capsys):
     before = {file: file.read_bytes() for file in whole.iterdir()}
     words = ["--data", str(folder), *OPTIONS, "--out", str(whole)]
     for more, code, said in (
@@ -235,7 +233,7 @@ def test_a_finished_run_stays_as_it_is(folder, whole, capsys):
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
-def test_a_second_signal_ends_a_run_at_once(tmp_path, number):
+def test_second_signal_ends_run_at_once(tmp_path, number):
     options = ["--model", f"{__name__}:Stuck", "--batch", "1024", "--devices", "cpu"]
     options += [
         "--micro-batch-size",
@@ -257,9 +255,7 @@ def test_a_second_signal_ends_a_run_at_once(tmp_path, number):
     assert torch.load(tmp_path / "checkpoint.pt")["position"]["step"] == 2
 
 
-def test_a_folder_that_holds_a_run_is_refused_before_its_first_checkpoint(
-    tmp_path, capsys, monkeypatch
-):
+def test_folder_of_a_run_refused(tmp_path, capsys, monkeypatch):
     """A second run once overwrote what was there."""
     options = [*EMBEDDED, "--devices", "cpu", "--batch", "1024", "--out", str(tmp_path)]
     with stop_after(monkeypatch, 3):
@@ -281,7 +277,7 @@ def test_a_folder_that_holds_a_run_is_refused_before_its_first_checkpoint(
 
 
 @pytest.mark.slow
-def test_two_runs_in_one_folder_are_refused(tmp_path, capsys):
+def test_two_runs_in_one_folder_refused(tmp_path, capsys):
     options = [*EMBEDDED, "--devices", "cpu", "--batch", "4096", "--out", str(tmp_path)]
     with record_module.locked(tmp_path):
         assert main(options) == 2
@@ -302,7 +298,7 @@ def test_each_epoch_ends_with_a_checkpoint(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_takes_its_options_over(tmp_path, monkeypatch, capsys):
+def test_resumed_run_keeps_its_options(tmp_path, monkeypatch, capsys):
     options = [*EMBEDDED, "--epochs", "2", "--batch", "4096", "--seed", "3"]
     options += ["--devices", "cpu,cpu", "--channels-last", "--drop-at", "1"]
     options += ["--warmup-epochs", "0"]
@@ -325,7 +321,7 @@ def test_a_resumed_run_takes_its_options_over(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.pictures
-def test_a_run_does_not_go_on_with_other_images(tmp_path, monkeypatch, capsys):
+def test_resume_with_other_images_refused(tmp_path, monkeypatch, capsys):
     folder, out = write_folder(tmp_path / "data", train=40, test=8), tmp_path / "out"
     with stop_after(monkeypatch, 3):
         train(folder, out, *PLAIN)
@@ -352,7 +348,7 @@ def test_a_run_does_not_go_on_with_other_images(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.pictures
-def test_a_broken_picture_ends_a_run_that_can_go_on(tmp_path, capsys):
+def test_broken_picture_ends_resumable_run(tmp_path, capsys):
     folder = write_folder(tmp_path / "data", train=40, test=8, ending="jpg")
     file, out = min((folder / "train" / "Sandal").iterdir()), tmp_path / "out"
     content = file.read_bytes()
@@ -374,7 +370,7 @@ def test_a_broken_picture_ends_a_run_that_can_go_on(tmp_path, capsys):
 
 
 @pytest.mark.pictures
-def test_broken_pictures_can_be_left_out_and_are_counted(tmp_path, capsys):
+def test_skipped_broken_pictures_counted(tmp_path, capsys):
     folder, out = (
         write_folder(tmp_path / "data", train=40, test=8, ending="jpg"),
         tmp_path / "out",
@@ -399,7 +395,7 @@ def test_broken_pictures_can_be_left_out_and_are_counted(tmp_path, capsys):
 @pytest.mark.parametrize(
     "where", few_of(["checkpoint.pt", "metrics.jsonl"], ["checkpoint.pt"])
 )
-def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, capsys, monkeypatch, where):
+def test_full_disk_leaves_old_checkpoint(tmp_path, capsys, monkeypatch, where):
     def full(line, *_, **to):
         if where == "metrics.jsonl" and '"step": 5' not in line:
             return print(line, **to)
@@ -429,7 +425,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, capsys, monkeypatch,
 
 
 @pytest.mark.slow
-def test_diverged_training_ends_with_what_was_reached(tmp_path, capsys):
+def test_diverged_run_keeps_what_was_reached(tmp_path, capsys):
     options = [
         "--model",
         f"{__name__}:Diverging",
@@ -460,7 +456,7 @@ def test_torchrun_is_refused(monkeypatch, capsys):
 # --- what a run does and says ---
 
 
-def test_a_run_reports_what_it_did_and_opens_no_port(tmp_path, capsys, monkeypatch):
+def test_run_reports_and_opens_no_port(tmp_path, capsys, monkeypatch):
     def opened(self, address):
         raise AssertionError(f"a port was opened: {address}")
 
@@ -518,9 +514,7 @@ def test_a_run_reports_what_it_did_and_opens_no_port(tmp_path, capsys, monkeypat
 
 @pytest.mark.pictures
 @pytest.mark.parametrize("ends", [False, True])
-def test_val_chooses_the_best_epoch_and_test_is_reported_once(
-    tmp_path, capsys, monkeypatch, ends
-):
+def test_val_picks_best_epoch_test_runs_once(tmp_path, capsys, monkeypatch, ends):
     """Also by a run that ends before that test, and goes on."""
     folder, out = write_folder(tmp_path / "data", train=40, test=8), tmp_path / "out"
     (folder / "test").rename(folder / "Valid")
@@ -560,7 +554,7 @@ def test_val_chooses_the_best_epoch_and_test_is_reported_once(
 
 
 @pytest.mark.pictures
-def test_the_options_of_training_reach_the_run(folder, tmp_path, capsys):
+def test_training_options_reach_the_run(folder, tmp_path, capsys):
     options = ["--optimizer", "adamw", "--autocast", "float16", "--channels-last"]
     options += [
         "--base-lr",
@@ -587,7 +581,7 @@ def test_the_options_of_training_reach_the_run(folder, tmp_path, capsys):
     assert best["model"].keys() == Small(3).state_dict().keys()
 
 
-def test_how_the_engine_works_is_said_to_it(tmp_path):
+def test_engine_options_reach_the_engine(tmp_path):
     refused = mock.patch.object(training, "ScatterOnceParallel", side_effect=KeyError)
     with refused as engine, pytest.raises(KeyError):
         main([*EMBEDDED, "--devices", "cpu,cpu", "--compile", "--out", str(tmp_path)])
@@ -601,7 +595,7 @@ def test_how_the_engine_works_is_said_to_it(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_average_is_what_is_tested_and_kept(tmp_path):
+def test_averaged_weights_tested_and_kept(tmp_path):
     options = [
         "--devices",
         "cpu",

@@ -87,7 +87,7 @@ def toy():
         yield toy_training
 
 
-def test_an_epoch_uses_every_row_once_in_even_batches_and_epochs_differ(toy):
+def test_epoch_has_each_row_once(toy):
     training = toy()
     first, second = training.order(0), training.order(1)
     assert [len(rows) for rows in first] == [4, 3, 3]
@@ -98,7 +98,7 @@ def test_an_epoch_uses_every_row_once_in_even_batches_and_epochs_differ(toy):
     assert order != torch.cat(toy("--seed", "4").order(0)).tolist()
 
 
-def test_training_is_that_of_a_plain_loop(toy):
+def test_training_equals_plain_loop(toy):
     training, data, criterion = toy(), toy_data(), nn.CrossEntropyLoss()
     plain, feed = copy.deepcopy(training.model), Feed(data, training.requests())
     reference = torch.optim.SGD(plain.parameters(), lr=0.0)
@@ -126,7 +126,7 @@ def test_training_is_that_of_a_plain_loop(toy):
         torch.testing.assert_close(ours, theirs)
 
 
-def test_evaluation_counts_every_row_the_same_in_uneven_batches(toy):
+def test_evaluation_weighs_rows_alike(toy):
     training, data = toy(), toy_data(300)
     training.source, training.position.consumed, training.epochs = data, 10, 1
     found = training.test(Feed(data, training.requests()))
@@ -143,7 +143,7 @@ def test_evaluation_counts_every_row_the_same_in_uneven_batches(toy):
 
 @pytest.mark.parametrize("warmup", [0, 2])
 @pytest.mark.parametrize("drops", [(), (3, 4)])
-def test_the_rate_is_that_of_torchs_schedulers(toy, warmup, drops):
+def test_rate_equals_torch_schedulers(toy, warmup, drops):
     """They count steps; the tool counts images."""
     epochs, a_step = 6, 4  # updates of an epoch
     options = [
@@ -172,7 +172,7 @@ def test_the_rate_is_that_of_torchs_schedulers(toy, warmup, drops):
         training.position.consumed += 256
 
 
-def test_the_default_batch_leaves_an_epoch_enough_steps():
+def test_default_batch_leaves_enough_steps():
     """A folder of 480 pictures was one batch of 4096, and one of 379 had
     batches of 4.
     """
@@ -189,7 +189,7 @@ def test_the_default_batch_leaves_an_epoch_enough_steps():
         (["--batch", "auto"], 256),
     ],
 )
-def test_the_included_images_are_trained_on_in_large_batches(options, batch):
+def test_included_images_use_large_batches(options, batch):
     assert first_batch(parse(options), 8192) == batch
 
 
@@ -209,9 +209,7 @@ def test_the_included_images_are_trained_on_in_large_batches(options, batch):
         (60_000, 256, math.nan, 256),  # nothing is known
     ],
 )
-def test_the_batch_takes_the_next_size_that_the_noise_scale_reaches(
-    toy, images, batch, scale, after
-):
+def test_batch_grows_to_noise_scale(toy, images, batch, scale, after):
     training = toy("--batch", "auto", rows=images)
     assert training.position.batch == min(256, images)
     training.position.batch = batch
@@ -240,7 +238,7 @@ def grown(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_run_follows_the_noise_scale_that_it_measures(grown):
+def test_run_follows_measured_noise_scale(grown):
     out, printed = grown
     epochs, made = records(out, "epoch"), steps(out)
     batches = [record["batch"] for record in epochs]
@@ -263,9 +261,7 @@ def test_a_run_follows_the_noise_scale_that_it_measures(grown):
 
 
 @pytest.mark.slow
-def test_a_run_whose_batch_has_grown_is_resumed_bit_for_bit(
-    grown, tmp_path, monkeypatch
-):
+def test_grown_run_resumes_bit_for_bit(grown, tmp_path, monkeypatch):
     whole = grown[0]
     small = sum(record["images"] == 256 for record in steps(whole))
     # before the growth, in the middle of the epoch after it, and to the end
@@ -283,7 +279,7 @@ def test_a_run_whose_batch_has_grown_is_resumed_bit_for_bit(
 
 
 @pytest.mark.pictures
-def test_an_optimizer_of_timms():
+def test_timm_optimizer_has_rate_and_decay():
     model = build_model("cnn", (1, 28, 28), 7)
     optimizer = make_optimizer(
         model, parse(["--optimizer", "lamb", "--base-lr", "0.1"])

@@ -158,7 +158,7 @@ def overwrite(tensor):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_pinned_memory_may_be_overwritten_after_a_call(device_ids, way):
+def test_pinned_memory_reusable_after_call(device_ids, way):
     """A copy from pinned memory reads it some time after it was asked for."""
     model, *batch = problem()
     loss, expected = whole_batch(model, *batch)
@@ -170,7 +170,7 @@ def test_pinned_memory_may_be_overwritten_after_a_call(device_ids, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_on_the_users_stream_of_every_device(device_ids, way):
+def test_steps_run_on_users_streams(device_ids, way):
     model, inputs, targets = problem()
     loss, expected = whole_batch(model, inputs, targets)
     with streams_of_the_users():
@@ -181,7 +181,7 @@ def test_on_the_users_stream_of_every_device(device_ids, way):
     assert_close(found, [loss, *expected][: len(found)])
 
 
-def test_a_pinned_batch_may_be_overwritten_after_a_step_that_failed(device_ids):
+def test_pinned_batch_reusable_after_failure(device_ids):
     """Nothing reads the caller's memory any more, though the next rows
     were under way.
     """
@@ -200,7 +200,7 @@ def test_a_pinned_batch_may_be_overwritten_after_a_step_that_failed(device_ids):
         assert all(scores.isfinite().all() for scores in seen)
 
 
-def test_workers_are_on_the_users_stream_of_every_device(device_ids):
+def test_workers_run_on_users_streams(device_ids):
     """A criterion may use what the caller has just computed on another device."""
     model, inputs, targets = problem()
     _, expected = whole_batch(model, inputs, targets)
@@ -234,9 +234,7 @@ def test_autocast_reaches_every_replica(device_ids):
 
 
 @pytest.mark.parametrize("factor", [1, 0.5])
-def test_the_backward_pass_of_a_loss_in_another_stream_than_its_step(
-    device_ids, factor
-):
+def test_backward_in_another_stream_is_exact(device_ids, factor):
     """Autograd's thread hands the gradients over, after the step, and before what comes
     next.
     """
@@ -318,7 +316,7 @@ CRITERIA = {
 @pytest.mark.draws
 @pytest.mark.parametrize("loss", CRITERIA)
 @pytest.mark.parametrize("where", ["host", "device"])
-def test_checkpointing_draws_the_same_numbers_again(device_ids, where, loss):
+def test_checkpointing_repeats_its_draws(device_ids, where, loss):
     """Backward passes run in threads of torch's own, which belong to no replica by
     themselves.
     """
@@ -346,7 +344,7 @@ def noisy(module, inputs):
 
 @pytest.mark.draws
 @pytest.mark.parametrize("accum", [1, 3])
-def test_the_same_bits_on_any_number_of_cards(accum):
+def test_same_bits_on_any_number_of_gpus(accum):
     layouts = [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 2, 3], [0, 0, 0, 1], [0, 1, 0, 1]]
     layouts = [ids for ids in layouts if max(ids) < torch.accelerator.device_count()]
     first = steps_on(layouts[0], accum)
@@ -375,7 +373,7 @@ def steps_on(ids, accum):
 # ---- checkpoints, memory, statistics -------------------------------------------------------------
 
 
-def test_by_default_every_accelerator_has_a_replica():
+def test_every_gpu_has_a_replica_by_default():
     model, *batch = problem()
     count = torch.accelerator.device_count()
     with ScatterOnceParallel(model) as engine:
@@ -393,7 +391,7 @@ CUBLAS = "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(h
     "error", [torch.OutOfMemoryError("pretended"), RuntimeError(CUBLAS)]
 )
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_memory_that_runs_out(device_ids, where, error, monkeypatch):
+def test_out_of_memory_adds_sub_steps(device_ids, where, error, monkeypatch):
     """Backward passes run, and fail, in threads of torch's own.
 
     Not every device's allocator is one that ``torch.accelerator.empty_cache`` knows.
@@ -442,7 +440,7 @@ def test_statistics_of_the_whole_batch(device_ids, reentrant):
 @pytest.mark.parametrize(
     "make", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adafactor]
 )
-def test_a_sharded_optimizer_has_the_bits_of_the_plain_class(device_ids, make):
+def test_sharded_optimizer_has_plain_bits(device_ids, make):
     model, *batch = problem(dtype=torch.float32)
     twin = copy.deepcopy(model)
     plain = make(twin.parameters())
@@ -462,7 +460,7 @@ def test_a_sharded_optimizer_has_the_bits_of_the_plain_class(device_ids, make):
 @pytest.mark.parametrize(
     "options", [{"reduction": "sum"}, {"whole_batch": True}], ids=str
 )
-def test_replicas_on_different_cards_launch_beside_each_other(options):
+def test_replicas_launch_concurrently(options):
     cards = torch.accelerator.device_count()
     barrier = threading.Barrier(cards)
 

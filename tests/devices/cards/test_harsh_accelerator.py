@@ -68,7 +68,7 @@ def assert_near(model, expected, **tolerances):
     )
 
 
-def test_the_simulation_is_as_harsh_as_a_card(late):
+def test_simulation_is_as_harsh_as_a_gpu(late):
     """Or what follows could not fail: order, copies that read late,
     memory that ends.
     """
@@ -97,9 +97,7 @@ LATE = [
     ("options", "arguments", "number"),
     [(*how, number) for *how, few in LATE for number in few],
 )
-def test_a_kernel_that_fails_late_names_its_replica_and_leaves_no_trace(
-    late, options, arguments, number
-):
+def test_late_kernel_failure_names_replica(late, options, arguments, number):
     """Before the launch of a graph, in it, after it; in first passes and in second
     ones.
     """
@@ -121,7 +119,7 @@ def test_a_kernel_that_fails_late_names_its_replica_and_leaves_no_trace(
 
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("options", [{}, {"whole_batch": True}], ids=str)
-def test_the_users_error_arrives_though_its_device_is_lost(late, index, options):
+def test_users_error_arrives_if_device_lost(late, index, options):
     """After a kernel's assertion nothing can be put back, which is a
     note on the error.
     """
@@ -171,7 +169,7 @@ OPTIONS = {
 @pytest.mark.draws
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_no_option_needs_float64_on_the_device(name, dtype):
+def test_options_need_no_float64_on_device(name, dtype):
     """Neither MPS nor the smaller XPUs have it; an operator that makes some is refused
     here.
     """
@@ -203,7 +201,7 @@ STEPS = ["plain", "finite", "weighted", "function", *ARGUMENTS]
 
 @pytest.mark.parametrize("place", ["host", "pinned", "device"])
 @pytest.mark.parametrize("step", STEPS)
-def test_a_step_waits_once_for_each_replica_and_twice_more_at_most(late, step, place):
+def test_step_waits_once_per_replica(late, step, place):
     model, *batch = problem(nn.BatchNorm1d(16))
     batch = moved(place, *batch)
     own = {"weighted": nn.CrossEntropyLoss(WEIGHTS.to(FIRST)), "function": by_rows}
@@ -245,7 +243,7 @@ def of_bare_weights():
 
 
 @pytest.mark.parametrize("devices", [2, 4])
-def test_a_step_needs_the_model_twice_and_two_chunks(late, monkeypatch, devices):
+def test_memory_of_two_models_and_two_chunks(late, monkeypatch, devices):
     """Three times and more it was: flat copies to send, to receive, and of gradients at
     the end.
     """
@@ -283,7 +281,7 @@ def test_a_step_needs_the_model_twice_and_two_chunks(late, monkeypatch, devices)
 @pytest.mark.parametrize(
     "way", [(0, 1), (1, 0), (2, 3)], ids=["out", "back", "broadcast"]
 )
-def test_where_copies_bring_other_bytes_the_engine_takes_another_way(way, kind, by):
+def test_corrupting_link_is_bypassed(way, kind, by):
     """Broken peer access says nothing: the gradient was simply wrong
     (pytorch #84803).
     """
@@ -328,9 +326,7 @@ def two_backends(monkeypatch):
     dist.destroy_process_group()
 
 
-def test_flags_and_counts_go_through_the_host_and_gradients_do_not(
-    two_backends, monkeypatch
-):
+def test_only_flags_go_through_the_host(two_backends, monkeypatch):
     """Where a rank is lost NCCL ends the process, and gloo raises."""
     sent = []
     whole = dist.all_reduce
@@ -374,7 +370,7 @@ def wide_problem():
     )
 
 
-def test_fingerprints_of_devices_without_streams_are_compared_on_the_host(monkeypatch):
+def test_fingerprints_without_streams_on_host(monkeypatch):
     """One side of the comparison was copied to the device: every step on
     Vulkan failed.
     """
@@ -390,7 +386,7 @@ def test_fingerprints_of_devices_without_streams_are_compared_on_the_host(monkey
 
 @pytest.mark.parametrize("accum", [16, "auto"])
 @pytest.mark.parametrize("place", ["host", "pinned", "device"])
-def test_a_share_needs_room_for_a_few_micro_batches(place, accum):
+def test_share_needs_room_of_micro_batches(place, accum):
     """Half of the batch is 1 MiB, and the second device has room for a
     quarter of that.
     """
@@ -417,7 +413,7 @@ def test_a_share_needs_room_for_a_few_micro_batches(place, accum):
 
 
 @pytest.mark.parametrize("place", ["host", "device"])
-def test_an_evaluation_finds_the_sub_steps_that_fit_into_memory(place):
+def test_evaluation_finds_fitting_sub_steps(place):
     """A function needs 4 KiB a row beside its inputs, and the second device has 64 KiB.
 
     Training fits at once, before and after it.
@@ -453,7 +449,7 @@ def test_an_evaluation_finds_the_sub_steps_that_fit_into_memory(place):
 
 
 @pytest.mark.parametrize("place", ["host", "pinned", "device"])
-def test_rows_arrive_while_the_cards_compute(place, monkeypatch):
+def test_rows_arrive_while_gpus_compute(place, monkeypatch):
     """One after the other they took the sum of both, and from the host so much for each
     card.
     """
@@ -483,7 +479,7 @@ def ragged(module, rows):
 
 
 @pytest.mark.parametrize("place", ["host", "pinned", "device"])
-def test_rows_of_small_tensors_arrive_whole_from_any_memory(late, place):
+def test_packed_small_rows_arrive_whole(late, place):
     """On a card, packing them is work of a stream for which their copy
     does not wait.
     """
@@ -509,7 +505,7 @@ def test_rows_of_small_tensors_arrive_whole_from_any_memory(late, place):
 @pytest.mark.parametrize("order", ["late", "eager", "random:3"])
 @pytest.mark.parametrize("on_own_stream", [False, True])
 @pytest.mark.parametrize("devices", [[FIRST, SECOND], [FIRST, "cpu", SECOND]])
-def test_synchronised_layers_are_exact_in_every_order(devices, on_own_stream, order):
+def test_sync_batch_norm_exact_in_any_order(devices, on_own_stream, order):
     """Copies were once issued on another stream than the one that freed their source,
     and gradients were wrong on a stream of the user's.
     """

@@ -21,9 +21,7 @@ TESTS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["late", "random:1"])
-def test_the_tests_that_need_an_accelerator_pass_on_a_simulated_one(
-    simulated_accelerator, order
-):
+def test_accelerator_tests_pass_simulated(simulated_accelerator, order):
     if not simulated_accelerator:
         pytest.skip("there is no g++ to build it")
     variables = {control.ORDER: order, "OMP_NUM_THREADS": "1"}  # its tensors are small

@@ -99,7 +99,7 @@ class Entry:
         holder[self.key] = value
 
 
-class Kind(enum.Enum):
+class ChangeKind(enum.Enum):
     """How a call has changed a value."""
 
     APPENDED = "entries were appended"
@@ -114,7 +114,7 @@ class Change:
     """A change that one call has made: ``value`` is what it has added or set."""
 
     path: Path
-    kind: Kind
+    kind: ChangeKind
     value: Any
 
 
@@ -474,7 +474,7 @@ class KeptState:
         if contents is not None and type(now) is type(before):
             self._compare_contents(path, contents, now, changes, compared)
         elif before is None and now is not None:
-            changes.append(Change(path, Kind.CREATED, now))
+            changes.append(Change(path, ChangeKind.CREATED, now))
         else:
             changes += self._difference(path, before, now)
 
@@ -491,8 +491,8 @@ class KeptState:
     def _difference(self, path: Path, before: Any, now: Any) -> list[Change]:
         """The change of a value to another one: what was added, or the new value."""
         changes = _difference(path, before, now)
-        if changes and changes[0].kind is Kind.DIFFERENCE and self._is_set(path):
-            return [Change(path, Kind.REPLACED, now)]
+        if changes and changes[0].kind is ChangeKind.DIFFERENCE and self._is_set(path):
+            return [Change(path, ChangeKind.REPLACED, now)]
         return changes
 
     def _compare_contents(
@@ -507,9 +507,9 @@ class KeptState:
             self._compare_mappings(path, before, now, Entry, changes, compared)
         elif isinstance(now, set):
             if not before <= now:
-                changes.append(Change(path, Kind.REPLACED, now))
+                changes.append(Change(path, ChangeKind.REPLACED, now))
             elif len(now) > len(before):
-                changes.append(Change(path, Kind.ELEMENTS, now - before))
+                changes.append(Change(path, ChangeKind.ELEMENTS, now - before))
         elif is_container(now):
             self._compare_lists(path, before, now, changes, compared)
         else:
@@ -535,11 +535,11 @@ class KeptState:
                 entry_path = (*path, part(key))
                 is_number = type(value) in (int, float)
                 is_set = is_number and self._is_set(entry_path)
-                kind = Kind.REPLACED if is_set else Kind.CREATED
+                kind = ChangeKind.REPLACED if is_set else ChangeKind.CREATED
                 changes.append(Change(entry_path, kind, value))
         for key in before:
             if key not in now:
-                changes.append(Change((*path, part(key)), Kind.REPLACED, None))
+                changes.append(Change((*path, part(key)), ChangeKind.REPLACED, None))
 
     def _compare_lists(
         self,
@@ -557,7 +557,7 @@ class KeptState:
             return
         kept = _num_kept(before, now)
         if kept is None:
-            changes.append(Change(path, Kind.REPLACED, now))
+            changes.append(Change(path, ChangeKind.REPLACED, now))
             return
         if isinstance(now, list) and kept <= _MAX_ENTRIES:  # the entries before
             for number, entry in enumerate(before):
@@ -565,7 +565,7 @@ class KeptState:
                 self._compare(entry_path, entry, now[number], changes, compared)
         appended = list(now)[kept:]
         if appended:
-            changes.append(Change(path, Kind.APPENDED, appended))
+            changes.append(Change(path, ChangeKind.APPENDED, appended))
 
 
 def _contents(value: Any) -> Any:
@@ -613,16 +613,16 @@ def _difference(path: Path, before: Any, now: Any) -> list[Change]:
     if are_numbers:
         if now == before:
             return []
-        return [Change(path, Kind.DIFFERENCE, now - before)]
+        return [Change(path, ChangeKind.DIFFERENCE, now - before)]
     # Of larger tensors, calls may have set some entries, such as those of a queue.
     is_summed = isinstance(before, Tensor) or type(before) in (int, float)
     if type(now) is Tensor and is_summed and not now.ndim and now.dtype != torch.bool:
         earlier = before.detach() if isinstance(before, Tensor) else before
         if not isinstance(earlier, Tensor) or not earlier.ndim:
-            return [Change(path, Kind.DIFFERENCE, now.detach() - earlier)]
+            return [Change(path, ChangeKind.DIFFERENCE, now.detach() - earlier)]
     if isinstance(now, PLAIN_CLASSES) and type(now) is type(before) and now == before:
         return []
-    return [Change(path, Kind.REPLACED, now)]
+    return [Change(path, ChangeKind.REPLACED, now)]
 
 
 def apply_changes(
@@ -645,11 +645,14 @@ def apply_changes(
         kinds = [change.kind for change in changes_there]
         try:
             holder = holder_of(owner, path)
-            if len(calls) == 1 and kinds[0] in (Kind.CREATED, Kind.REPLACED):
+            if len(calls) == 1 and kinds[0] in (
+                ChangeKind.CREATED,
+                ChangeKind.REPLACED,
+            ):
                 path[-1].write(holder, values[0])
-            elif set(kinds) == {Kind.CREATED}:
+            elif set(kinds) == {ChangeKind.CREATED}:
                 path[-1].write(holder, _one_of(values, holder))
-            elif set(kinds) == {Kind.REPLACED}:
+            elif set(kinds) == {ChangeKind.REPLACED}:
                 path[-1].write(holder, _same_of(values))
             else:
                 _add(holder, path[-1], kinds, values)
@@ -679,15 +682,17 @@ def holder_of(owner: Any, path: Path) -> Any:
     return holder
 
 
-def _add(holder: Any, part: Any, kinds: Sequence[Kind], values: Sequence[Any]) -> None:
+def _add(
+    holder: Any, part: Any, kinds: Sequence[ChangeKind], values: Sequence[Any]
+) -> None:
     """Add what calls have added to the value at ``part`` of ``holder``."""
     target = part.read(holder)
     for kind, value in zip(kinds, values, strict=True):
-        if kind is Kind.APPENDED:
+        if kind is ChangeKind.APPENDED:
             target.extend(value)
-        elif kind is Kind.ELEMENTS:
+        elif kind is ChangeKind.ELEMENTS:
             target.update(value)
-        elif kind is Kind.DIFFERENCE:
+        elif kind is ChangeKind.DIFFERENCE:
             target = _sum(target, value)
             part.write(holder, target)
         else:

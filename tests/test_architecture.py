@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -112,6 +113,16 @@ def test_each_word_of_the_code_is_defined_where_the_page_says():
     for word, name, file in rows:
         body = ast.parse((PACKAGE / file).read_text(encoding="utf-8")).body
         assert name in [getattr(node, "name", "") for node in body], word
+
+
+def test_a_class_name_means_one_thing():
+    names = []
+    for path in PACKAGE.rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names += [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+    twice = {name for name, times in Counter(names).items() if times > 1}
+    assert len(names) > 200
+    assert twice <= {"ScatterOnceTrainer"}  # two libraries have a trainer of their own
 
 
 def test_there_is_no_circle():

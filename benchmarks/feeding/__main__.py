@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.train.data import Request, Source, open_data
+from scatterpar.train.data import BatchRequest, Source, open_data
 from scatterpar.train.feed import Feed
 from scatterpar.train.folders import TRAIN
 from scatterpar.train.models import build_model
@@ -110,7 +110,7 @@ def timed(
 def read(
     source: Source, batches: list[Tensor], workers: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    requests = [Request(TRAIN, rows) for rows in batches]
+    requests = [BatchRequest(TRAIN, rows) for rows in batches]
     options = dataclasses.replace(source.options, workers=workers)
     with Feed(dataclasses.replace(source, options=options), requests) as feed:
         for _ in batches:

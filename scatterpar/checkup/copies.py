@@ -58,7 +58,7 @@ class Copies(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class DoctorVerdict:
     """One conclusion: ``fine``, ``note``, ``slow`` or ``WRONG``, with the reason and
     the remedy.
     """
@@ -98,7 +98,7 @@ class RouteResult:
         return f"{self.source:>12} to {self.target:12} {speed:7.2f} GB/s  {result}"
 
 
-def on_copies(results: Sequence[RouteResult]) -> Iterator[Verdict]:
+def on_copies(results: Sequence[RouteResult]) -> Iterator[DoctorVerdict]:
     """Conclude whether every byte arrived."""
     broken = [result for result in results if result.fault]
     involves_host = any("host" in route.source + route.target for route in broken)
@@ -112,15 +112,15 @@ def on_copies(results: Sequence[RouteResult]) -> Iterator[Verdict]:
                 f"copies {way} bring other bytes than were sent: {route.fault}. "
                 f"{remedy}"
             )
-        yield Verdict("WRONG", text)
+        yield DoctorVerdict("WRONG", text)
     if broken:
         return
     if results:
         number = len(results)
         text = f"copies arrive as they were sent, on all {number} ways."
-        yield Verdict("fine", text)
+        yield DoctorVerdict("fine", text)
     else:
-        yield Verdict("fine", "there is one memory: nothing is copied.")
+        yield DoctorVerdict("fine", "there is one memory: nothing is copied.")
 
 
 def routes(devices: Sequence[torch.device]) -> list[tuple[Place, Place]]:
@@ -213,7 +213,7 @@ class _AllRoutes:
         sent: dict[torch.device, Tensor] = {}
         for device in self._devices:
             sent[device] = self._content.at(device, size, number)
-        synchronize(self._devices)
+        synchronize_all(self._devices)
         start = time.perf_counter()
         prefetchers = {device: Prefetcher(device, sent) for device in self._devices}
         pairs: list[tuple[Tensor, Tensor]] = []
@@ -256,10 +256,10 @@ def carry(tensor: Tensor, source: Place, target: Place) -> tuple[Tensor, float]:
     """
     original = _at(source, tensor)
     arrived = _at(target, torch.full_like(original, _INITIAL))
-    synchronize([source, target])
+    synchronize_all([source, target])
     start = time.perf_counter()
     Transfers().copy_into(arrived, original, "scatter")
-    synchronize([source, target])
+    synchronize_all([source, target])
     seconds = time.perf_counter() - start
     return arrived, max(seconds, _SHORTEST)
 
@@ -272,7 +272,7 @@ def _at(place: Place, tensor: Tensor) -> Tensor:
     return on_host.pin_memory() if place == PINNED else on_host
 
 
-def synchronize(devices: Sequence[Place]) -> None:
+def synchronize_all(devices: Sequence[Place]) -> None:
     """Wait until all work queued on these devices is done."""
     for device in devices:
         if isinstance(device, torch.device) and device.type != "cpu":

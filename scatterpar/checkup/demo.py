@@ -50,7 +50,7 @@ class LanguageModel(nn.Module):
 
 
 @dataclass(frozen=True)
-class Findings:
+class DemoResults:
     """The demo's three results.
 
     Attributes:
@@ -100,7 +100,7 @@ def relative_error(gradient: Tensor, reference: Tensor) -> float:
     return float(distance / reference.norm())
 
 
-def compare() -> Findings:
+def compare() -> DemoResults:
     """Compute the same batch's gradient in three ways."""
     torch.manual_seed(0)
     model = LanguageModel()
@@ -132,10 +132,10 @@ def compare() -> Findings:
         engine.forward_backward(words, labels, criterion, count=count_labels())
         report = engine.last_step
     assert report is not None
-    return Findings(by_hand, refusal, counted, report)
+    return DemoResults(by_hand, refusal, counted, report)
 
 
-def as_page(findings: Findings) -> str:
+def as_page(findings: DemoResults) -> str:
     """The findings as text for a terminal."""
     indent = "    "
     lines: list[str] = []

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from torch.utils.collect_env import get_pretty_env_info
 
-from scatterpar.checkup.copies import RouteResult, Verdict, examine, on_copies
+from scatterpar.checkup.copies import DoctorVerdict, RouteResult, examine, on_copies
 from scatterpar.checkup.training import (
     Speed,
-    Step,
+    StepComparison,
     measure,
     on_speed,
     on_step,
@@ -42,9 +42,9 @@ class Report:
     devices: list[str]
     machine: dict[str, str]
     copies: list[RouteResult] = field(default_factory=list)
-    step: Step | None = None
+    step: StepComparison | None = None
     speed: Speed | None = None
-    verdicts: list[Verdict] = field(default_factory=list)
+    verdicts: list[DoctorVerdict] = field(default_factory=list)
     page: str = ""
 
     @property
@@ -70,7 +70,7 @@ class Report:
         the next test.
         """
         for finding in findings:
-            if isinstance(finding, Verdict):
+            if isinstance(finding, DoctorVerdict):
                 self.verdicts.append(finding)
             self.page += f"{finding}\n"
             print(finding, flush=True)
@@ -86,7 +86,7 @@ class Report:
             yield
         except Exception as error:
             text = f"{title} failed: {type(error).__name__}: {error}"
-            self.show(Verdict("WRONG", text))
+            self.show(DoctorVerdict("WRONG", text))
 
 
 def doctor(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from scatterpar.checkup.copies import Verdict, synchronize
+from scatterpar.checkup.copies import DoctorVerdict, synchronize_all
 from scatterpar.devices.device_ids import physical
 from scatterpar.devices.streams import has_streams
 from scatterpar.engine import ScatterOnceParallel
@@ -74,7 +74,7 @@ def _batch(rows: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tenso
 
 
 @dataclass(frozen=True)
-class Step:
+class StepComparison:
     """How the engine's gradient differs from plain torch's on one device; the engine's
     warnings.
     """
@@ -88,7 +88,7 @@ class Step:
         return f"{verdict}: {self.words}"
 
 
-def take_step(devices: Sequence[torch.device]) -> Step:
+def take_step(devices: Sequence[torch.device]) -> StepComparison:
     """Compare one step on all devices with the same step on one device."""
     master = physical(devices[0])
     rows = 8 * len(devices) + 3  # shares are ragged
@@ -102,7 +102,7 @@ def take_step(devices: Sequence[torch.device]) -> Step:
         check = engine.check(images, labels, criterion)
     apart = f"{check.worst:.1e} apart at most ({check.parameter}), in {dtype}"
     warned = tuple(str(warning.message) for warning in caught)
-    return Step(check.passed, f"gradients of {rows} rows are {apart}", warned)
+    return StepComparison(check.passed, f"gradients of {rows} rows are {apart}", warned)
 
 
 def _widest_dtype(device: torch.device) -> torch.dtype:
@@ -113,16 +113,16 @@ def _widest_dtype(device: torch.device) -> torch.dtype:
         return torch.float32
 
 
-def on_step(step: Step) -> Iterator[Verdict]:
+def on_step(step: StepComparison) -> Iterator[DoctorVerdict]:
     """Conclude whether the gradient is right, and repeat the engine's warnings."""
     if step.is_exact:
         text = "the gradient on all devices is that on one, up to rounding."
-        yield Verdict("fine", text)
+        yield DoctorVerdict("fine", text)
     else:
         text = f"{step.words}. If copies are fine, please report this as a bug."
-        yield Verdict("WRONG", text)
+        yield DoctorVerdict("WRONG", text)
     for warning in dict.fromkeys(step.warned):
-        yield Verdict("note", warning)
+        yield DoctorVerdict("note", warning)
 
 
 @dataclass(frozen=True)
@@ -194,11 +194,11 @@ def measure(devices: Sequence[torch.device]) -> Speed:
                 break
             for name, program in programs.items():
                 program.module.zero_grad()
-                synchronize(devices)
+                synchronize_all(devices)
                 start = time.perf_counter()
                 program.step()
                 launched = time.perf_counter()
-                synchronize(devices)
+                synchronize_all(devices)
                 end = time.perf_counter()
                 times[name].append(end - start)
                 if name == ONE:
@@ -267,12 +267,12 @@ def _accumulate(
 
 def on_speed(
     devices: Sequence[torch.device], speed: Speed, load: float
-) -> Iterator[Verdict]:
+) -> Iterator[DoctorVerdict]:
     """Conclude whether all devices are faster than one, and whether one of them is
     slow.
     """
     if load > 1:
-        yield Verdict(
+        yield DoctorVerdict(
             "note",
             f"the machine is busy with other work ({load:.1f} processes for each "
             f"core), {_NOT_JUDGED}; run this again when it is quiet.",
@@ -280,7 +280,7 @@ def on_speed(
         return
     compared = _compared(speed)
     if len(set(map(physical, devices))) < len(devices):
-        yield Verdict(
+        yield DoctorVerdict(
             "note",
             f"the engine takes {compared}. Replicas that share a processor or a GPU "
             f"compute no faster than one, {_NOT_JUDGED}.",
@@ -291,7 +291,7 @@ def on_speed(
     is_fast = speed.ratio(ONE) <= limit
     is_idle = speed.waited < _WAITED and moving <= _MUCH_MOVING
     if not is_fast and is_idle:
-        yield Verdict("note", f"the engine takes {compared}. {_IDLE}")
+        yield DoctorVerdict("note", f"the engine takes {compared}. {_IDLE}")
         return
     reason = ""
     if PER_CALL in speed.seconds and speed.ratio(PER_CALL) > _SLOWER:
@@ -301,7 +301,7 @@ def on_speed(
     elif not is_fast:
         reason = f" {_LAUNCHES}"
     kind = "slow" if reason else "fine"
-    yield Verdict(kind, f"the engine takes {compared}.{reason}")
+    yield DoctorVerdict(kind, f"the engine takes {compared}.{reason}")
     yield from _on_unequal_devices(devices, speed)
 
 
@@ -317,7 +317,7 @@ def _compared(speed: Speed) -> str:
 
 def _on_unequal_devices(
     devices: Sequence[torch.device], speed: Speed
-) -> Iterator[Verdict]:
+) -> Iterator[DoctorVerdict]:
     """Conclude whether one of the devices makes the others wait."""
     alone: list[float] = []
     for device in devices:
@@ -329,7 +329,7 @@ def _on_unequal_devices(
     shares = ", ".join(f"{fastest / seconds:.2f}" for seconds in alone)
     slow = devices[alone.index(slowest)]
     fast = devices[alone.index(fastest)]
-    yield Verdict(
+    yield DoctorVerdict(
         "slow",
         f"the GPUs are not equally fast: {slow} has {fastest / slowest:.2f} of "
         f"{fast}'s pace, and the others wait for it. Pass shares=[{shares}].",

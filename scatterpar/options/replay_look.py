@@ -29,7 +29,7 @@ from scatterpar.step.substeps import set_aside
 from scatterpar.step.task import ReplicaTask
 from scatterpar.verify.comparison import (
     SMALLEST_SCALE,
-    Gradients,
+    LeafGradients,
     relative_difference,
 )
 from scatterpar.verify.rounding import Rounding
@@ -108,7 +108,9 @@ def compare(
     return Comparison(difference, limit, draws)
 
 
-def _result(task: ReplicaTask, run: Callable[[], Tensor]) -> tuple[float, Gradients]:
+def _result(
+    task: ReplicaTask, run: Callable[[], Tensor]
+) -> tuple[float, LeafGradients]:
     """The loss of ``run``, and the gradients that it adds to the replica's leaves.
 
     They are no copies: a replay's are static tensors, which the next one writes.

@@ -58,7 +58,7 @@ from scatterpar.step.substeps import (
     unalias,
 )
 from scatterpar.step.task import ReplicaTask
-from scatterpar.threads.generators import State
+from scatterpar.threads.generators import GeneratorStates
 from scatterpar.torch_private import leaves_reached, nodes_of
 from scatterpar.verify.verifier import Verifier
 
@@ -161,7 +161,7 @@ class Passes:
         self.outputs: list[Any] = []
         self.returned: list[Any] = []
         # Of the generators, before each micro-batch.
-        self._states: list[State] = []
+        self._states: list[GeneratorStates] = []
         self._without_gradient: Sequence[Tensor] = task.leaves
         return_outputs = attempt.request.return_outputs
         retain_rows = (

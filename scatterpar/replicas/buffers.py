@@ -13,9 +13,9 @@ from scatterpar.devices.coalescing import copy_each, is_unexpanded
 from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.transfers import write
 
-Buffers = MutableMapping[str, "Tensor | None"]
+BufferDict = MutableMapping[str, "Tensor | None"]
 # The module's dictionary of buffers, the buffer's name, and its value.
-BufferValue = tuple[Buffers, str, "Tensor | None"]
+BufferValue = tuple[BufferDict, str, "Tensor | None"]
 
 _kind_of = attrgetter("shape", "dtype", "layout")
 RUNNING = ("running_mean", "running_var", "num_batches_tracked")
@@ -77,7 +77,7 @@ class BufferWriter:
         self._values: dict[int, Tensor] = {}
         self._unchanged: list[tuple[Tensor, Tensor]] = []
         self._replacements: list[BufferValue] = []
-        self._places: list[tuple[Buffers, str]] = []
+        self._places: list[tuple[BufferDict, str]] = []
         self._earlier_values: list[Tensor] = []
         self._earlier_buffers: list[BufferValue] = []
         for container, name, value in buffers:

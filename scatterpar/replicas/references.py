@@ -47,7 +47,7 @@ _WEAK_CONTAINERS = (
 _NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 
 
-class Parts(NamedTuple):
+class References(NamedTuple):
     """What a value refers to, by how it does.
 
     Attributes:
@@ -79,41 +79,45 @@ class Parts(NamedTuple):
         return [*called, *self.bound.values(), *self.weak, *self.entries]
 
 
-def parts_of(value: Any) -> Parts:
+def parts_of(value: Any) -> References:
     """What ``value`` refers to directly."""
     # First, because a proxy claims to be of its object's class.
     if type(value) in weakref.ProxyTypes:
-        return Parts(weak=_object_of(value), make=weakref.proxy)
+        return References(weak=_object_of(value), make=weakref.proxy)
     attributes = getattr(value, "__dict__", _NOTHING)
     if isinstance(value, (list, set, frozenset, deque)):
-        return Parts(entries=value, attributes=attributes)
+        return References(entries=value, attributes=attributes)
     if isinstance(value, dict):
-        return Parts(entries=value.values(), attributes=attributes)
+        return References(entries=value.values(), attributes=attributes)
     if isinstance(value, tuple):
         make: Callable[..., Any] = functools.partial(_tuple_of, type(value))
-        return Parts(entries=value, attributes=attributes, make=make)
+        return References(entries=value, attributes=attributes, make=make)
     if isinstance(value, types.FunctionType):
         closure, file_globals = _variables_of(value)
-        return Parts(closure=closure, file_globals=file_globals, attributes=attributes)
+        return References(
+            closure=closure, file_globals=file_globals, attributes=attributes
+        )
     if isinstance(value, types.MethodType):  # its ``__dict__`` is its function's
         bound = {"self": value.__self__}
-        return Parts(called=value.__func__, bound=bound, make=types.MethodType)
+        return References(called=value.__func__, bound=bound, make=types.MethodType)
     if type(value) is functools.partial:
         bound = {f"argument {k}": argument for k, argument in enumerate(value.args)}
         bound |= value.keywords
         make = functools.partial(_partial, len(value.args), list(value.keywords))
-        return Parts(value.func, bound, attributes=attributes, make=make)
+        return References(value.func, bound, attributes=attributes, make=make)
     if isinstance(value, _CACHED_FUNCTION):  # each copy has a cache of its own
         make = functools.lru_cache(**value.cache_parameters())
-        return Parts(value.__wrapped__, attributes=attributes, make=make)
+        return References(value.__wrapped__, attributes=attributes, make=make)
     if type(value) in (weakref.ref, weakref.WeakMethod):
-        return Parts(weak=(value(),), make=type(value))
+        return References(weak=(value(),), make=type(value))
     if type(value) is weakref.KeyedRef:  # an entry of a WeakValueDictionary
-        return Parts(weak=(value(),), make=functools.partial(_keyed_ref, value.key))
+        return References(
+            weak=(value(),), make=functools.partial(_keyed_ref, value.key)
+        )
     if type(value) in _WEAK_CONTAINERS:
         make = functools.partial(_weak_container, type(value))
-        return Parts(bound={"data": attributes["data"]}, make=make)
-    return Parts(attributes=attributes)
+        return References(bound={"data": attributes["data"]}, make=make)
+    return References(attributes=attributes)
 
 
 def contents(cell: types.CellType) -> Any:

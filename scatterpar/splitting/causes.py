@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from scatterpar.splitting.evidence import Evidence
+from scatterpar.splitting.evidence import GradientEvidence
 from scatterpar.splitting.gradients import (
     Gradients,
     differing,
@@ -21,7 +21,7 @@ from scatterpar.splitting.gradients import (
     joined,
     largest_error,
 )
-from scatterpar.splitting.step_run import Outcome, layers_with_batch_statistics
+from scatterpar.splitting.step_run import StepResult, layers_with_batch_statistics
 from scatterpar.splitting.trial import Trial
 
 _CLOSE = 1e-3  # how far weights may be from those of a hypothesis
@@ -38,7 +38,7 @@ class Cause:
     remedy: str = ""
 
 
-def explain(trial: Trial, expected: Gradients, outcomes: list[Outcome]) -> Cause:
+def explain(trial: Trial, expected: Gradients, results: list[StepResult]) -> Cause:
     """The first hypothesis that fits.
 
     A hypothesis runs the step in other ways. If that fails, as with a part without
@@ -50,16 +50,16 @@ def explain(trial: Trial, expected: Gradients, outcomes: list[Outcome]) -> Cause
         trial.settings = replace(trial.settings, running_statistics=True)
         try:
             expected = trial.reference(trial.rows).gradients
-            outcomes = trial.outcomes(trial.split())
+            results = trial.results(trial.split())
         except Exception as error:
             trial.settings = replace(trial.settings, running_statistics=False)
             failures.append(error)
         else:
-            errors = [largest_error(each.gradients, expected)[0] for each in outcomes]
+            errors = [largest_error(each.gradients, expected)[0] for each in results]
             if max(errors) <= trial.limit:
                 return _BATCH_NORM
             prefix = "Also with the running statistics of batch normalisation: "
-    evidence = Evidence(trial, expected, outcomes)
+    evidence = GradientEvidence(trial, expected, results)
     for hypothesis in _HYPOTHESES:
         try:
             cause = hypothesis(evidence)
@@ -78,7 +78,7 @@ def explain(trial: Trial, expected: Gradients, outcomes: list[Outcome]) -> Cause
 # --- hypotheses, in the order in which they are tested ---
 
 
-def _not_finite(evidence: Evidence) -> Cause | None:
+def _not_finite(evidence: GradientEvidence) -> Cause | None:
     if not joined(evidence.expected).isfinite().all():
         why = "The gradient of the whole batch has NaN or infinite entries."
         return Cause("not finite", why, "check the step with one batch first.")
@@ -89,7 +89,7 @@ def _not_finite(evidence: Evidence) -> Cause | None:
     return None
 
 
-def _wrong_with_one_part(evidence: Evidence) -> Cause | None:
+def _wrong_with_one_part(evidence: GradientEvidence) -> Cause | None:
     """With ``loss=``: the step is wrong for a single part, too."""
     if not evidence.trial.has_loss:
         return None
@@ -106,7 +106,7 @@ def _wrong_with_one_part(evidence: Evidence) -> Cause | None:
     )
 
 
-def _ranks_differ(evidence: Evidence) -> Cause | None:
+def _ranks_differ(evidence: GradientEvidence) -> Cause | None:
     unequal: dict[str, None] = {}
     for gradients in evidence.others:
         names = differing(gradients, evidence.actual, evidence.trial.limit)
@@ -124,7 +124,7 @@ def _ranks_differ(evidence: Evidence) -> Cause | None:
     )
 
 
-def _factor_or_weights(evidence: Evidence) -> Cause | None:
+def _factor_or_weights(evidence: GradientEvidence) -> Cause | None:
     """In all parameters, or in all that are wrong."""
     scopes = [evidence.names]
     if len(evidence.wrong) < len(evidence.names):
@@ -136,7 +136,7 @@ def _factor_or_weights(evidence: Evidence) -> Cause | None:
     return None
 
 
-def _state_between_parts(evidence: Evidence) -> Cause | None:
+def _state_between_parts(evidence: GradientEvidence) -> Cause | None:
     """A part changes what the next one computes: a running mean, a counter."""
     if not evidence.order_matters():
         return None
@@ -147,7 +147,7 @@ def _state_between_parts(evidence: Evidence) -> Cause | None:
     )
 
 
-def _once_per_part(evidence: Evidence) -> Cause | None:
+def _once_per_part(evidence: GradientEvidence) -> Cause | None:
     """A term of the loss counts in each part."""
     measured = evidence.growth_per_part()
     if measured is None:
@@ -164,7 +164,7 @@ def _once_per_part(evidence: Evidence) -> Cause | None:
     )
 
 
-def _one_parameter(evidence: Evidence) -> Cause | None:
+def _one_parameter(evidence: GradientEvidence) -> Cause | None:
     """One of several losses is wrong: it shows in the parameters that only it sees."""
     for name in evidence.wrong:
         cause = _constant_factor(evidence, [name]) or _other_weights(evidence, [name])
@@ -173,7 +173,7 @@ def _one_parameter(evidence: Evidence) -> Cause | None:
     return None
 
 
-def _rows_are_compared(evidence: Evidence) -> Cause | None:
+def _rows_are_compared(evidence: GradientEvidence) -> Cause | None:
     """No weights of the parts' gradients make up that of the batch."""
     if evidence.weights_of_batch(evidence.names) is not None:
         return None
@@ -195,7 +195,7 @@ def _rows_are_compared(evidence: Evidence) -> Cause | None:
     )
 
 
-_HYPOTHESES: tuple[Callable[[Evidence], Cause | None], ...] = (
+_HYPOTHESES: tuple[Callable[[GradientEvidence], Cause | None], ...] = (
     _not_finite,
     _wrong_with_one_part,
     _ranks_differ,
@@ -242,7 +242,7 @@ _DIVIDED = (
 _ADDED = f"divide each loss by len(batches); {_CONSTANT}."
 
 
-def _constant_factor(evidence: Evidence, names: Sequence[str]) -> Cause | None:
+def _constant_factor(evidence: GradientEvidence, names: Sequence[str]) -> Cause | None:
     factor = evidence.factor(names)
     if factor is None or math.isclose(factor, 1, rel_tol=evidence.tolerance):
         return None
@@ -303,7 +303,7 @@ _REPEATED = (
 )
 
 
-def _other_weights(evidence: Evidence, names: Sequence[str]) -> Cause | None:
+def _other_weights(evidence: GradientEvidence, names: Sequence[str]) -> Cause | None:
     """The gradient is a sum of those of the parts, with other weights than right."""
     actual = evidence.weights_of_loop(names)
     expected = evidence.weights_of_batch(names)
@@ -370,7 +370,7 @@ def _ratio_of_neighbours(weights: Tensor, ranks: int) -> float | None:
     return None if is_one or not is_close(ratios, ratios[:1], _CLOSE) else ratio
 
 
-def _weights_in_words(evidence: Evidence, weights: Tensor) -> str:
+def _weights_in_words(evidence: GradientEvidence, weights: Tensor) -> str:
     numbers = ", ".join(f"{float(weight):.3g}" for weight in weights)
     used = weights[weights != 0]
     if is_close(used, used[:1], _CLOSE):
@@ -382,12 +382,12 @@ def _weights_in_words(evidence: Evidence, weights: Tensor) -> str:
 # --- names of parameters ---
 
 
-def _place(evidence: Evidence, names: Sequence[str]) -> str:
+def _place(evidence: GradientEvidence, names: Sequence[str]) -> str:
     is_all = evidence.is_everything(names)
     return "In all parameters" if is_all else f"In {_listed(names)}"
 
 
-def _shows_in(evidence: Evidence) -> str:
+def _shows_in(evidence: GradientEvidence) -> str:
     """A sentence about which parameters are wrong, if others are right."""
     names = evidence.shows_in()
     return f" It shows in {_listed(names)} alone: an auxiliary loss." if names else ""

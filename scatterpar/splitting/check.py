@@ -13,7 +13,7 @@ from scatterpar.splitting.causes import Cause, explain
 from scatterpar.splitting.gradients import joined, largest_error
 from scatterpar.splitting.parts import hides_counts
 from scatterpar.splitting.process_state import refers_to_accelerator
-from scatterpar.splitting.step_run import Step
+from scatterpar.splitting.step_run import StepFunction
 from scatterpar.splitting.trial import Loss, Trial, described
 from scatterpar.tables import Printed
 
@@ -82,7 +82,7 @@ class SplitCheck(Printed):
 
 
 def splitcheck(
-    step: Step,
+    step: StepFunction,
     model: nn.Module,
     batch: Any,
     *,
@@ -140,16 +140,16 @@ def splitcheck(
     )
     reference = trial.first_reference()
     expected = reference.gradients
-    outcomes = trial.outcomes(trial.split())
+    results = trial.results(trial.split())
     worst, parameter = max(
-        largest_error(outcome.gradients, expected) for outcome in outcomes
+        largest_error(result.gradients, expected) for result in results
     )
     trial.allow_casts(worst)
     others = sorted(reference.drawn - {"torch"})
     limit = trial.limit
-    actual = joined(outcomes[0].gradients)
+    actual = joined(results[0].gradients)
     whole = joined(expected)
-    cause = Cause() if worst <= limit else explain(trial, expected, outcomes)
+    cause = Cause() if worst <= limit else explain(trial, expected, results)
     why = cause.why
     if cause.name and others:
         why += (

@@ -18,7 +18,7 @@ from scatterpar.splitting.gradients import (
     largest_error,
     weights_of_parts,
 )
-from scatterpar.splitting.step_run import Outcome
+from scatterpar.splitting.step_run import StepResult
 from scatterpar.splitting.trial import Trial
 
 _FITS = 1e-4  # the largest relative error of an explanation
@@ -27,7 +27,7 @@ _ROUNDING = 1e-9  # of the largest entry
 _LEAST_NUMBERS = 3  # of a gradient that is a multiple of another one
 
 
-class Evidence:
+class GradientEvidence:
     """The gradients of a trial, compared in several ways.
 
     Attributes:
@@ -42,12 +42,12 @@ class Evidence:
     """
 
     def __init__(
-        self, trial: Trial, expected: Gradients, outcomes: list[Outcome]
+        self, trial: Trial, expected: Gradients, results: list[StepResult]
     ) -> None:
         self.trial = trial
         self.expected = expected
-        self.actual = outcomes[0].gradients
-        self.others = [outcome.gradients for outcome in outcomes[1:]]
+        self.actual = results[0].gradients
+        self.others = [result.gradients for result in results[1:]]
         self.names = list(expected)
         self.wrong = differing(self.actual, expected, trial.limit)
         self.parts = [part for share in trial.split() for part in share]
@@ -62,19 +62,19 @@ class Evidence:
     @cached_property
     def with_one_part(self) -> Gradients:
         """The gradient that the step itself computes for one part."""
-        return self.trial.outcomes([[self.trial.rows]])[0].gradients
+        return self.trial.results([[self.trial.rows]])[0].gradients
 
     @cached_property
     def of_parts(self) -> list[Gradients]:
         """The gradient of each part by itself; zero for a part that has none."""
         gradients = []
         for part in self.parts:
-            outcome = self.trial.outcomes([[part]])[0]
-            for name, gradient in outcome.gradients.items():
+            result = self.trial.results([[part]])[0]
+            for name, gradient in result.gradients.items():
                 if not gradient.isfinite().all():  # 0 / 0 of a part without labels
-                    outcome.gradients[name] = torch.zeros_like(gradient)
+                    result.gradients[name] = torch.zeros_like(gradient)
                     self.is_undefined = True
-            gradients.append(outcome.gradients)
+            gradients.append(result.gradients)
         return gradients
 
     def factor(self, names: Sequence[str]) -> float | None:
@@ -99,7 +99,7 @@ class Evidence:
     def counted_as(self, weights: Tensor) -> str:
         """What weights are proportional to: rows, labels, or nothing known."""
         trial = self.trial
-        for name, counts in row_parts.term_counts(trial.tensors, len(trial.rows)):
+        for name, counts in row_parts.counts_of_rows(trial.tensors, len(trial.rows)):
             terms = [sum(counts[row] for row in part) for part in self.parts]
             shares = torch.tensor(terms, dtype=weights.dtype)
             if not shares.sum() or not weights.sum():
@@ -111,7 +111,7 @@ class Evidence:
     def order_matters(self) -> bool:
         """Whether the parts of each rank in reverse order give another gradient."""
         backwards = [share[::-1] for share in self.trial.split()]
-        actual = self.trial.outcomes(backwards)[0].gradients
+        actual = self.trial.results(backwards)[0].gradients
         return largest_error(actual, self.actual)[0] > self.trial.limit
 
     def growth_per_part(self) -> tuple[float, float] | None:
@@ -132,8 +132,8 @@ class Evidence:
         for number in _PER_PART:
             dealt = [row for start in range(number) for row in rows[start::number]]
             ranks, parts = (1, number) if trial.ranks == 1 else (number, trial.parts)
-            outcomes = trial.outcomes(trial.cut(dealt, ranks, parts, equal=True))
-            differences.append(joined(outcomes[0].gradients) - expected)
+            results = trial.results(trial.cut(dealt, ranks, parts, equal=True))
+            differences.append(joined(results[0].gradients) - expected)
         two, three = differences
         if not two.any() or not three.any():
             return None

@@ -99,7 +99,7 @@ def cut(rows: Sequence[int], count: int, *, equal: bool) -> list[Part]:
     return parts
 
 
-def term_counts(
+def counts_of_rows(
     tensors: Sequence[Tensor], num_rows: int
 ) -> list[tuple[str, list[float]]]:
     """Numbers that a loss may divide by, for each row, with what they count."""
@@ -120,7 +120,7 @@ def hides_counts(tensors: Sequence[Tensor], num_rows: int) -> bool:
     has_sequences = any(
         tensor.ndim > 1 and not tensor.is_floating_point() for tensor in tensors
     )
-    counts = term_counts(tensors, num_rows)
+    counts = counts_of_rows(tensors, num_rows)
     return has_sequences and all(len(set(count)) == 1 for _, count in counts)
 
 

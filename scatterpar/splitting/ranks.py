@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import nn
 
 from scatterpar.splitting.process_state import reset_accelerate
-from scatterpar.splitting.step_run import Outcome, Settings, Step, run_step
+from scatterpar.splitting.step_run import Settings, StepFunction, StepResult, run_step
 from scatterpar.threads.interrupts import Interrupts
 from scatterpar.threads.workers import call_in_new_thread
 from scatterpar.torch_private import import_compiler
@@ -45,10 +45,10 @@ _MAY_NOT_FORK = "step cannot be sent to new processes"
 
 
 @dataclass(frozen=True)
-class Job:
+class RankJob:
     """What a rank runs. ``shares`` has the batches of each rank."""
 
-    step: Step
+    step: StepFunction
     model: nn.Module
     shares: list[list[Any]]
     settings: Settings
@@ -62,8 +62,8 @@ class _Failure:
     time: float
 
 
-def run_on_ranks(job: Job, seconds: float) -> list[Outcome]:
-    """The outcomes of all ranks, in order.
+def run_on_ranks(job: RankJob, seconds: float) -> list[StepResult]:
+    """The results of all ranks, in order.
 
     Raises:
         RuntimeError: a rank failed, or its process ended. All others are killed.
@@ -72,7 +72,7 @@ def run_on_ranks(job: Job, seconds: float) -> list[Outcome]:
     """
     is_forked = can_fork()
     context: Any = multiprocessing.get_context("fork" if is_forked else "spawn")
-    sent: Job | bytes = job if is_forked else _pickled(job)
+    sent: RankJob | bytes = job if is_forked else _pickled(job)
     import_compiler()
     size = len(job.shares)
     with tempfile.TemporaryDirectory() as name:
@@ -85,7 +85,7 @@ def run_on_ranks(job: Job, seconds: float) -> list[Outcome]:
         try:
             with Interrupts():
                 call_in_new_thread(_start, ranks)
-            return _outcomes(ranks, folder, seconds)
+            return _results(ranks, folder, seconds)
         finally:
             with Interrupts():
                 _kill(ranks)
@@ -96,7 +96,7 @@ def can_fork() -> bool:
     return sys.platform == "linux" and not torch.accelerator.is_available()
 
 
-def _pickled(job: Job) -> bytes:
+def _pickled(job: RankJob) -> bytes:
     """The job in bytes. torch's own way to processes would move the user's tensors."""
     buffer = io.BytesIO()
     try:
@@ -134,9 +134,9 @@ def _free_port() -> int:
 
 
 def _rank(
-    rank: int, size: int, folder: Path, port: int, seconds: float, sent: Job | bytes
+    rank: int, size: int, folder: Path, port: int, seconds: float, sent: RankJob | bytes
 ) -> None:
-    """Run the job of one rank, and write its outcome or failure to a file."""
+    """Run the job of one rank, and write its result or failure to a file."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent kills its ranks
     if hasattr(signal, "alarm"):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -147,7 +147,7 @@ def _rank(
     _set_environment(rank, size, port)
     torch.get_num_threads()  # or the first operator would set the number again
     torch.set_num_threads(1)
-    answer: Outcome | _Failure
+    answer: StepResult | _Failure
     try:
         job = _received(sent)
         dist.init_process_group(
@@ -169,7 +169,7 @@ def _rank(
     unfinished = folder / f"{rank}.part"
     torch.save(answer, unfinished)
     unfinished.rename(_answer_file(folder, rank))
-    if isinstance(answer, Outcome) and dist.group.WORLD is group:
+    if isinstance(answer, StepResult) and dist.group.WORLD is group:
         with contextlib.suppress(RuntimeError):
             dist.barrier()  # other ranks may still need this one's connections
     sys.stdout.flush()
@@ -177,11 +177,11 @@ def _rank(
     os._exit(0)  # without waiting for threads that the step has started
 
 
-def _received(sent: Job | bytes) -> Job:
-    if isinstance(sent, Job):
+def _received(sent: RankJob | bytes) -> RankJob:
+    if isinstance(sent, RankJob):
         return sent
     try:
-        job: Job = torch.load(io.BytesIO(sent), weights_only=False)
+        job: RankJob = torch.load(io.BytesIO(sent), weights_only=False)
     except (AttributeError, ImportError) as error:
         raise ValueError(
             f"{_MAY_NOT_FORK}, which ranks= needs on this machine ({error}); define "
@@ -219,11 +219,11 @@ def _stack_file(folder: Path, rank: int) -> Path:
 # --- in the user's process ---
 
 
-def _outcomes(processes: list[Any], folder: Path, seconds: float) -> list[Outcome]:
-    """Wait for the outcome of each rank. The first failure ends the wait."""
+def _results(processes: list[Any], folder: Path, seconds: float) -> list[StepResult]:
+    """Wait for the result of each rank. The first failure ends the wait."""
     deadline = time.monotonic() + seconds
     running = {process.sentinel: rank for rank, process in enumerate(processes)}
-    outcomes: dict[int, Outcome] = {}
+    results: dict[int, StepResult] = {}
     while running:
         ended = wait(list(running), max(0.0, deadline - time.monotonic()))
         if not ended:
@@ -233,18 +233,18 @@ def _outcomes(processes: list[Any], folder: Path, seconds: float) -> list[Outcom
         for sentinel in ended:
             rank = running.pop(sentinel)
             answer = _answer(folder, rank)
-            if not isinstance(answer, Outcome):
+            if not isinstance(answer, StepResult):
                 raise RuntimeError(_first_failure(processes, folder, rank))
-            outcomes[rank] = answer
-    return [outcomes[rank] for rank in sorted(outcomes)]
+            results[rank] = answer
+    return [results[rank] for rank in sorted(results)]
 
 
-def _answer(folder: Path, rank: int) -> Outcome | _Failure | None:
+def _answer(folder: Path, rank: int) -> StepResult | _Failure | None:
     """What a rank has written; ``None`` if its process ended before."""
     path = _answer_file(folder, rank)
     if not path.exists():
         return None
-    answer: Outcome | _Failure = torch.load(path, weights_only=False)
+    answer: StepResult | _Failure = torch.load(path, weights_only=False)
     return answer
 
 

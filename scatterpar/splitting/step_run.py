@@ -20,7 +20,7 @@ from scatterpar.splitting.gradients import Gradients
 from scatterpar.splitting.operator_modes import CoarsestDtype, RepeatedNumbers
 from scatterpar.torch_private import clipping_replaced
 
-Step = Callable[[Any, list[Any]], Any]  # of a module of the user's class
+StepFunction = Callable[[Any, list[Any]], Any]  # of a module of the user's class
 
 
 class Numbers(enum.Enum):
@@ -49,7 +49,7 @@ class Settings:
 
 
 @dataclass
-class Outcome:
+class StepResult:
     """What a step leaves on one rank.
 
     Attributes:
@@ -66,12 +66,12 @@ class Outcome:
 
 
 def run_step(
-    step: Step,
+    step: StepFunction,
     model: nn.Module,
     batches: list[Any],
     settings: Settings,
     tensors: Iterable[Tensor],
-) -> Outcome:
+) -> StepResult:
     """Call ``step(model, batches)``. Returns gradients; the caller restores everything.
 
     ``tensors`` are the user's tensors that ``step`` and ``model`` refer to.
@@ -100,7 +100,7 @@ def run_step(
         stack.enter_context(optimizers)
         value = step(model, batches)
         optimizers.returned = value
-    return Outcome(
+    return StepResult(
         gradients=_gradients_of(model, before, optimizers.received),
         loss=_as_number(optimizers.returned),
         drawn=_drawn_since(generators),

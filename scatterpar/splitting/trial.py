@@ -16,12 +16,12 @@ from scatterpar.splitting import parts as row_parts
 from scatterpar.splitting.gradients import is_usable, is_zero
 from scatterpar.splitting.parts import Part, Split
 from scatterpar.splitting.process_state import ProcessState
-from scatterpar.splitting.ranks import Job, run_on_ranks
+from scatterpar.splitting.ranks import RankJob, run_on_ranks
 from scatterpar.splitting.step_run import (
     Numbers,
-    Outcome,
     Settings,
-    Step,
+    StepFunction,
+    StepResult,
     as_double,
     run_step,
 )
@@ -48,7 +48,7 @@ class Trial:
 
     def __init__(
         self,
-        step: Step,
+        step: StepFunction,
         model: nn.Module,
         batch: Any,
         *,
@@ -95,31 +95,31 @@ class Trial:
 
     # --- running ---
 
-    def first_reference(self) -> Outcome:
+    def first_reference(self) -> StepResult:
         """The gradient of the whole batch. Finds out the settings.
 
         Raises ``ValueError`` if the step leaves no gradient.
         """
         try:
-            outcome = self.reference(self.rows)
+            result = self.reference(self.rows)
         except TimeoutError:
             raise
         except Exception:  # a dtype in the user's code? If not, it fails again
             self.settings = replace(self.settings, in_double=False)
             self.limit = max(_SINGLE, self._limit_of_model())
-            outcome = self.reference(self.rows)
-        if "torch" in outcome.drawn:
+            result = self.reference(self.rows)
+        if "torch" in result.drawn:
             for numbers in (Numbers.CONSTANT, Numbers.BY_COLUMN):
                 self.settings = replace(self.settings, numbers=numbers)
-                outcome = self.reference(self.rows)
-                if is_usable(outcome.gradients):
+                result = self.reference(self.rows)
+                if is_usable(result.gradients):
                     break
-        if is_zero(outcome.gradients):
+        if is_zero(result.gradients):
             raise ValueError(
                 "step left no gradient on a parameter of the model; call backward() "
                 "for the model that step gets, and do not end with zero_grad()"
             )
-        return outcome
+        return result
 
     def _limit_of_model(self) -> float:
         dtypes = {parameter.dtype for parameter in self.model.parameters()}
@@ -138,21 +138,21 @@ class Trial:
         if coarsest is not None:
             self.limit = _CAST.get(coarsest, _LARGEST_LIMIT)
 
-    def reference(self, rows: Part) -> Outcome:
-        """The outcome for rows as one part of one rank, or of ``loss=``."""
+    def reference(self, rows: Part) -> StepResult:
+        """The result for rows as one part of one rank, or of ``loss=``."""
         return self._run(self._reference_step, [[rows]])[0]
 
-    def outcomes(self, split: Split) -> list[Outcome]:
-        """The outcomes of a split, rank by rank."""
+    def results(self, split: Split) -> list[StepResult]:
+        """The results of a split, rank by rank."""
         return self._run(self.step, split)
 
-    def _run(self, step: Step, split: Split) -> list[Outcome]:
+    def _run(self, step: StepFunction, split: Split) -> list[StepResult]:
         shares = []
         for share in split:
             shares.append([self._select(part) for part in share])
         try:
             if self.ranks > 1:
-                job = Job(step, self.model, shares, self.settings)
+                job = RankJob(step, self.model, shares, self.settings)
                 return run_on_ranks(job, self._seconds)
             tensors = self._state.tensors
             with self._state.restored():

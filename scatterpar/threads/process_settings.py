@@ -83,16 +83,16 @@ _SETTINGS: tuple[Setting, ...] = (
 _READERS = tuple(read for read, _ in _SETTINGS)
 
 # The values of settings, and the entries of ``warnings.filters``, which is one of them.
-Values = tuple[list[Any], list[Any]]
+SettingValues = tuple[list[Any], list[Any]]
 
 
-def read_settings() -> Values:
+def read_settings() -> SettingValues:
     """The settings of the process, to be restored."""
     # A context may change the list of filters, or exchange it for another one.
     return list(map(operator.call, _READERS)), list(warnings.filters)
 
 
-def restore_settings(values: Values) -> None:
+def restore_settings(values: SettingValues) -> None:
     """Make the settings of the process again what they were."""
     earlier, filters = values
     present = list(map(operator.call, _READERS))

@@ -22,7 +22,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from scatterpar.train.folders import HAS_TESTS, TEST, TRAIN, Files, read_folders, shown
+from scatterpar.train.folders import (
+    HAS_TESTS,
+    TEST,
+    TRAIN,
+    Files,
+    first_names,
+    read_folders,
+)
 from scatterpar.train.libraries import INSTALL, library
 from scatterpar.train.options import EMBEDDED, Options, UsageError, words_of
 from scatterpar.train.pictures import as_rgb, open_picture
@@ -52,7 +59,7 @@ _SAMPLE = 100  # pictures whose size is looked at
 _SHOWN_CLASSES = 20
 
 
-class Request(NamedTuple):
+class BatchRequest(NamedTuple):
     """Rows of a part, `TRAIN`, `TEST` or `FINAL`, to be read as one batch, varied as in
     that epoch.
     """
@@ -131,7 +138,7 @@ class Source:
             counts[name] = numbers.tolist()
         return counts
 
-    def __getitem__(self, request: Request) -> Images:
+    def __getitem__(self, request: BatchRequest) -> Images:
         """Read the images of a request, or of a piece of one."""
         pairs = self.parts[request.part]
         if self.in_memory:
@@ -187,12 +194,12 @@ class Source:
     def classes_in_words(self) -> str:
         """Return the names of the classes, with the number of their images per part."""
         if not self.class_counts:
-            return f"classes: {shown(self.class_names, _SHOWN_CLASSES)}"
+            return f"classes: {first_names(self.class_names, _SHOWN_CLASSES)}"
         per_class = zip(*self.class_counts.values(), strict=True)
         texts = []
         for name, numbers in zip(self.class_names, per_class, strict=True):
             texts.append(f"{name} {' + '.join(f'{number:,}' for number in numbers)}")
-        return f"images of each class: {shown(texts, _SHOWN_CLASSES)}"
+        return f"images of each class: {first_names(texts, _SHOWN_CLASSES)}"
 
 
 def _labels(part: Any) -> Tensor | None:

@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from scatterpar.train.data import Images, Request, Source
+from scatterpar.train.data import BatchRequest, Images, Source
 from scatterpar.train.options import UsageError, printable, words_of
 
 PIECE = 64  # images that a worker reads at once; mixup mixes images of one piece
@@ -33,7 +33,7 @@ _PIECES_AHEAD = 2  # per worker
 _MOST_WORKERS = 16  # by default
 _CHECKED = 1024  # images of a request that looks for broken ones
 
-_Batches = Generator[tuple[Request, Images], None, None]
+_Batches = Generator[tuple[BatchRequest, Images], None, None]
 
 
 class FeedError(UsageError):
@@ -59,7 +59,7 @@ class Feed(contextlib.AbstractContextManager["Feed"]):
     def __init__(
         self,
         source: Source,
-        requests: Iterable[Request] = (),
+        requests: Iterable[BatchRequest] = (),
         limit: int | None = None,
     ) -> None:
         self.source = source
@@ -74,14 +74,14 @@ class Feed(contextlib.AbstractContextManager["Feed"]):
         self._batches = self._read(iter(()))
         self.request(requests)
 
-    def request(self, requests: Iterable[Request]) -> None:
+    def request(self, requests: Iterable[BatchRequest]) -> None:
         """Read these requests from now on, and drop batches that were prefetched."""
         self._batches.close()
         self._closed = False
         batches = self._read(iter(requests))
         self._batches = self._ahead(batches) if self._workers else batches
 
-    def take(self) -> tuple[Request, Images]:
+    def take(self) -> tuple[BatchRequest, Images]:
         """Return the next request, and its images, without unreadable ones."""
         start = time.perf_counter()
         request, images = self._next()
@@ -103,13 +103,13 @@ class Feed(contextlib.AbstractContextManager["Feed"]):
         requests = []
         for part, pairs in self.source.parts.items():
             for rows in torch.arange(len(pairs)).split(_CHECKED):
-                requests.append(Request(part, rows))
+                requests.append(BatchRequest(part, rows))
         self.request(requests)
         for _ in requests:
             _, images = self._next()
             yield dict(images.broken)
 
-    def _next(self) -> tuple[Request, Images]:
+    def _next(self) -> tuple[BatchRequest, Images]:
         try:
             return next(self._batches)
         except (RuntimeError, OSError, EOFError) as error:  # a worker process has ended
@@ -136,7 +136,7 @@ class Feed(contextlib.AbstractContextManager["Feed"]):
                 # The workers end with torch's iterator.
                 thread.submit(batches.close).result()
 
-    def _read(self, requests: Iterator[Request]) -> _Batches:
+    def _read(self, requests: Iterator[BatchRequest]) -> _Batches:
         """Copy the pieces of each batch out of shared memory, each as it arrives."""
         requests, requests_to_cut = tee(requests)
         loader = DataLoader[Any](
@@ -194,7 +194,7 @@ def broken_in_words(reasons: dict[str, str], limit: int) -> str:
     return f"{len(reasons):,} images cannot be read: {', '.join(reasons)} ({remedy})"
 
 
-def _pieces(requests: Iterator[Request]) -> Iterator[Request]:
+def _pieces(requests: Iterator[BatchRequest]) -> Iterator[BatchRequest]:
     """Cut requests into pieces for workers."""
     for request in requests:
         for rows in request.rows.split(PIECE):

@@ -81,12 +81,12 @@ class Unused:
         for reason, number in self.counts.items():
             text = f"{number:,} {reason}"
             if reason in self.names:
-                text += f" ({shown(sorted(self.names[reason]))})"
+                text += f" ({first_names(sorted(self.names[reason]))})"
             reasons.append(text)
         return ", ".join(reasons)
 
 
-def shown(names: Sequence[str], most: int = _SHOWN_NAMES) -> str:
+def first_names(names: Sequence[str], most: int = _SHOWN_NAMES) -> str:
     """Return a list of names as text: the first ones, and how many follow."""
     text = ", ".join(names[:most])
     if len(names) > most:
@@ -137,7 +137,7 @@ def read_folders(path: Path, val: float | None) -> Folders:
         return Folders(held_in, held_out, None, class_names, unused)
     for folder in visible_folders(path):
         if folder not in parts.values():
-            for _ in walk(folder, unused):
+            for _ in files_below(folder, unused):
                 unused.add(_OTHER_FOLDERS, f"{folder.name}/")
     files = dict[str, Files]()
     for part in (VAL, TEST):
@@ -206,8 +206,8 @@ def _pairs_of_part(folder: Path, class_names: Sequence[str], unused: Unused) -> 
             empty.append(class_name)
     if empty:
         raise UsageError(
-            f"{folder} lacks pictures of {shown(empty)}; it is searched for files that "
-            f"end in {', '.join(endings())}"
+            f"{folder} lacks pictures of {first_names(empty)}; it is searched for "
+            f"files that end in {', '.join(endings())}"
         )
     for entry in sorted(folder.iterdir()):
         if _is_hidden(entry.name):
@@ -215,7 +215,7 @@ def _pairs_of_part(folder: Path, class_names: Sequence[str], unused: Unused) -> 
         elif entry.is_file():
             unused.add(_NO_CLASS)
         elif entry.name not in class_names:
-            for _ in walk(entry, unused):
+            for _ in files_below(entry, unused):
                 unused.add(_UNKNOWN_CLASS, entry.name)
     return pairs
 
@@ -229,14 +229,14 @@ def endings() -> tuple[str, ...]:
 def find_pictures(folder: Path, unused: Unused) -> Iterator[str]:
     """Yield the pictures in a folder, at any depth, sorted. Count other files."""
     extensions = endings()
-    for name in walk(folder, unused):
+    for name in files_below(folder, unused):
         if name.lower().endswith(extensions):
             yield name
         else:
             unused.add(_OTHER_ENDINGS, os.path.splitext(name)[1] or "none")
 
 
-def walk(folder: Path, unused: Unused) -> Iterator[str]:
+def files_below(folder: Path, unused: Unused) -> Iterator[str]:
     """Yield the files in a folder, at any depth and sorted, and count hidden ones."""
     places = list[tuple[str, list[str]]]()
     for place, folders, names in os.walk(folder, followlinks=True):

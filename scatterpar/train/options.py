@@ -92,7 +92,7 @@ Rate = Annotated[float | None, _arg(help_behavior_hint="", metavar="X")]
 Name = Annotated[str | None, _arg(help_behavior_hint="", metavar="NAME")]
 Folder = Annotated[Path | None, _arg(help_behavior_hint="", metavar="PATH")]
 OutFolder = Annotated[Path, _arg(help_behavior_hint="", metavar="PATH")]
-Batch = Annotated[
+BatchSize = Annotated[
     int | Literal["auto"] | None, _arg(help_behavior_hint="", metavar="auto|N")
 ]
 Precision = Annotated[
@@ -138,7 +138,7 @@ class _Training:
     # images of a step (default: 4096 of the included images; of others as many as leave
     # 50 steps an epoch, from 32 to 4096). auto: 256, doubled while the gradient's noise
     # scale is twice that, with two replicas at least
-    batch: Batch = None
+    batch: BatchSize = None
     # how often all images are used (default: 20; for the included images 15)
     epochs: Number = None
     # learning rate for batches of 256; scaled for the images of a step

@@ -18,9 +18,9 @@ import tyro
 
 from scatterpar import ScatterOnceParallel
 from scatterpar.train import options as opt
-from scatterpar.train.data import Request, Source, make_pictures
+from scatterpar.train.data import BatchRequest, Source, make_pictures
 from scatterpar.train.feed import Feed
-from scatterpar.train.folders import TEST, Files, Unused, endings, walk
+from scatterpar.train.folders import TEST, Files, Unused, endings, files_below
 from scatterpar.train.models import load_model
 from scatterpar.train.options import UsageError, exit_code_of, printable, read
 from scatterpar.train.records import written
@@ -117,7 +117,7 @@ def _find_pictures(folder: Path, reasons: dict[str, str]) -> list[str]:
     """Return the pictures in a folder. Adds the reason of each file that is none."""
     extensions = endings()
     names = []
-    for name in walk(folder, Unused()):
+    for name in files_below(folder, Unused()):
         if name.lower().endswith(extensions):
             names.append(name)
         else:
@@ -137,9 +137,9 @@ def _source(
     return make_pictures(settings, files, files, class_names)
 
 
-def _requests(files: Files) -> Iterator[Request]:
+def _requests(files: Files) -> Iterator[BatchRequest]:
     for rows in torch.arange(len(files)).split(_ROWS):
-        yield Request(TEST, rows)
+        yield BatchRequest(TEST, rows)
 
 
 def _table(

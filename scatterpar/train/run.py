@@ -23,7 +23,7 @@ from scatterpar.train import records
 from scatterpar.train.data import FINAL, Images, open_data
 from scatterpar.train.feed import BrokenError, Feed, FeedError, broken_in_words
 from scatterpar.train.figures import draw_confusion, draw_curves, draw_first_batch
-from scatterpar.train.folders import TEST, VAL, shown
+from scatterpar.train.folders import TEST, VAL, first_names
 from scatterpar.train.options import (
     Options,
     UsageError,
@@ -149,9 +149,9 @@ def _compare_data(
         added = sorted(set(names) - set(saved["class_names"]))
         removed = sorted(set(saved["class_names"]) - set(names))
         if added:
-            differences.append(f"new classes ({shown(added)})")
+            differences.append(f"new classes ({first_names(added)})")
         if removed:
-            differences.append(f"no classes {shown(removed)}")
+            differences.append(f"no classes {first_names(removed)}")
     else:
         for part, counts in saved.get("class_counts", {}).items():
             numbers = about["class_counts"].get(part, [])
@@ -169,7 +169,8 @@ def _compare_data(
     if differences:
         raise UsageError(
             f"{options.out} is of a run with other images: --data {options.data} has "
-            f"{shown(differences)}; restore it, or start a new run with another --out"
+            f"{first_names(differences)}; restore it, or start a new run with another "
+            f"--out"
         )
 
 

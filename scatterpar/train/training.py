@@ -28,7 +28,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from scatterpar import ScatterOnceParallel, StepReport, weight_decay_groups
 from scatterpar.devices.device_ids import parse_devices, resolve
 from scatterpar.recipe import NoiseScale
-from scatterpar.train.data import Images, Request, Source, seed_host, seed_of
+from scatterpar.train.data import BatchRequest, Images, Source, seed_host, seed_of
 from scatterpar.train.feed import Feed
 from scatterpar.train.folders import TEST, TRAIN
 from scatterpar.train.libraries import library, suggestion
@@ -117,7 +117,7 @@ class Training:
         rows = torch.randperm(self.images, generator=generator)
         return rows.tensor_split(self.steps_per_epoch)
 
-    def requests(self) -> Iterator[Request]:
+    def requests(self) -> Iterator[BatchRequest]:
         """Yield what the feed must read from here to the end of the run."""
         start = self.position.consumed
         tested = self.position.tested
@@ -129,14 +129,14 @@ class Training:
             consumed = epoch * self.images
             for rows in self.order(epoch):
                 if consumed >= start:
-                    yield Request(TRAIN, rows, epoch)
+                    yield BatchRequest(TRAIN, rows, epoch)
                 consumed += len(rows)
 
-    def test_requests(self, part: str) -> Iterator[Request]:
+    def test_requests(self, part: str) -> Iterator[BatchRequest]:
         """Yield what the feed must read for a test."""
         rows = torch.arange(len(self.source.parts[part]))
         for batch in rows.split(max(FIRST, self.position.batch)):
-            yield Request(part, batch)
+            yield BatchRequest(part, batch)
 
     def rate(self) -> float:
         """Return the learning rate of the next step: warm-up, then a cosine to zero or

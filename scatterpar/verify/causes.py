@@ -20,17 +20,17 @@ from torch import Tensor
 from scatterpar.step.loss_weights import count_labels
 from scatterpar.verify.comparison import weighted_sum
 from scatterpar.verify.evidence import Evidence, Losses
-from scatterpar.verify.runs import Inconclusive, pieces_of
+from scatterpar.verify.runs import Inconclusive, pieces_of_parts
 
 _MAX_SIZES = 6  # of parts, in a text
 
 
-class Outcome(enum.Enum):
-    """What becomes of a step."""
+class Action(enum.Enum):
+    """What the engine does with a step after a look. Values are words of the log."""
 
-    RIGHT = "it goes on"
-    TOLD = "it goes on, after one warning"
-    REFUSED = "it is a ValueError, and nothing has changed"
+    PROCEED = "right"
+    WARN = "told"
+    REFUSE = "refused"
 
 
 @dataclass(frozen=True)
@@ -38,19 +38,19 @@ class Verdict:
     """The result of a look.
 
     Attributes:
-        outcome: what becomes of the step.
+        action: what becomes of the step.
         text: of the warning or the error.
         error: the replica's error that the text shows.
         problem: the first line of the text, if losses do not combine.
     """
 
-    outcome: Outcome
+    action: Action
     text: str = ""
     error: Exception | None = None
     problem: str = ""
 
 
-RIGHT = Verdict(Outcome.RIGHT)
+RIGHT = Verdict(Action.PROCEED)
 
 RETURN = "return it from forward, and take it from the output that the criterion gets"
 _NOTHING_CHANGED = "Nothing was changed; verify=False does not check."
@@ -64,11 +64,11 @@ def in_lines(problem: str, remedy: str, *notes: str) -> str:
 
 def _refused(problem: str, remedy: str, *notes: str) -> Verdict:
     text = in_lines(problem, remedy, *notes, _NOTHING_CHANGED)
-    return Verdict(Outcome.REFUSED, text)
+    return Verdict(Action.REFUSE, text)
 
 
 def _told(problem: str, remedy: str, *notes: str) -> Verdict:
-    return Verdict(Outcome.TOLD, in_lines(problem, remedy, *notes))
+    return Verdict(Action.WARN, in_lines(problem, remedy, *notes))
 
 
 def _size_of(difference: float) -> str:
@@ -261,7 +261,7 @@ def mean_over_labels(losses: Losses) -> Verdict | None:
 
 def _counts_of_labels(losses: Losses) -> Iterator[tuple[int, str, list[int]]]:
     """Yield ignored labels, a ``count=`` for them, and its results for the parts."""
-    pieces = pieces_of(losses.request, losses.parts)
+    pieces = pieces_of_parts(losses.request, losses.parts)
     inputs, targets = pieces[0]
     pattern = "scatterpar.count_labels({})"
     if targets is None and isinstance(inputs, Tensor):  # such as tokens
@@ -326,7 +326,7 @@ def unknown(losses: Losses) -> Verdict:
     )
 
 
-Cause = Callable[[Evidence], Verdict | None]
+CauseFunction = Callable[[Evidence], Verdict | None]
 CombinationCause = Callable[[Losses], Verdict | None]
 
 # How losses combine: the pair asks these alone.
@@ -338,7 +338,7 @@ COMBINATIONS: Sequence[CombinationCause] = (
     penalty,
     unknown,
 )
-CAUSES: Sequence[Cause] = (
+CAUSES: Sequence[CauseFunction] = (
     unrepeatable,
     rounding_alone,
     replica_alone,

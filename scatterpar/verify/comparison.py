@@ -18,7 +18,7 @@ from scatterpar.devices.transfers import to_host
 # A gradient below this part of the largest one may be rounding alone.
 SMALLEST_SCALE = 1e-2
 
-Gradients = Sequence[Tensor | None]
+LeafGradients = Sequence[Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,9 @@ def num_with_gradient(results: Sequence[Result]) -> int:
     return sum(result.has_gradient for result in results)
 
 
-def relative_difference(actual: Gradients, expected: Gradients) -> tuple[float, int]:
+def relative_difference(
+    actual: LeafGradients, expected: LeafGradients
+) -> tuple[float, int]:
     """The largest relative difference between gradients of the same tensors, and its
     position.
 
@@ -135,7 +137,7 @@ def _difference(actual: Tensor | None, expected: Tensor | None) -> Tensor | None
     return actual.to_dense() - expected.to_dense()
 
 
-def magnitudes(tensors: Gradients) -> list[float]:
+def magnitudes(tensors: LeafGradients) -> list[float]:
     """The largest absolute entry of each tensor; zero if it has none."""
     nothing = torch.zeros(1, device="cpu")
     norms = []

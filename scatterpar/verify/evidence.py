@@ -21,7 +21,7 @@ from scatterpar.verify.comparison import (
 )
 from scatterpar.verify.joined import OutputDifferences, compare_outputs
 from scatterpar.verify.rows import Part, Parts, ignored_values, unbound
-from scatterpar.verify.runs import NUM_NUDGES, Inconclusive, Runs, pieces_of
+from scatterpar.verify.runs import NUM_NUDGES, Inconclusive, Runs, pieces_of_parts
 
 _MAX_UNCOUNTED = 32  # rows that are searched for some that count= leaves out
 
@@ -328,4 +328,6 @@ def _terms_of(request: Request, parts: Parts) -> list[float]:
     without_batch = replace(
         request, batches=[batch_of(None, None, request.rows, request.dim)]
     )
-    return term_counts(without_batch, list(pairwise(ends)), pieces_of(request, parts))
+    return term_counts(
+        without_batch, list(pairwise(ends)), pieces_of_parts(request, parts)
+    )

@@ -23,7 +23,7 @@ from scatterpar.step.task import as_call
 from scatterpar.tables import Printed
 from scatterpar.threads.caller_context import autocast_types
 from scatterpar.torch_private import hooks_taken_off, uncompiled
-from scatterpar.verify.comparison import Gradients, magnitudes, relative_difference
+from scatterpar.verify.comparison import LeafGradients, magnitudes, relative_difference
 from scatterpar.verify.rounding import Rounding
 from scatterpar.verify.user_state import UserState
 
@@ -135,7 +135,7 @@ def _plain(
     device: torch.device,
     leaves: Sequence[Tensor],
     rounding: Rounding,
-) -> Gradients:
+) -> LeafGradients:
     """The gradients of the leaves. ``backward()`` would run the user's hooks."""
     for device_type in autocast_types():
         rounding.add(torch.get_autocast_dtype(device_type))

@@ -32,7 +32,7 @@ from scatterpar.verify.comparison import Result, num_with_gradient, weighted_sum
 from scatterpar.verify.evidence import Evidence, name_of, weighted_parts
 from scatterpar.verify.moved_state import moved_between
 from scatterpar.verify.rows import Part, Parts, RowChoice, in_two
-from scatterpar.verify.runs import Inconclusive, Run, Runs
+from scatterpar.verify.runs import Inconclusive, RunResult, Runs
 
 # A look that takes longer runs on the other replicas, too, because user code may wait
 # for them; after twice the time it is inconclusive.
@@ -276,7 +276,7 @@ class ReplicaLook:
             verdict, evidence.moved, lost, self.runs.shares_state, evidence.difference
         )
 
-    def _moved(self, rows: Part, run: Run) -> list[str]:
+    def _moved(self, rows: Part, run: RunResult) -> list[str]:
         """The names of state that each part moves, or each step's only call."""
         moved = moved_between(run.states)
         if self._has_one_substep():
@@ -302,7 +302,7 @@ class ReplicaLook:
             self._may_widen = False
         return self.runs.at_once(rows, self.runs.own_task)
 
-    def _in_parts(self, parts: Parts, weights: Sequence[float]) -> Run:
+    def _in_parts(self, parts: Parts, weights: Sequence[float]) -> RunResult:
         """The results of the replica, as the step is about to compute them."""
         between: Callable[[], None] | None = None
         if self._has_one_substep():  # each part is another replica's
@@ -326,7 +326,7 @@ class ReplicaLook:
                     return findings
         return None
 
-    def _verdict(self, evidence: Evidence, run: Run) -> Verdict:
+    def _verdict(self, evidence: Evidence, run: RunResult) -> Verdict:
         if evidence.difference > evidence.limit:
             return verdict_of(evidence)
         is_sum = not (self._request.is_mean or self._request.whole_batch)

@@ -81,7 +81,7 @@ class Inconclusive(Exception):
 
 
 @dataclass
-class Run:
+class RunResult:
     """What one run gave.
 
     Attributes:
@@ -281,7 +281,7 @@ class Runs:
         *,
         between: Callable[[], None] | None = None,
         nudge: int | None = None,
-    ) -> Run:
+    ) -> RunResult:
         """Loss and gradients of parts of rows, one after the other, times ``weights``.
 
         With ``whole_batch`` the joined outputs of all parts have one loss.
@@ -296,7 +296,7 @@ class Runs:
         """
         self.require_time()
         self.restart()
-        run = Run()
+        run = RunResult()
         joins = self.request.whole_batch
         with self._surroundings(task, nudge):
             outputs: list[Any] = []
@@ -432,7 +432,7 @@ class Runs:
 
     def pieces_of(self, parts: Parts) -> list[Any]:
         """The inputs and targets of each part of rows, as ``count=`` gets them."""
-        return pieces_of(self.request, parts)
+        return pieces_of_parts(self.request, parts)
 
     def _result(
         self, output: Any, rows: Part, task: ReplicaTask, weight: float = 1.0
@@ -558,7 +558,7 @@ def _smallest_leaves(attempt: Attempt, task: ReplicaTask) -> list[list[Tensor]]:
     return by_size[: max(1, bisect(sizes, MAX_ELEMENTS))]
 
 
-def pieces_of(request: Request, parts: Parts) -> list[Any]:
+def pieces_of_parts(request: Request, parts: Parts) -> list[Any]:
     """The inputs and targets of each part of rows, as ``count=`` gets them."""
     batch = request.batches[0]
     return [batch.select(part).unwrapped(copy=True) for part in parts]

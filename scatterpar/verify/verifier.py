@@ -20,7 +20,7 @@ from scatterpar.step.loss_weights import is_cross_entropy
 from scatterpar.step.request import Request
 from scatterpar.step.task import ReplicaTask
 from scatterpar.tables import shown
-from scatterpar.verify.causes import RETURN, Outcome, in_lines
+from scatterpar.verify.causes import RETURN, Action, in_lines
 from scatterpar.verify.evidence import name_of
 from scatterpar.verify.joins import Compute, JoinCheck
 from scatterpar.verify.look import Findings, look
@@ -93,9 +93,9 @@ class Verifier:
             self._note_inconclusive(question, kind, error, remedies)
             return
         verdict = findings.verdict
-        outcome = verdict.outcome.name.lower()
-        logger.debug("%s: %s", question.title(kind.looks), outcome)
-        if verdict.outcome is Outcome.REFUSED:
+        title = question.title(kind.looks)
+        logger.debug("%s: %s", title, verdict.action.value)
+        if verdict.action is Action.REFUSE:
             kind.is_refused = True
             if verdict.problem and remedies:
                 raise ValueError(f"{verdict.problem}\n{remedies} Nothing was changed.")
@@ -104,7 +104,7 @@ class Verifier:
         if kind.is_serial:
             self._warn_once(question.text_of_serial())
         self._tell_state(question, findings)
-        if verdict.outcome is Outcome.TOLD:
+        if verdict.action is Action.WARN:
             self._warn_once(verdict.text)
         kind.note_agreement(question.ranges)
 
@@ -162,7 +162,7 @@ def fits(attempt: Attempt, task: ReplicaTask) -> bool | None:
         findings = question.findings(looks=1)
     except Exception:  # inconclusive, or raised by user code
         return None
-    return findings.verdict.outcome is not Outcome.REFUSED
+    return findings.verdict.action is not Action.REFUSE
 
 
 class Question:

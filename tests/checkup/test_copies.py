@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from scatterpar.checkup import copies
-from scatterpar.checkup.copies import RouteResult, Verdict, on_copies, routes
+from scatterpar.checkup.copies import DoctorVerdict, RouteResult, on_copies, routes
 
 HOST = torch.device("cpu")
 VIRTUAL = [torch.device("cpu", 0), torch.device("cpu", 1)]
@@ -61,7 +61,7 @@ def test_altered_bytes_are_counted_by_size(monkeypatch):
 def test_a_route_is_a_line():
     result = RouteResult("cpu:0", "host", {1000: 0}, 2.5)
     assert str(result).split() == ["cpu:0", "to", "host", "2.50", "GB/s", "whole"]
-    assert str(Verdict("slow", "it waits")) == "slow because: it waits"
+    assert str(DoctorVerdict("slow", "it waits")) == "slow because: it waits"
 
 
 def test_a_copy_that_fails_is_a_finding_and_others_go_on(monkeypatch):

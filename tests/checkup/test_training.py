@@ -14,7 +14,7 @@ from scatterpar.checkup.training import (
     ONE,
     PER_CALL,
     Speed,
-    Step,
+    StepComparison,
     on_speed,
     on_step,
 )
@@ -37,7 +37,7 @@ def test_a_step_on_two_devices_is_exact():
 
 
 def test_each_warning_of_a_step_is_one_note():
-    step = Step(True, "gradients agree", ("too few rows", "too few rows"))
+    step = StepComparison(True, "gradients agree", ("too few rows", "too few rows"))
     assert kinds(on_step(step)) == ["fine", "note"]
 
 

@@ -24,7 +24,12 @@ from torch.utils.checkpoint import checkpoint
 from scatterpar import ScatterOnceParallel
 from scatterpar.devices.transfers import Transfers
 from scatterpar.replicas import sync_batch_norm
-from scatterpar.replicas.sync_batch_norm import Contribution, Meeting, Seat, pooled
+from scatterpar.replicas.sync_batch_norm import (
+    Contribution,
+    Meeting,
+    Seat,
+    pooled_deviations,
+)
 from scatterpar.threads.workers import Cancelled
 
 CHANNELS = 4
@@ -162,13 +167,13 @@ def test_moments_of_two_replicas_by_hand():
     """1, 2, 3 on one replica and 8 on the other: mean 3.5, squares 29."""
     first = torch.tensor([[2.0], [2.0]])
     second = torch.tensor([[8.0], [0.0]])
-    assert pooled([3, 1], [first, second]).tolist() == [[3.5], [29.0]]
+    assert pooled_deviations([3, 1], [first, second]).tolist() == [[3.5], [29.0]]
 
 
 def test_replica_without_values_left_out():
     first = torch.tensor([[2.0], [2.0]])
     nothing = torch.zeros(2, 1)
-    assert pooled([0, 3], [nothing, first]).tolist() == first.tolist()
+    assert pooled_deviations([0, 3], [nothing, first]).tolist() == first.tolist()
 
 
 def contribution(value, layer="norm"):

@@ -13,7 +13,7 @@ import torch
 from harness.oracle import seeded
 from torch import nn
 
-from scatterpar.splitting.evidence import Evidence
+from scatterpar.splitting.evidence import GradientEvidence
 from scatterpar.splitting.trial import Trial
 
 ROWS = torch.eye(4).repeat(2, 1)[:6] * torch.tensor([6.0, 5, 4, 3, 2, 1])[:, None]
@@ -49,7 +49,7 @@ def evidence_of(step, model=None, batch=ROWS, parts=2, loss=None):
         seconds=60.0,
     )
     expected = trial.first_reference().gradients
-    return Evidence(trial, expected, trial.outcomes(trial.split()))
+    return GradientEvidence(trial, expected, trial.results(trial.split()))
 
 
 def test_part_has_gradient_of_its_rows():

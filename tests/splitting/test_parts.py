@@ -7,7 +7,12 @@ import torch
 
 from scatterpar import Rows
 from scatterpar.splitting import parts
-from scatterpar.splitting.parts import cut, order_rows, tensors_with_rows, term_counts
+from scatterpar.splitting.parts import (
+    counts_of_rows,
+    cut,
+    order_rows,
+    tensors_with_rows,
+)
 
 LABELS = torch.tensor([[1, -100, -100], [1, 2, 3], [-100, 4, -100]])
 WEIGHTS = torch.tensor([0.5, 0.0, 0.9])
@@ -65,7 +70,7 @@ def test_equal_parts_with_rest_refused():
 
 
 def test_terms_are_counted_by_row():
-    counts = dict(term_counts([LABELS], 3))
+    counts = dict(counts_of_rows([LABELS], 3))
     assert counts["rows"] == [1, 1, 1]
     assert counts["labels that are not -100"] == [1, 3, 1]
     assert counts["labels that are not -100, without the first of a row"] == [0, 2, 1]
@@ -74,7 +79,7 @@ def test_terms_are_counted_by_row():
 
 def test_nonzero_entries_are_counted():
     mask = torch.tensor([[1, 1], [1, 0], [0, 0]])
-    assert dict(term_counts([mask], 3))["entries that are not 0"] == [2, 1, 0]
+    assert dict(counts_of_rows([mask], 3))["entries that are not 0"] == [2, 1, 0]
 
 
 def test_equal_label_counts_hide_terms():

@@ -44,12 +44,12 @@ BATCHES = [torch.tensor([[1.0], [3.0]]), torch.tensor([[5.0]])]
 
 
 def test_gradients_add_up_loss_is_returned():
-    outcome = run(sums, doubled(), BATCHES)
-    assert outcome.gradients["weight"].tolist() == [[9.0]]
-    assert outcome.gradients["weight"].dtype == torch.float64
-    assert outcome.loss == 10.0
-    assert outcome.drawn == frozenset()
-    assert outcome.coarsest is None
+    result = run(sums, doubled(), BATCHES)
+    assert result.gradients["weight"].tolist() == [[9.0]]
+    assert result.gradients["weight"].dtype == torch.float64
+    assert result.loss == 10.0
+    assert result.drawn == frozenset()
+    assert result.coarsest is None
 
 
 def test_earlier_gradient_does_not_count():
@@ -67,11 +67,11 @@ def test_double_makes_everything_float64():
 
     before = torch.get_default_dtype()
     try:
-        outcome = run(step, doubled(), BATCHES, in_double=True)
+        result = run(step, doubled(), BATCHES, in_double=True)
     finally:
         torch.set_default_dtype(before)  # what ``ProcessState`` does
     assert dtypes == [torch.float64] * 2
-    assert outcome.loss == 10
+    assert result.loss == 10
 
 
 def test_optimizer_gets_grad_has_no_effect():
@@ -145,10 +145,10 @@ def test_generators_drawn_from_are_named():
         sums(model, batches)
 
     try:
-        outcome = run(step, doubled(), BATCHES)
+        result = run(step, doubled(), BATCHES)
     finally:
         random.setstate(before)
-    assert outcome.drawn == {"torch", "Python"}
+    assert result.drawn == {"torch", "Python"}
 
 
 @pytest.mark.draws

@@ -12,7 +12,7 @@ from harness.pictures import CLASSES, write_folder
 from PIL import Image
 
 from scatterpar.train import data as data_module
-from scatterpar.train.data import FINAL, Request, load, open_data
+from scatterpar.train.data import FINAL, BatchRequest, load, open_data
 from scatterpar.train.folders import TEST, TRAIN
 from scatterpar.train.options import Options, UsageError
 
@@ -36,7 +36,7 @@ def refused(words, folder, **options):
 
 
 def read(data, rows, epoch=0, part=TRAIN):
-    return data[Request(part, torch.tensor(rows), epoch)]
+    return data[BatchRequest(part, torch.tensor(rows), epoch)]
 
 
 @pytest.mark.pictures

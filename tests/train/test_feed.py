@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness.pictures import broken_folder, truncate, write_folder
 
-from scatterpar.train.data import Request, open_data
+from scatterpar.train.data import BatchRequest, open_data
 from scatterpar.train.feed import (
     PIECE,
     BrokenError,
@@ -36,8 +36,8 @@ def requests(batch=70, epochs=2):
     found = []
     for epoch in range(epochs):
         order = torch.randperm(180, generator=torch.Generator().manual_seed(epoch))
-        found += [Request(TRAIN, rows, epoch) for rows in order.split(batch)]
-        found += [Request(TEST, torch.arange(12))]
+        found += [BatchRequest(TRAIN, rows, epoch) for rows in order.split(batch)]
+        found += [BatchRequest(TEST, torch.arange(12))]
     return found
 
 
@@ -45,7 +45,7 @@ def requests(batch=70, epochs=2):
 def test_requests_may_be_replaced(folder, workers):
     data, rows = opened(folder, workers=workers), torch.arange(120)
     first, second = (
-        [Request(TRAIN, part) for part in rows.split(size)] for size in (50, 30)
+        [BatchRequest(TRAIN, part) for part in rows.split(size)] for size in (50, 30)
     )
     with Feed(data, iter(first)) as feed:
         assert feed.take()[0].rows.tolist() == rows[:50].tolist()
@@ -59,11 +59,13 @@ def test_requests_may_be_replaced(folder, workers):
 def test_broken_picture_and_label_left_out(tmp_path):
     data, file = broken_folder(tmp_path)
     data.options, rows = replace(data.options, workers=1), torch.arange(36)
-    with Feed(data, [Request(TRAIN, rows), Request(TRAIN, rows[1:2])]) as feed:
+    with Feed(
+        data, [BatchRequest(TRAIN, rows), BatchRequest(TRAIN, rows[1:2])]
+    ) as feed:
         (_, found), (_, nothing) = feed.take(), feed.take()
         assert feed.broken == {file: 2}
     assert len(nothing.images) == len(nothing.labels) == 0
-    readable = data[Request(TRAIN, torch.cat([rows[:1], rows[2:]]))]
+    readable = data[BatchRequest(TRAIN, torch.cat([rows[:1], rows[2:]]))]
     assert all(map(torch.equal, found[:2], readable[:2]))
 
 
@@ -78,7 +80,10 @@ def test_all_broken_pictures_are_found(tmp_path, workers):
         truncate(file)
     with Feed(opened(tmp_path, workers=workers), limit=1) as feed:
         feed.request(
-            [Request(TEST, torch.arange(24)), Request(TRAIN, torch.arange(120))]
+            [
+                BatchRequest(TEST, torch.arange(24)),
+                BatchRequest(TRAIN, torch.arange(120)),
+            ]
         )
         feed.take()
         with pytest.raises(

@@ -14,7 +14,7 @@ from torch import nn
 from scatterpar.batch.batch import batch_of
 from scatterpar.step.request import Request
 from scatterpar.verify import causes
-from scatterpar.verify.causes import Outcome, verdict_of_combination
+from scatterpar.verify.causes import Action, verdict_of_combination
 from scatterpar.verify.comparison import Result, weighted_sum
 from scatterpar.verify.evidence import Losses
 
@@ -55,7 +55,7 @@ class ByHand(Losses):
 )
 def test_combination_named_by_its_weights(true_weights, remedy):
     verdict = verdict_of_combination(ByHand(true_weights))
-    assert verdict.outcome is Outcome.REFUSED
+    assert verdict.action is Action.REFUSE
     assert remedy in verdict.text
     assert (
         "your loss of 4 rows is not the mean of the losses of 3 + 1 rows"

@@ -16,7 +16,7 @@ from scatterpar.verify import look
 from scatterpar.verify.causes import RIGHT
 from scatterpar.verify.comparison import Result
 from scatterpar.verify.rounding import Rounding
-from scatterpar.verify.runs import Inconclusive, losses_of_cuts, pieces_of
+from scatterpar.verify.runs import Inconclusive, losses_of_cuts, pieces_of_parts
 
 ROWS = torch.arange(1.0, 7).double()[:, None]
 
@@ -147,7 +147,7 @@ def request(inputs, targets, criterion=total):
 
 
 def test_pieces_are_copies_of_rows():
-    (inputs, targets), (last, _) = pieces_of(request(ROWS, -ROWS), [[0, 2], [5]])
+    (inputs, targets), (last, _) = pieces_of_parts(request(ROWS, -ROWS), [[0, 2], [5]])
     assert inputs.flatten().tolist() == [1, 3]
     assert targets.flatten().tolist() == [-1, -3]
     inputs.zero_()

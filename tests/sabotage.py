@@ -71,7 +71,7 @@ SABOTAGES = [
         place="term_counts",
         text="float(stop - start) for",
         replacement="float(stop - start + (start == 0)) for",
-        seen_by="test_training_is_that_of_one_device",
+        seen_by="test_training_equals_one_device",
     ),
     Sabotage(
         name="the last micro-batch of a share is dropped",
@@ -80,7 +80,7 @@ SABOTAGES = [
         place="Substeps.train",
         text="[:max_substeps]",
         replacement="[: max_substeps or max(1, len(self._task.weights) - 1)]",
-        seen_by="test_training_is_that_of_one_device",
+        seen_by="test_training_equals_one_device",
     ),
     Sabotage(
         name="a sum is taken for a mean",
@@ -89,7 +89,7 @@ SABOTAGES = [
         place="compute_loss_weights",
         text="if request.is_mean:",
         replacement="if True:",
-        seen_by="test_a_step_is_that_of_plain_torch",
+        seen_by="test_step_equals_plain_torch",
     ),
     Sabotage(
         name="count= is ignored by engine.loss",
@@ -98,7 +98,7 @@ SABOTAGES = [
         place="ScatterOnceParallel.loss",
         text="reduction, count, scaler",
         replacement="reduction, None, scaler",
-        seen_by="test_a_loop_gets_what_plain_torch_gives_it",
+        seen_by="test_loop_gets_what_plain_torch_gives",
     ),
     Sabotage(
         name="ignore_index counts unless it is -100",
@@ -107,7 +107,7 @@ SABOTAGES = [
         place="terms_of_rows",
         text='option_of(criterion, "ignore_index", None)',
         replacement="None",
-        seen_by="test_a_step_is_that_of_plain_torch",
+        seen_by="test_step_equals_plain_torch",
     ),
     Sabotage(
         name="class weights do not count",
@@ -116,7 +116,7 @@ SABOTAGES = [
         place="terms_of_rows",
         text="if class_weight is not None:",
         replacement="if False:",
-        seen_by="test_a_step_is_that_of_plain_torch",
+        seen_by="test_step_equals_plain_torch",
     ),
     Sabotage(
         name="gradients that share memory are added to twice",
@@ -125,7 +125,7 @@ SABOTAGES = [
         place="unalias",
         text="leaves[number].grad = gradient.clone()",
         replacement="pass",
-        seen_by="test_a_loop_gets_what_plain_torch_gives_it",
+        seen_by="test_loop_gets_what_plain_torch_gives",
     ),
     Sabotage(
         name="a gradient of the criterion's is written by the second pass",
@@ -146,7 +146,7 @@ SABOTAGES = [
         place="reduce_gradients",
         text="functools.reduce(_plus, parts) if parts else None",
         replacement="parts[-1] if parts else None",
-        seen_by="test_a_loop_gets_what_plain_torch_gives_it",
+        seen_by="test_loop_gets_what_plain_torch_gives",
     ),
     Sabotage(
         name="a parameter that no replica used gets zeros",
@@ -164,7 +164,7 @@ SABOTAGES = [
         place="Substeps.run",
         text="weight * request.scale",
         replacement="weight",
-        seen_by="test_a_grad_scaler_scales_the_loss_as_in_plain_torch",
+        seen_by="test_grad_scaler_as_in_plain_torch",
     ),
     Sabotage(
         name="the factor that arrives at engine.loss is left out",
@@ -173,7 +173,7 @@ SABOTAGES = [
         place="_ReturnGradients.backward",
         text="gradient.mul_(factor_of_gradients)",
         replacement="pass",
-        seen_by="test_a_loop_gets_what_plain_torch_gives_it",
+        seen_by="test_loop_gets_what_plain_torch_gives",
     ),
     Sabotage(
         name="outputs are joined in another order",
@@ -238,7 +238,7 @@ SABOTAGES = [
         place="Ranks._exchange",
         text="weight / total if total else 0.0",
         replacement="1.0 / self.size",
-        seen_by="test_a_step_of_ranks_is_that_of_one_device",
+        seen_by="test_step_of_ranks_equals_one_device",
     ),
     Sabotage(
         name="the second pass draws other random numbers",
@@ -247,9 +247,7 @@ SABOTAGES = [
         place="Passes._recompute",
         text="self._attempt.generators.set_state(replica, self._states[sub_step])",
         replacement="pass",
-        seen_by=(
-            "test_same_seed_same_bits_and_the_random_state_moves_as_in_an_ordinary_step"
-        ),
+        seen_by=("test_same_seed_same_bits_and_random_state"),
     ),
     Sabotage(
         name="micro_batch_size= is exceeded",
@@ -258,7 +256,7 @@ SABOTAGES = [
         place="_plan",
         text="math.ceil(Fraction(stop - start, limits[replica]))",
         replacement="max(1, (stop - start) // limits[replica])",
-        seen_by="test_every_plan",
+        seen_by="test_every_plan_is_even_and_complete",
     ),
     Sabotage(
         name="steps are not checked",
@@ -267,7 +265,7 @@ SABOTAGES = [
         place="Verifier._check",
         text="if kind.is_due(question.ranges, details):",
         replacement="if False:",
-        seen_by="test_a_wrong_gradient_is_told_before_anything_changes",
+        seen_by="test_wrong_gradient_refused_in_time",
     ),
     Sabotage(
         name="0-dim outputs of a ragged share are averaged with equal weights",
@@ -330,7 +328,7 @@ SABOTAGES = [
         place="commit",
         text="pairs, outcome.request.scale)",
         replacement="pairs, 1.0)",
-        seen_by="test_a_grad_scaler_scales_the_loss_as_in_plain_torch",
+        seen_by="test_grad_scaler_as_in_plain_torch",
     ),
     Sabotage(
         name=(
@@ -368,7 +366,7 @@ SABOTAGES = [
         place="compute_loss_weights",
         text="count / total if count else 0.0",
         replacement="count / total",
-        seen_by="test_a_batch_without_terms_has_a_backward_pass_that_gives_nothing",
+        seen_by="test_no_terms_backward_gives_nothing",
     ),
     Sabotage(
         name="the noise of gradients counts a replica too many",
@@ -386,7 +384,7 @@ SABOTAGES = [
         place="gather",
         text="join_rows(moved, dim, rows)",
         replacement="join_rows(moved, dim, [1] * len(rows))",
-        seen_by="test_gather_of_lists_along_any_dimension_and_of_what_has_no_rows",
+        seen_by="test_gather_of_lists_and_rowless_values",
     ),
     Sabotage(
         name="an owner's new values of a sharded optimizer reach no other device",
@@ -395,7 +393,7 @@ SABOTAGES = [
         place="ShardedOptimizer._step_on_owners",
         text="if parameter in copies.numbers",
         replacement="if self._owners[parameter] == self._memories[0]",
-        seen_by="test_the_bits_of_the_plain_class_and_no_parameter_is_sent_again",
+        seen_by="test_plain_bits_no_parameter_sent_again",
     ),
     Sabotage(
         name="rounding of shares makes a sub-step more",
@@ -404,7 +402,7 @@ SABOTAGES = [
         place="_plan",
         text="number - _ROUNDING)",
         replacement="number)",
-        seen_by="test_rounding_of_the_given_numbers_makes_no_sub_step_more",
+        seen_by="test_rounded_shares_add_no_sub_step",
     ),
     Sabotage(
         name="costs are dealt without looking at shares",
@@ -422,7 +420,7 @@ SABOTAGES = [
         place="Ranks.__init__",
         text="self._collectives.broadcast_from_rank_0(module)",
         replacement="pass",
-        seen_by="test_the_first_ranks_parameters_are_taken_over",
+        seen_by="test_first_ranks_parameters_are_used",
     ),
     Sabotage(
         name=(
@@ -640,7 +638,7 @@ SABOTAGES = [
         place="Substeps._weighted_sum",
         text="if self._request.check_finite and not math.isfinite(loss):",
         replacement="if False:",
-        seen_by="test_names_replica_and_sub_step_and_changes_nothing",
+        seen_by="test_non_finite_loss_named_no_change",
     ),
     Sabotage(
         name="tries of an automatic accum leave what they wrote",
@@ -685,7 +683,7 @@ SABOTAGES = [
         place="Workers._wait",
         text="job.errors[_CALLER] = error",
         replacement="pass",
-        seen_by="test_a_long_step_ends_at_its_next_sub_step",
+        seen_by="test_long_step_ends_at_next_sub_step",
     ),
     Sabotage(
         name="threads that were abandoned keep replicas that the next step uses",
@@ -694,7 +692,7 @@ SABOTAGES = [
         place="ScatterOnceParallel._attempt",
         text="self._replicas.discard()",
         replacement="pass",
-        seen_by="test_the_second_time_does_not_wait_for_a_replica_that_is_stuck",
+        seen_by="test_second_ctrl_c_leaves_stuck_replica",
     ),
     Sabotage(
         name="a rank that fails lets the others wait",
@@ -703,7 +701,7 @@ SABOTAGES = [
         place="Ranks.failing_together",
         text="if not self._error_is_common:",
         replacement="if False:",
-        seen_by="test_a_rank_that_fails_fails_all",
+        seen_by="test_failing_rank_fails_all",
     ),
     Sabotage(
         name="two engines may step on one module at once",
@@ -743,7 +741,7 @@ SABOTAGES = [
         place="Generators._generator",
         text="replica + self._replica_offset",
         replacement="self._replica_offset",
-        seen_by="test_every_replica_of_every_rank_draws_masks_of_its_own",
+        seen_by="test_each_replica_draws_its_own_masks",
     ),
     Sabotage(
         name="a second pass and checks move the replicas' generators",
@@ -752,9 +750,7 @@ SABOTAGES = [
         place="ReplicaTask.isolated",
         text="restored(partial(generators.set_state, replica, state))",
         replacement="contextlib.nullcontext()",
-        seen_by=(
-            "test_same_seed_same_bits_and_the_random_state_moves_as_in_an_ordinary_step"
-        ),
+        seen_by=("test_same_seed_same_bits_and_random_state"),
     ),
     Sabotage(
         name="numbers that replicas draw in inference are drawn again",
@@ -809,7 +805,7 @@ SABOTAGES = [
         place="Wrapper.state_dict",
         text="return self._inner.state_dict(*args, **kwargs)",
         replacement="return super().state_dict(*args, **kwargs)",
-        seen_by="test_keys_are_the_module_s_and_load_with_or_without_a_prefix",
+        seen_by="test_keys_load_with_or_without_prefix",
     ),
     Sabotage(
         name="compile= is forgotten, and replicas run eagerly",
@@ -855,7 +851,7 @@ SABOTAGES = [
         place="Workers.parallel_apply",
         text="raise error",
         replacement="raise RuntimeError(str(error))",
-        seen_by="test_the_lowest_replica_speaks_and_the_others_are_noted_once",
+        seen_by="test_lowest_error_raised_others_noted",
     ),
     Sabotage(
         name="the note on an error names no sub-step",
@@ -873,7 +869,7 @@ SABOTAGES = [
         place="Rounding.tolerance",
         text="max([self._least_tolerance, *tolerances])",
         replacement="0.0",
-        seen_by="test_it_is_silent",
+        seen_by="test_right_program_is_silent",
     ),
     Sabotage(
         name="a closed engine steps on",
@@ -882,7 +878,7 @@ SABOTAGES = [
         place="Workers._refuse_if_closed",
         text="if self._closed:",
         replacement="if False:",
-        seen_by="test_close_twice_and_close_before_use",
+        seen_by="test_close_twice_and_before_use",
     ),
     Sabotage(
         name="a second backward pass of engine.loss gives nothing",
@@ -893,7 +889,7 @@ SABOTAGES = [
         replacement=(
             "return (None, None, None, *[None] * (len(ctx.needs_input_grad) - 3))"
         ),
-        seen_by="test_a_second_backward_pass_is_an_error",
+        seen_by="test_second_backward_is_an_error",
     ),
     Sabotage(
         name="a report says that nothing was tried again",
@@ -911,7 +907,7 @@ SABOTAGES = [
         place="ScatterOnceParallel._attempt",
         text="check_links(self.device_ids)",
         replacement="pass",
-        seen_by="test_the_engine_refuses_devices_whose_memory_brings_other_bytes",
+        seen_by="test_engine_refuses_corrupting_memory",
     ),
     Sabotage(
         name="the note on an error numbers rows in the order of a plan by cost",

@@ -77,7 +77,7 @@ def graph():
     return {name_of(path): set(imports(path)) for path in PACKAGE.rglob("*.py")}
 
 
-def test_the_page_names_all_packages_and_files():
+def test_page_names_all_packages_and_files():
     names = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py"}
     names |= {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     assert names - {"__init__", "__main__"} == set(LEVELS)
@@ -89,7 +89,7 @@ def test_no_package_imports_a_higher_one():
         assert not higher, module
 
 
-def test_the_page_names_all_implementations_of_the_schedule():
+def test_page_names_all_schedules():
     found = {
         node.name: path
         for path in PACKAGE.rglob("*.py")
@@ -102,7 +102,7 @@ def test_the_page_names_all_implementations_of_the_schedule():
     assert files == set(re.findall(r"`([\w/]+\.py)`", paragraph))
 
 
-def test_each_word_of_the_code_is_defined_where_the_page_says():
+def test_code_words_defined_where_page_says():
     rows = re.findall(
         r"^\| ([\w ]+) \| .* \| `(\w+)` in `([\w/]+\.py)` \|$",
         section("Words of the code"),
@@ -125,12 +125,12 @@ def test_a_class_name_means_one_thing():
     assert twice <= {"ScatterOnceTrainer"}  # two libraries have a trainer of their own
 
 
-def test_there_is_no_circle():
+def test_no_circular_imports():
     TopologicalSorter(graph()).prepare()  # or the error names the circle
 
 
 @pytest.mark.slow
-def test_the_engine_and_what_integrations_share_import_nothing_optional():
+def test_engine_imports_nothing_optional():
     code = """
 import sys, torch
 before = set(sys.modules)
@@ -151,7 +151,7 @@ def test_all_threads_start_in_one_file():
     assert starters == ["scatterpar.threads.workers"]
 
 
-def test_private_parts_of_torch_are_named_in_one_file():
+def test_private_torch_named_in_one_file():
     named = [
         name
         for name, text in sources().items()
@@ -180,14 +180,14 @@ def private_attributes_in(path):
             yield from {node.value} & private
 
 
-def test_the_page_lists_the_private_attributes_of_torch_that_other_files_read():
+def test_page_lists_private_attributes_read():
     files = [path for path in PACKAGE.rglob("*.py") if path.stem != "torch_private"]
     read = {name for path in files for name in private_attributes_in(path)}
     rows = re.findall(r"^\| (`_.*?) \|", section("What may call what"), re.MULTILINE)
     assert read == {name for row in rows for name in re.findall(r"`(\w+)`", row)}
 
 
-def test_how_it_works_has_the_sizes_of_messages_and_fingerprints():
+def test_how_it_works_has_sizes_of_messages():
     page = (DOCS / "how-it-works.md").read_text(encoding="utf-8")
     mebibyte = 2**20
     assert f"messages of up to {coalescing.CHUNK_BYTES // mebibyte} MiB" in page
@@ -218,7 +218,7 @@ def is_there(name, everything):
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
-def test_files_and_classes_that_a_page_names_are_there(page):
+def test_files_and_classes_of_pages_exist(page):
     code = re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8"))
     for path in [text for text in code if re.fullmatch(r"[\w/]+/\w+\.py", text)]:
         folders = PACKAGE, TESTS, TESTS.parent
@@ -230,7 +230,7 @@ def test_files_and_classes_that_a_page_names_are_there(page):
     assert not [name for name in names if not is_there(name, everything)]
 
 
-def test_each_package_says_what_it_holds_imports_and_runs_in():
+def test_packages_say_imports_and_threads():
     for path in PACKAGE.glob("*/__init__.py"):
         text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
         assert re.search("^Imports? ", text, re.MULTILINE), path
@@ -265,7 +265,7 @@ def is_cast(call):
     return not call.keywords and len(names) == 1 and names[0].endswith("dtype")
 
 
-def test_copies_between_memories_are_made_in_one_package():
+def test_copies_made_in_one_package():
     """The engine names no method that copies, outside of ``devices``; ``float()`` is
     not found.
 
@@ -286,7 +286,7 @@ def test_copies_between_memories_are_made_in_one_package():
     assert not found
 
 
-def test_every_operator_on_lists_is_asked_for_at_import():
+def test_list_operators_checked_at_import():
     """So that a version of torch without one is refused in words."""
     found = sources()
     asked = set(re.findall(r"\b_foreach_\w+", found.pop("scatterpar.torch_private")))
@@ -309,7 +309,7 @@ ORACLES = (
 
 
 @pytest.mark.parametrize("name", ORACLES)
-def test_what_compares_imports_public_names_alone(name):
+def test_oracles_import_public_names_only(name):
     """An oracle that used the package's own functions would agree with their faults."""
     path = Path(__file__).parent / "harness" / f"{name}.py"
     assert {*imports(path)} <= {"scatterpar"}
@@ -342,7 +342,7 @@ OF_THE_REPOSITORY = {
 }
 
 
-def test_each_file_of_tests_has_the_source_that_it_tests():
+def test_each_test_file_has_its_source():
     alone = set()
     for path in TESTS.rglob("test_*.py"):
         file = path.relative_to(TESTS)
@@ -357,7 +357,7 @@ def test_each_file_of_tests_has_the_source_that_it_tests():
 NOTHING_TO_TEST = {"__main__", "version", "train/preloaded"}
 
 
-def test_each_source_has_its_file_of_tests():
+def test_each_source_has_its_test_file():
     without = set()
     for path in PACKAGE.rglob("*.py"):
         file = path.relative_to(PACKAGE)
@@ -367,3 +367,17 @@ def test_each_source_has_its_file_of_tests():
     assert without == NOTHING_TO_TEST, (
         "write tests/X/test_y.py beside scatterpar/X/y.py"
     )
+
+
+LONGEST_NAME = 45  # characters after test_: object, condition, outcome
+
+
+def test_names_of_tests_are_short():
+    for path in TESTS.rglob("test_*.py"):
+        text = path.read_text(encoding="utf-8")
+        for name in re.findall(r"^def test_(\w+)", text, re.MULTILINE):
+            assert len(name) <= LONGEST_NAME, (
+                f"{path.name}: test_{name} is longer than test_ and {LONGEST_NAME} "
+                f"characters; name object, condition and outcome, and write the rest "
+                f"into its docstring"
+            )

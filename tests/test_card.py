@@ -82,7 +82,7 @@ GROUPS = (
 
 
 @pytest.mark.slow
-def test_rows_say_what_they_found_and_a_limit_ends_one_row_alone(tmp_path):
+def test_rows_tell_findings_limit_ends_one(tmp_path):
     page, options = arguments(tmp_path)
     outcome = run("-c", tried(tmp_path, ROWS), *options)
     assert outcome.code == 1, outcome.err
@@ -120,7 +120,7 @@ GROUPS = (rows.Group("only", 1.0, 1, (rows.Row("counts", "tried.counts", 600.0),
 
 
 @pytest.mark.slow
-def test_a_killed_run_leaves_a_page_with_all_findings_and_no_process(tmp_path):
+def test_killed_run_leaves_page_no_process(tmp_path):
     page, options = arguments(tmp_path)
     command = [sys.executable, "-c", tried(tmp_path, LONG), *options]
     process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL)
@@ -150,7 +150,7 @@ def _is_alive(pid):
     return True
 
 
-def test_every_row_can_be_found_and_a_group_ends_after_the_one_before():
+def test_every_row_is_found_groups_in_order():
     names = [row.name for group in rows.GROUPS for row in group.rows]
     assert len(names) == len(set(names))
     for group in rows.GROUPS:
@@ -165,7 +165,7 @@ def test_every_row_can_be_found_and_a_group_ends_after_the_one_before():
 
 
 @pytest.mark.slow
-def test_a_run_on_a_processor(tmp_path):
+def test_run_on_a_processor(tmp_path):
     page, options = arguments(tmp_path, "--seconds", "2000")
     words = "dropout", "two processes", "Ctrl-C", "gradient"
     outcome = run("-m", "benchmarks", "card", *options, "--only", *words, silence=600.0)
@@ -181,7 +181,7 @@ def test_wrong_devices_are_an_error(capsys):
     assert "cuda:99 is not here" in capsys.readouterr().err
 
 
-def test_the_page_of_predictions_has_those_of_the_code():
+def test_page_has_predictions_of_the_code():
     page = (ROOT / "benchmarks" / "card" / "README.md").read_text(encoding="utf-8")
     for prediction in predictions.ALL:
         low, high = f"{prediction.low:.2f}", f"{prediction.high:.2f}"
@@ -196,7 +196,7 @@ def test_the_page_of_predictions_has_those_of_the_code():
         (1.2, "MISSED: 1.20, predicted 1 to 1.02"),
     ],
 )
-def test_a_verdict_names_the_figure_that_it_was_compared_with(value, words):
+def test_verdict_names_compared_figure(value, words):
     assert predictions.TWICE.verdict(value) == words
 
 
@@ -209,5 +209,5 @@ def test_a_verdict_names_the_figure_that_it_was_compared_with(value, words):
         ([(0, 10)], [(1, 4), (3, 5), (5, 6)], 5),
     ],
 )
-def test_the_hidden_part_of_copies(copies, kernels, hidden):
+def test_hidden_part_of_copies(copies, kernels, hidden):
     assert speed.overlap(copies, kernels) == hidden

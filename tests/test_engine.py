@@ -121,7 +121,7 @@ RUNS += [(k, "by grad") for k in ("unused by some", "sparse gradients", "tied")]
 
 @pytest.mark.contract
 @pytest.mark.parametrize(("kind", "loop"), RUNS)
-def test_a_loop_gets_what_plain_torch_gives_it(kind, loop):
+def test_loop_gets_what_plain_torch_gives(kind, loop):
     case = KINDS[kind]
     model, twin = case.build(), case.build()
     batches = case.all(), case.rows(range(2, case.count))
@@ -142,7 +142,7 @@ def test_a_loop_gets_what_plain_torch_gives_it(kind, loop):
 
 @pytest.mark.contract
 @pytest.mark.draws
-def test_the_loss_is_that_of_forward_backward_and_the_call_does_all_else(devices):
+def test_loss_equals_forward_backward(devices):
     """Buffers, random state and the report move in the call; gradients wait."""
     model = normalised(nn.Dropout(0.5))
     twin, found = copy.deepcopy(model), []
@@ -171,7 +171,7 @@ def test_the_loss_is_that_of_forward_backward_and_the_call_does_all_else(devices
 
 
 @pytest.mark.contract
-def test_hooks_run_once_in_the_backward_pass_with_the_whole_gradient(devices):
+def test_hooks_run_once_on_whole_gradient(devices):
     model, twin = mlp(), mlp()
     seen = {model: [], twin: []}
     for one, calls in seen.items():
@@ -196,7 +196,7 @@ def test_hooks_run_once_in_the_backward_pass_with_the_whole_gradient(devices):
     assert_gradients(model, gradients(twin))
 
 
-def test_what_changes_between_the_call_and_the_backward_pass(devices):
+def test_gradient_is_that_of_the_call(devices):
     """The gradient is that of the call: a step of an optimizer meanwhile
     is no error.
     """
@@ -213,7 +213,7 @@ def test_what_changes_between_the_call_and_the_backward_pass(devices):
 
 
 @pytest.mark.contract
-def test_a_second_backward_pass_is_an_error(devices):
+def test_second_backward_is_an_error(devices):
     model = mlp()
     with ScatterOnceParallel(model, 2, devices(2)) as engine:
         loss = engine.loss(*FIRST, CE)
@@ -233,9 +233,7 @@ def test_a_second_backward_pass_is_an_error(devices):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("whole_batch", [False, True])
-def test_without_grad_it_is_a_number_and_nothing_runs_backward(
-    devices, mode, whole_batch
-):
+def test_no_grad_gives_number_no_backward(devices, mode, whole_batch):
     """Statistics move, as in plain torch."""
     model = normalised()
     twin, batch = copy.deepcopy(model), (*FIRST, nn.functional.cross_entropy)
@@ -255,7 +253,7 @@ def test_without_grad_it_is_a_number_and_nothing_runs_backward(
 
 
 @pytest.mark.filterwarnings("ignore:no label of this batch counts")
-def test_a_batch_without_terms_has_a_backward_pass_that_gives_nothing(devices):
+def test_no_terms_backward_gives_nothing(devices):
     with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
         engine.loss(FIRST[0], torch.full((9,), -100), CE).backward()
         assert all(p.grad is None for p in engine.module.parameters())
@@ -263,7 +261,7 @@ def test_a_batch_without_terms_has_a_backward_pass_that_gives_nothing(devices):
 
 @pytest.mark.contract
 @pytest.mark.parametrize("upstream", [1.0, 0.25])
-def test_a_grad_scaler_scales_the_loss_as_in_plain_torch(devices, upstream):
+def test_grad_scaler_as_in_plain_torch(devices, upstream):
     """Inside, the scale keeps small gradients; outside, the loop's own scaling brings
     it back.
     """
@@ -298,9 +296,7 @@ def test_a_grad_scaler_scales_the_loss_as_in_plain_torch(devices, upstream):
 
 
 @pytest.mark.parametrize("end", ["backward", "dropped"])
-def test_nothing_is_held_after_the_backward_pass(
-    devices, end, by_reference_counts_alone
-):
+def test_nothing_held_after_backward(devices, end, by_reference_counts_alone):
     """What waits for the backward pass is the sum itself, which becomes ``.grad``."""
     model = mlp()
     for parameter in model.parameters():
@@ -344,7 +340,7 @@ def step_of_a_rank(group, devices):
     return loss.detach(), number, found
 
 
-def test_ranks_give_the_gradient_of_all_batches(devices):
+def test_ranks_give_gradient_of_all_batches(devices):
     found = run_on_ranks(2, step_of_a_rank, devices(2))
     both = [torch.cat(pair) for pair in zip(FIRST, SECOND, strict=True)]
     expected, expected_gradients = whole_batch(mlp(), *both, CE)
@@ -356,7 +352,7 @@ def test_ranks_give_the_gradient_of_all_batches(devices):
             assert torch.equal(grads[name], found[0][2][name])
 
 
-def test_repr_shows_devices_sub_steps_and_what_is_no_default():
+def test_repr_shows_devices_and_options():
     model = build(lambda: nn.Linear(FEATURES, CLASSES))
     with ScatterOnceParallel(model, 4, ["cpu:0", "cpu:1"]) as engine:
         assert "device_ids=[cpu:0, cpu:1], accum=4\n" in repr(engine)

@@ -13,7 +13,7 @@ def notes(error):
     return getattr(error, "__notes__", [])
 
 
-def test_a_note_is_added_once():
+def test_note_is_added_once():
     error = ValueError()
     add_note(error, "replica 1")
     add_note(error, "replica 1")
@@ -26,7 +26,7 @@ class WithoutNotes(Exception):
         raise TypeError
 
 
-def test_an_error_that_refuses_notes_is_left_alone():
+def test_error_refusing_notes_left_alone():
     error = WithoutNotes()
     add_note(error, "replica 1")
     assert not notes(error)
@@ -37,7 +37,7 @@ def failing():
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_restores_run_in_order_after_the_body(fails):
+def test_restores_run_in_order_after_body(fails):
     order = []
     try:
         with restored(lambda: order.append(1), lambda: order.append(2)):
@@ -49,12 +49,12 @@ def test_restores_run_in_order_after_the_body(fails):
     assert order == [0, 1, 2, *["raised"] * fails]
 
 
-def test_a_restore_that_fails_after_the_body_is_raised():
+def test_failed_restore_after_body_is_raised():
     with pytest.raises(OSError, match="device lost"), restored(failing):
         pass
 
 
-def test_a_restore_that_fails_after_an_error_is_a_note_and_the_next_one_runs():
+def test_failed_restore_after_error_is_noted():
     order = []
     with (
         pytest.raises(ValueError, match="step") as caught,
@@ -66,7 +66,7 @@ def test_a_restore_that_fails_after_an_error_is_a_note_and_the_next_one_runs():
     assert order == [1]
 
 
-def test_an_interrupt_during_a_restore_is_raised():
+def test_interrupt_during_restore_is_raised():
     def interrupted():
         raise KeyboardInterrupt
 
@@ -74,7 +74,7 @@ def test_an_interrupt_during_a_restore_is_raised():
         restore_after(ValueError(), interrupted)
 
 
-def test_a_warning_points_to_the_caller_of_the_package(recwarn):
+def test_warning_points_to_users_line(recwarn):
     warn("a text")
     (warning,) = recwarn.list
     assert (str(warning.message), warning.filename) == ("a text", __file__)

@@ -27,7 +27,7 @@ def texts(caplog):
     return lambda: [record.getMessage() for record in caplog.records]
 
 
-def test_each_look_is_logged_with_its_verdict_and_no_other_step(texts):
+def test_only_looks_are_logged(texts):
     with ScatterOnceParallel(build(lambda: nn.Linear(4, 2)), 2, ["cpu"]) as engine:
         for _ in range(9):
             engine.forward_backward(ROWS, None, square)
@@ -35,7 +35,7 @@ def test_each_look_is_logged_with_its_verdict_and_no_other_step(texts):
     assert texts() == looks  # in steps 1, 2, 4 and 8
 
 
-def test_a_refusal_is_logged_too(texts):
+def test_refusal_is_logged(texts):
     def of_sums(output, _):
         return output.square().mean() * len(output)
 
@@ -45,7 +45,7 @@ def test_a_refusal_is_logged_too(texts):
         engine.forward_backward(ROWS, None, of_sums)
     assert texts() == [
         "look 1 at the criterion "
-        "test_a_refusal_is_logged_too.<locals>.of_sums, 8 rows: refused"
+        "test_refusal_is_logged.<locals>.of_sums, 8 rows: refused"
     ]
 
 
@@ -68,7 +68,7 @@ def test_tries_of_auto_accum_are_logged(texts):
 
 
 @pytest.mark.slow
-def test_the_log_is_silent_until_the_program_sets_it_up():
+def test_silent_until_program_sets_it_up():
     code = """
 import logging, sys, torch
 from scatterpar import ScatterOnceParallel

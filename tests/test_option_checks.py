@@ -19,7 +19,7 @@ NO_INTS = [
 
 
 @pytest.mark.parametrize(("value", "kind", "words"), NO_INTS)
-def test_no_int(value, kind, words):
+def test_non_integers_refused(value, kind, words):
     with pytest.raises(kind, match=words):
         check_int("accum", value, 1, " or 'auto'")
     check_int("accum", 1, 1)
@@ -37,7 +37,7 @@ NO_NUMBERS = [
 
 
 @pytest.mark.parametrize(("value", "kind", "words"), NO_NUMBERS)
-def test_no_number(value, kind, words):
+def test_non_numbers_refused(value, kind, words):
     with pytest.raises(kind, match=words):
         check_number("lr", value, "; a remedy")
     check_number("lr", 1e-300)
@@ -58,11 +58,11 @@ NO_SHARES = [
 
 
 @pytest.mark.parametrize(("shares", "kind", "words"), NO_SHARES)
-def test_no_shares(shares, kind, words):
+def test_wrong_shares_refused(shares, kind, words):
     with pytest.raises(kind, match=words):
         check_shares(shares, 2)
 
 
-def test_shares_are_numbers_and_equal_by_default():
+def test_shares_are_equal_by_default():
     assert check_shares([3, 1], 2) == (3, 1)
     assert check_shares(None, 2) == (1.0, 1.0)

@@ -40,7 +40,7 @@ def spans(share):
     accum=st.integers(1, 20),
     micro_batch_size=st.none() | st.integers(1, 60),
 )
-def test_every_plan(rows, replicas, accum, micro_batch_size):
+def test_every_plan_is_even_and_complete(rows, replicas, accum, micro_batch_size):
     options = (
         {"micro_batch_size": micro_batch_size} if micro_batch_size else {"accum": accum}
     )
@@ -66,7 +66,7 @@ def test_every_plan(rows, replicas, accum, micro_batch_size):
     assert position == rows
 
 
-def test_a_plan_is_pure_arithmetic():
+def test_plan_is_pure_arithmetic():
     engine = engine_on(4)
     assert engine.plan(10**12).shares[3].stop == 10**12
     assert engine.plan(9) == engine.plan(9)
@@ -74,7 +74,7 @@ def test_a_plan_is_pure_arithmetic():
     assert engine.last_step is None
 
 
-def test_a_plan_prints_as_a_table_in_a_notebook_too():
+def test_plan_prints_as_a_table():
     plan = ScatterOnceParallel(nn.ReLU(), 2, ["cpu:0", "cpu:1"]).plan(9)
     assert str(plan).splitlines() == [
         "9 rows on 2 replicas",
@@ -99,7 +99,7 @@ def test_ipython_shows_what_print_does():
 @pytest.mark.parametrize(
     ("shares", "substeps"), [(None, (6, 5, 5, 15)), ([3, 1], (6, 6, 6, 5, 8))]
 )
-def test_each_replica_may_have_a_micro_batch_size_of_its_own(devices, shares, substeps):
+def test_micro_batch_size_per_replica(devices, shares, substeps):
     batch = randn(31, FEATURES), randint(CLASSES, 31)
     options = {"device_ids": devices(2), "micro_batch_size": [6, 24], "shares": shares}
     with ScatterOnceParallel(linear(), **options) as engine:
@@ -114,7 +114,7 @@ def test_each_replica_may_have_a_micro_batch_size_of_its_own(devices, shares, su
     shares=st.lists(st.integers(1, 100), min_size=1, max_size=6)
     | st.sampled_from([[0.1, 0.7, 0.2], [1e-3, 1, 1]]),
 )
-def test_any_shares(rows, accum, shares):
+def test_any_shares_are_kept(rows, accum, shares):
     n = len(shares)
     plan = make_plan(rows, [CPU] * n, accum, shares=shares)
     parts = [Fraction(share) / sum(map(Fraction, shares)) for share in shares]
@@ -142,7 +142,7 @@ def test_any_shares(rows, accum, shares):
     ],
     ids=str,
 )
-def test_rounding_of_the_given_numbers_makes_no_sub_step_more(shares, accum, substeps):
+def test_rounded_shares_add_no_sub_step(shares, accum, substeps):
     """A float's 0.3 of 0.3 + 0.7 is more than three tenths: ten times that was cut into
     four.
     """
@@ -154,7 +154,7 @@ def test_rounding_of_the_given_numbers_makes_no_sub_step_more(shares, accum, sub
 
 @pytest.mark.contract
 @pytest.mark.parametrize("rows", [2, 7, 37])
-def test_the_gradient_of_shares_that_differ_is_exact(devices, rows):
+def test_unequal_shares_are_exact(devices, rows):
     batch = randn(rows, FEATURES), randint(CLASSES, rows)
     with ScatterOnceParallel(linear(), 3, devices(3), shares=[5, 1, 2]) as engine:
         assert_step(engine, *batch, nn.CrossEntropyLoss())
@@ -162,7 +162,7 @@ def test_the_gradient_of_shares_that_differ_is_exact(devices, rows):
         assert engine.last_step.plan == engine.plan(rows)
 
 
-def test_a_plan_says_where_its_rows_are():
+def test_plan_says_where_its_rows_are():
     plan = make_plan(9, [CPU] * 2, 2)
     assert [[*plan.rows_of(0, n)] for n in (0, 1)] == [[0, 1, 2], [3, 4]]
     assert [[*plan.rows_of(1, n)] for n in (0, 1)] == [[5, 6], [7, 8]]

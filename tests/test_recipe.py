@@ -72,7 +72,7 @@ def expected_rates(after_name, step):
 
 
 @pytest.mark.parametrize("after_name", AFTER)
-def test_every_step_has_the_rate_of_the_formula(after_name):
+def test_rate_follows_the_formula(after_name):
     optimizer = make_optimizer()
     scheduler = make_warmup(optimizer, after_name)
     for step in range(14):
@@ -86,9 +86,7 @@ def test_every_step_has_the_rate_of_the_formula(after_name):
 @pytest.mark.parametrize("after_name", AFTER)
 @pytest.mark.parametrize("saved_at", [2, 8])
 @pytest.mark.parametrize("optimizer_first", [True, False])
-def test_a_resumed_schedule_goes_on_as_if_never_interrupted(
-    after_name, saved_at, optimizer_first
-):
+def test_resumed_schedule_equals_unbroken(after_name, saved_at, optimizer_first):
     optimizer = make_optimizer()
     scheduler = make_warmup(optimizer, after_name)
     for _ in range(saved_at):
@@ -106,7 +104,7 @@ def test_a_resumed_schedule_goes_on_as_if_never_interrupted(
         advance(again, resumed)
 
 
-def test_a_rate_held_in_a_tensor_stays_that_tensor():
+def test_rate_in_a_tensor_stays_that_tensor():
     rate = torch.tensor(0.8, dtype=torch.float64)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=rate)
     scheduler = gradual_warmup(optimizer, 2, 0.4)
@@ -116,7 +114,7 @@ def test_a_rate_held_in_a_tensor_stays_that_tensor():
     assert rate.item() == pytest.approx(0.6)
 
 
-def test_the_rate_grows_with_the_batch():
+def test_rate_grows_with_the_batch():
     assert linear_scaled_lr(0.1, 8192) == pytest.approx(3.2)
     assert linear_scaled_lr(0.1, 64) == pytest.approx(0.025)
     assert linear_scaled_lr(0.1, 64, base_batch_size=32) == pytest.approx(0.2)
@@ -143,7 +141,7 @@ def mixed():
     return model
 
 
-def test_biases_and_normalisation_are_without_decay():
+def test_biases_and_norms_without_decay():
     model = mixed()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     decay, no_decay = weight_decay_groups(model, 0.01)
@@ -160,7 +158,7 @@ def block(norms, **parts):
     )
 
 
-def test_the_last_scale_of_each_residual_block_becomes_zero():
+def test_last_scale_of_residuals_is_zero():
     residual = {"downsample": None}
     basic, bottleneck, plain = block(2, **residual), block(3, **residual), block(2)
     without = block(1, bn2=nn.BatchNorm2d(2, affine=False), **residual)  # no scale

@@ -28,7 +28,7 @@ def report():
     )
 
 
-def test_as_text(report):
+def test_report_as_text(report):
     title, *table = str(report).splitlines()
     assert title == "loss 0.25, 5 rows on 2 replicas"
     assert [line.split() for line in table] == [
@@ -38,7 +38,7 @@ def test_as_text(report):
     ]
 
 
-def test_as_tables(report):
+def test_report_as_tables(report):
     page = report._repr_html_()
     assert "<p>loss 0.25, 5 rows on 2 replicas; waited 125.0 ms" in page
     assert "<td>scatter</td><td>1.5</td><td>1,234,567</td><td>2</td>" in page
@@ -56,12 +56,12 @@ SCALES = [
 
 
 @pytest.mark.parametrize(("signal", "noise", "scale"), SCALES)
-def test_the_noise_scale(signal, noise, scale):
+def test_noise_scale_by_hand(signal, noise, scale):
     found = GradientNoise(signal, noise).scale
     assert found == pytest.approx(scale, nan_ok=True)
 
 
-def test_repr_is_one_line_and_rows_per_second_leave_out_the_wait():
+def test_repr_is_one_line_speed_without_wait():
     plan = make_plan(8, [torch.device("cpu")] * 2, 1)
     seconds = {"scatter": 0.5, "replicate": 0.0, "compute": 1.0, "reduce": 0.5}
     report = StepReport(plan, 1.5, seconds, {}, {}, waited=9.0)

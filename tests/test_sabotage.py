@@ -9,7 +9,7 @@ import pytest
 from sabotage import ROOT, SABOTAGES, name_of_test, sabotaged
 
 
-def test_every_sabotage_applies_and_names_its_test():
+def test_sabotages_apply_and_name_a_test():
     """A place that has moved is named; ``python -m tests.sabotage WORDS`` tries what
     was mended.
     """

@@ -126,9 +126,7 @@ class Pair:
 
 @pytest.mark.parametrize("device_ids", PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize(("kind", "options"), KINDS.values(), ids=KINDS)
-def test_the_bits_of_the_plain_class_and_no_parameter_is_sent_again(
-    kind, options, device_ids, monkeypatch
-):
+def test_plain_bits_no_parameter_sent_again(kind, options, device_ids, monkeypatch):
     """And no operation mixes memories; foreach takes tensors of virtual devices for
     one's.
     """
@@ -143,7 +141,7 @@ def test_the_bits_of_the_plain_class_and_no_parameter_is_sent_again(
         pair.assert_same()
 
 
-def test_each_device_has_its_part_of_the_state():
+def test_each_device_has_its_part_of_state():
     model = build(
         lambda: nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(8)])
     )
@@ -187,7 +185,7 @@ def trained(model, devices, numbers, saved=None):
 @pytest.mark.parametrize(
     ("before", "after"), [(4, 3), (2, 4), (3, 0), (0, 3), (1, 2), (4, 1)]
 )
-def test_resumed_on_another_number_of_devices(before, after):
+def test_resumed_on_other_devices(before, after):
     """On none: with the plain class."""
     model, expected = mlp(), mlp()
     trained(expected, 0, range(4))
@@ -195,7 +193,7 @@ def test_resumed_on_another_number_of_devices(before, after):
     assert_same(list(model.parameters()), list(expected.parameters()))
 
 
-def test_muon_for_matrices_and_adamw_for_the_rest():
+def test_muon_beside_adamw():
     """Two of them over one engine, with schedules."""
     first = optim.AdamW, lambda p: p.ndim < 2
     with Pair(mlp().float(), PLACES["uneven"], *first, lr=0.01) as pair:
@@ -212,7 +210,7 @@ def test_muon_for_matrices_and_adamw_for_the_rest():
         pair.assert_same()
 
 
-def test_a_state_dict_is_a_copy_and_a_failed_load_changes_nothing():
+def test_state_dict_copied_bad_load_undone():
     with Pair(mlp(), VIRTUAL, optim.AdamW) as pair:
         pair.step(0)
         saved = pair.sharded.state_dict()
@@ -227,7 +225,7 @@ def test_a_state_dict_is_a_copy_and_a_failed_load_changes_nothing():
         assert_same(saved, kept)
 
 
-def test_hooks_run_once_with_the_sharded_optimizer():
+def test_hooks_run_once():
     seen = []
     with Pair(mlp(), VIRTUAL, optim.AdamW) as pair:
         one = pair.sharded
@@ -250,7 +248,7 @@ def test_hooks_run_once_with_the_sharded_optimizer():
     assert seen == [(number, one) for number in range(4)]
 
 
-def test_a_scaler_and_clipping():
+def test_scaler_and_clipping_as_plain():
     with Pair(mlp(), VIRTUAL, optim.AdamW) as pair:
         each = [(pair.sharded, pair.model), (pair.plain, pair.twin)]
         scalers = [torch.amp.GradScaler("cpu", 1024.0) for _ in each]
@@ -269,7 +267,7 @@ def test_a_scaler_and_clipping():
         pair.assert_same()
 
 
-def test_a_closure_is_called_once_with_gradients_on():
+def test_closure_called_once_with_grad():
     calls = []
     with Pair(mlp(), VIRTUAL, optim.SGD, lr=0.1) as pair:
 
@@ -317,7 +315,7 @@ WRITES = {
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 @pytest.mark.parametrize("when", ["before the step", "after the step"])
-def test_what_the_user_writes_is_seen(write, when):
+def test_users_writes_are_seen(write, when):
     with Pair(mlp(), VIRTUAL, optim.AdamW) as pair:
 
         def write_all():
@@ -358,7 +356,7 @@ class Across(optim.Optimizer):
 
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("shape", [(7, FEATURES), (7,), (CLASSES, 7), (CLASSES,)])
-def test_what_fails_at_an_owner_leaves_everything_as_it_was(shape, first, monkeypatch):
+def test_failure_at_an_owner_changes_nothing(shape, first, monkeypatch):
     with Pair(mlp(), VIRTUAL, Across) as pair:
         if not first:
             pair.step(0)
@@ -378,7 +376,7 @@ def test_what_fails_at_an_owner_leaves_everything_as_it_was(shape, first, monkey
         assert pair.sharded.param_groups[0]["seen"] > 0
 
 
-def test_copies_a_step_of_the_engine_and_a_closed_one_are_refused():
+def test_copies_and_closed_engines_refused():
     engine = ScatterOnceParallel(mlp(), 1, VIRTUAL[:2])
     optimizer = ShardedOptimizer(engine, optim.AdamW)
     for make in (copy.deepcopy, pickle.dumps):

@@ -30,7 +30,7 @@ def test_cells_of_html_are_escaped():
     assert as_html([["a < b"]]) == "<table><tr><td>a &lt; b</td></tr></table>"
 
 
-def test_many_numbers_are_cut_off_behind_one_of_them():
+def test_long_lists_cut_behind_a_number():
     numbers = ", ".join(map(str, range(10, 100)))  # four characters each
     text = shown(numbers)
     assert text == ", ".join(map(str, range(10, 28))) + ", ..."

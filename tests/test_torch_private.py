@@ -18,13 +18,13 @@ WORDS = (
 
 
 @pytest.mark.parametrize("name", ["_foreach_copy_", "_C._current_graph_task_id"])
-def test_at_import_a_missing_one_is_named(name, monkeypatch):
+def test_missing_name_told_at_import(name, monkeypatch):
     monkeypatch.delattr(f"torch.{name}")
     with pytest.raises(RuntimeError, match=WORDS.format(re.escape(f"torch.{name}"))):
         runpy.run_path(private.__file__)
 
 
-def test_without_the_dispatch_key_the_package_imports(monkeypatch):
+def test_imports_without_the_dispatch_key(monkeypatch):
     """``threads/test_generators.py`` says what replicas then do."""
     monkeypatch.setattr("torch._C._dispatch_key_parse", lambda name: torch.device(name))
     assert private.HAS_RANDOM_KEY
@@ -34,7 +34,7 @@ def test_without_the_dispatch_key_the_package_imports(monkeypatch):
 @pytest.mark.parametrize(
     ("mode", "records"), [("reduce-overhead", True), ("default", False)]
 )
-def test_another_function_is_compiled_with_the_same_options(mode, records):
+def test_compile_options_are_repeated(mode, records):
     how = private.compile_fn_of(torch.compile(lambda x: x, mode=mode))
     assert private.records_cuda_graphs(how) == records
     runs = []

@@ -59,7 +59,7 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.linspace(-1, 1, 32).view(8, 4), torch.ones(8, 3)
 
 
-def test_the_module_keeps_its_class() -> None:
+def test_module_keeps_its_class() -> None:
     engine = Engine(Net(), 2, CPUS)
     assert_type(engine, Engine[Net])
     assert_type(engine.module, Net)
@@ -73,7 +73,7 @@ def test_the_module_keeps_its_class() -> None:
     assert_type(DataParallelModel(Net(), CPUS).module, Net)
 
 
-def test_a_step_returns_a_loss_or_a_loss_and_outputs() -> None:
+def test_step_returns_loss_or_with_outputs() -> None:
     engine = Engine(Net(), 2, CPUS)
     rows, targets = batch()
     assert_type(engine.forward_backward(rows, targets, difference), Tensor)
@@ -114,7 +114,7 @@ def test_options_have_types() -> None:
         Engine(Net)  # type: ignore
 
 
-def test_a_name_that_an_engine_does_not_have_is_an_error() -> None:
+def test_unknown_name_is_an_error() -> None:
     engine = Engine(Net(), 2, CPUS)
     with pytest.raises(AttributeError):
         print(engine.nonsense)  # type: ignore
@@ -127,7 +127,7 @@ def test_a_name_that_an_engine_does_not_have_is_an_error() -> None:
     engine.acum = 4  # type: ignore
 
 
-def test_arguments_of_a_step_have_types() -> None:
+def test_step_arguments_have_types() -> None:
     engine = Engine(Net(), 2, CPUS)
     rows, targets = batch()
     labels = torch.arange(8) % 3
@@ -146,7 +146,7 @@ def test_arguments_of_a_step_have_types() -> None:
         engine.plan(8, costs=8)  # type: ignore
 
 
-def test_the_pair_and_the_optimizer_have_types() -> None:
+def test_pair_and_optimizer_have_types() -> None:
     rows, targets = batch()
     criterion = DataParallelCriterion(difference)
     outputs = DataParallelModel(Net(), CPUS)(rows)
@@ -164,7 +164,7 @@ def loop(model: Net, batches: list[tuple[Tensor, Tensor]]) -> None:
         (difference(model(rows), targets) / len(batches)).backward()
 
 
-def test_a_loop_may_name_the_class_of_its_module() -> None:
+def test_loop_may_name_its_modules_class() -> None:
     report = splitcheck(loop, Net(), batch(), parts=2)
     assert_type(report.passed, bool)
     with pytest.raises(TypeError):

@@ -62,7 +62,7 @@ def test_statement_at_a_line(line, function, lines):
         ("if book:\n", "if book:\n            print()\n", 19, 18),  # new
     ],
 )
-def test_a_line_of_today_is_found_in_an_older_record(old, new, line, recorded):
+def test_changed_line_found_in_older_record(old, new, line, recorded):
     now = TEXT.replace(old, new)
     assert now != TEXT
     lines = range(line, line + 1)
@@ -78,16 +78,14 @@ def test_a_line_of_today_is_found_in_an_older_record(old, new, line, recorded):
         ("scatterpar/plan.py:20", who.COMMAND),
     ],
 )
-def test_a_question_without_an_answer_says_the_way_out(
-    place, words, tmp_path, monkeypatch
-):
+def test_unanswered_question_has_remedy(place, words, tmp_path, monkeypatch):
     monkeypatch.chdir(who.ROOT)
     with pytest.raises(LookupError, match=words):
         who.question_of(who.Record(tmp_path), place)
 
 
 @pytest.mark.slow
-def test_a_record_has_threads_ranks_and_programs(tmp_path, monkeypatch):
+def test_record_has_threads_ranks_programs(tmp_path, monkeypatch):
     pytest.importorskip("coverage")
     monkeypatch.chdir(who.ROOT)
     record = who.Record(tmp_path / "who")

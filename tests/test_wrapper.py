@@ -58,9 +58,7 @@ def load(module, state):
 @pytest.mark.contract
 @each_factory
 @each_wrapper
-def test_keys_are_the_module_s_and_load_with_or_without_a_prefix(
-    devices, wrapper, make
-):
+def test_keys_load_with_or_without_prefix(devices, wrapper, make):
     wrapped = wrapper(make(), device_ids=devices(2))
     assert list(wrapped.state_dict(prefix="x.")) == [
         f"x.{key}" for key in make().state_dict()
@@ -75,7 +73,7 @@ def test_keys_are_the_module_s_and_load_with_or_without_a_prefix(
 
 @each_factory
 @each_wrapper
-def test_as_a_child_of_another_module(devices, wrapper, make):
+def test_child_of_another_module(devices, wrapper, make):
     """A parent saves and loads it under the keys that the bare model
     would have there.
     """
@@ -97,7 +95,7 @@ def test_as_a_child_of_another_module(devices, wrapper, make):
 
 
 @each_wrapper
-def test_parameters_modes_and_devices_are_the_module_s(devices, wrapper):
+def test_parameters_and_modes_of_the_module(devices, wrapper):
     model = mlp()
     wrapped = wrapper(model, device_ids=devices(2))
     assert all(
@@ -123,7 +121,7 @@ def test_loaded_weights_train(devices, assign):
     assert not torch.equal(before, after)
 
 
-def test_missing_and_unexpected_keys_are_named_as_the_module_names_them(devices):
+def test_missing_keys_named_as_by_module(devices):
     engine = ScatterOnceParallel(mlp(), 1, devices(2))
     state = prefixed(mlp().state_dict())
     del state["module.0.weight"]
@@ -176,7 +174,7 @@ def test_copies_work_and_share_nothing(devices, way, kind):
                 twin.forward_backward(BATCH[0] * float("nan"), BATCH[1], cross_entropy)
 
 
-def test_the_module_and_replicas_can_be_copied_after_steps(devices):
+def test_module_copied_after_steps(devices):
     """EMA libraries deep-copy the model in mid-training: nothing of the engine clings
     to it.
     """

@@ -16,7 +16,7 @@ def names(ways):
     return [f"{source} to {target}" for source, target in ways]
 
 
-def test_two_virtual_devices_have_routes_both_ways_and_with_the_host():
+def test_two_devices_have_all_routes():
     assert names(routes([*VIRTUAL, VIRTUAL[0]])) == [
         "host to cpu:0",
         "host to cpu:1",
@@ -27,19 +27,19 @@ def test_two_virtual_devices_have_routes_both_ways_and_with_the_host():
     ]
 
 
-def test_a_gpu_has_routes_with_pageable_and_pinned_memory():
+def test_gpu_routes_pageable_and_pinned():
     ways = names(routes(CARDS[:1]))
     assert ways[:2] == ["host to cuda:0", "pinned host to cuda:0"]
     assert ways[2:] == ["cuda:0 to host", "cuda:0 to pinned host"]
 
 
-def test_one_memory_has_no_routes_and_is_fine():
+def test_one_memory_has_no_routes():
     assert routes([HOST, HOST]) == []
     (verdict,) = on_copies([])
     assert str(verdict) == "fine: there is one memory: nothing is copied."
 
 
-def test_altered_bytes_are_counted_by_size(monkeypatch):
+def test_altered_bytes_counted_by_size(monkeypatch):
     """In each of three tries; the worst counts, and a copy that does nothing is seen."""
     tries = []
 
@@ -58,13 +58,13 @@ def test_altered_bytes_are_counted_by_size(monkeypatch):
     assert len({*tries}) == 3  # each try sends other bytes
 
 
-def test_a_route_is_a_line():
+def test_route_is_a_line():
     result = RouteResult("cpu:0", "host", {1000: 0}, 2.5)
     assert str(result).split() == ["cpu:0", "to", "host", "2.50", "GB/s", "whole"]
     assert str(DoctorVerdict("slow", "it waits")) == "slow because: it waits"
 
 
-def test_a_copy_that_fails_is_a_finding_and_others_go_on(monkeypatch):
+def test_failed_copy_is_a_finding(monkeypatch):
     whole = copies.carry
 
     def carry(tensor, source, target):
@@ -82,7 +82,7 @@ def test_a_copy_that_fails_is_a_finding_and_others_go_on(monkeypatch):
     assert {verdict.text for verdict in on_copies(found)} >= {words}
 
 
-def test_where_the_host_is_involved_the_advice_is_another():
+def test_advice_differs_for_host_routes():
     altered = {1000: 0, 2**20: 5}
     ways = ("host", "cuda:0"), ("cuda:0", "cuda:1")
     for verdict in on_copies([RouteResult(*way, altered, 10.0) for way in ways]):

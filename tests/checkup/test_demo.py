@@ -16,7 +16,7 @@ def findings():
 
 
 @pytest.mark.draws
-def test_the_demo_finds_the_hand_written_loop_wrong_and_the_counted_step_right(
+def test_hand_loop_wrong_counted_step_right(
     findings,
 ):
     size = 4 * sum(p.numel() for p in demo.LanguageModel().parameters())
@@ -28,7 +28,7 @@ def test_the_demo_finds_the_hand_written_loop_wrong_and_the_counted_step_right(
 
 
 @pytest.mark.draws
-def test_the_error_of_the_hand_written_loop_is_that_of_weights_by_micro_batch(
+def test_hand_loop_error_is_mean_of_means(
     findings,
 ):
     """The mean of means, computed from the labels' own losses in float64."""
@@ -52,7 +52,7 @@ def test_the_error_of_the_hand_written_loop_is_that_of_weights_by_micro_batch(
     assert findings.by_hand == pytest.approx(expected, rel=1e-3)
 
 
-def test_the_command_prints_the_page(capsys, findings, monkeypatch):
+def test_command_prints_the_page(capsys, findings, monkeypatch):
     monkeypatch.setattr(demo, "compare", lambda: findings)
     assert main(["demo"]) == 0
     page = capsys.readouterr().out

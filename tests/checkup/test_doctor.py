@@ -41,7 +41,7 @@ def kinds(verdicts):
     return [verdict.kind for verdict in verdicts]
 
 
-def test_a_sound_machine_is_fine(brief, capsys, tmp_path):
+def test_sound_machine_is_fine(brief, capsys, tmp_path):
     found = scatterpar.doctor(["cpu:0", "cpu:1"], json=tmp_path / "found.json")
     assert found.passed
     assert str(found) == capsys.readouterr().out
@@ -55,7 +55,7 @@ def test_a_sound_machine_is_fine(brief, capsys, tmp_path):
     assert written["step"]["is_exact"]
 
 
-def test_a_broken_way_is_found_and_no_other_is_blamed(brief, monkeypatch, capsys):
+def test_broken_route_alone_is_blamed(brief, monkeypatch, capsys):
     whole = copies.carry
 
     def carry(tensor, source, target):
@@ -84,7 +84,7 @@ def test_a_broken_way_is_found_and_no_other_is_blamed(brief, monkeypatch, capsys
         assert f"\n{verdict}" in part
 
 
-def test_a_step_that_fails_is_a_finding(brief, monkeypatch):
+def test_failed_step_is_a_finding(brief, monkeypatch):
     def copy(self, tensor, device, phase):
         raise RuntimeError("an illegal memory access was encountered")
 
@@ -129,7 +129,7 @@ def one_bit_off():
         yield
 
 
-def test_the_engine_refuses_devices_whose_memory_brings_other_bytes(monkeypatch):
+def test_engine_refuses_corrupting_memory(monkeypatch):
     """In a step, in inference, and again after the doctor has looked."""
     with seeded():
         module, inputs, labels = (

@@ -28,7 +28,7 @@ def kinds(verdicts):
     return [verdict.kind for verdict in verdicts]
 
 
-def test_a_step_on_two_devices_is_exact():
+def test_step_on_two_devices_is_exact():
     step = training.take_step(VIRTUAL)
     assert step.is_exact
     assert str(step).startswith("exact: gradients of 19 rows are ")
@@ -36,12 +36,12 @@ def test_a_step_on_two_devices_is_exact():
     assert kinds(on_step(step)) == ["fine"]
 
 
-def test_each_warning_of_a_step_is_one_note():
+def test_each_warning_is_one_note():
     step = StepComparison(True, "gradients agree", ("too few rows", "too few rows"))
     assert kinds(on_step(step)) == ["fine", "note"]
 
 
-def test_a_wrong_gradient_is_wrong(monkeypatch):
+def test_wrong_gradient_is_told(monkeypatch):
     whole = Transfers.copy
 
     def copy(self, tensor, device, phase):
@@ -55,13 +55,13 @@ def test_a_wrong_gradient_is_wrong(monkeypatch):
     assert str(verdict).startswith(f"WRONG because: {found.words}. If copies are fine")
 
 
-def test_the_ratio_is_the_median_over_rounds():
+def test_ratio_is_median_over_rounds():
     """Of 1 / 4, 2 / 1 and 9 / 3; not that of the medians, 2 / 3."""
     seconds = {ENGINE: [1.0, 2.0, 9.0], ONE: [4.0, 1.0, 3.0]}
     assert Speed(64, seconds, {}).ratio(ONE) == 2.0
 
 
-def test_parts_of_a_batch_add_up_to_its_gradient():
+def test_parts_add_up_to_batch_gradient():
     """``_accumulate`` is the plain loop that the engine is timed beside."""
     images, labels = training._batch(8, torch.float64)
     whole, in_parts = (training._network(VIRTUAL[0], torch.float64) for _ in range(2))
@@ -97,7 +97,7 @@ def timed(engine, one, per_call=None, phases=(0, 0, 1, 0), **alone):
         (timed(1.0, 1.9, cuda_0=0.1, cuda_1=0.25), "shares=[1.00, 0.40]"),
     ],
 )
-def test_why_it_is_slow_and_what_to_do(found, words):
+def test_slow_step_has_cause_and_remedy(found, words):
     slow = [
         verdict.text for verdict in on_speed(CARDS, found, 0) if verdict.kind == "slow"
     ]
@@ -115,7 +115,7 @@ def test_why_it_is_slow_and_what_to_do(found, words):
         (8, 0.6, "slow"),
     ],
 )
-def test_n_gpus_may_take_one_and_a_half_nth_of_one_gpus_time(count, of_one, kind):
+def test_n_gpus_may_take_1_5_nth_of_the_time(count, of_one, kind):
     """Eight GPUs that took 0.6 of one GPU's time were called fine."""
     devices = [torch.device("cuda", i) for i in range(count)]
     equal = {f"cuda_{i}": 0.1 + 0.005 * (i > 0) for i in range(count)}  # nearly
@@ -125,9 +125,7 @@ def test_n_gpus_may_take_one_and_a_half_nth_of_one_gpus_time(count, of_one, kind
 @pytest.mark.parametrize(
     ("devices", "load"), [([CARDS[0], *CARDS], 0.0), (VIRTUAL, 0.0), (CARDS, 4.0)]
 )
-def test_replicas_on_one_processor_and_busy_machines_get_no_verdict_on_speed(
-    devices, load
-):
+def test_no_speed_verdict_on_shared_or_busy(devices, load):
     """``[0, 0]`` was called slow, which it cannot help."""
     (verdict,) = on_speed(devices, timed(1.0, 1.0), load)
     assert verdict.kind == "note"
@@ -143,9 +141,7 @@ def test_replicas_on_one_processor_and_busy_machines_get_no_verdict_on_speed(
         (CARDS, 1.0, 0.02, "note"),
     ],
 )
-def test_a_gpu_that_waits_for_the_host_is_not_called_slow(
-    devices, of_one, waited, kind
-):
+def test_gpu_waiting_for_host_is_not_slow(devices, of_one, waited, kind):
     """The doctor's network is so small that a healthy GPU was idle most of the time."""
     speed = dataclasses.replace(timed(of_one, 1.0), waited=waited)
     (verdict,) = on_speed(devices, speed, 0)

@@ -126,7 +126,7 @@ JOINED = [(place, True) for place in ("backward", "criterion")]
     ("place", "joined"), [*((place, False) for place in PLACES), *JOINED]
 )
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_a_rank_that_fails_fails_all(place, joined, culprit):
+def test_failing_rank_fails_all(place, joined, culprit):
     found = run_on_ranks(
         2, functools.partial(fail, whole_batch=joined), place, [culprit]
     )
@@ -141,7 +141,7 @@ def test_a_rank_that_fails_fails_all(place, joined, culprit):
     )
 
 
-def test_ranks_that_fail_together_name_each_other():
+def test_ranks_failing_together_are_named():
     zero, one, two = run_on_ranks(3, fail, "forward", [0, 2])
     assert "rank 2 failed in this step too" in zero[1]
     assert "rank 0 failed in this step too" in two[1]
@@ -171,7 +171,7 @@ def disagree(group, how):
 
 
 @pytest.mark.parametrize("how", ["frozen", "reduction", "scale", "call", "labels"])
-def test_ranks_that_disagree_are_told_so(how):
+def test_disagreeing_ranks_are_told(how):
     """Of weights with equal shapes, one got the other's gradient; scaled ones were
     added up.
     """
@@ -217,7 +217,7 @@ def hungry(group, most):
 
 
 @pytest.mark.filterwarnings("ignore:accum=")
-def test_a_rank_alone_may_need_more_sub_steps_or_more_memory_than_there_is():
+def test_one_rank_may_need_more_sub_steps():
     assert run_on_ranks(2, hungry, 2) == [(1, [8]), (4, [1] * 8)]
     zero, one = run_on_ranks(2, hungry, 0)
     assert one[0] == "OutOfMemoryError"
@@ -254,7 +254,7 @@ def absent(group, folder):
     return found
 
 
-def test_who_waits_for_a_rank_that_does_not_come_says_what_for(tmp_path):
+def test_waiting_ranks_say_what_for(tmp_path):
     found, *_ = run_on_ranks(3, absent, tmp_path)
     waited_for = [
         "the flags and counts of all ranks",
@@ -282,7 +282,7 @@ def with_nccl_alone(group):
     return [str(warning.message) for warning in caught]
 
 
-def test_a_group_without_gloo_is_warned_of():
+def test_group_without_gloo_warns():
     ((words,),) = run_on_ranks(1, with_nccl_alone)
     assert words.startswith("the process group has nccl alone")
     assert 'init_process_group("cpu:gloo,' in words
@@ -310,7 +310,7 @@ def left(group):
     return raised, in_time(lambda: threads_of_gloo() == before)
 
 
-def test_the_end_of_a_group_is_the_end_of_its_threads():
+def test_end_of_group_ends_its_threads():
     """The engine once held gloo's threads alive; two of 15 runs then ended with an
     abort.
     """

@@ -68,7 +68,8 @@ def collectives_of(group, name):
         ("buffers of every dtype", ["float64", "uint8"]),
     ],
 )
-def test_a_step_has_a_small_collective_and_a_large_one_for_each_dtype(name, dtypes):
+def test_step_has_one_collective_per_dtype(name, dtypes):
+    """Beside a small one, for flags and counts."""
     for collectives in run_on_ranks(2, collectives_of, name):
         assert {call for call, _, _ in collectives} == {"all_reduce"}
         (_, _, small), *large = collectives
@@ -80,7 +81,7 @@ def test_a_step_has_a_small_collective_and_a_large_one_for_each_dtype(name, dtyp
         assert sum(size for *_, size in large) <= 8 * (elements + 100)
 
 
-def test_a_step_of_the_whole_batch_has_four_collectives():
+def test_whole_batch_has_four_collectives():
     """Two below 1 KiB, the outputs and targets, and the gradients."""
     first, second = run_on_ranks(2, collectives_of, "clip, one sub-step")
     assert [name for name, _, _ in first] == ["all_reduce"] * 4
@@ -113,7 +114,7 @@ def masks(group, replicas):
 
 
 @pytest.mark.parametrize("replicas", [1, 2, None])
-def test_every_replica_of_every_rank_draws_masks_of_its_own(replicas):
+def test_each_replica_draws_its_own_masks(replicas):
     found = run_on_ranks(3, masks, replicas)
     drawn = [tuple(mask) for seen in found for mask in seen]
     assert len(set(drawn)) == len(drawn) == 3 * 2 * (replicas or 2)
@@ -163,7 +164,7 @@ def lists_and_windows(group):
 
 @pytest.mark.contract
 @pytest.mark.parametrize("case", [scaled, several_engines, lists_and_windows])
-def test_two_ranks_are_one_device_with(case):
+def test_two_ranks_equal_one_device(case):
     run_on_ranks(2, case)
 
 
@@ -191,7 +192,7 @@ def step_beside_a_table(group, devices):
     return loss, gradients(model)
 
 
-def test_targets_without_rows_are_rank_0_s(devices):
+def test_rowless_targets_are_those_of_rank_0(devices):
     """A table that was marked ``Replicated`` was joined with the other ranks', row
     after row.
     """
@@ -222,7 +223,7 @@ def lists_of(group, where):
 
 
 @pytest.mark.parametrize("where", ["outputs", "targets"])
-def test_lists_are_refused_that_ranks_cannot_join(where):
+def test_unjoinable_lists_refused(where):
     """They were joined entry by entry, or rank 0's texts were taken for
     all rows' ones.
     """
@@ -262,7 +263,7 @@ def learn(group, noise):
 
 @pytest.mark.draws
 @pytest.mark.parametrize("noise", [0.1, 0.0])
-def test_the_criterion_counts_once_and_draws_alike(noise):
+def test_criterion_counts_once_draws_alike(noise):
     """Its statistics had the variance of more rows than there are: each rank has seen
     them all.
     """
@@ -350,7 +351,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("first", "second", "options", "words"), REFUSED)
-def test_what_is_refused_is_the_same_error_on_every_rank(first, second, options, words):
+def test_refusal_is_the_same_on_all_ranks(first, second, options, words):
     found = run_on_ranks(3, construct, [first, second, first], [{}, options, {}])
     kind, text = found[0]
     assert kind == "ValueError"
@@ -372,7 +373,7 @@ def taken_over(group):
     return [*module.state_dict().values()]
 
 
-def test_the_first_ranks_parameters_are_taken_over():
+def test_first_ranks_parameters_are_used():
     with seeded(0):
         expected = layers().state_dict().values()
     for found in run_on_ranks(3, taken_over):
@@ -386,7 +387,7 @@ def copied(group):
         return [failure(way, engine) for way in (copy.deepcopy, pickle.dumps)]
 
 
-def test_an_engine_with_a_group_says_what_to_copy_instead():
+def test_copy_of_engine_with_group_refused():
     for kind, words in run_on_ranks(1, copied)[0]:
         assert kind == "TypeError"
         assert "copy engine.module, or save engine.state_dict()" in words
@@ -400,7 +401,7 @@ def subgroup(group):
         return engine.forward_backward(*part(pair), CE)
 
 
-def test_a_group_of_some_of_the_ranks_and_a_process_outside_it():
+def test_subgroup_refuses_outside_processes():
     (kind, words), first, second = run_on_ranks(3, subgroup)
     assert kind == "TypeError"
     assert words.startswith(
@@ -422,7 +423,7 @@ def written(group):
         ), module.linear.weight.grad
 
 
-def test_parameters_that_a_forward_pass_writes_are_refused():
+def test_parameters_written_in_forward_refused():
     """Each rank would have gone on with values of its own."""
     for (kind, words), gradient in run_on_ranks(2, written):
         assert kind == "RuntimeError"

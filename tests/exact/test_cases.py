@@ -20,13 +20,13 @@ def test_no_case_hides_another():
     assert len(ALL) == sum(len(table.CASES) for table in TABLES)
 
 
-def test_the_default_run_names_runners():
+def test_default_run_names_runners():
     for name, case in ALL.items():
         assert {*case.default_run} <= {*RUNNERS, *ON_RANKS}, name
 
 
 @pytest.mark.parametrize(("case", "runner", "layout"), runs(ALL))
-def test_a_step_is_that_of_plain_torch(case, runner, layout):
+def test_step_equals_plain_torch(case, runner, layout):
     agree(case, runner, layout)
 
 
@@ -34,5 +34,5 @@ def test_a_step_is_that_of_plain_torch(case, runner, layout):
 @pytest.mark.parametrize(
     ("size", "table", "name", "runner"), runs_on_ranks(TABLES, slow=weighted)
 )
-def test_a_step_of_ranks_is_that_of_one_device(size, table, name, runner):
+def test_step_of_ranks_equals_one_device(size, table, name, runner):
     on_ranks(table, name, size, runner)

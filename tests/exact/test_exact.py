@@ -25,7 +25,7 @@ pytestmark = pytest.mark.core
 
 @pytest.mark.contract
 @pairwise(replicas=[1, 2, 4], accum=[1, 3, 16], rows=[64, 37, 9, 3, 1])
-def test_training_is_that_of_one_device(devices, replicas, accum, rows):
+def test_training_equals_one_device(devices, replicas, accum, rows):
     """A batch may change its size from step to step."""
     model = mlp()
     plain = copy.deepcopy(model)
@@ -52,7 +52,7 @@ def test_training_is_that_of_one_device(devices, replicas, accum, rows):
 
 
 @pytest.mark.contract
-def test_grad_tensors_are_kept_and_added_to_in_place(devices):
+def test_grad_tensors_added_to_in_place(devices):
     """Optimizers and flat-gradient tricks hold on to ``.grad``: it is added to, not
     replaced.
     """

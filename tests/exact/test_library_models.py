@@ -72,7 +72,7 @@ OTHERS = sorted({*IN_FLOAT64, *IN_FLOAT32} - {*QUICK})
 @pytest.mark.parametrize(
     "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 )
-def test_two_steps_of_a_model_of_transformers(name):
+def test_two_steps_of_library_models(name):
     """On two memories, where more can go wrong than in one."""
     tiny_config(name)  # or skip
     relative = 1e-5 if name in IN_FLOAT32 else 1e-9

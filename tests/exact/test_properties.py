@@ -33,7 +33,7 @@ CUTS = st.dictionaries(
     rows=st.integers(1, 12),
     dim=st.sampled_from([0, 1, -1, -2]),
 )
-def test_any_dimension(devices, cut, rows, dim):
+def test_any_dimension_is_exact(devices, cut, rows, dim):
     inputs, targets = (randn(rows, n).movedim(0, dim) for n in (FEATURES, CLASSES))
 
     def forward(m, inputs):
@@ -85,7 +85,7 @@ OUTPUTS = st.recursive(st.sampled_from(LEAVES), contained, max_leaves=8)
 
 @settings(max_examples=60)
 @given(devices=LAYOUTS, cut=CUTS, rows=st.integers(1, 11), wrap=OUTPUTS)
-def test_any_output(devices, cut, rows, wrap):
+def test_any_output_is_exact(devices, cut, rows, wrap):
     """Types and rows are the module's, in inference and where the pair's outputs are
     gathered.
     """

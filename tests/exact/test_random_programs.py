@@ -157,7 +157,7 @@ class Program:
 @pytest.mark.draws
 @pytest.mark.usefixtures("one_thread_an_operation")
 @pytest.mark.parametrize("seeds", [12, pytest.param(120, marks=pytest.mark.slow)])
-def test_wrong_programs_are_told_and_right_ones_are_not(seeds):
+def test_only_wrong_programs_are_told(seeds):
     right, wrong = {}, {}
     for program in map(Program, range(seeds)):
         off = [program.off_by(number) for number in range(1, 7)]

@@ -78,7 +78,7 @@ in_one_memory = functools.cache(lambda *given: trained(*given, [["cpu"] * 8]))
 
 @pytest.mark.contract
 @pairwise(layout=LAYOUTS, stops=[False, True], accum=[1, 3], whole_batch=[False, True])
-def test_the_bits_do_not_depend_on_the_layout(layout, stops, accum, whole_batch):
+def test_bits_do_not_depend_on_layout(layout, stops, accum, whole_batch):
     """Nor does it show that a run stopped on four devices and went on on another
     layout.
     """

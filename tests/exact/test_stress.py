@@ -52,7 +52,7 @@ def batch(kind):
     return randn(rows, FEATURES, seed=kind), randint(CLASSES, rows, seed=kind)
 
 
-def test_closed_from_another_thread_at_any_moment(devices, steps):
+def test_close_from_another_thread(devices, steps):
     """A step that is about to start once waited for workers that had just been told to
     end.
     """
@@ -73,7 +73,7 @@ def test_closed_from_another_thread_at_any_moment(devices, steps):
 
 
 @pytest.mark.slow
-def test_engines_and_pairs_of_several_threads_do_not_meet(devices, steps):
+def test_engines_of_threads_do_not_interfere(devices, steps):
     models = [block(seed) for seed in range(CALLERS)]
 
     def work(number):

@@ -32,7 +32,7 @@ def token_ids(rows):
     return randint(VOCABULARY, rows, LENGTH)
 
 
-def test_gpt2_hidden_states_are_asked_for_step_after_step(devices):
+def test_gpt2_hidden_states_in_every_step(devices):
     """The library installs its hooks lazily: in shared dictionaries replicas stacked
     them.
     """
@@ -55,7 +55,7 @@ def test_gpt2_hidden_states_are_asked_for_step_after_step(devices):
             )
 
 
-def test_gpt2_outputs_gather_to_the_library_s_type(devices):
+def test_gpt2_outputs_keep_library_type(devices):
     model = gpt2().eval()
     ids = token_ids(5)
     with ScatterOnceParallel(model, 2, devices(2)) as engine:
@@ -66,7 +66,7 @@ def test_gpt2_outputs_gather_to_the_library_s_type(devices):
     assert_alike(output[0], expected[0])
 
 
-def test_a_cache_of_keys_and_values_is_joined(devices):
+def test_key_value_cache_is_joined(devices):
     """The output had a list of caches. As an input, every replica got
     the whole cache.
     """
@@ -87,7 +87,7 @@ def test_a_cache_of_keys_and_values_is_joined(devices):
             assert_close(mine, its, "the tokens that follow")
 
 
-def test_experts_whose_load_is_balanced_over_the_whole_batch(devices):
+def test_router_loss_over_whole_batch_exact(devices):
     """The router's logits have the tokens of all rows in one dimension."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 

@@ -33,9 +33,7 @@ def criterion(output, targets):
 @pytest.mark.contract
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize(("replica", "number"), [(0, 0), (2, 1)])
-def test_names_replica_and_sub_step_and_changes_nothing(
-    devices, replica, number, value
-):
+def test_non_finite_loss_named_no_change(devices, replica, number, value):
     model, ids = mlp(), devices(3)
     with ScatterOnceParallel(model, 3, ids, check_finite=True) as engine:
         engine.forward_backward(INPUTS, LABELS, criterion)
@@ -48,7 +46,7 @@ def test_names_replica_and_sub_step_and_changes_nothing(
         assert_step(engine, INPUTS, LABELS, criterion)
 
 
-def test_by_default_it_passes_through_as_in_torch():
+def test_nan_passes_through_by_default():
     model = mlp()
     with ScatterOnceParallel(model, 3, ["cpu"] * 3) as engine:
         assert math.isnan(engine.forward_backward(*poisoned(1, 1, math.nan), criterion))

@@ -62,7 +62,7 @@ def outcome(found, layout):
 
 @pytest.mark.parametrize("name", PLACES)
 @on_each_layout
-def test_nothing_changes_and_the_next_step_is_exact(outcome, name):
+def test_fault_changes_nothing_next_is_exact(outcome, name):
     results = [
         json.loads(line) for line in outcome.out.splitlines() if line.startswith("{")
     ]
@@ -76,7 +76,7 @@ def test_nothing_changes_and_the_next_step_is_exact(outcome, name):
 
 
 @on_each_layout
-def test_the_process_ended_after_all_of_them(outcome):
+def test_process_ended_after_all_faults(outcome):
     assert outcome.code == 0
     assert outcome.out.endswith("end\n")
     assert "terminate called" not in outcome.err

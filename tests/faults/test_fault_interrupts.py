@@ -37,7 +37,7 @@ CASES = [  # the layout, how often Ctrl-C strikes, and where
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
-def test_an_interrupted_step_is_whole_or_not_at_all(request, case):
+def test_interrupted_step_is_whole_or_undone(request, case):
     layout, times, *place = case
     script = ("-m", "faults.interrupts", *map(str, case))
     if layout != "accelerator":
@@ -133,12 +133,12 @@ def visits_before(times, devices, pause):
 @pytest.mark.parametrize(
     "devices", [SHARED, ALONE, pytest.param(VIRTUAL, marks=pytest.mark.slow)]
 )
-def test_a_long_step_ends_at_its_next_sub_step(devices):
+def test_long_step_ends_at_next_sub_step(devices):
     assert visits_before(1, devices, "time.sleep(0.1)") < 60
 
 
 @pytest.mark.parametrize(
     "devices", [VIRTUAL, pytest.param(SHARED, marks=pytest.mark.slow)]
 )
-def test_the_second_time_does_not_wait_for_a_replica_that_is_stuck(devices):
+def test_second_ctrl_c_leaves_stuck_replica(devices):
     assert visits_before(2, devices, "release.wait(1000)") == 2

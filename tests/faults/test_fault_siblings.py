@@ -33,7 +33,7 @@ def raised(calls, devices, kind, *, accum, rows):
 
 
 @pytest.mark.parametrize("failing", [0, 2])
-def test_siblings_stop_at_their_next_sub_step(devices, failing):
+def test_siblings_stop_at_next_sub_step(devices, failing):
     """A replica's first sub-step fails once every other replica is in its own first
     sub-step.
     """
@@ -59,7 +59,7 @@ def test_siblings_stop_at_their_next_sub_step(devices, failing):
 
 @pytest.mark.contract
 @pytest.mark.parametrize("kind", [ValueError, SystemExit, KeyboardInterrupt])
-def test_the_lowest_replica_speaks_and_the_others_are_noted_once(devices, kind):
+def test_lowest_error_raised_others_noted(devices, kind):
     errors, barrier = [kind(f"from {i}") for i in range(3)], threading.Barrier(3)
 
     def fail(inputs):

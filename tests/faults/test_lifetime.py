@@ -90,7 +90,7 @@ def test_no_thread_tensor_or_cycle_is_left(devices, by_reference_counts_alone, l
 
 @pytest.mark.draws
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_data_loader_workers_fork_beside_a_live_engine(devices):
+def test_data_loader_forks_beside_engine(devices):
     how = {"num_workers": 2, "multiprocessing_context": "fork"}
     loader = DataLoader(TensorDataset(*BATCH), 6, **how)
     with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
@@ -100,7 +100,7 @@ def test_data_loader_workers_fork_beside_a_live_engine(devices):
 
 
 @pytest.mark.contract
-def test_close_twice_and_close_before_use(devices):
+def test_close_twice_and_before_use(devices):
     engine = ScatterOnceParallel(mlp(), 2, devices(2))
     engine.close()
     engine.close()
@@ -112,7 +112,7 @@ def test_close_twice_and_close_before_use(devices):
     assert workers() == []
 
 
-def test_an_engine_outlives_the_thread_that_used_it_and_follows_where_its_module_moves(
+def test_engine_outlives_thread_follows_module(
     devices,
 ):
     with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
@@ -168,7 +168,7 @@ def fail_twice(hidden):
 
 @pytest.mark.parametrize("accum", [1, 2])
 @pytest.mark.parametrize("name", ["a step", "outputs kept", "inference"])
-def test_a_call_leaves_what_it_returns_and_no_more(
+def test_call_leaves_only_what_it_returns(
     devices, by_reference_counts_alone, name, accum
 ):
     with ScatterOnceParallel(mlp(), accum, devices(3)) as engine:
@@ -199,7 +199,7 @@ def test_a_call_leaves_what_it_returns_and_no_more(
         ),
     ],
 )
-def test_an_error_of_memory_that_is_kept_keeps_no_activations(
+def test_kept_memory_error_frees_activations(
     devices, by_reference_counts_alone, fails, use, count
 ):
     """A notebook keeps the last error, so the next try would run out of memory, too."""
@@ -214,7 +214,7 @@ def test_an_error_of_memory_that_is_kept_keeps_no_activations(
 
 
 @pytest.mark.parametrize("whole_batch", [False, True])
-def test_a_try_that_ran_out_of_memory_holds_nothing_when_the_next_is_scattered(
+def test_failed_try_freed_before_next_scatter(
     devices, whole_batch, monkeypatch, by_reference_counts_alone
 ):
     outputs, found, scatter = [], [], scatterpar.engine.scatter

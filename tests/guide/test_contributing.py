@@ -17,19 +17,19 @@ SYMPTOMS = re.findall(
 )
 
 
-def test_each_symptom_names_a_sabotage_and_the_test_that_sees_it():
+def test_symptoms_name_sabotage_and_test():
     known = {(each.place, each.file, each.seen_by) for each in SABOTAGES}
     assert len(SYMPTOMS) >= 15
     assert set(SYMPTOMS) <= known
 
 
-def test_the_line_that_is_asked_for_is_in_the_function_of_the_example():
+def test_line_asked_for_is_in_its_function():
     [(file, line)] = re.findall(r"tests\.who (\S+):(\d+)$", PAGE, re.MULTILINE)
     function, _ = who.statement_at(read(file), int(line))
     assert f"`{function}` in `{file.removeprefix('scatterpar/')}`.\n" in PAGE
 
 
-def test_the_case_of_the_example_is_in_the_table_that_it_names():
+def test_case_of_example_is_in_its_table():
     [code] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     assert textwrap.dedent(f"   {code.strip()}") in read("tests/step/test_commit.py")
 
@@ -40,7 +40,7 @@ def test_words_of_sabotages_select_some():
 
 
 @pytest.mark.slow
-def test_commands_that_name_a_file_select_tests():
+def test_commands_of_files_select_tests():
     found = re.findall(r"-m (pytest tests/[^`]*)`", PAGE)
     assert len(found) >= 3
     for command in found:

@@ -23,7 +23,7 @@ MODULES = [
 
 @pytest.mark.draws
 @pytest.mark.parametrize("name", MODULES)
-def test_examples(name):
+def test_docstring_examples_run(name):
     if "sentence_transformers" in name:
         pytest.importorskip("sentence_transformers")
     if name.endswith(".fastai"):

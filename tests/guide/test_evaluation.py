@@ -30,7 +30,7 @@ def in_batches(*tensors):
     return list(zip(*(tensor.split(10) for tensor in tensors), strict=True))
 
 
-def test_a_classifier(devices, capsys):
+def test_classifier_as_plain_torch(devices, capsys):
     def network():
         hidden = nn.Linear(FEATURES, 8), nn.BatchNorm1d(8)
         return nn.Sequential(*hidden, nn.Linear(8, CLASSES))
@@ -48,7 +48,7 @@ def test_a_classifier(devices, capsys):
     assert found == [pytest.approx(loss, abs=1e-4), pytest.approx(100 * accuracy, 1e-3)]
 
 
-def test_a_language_model(devices, capsys):
+def test_language_model_as_plain_torch(devices, capsys):
     def criterion(logits, labels):
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
@@ -63,7 +63,7 @@ def test_a_language_model(devices, capsys):
     assert found == [pytest.approx(math.exp(loss), abs=1e-3)]
 
 
-def test_a_retrieval_model(devices, capsys):
+def test_retrieval_model_as_plain_torch(devices, capsys):
     model = build(lambda: nn.Linear(FEATURES, 5))
     queries = randn(ROWS, FEATURES)
     documents = queries + randn(ROWS, FEATURES, seed=5)

@@ -28,7 +28,7 @@ SHORT = {  # rows that are not divided evenly, and lines of which some are short
 
 @pytest.mark.draws
 @pytest.mark.parametrize("name", SHORT)
-def test_the_scripts_run_and_print_the_same(name, capsys, one_thread_an_operation):
+def test_scripts_run_and_print_the_same(name, capsys, one_thread_an_operation):
     script = example(name)
     train, printed, curves = script.train, [], []
 
@@ -55,7 +55,7 @@ PUBLIC = [*ROOT.glob("examples/*.py"), *ROOT.glob("notebooks/*.ipynb")]
 
 
 @pytest.mark.parametrize("path", PUBLIC, ids=lambda path: path.stem)
-def test_scripts_and_notebooks_import_public_names_alone(path):
+def test_scripts_import_public_names_only(path):
     source = path.read_text(encoding="utf-8")
     modules = re.findall(
         r'^[\s"]*(?:from|import) (scatterpar[\w.]*)', source, re.MULTILINE

@@ -35,7 +35,7 @@ def code_cells(path):
         for path in NOTEBOOKS
     ],
 )
-def test_it_runs(path, tmp_path, monkeypatch):
+def test_notebook_runs(path, tmp_path, monkeypatch):
     if needed := NEEDS.get(path.stem):
         if find_spec(needed) is None:
             pytest.skip(f"needs {needed}, see docs/other-loops.md")
@@ -59,7 +59,7 @@ def test_it_runs(path, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_is_kept_with_the_outputs_of_one_run(path):
+def test_notebook_has_outputs_of_one_run(path):
     cells = code_cells(path)
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     shown = {kind for cell in cells for kind in kinds(cell)}

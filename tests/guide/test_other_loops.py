@@ -95,7 +95,7 @@ LOOPS = {
         for title, (package, *_) in LOOPS.items()
     ],
 )
-def test_each_gradient_of_a_loop_is_that_of_plain_torch(title, monkeypatch):
+def test_gradients_of_loop_as_plain_torch(title, monkeypatch):
     # for those that import it
     monkeypatch.setattr(scatterpar, "ScatterOnceParallel", Checked)
     _, steps, given = LOOPS[title]
@@ -164,9 +164,7 @@ STEPS = {
         for title, (package, _) in STEPS.items()
     ],
 )
-def test_the_optimizer_of_a_loop_receives_the_gradient_of_the_whole_batch(
-    title, monkeypatch
-):
+def test_optimizer_gets_whole_batch_gradient(title, monkeypatch):
     """After all that the library does with it: dividing, scaling, clipping."""
     # for those that import it
     monkeypatch.setattr(scatterpar, "ScatterOnceParallel", Made)
@@ -210,7 +208,7 @@ def run_script(tmp_path, *parts, **variables):
 
 
 @needs("monarch")
-def test_monarch(tmp_path):
+def test_monarch_snippet_is_exact(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -227,7 +225,7 @@ for _, (loss, gradients) in found.items():
 
 
 @needs("ray")
-def test_ray_train(tmp_path):
+def test_ray_train_snippet_is_exact(tmp_path):
     check = """
 plain = make_model()
 for _ in range(3):
@@ -246,7 +244,7 @@ for name, ours in torch.load(path).items():
 
 
 @needs("ultralytics")
-def test_ultralytics(tmp_path):
+def test_ultralytics_snippet_is_exact(tmp_path):
     """Two epochs with the statistics of batch normalisation fixed; no test of the
     model.
     """

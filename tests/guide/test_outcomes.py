@@ -473,7 +473,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
 @pytest.mark.contract
 @pytest.mark.draws
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_wrong_gradient_is_told_before_anything_changes(devices, name):
+def test_wrong_gradient_refused_in_time(devices, name):
     """Each of two steps is refused: the first is not taken for verified."""
     case, words = REFUSED[name]
     model = case.build()
@@ -605,7 +605,7 @@ TOLD: dict[str, tuple[Case, str]] = {
 
 @pytest.mark.draws
 @pytest.mark.parametrize("name", TOLD)
-def test_it_is_told_once(devices, name):
+def test_program_warns_once(devices, name):
     case, words = TOLD[name]
     with ScatterOnceParallel(case.build(), case.accum, devices(2)) as engine:
         try:
@@ -616,7 +616,7 @@ def test_it_is_told_once(devices, name):
 
 
 @pytest.mark.parametrize("make", [Queue, net(carries, state=torch.zeros(CLASSES))])
-def test_attributes_of_one_replica_with_one_sub_step_are_told_by_name(make):
+def test_moved_attributes_told_by_name(make):
     """A schedule that counted its own calls stood at its start for ever."""
     case = case_of(make, accum=1)
     with ScatterOnceParallel(build(make), 1, ["cpu"]) as engine:
@@ -753,7 +753,7 @@ SILENT = {
 @pytest.mark.draws
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", SILENT)
-def test_it_is_silent(devices, name):
+def test_right_program_is_silent(devices, name):
     case = SILENT[name]
     with (
         ScatterOnceParallel(
@@ -769,7 +769,7 @@ def test_it_is_silent(devices, name):
 
 
 @pytest.mark.filterwarnings("error")
-def test_what_a_hook_fills_is_read_by_the_replica_that_filled_it(devices):
+def test_hook_values_read_by_own_replica(devices):
     """It was another replica's in 1 to 5 of 20 steps, without a word. In turn, it is
     exact.
     """

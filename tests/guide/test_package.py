@@ -22,7 +22,7 @@ def test_one_place_holds_the_version():
     assert installed == scatterpar.__version__
 
 
-def test_an_index_shows_what_the_readme_says():
+def test_index_page_says_what_readme_says():
     assert SETUP["metadata"]["long_description"] == "file: docs/package.md"
     page, readme = read("docs/package.md"), read("README.md")
     targets = re.findall(r"\]\(([^)]+)\)", page)
@@ -33,7 +33,7 @@ def test_an_index_shows_what_the_readme_says():
         assert f". **{name}**" in readme, name
 
 
-def test_the_api_pages_have_every_public_name():
+def test_api_pages_have_all_public_names():
     pages = read("docs/api.md")
     documented = {
         *re.findall(r"auto(?:class|function):: scatterpar\.(\w+)$", pages, re.MULTILINE)
@@ -42,7 +42,7 @@ def test_the_api_pages_have_every_public_name():
     assert documented | {*scatterpar.recipe.__all__} == {*scatterpar.__all__}
 
 
-def test_the_licence_of_the_images_is_packed():
+def test_licence_of_images_is_packed():
     files = SETUP["metadata"]["license_files"].split()
     assert [Path(file).name for file in files] == ["LICENSE", "SOURCE.md"]
     assert "The MIT License (MIT)" in read(files[1])

@@ -346,7 +346,7 @@ def follow(monkeypatch, tmp_path):
 @pytest.mark.draws
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile's
 @pytest.mark.parametrize(("page", "title"), ALL, ids=lambda text: text or "top")
-def test_each_gradient_of_a_section_is_that_of_plain_torch(page, title, follow, capsys):
+def test_gradients_of_section_as_plain_torch(page, title, follow, capsys):
     names = follow(page, title)
     code = "\n".join(PAGES[page][title])
     assert ("print(" in code) == bool(capsys.readouterr().out)
@@ -365,7 +365,7 @@ class OnTwo(Checked):
 
 
 @pytest.mark.draws
-def test_the_page_on_contrastive_losses_makes_all_its_names(monkeypatch):
+def test_contrastive_page_defines_its_names(monkeypatch):
     """From top to bottom, without other libraries where they are not installed."""
     monkeypatch.setattr(scatterpar, "ScatterOnceParallel", OnTwo)
     Checked.engines.clear()
@@ -382,7 +382,7 @@ def test_the_page_on_contrastive_losses_makes_all_its_names(monkeypatch):
 
 
 @pytest.mark.draws
-def test_a_run_that_is_resumed_is_bit_for_bit_the_same_as_uninterrupted(follow):
+def test_resumed_run_has_the_same_bits(follow):
     def train(epochs, seed):
         """A run with everything that a checkpoint has."""
         net = build(
@@ -418,7 +418,7 @@ def test_a_run_that_is_resumed_is_bit_for_bit_the_same_as_uninterrupted(follow):
 
 
 @pytest.mark.draws
-def test_an_epoch_that_is_resumed_has_each_row_once(follow):
+def test_resumed_epoch_has_each_row_once(follow):
     dataset = TensorDataset(
         torch.arange(30.0)[:, None].double().expand(-1, 4), randint(3, 30)
     )
@@ -437,7 +437,7 @@ def test_an_epoch_that_is_resumed_has_each_row_once(follow):
 
 @pytest.mark.loops
 @pytest.mark.draws
-def test_qlora(follow, tmp_path):
+def test_qlora_example_runs(follow, tmp_path):
     bitsandbytes = pytest.importorskip("bitsandbytes")
     peft, transformers = (
         pytest.importorskip("peft"),

@@ -47,7 +47,7 @@ def debugged():
     return names, follow
 
 
-def test_the_error_and_its_notes_are_those_of_the_page(debugged):
+def test_error_and_notes_as_on_the_page(debugged):
     names, follow = debugged
     with pytest.raises(IndexError) as caught:
         follow(0)
@@ -61,7 +61,7 @@ def test_the_error_and_its_notes_are_those_of_the_page(debugged):
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly")
-def test_the_row_whose_loss_is_nan_anomaly_detection_and_the_check(debugged, capsys):
+def test_nan_row_anomaly_and_check_are_shown(debugged, capsys):
     names, follow = debugged
     follow(3, with_engine=True)
     follow(4, with_engine=True)
@@ -76,7 +76,7 @@ def test_the_row_whose_loss_is_nan_anomaly_detection_and_the_check(debugged, cap
 
 
 @pytest.mark.draws
-def test_splitcheck_prints_what_its_page_shows(capsys):
+def test_splitcheck_prints_what_page_shows(capsys):
     text = read("docs/splitcheck.md")
     names = {"__name__": "page"}
     shown = []
@@ -131,11 +131,11 @@ def test_each_snippet_runs(name, monkeypatch, tmp_path, capsys):
     gc.collect()
 
 
-def test_the_first_page_shows_the_first_snippet():
+def test_first_page_shows_first_snippet():
     assert blocks(read("docs/index.md"), "python") == [START[0]]
 
 
-def test_the_pair_gives_the_gradient_of_the_whole_batch():
+def test_pair_gives_whole_batch_gradient():
     names, plain = namespace(), namespace()
     run(PAIR[0], names)
     plain["criterion"](plain["net"](plain["images"]), plain["labels"]).backward()
@@ -145,7 +145,7 @@ def test_the_pair_gives_the_gradient_of_the_whole_batch():
     assert names["right"] == right.sum()
 
 
-def test_the_plan_that_is_shown():
+def test_shown_plan_is_the_engines():
     plan = make_plan(4096, [torch.device("cuda", i) for i in range(4)], accum=16)
     assert f"```text\n{plan}\n```" in read("docs/how-it-works.md")
 
@@ -157,7 +157,7 @@ THEIRS = (
 THEIRS += "|more than 1 value|torchvision::|Could not import"
 
 
-def test_the_messages_under_troubleshooting_are_ours():
+def test_troubleshooting_quotes_our_messages():
     source = "\n".join(file.read_text() for file in (ROOT / "scatterpar").rglob("*.py"))
     source = re.sub(r"""["']\s*\n\s*f?["']""", "", source)
     rows = re.findall(r"^\| (.*?) \|", read("docs/troubleshooting.md"), re.MULTILINE)
@@ -170,7 +170,7 @@ def test_the_messages_under_troubleshooting_are_ours():
 
 
 @pytest.mark.draws
-def test_what_stops_on_four_goes_on_on_two(monkeypatch, tmp_path, capsys):
+def test_run_of_four_devices_resumes_on_two(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     (code,) = blocks(read("docs/same-bits.md"), "python")
     run(code, {})

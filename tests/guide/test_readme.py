@@ -20,7 +20,7 @@ CONTRIBUTING = read("CONTRIBUTING.md")
 DIFFS = blocks(README, "diff") + blocks(read("docs/start.md"), "diff")
 
 
-def test_three_commands_that_install_with_the_tested_versions():
+def test_install_commands_pin_versions():
     commands = re.findall(
         r"^python3 -m venv .*", f"{README}\n{CONTRIBUTING}", re.MULTILINE
     )
@@ -36,7 +36,7 @@ def test_three_commands_that_install_with_the_tested_versions():
     assert commands[2].endswith("sphinx-build -q -W --keep-going -c docs . build/guide")
 
 
-def test_constraints_hold_what_the_extras_ask_for():
+def test_constraints_cover_the_extras():
     listed = "\n".join(SETUP["options.extras_require"].values())
     asked = set(re.findall(r"^([\w-]+)(?:\[\w+\])?>=", listed, re.MULTILINE)) | {
         "torch"
@@ -47,7 +47,7 @@ def test_constraints_hold_what_the_extras_ask_for():
 
 @pytest.mark.draws  # a DataLoader does
 @pytest.mark.parametrize("number", range(len(DIFFS)))
-def test_a_migration_keeps_the_gradient(number):
+def test_migration_keeps_the_gradient(number):
     after, plain = namespace(), namespace()
     after["dataset"] = TensorDataset(after["images"].cpu(), after["labels"].cpu())
     run(
@@ -77,7 +77,7 @@ def texts():
     return names | {"engine": engine, "splitcheck": splitcheck}
 
 
-def test_the_refusal_is_what_the_engine_says():
+def test_refusal_is_what_the_engine_says():
     snippet = blocks(README, "python")[0]
     shown = blocks(README, "text")[0]
     with pytest.raises(ValueError, match="the criterion next_word") as caught:
@@ -86,7 +86,7 @@ def test_the_refusal_is_what_the_engine_says():
     assert shown.split() == f"ValueError: {problem} {remedy}".split()
 
 
-def test_the_remedy_of_the_refusal_is_exact():
+def test_remedy_of_refusal_is_exact():
     names = texts()
     function, _, _ = blocks(README, "python")[0].partition("\nengine.")
     exec(function, names)
@@ -102,7 +102,7 @@ def test_the_remedy_of_the_refusal_is_exact():
 
 
 @pytest.mark.draws
-def test_splitcheck_says_what_the_readme_shows(capsys):
+def test_splitcheck_says_what_readme_shows(capsys):
     names = texts()
     function, _, _ = blocks(README, "python")[0].partition("\nengine.")
     run(function + blocks(README, "python")[1], names)
@@ -110,7 +110,7 @@ def test_splitcheck_says_what_the_readme_shows(capsys):
 
 
 @pytest.mark.draws
-def test_the_script_prints_that_the_gradient_is_exact(capsys):
+def test_script_prints_exact_gradient(capsys):
     """But for the difference, which depends on the processor."""
     run(blocks(README, "python")[2], {})
     digits = r"\d\.\d+e-\d+, in \d\.\w+"
@@ -119,11 +119,11 @@ def test_the_script_prints_that_the_gradient_is_exact(capsys):
     assert printed.strip() == re.sub(digits, "…", shown)
 
 
-def test_the_readme_is_read_in_a_minute():
+def test_readme_is_read_in_a_minute():
     assert len(README.splitlines()) <= 100
 
 
-def test_the_figures_are_those_of_the_benchmarks(monkeypatch):
+def test_figures_are_those_of_benchmarks(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
     from benchmarks.readme import TABLES, between
 

@@ -82,7 +82,7 @@ test_steps_run_on_users_streams
 
 copies do not wait for the rows that another card computes
 -sender.wait_stream(torch.accelerator.current_stream(source))
-test_a_batch_that_a_card_has_just_been_told_to_compute
+test_batch_being_computed_is_waited_for
 
 a step that fails does not wait for rows that are under way
 -copied.synchronize()
@@ -90,18 +90,18 @@ test_pinned_batch_reusable_after_failure
 
 any number of micro-batches is staged
 -self._pinned[0].synchronize()
-test_the_host_waits_before_it_stages_more: staged
+test_host_waits_before_staging_more: staged
 
 inference does not wait until pinned memory was read
 -_, event = self._pending.popitem()
 -            event.synchronize()
 +self._pending.popitem()
-test_pinned_memory_may_be_written_after_inference
+test_pinned_memory_free_after_inference
 
 the host waits for the losses awake
 -event = record_event(device)
 -        event.synchronize()
-test_the_host_sleeps_until_the_losses_are_there: awake
+test_host_sleeps_until_losses_arrive: awake
 
 a graph is captured before its stream waits
 -stream.wait_stream(current)
@@ -115,7 +115,7 @@ test_graph_gradients_equal_whole_batch
 the host waits for every micro-batch
 -self._targets.pop(number, None)
 +current.synchronize()
-test_few_waits_whatever_the_model_and_the_sub_steps: AssertionError
+test_waits_do_not_grow_with_sub_steps: AssertionError
 
 streams are taken anew from torch's pool
 -return _duplicate(_streams[key])
@@ -125,17 +125,17 @@ test_engines_take_their_streams_once: AssertionError
 memory that a copy writes is let go of when the copy is asked for
 -self._targets[number] = [target for _, target in requested]
 +self._targets[number] = []
-test_memory_that_a_copy_still_writes_is_not_given_out
+test_memory_being_written_not_given_out
 
 copies that are dropped are not waited for
 -if self._targets:
 -                self.synchronize()
-test_memory_that_a_copy_still_writes_is_not_given_out
+test_memory_being_written_not_given_out
 
 rows that are not pinned are not staged
 -return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
 +return tensor
-test_rows_that_are_not_pinned_are_staged: AssertionError
+test_unpinned_rows_are_staged: AssertionError
 
 workers are on their default streams, not on the caller's
 -stack.enter_context(_duplicate(stream))
@@ -144,36 +144,36 @@ test_steps_run_on_users_streams
 gradients of a graph are not copied out
 -for leaf, copy in zip(leaves_with_static, copies, strict=True):
 +for leaf, copy in zip(leaves_with_static, static_gradients, strict=True):
-test_gradients_may_be_read_on_another_stream_during_the_next_captured_step
+test_gradients_readable_during_next_replay
 
 the host reads what has not arrived
 -to_device(torch.cat(parts), HOST).split(
 +to_device(torch.cat(parts), HOST, non_blocking=True).split(
-test_what_the_host_reads_has_arrived: AssertionError
+test_values_read_by_host_have_arrived: AssertionError
 
 a capture that failed is not ended
 -torch_private.give_up_capture(kernels, self._device, self._pool)
-test_a_failed_capture_leaves_allocator_and_generator_as_they_were: Error
+test_failed_capture_restores_allocator: Error
 
 a capture uses the workspaces of other graphs
 -torch_private.free_cublas_workspaces()
 -        kernels.capture_begin(
 +kernels.capture_begin(
-test_the_end_of_an_engine_leaves_the_workspaces_of_another: AssertionError
+test_closed_engine_leaves_others_workspaces: AssertionError
 
 what is computed after a capture uses the graph's workspaces
 -finally:
 -            torch_private.free_cublas_workspaces()
 +finally:
 +            pass
-test_the_end_of_an_engine_leaves_the_workspaces_of_another: AssertionError
+test_closed_engine_leaves_others_workspaces: AssertionError
 
 a capture that is lost is not tried again
 -except _CaptureLost:
 -                return self._recorded(rows, number)
 +except _CaptureLost:
 +                raise
-test_a_thread_that_waits_for_the_card_during_a_capture: AssertionError
+test_waiting_thread_breaks_the_capture: AssertionError
 """
 MUTATIONS = [read(entry) for entry in TABLE.strip().split("\n\n")]
 

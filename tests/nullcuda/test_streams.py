@@ -54,7 +54,7 @@ def test_engines_take_their_streams_once(place):
     assert all(each == used[0] for each in used[1:])
 
 
-def test_rows_that_are_not_pinned_are_staged():
+def test_unpinned_rows_are_staged():
     """A copy from pageable memory keeps the host, and is no copy beside the
     computation.
     """
@@ -67,7 +67,7 @@ def test_rows_that_are_not_pinned_are_staged():
     assert copies == [False] * 8
 
 
-def test_what_the_host_reads_has_arrived():
+def test_values_read_by_host_have_arrived():
     """A copy to pinned memory, as torch makes one that does not wait, would be read too
     early.
     """
@@ -80,7 +80,7 @@ def test_what_the_host_reads_has_arrived():
 
 
 @pytest.mark.parametrize("is_dropped", [False, True])
-def test_memory_that_a_copy_still_writes_is_not_given_out(is_dropped):
+def test_memory_being_written_not_given_out(is_dropped):
     """Nobody waits for these rows: their tensor is dropped, and so is what asked for
     them.
     """
@@ -101,7 +101,7 @@ def test_memory_that_a_copy_still_writes_is_not_given_out(is_dropped):
 # --- graphs ---
 
 
-def test_gradients_may_be_read_on_another_stream_during_the_next_captured_step():
+def test_gradients_readable_during_next_replay():
     """They are the caller's own; a graph adds up in tensors that stay."""
     model, given = network(), batch()
     engine = ScatterOnceParallel(model, 4, [0], graphs=True, verify=False)
@@ -123,7 +123,7 @@ def reads(m, x):
     return m.dropout(m.body(x) * float(x.sum().item() > -1e9))
 
 
-def test_a_failed_capture_leaves_allocator_and_generator_as_they_were():
+def test_failed_capture_restores_allocator():
     """Before torch 2.13 both stayed in the capture: no draws, and memory that never
     came back.
     """
@@ -167,7 +167,7 @@ def workspaces_in_pools():
     return len(segments)
 
 
-def test_the_end_of_an_engine_leaves_the_workspaces_of_another():
+def test_closed_engine_leaves_others_workspaces():
     """All graphs are captured on one stream. From torch 2.12 on the end of a graph frees
     the workspaces of its stream, to which the kernels of another graph still write.
     """
@@ -195,9 +195,7 @@ def wait_for_the_card():
 
 @pytest.mark.parametrize(("lost", "is_told"), [(1, False), (2, True)])
 @pytest.mark.parametrize("when", ["in the criterion", "at the end"])
-def test_a_thread_that_waits_for_the_card_during_a_capture(
-    when, lost, is_told, monkeypatch
-):
+def test_waiting_thread_breaks_the_capture(when, lost, is_told, monkeypatch):
     """The capture is lost. A second try may succeed; else sub-steps run without graphs.
 
     At the end: no operator fails, but the end of the capture.
@@ -239,7 +237,7 @@ def test_a_thread_that_waits_for_the_card_during_a_capture(
     assert [words in str(warning.message) for warning in told] == [True] * is_told
 
 
-def test_garbage_is_collected_once_per_step_that_captures(monkeypatch):
+def test_garbage_collected_once_per_capture(monkeypatch):
     collections = []
     collect = gc.collect
     monkeypatch.setattr(gc, "collect", lambda: collections.append(1) or collect())

@@ -85,7 +85,7 @@ def plain_loop(model):
 
 
 @pytest.mark.parametrize("cards", CARDS)
-def test_few_waits_whatever_the_model_and_the_sub_steps(cards):
+def test_waits_do_not_grow_with_sub_steps(cards):
     """A step waits for each card's losses, and for little else; none in a sub-step."""
     waits = []
     for accum in (ACCUM, 4 * ACCUM):
@@ -97,7 +97,7 @@ def test_few_waits_whatever_the_model_and_the_sub_steps(cards):
 
 
 @pytest.mark.parametrize("cards", CARDS)
-def test_a_card_launches_what_a_plain_loop_launches_and_sends_each_byte_once(cards):
+def test_launches_equal_plain_loop(cards):
     plain = plain_loop(network())
     with ScatterOnceParallel(network(), ACCUM, list(range(cards))) as engine:
         each, report = settled(engine, rows=64 * cards), engine.last_step
@@ -115,7 +115,7 @@ def test_a_card_launches_what_a_plain_loop_launches_and_sends_each_byte_once(car
     "where",
     [needing(2, "cuda:0"), needing(2, "cuda:1"), needing(4, "cuda:3")],
 )
-def test_a_batch_that_a_card_has_just_been_told_to_compute(where):
+def test_batch_being_computed_is_waited_for(where):
     """On a card of a replica, and on one that has none: who sends waits until it is
     there.
 
@@ -131,7 +131,7 @@ def test_a_batch_that_a_card_has_just_been_told_to_compute(where):
     assert loss == again
 
 
-def test_pinned_memory_may_be_written_after_inference():
+def test_pinned_memory_free_after_inference():
     """What has no rows does not come with them: these are on the card already.
 
     The first time, the host waits for other reasons.
@@ -145,7 +145,7 @@ def test_pinned_memory_may_be_written_after_inference():
             card.host_writes(scale)
 
 
-def test_the_host_waits_before_it_stages_more():
+def test_host_waits_before_staging_more():
     """What is not pinned is copied to memory that is: of two micro-batches, however
     many there are.
 
@@ -156,7 +156,7 @@ def test_the_host_waits_before_it_stages_more():
     assert one["event_sync"] >= 8 - 2, "more than two micro-batches may be staged"
 
 
-def test_the_host_sleeps_until_the_losses_are_there():
+def test_host_sleeps_until_losses_arrive():
     """A copy to the host waits, too, but awake: that keeps a core from launching."""
     ids = list(range(min(2, torch.cuda.device_count())))
     with ScatterOnceParallel(network(), 2, ids, verify=False) as engine:
@@ -182,7 +182,7 @@ def script(code, **variables):
     return done.out.split()
 
 
-def test_no_context_on_a_card_that_was_not_given():
+def test_no_context_on_other_gpus():
     """A context costs some hundred megabytes, and shows in every list of processes.
 
     torch itself enters every visible card at the first copy between two of them.
@@ -197,7 +197,7 @@ print(*[card.has_context(device) for device in range(4)])
     assert script(code) == ["False", "True", "False", "False"]
 
 
-def test_the_fewest_sub_steps_that_fit_into_a_card():
+def test_fewest_sub_steps_that_fit_a_gpu():
     """``accum="auto"`` meets torch's own allocator: with one sub-step fewer memory runs
     out.
     """

@@ -51,7 +51,7 @@ def recorded(accum, devices):
     return Recorder.calls
 
 
-def test_rows_stay_on_their_device_for_a_second_pass_only():
+def test_rows_kept_for_second_pass_only():
     """Under ``no_grad``, too, they once stayed until the criterion had ended."""
     on_device = []
 
@@ -68,7 +68,7 @@ def test_rows_stay_on_their_device_for_a_second_pass_only():
     assert on_device[-1] == 0 < on_device[-2]
 
 
-def test_the_last_graph_is_kept_and_the_others_are_computed_again_in_order(devices):
+def test_last_graph_kept_others_recomputed(devices):
     once = [(what, first) for what in ("backward", "forward") for first in (0, 2, 4)]
     assert sorted(recorded(1, devices(3))) == once
     assert recorded(3, ["cpu"]) == [
@@ -86,7 +86,7 @@ def noisy():
 
 @pytest.mark.contract
 @pytest.mark.draws
-def test_same_seed_same_bits_and_the_random_state_moves_as_in_an_ordinary_step(devices):
+def test_same_seed_same_bits_and_random_state(devices):
     found, states = [], []
     with ScatterOnceParallel(noisy(), 3, devices(3), verify=False) as engine:
         for whole in (True, True, False):
@@ -108,7 +108,7 @@ SECOND = {
 
 
 @pytest.mark.parametrize("words", SECOND)
-def test_what_differs_the_second_time_is_refused(devices, words):
+def test_differing_second_pass_refused(devices, words):
     """By a count of its own, which nothing puts back."""
     calls = itertools.count()
     model = build(
@@ -126,7 +126,7 @@ def test_what_differs_the_second_time_is_refused(devices, words):
 
 
 @pytest.mark.contract
-def test_outputs_are_returned_as_the_module_gives_them_and_the_criterion_runs_once(
+def test_outputs_returned_criterion_runs_once(
     devices,
 ):
     model, seen = two_views(), []
@@ -232,7 +232,7 @@ def test_criterion_adds_a_table(devices, owner):
     assert_gradients(other, gradients(expected_other))
 
 
-def test_a_scaler_scales_the_gradients(devices):
+def test_scaler_scales_the_gradients(devices):
     model = two_views()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     expected, plain = whole_batch(model, *views(9), nt_xent)
@@ -246,7 +246,7 @@ def test_a_scaler_scales_the_gradients(devices):
     )
 
 
-def test_a_loss_of_versions_of_the_same_pictures():
+def test_loss_of_versions_of_pictures():
     """Micro-batches of a number that three divides were cut into other versions, in
     silence.
     """

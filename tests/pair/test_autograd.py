@@ -124,13 +124,13 @@ def hooks_run_once_with_the_whole_gradient(of):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_gives_what_it_gives_in_plain_torch(devices, name):
+def test_programs_as_in_plain_torch(devices, name):
     run, make, criterion = PROGRAMS[name]
     assert_alike(make, run, devices(4), criterion)
 
 
 @pytest.mark.parametrize("replicas", [1, 4])
-def test_one_replica_is_the_plain_model_bit_for_bit_and_runs_repeat(devices, replicas):
+def test_one_replica_has_plain_bits_repeatedly(devices, replicas):
     def stepped(kind, *device_ids):
         of = kind(mlp().float(), nn.CrossEntropyLoss(), *device_ids)
         loss = of.loss(BATCH[0].float(), BATCH[1])

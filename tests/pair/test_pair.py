@@ -33,7 +33,7 @@ INPUTS, _ = BATCH = randn(9, FEATURES), randint(CLASSES, 9)
     ("replicas", "rows", "sizes"),
     [(4, 9, [3, 2, 2, 2]), (4, 3, [1, 1, 1]), (None, 9, None)],
 )
-def test_one_entry_per_replica_used(devices, replicas, rows, sizes):
+def test_one_output_per_replica_used(devices, replicas, rows, sizes):
     model = mlp()
     outputs = DataParallelModel(model, replicas and devices(replicas))(INPUTS[:rows])
     assert type(outputs) is tuple
@@ -41,7 +41,7 @@ def test_one_entry_per_replica_used(devices, replicas, rows, sizes):
     assert_close(torch.cat(outputs), model(INPUTS[:rows]), "outputs")
 
 
-def test_keyword_inputs_and_parts_without_rows(devices):
+def test_keyword_inputs_and_rowless_parts(devices):
     def forward(m, inputs, *, scale, extra, options):
         assert scale.ndim == 0
         return m.linear(inputs) * scale + extra["deep"][0] * options["factor"], len(
@@ -63,7 +63,7 @@ def test_keyword_inputs_and_parts_without_rows(devices):
 
 
 @pytest.mark.parametrize("device", ["cpu:1", torch.device("cpu")])
-def test_gather_to_a_device_and_back_to_the_parameters(devices, device):
+def test_gather_is_differentiable(devices, device):
     def program(of):
         outputs = of.model(INPUTS)
         gathered = gather(outputs, device) if isinstance(of, Pair) else outputs
@@ -73,7 +73,7 @@ def test_gather_to_a_device_and_back_to_the_parameters(devices, device):
     assert_alike(mlp, program, devices(4))
 
 
-def test_gather_of_lists_along_any_dimension_and_of_what_has_no_rows():
+def test_gather_of_lists_and_rowless_values():
     numbers = [torch.tensor(float(n), requires_grad=True) for n in (3, 1)]
     mixed = tuple({"y": torch.ones(int(n), 2), "loss": n} for n in numbers)
     assert gather(mixed, "cpu")["loss"] == 2.5
@@ -89,7 +89,7 @@ def test_gather_of_lists_along_any_dimension_and_of_what_has_no_rows():
 # --- how losses of replicas become that of the batch ---
 
 
-def test_a_batch_that_is_all_ignored_is_no_nan(devices):
+def test_all_labels_ignored_is_no_nan(devices):
     pair, batch = (
         Pair(mlp(), nn.CrossEntropyLoss(), devices(4)),
         (INPUTS, torch.full((9,), -100)),
@@ -105,7 +105,7 @@ def test_a_batch_that_is_all_ignored_is_no_nan(devices):
 # --- buffers: replica 0's, in the module after the forward, and only where they changed ---
 
 
-def test_modes_reach_the_replicas_and_buffers_do_not_change_in_eval(devices):
+def test_eval_reaches_replicas_keeps_buffers(devices):
     """Nor are they written with what they had: a graph of the user's own
     may need them.
     """
@@ -125,7 +125,7 @@ def test_modes_reach_the_replicas_and_buffers_do_not_change_in_eval(devices):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_grad_there_is_no_graph_and_statistics_move(devices, mode):
+def test_no_grad_builds_no_graph_moves_stats(devices, mode):
     model, twin = (build(lambda: nn.BatchNorm1d(FEATURES)) for _ in "ab")
     pair, inferring = (
         Pair(model, nn.CrossEntropyLoss(), devices(4)),
@@ -141,7 +141,7 @@ def test_without_grad_there_is_no_graph_and_statistics_move(devices, mode):
     Pair(model.eval(), nn.CrossEntropyLoss(), devices(4)).check(*BATCH)
 
 
-def test_nothing_of_a_forward_survives_its_outputs(devices, by_reference_counts_alone):
+def test_nothing_survives_the_outputs(devices, by_reference_counts_alone):
     """Replicas are not kept, and go with the graph, without waiting for
     the collector.
     """
@@ -164,7 +164,7 @@ def test_nothing_of_a_forward_survives_its_outputs(devices, by_reference_counts_
 
 
 @pytest.mark.parametrize("part", ["model", "criterion"])
-def test_the_user_s_exception_object_traceback_and_a_note(devices, part):
+def test_users_exception_raised_with_note(devices, part):
     """The lowest replica's, with a note of the other; buffers stay, and the next call
     works.
     """
@@ -193,7 +193,7 @@ def test_the_user_s_exception_object_traceback_and_a_note(devices, part):
 
 
 @pytest.mark.parametrize("part", ["model", "criterion"])
-def test_a_call_from_inside_a_call_is_an_error_and_no_hang(devices, part):
+def test_call_inside_a_call_refused(devices, part):
     kind = DataParallelModel if part == "model" else DataParallelCriterion
     wrapper = [kind(Of(lambda *_: wrapper[0](*given)), devices(3))]
     outputs = DataParallelModel(nn.Identity(), devices(3))(INPUTS)

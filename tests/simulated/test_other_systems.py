@@ -97,12 +97,12 @@ def python(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_step_without_what_posix_alone_has(python):
+def test_step_without_posix_is_exact(python):
     assert python("-c", STEP).endswith("exact\n")
 
 
 @pytest.mark.slow
-def test_the_doctor_and_the_tool(python):
+def test_doctor_and_training_tool_work(python):
     words = python("-m", "scatterpar", "doctor", "--json", "what it found.json")
     assert "fine: the gradient" in words
     assert (python.folder / "what it found.json").exists()
@@ -120,7 +120,7 @@ def test_the_doctor_and_the_tool(python):
 
 
 @pytest.mark.pictures
-def test_processes_that_read_pictures_are_spawned(python):
+def test_reading_processes_are_spawned(python):
     write_folder(python.folder / "my pictures", train=24)
     few = ["--batch", "24", "--model", "cnn", "--epochs", "1"]
     few += ["--devices", "cpu:0,cpu:1", "--image-size", "28", "--out", r"a\run of mine"]

@@ -18,12 +18,12 @@ pytestmark = [pytest.mark.vulkan, pytest.mark.draws]
 TWO = [0, 1]
 
 
-def test_there_are_two_devices_without_streams():
+def test_two_devices_without_streams():
     assert torch.accelerator.device_count() == 2
     assert not has_streams(torch.device("vulkan", 0))
 
 
-def test_the_pair_on_two_devices_and_graphs_are_refused_in_words():
+def test_pair_and_graphs_refused():
     model = nn.Linear(8, 3).to("vulkan")
     with pytest.raises(
         ValueError, match="vulkan:0 has no events, which autograd needs"
@@ -33,7 +33,7 @@ def test_the_pair_on_two_devices_and_graphs_are_refused_in_words():
         ScatterOnceParallel(model, 1, TWO, graphs=True)
 
 
-def test_the_doctor_ends_and_finds_nothing_wrong(monkeypatch):
+def test_doctor_ends_and_finds_nothing_wrong(monkeypatch):
     """It timed as many rows as on GPUs, and copied 256 MiB: ten minutes were not
     enough.
     """

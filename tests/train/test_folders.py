@@ -10,7 +10,13 @@ import pytest
 from harness.pictures import CLASSES, write_folder
 from PIL import Image
 
-from scatterpar.train.folders import Files, Unused, read_folders, shown, walk
+from scatterpar.train.folders import (
+    Files,
+    Unused,
+    files_below,
+    first_names,
+    read_folders,
+)
 from scatterpar.train.options import UsageError
 
 LISTED = sorted(CLASSES)
@@ -161,7 +167,8 @@ def test_link_to_parent_not_followed(tmp_path):
     (tmp_path / "cat" / "deep" / "up").symlink_to(tmp_path / "cat")
     (tmp_path / "cat" / "side").symlink_to(tmp_path / "far")
     names = [
-        os.path.relpath(name, tmp_path) for name in walk(tmp_path / "cat", Unused())
+        os.path.relpath(name, tmp_path)
+        for name in files_below(tmp_path / "cat", Unused())
     ]
     assert names == ["cat/1.png", "cat/deep/2.png", "cat/side/3.png"]
 
@@ -183,5 +190,7 @@ def names(files):
 
 
 def test_long_list_is_cut():
-    assert shown(["a", "b"]) == "a, b"
-    assert shown([str(number) for number in range(12)]).endswith("8, 9, and 2 more")
+    assert first_names(["a", "b"]) == "a, b"
+    assert first_names([str(number) for number in range(12)]).endswith(
+        "8, 9, and 2 more"
+    )

@@ -33,7 +33,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=repr)
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: repr(error)[:60])
 def test_out_of_memory_known_by_its_text(error):
     assert memory.is_out_of_memory(error)
 

@@ -309,49 +309,55 @@ def construct(group, modules, options):
 DIFFER = "the ranks' modules differ: rank 0 has "
 WEIGHT = r"parameter 'weight' of shape \(3, 2\), torch.float32"
 # the modules of ranks 0 and 2 and of rank 1, the options of rank 1, and the words
-REFUSED = [
-    (
+REFUSED = {
+    "another shape": (
         "small",
         "wider",
         {},
         rf"{DIFFER}{WEIGHT}, rank 1 has .*\(4, 2\), torch.float32; make",
     ),
-    (
+    "sparse on one rank": (
         "table",
         "sparse table",
         {},
         f"{DIFFER}.*, rank 1 has parameter 'weight' .*, sparse",
     ),
-    (
+    "another option": (
         "small",
         "small",
         {"buffers": "batch"},
         f"{DIFFER}buffers='master', .* buffers='batch'",
     ),
-    (
+    "another dtype": (
         "small",
         "small",
         {"accumulate_dtype": torch.half},
         f"{DIFFER}.*=None, .*=torch.float16",
     ),
-    ("lazy", "lazy", {}, "'weight' is not initialised yet.*call the module once"),
-    (
+    "lazy": (
+        "lazy",
+        "lazy",
+        {},
+        "'weight' is not initialised yet.*call the module once",
+    ),
+    "quantised": (
         "quantised",
         "quantised",
         {},
         "'weight' is quantised, a Parameter.*without a process_group",
     ),
-    (
+    "sparse on all ranks": (
         "sparse table",
         "sparse table",
         {},
         "'weight' has sparse gradients.*with sparse=False",
     ),
-]
+}
 
 
-@pytest.mark.parametrize(("first", "second", "options", "words"), REFUSED)
-def test_refusal_is_the_same_on_all_ranks(first, second, options, words):
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusal_is_the_same_on_all_ranks(name):
+    first, second, options, words = REFUSED[name]
     found = run_on_ranks(3, construct, [first, second, first], [{}, options, {}])
     kind, text = found[0]
     assert kind == "ValueError"

@@ -24,7 +24,7 @@ LEFT_OUT = {
     "[regression]": "the accelerator has no backward pass of mse_loss",
     "[SigLIP]": "its Tensor.repeat makes inference tensors",
     "test_resumed_is_uninterrupted_with_dropout": "Trainers do not save its generator",
-    "[must begin with": "the error names the accelerator",
+    "test_conflicts_refused_by_name[device]": "the error names the accelerator",
     "test_trainer_devices_become_replicas": "Lightning numbers the CPU's devices",
     "test_arguments_copied_with_all_rows": "it names the CPU",
 }

@@ -13,7 +13,11 @@ BOXES = [{"boxes": torch.zeros(n, 4)} for n in (2, 0, 3)]
 TEXTS = ["a", "b", "c"]
 
 
-@pytest.mark.parametrize("entries", [TEXTS, tuple(TEXTS), [1, 2, 3], BOXES], ids=repr)
+@pytest.mark.parametrize(
+    "entries",
+    [TEXTS, tuple(TEXTS), [1, 2, 3], BOXES],
+    ids=["texts", "a tuple", "numbers", "dicts"],
+)
 def test_list_with_entry_per_row_is_marked(entries):
     batch = as_rows({"images": IMAGES, "more": [entries, IMAGES]})
     assert isinstance(batch["more"][0], Rows)
@@ -30,7 +34,7 @@ def test_list_with_entry_per_row_is_marked(entries):
         [{"x": torch.zeros(2)}, {"x": torch.zeros(2)}],  # two views
         [["a", "b"], ["c", "d"]],
     ],
-    ids=repr,
+    ids=["tensors", "a tensor and texts", "dicts", "texts"],
 )
 def test_list_of_columns_is_not_rows(batch):
     assert isinstance(as_rows(batch), list)

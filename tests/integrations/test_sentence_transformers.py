@@ -556,18 +556,19 @@ NEED_MORE = {
     ),
 }
 ANOTHER = "needs a loss that calls the model which is trained.*pass whole_batch=False"
-REFUSED = [
-    *(
-        (loss, f"does not go together with {n}: it needs more of")
-        for n, loss in NEED_MORE.items()
-    ),
-    (another, ANOTHER),
-    (of_tokens, "asks for 'token_embeddings' of the model's outputs"),
-]
+REFUSED = {
+    name: (loss, f"does not go together with {name}: it needs more of")
+    for name, loss in NEED_MORE.items()
+}
+REFUSED |= {
+    "another model": (another, ANOTHER),
+    "tokens": (of_tokens, "asks for 'token_embeddings' of the model's outputs"),
+}
 
 
-@pytest.mark.parametrize(("loss", "words"), REFUSED)
-def test_losses_refused_by_name(saved, tmp_path, loss, words):
+@pytest.mark.parametrize("name", REFUSED)
+def test_losses_refused_by_name(saved, tmp_path, name):
+    loss, words = REFUSED[name]
     with pytest.raises(ValueError, match=words):
         trained(
             ScatterOnceTrainer,

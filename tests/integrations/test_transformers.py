@@ -934,19 +934,21 @@ ON_META = "must begin with the Trainer's own device, meta.*got cpu first"
 DETECTS = r"GPT2LMHeadModel \(loss_type='ForObjectDetection'\).*the boxes of a whole"
 
 
-@pytest.mark.parametrize(
-    ("words", "name", "value"),
-    [
-        ("DeepSpeed.*use the stock Trainer", "deepspeed", "zero2.json"),
-        ("FSDP", "fsdp", "full_shard"),
-        ("lomo", "optim", LOMO),
-        ("device_map", "hf_device_map", {"a": 0, "b": 1}),
-        ("torchrun", "world_size", 2),
-        (ON_META, "device", torch.device("meta")),
-        (DETECTS, "loss_type", "ForObjectDetection"),
-    ],
-)
-def test_conflicts_refused_by_name(tmp_path, monkeypatch, words, name, value):
+# By the attribute of the arguments or the model: its value, and words of the refusal.
+CONFLICTS = {
+    "deepspeed": ("zero2.json", "DeepSpeed.*use the stock Trainer"),
+    "fsdp": ("full_shard", "FSDP"),
+    "optim": (LOMO, "lomo"),
+    "hf_device_map": ({"a": 0, "b": 1}, "device_map"),
+    "world_size": (2, "torchrun"),
+    "device": (torch.device("meta"), ON_META),
+    "loss_type": ("ForObjectDetection", DETECTS),
+}
+
+
+@pytest.mark.parametrize("name", CONFLICTS)
+def test_conflicts_refused_by_name(tmp_path, monkeypatch, name):
+    value, words = CONFLICTS[name]
     args, model = arguments(tmp_path), language_model()
     holder = model if name in ("hf_device_map", "loss_type") else args
     computed = name in ("world_size", "device")

@@ -89,6 +89,7 @@ def test_pretrained_weights_set_pixel_scale(shape, channels):
             r"a score for each of 10 classes; of one image it makes \(1, 3\)",
         ),
     ],
+    ids=["no name", "no file", "absent", "failing", "dictionary", "wrong", "flat"],
 )
 def test_wrong_model_refused_in_one_line(name, words):
     with pytest.raises(UsageError, match=f"^--model {name}.*{words}") as caught:

@@ -150,6 +150,17 @@ def weights(how: How, step: Any) -> list[float]:
     return [count / total for count in counts]
 
 
+def weights_of_parts(
+    how: How, batch: Any, parts: Sequence[tuple[int, int]]
+) -> list[float]:
+    """The weights of the losses of parts of a batch: each from one row to another."""
+    by_row = weights(how, batch)
+    rows = num_rows(batch)
+    if len(by_row) != rows:  # such as a user's ``count=``, of the whole batch
+        by_row = [1 / rows] * rows
+    return [sum(by_row[start:stop]) for start, stop in parts]
+
+
 def options(how: How) -> dict[str, Any]:
     """The engine's options for losses that combine like this."""
     if how == SUM:

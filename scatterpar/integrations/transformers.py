@@ -33,6 +33,7 @@ from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import warn
 from scatterpar.integrations import kept, loop, steps
 from scatterpar.integrations.evaluation import Groups
+from scatterpar.integrations.gathered import Gathered, metric_of_step
 from scatterpar.integrations.images import images_by_row
 from scatterpar.integrations.statements import Statements
 from scatterpar.integrations.steps import (
@@ -56,7 +57,6 @@ __all__ = ["ScatterOnceMixin", "ScatterOnceTrainer"]
 _SHARED = {
     "accum_loss_components",
     "_engine",
-    "_metrics",
     "_parts",
     "_statements",
     "accelerator",
@@ -74,6 +74,8 @@ _SHARED = {
     "_get_num_items_in_batch",
     "_prepare_inputs",
 }
+# TRL's trainers fill this in compute_loss. Each call gets one of its own.
+_METRICS = "_metrics"
 _ROWS = "per_device_train_batch_size"
 _BATCHES, _REFERENCE_ROWS = "gradient_accumulation_steps", "precompute_ref_batch_size"
 _ELSEWHERE = (
@@ -84,6 +86,9 @@ _ELSEWHERE = (
 # loss types.
 _OF_TRL = {"SFTTrainer": [], "RewardTrainer": [], "KTOTrainer": ["kto"]}
 _OF_TRL["DPOTrainer"] = ["sft", "aot", "aot_unpaired", "bco_pair"]
+# Of these two metrics of KTO's, the third one is the difference.
+_CHOSEN, _REJECTED = "rewards/chosen", "rewards/rejected"
+_MARGINS = "rewards/margins"
 _Trainer: Any = object  # the subclasses have a Trainer among their other bases
 
 
@@ -125,6 +130,8 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         self._device_ids = device_ids
         self._shard_optimizer = shard_optimizer
         self._micro_batch_cost = micro_batch_cost
+        self._is_of_trl = _loss_class(self, "trl.") is not None
+        self._shared = frozenset(_SHARED | {_METRICS} if self._is_of_trl else _SHARED)
         self._turns = Turns()
         self._told: set[str] = set()  # places that calls set, of which a warning told
         copied_kwargs = {name: _own_arguments(v) for name, v in kwargs.items()}
@@ -254,7 +261,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         return self._engine
 
     def _modules(self) -> list[Any]:
-        values = kept.kept_attributes(self, _SHARED).values()
+        values = kept.kept_attributes(self, self._shared).values()
         return [self.model, *kept.modules_kept(values)]
 
     def _close_engine(self) -> None:
@@ -313,21 +320,22 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         if is_contrastive and _towers(self.model):
             return self._loss_of_towers(batches)
         how = self._how_losses_combine(step)
-        if not isinstance(step, Step):
-            loss, calls = self._run(_compute_loss, step, self._user_args[_BATCHES], how)
-            self._collect(calls, None)
-            return loss
-        loss, calls = self._run(_compute_loss, step, len(step), how)
-        self._collect(calls, steps.weights(self._terms_of_metrics(how), step))
+        is_collated = isinstance(step, Step)
+        accum = len(step) if is_collated else self._user_args[_BATCHES]
+        loss, calls = self._run(_compute_loss, step, accum, how)
+        self._collect(calls, self._weights_of_metrics(how, step))
         return loss
 
-    def _terms_of_metrics(self, how: How) -> How:
-        """What the metrics of TRL's trainers are means over."""
-        if (base := _loss_class(self, "trl.")) and base.__name__ == "SFTTrainer":
-            return SHIFTED  # whatever its loss is divided by
-        if how == SUM and self._count is None:
-            return SHIFTED if self._loss_shifts_labels else LABELS
-        return how
+    def _weights_of_metrics(self, how: How, step: Any) -> list[float]:
+        """The weight of each micro-batch in metrics that are means: as in the loss."""
+        if how == SUM and self._count is None:  # a sum, divided by the number of labels
+            how = SHIFTED if self._loss_shifts_labels else LABELS
+        if isinstance(step, Step):
+            return steps.weights(how, step)
+        engine: Any = self._engine
+        shares = engine.last_step.plan.shares
+        parts = [part for share in shares for part in share.micro_batches]
+        return steps.weights_of_parts(how, step, parts)
 
     def _run(self, call: Callable[..., Any], step: Any, accum: int, how: How) -> Any:
         """The loss of a step, and what ``call`` returns beside the loss of each
@@ -371,7 +379,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
     def _turns_of(
         self, engine: Any, step: str = "compute_loss"
     ) -> contextlib.AbstractContextManager[None]:
-        attributes = kept.kept_attributes(self, _SHARED)
+        attributes = kept.kept_attributes(self, self._shared)
         function = getattr(type(self), step)
         return self._turns.in_step(engine, self, attributes, function)
 
@@ -404,9 +412,9 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             "model_wrapped": work[0],
             "_prepare_inputs": copy.copy,  # done
         }
-        if "_metrics" in vars(self):  # TRL's trainers fill them in compute_loss
+        if self._is_of_trl:
             record.metrics = {mode: defaultdict(list) for mode in self._metrics}
-            attributes["_metrics"] = record.metrics
+            attributes[_METRICS] = record.metrics
         pinned = self._turns.pinned
         copies = kept.CallCopies(device, replicas, pinned)
         # If hooks write attributes of this Trainer, the call must read them there.
@@ -414,12 +422,12 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         with (
             loop.explained(device, _ELSEWHERE),
             kept.standing_in(
-                self, _SHARED, copies, attributes, in_place=in_place
+                self, self._shared, copies, attributes, in_place=in_place
             ) as trainer,
         ):
             vars(trainer).pop("compute_loss")  # the step's
             vars(trainer).pop("prediction_step", None)  # the evaluation's
-            state = kept.KeptState(trainer, _SHARED, self._statements.sets)
+            state = kept.KeptState(trainer, self._shared, self._statements.sets)
             yield trainer, record
             record.changes = state.changes()
 
@@ -429,22 +437,40 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             return torch.device(parameter.device)
         return torch.device(self.args.device)
 
-    def _collect(self, outputs: Any, weights: Sequence[float] | None) -> None:
+    def _collect(self, outputs: Any, weights: Sequence[float]) -> None:
         """Add what calls of ``compute_loss`` counted, kept, logged and measured, as if
         it had been one call.
         """
         calls = nested.atoms(outputs)
         self._transfer(calls, partial(self._tell, "compute_loss", "micro-batch"))
-        measured: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        for call, weight in zip(calls, weights or [1.0] * len(calls), strict=True):
-            for name, values in call.metrics.get("train", {}).items():
-                measured[name] += [(value, weight) for value in values]
-        for name, pairs in measured.items():
-            mean = sum(v * w for v, w in pairs) / (sum(w for _, w in pairs) or math.nan)
-            extreme = {"min_": min, "max_": max}.get(name[:4])  # such as min_reward
-            self._metrics["train"][name].append(extreme(pairs)[0] if extreme else mean)
-        if "num_tokens" in measured:  # the total of the run
+        if self._is_of_trl:
+            metrics = [call.metrics.get("train", {}) for call in calls]
+            self._append_metrics(metrics, weights)
+
+    def _append_metrics(
+        self, metrics_of_calls: Sequence[dict[str, Any]], weights: Sequence[float]
+    ) -> None:
+        """Append one value to each metric of TRL's: that of all calls together."""
+        values: dict[str, list[Any]] = defaultdict(list)
+        weights_of_values: dict[str, list[float]] = defaultdict(list)
+        for metrics, weight in zip(metrics_of_calls, weights, strict=True):
+            for name, appended in metrics.items():
+                values[name] += appended
+                weights_of_values[name] += [weight] * len(appended)
+        totals = {
+            name: metric_of_step(values[name], weights_of_values[name])
+            for name in values
+        }
+        if "num_tokens" in totals:  # of the whole run, in a list of one entry
+            del totals["num_tokens"]
             self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
+        if _loss_class(self, "trl.").__name__ == "KTOTrainer":
+            # A call appends margins only if it has rows of both kinds.
+            totals.pop(_MARGINS, None)
+            if totals.keys() >= {_CHOSEN, _REJECTED}:
+                totals[_MARGINS] = totals[_CHOSEN] - totals[_REJECTED]
+        for name, value in totals.items():
+            self._metrics["train"][name].append(value)
 
     def _transfer(
         self, calls: Sequence[_CallRecord], tell: Callable[[str], None]
@@ -726,6 +752,7 @@ class _Placed:
         self._accelerator = accelerator
         self.device = device
         self.log = partial(_record, logs, "accelerator")
+        self._is_training = is_last is None
         if is_last is not None:
             state = accelerator.gradient_state
             self.gradient_state = SimpleNamespace(
@@ -735,9 +762,16 @@ class _Placed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._accelerator, name)
 
+    def gather(self, tensor: Any) -> Any:
+        """The accelerator's result. In training it knows how metrics of it combine."""
+        gathered = self._accelerator.gather(tensor)
+        return Gathered.of(gathered) if self._is_training else gathered
+
     def gather_for_metrics(self, *args: Any, **options: Any) -> Any:
         """The accelerator's method, with this ``gradient_state``."""
-        return type(self._accelerator).gather_for_metrics(self, *args, **options)
+        method = type(self._accelerator).gather_for_metrics
+        gathered = method(self, *args, **options)
+        return Gathered.of(gathered) if self._is_training else gathered
 
 
 def _record(logs: list[Any], logger: str, *args: Any, **options: Any) -> None:

@@ -152,18 +152,6 @@ def trained(name, folder, devices, around=None):
     return trainer
 
 
-COMPARED = {"loss", "grad_norm", "num_tokens", "learning_rate"}
-COMPARED |= {
-    "entropy",
-    "mean_token_accuracy",
-    "rewards/margins",
-    "rewards/accuracies",
-    "min_reward",
-    "mean_reward",
-    "max_reward",
-}
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_run_equals_stock_trainer(tmp_path, monkeypatch, name, recwarn):
     """Ours is the stock one, it moves the parameters, and both layouts give the same
@@ -183,13 +171,7 @@ def test_run_equals_stock_trainer(tmp_path, monkeypatch, name, recwarn):
     parameters = ours.model.named_parameters()
     assert any(not torch.equal(start[k], p.cpu()) for k, p in parameters)
     for mine, its in zip(ours.state.log_history, stock.state.log_history, strict=True):
-        if "eval_loss" in its:
-            assert_same_log(mine, its, 1e-4)
-        for key in COMPARED & its.keys():
-            # DPO's accuracy is weighted by rows (docs/trainer.md).
-            is_by_rows = name.startswith("DPO") and key == "mean_token_accuracy"
-            if (name, key) != ("KTO", "rewards/margins") and not is_by_rows:
-                assert mine[key] == pytest.approx(its[key], rel=1e-4, abs=1e-6), key
+        assert_same_log(mine, its, 1e-4)
     assert sum("eval_loss" in log for log in stock.state.log_history) == 3
     assert_same_bits(ours.model, trained(name, tmp_path, LAYOUTS["shared"]).model)
     assert not told

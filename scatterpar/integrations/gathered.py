@@ -94,7 +94,8 @@ class Gathered(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         # without types, results are plain tensors
-        result = Tensor.__torch_function__(function, (), tuple(args), kwargs or {})
+        run: Any = Tensor.__torch_function__
+        result = run(function, (), tuple(args), kwargs or {})
         name = getattr(function, "__name__", "")
         if name == "item":
             return _number(result, args[0].statistic)

@@ -99,6 +99,17 @@ def test_weights_of_one_batch_by_rows():
     assert steps.weights(LABELS, FIRST) == [2 / 3, 1 / 3]
 
 
+@pytest.mark.parametrize(
+    ("how", "of_parts"),
+    [(LABELS, [2 / 5, 3 / 5]), (ROWS, [1 / 3, 2 / 3]), (lambda _: 5, [1 / 3, 2 / 3])],
+)
+def test_part_weights_are_sums_of_rows(how, of_parts):
+    """A user's count= says nothing of single rows."""
+    batch = {"labels": torch.tensor([[4, 5], [6, 7], [8, -100]])}
+    weights = steps.weights_of_parts(how, batch, [(0, 1), (1, 3)])
+    assert weights == pytest.approx(of_parts)
+
+
 def test_no_labels_no_weights():
     nothing = {"labels": torch.full((2, 3), -100)}
     assert steps.weights(LABELS, Step([nothing, nothing])) == [0, 0]

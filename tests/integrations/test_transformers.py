@@ -841,11 +841,11 @@ def test_resumed_is_uninterrupted_with_dropout(tmp_path):
 
 
 class Logs:
-    """Logs and keeps for each batch."""
+    """Logs and keeps for each batch, under a name that TRL's trainers use, too."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.parts, self.last, self.rows = {"ce": [], "rows": 0}, 0.0, 0
+        self._metrics, self.last, self.rows = {"ce": [], "rows": 0}, 0.0, 0
 
     def compute_loss(
         self, model, inputs, return_outputs=False, num_items_in_batch=None
@@ -854,8 +854,8 @@ class Logs:
         outputs = model(**inputs)
         loss = nn.functional.cross_entropy(outputs.logits, labels)
         self.log({"own": float(loss)})
-        self.parts["ce"].append(float(loss))
-        self.parts["rows"] += len(labels)
+        self._metrics["ce"].append(float(loss))
+        self._metrics["rows"] += len(labels)
         self.last = float(loss)
         self.rows = inputs["input_ids"].ndim
         return (loss, outputs) if return_outputs else loss
@@ -876,10 +876,10 @@ def test_compute_loss_logs_once_per_batch(tmp_path, recwarn, layout):
         [log["own"] for log in each.state.log_history if "own" in log]
         for each in (mine, stock)
     )
-    assert logged == mine.parts["ce"]
+    assert logged == mine._metrics["ce"]
     assert len(logged) == 4 * len(expected) == 8
     assert sum(logged) / 4 == pytest.approx(sum(expected), rel=1e-2)
-    assert mine.parts["rows"] == stock.parts["rows"] == 24
+    assert mine._metrics["rows"] == stock._metrics["rows"] == 24
     assert (mine.last, mine.rows) == (0.0, 2)
     told = [str(w.message) for w in recwarn if "compute_loss sets" in str(w.message)]
     assert [text.split()[2] for text in told] == ["self.last"]

@@ -79,6 +79,8 @@ def scorer():
         return transformers.GPT2ForSequenceClassification(config).double()
 
 
+PAIR_LOSSES = ["sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust"]
+PAIR_LOSSES += ["sppo_hard", "apo_zero", "apo_down", "discopop", "sigmoid_norm"]
 LORA = lambda: adapted(language_model())  # noqa: E731
 CASES = {
     "SFT": ({}, language_model),
@@ -89,7 +91,16 @@ CASES = {
     "DPO": ({}, language_model),
     "DPO LoRA": ({}, LORA),
     "DPO LoRA recomputed": ({"activation_checkpointing": True}, LORA),
-    "DPO ipo": ({"loss_type": ["ipo", "hinge"]}, language_model),
+    # all that are means over pairs
+    "DPO losses": ({"loss_type": PAIR_LOSSES, "label_smoothing": 0.1}, language_model),
+    "DPO weighted": (
+        {
+            "ld_alpha": 0.4,
+            "f_divergence_type": "js_divergence",
+            "use_weighting": True,
+        },
+        language_model,
+    ),
     "DPO exo": (
         {
             "loss_type": "exo_pair",
@@ -126,7 +137,7 @@ def build(name, folder, devices, given=None, **changes):
     size, k, extra = (2, 2, {"device_ids": devices}) if devices else (8, 1, {})
     options = COMMON | {"per_device_train_batch_size": size, **options, **changes}
     args = config(output_dir=str(folder), gradient_accumulation_steps=k, **options)
-    if name in ("DPO", "DPO ipo", "KTO"):
+    if name in ("DPO", "DPO losses", "DPO weighted", "KTO"):
         extra["ref_model"] = moved(language_model())
     with seeded():
         extra |= {
@@ -211,11 +222,44 @@ def test_sft_losses_equal_stock_trainer(tmp_path, name):
 
     ours, stock = run(LAYOUTS["virtual"]), run(None)
     assert_same_parameters(ours, stock, 1e-6)
-    compared = {"loss", "mean_token_accuracy", "entropy"}
     for mine, its in zip(ours.state.log_history, stock.state.log_history, strict=True):
-        for key in compared & its.keys():
-            assert mine[key] == pytest.approx(its[key], rel=1e-4, abs=1e-6), key
-    assert "loss" in stock.state.log_history[0]
+        assert_same_log(mine, its, 1e-4)
+    assert "mean_token_accuracy" in stock.state.log_history[0]
+
+
+class OwnMetrics(trl.KTOTrainer):
+    """Logs the mean length of its rows, and how many words were read."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        metrics = self._metrics["train" if model.training else "eval"]
+        words = inputs["completion_mask"].sum(1)
+        gathered = self.accelerator.gather_for_metrics(words)
+        metrics["length"].append(gathered.float().mean().item())
+        metrics["words"].append(gathered.sum().item())
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+THREE = {"shared": ["cpu"] * 3, "virtual": ["cpu:0", "cpu:1", "cpu:2"]}
+
+
+@pytest.mark.parametrize("layout", THREE)
+def test_kto_metrics_equal_stock_with_rows_alone(tmp_path, monkeypatch, layout):
+    """Each micro-batch is one row, accepted or rejected, so it appends some metrics
+    only. Margins were not logged. Metrics of a subclass combine as it gathers them.
+    """
+    monkeypatch.setattr(trl, "KTOTrainer", OwnMetrics)
+
+    def run(devices, size):
+        options = {"per_device_train_batch_size": size, "logging_steps": 2}
+        trainer = build("KTO", tmp_path, devices, **options)
+        quietly(trainer.train)
+        return trainer
+
+    ours, stock = run(THREE[layout], 1), run(None, 6)
+    assert_same_parameters(ours, stock, 1e-6)
+    for mine, its in zip(ours.state.log_history, stock.state.log_history, strict=True):
+        assert_same_log(mine, its, 1e-4)
+    assert {"rewards/margins", "words"} <= stock.state.log_history[0].keys()
 
 
 def other(

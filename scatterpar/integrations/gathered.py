@@ -29,7 +29,7 @@ from typing import Any
 from torch import Tensor
 
 
-class Kind(enum.Enum):
+class Aggregate(enum.Enum):
     """How the value of a whole step is made of those of its micro-batches."""
 
     SUM = "their sum"
@@ -51,20 +51,20 @@ class Statistic:
         operands: the numerator and denominator of a ratio.
     """
 
-    kind: Kind
+    kind: Aggregate
     value: Tensor | float = 0.0
     entries: int = 1
     operands: tuple[Statistic, ...] = ()
 
 
 _REDUCTIONS = {
-    "sum": Kind.SUM,
-    "nansum": Kind.SUM,
-    "mean": Kind.MEAN,
-    "min": Kind.MIN,
-    "amin": Kind.MIN,
-    "max": Kind.MAX,
-    "amax": Kind.MAX,
+    "sum": Aggregate.SUM,
+    "nansum": Aggregate.SUM,
+    "mean": Aggregate.MEAN,
+    "min": Aggregate.MIN,
+    "amin": Aggregate.MIN,
+    "max": Aggregate.MAX,
+    "amax": Aggregate.MAX,
 }
 _DIVISIONS = {"__truediv__", "div", "true_divide", "divide"}
 # These return the same numbers in another form.
@@ -117,7 +117,7 @@ def _with(tensor: Tensor, statistic: Statistic | None) -> Tensor:
     return gathered
 
 
-def _reduced(kind: Kind, args: Sequence[Any], result: Any) -> Statistic | None:
+def _reduced(kind: Aggregate, args: Sequence[Any], result: Any) -> Statistic | None:
     """What a reduction makes of gathered entries; ``None`` if that is no number."""
     entries = args[0] if args else None
     is_of_two_tensors = any(isinstance(other, Tensor) for other in args[1:])
@@ -126,8 +126,8 @@ def _reduced(kind: Kind, args: Sequence[Any], result: Any) -> Statistic | None:
         return None
     if entries.statistic is not None:  # the number itself
         return entries.statistic
-    if kind is Kind.MEAN and entries.ndim == 0:
-        kind = Kind.MEAN_OF_MEANS
+    if kind is Aggregate.MEAN and entries.ndim == 0:
+        kind = Aggregate.MEAN_OF_MEANS
     return Statistic(kind, result.detach(), entries.numel())
 
 
@@ -137,7 +137,7 @@ def _ratio_of(numerator: Any, denominator: Any) -> Statistic | None:
     below = getattr(denominator, "statistic", None)
     if above is None or below is None:
         return None
-    return Statistic(Kind.RATIO, operands=(above, below))
+    return Statistic(Aggregate.RATIO, operands=(above, below))
 
 
 class _Number:
@@ -196,18 +196,18 @@ def _are_alike(statistics: Sequence[Statistic]) -> bool:
 
 def _joined(statistics: Sequence[Statistic], weights: Sequence[float]) -> float:
     kind = statistics[0].kind
-    if kind is Kind.RATIO:
+    if kind is Aggregate.RATIO:
         numerators, denominators = zip(*(s.operands for s in statistics), strict=True)
         denominator = _joined(denominators, weights)
         return _joined(numerators, weights) / (denominator or math.nan)
     numbers = [float(statistic.value) for statistic in statistics]
-    if kind is Kind.SUM:
+    if kind is Aggregate.SUM:
         return sum(numbers)
-    if kind is Kind.MIN:
+    if kind is Aggregate.MIN:
         return min(numbers)
-    if kind is Kind.MAX:
+    if kind is Aggregate.MAX:
         return max(numbers)
-    if kind is Kind.MEAN:
+    if kind is Aggregate.MEAN:
         weights = [statistic.entries for statistic in statistics]
     mean: float = _weighted_mean(numbers, weights)
     return mean

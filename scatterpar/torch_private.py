@@ -66,6 +66,7 @@ _dispatch_modes = _find(
     "torch.utils._python_dispatch", "_get_current_dispatch_mode_stack"
 )
 _function_modes = _find("torch.overrides", "_get_current_function_mode_stack")
+_preserve_version_counters = _find("torch.autograd", "_unsafe_preserve_version_counter")
 # Dense tensors as one 1-D tensor, and its parts with the shapes of given tensors. In
 # C++, for DDP.
 flatten: Callable[[Sequence[Tensor]], Tensor] = _find(
@@ -106,6 +107,17 @@ class ForAllThreads(contextlib.AbstractContextManager[None]):
             self.bodies -= 1
             if not self.bodies:
                 self._context.close()
+
+
+@contextlib.contextmanager
+def version_counters_kept(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """In the body, writes to ``tensors`` are not counted.
+
+    The body leaves the values as they were: a graph that has saved them stays valid,
+    and a changed counter would refuse its backward pass.
+    """
+    with _preserve_version_counters(tuple(tensors)):
+        yield
 
 
 # --- settings of the process that have no public getter or setter of their own ---

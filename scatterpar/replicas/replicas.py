@@ -47,7 +47,7 @@ from scatterpar.replicas.sync_batch_norm import (
     seat_layers,
     synchronised_layers,
 )
-from scatterpar.torch_private import CompileFn
+from scatterpar.torch_private import CompileFn, version_counters_kept
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
@@ -559,8 +559,15 @@ class Replica(ModuleCopy):
         """In the body, the replica begins as it was after the last refresh.
 
         Then its present state is restored: the registered buffers, the values of
-        private tensors, and the records.
+        private tensors, and the records. A graph that has saved private tensors, such
+        as the statistics of batch normalisation in eval mode, stays valid.
         """
+        with version_counters_kept(self._private), self._state_kept():
+            yield
+
+    @contextlib.contextmanager
+    def _state_kept(self) -> Iterator[None]:
+        """The body of ``isolated``, without version counters."""
         containers: list[Any] = [self.records]
         for module in self.modules:
             containers += [module._buffers, module._non_persistent_buffers_set]

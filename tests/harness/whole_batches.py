@@ -40,6 +40,23 @@ def normed():
     )
 
 
+def frozen_views():
+    """Two entries per row, and statistics that the backward pass reads: to look at the
+    order of the entries once wrote these, and the step was refused.
+    """
+    norm = nn.BatchNorm1d(FEATURES).eval().requires_grad_(False)
+
+    def forward(m, inputs):
+        z = m.linear(inputs)
+        return torch.stack([m.norm(z), m.norm(-z)], 1).flatten(0, 1)
+
+    return Of(
+        forward,
+        linear=nn.Linear(FEATURES, FEATURES),
+        norm=norm,
+    )
+
+
 class Tempered(nn.Module):
     """A criterion with a parameter, a projection head and a queue of its own."""
 
@@ -137,6 +154,7 @@ def of_pairs(make, **more):
 
 WHOLE = {
     "outputs of all kinds": Case(everything, ROWS, lambda _: of_everything),
+    "two entries per row, frozen statistics": of_pairs(frozen_views),
     "a criterion that writes": Case(
         linear, (ROWS[0], torch.arange(19) - 1), lambda _: in_place
     ),

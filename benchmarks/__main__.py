@@ -1,11 +1,14 @@
 """Run the benchmarks and write the tables and pictures that the READMEs show.
 
-``python -m benchmarks`` runs all of them, ``python -m benchmarks traffic memory`` some,
-and ``--quick`` goes through every line in a minute or two, with tiny sizes, and writes
-nothing. Other arguments are pytest's. ``python -m benchmarks figures`` measures the
-guide's table of step times, and writes it: under 12 minutes on two quiet cores.
-``python -m benchmarks card`` is a run of its own, for machines with cards (``--help``
-says how).
+::
+
+    python -m benchmarks                    all folders, half an hour on two cores
+    python -m benchmarks traffic memory     some folders
+    python -m benchmarks --quick            every line with tiny sizes; writes nothing
+    python -m benchmarks figures            the guide's step times, under 12 minutes
+    python -m benchmarks card               a run of its own, for GPUs (``--help``)
+
+Other arguments are pytest's.
 """
 
 import sys
@@ -17,33 +20,45 @@ from benchmarks.card import main as card
 from benchmarks.readme import write
 
 HERE = Path(__file__).parent
+PYTEST_OPTIONS = (
+    "-o",
+    "addopts=",  # the project's own options skip benchmarks
+    "-p",
+    "no:cacheprovider",
+    "-q",
+    "-s",  # tables are printed as they come
+    "--benchmark-disable-gc",
+    "--benchmark-columns=median,iqr,rounds",
+)
 
 
 def main(arguments: list[str]) -> int:
-    """Hand the folders to pytest, with the project's own options (which skip
-    benchmarks) off.
-    """
+    """Run what the first argument names. Returns the exit code."""
     if arguments[:1] == ["card"]:
         return card(arguments[1:])
     if arguments[:1] == ["figures"]:
-        more = arguments[1:]
-        status = main(["step_time", "-k", "two_replicas", *more])
-        if not status and "--quick" not in more:
-            write()
-        return status
-    folders = [str(HERE / name) for name in arguments if (HERE / name).is_dir()]
-    options = [option for option in arguments if not (HERE / option).is_dir()]
-    fixed = [
-        "-o",
-        "addopts=",
-        "-p",
-        "no:cacheprovider",
-        "-q",
-        "-s",
-        "--benchmark-disable-gc",
-    ]
-    shown = "--benchmark-columns=median,iqr,rounds"
-    return pytest.main([*fixed, shown, *options, *(folders or [str(HERE)])])
+        return figures(arguments[1:])
+    return run_folders(arguments)
+
+
+def figures(options: list[str]) -> int:
+    """Measure the guide's table of step times, and write it. Returns the exit code."""
+    code = run_folders(["step_time", "-k", "two_replicas", *options])
+    if code == 0 and "--quick" not in options:
+        write()
+    return code
+
+
+def run_folders(arguments: list[str]) -> int:
+    """Hand folders and options to pytest. Returns its exit code."""
+    folders = []
+    options = []
+    for argument in arguments:
+        if (HERE / argument).is_dir():
+            folders.append(str(HERE / argument))
+        else:
+            options.append(argument)
+    return pytest.main([*PYTEST_OPTIONS, *options, *(folders or [str(HERE)])])
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from torch.nn import functional as F
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each added to what came in."""
+    """Attention and a perceptron, each added to its input."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -19,14 +19,16 @@ class Block(nn.Module):
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """As many positions as came in, each of which has seen those before it."""
-        rows, positions, width = hidden.shape
-        split = self.attention(self.before_attention(hidden)).view(
-            rows, positions, 3, self.heads, -1
-        )
-        query, key, value = split.permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        hidden = hidden + self.projection(
-            seen.transpose(1, 2).reshape(rows, positions, width)
-        )
+        """Each position depends on itself and those before it. The shape stays."""
+        hidden = hidden + self.attend(self.before_attention(hidden))
         return hidden + self.mlp(self.before_mlp(hidden))
+
+    def attend(self, hidden: Tensor) -> Tensor:
+        """Causal attention with several heads."""
+        rows, positions, width = hidden.shape
+        projected = self.attention(hidden)
+        by_head = projected.view(rows, positions, 3, self.heads, -1)
+        query, key, value = by_head.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        joined = attended.transpose(1, 2).reshape(rows, positions, width)
+        return self.projection(joined)

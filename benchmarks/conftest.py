@@ -1,4 +1,4 @@
-"""The two fixtures of every benchmark: its size, and where its results go."""
+"""The fixtures of every benchmark: its size, its environment, where results go."""
 
 import shutil
 from pathlib import Path
@@ -22,15 +22,13 @@ def quick(request):
 
 @pytest.fixture(scope="session", autouse=True)
 def environment():
-    """What this runs on, and how busy that was before the first benchmark."""
+    """The machine, and how busy it was before the first benchmark."""
     return describe()
 
 
 @pytest.fixture
 def publish(request, quick, environment, tmp_path):
-    """Writes a table, its data and a picture into the folder of the benchmark that
-    asks.
-    """
+    """Writes a table, its data and a picture into the folder of this benchmark."""
     folder = Path(request.path).parent
     if quick:
         shutil.copy(folder / "README.md", tmp_path)

@@ -9,15 +9,14 @@ import torch
 
 
 def describe() -> dict[str, str]:
-    """Processor, operating system, versions, and how busy the machine
-    was at the start.
-    """
+    """Processor, system, versions, and how busy the machine was at the start."""
+    kind = f"{platform.system()} {platform.machine()}"
+    libc = " ".join(platform.libc_ver())
     return {
         "processor": _processor(),
         "cores": str(len(os.sched_getaffinity(0))),
         "intra-op threads": str(torch.get_num_threads()),
-        "system": f"{platform.system()} {platform.machine()}, "
-        f"{' '.join(platform.libc_ver())}",
+        "system": f"{kind}, {libc}",
         "Python": platform.python_version(),
         "torch": torch.__version__,
         "accelerate": _version("accelerate"),
@@ -26,13 +25,11 @@ def describe() -> dict[str, str]:
 
 
 def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [
-        line.partition(":")[2].strip()
-        for line in lines
-        if line.startswith("model name")
-    ]
-    return names[0] if names else platform.processor()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            _, _, name = line.partition(":")
+            return name.strip()
+    return platform.processor()
 
 
 def _version(package: str) -> str:

@@ -2,12 +2,18 @@
 
     tests/nullcuda/run python -m benchmarks.launching counts        (or: time)
 
-``counts``: what one step does on each card, and the most memory that torch's allocator
-gave out. ``time``: how long the host is at work in one step, on cards whose kernels and
-copies take no time. This is the bound that launching sets: a real card is kept busy
-only where its own time for a sub-step is longer than the host's. Nothing computes, so
-losses mean nothing. DDP is one process with one card; the exchange is left out, and its
-buckets are not.
+``counts``: kernels, library calls, waits and copies of one step on each card, and the
+most memory that torch's allocator gave out. ``time``: how long the host is at work in
+one step, on cards whose kernels and copies take no time::
+
+    for each round:
+        plain loop      for each micro-batch: (criterion(model(x), y) / accum).backward()
+        DDP             the same, all except the last under no_sync()
+        engine          engine.forward_backward(inputs, targets, criterion)
+
+This is the bound that launching sets: a real card is busy all the time only if its own
+time for a sub-step is longer than the host's. Nothing computes, so losses mean nothing.
+DDP is one process with one card: it fills its buckets, and exchanges nothing.
 """
 
 from __future__ import annotations
@@ -18,8 +24,7 @@ import os
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,17 +32,17 @@ from nullcuda import card, values
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.timing import timed
 from scatterpar import ScatterOnceParallel
 
 ROWS = 64  # of each card
 WORKSPACE = 32 << 20  # cuBLAS's, on this generation of cards
+_WARM_UPS = 2  # the first steps allocate memory and look at the module
 Step = Callable[[], None]
 
 
 class GPT(nn.Module):
-    """Twelve layers in torch's own blocks; narrow, since launching costs the same at
-    any width.
-    """
+    """Twelve layers in torch's own blocks; launching costs the same at any width."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,11 +52,12 @@ class GPT(nn.Module):
         self.head = nn.Linear(192, 4)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(self.words(words)).mean(1))
+        hidden = self.body(self.words(words))
+        return self.head(hidden.mean(1))
 
 
 def network(name: str) -> nn.Module:
-    """ResNet-50 has 25.6 million parameters in 161 tensors."""
+    """The model on the first card. ResNet-50 has 25.6 million parameters in 161 tensors."""
     torch.manual_seed(0)
     if name == "gpt":
         return GPT().to("cuda:0")
@@ -61,100 +67,97 @@ def network(name: str) -> nn.Module:
 
 
 def batch(name: str, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pinned, as a loader for cards gives it."""
-    is_text = name == "gpt"
-    inputs = (
-        torch.randint(1024, (rows, 32)) if is_text else torch.randn(rows, 3, 64, 64)
-    )
-    return inputs.pin_memory(), torch.zeros(rows, dtype=torch.long).pin_memory()
+    """Inputs and targets in pinned memory, as a loader for cards gives them."""
+    if name == "gpt":
+        inputs = torch.randint(1024, (rows, 32))
+    else:
+        inputs = torch.randn(rows, 3, 64, 64)
+    targets = torch.zeros(rows, dtype=torch.long)
+    return inputs.pin_memory(), targets.pin_memory()
 
 
 def plain_loop(name: str, model: nn.Module, accum: int) -> Step:
-    """The sub-steps of one card without an engine; of DDP all but the last without a
-    reduction.
-    """
+    """The sub-steps of one card without an engine. DDP reduces in the last one alone."""
     inputs, targets = batch(name, ROWS)
     criterion = nn.CrossEntropyLoss()
+    is_ddp = isinstance(model, DistributedDataParallel)
 
     def step() -> None:
         model.zero_grad()
         pairs = zip(inputs.chunk(accum), targets.chunk(accum), strict=True)
         for number, (x, y) in enumerate(pairs, 1):
-            x, y = x.to("cuda:0", non_blocking=True), y.to("cuda:0", non_blocking=True)
-            silent = isinstance(model, DistributedDataParallel) and number < accum
-            with model.no_sync() if silent else contextlib.nullcontext():
+            x = x.to("cuda:0", non_blocking=True)
+            y = y.to("cuda:0", non_blocking=True)
+            is_silent = is_ddp and number < accum
+            with model.no_sync() if is_silent else contextlib.nullcontext():
                 (criterion(model(x), y) / accum).backward()
 
     return step
 
 
 def ddp(model: nn.Module) -> nn.Module:
-    """The module as one process of DistributedDataParallel has it, but for the
-    exchange.
-    """
+    """The module as one process of DistributedDataParallel has it, without exchange."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    made = DistributedDataParallel(model, device_ids=[0])
+    parallel = DistributedDataParallel(model, device_ids=[0])
 
     def exchange(_, bucket):  # type: ignore[no-untyped-def]  # torch looks at annotations
         done = torch.futures.Future()
         done.set_result(bucket.buffer())
         return done
 
-    made.register_comm_hook(None, exchange)
-    return made
+    parallel.register_comm_hook(None, exchange)
+    return parallel
 
 
 def engine(
     name: str, model: nn.Module, accum: int, cards: int, *, graphs: bool = False
 ) -> Step:
-    """The engine on so many cards, with as many rows for each."""
+    """The engine on several cards, with as many rows for each as the plain loop has."""
     inputs, targets = batch(name, ROWS * cards)
     criterion = nn.CrossEntropyLoss()
-    made = ScatterOnceParallel(
+    parallel = ScatterOnceParallel(
         model, accum, list(range(cards)), verify=False, graphs=graphs
     )
-    # its first steps compare values: these are computed for few rows
+    # Its first steps compare values. These are computed here, so rows are few.
     for _ in range(2):
-        made.forward_backward(inputs[:cards], targets[:cards], criterion)
+        parallel.forward_backward(inputs[:cards], targets[:cards], criterion)
 
     def step() -> None:
         model.zero_grad()
-        made.forward_backward(inputs, targets, criterion)
+        parallel.forward_backward(inputs, targets, criterion)
 
     return step
 
 
+def in_a_process(lines: str, name: str, *options: object) -> list[str]:
+    """The command that prints some lines of a table, in a process of its own."""
+    program = [sys.executable, "-W", "ignore", "-m", "benchmarks.launching"]
+    return [*program, lines, "--model", name, *map(str, options)]
+
+
 def print_counts(name: str, layouts: list[int], accum: int) -> None:
     """A line for each card of each layout, each layout in a process of its own."""
-    print(
-        "| | card | kernels | library calls | waits of the host | copies in, out, to "
-        "peers |",
-        end="",
-    )
-    print(" peak, in models |\n|---|---:|---:|---:|---:|---:|---:|", flush=True)
-    for cards in [0, *layouts]:
-        arguments = ["--model", name, "--cards", str(cards), "--accum", str(accum)]
-        command = [
-            sys.executable,
-            "-W",
-            "ignore",
-            "-m",
-            "benchmarks.launching",
-            "layout",
-            *arguments,
-        ]
-        subprocess.run([*command, *arguments], check=True)
+    columns = "card | kernels | library calls | waits of the host"
+    columns += " | copies in, out, to peers | peak, in models"
+    print(f"| | {columns} |")
+    print("|---|---:|---:|---:|---:|---:|---:|", flush=True)
+    for cards in (0, *layouts):  # without cards: the plain loop
+        options = "--cards", cards, "--accum", accum
+        subprocess.run(in_a_process("layout", name, *options), check=True)
 
 
 def print_layout(name: str, cards: int, accum: int) -> None:
-    """What a later step does, after an optimizer's step; no cards: the plain loop."""
+    """The counts of a step after an optimizer's step. No cards: the plain loop."""
     model = network(name)
-    size = sum(p.nbytes for p in model.parameters())
+    size = sum(parameter.nbytes for parameter in model.parameters())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = (
-        engine(name, model, accum, cards) if cards else plain_loop(name, model, accum)
-    )
+    if cards:
+        title = f"engine, {cards}"
+        step = engine(name, model, accum, cards)
+    else:
+        title = "plain loop"
+        step = plain_loop(name, model, accum)
     values.remove()
     for _ in range(2):
         step()
@@ -166,103 +169,90 @@ def print_layout(name: str, cards: int, accum: int) -> None:
         torch.cuda.reset_peak_memory_stats(device)
     step()
     for device in devices:
-        c = card.counts(device)
-        waits = c["stream_sync"] + c["event_sync"] + c["device_sync"]
-        copies = f"{c['copy_in']}, {c['copy_out']}, {c['copy_peer']}"
+        counts = card.counts(device)
+        waits = counts["stream_sync"] + counts["event_sync"] + counts["device_sync"]
+        copies = f"{counts['copy_in']}, {counts['copy_out']}, {counts['copy_peer']}"
         peak = (torch.cuda.max_memory_allocated(device) - WORKSPACE) / size
-        what = f"engine, {cards}" if cards else "plain loop"
-        print(f"| {what} | {device} | {c['launch']:,} | {c['library']:,}", end="")
-        print(f" | {waits} | {copies} | {peak:.2f} |")
+        calls = f"{counts['launch']:,} | {counts['library']:,}"
+        print(f"| {title} | {device} | {calls} | {waits} | {copies} | {peak:.2f} |")
 
 
 def print_times(
     names: list[str], cards: list[int], accums: list[int], rounds: int
 ) -> None:
     """A line for each model and number of sub-steps, each in a process of its own."""
-    print(
-        f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores, torch "
-        f"{torch.__version__}; ms\n"
-    )
-    print("| | sub-steps | plain loop, 1 card | DDP, 1 card |", end="")
-    print(
-        "".join(f" engine, {n} |" for n in cards)
-        + "".join(f" graphs, {n} |" for n in cards)
-    )
-    print("|---|---:|---:|---:|" + "---:|" * 2 * len(cards), flush=True)
+    load = f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores"
+    print(f"{load}, torch {torch.__version__}; ms\n")
+    columns = ["sub-steps", "plain loop, 1 card", "DDP, 1 card"]
+    columns += [f"engine, {number}" for number in cards]
+    columns += [f"graphs, {number}" for number in cards]
+    print(f"| | {' | '.join(columns)} |")
+    print("|---|" + "---:|" * len(columns), flush=True)
+    environment = os.environ | {"NULLCUDA_DEVICES": str(max(4, *cards))}
     for name in names:
         for accum in accums:
-            arguments = [
-                "--model",
-                name,
-                "--accum",
-                str(accum),
-                "--rounds",
-                str(rounds),
-            ]
-            arguments += ["--cards", *map(str, cards)]
-            command = [
-                sys.executable,
-                "-W",
-                "ignore",
-                "-m",
-                "benchmarks.launching",
-                "line",
-            ]
-            variables = os.environ | {"NULLCUDA_DEVICES": str(max(4, *cards))}
-            subprocess.run([*command, *arguments], env=variables, check=True)
+            options = "--accum", accum, "--rounds", rounds, "--cards", *cards
+            command = in_a_process("line", name, *options)
+            subprocess.run(command, env=environment, check=True)
 
 
 def print_line(name: str, cards: list[int], accum: int, rounds: int) -> None:
-    """Medians of all layouts, in turn in every round, and their ratios to the plain
-    loop.
-    """
+    """Medians of all layouts, in turn in every round, and ratios to the plain loop."""
     model = network(name)
     steps = [
         plain_loop(name, model, accum),
         plain_loop(name, ddp(network(name)), accum),
     ]
-    steps += [engine(name, model, accum, n) for n in cards]
-    steps += [engine(name, model, accum, n, graphs=True) for n in cards]
+    steps += [engine(name, model, accum, number) for number in cards]
+    steps += [engine(name, model, accum, number, graphs=True) for number in cards]
     values.remove()
     seconds: list[list[float]] = [[] for _ in steps]
-    for number in range(rounds + 2):
-        for step, taken in zip(steps, seconds, strict=True):
-            start = time.perf_counter()
-            step()
-            if number >= 2:  # the first steps allocate, and look around
-                taken.append(time.perf_counter() - start)
-    print(f"| {name} | {accum} | {statistics.median(seconds[0]) * 1e3:.0f}", end="")
-    for taken in seconds[1:]:
-        ratio = statistics.median(a / b for a, b in zip(taken, seconds[0], strict=True))
-        print(f" | {statistics.median(taken) * 1e3:.0f} ({ratio:.2f})", end="")
-    print(" |", flush=True)
+    for number in range(_WARM_UPS + rounds):
+        for step, times in zip(steps, seconds, strict=True):
+            spent = timed(step)
+            if number >= _WARM_UPS:
+                times.append(spent)
+    plain = seconds[0]
+    cells = [f"{_median_ms(plain):.0f}"]
+    for times in seconds[1:]:
+        cells.append(f"{_median_ms(times):.0f} ({_ratio(times, plain):.2f})")
+    print(f"| {name} | {accum} | {' | '.join(cells)} |", flush=True)
+
+
+def _median_ms(seconds: Sequence[float]) -> float:
+    return 1e3 * statistics.median(seconds)
+
+
+def _ratio(times: Sequence[float], plain: Sequence[float]) -> float:
+    """The median of the ratios, round by round."""
+    return statistics.median(a / b for a, b in zip(times, plain, strict=True))
 
 
 def main() -> None:
     """Parse the command line and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["counts", "time", "layout", "line"])
+    parser.add_argument("lines", choices=["counts", "time", "layout", "line"])
     parser.add_argument("--model", choices=["resnet50", "gpt"], nargs="+")
     parser.add_argument("--cards", type=int, nargs="+")
     parser.add_argument("--accum", type=int, nargs="+")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    models, cards = options.model or ["resnet50"], options.cards or [1, 2, 4]
-    accums = options.accum or [16]
-    if options.what == "counts":
-        print_counts(models[0], cards, accums[0])
-    elif options.what == "time":
-        models, cards = (
-            options.model or ["resnet50", "gpt"],
-            options.cards or [1, 2, 4, 8],
-        )
+    if options.lines == "time":
+        models = options.model or ["resnet50", "gpt"]
+        cards = options.cards or [1, 2, 4, 8]
         print_times(models, cards, options.accum or [1, 4, 16], options.rounds)
+        return
+    (model,) = options.model or ["resnet50"]
+    (accum,) = options.accum or [16]
+    cards = options.cards or [1, 2, 4]
+    if options.lines == "counts":
+        print_counts(model, cards, accum)
+        return
+    values.install()  # the other two are processes that print lines
+    if options.lines == "layout":
+        print_layout(model, cards[0], accum)
     else:
-        values.install()
-        if options.what == "layout":
-            print_layout(models[0], cards[0], accums[0])
-        else:
-            print_line(models[0], cards, accums[0], options.rounds)
+        print_line(model, cards, accum, options.rounds)
 
 
 if __name__ == "__main__":

@@ -16,12 +16,17 @@ _CLASSES = 10
 
 @dataclass(frozen=True)
 class Case:
-    """A network, and how large its batch is and how it is cut."""
+    """A network, the rows of its batch, and its sub-steps per replica."""
 
     name: str
     build: Callable[[], nn.Module]
     batch: int = 4096
     accum: int = 16
+
+    @property
+    def size(self) -> tuple[str, int, int]:
+        """What another process makes the same case of: name, batch, accum."""
+        return self.name, self.batch, self.accum
 
     def module(self) -> nn.Module:
         """The network, with the same weights every time."""
@@ -32,7 +37,8 @@ class Case:
         """Images and labels, the same every time."""
         generator = torch.Generator().manual_seed(1)
         images = torch.randn(self.batch, *_IMAGE, generator=generator)
-        return images, torch.randint(_CLASSES, (self.batch,), generator=generator)
+        labels = torch.randint(_CLASSES, (self.batch,), generator=generator)
+        return images, labels
 
     def small(self) -> "Case":
         """For a smoke run."""
@@ -70,8 +76,10 @@ class ResNet20(nn.Module):
         channels = image_shape[0]
         self.conv1 = _conv3x3(channels, 16, 1)
         self.bn1 = nn.BatchNorm2d(16)
-        widths = [16, *[16] * 3, *[32] * 3, *[64] * 3]
-        self.blocks = nn.Sequential(*[ResidualBlock(a, b) for a, b in pairwise(widths)])
+        # The stem's channels, then those of three blocks in each of three stages.
+        widths = [16, 16, 16, 16, 32, 32, 32, 64, 64, 64]
+        blocks = [ResidualBlock(*channels) for channels in pairwise(widths)]
+        self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(64, classes)
         for layer in self.modules():
             if isinstance(layer, nn.Conv2d):
@@ -87,9 +95,7 @@ class ResNet20(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Two 3 x 3 convolutions around a shortcut; halves the size where the channels
-    increase.
-    """
+    """Two 3 x 3 convolutions and a shortcut; half the size if there are more channels."""
 
     def __init__(self, channels_in: int, channels_out: int) -> None:
         super().__init__()
@@ -108,9 +114,7 @@ class ResidualBlock(nn.Module):
 
 
 class PaddedShortcut(nn.Module):
-    """Every `stride`-th pixel, and `extra` channels of zeros after the others (option
-    A).
-    """
+    """Every `stride`-th pixel, then `extra` channels of zeros (option A)."""
 
     def __init__(self, extra: int, stride: int) -> None:
         super().__init__()
@@ -119,9 +123,8 @@ class PaddedShortcut(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Compute the features to add."""
-        return F.pad(
-            features[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.extra)
-        )
+        strided = features[:, :, :: self.stride, :: self.stride]
+        return F.pad(strided, (0, 0, 0, 0, 0, self.extra))
 
 
 def _conv3x3(channels_in: int, channels_out: int, stride: int) -> nn.Conv2d:
@@ -140,9 +143,7 @@ CASES = {
 
 
 class Bottleneck(nn.Module):
-    """A block of ResNet-101: three convolutions, and one more where the
-    size changes.
-    """
+    """A block of ResNet-101: three convolutions, and one more if ``downsample``."""
 
     def __init__(self, channels_in: int, width: int, downsample: bool) -> None:
         super().__init__()
@@ -161,25 +162,26 @@ class Bottleneck(nn.Module):
             )
 
     def forward(self, images: Tensor) -> Tensor:
-        """The three convolutions' output, added to what came in."""
+        """The three convolutions' output, added to the images."""
         hidden = self.relu(self.bn1(self.conv1(images)))
         hidden = self.relu(self.bn2(self.conv2(hidden)))
         hidden = self.bn3(self.conv3(hidden))
-        return self.relu(
-            hidden + (images if self.downsample is None else self.downsample(images))
-        )
+        if self.downsample is not None:
+            images = self.downsample(images)
+        return self.relu(hidden + images)
 
 
 class ResNet101Tree(nn.Module):
-    """The modules, parameters and buffers of ResNet-101, to be kept fresh; nothing runs
-    it.
+    """The modules, parameters and buffers of ResNet-101. Its forward pass is missing.
 
     Args:
         width: channels of the first stage; the real one has 64.
 
     >>> tree = ResNet101Tree(4)
-    >>> [len(list(found)) for found in (tree.modules(), tree.parameters(), tree.buffers())]
-    [287, 314, 312]
+    >>> len(list(tree.modules())), len(list(tree.parameters()))
+    (287, 314)
+    >>> len(list(tree.buffers()))
+    312
     """
 
     def __init__(self, width: int = 64) -> None:
@@ -191,11 +193,10 @@ class ResNet101Tree(nn.Module):
         channels = width
         for stage, blocks in enumerate((3, 4, 23, 3)):
             inner = width * 2**stage
-            layer = [Bottleneck(channels, inner, downsample=True)]
-            channels = 4 * inner
-            layer += [
-                Bottleneck(channels, inner, downsample=False) for _ in range(blocks - 1)
-            ]
-            setattr(self, f"layer{stage + 1}", nn.Sequential(*layer))
+            layer = nn.Sequential()
+            for number in range(blocks):
+                layer.append(Bottleneck(channels, inner, downsample=number == 0))
+                channels = 4 * inner
+            setattr(self, f"layer{stage + 1}", layer)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(channels, 1000)

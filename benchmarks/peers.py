@@ -1,8 +1,13 @@
-"""The contenders that run in this process. Each is one optimizer step's gradient of a
-case.
+"""The contenders that run in this process.
+
+Each computes the gradient of one optimizer step of a case::
+
+    engine          engine.forward_backward(images, labels, criterion)
+    loop            for each micro-batch: (criterion(module(x), y) / pieces).backward()
+    data_parallel   the loop, with nn.DataParallel(module)
+    per_call        the loop, with the schedule of nn.DataParallel on CPU replicas
 """
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks.models import Case
 from benchmarks.per_call import PerCall
+from benchmarks.timing import timed
 from scatterpar import ScatterOnceParallel
 from scatterpar.devices.device_ids import resolve
 
@@ -27,20 +33,23 @@ class Peer:
     def step(self) -> float:
         """The seconds that one step takes, from no gradients to all of them."""
         self.module.zero_grad()
-        start = time.perf_counter()
-        self.run()
-        return time.perf_counter() - start
+        return timed(self.run)
 
     def gradient(self) -> Tensor:
-        """The gradient with batch normalisation at rest: the same for all, however they
-        cut.
+        """The gradient of a step in eval mode, as one vector.
+
+        Batch normalisation is at rest there, so the gradient is the same for all
+        contenders, whatever the sizes of their micro-batches.
         """
         self.module.eval()
         self.step()
         self.module.train()
-        return torch.cat(
-            [parameter.grad.flatten() for parameter in self.module.parameters()]
-        )
+        return joined_gradient(self.module)
+
+
+def joined_gradient(module: nn.Module) -> Tensor:
+    """The gradients of all parameters as one vector."""
+    return torch.cat([parameter.grad.flatten() for parameter in module.parameters()])
 
 
 def engine(case: Case, device_ids: Sequence[str]) -> Peer:
@@ -52,21 +61,19 @@ def engine(case: Case, device_ids: Sequence[str]) -> Peer:
 
 
 def loop(case: Case, pieces: int) -> Peer:
-    """What one writes by hand: forward and backward over ``pieces`` micro-batches, all
-    cores.
-    """
+    """A loop written by hand over ``pieces`` micro-batches, on all cores."""
     module = case.module()
     return Peer(module, _accumulation(module, case, pieces))
 
 
 def data_parallel(case: Case) -> Peer:
-    """``nn.DataParallel`` itself, called once a sub-step."""
+    """``nn.DataParallel`` itself, called once per sub-step."""
     module = case.module()
     return Peer(module, _accumulation(nn.DataParallel(module), case, case.accum))
 
 
 def per_call(case: Case, device_ids: Sequence[str]) -> Peer:
-    """The schedule of ``nn.DataParallel`` on CPU replicas, called once a sub-step."""
+    """The schedule of ``nn.DataParallel`` on CPU replicas, called once per sub-step."""
     module = case.module()
     parallel = PerCall(module, resolve(device_ids))
     return Peer(module, _accumulation(parallel, case, case.accum))
@@ -75,11 +82,13 @@ def per_call(case: Case, device_ids: Sequence[str]) -> Peer:
 def _accumulation(
     module: Callable[..., Any], case: Case, pieces: int
 ) -> Callable[[], None]:
+    """A function that accumulates the gradient of the case's batch in ``pieces``."""
     images, labels = case.data()
-    batch = list(zip(images.chunk(pieces), labels.chunk(pieces), strict=True))
+    micro_batches = list(zip(images.chunk(pieces), labels.chunk(pieces), strict=True))
 
     def run() -> None:
-        for micro_images, micro_labels in batch:
-            (criterion(module(micro_images), micro_labels) / len(batch)).backward()
+        for micro_images, micro_labels in micro_batches:
+            loss = criterion(module(micro_images), micro_labels)
+            (loss / len(micro_batches)).backward()
 
     return run

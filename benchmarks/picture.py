@@ -18,9 +18,12 @@ from matplotlib.patches import Patch, Rectangle
 
 from scatterpar.devices.transfers import PHASES
 
-REPLICAS, ACCUM = 4, 16
+REPLICAS = 4
+ACCUM = 16
 LENGTH = 46.0  # of a row of the left half
-TRAFFIC = Path(__file__).parent / "traffic" / "cnn.json"
+HERE = Path(__file__).parent
+TRAFFIC = HERE / "traffic" / "cnn.json"
+PICTURE = HERE.parent / "docs" / "step.png"
 COLOURS = {
     "scatter": "#4c78a8",
     "replicate": "#f2a541",
@@ -28,6 +31,7 @@ COLOURS = {
     "gather": "#9d6bb0",
     "reduce": "#d1495b",
 }
+BytesByPhase = dict[str, dict[str, int]]  # of each contender
 NAMES = {
     "scatter": "the batch out",
     "replicate": "parameters out",
@@ -37,15 +41,55 @@ NAMES = {
 }
 
 
-def count() -> dict[str, dict[str, int]]:
+def count() -> BytesByPhase:
     """Bytes by phase: the schedule of ``nn.DataParallel``, DDP, and the engine."""
-    counts = json.loads(TRAFFIC.read_text(encoding="utf-8"))["counts"][str(REPLICAS)]
-    who = (f"nn.DataParallel x {ACCUM}", "DDP, no_sync", "engine")
-    return {name: counts[name]["bytes"] for name in who}
+    counts = json.loads(TRAFFIC.read_text(encoding="utf-8"))["counts"]
+    by_contender = counts[str(REPLICAS)]
+    contenders = (f"nn.DataParallel x {ACCUM}", "DDP, no_sync", "engine")
+    return {name: by_contender[name]["bytes"] for name in contenders}
 
 
-def schedule(axes: Any, top: float, blocks: Sequence[tuple[str, float]]) -> None:
-    """Blocks from left to right on one lane per replica, from one edge to the other."""
+def draw(counted: BytesByPhase) -> Figure:
+    """Two schedules, which show the order alone, and the bytes, to scale."""
+    figure = Figure(figsize=(10, 3.9), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=[1.7, 1])
+    draw_order(left)
+    draw_bytes(right, counted)
+    return figure
+
+
+def draw_order(axes: Any) -> None:
+    """Both schedules, one above the other, and what their colours mean."""
+    replicate = ("replicate", 0.6)
+    scatter = ("scatter", 0.1)
+    compute = ("compute", 1.0)
+    gather = ("gather", 0.3)
+    reduce = ("reduce", 0.6)
+    call = [scatter, replicate, compute, gather, reduce]
+    draw_schedule(axes, 9, "nn.DataParallel, called 16 times", call * ACCUM)
+    step = [replicate, *[scatter, compute] * ACCUM, reduce]
+    draw_schedule(axes, 3.6, "scatterpar, accum=16", step)
+    axes.set(xlim=(-4.6, LENGTH), ylim=(-2.2, 11.2), yticks=[], xticks=[])
+    axes.set_xlabel("the order of events, not their duration")
+    handles = [Patch(color=COLOURS[phase], label=NAMES[phase]) for phase in COLOURS]
+    axes.legend(handles=handles, loc="lower left", fontsize=8, ncols=3, frameon=False)
+    hide_frame(axes)
+
+
+def draw_schedule(
+    axes: Any, top: float, title: str, blocks: Sequence[tuple[str, float]]
+) -> None:
+    """A title and a lane per replica, with blocks from one edge to the other.
+
+    Args:
+        top: of the first lane.
+        blocks: phases and widths, from left to right.
+    """
+    axes.text(0, top + 1.1, title, weight="bold")
+    for lane in range(REPLICAS):
+        middle = top - lane + 0.4
+        name = f"replica {lane}"
+        axes.text(-0.5, middle, name, ha="right", va="center", fontsize=7)
     unit = LENGTH / sum(width for _, width in blocks)
     left = 0.0
     for phase, width in blocks:
@@ -57,49 +101,15 @@ def schedule(axes: Any, top: float, blocks: Sequence[tuple[str, float]]) -> None
         left += width * unit
 
 
-def draw(counted: dict[str, dict[str, int]]) -> Figure:
-    """Two schedules, which show the order alone, and the bytes, to scale."""
-    figure = Figure(figsize=(10, 3.9), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=[1.7, 1])
-    draw_order(left)
-    draw_bytes(right, counted)
-    return figure
-
-
-def draw_order(axes: Any) -> None:
-    """Both schedules, one above the other, and what their colours mean."""
-    sent = ("replicate", 0.6)
-    batch = ("scatter", 0.1)
-    computed = ("compute", 1.0)
-    gathered = ("gather", 0.3)
-    reduced = ("reduce", 0.6)
-    per_call = [batch, sent, computed, gathered, reduced]
-    schedules = (
-        (9, "nn.DataParallel, called 16 times", per_call * ACCUM),
-        (3.6, "scatterpar, accum=16", [sent, *[batch, computed] * ACCUM, reduced]),
-    )
-    beside = {"ha": "right", "va": "center", "fontsize": 7}
-    for top, title, blocks in schedules:
-        schedule(axes, top, blocks)
-        axes.text(0, top + 1.1, title, weight="bold")
-        for lane in range(REPLICAS):
-            axes.text(-0.5, top - lane + 0.4, f"replica {lane}", **beside)
-    axes.set(xlim=(-4.6, LENGTH), ylim=(-2.2, 11.2), yticks=[], xticks=[])
-    axes.set_xlabel("the order of events, not their duration")
-    handles = [Patch(color=COLOURS[phase], label=NAMES[phase]) for phase in COLOURS]
-    axes.legend(handles=handles, loc="lower left", fontsize=8, ncols=3, frameon=False)
-    hide_frame(axes)
-
-
-def draw_bytes(axes: Any, counted: dict[str, dict[str, int]]) -> None:
+def draw_bytes(axes: Any, counted: BytesByPhase) -> None:
     """A column for each contender, of one part per phase."""
     bottoms = dict.fromkeys(counted, 0.0)
     for phase in PHASES:
         colour = COLOURS["gather" if phase == "compute" else phase]
-        for who, bytes_by_phase in counted.items():
+        for name, bytes_by_phase in counted.items():
             height = bytes_by_phase[phase] / 1e6
-            axes.bar(who, height, bottom=bottoms[who], color=colour)
-            bottoms[who] += height
+            axes.bar(name, height, bottom=bottoms[name], color=colour)
+            bottoms[name] += height
     for position, total in enumerate(bottoms.values()):
         axes.text(position, total, f"{total:.1f} MB", ha="center", va="bottom")
     labels = ["nn.DataParallel\nx 16", "DDP,\nno_sync", "scatterpar"]
@@ -115,10 +125,16 @@ def hide_frame(axes: Any) -> None:
         axes.spines[side].set_visible(False)
 
 
+def main() -> None:
+    """Write the picture, and print its numbers."""
+    counted = count()
+    draw(counted).savefig(PICTURE, dpi=110)
+    for name, bytes_by_phase in counted.items():
+        sizes = {
+            phase: f"{size / 1e6:.2f} MB" for phase, size in bytes_by_phase.items()
+        }
+        print(name, sizes)
+
+
 if __name__ == "__main__":
-    bytes_counted = count()
-    draw(bytes_counted).savefig(
-        Path(__file__).parent.parent / "docs" / "step.png", dpi=110
-    )
-    for who, found in bytes_counted.items():
-        print(who, {phase: f"{size / 1e6:.2f} MB" for phase, size in found.items()})
+    main()

@@ -1,4 +1,14 @@
-"""The contenders that need a process per replica: gloo workers on this machine."""
+"""The contenders that need a process per replica: gloo workers on this machine.
+
+::
+
+    engine          one process with two replicas
+    ddp             for each micro-batch, all except the last under no_sync():
+                        (criterion(model(x), y) / accum).backward()
+    ddp, counted    the same, with every collective counted
+    accelerate      for each micro-batch: with accelerator.accumulate(model):
+                        accelerator.backward(criterion(model(x), y))
+"""
 
 import os
 from collections.abc import Callable
@@ -22,7 +32,7 @@ class RankProcesses:
 
     def __init__(self, kind: str, case: Case, world: int) -> None:
         self._ranks = Ranks([torch.device("cpu")] * world, _SECONDS)
-        self._ranks.ask(_start, world, kind, (case.name, case.batch, case.accum))
+        self._ranks.ask(_start, world, kind, case.size)
 
     def step(self) -> float:
         """The seconds of the slowest rank."""
@@ -34,7 +44,7 @@ class RankProcesses:
         return gradient
 
     def traffic(self) -> list[dict[str, int]]:
-        """What each rank counted in one step."""
+        """The counts of one step, by rank."""
         return self._ranks.ask(_call, "traffic")
 
     def __enter__(self) -> Self:
@@ -46,15 +56,14 @@ class RankProcesses:
 
 def _start(rank: int, world: int, kind: str, size: tuple[str, int, int]) -> None:
     """Make the worker of this process."""
-    # accelerate reads these
-    names = ("RANK", "LOCAL_RANK"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    for variables, value in zip(names, (rank, world), strict=True):
-        os.environ.update(dict.fromkeys(variables, str(value)))
+    # accelerate reads these variables.
+    for variable in ("RANK", "LOCAL_RANK"):
+        os.environ[variable] = str(rank)
+    for variable in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ[variable] = str(world)
     os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
-    name, batch, accum = size
-    _workers.append(
-        KINDS[kind](Case(name, CASES[name].build, batch, accum), rank, world)
-    )
+    make_worker = KINDS[kind]
+    _workers.append(make_worker(case_of(size), rank, world))
 
 
 def _call(_: int, method: str) -> Any:
@@ -62,25 +71,38 @@ def _call(_: int, method: str) -> Any:
     return getattr(_workers[0], method)()
 
 
+def case_of(size: tuple[str, int, int]) -> Case:
+    """The case whose ``size`` came to this process; its functions cannot be pickled."""
+    name, batch, accum = size
+    return Case(name, CASES[name].build, batch, accum)
+
+
+def share_of(case: Case, rank: int, world: int) -> tuple[Tensor, Tensor]:
+    """Images and labels of one rank, in memory of their own."""
+    images, labels = case.data()
+    return images.chunk(world)[rank].clone(), labels.chunk(world)[rank].clone()
+
+
 class NoSync(Peer):
-    """``DistributedDataParallel``, all sub-steps but the last under ``no_sync``."""
+    """``DistributedDataParallel``, all sub-steps except the last under ``no_sync``."""
 
     wrapper: Callable[..., nn.Module] = nn.parallel.DistributedDataParallel
 
     def __init__(self, case: Case, rank: int, world: int) -> None:
         super().__init__(case.module(), self.accumulate)
         self.model: Any = self.wrapper(self.module)
-        self.batch = _share(case, rank, world)
+        self.micro_batches = _micro_batches(case, rank, world)
 
     def accumulate(self) -> None:
-        last = len(self.batch) - 1
-        for number, (images, labels) in enumerate(self.batch):
-            with nullcontext() if number == last else self.model.no_sync():
-                (criterion(self.model(images), labels) / len(self.batch)).backward()
+        count = len(self.micro_batches)
+        for number, (images, labels) in enumerate(self.micro_batches, 1):
+            with nullcontext() if number == count else self.model.no_sync():
+                loss = criterion(self.model(images), labels)
+                (loss / count).backward()
 
 
 class CountingModel(nn.parallel.DistributedDataParallel):
-    """Counts what it broadcasts; what it reduces is counted by a communication hook."""
+    """Counts its broadcasts. A communication hook counts its reductions."""
 
     broadcast_bytes = 0
     broadcasts = 0
@@ -88,7 +110,7 @@ class CountingModel(nn.parallel.DistributedDataParallel):
     def _distributed_broadcast_coalesced(
         self, tensors: Any, *args: Any, **kwargs: Any
     ) -> None:
-        self.broadcast_bytes += sum(t.numel() * t.element_size() for t in tensors)
+        self.broadcast_bytes += sum(tensor.nbytes for tensor in tensors)
         self.broadcasts += 1
         super()._distributed_broadcast_coalesced(tensors, *args, **kwargs)
 
@@ -102,24 +124,29 @@ class Counted(NoSync):
         super().__init__(case, rank, world)
         self.buckets: list[int] = []
         self.model.register_comm_hook(None, self._reduce)
-        self.step()  # the first one is when buckets are rebuilt
+        self.step()  # DDP rebuilds its buckets after the first one
 
     def _reduce(
         self, _: None, bucket: distributed.GradBucket
     ) -> torch.futures.Future[Tensor]:
+        """Average a bucket over the ranks, as DDP does by itself."""
         flat = bucket.buffer()
-        self.buckets.append(flat.numel() * flat.element_size())
+        self.buckets.append(flat.nbytes)
         flat.div_(distributed.get_world_size())
         reduced = distributed.all_reduce(flat, async_op=True).get_future()
         return reduced.then(lambda future: future.value()[0])
 
     def traffic(self) -> dict[str, int]:
+        """Bytes, broadcasts and reductions of one step."""
         self.buckets.clear()
-        self.model.broadcast_bytes = self.model.broadcasts = 0
+        self.model.broadcast_bytes = 0
+        self.model.broadcasts = 0
         self.step()
-        tensors = [tensor for micro in self.batch for tensor in micro]
+        inputs = 0
+        for images, labels in self.micro_batches:
+            inputs += images.nbytes + labels.nbytes
         return {
-            "inputs": sum(t.numel() * t.element_size() for t in tensors),
+            "inputs": inputs,
             "buffers": self.model.broadcast_bytes,
             "broadcasts": self.model.broadcasts,
             "gradients": sum(self.buckets),
@@ -131,27 +158,31 @@ class Accelerated(Peer):
     """``accelerate``: ``accumulate`` and ``backward`` of an ``Accelerator``."""
 
     def __init__(self, case: Case, rank: int, world: int) -> None:
-        from accelerate import Accelerator
+        from accelerate import Accelerator  # slow, and the other kinds go without
 
         super().__init__(case.module(), self.accumulate)
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=case.accum)
         self.model = self.accelerator.prepare(self.module)
-        self.batch = _share(case, rank, world)
+        self.micro_batches = _micro_batches(case, rank, world)
 
     def accumulate(self) -> None:
-        for images, labels in self.batch:
+        for images, labels in self.micro_batches:
             with self.accelerator.accumulate(self.model):
                 self.accelerator.backward(criterion(self.model(images), labels))
 
 
+def _engine(case: Case, rank: int, world: int) -> Peer:
+    return peers.engine(case, ["cpu"] * 2)
+
+
 KINDS: dict[str, Callable[[Case, int, int], Any]] = {
-    "engine": lambda case, rank, world: peers.engine(case, ["cpu"] * 2),
+    "engine": _engine,
     "ddp": NoSync,
     "ddp, counted": Counted,
     "accelerate": Accelerated,
 }
 
 
-def _share(case: Case, rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
-    images, labels = (part.chunk(world)[rank].clone() for part in case.data())
+def _micro_batches(case: Case, rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
+    images, labels = share_of(case, rank, world)
     return list(zip(images.chunk(case.accum), labels.chunk(case.accum), strict=True))

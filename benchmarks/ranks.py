@@ -1,10 +1,9 @@
-"""New processes that call functions: one alone, or one per GPU with a process group."""
+"""Processes with a process group, one per GPU or CPU replica, that call functions."""
 
 from __future__ import annotations
 
 import _thread
 import atexit
-import importlib
 import multiprocessing
 import os
 import tempfile
@@ -21,23 +20,6 @@ from scatterpar.devices.device_ids import physical
 _SPAWN = multiprocessing.get_context("spawn")
 
 
-def run_alone(function: Callable[..., Any], *args: Any, under: str = "") -> Any:
-    """``function(*args)``, called in a new process. Waits until the process has ended,
-    too.
-
-    ``under`` names a module whose ``install`` the process calls first, or is an empty
-    string.
-    """
-    with ProcessPoolExecutor(1, _SPAWN, _prepare, (under,)) as process:
-        return process.submit(function, *args).result()
-
-
-def _prepare(under: str) -> None:
-    _thread.start_new_thread(_end_with_parent, ())
-    if under:
-        importlib.import_module(under).install()
-
-
 class Ranks:
     """Processes that share a process group: NCCL's on GPUs, gloo's on the CPU.
 
@@ -50,48 +32,49 @@ class Ranks:
 
     def __init__(self, devices: Sequence[torch.device], seconds: float = 100.0) -> None:
         self._seconds = seconds
-        # where the processes find each other
+        # The processes find each other in this folder.
         self._folder = tempfile.TemporaryDirectory()
-        common = len(devices), self._folder.name, seconds
-        self._processes = [
-            ProcessPoolExecutor(1, _SPAWN, _join, (rank, device, *common))
-            for rank, device in enumerate(devices)
-        ]
+        self._processes = []
+        for rank, device in enumerate(devices):
+            arguments = rank, device, len(devices), self._folder.name, seconds
+            process = ProcessPoolExecutor(1, _SPAWN, _join, arguments)
+            self._processes.append(process)
 
-    def ask(
-        self, function: Callable[..., Any], *args: Any, first: int | None = None
-    ) -> list[Any]:
-        """Returns ``function(rank, *args)`` of each process, or of the ``first`` ones.
+    def ask(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Returns ``function(rank, *args)`` of each process.
 
         Raises the error of a process, or ``TimeoutError``.
         """
-        processes = enumerate(self._processes[:first])
-        results = [process.submit(function, rank, *args) for rank, process in processes]
-        return [result.result(self._seconds) for result in results]
+        # All are submitted before any result is awaited: ranks wait for each other.
+        futures = []
+        for rank, process in enumerate(self._processes):
+            futures.append(process.submit(function, rank, *args))
+        return [future.result(self._seconds) for future in futures]
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         for process in self._processes:
-            # after an error a process may wait for another one
+            # After an error a process may wait for another one forever.
             process.shutdown(wait=kind is None)
 
 
 def _join(
     rank: int, device: torch.device, count: int, folder: str, seconds: float
 ) -> None:
-    """Join the group."""
+    """Begin this process: join the group, on ``device``."""
     _thread.start_new_thread(_end_with_parent, ())
-    # gloo's threads can abort a process that ends in the usual way
+    # Gloo's threads can abort a process that ends in the usual way.
     atexit.register(os._exit, 0)
     if device.type == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // count))
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     else:
         torch.accelerator.set_device_index(device.index)
+    backend = dist.get_default_backend_for_device(physical(device))
     dist.init_process_group(
-        dist.get_default_backend_for_device(physical(device)),
+        backend,
         f"file://{folder}/store",
         rank=rank,
         world_size=count,

@@ -1,9 +1,8 @@
-"""The tables that the guide quotes from the benchmarks: ``python -m
-benchmarks.readme``.
+"""The tables that the guide quotes from the benchmarks: ``python -m benchmarks.readme``.
 
-It measures nothing. It reads the raw numbers that are kept beside the benchmarks, and
+It measures nothing. It reads the numbers that are stored beside the benchmarks, and
 writes the tables between their markers. A test computes them again and compares.
-``python -m benchmarks figures`` measures those of the step times first.
+``python -m benchmarks figures`` measures the step times first.
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from benchmarks.markers import replace
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -51,77 +52,72 @@ RECIPES = {
 
 
 def figures() -> str:
-    """A step's time relative to each peer's, round by round; of several peers the
-    faster one.
+    """The engine's time relative to that of each group of peers, by model.
+
+    Each ratio is the median over rounds. The fastest peer of a group counts.
     """
-    found = {name: _read(f"step_time/{name}.json") for name in MODELS}
-    where = found["cnn"]["environment"]
+    results = [_read(f"step_time/{name}.json") for name in MODELS]
     lines = [f"| relative to | {' | '.join(MODELS.values())} |", "|---|---:|---:|---:|"]
-    for words, peers in PEERS.items():
-        ratios = [_slowest(found[name]["seconds"], peers) for name in MODELS]
-        lines.append(f"| {words} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |")
+    for title, peers in PEERS.items():
+        cells = [f"{_largest_ratio(result, peers):.2f}" for result in results]
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    cells = [_beside_the_fastest(result) for result in results]
+    lines.append(f"| the fastest of all of these | {' | '.join(cells)} |")
+    environment = results[0]["environment"]
+    cores = f"{environment['cores']} cores of an {environment['processor']}"
+    lines.append("")
     lines.append(
-        f"| the fastest of all of these | {' | '.join(map(_fastest, found.values()))} |"
+        f"Two replicas on {cores}, torch {environment['torch']}, batches of 4096 "
+        "images, `accum=16`."
     )
-    hardware = (
-        f"Two replicas on {where['cores']} cores of an {where['processor']}, torch "
-        f"{where['torch']}, batches of 4096 images, `accum=16`."
-    )
-    return "\n".join([*lines, "", hardware])
+    return "\n".join(lines)
 
 
-def _fastest(found: dict[str, Any]) -> str:
-    """The largest ratio, that beside the fastest peer, and its name."""
-    ratios = {peer: _slowest(found["seconds"], [peer]) for peer in NAMES}
+def _beside_the_fastest(result: dict[str, Any]) -> str:
+    """The ratio to the fastest peer, which is the largest, and the peer's name."""
+    ratios = {peer: _largest_ratio(result, [peer]) for peer in NAMES}
     fastest = max(ratios, key=lambda peer: ratios[peer])
     return f"{ratios[fastest]:.2f}, {NAMES[fastest]}"
 
 
-def _slowest(seconds: dict[str, list[float]], peers: list[str]) -> float:
-    """The largest median of the engine's time over a peer's."""
-    pairs = [zip(seconds["engine"], seconds[peer], strict=True) for peer in peers]
-    return max(1 / statistics.median(b / a for a, b in rounds) for rounds in pairs)
+def _largest_ratio(result: dict[str, Any], peers: list[str]) -> float:
+    """The largest of the engine's times relative to those of the peers."""
+    seconds = result["seconds"]
+    ratios = []
+    for peer in peers:
+        pairs = zip(seconds["engine"], seconds[peer], strict=True)
+        # Turned over as ``timing.ratio`` does on the pages of the benchmarks, so that
+        # both round the same number.
+        ratios.append(1 / statistics.median(theirs / ours for ours, theirs in pairs))
+    return max(ratios)
 
 
 def accuracy() -> str:
-    """Test errors by batch and recipe, of both networks."""
-    networks = [
-        _read(f"large_batch/runs-{name}.json")["runs"] for name in ("cnn", "tiny")
-    ]
+    """Test errors of both networks, by batch and recipe."""
+    cnn = _read("large_batch/runs-cnn.json")["runs"]
+    tiny = _read("large_batch/runs-tiny.json")["runs"]
     lines = [
         "| batch and recipe | small CNN, test error, % | tiny network, test error, % |",
         "|---|---:|---:|",
     ]
-    for words, recipe in RECIPES.items():
-        cells = [
-            _spread([r["errors"][-1] for r in runs if r["recipe"] == recipe])
-            for runs in networks
-        ]
-        lines.append(f"| {words} | {' | '.join(cells)} |")
+    for title, recipe in RECIPES.items():
+        cells = [_mean_error(runs, recipe) for runs in (cnn, tiny)]
+        lines.append(f"| {title} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _spread(errors: list[float]) -> str:
-    return (
-        f"{statistics.mean(errors):.2f} ± {statistics.stdev(errors):.2f}"
-        if errors
-        else ""
-    )
+def _mean_error(runs: list[dict[str, Any]], recipe: str) -> str:
+    """Mean and standard deviation of the last errors; empty without a run."""
+    errors = [run["errors"][-1] for run in runs if run["recipe"] == recipe]
+    if not errors:
+        return ""
+    return f"{statistics.mean(errors):.2f} ± {statistics.stdev(errors):.2f}"
 
 
 TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
     "figures": (ROOT / "docs" / "benchmarks.md", figures),
     "accuracy": (ROOT / "docs" / "large-batches.md", accuracy),
 }
-
-
-def between(name: str, text: str) -> tuple[str, str, str]:
-    """What a page has before, between and after the markers of ``name``."""
-    before, opening, rest = text.partition(f"<!-- {name} -->\n")
-    table, closing, after = rest.partition(f"\n<!-- /{name} -->")
-    if not (opening and closing):
-        raise ValueError(f"the page has no markers for {name}")
-    return before + opening, table, closing + after
 
 
 def _read(path: str) -> Any:
@@ -131,8 +127,7 @@ def _read(path: str) -> Any:
 def write() -> None:
     """Write every table into its page."""
     for name, (page, table) in TABLES.items():
-        before, _, after = between(name, page.read_text(encoding="utf-8"))
-        page.write_text(before + table() + after, encoding="utf-8")
+        replace(page, name, table())
         print(f"{page.relative_to(ROOT)}: {name}")
 
 

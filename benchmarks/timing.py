@@ -1,5 +1,12 @@
-"""Rounds in which every contender runs once, so that whatever disturbs one disturbs
-all.
+"""Times of contenders that are compared in rounds, and their ratios.
+
+::
+
+    for each round:                                 the order rotates
+        for each contender: sleep 10 ms; seconds = contender()
+    ratio of two contenders: the median of their ratios, round by round
+
+Each contender runs once in each round, so what disturbs one disturbs all.
 """
 
 import random
@@ -17,30 +24,29 @@ _SETTLE_SECONDS = 0.01  # idle OpenMP threads spin a little before they sleep
 def interleaved(
     benchmark: Any, contenders: Mapping[str, Callable[[], float]], rounds: int
 ) -> dict[str, list[float]]:
-    """Seconds of each contender in each round; the order rotates, the first round is
-    dropped.
+    """Seconds of each contender in each round, without the first round.
 
     Args:
         benchmark: pytest-benchmark's fixture; it times whole rounds and keeps the
             medians.
         contenders: each runs once and returns the seconds that it took.
-        rounds: how many are kept.
+        rounds: the number of rounds that count.
 
     """
     order = list(contenders)
-    kept: list[dict[str, float]] = []
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
 
-    def one_round() -> None:
-        seconds = {}
+    def run_round() -> None:
         for name in order:
             time.sleep(_SETTLE_SECONDS)
-            seconds[name] = contenders[name]()
+            seconds[name].append(contenders[name]())
         order.append(order.pop(0))
-        kept.append(seconds)
 
-    benchmark.pedantic(one_round, rounds=rounds, iterations=1, warmup_rounds=1)
-    seconds = {name: [one[name] for one in kept[1:]] for name in contenders}
-    benchmark.extra_info.update({k: statistics.median(v) for k, v in seconds.items()})
+    # The first round allocates memory and starts threads.
+    benchmark.pedantic(run_round, rounds=rounds, iterations=1, warmup_rounds=1)
+    for name in contenders:
+        del seconds[name][0]
+        benchmark.extra_info[name] = statistics.median(seconds[name])
     return seconds
 
 
@@ -68,9 +74,7 @@ def in_a_row(
 
 @dataclass(frozen=True)
 class Ratio:
-    """The median of the rounds' ratios, and an interval that holds it with 95 %
-    confidence.
-    """
+    """The median of the rounds' ratios, and its interval of 95 % confidence."""
 
     median: float
     low: float
@@ -87,10 +91,11 @@ def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Ratio:
     '2.000 (2.000 to 2.000)'
     """
     ratios = [a / b for a, b in zip(numerator, denominator, strict=True)]
-    draw = random.Random(0)
-    medians = sorted(
-        statistics.median(draw.choices(ratios, k=len(ratios)))
-        for _ in range(_RESAMPLES)
-    )
-    edge = _RESAMPLES // 40
+    generator = random.Random(0)
+    medians = []
+    for _ in range(_RESAMPLES):
+        resample = generator.choices(ratios, k=len(ratios))
+        medians.append(statistics.median(resample))
+    medians.sort()
+    edge = _RESAMPLES // 40  # 2.5 % of them on each side
     return Ratio(statistics.median(ratios), medians[edge], medians[-edge - 1])

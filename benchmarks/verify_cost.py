@@ -1,38 +1,40 @@
 """Time and memory of a look, and the time of a later step, with and without ``verify``.
 
-One process for each of them, so that the peak of its memory is its own. Prints one line
-of JSON.
+    python -m benchmarks.verify_cost language verify        (or: cnn; no)
+
+Prints a line of JSON: seconds of the first step, the median of later ones, and the most
+memory. A process for each of them, so that the peak of its memory is its own.
 """
 
 import json
 import resource
 import statistics
 import sys
-import time
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from benchmarks.timing import timed
 from scatterpar import ScatterOnceParallel, count_labels
 
-WORDS, LENGTH, MICRO, ACCUM, STEPS = 50_000, 64, 8, 2, 5
+WORDS = 50_000
+LENGTH = 64
+ACCUM = 2
+STEPS = 5
 
 
 def language_model():
-    ids = torch.randint(WORDS, (MICRO * ACCUM, LENGTH))
+    """A head over 50,000 words: logits are what takes memory. A third is padded."""
+    ids = torch.randint(WORDS, (8 * ACCUM, LENGTH))
     ids[::3, LENGTH // 2 :] = -100
-    model = nn.Sequential(
-        nn.Embedding(WORDS, 64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, WORDS)
-    )
-
-    def criterion(logits, labels):
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-    return model.bfloat16(), ids.clamp(min=0), ids, criterion, {"count": count_labels()}
+    head = nn.Linear(64, WORDS)
+    model = nn.Sequential(nn.Embedding(WORDS, 64), nn.Linear(64, 64), nn.GELU(), head)
+    return model.bfloat16(), ids.clamp(min=0), ids, {"count": count_labels()}
 
 
 def cnn():
+    """A small network for images, with batch normalisation."""
     model = nn.Sequential(
         nn.Conv2d(3, 32, 3, padding=1),
         nn.BatchNorm2d(32),
@@ -46,43 +48,40 @@ def cnn():
         nn.Flatten(),
         nn.Linear(64, 10),
     )
-    rows = 64 * ACCUM
-    criterion = lambda output, labels: F.cross_entropy(output, labels)  # noqa: E731
-    return (
-        model,
-        torch.randn(rows, 3, 32, 32),
-        torch.randint(10, (rows,)),
-        criterion,
-        {},
-    )
+    images = torch.randn(64 * ACCUM, 3, 32, 32)
+    labels = torch.randint(10, (64 * ACCUM,))
+    return model, images, labels, {}
+
+
+def criterion(logits, labels):
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
 
 
 def main(name, verify):
+    """Print seconds and memory of one kind."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model, inputs, targets, criterion, options = {
-        "cnn": cnn,
-        "language": language_model,
-    }[name]()
-    with ScatterOnceParallel(
-        model, ACCUM, ["cpu"], verify=verify == "verify"
-    ) as engine:
-        engine.verify, wanted = False, engine.verify
-        # to warm up
-        engine.forward_backward(inputs[:ACCUM], targets[:ACCUM], criterion, **options)
-        engine.verify = wanted
-        seconds = []
-        for _ in range(STEPS):
-            start = time.perf_counter()
+    build = {"cnn": cnn, "language": language_model}[name]
+    model, inputs, targets, options = build()
+    seconds = []
+    with ScatterOnceParallel(model, ACCUM, ["cpu"], verify=False) as engine:
+
+        def step():
             engine.forward_backward(inputs, targets, criterion, **options)
-            seconds.append(time.perf_counter() - start)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+        # To warm up, without a look: few rows.
+        engine.forward_backward(inputs[:ACCUM], targets[:ACCUM], criterion, **options)
+        engine.verify = verify == "verify"
+        for _ in range(STEPS):
+            seconds.append(timed(step))
     first, *later = seconds
-    print(
-        json.dumps(
-            {"first": first, "later": statistics.median(later), "peak_MB": round(peak)}
-        )
-    )
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    result = {
+        "first": first,
+        "later": statistics.median(later),
+        "peak_MB": round(kilobytes / 1024),
+    }
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -125,7 +125,8 @@ def test_readme_is_read_in_a_minute():
 
 def test_figures_are_those_of_benchmarks(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
-    from benchmarks.readme import TABLES, between
+    from benchmarks.markers import between
+    from benchmarks.readme import TABLES
 
     for name, (page, table) in TABLES.items():
         _, quoted, _ = between(name, page.read_text(encoding="utf-8"))

@@ -1,4 +1,9 @@
-"""Beside DistributedDataParallel between processes, and on paper for up to 256 GPUs."""
+"""What do more machines cost? Beside DistributedDataParallel, and on paper.
+
+``python -m benchmarks machines`` times two gloo processes on one machine, each of which
+runs steps of the engine and of DDP in turn (``ranks.py``), and computes the step time on
+up to 256 GPUs by a formula (``on_paper.py``).
+"""
 
 import statistics
 
@@ -17,74 +22,75 @@ TOLERANCE = 1e-3  # relative, between float32 parameters after some steps with m
 def test_beside_ddp(benchmark, publish, quick, name):
     case = CASES[name].small() if quick else CASES[name]
     rounds = 3 if quick else 20
-    found = benchmark.pedantic(measure, args=(case, 2, rounds), rounds=1)
-    assert found["difference"] < TOLERANCE
-    seconds = found["seconds"]
+    results = benchmark.pedantic(measure, args=(case, 2, rounds), rounds=1)
+    assert results["difference"] < TOLERANCE
+    publish(name, f"{times_of(results)}\n\n{pieces_of(results)}", results)
+
+
+def times_of(results):
+    """The contenders' step times."""
+    seconds = results["seconds"]
+    rows = []
+    for name in (ENGINE, DDP):
+        milliseconds = [1e3 * time for time in seconds[name]]
+        middle = f"{statistics.median(milliseconds):.1f}"
+        extremes = f"{min(milliseconds):.1f} to {max(milliseconds):.1f}"
+        beside = "1"
+        if name != ENGINE:
+            beside = str(ratio(seconds[name], seconds[ENGINE]))
+        rows.append([name, middle, extremes, beside])
+    return Table(["contender", "ms, median", "ms, range", "time / engine's"], rows)
+
+
+def pieces_of(results):
+    """What a step between machines adds, and how far the contenders are apart."""
+    megabytes = results["data_bytes"] / 1e6
+    difference = f"{results['difference']:.0e}, relative"
+    flags = f"{results['small_seconds'] * 1e6:.0f} us"
+    gradients = f"{results['data_seconds'] * 1e3:.2f} ms"
+    packing = f"{results['pack_seconds'] * 1e3:.2f} ms"
     rows = [
-        [
-            who,
-            f"{statistics.median(times) * 1e3:.1f}",
-            f"{min(times) * 1e3:.1f} to {max(times) * 1e3:.1f}",
-            str(ratio(times, seconds[ENGINE])) if who != ENGINE else "1",
-        ]
-        for who, times in seconds.items()
+        ["parameters after all steps differ by", difference],
+        ["all-reduce of flags and counts", flags],
+        [f"all-reduce of {megabytes:.2f} MB of gradients", gradients],
+        ["packing and scaling them", packing],
     ]
-    table = Table(["contender", "ms, median", "ms, range", "time / engine's"], rows)
-    parts = [
-        [
-            "parameters after all steps differ by",
-            f"{found['difference']:.0e}, relative",
-        ],
-        ["all-reduce of flags and counts", f"{found['small_seconds'] * 1e6:.0f} us"],
-        [
-            f"all-reduce of {found['data_bytes'] / 1e6:.2f} MB of gradients",
-            f"{found['data_seconds'] * 1e3:.2f} ms",
-        ],
-        ["packing and scaling them", f"{found['pack_seconds'] * 1e3:.2f} ms"],
-    ]
-    assert set(seconds) == {ENGINE, DDP}
-    publish(name, f"{table}\n\n{Table(['piece', 'measured'], parts)}", found)
+    return Table(["piece", "measured"], rows)
 
 
 def test_on_paper(benchmark, publish):
-    columns = ["setting", *(f"{n * GPUS} GPUs" for n in MACHINES)]
-    found = benchmark.pedantic(
-        lambda: {
-            name: [s.seconds(n) for n in MACHINES] for name, s in SETTINGS.items()
-        },
-        rounds=1,
-    )
+    seconds = benchmark.pedantic(compute, rounds=1)
     rows = []
     for name, setting in SETTINGS.items():
-        steps = zip(MACHINES, found[name], strict=True)
-        rows.append(
-            [
-                name,
-                *(
-                    f"{sum(s.values()):.3f} s, {setting.efficiency(n):.1%}"
-                    for n, s in steps
-                ),
-            ]
-        )
-    publish("on-paper", Table(columns, rows), {"seconds": found}, draw)
+        cells = []
+        for number in MACHINES:
+            efficiency = setting.efficiency(number)
+            cells.append(f"{setting.total(number):.3f} s, {efficiency:.1%}")
+        rows.append([name, *cells])
+    columns = ["setting", *[f"{number * GPUS} GPUs" for number in MACHINES]]
+    publish("on-paper", Table(columns, rows), {"seconds": seconds}, draw)
+
+
+def compute():
+    """The parts of a step, by setting and number of machines."""
+    seconds = {}
+    for name, setting in SETTINGS.items():
+        seconds[name] = [setting.seconds(number) for number in MACHINES]
+    return seconds
 
 
 def draw(axes):
     """Efficiency over the number of GPUs."""
-    gpus = [n * GPUS for n in MACHINES]
+    gpus = [number * GPUS for number in MACHINES]
     for name, setting in SETTINGS.items():
-        axes.plot(
-            gpus, [100 * setting.efficiency(n) for n in MACHINES], "o-", label=name
-        )
-    axes.plot(
-        [8, 256], [100, 90], "kx", label="reported by Goyal et al., 8 to 256 GPUs"
-    )
+        efficiencies = [100 * setting.efficiency(number) for number in MACHINES]
+        axes.plot(gpus, efficiencies, "o-", label=name)
+    reported = "reported by Goyal et al., 8 to 256 GPUs"
+    axes.plot([8, 256], [100, 90], "kx", label=reported)
     axes.set_xscale("log", base=2)
     axes.set_xticks(gpus, gpus)
-    axes.set(
-        xlabel="GPUs, 8 a machine",
-        ylabel="efficiency against one machine, %",
-        ylim=(0, 105),
-    )
+    axes.set_xlabel("GPUs, 8 a machine")
+    axes.set_ylabel("efficiency against one machine, %")
+    axes.set_ylim(0, 105)
     axes.grid(alpha=0.3)
     axes.legend()

@@ -1,4 +1,4 @@
-"""How often gradients cross, by the layout of eight replicas."""
+"""How often do gradients cross between memories? By the layout of eight replicas."""
 
 from torch import nn
 
@@ -6,6 +6,7 @@ from benchmarks.models import CASES
 from benchmarks.tables import Table
 from scatterpar import ScatterOnceParallel
 
+# The device of each replica, a digit each.
 LAYOUTS = {
     "one card": "00000000",
     "two cards, 4 + 4": "00001111",
@@ -19,26 +20,32 @@ LAYOUTS = {
 
 
 def test_layouts(benchmark, publish):
-    case = CASES["mlp"].small()
-    counts = benchmark.pedantic(
-        lambda: {name: count(case, of) for name, of in LAYOUTS.items()}
-    )
+    counts = benchmark.pedantic(count_all)
+    # The sum's tree pairs neighbours, so two halves meet once.
     assert counts["two cards, 4 + 4"] == 1
     assert counts["eight cards"] == 7
-    rows = [
-        [name, f"`{[*map(int, layout)]}`", counts[name], len({*layout}) - 1]
-        for name, layout in LAYOUTS.items()
-    ]
+    rows = []
+    for name, layout in LAYOUTS.items():
+        device_ids = [int(digit) for digit in layout]
+        other_devices = len(set(device_ids)) - 1
+        rows.append([name, f"`{device_ids}`", counts[name], other_devices])
     columns = ["layout", "device_ids", "gradients cross", "other devices"]
     publish("layouts", Table(columns, rows), {"crossings": counts})
 
 
+def count_all():
+    case = CASES["mlp"].small()
+    return {name: count(case, layout) for name, layout in LAYOUTS.items()}
+
+
 def count(case, layout):
-    """How many times the size of the gradients comes back."""
+    """The bytes that come back, as a multiple of all gradients' bytes."""
     module = case.module()
-    with ScatterOnceParallel(module, 1, [f"cpu:{i}" for i in layout]) as engine:
+    device_ids = [f"cpu:{digit}" for digit in layout]
+    with ScatterOnceParallel(module, 1, device_ids) as engine:
         engine.forward_backward(*case.data(), nn.CrossEntropyLoss())
-        size = sum(p.numel() * p.element_size() for p in module.parameters())
-        times, rest = divmod(engine.last_step.bytes["reduce"], size)
-    assert not rest
+        crossed = engine.last_step.bytes["reduce"]
+    size = sum(parameter.nbytes for parameter in module.parameters())
+    times, remainder = divmod(crossed, size)
+    assert remainder == 0
     return times

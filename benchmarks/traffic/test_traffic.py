@@ -1,4 +1,15 @@
-"""What crosses from one memory to another in one optimizer step, counted."""
+"""What crosses from one memory to another in one optimizer step, counted.
+
+``python -m benchmarks traffic`` counts bytes and messages while a real step runs, on 2,
+4 and 8 replicas with memories of their own::
+
+    engine             engine.last_step.bytes and .messages
+    nn.DataParallel    its schedule on the same virtual devices, called 16 times
+    DDP, no_sync       the buckets and buffers of one gloo process per replica
+    lower bound        by arithmetic: everything once
+
+The engine's bytes equal the lower bound, or the run fails.
+"""
 
 import pytest
 
@@ -19,34 +30,32 @@ def test_traffic(benchmark, publish, quick, name):
     case = CASES[name].small() if quick else CASES[name]
     sizes = REPLICAS[:1] if quick else REPLICAS
     counts = benchmark.pedantic(count_all, args=(case, sizes), rounds=1)
-    for by_who in counts.values():
-        assert by_who["engine"]["bytes"] == by_who["lower bound"]["bytes"]
     rows = []
-    for replicas, by_who in counts.items():
-        for who, count in by_who.items():
-            rows.append([replicas, who, *_cells(count)])
+    for replicas, by_contender in counts.items():
+        bound = by_contender["lower bound"]
+        assert by_contender["engine"]["bytes"] == bound["bytes"]
+        for name, count in by_contender.items():
+            rows.append([replicas, name, *_cells(count)])
     columns = ["replicas", "who", "scatter", "replicate", "outputs", "reduce", "total"]
     publish(name, Table(columns, rows), {"counts": counts}, draw(counts))
 
 
 def count_all(case, sizes):
     """Bytes and messages by phase, by contender, by number of replicas."""
-    return {
-        str(replicas): {
+    counts = {}
+    for replicas in sizes:
+        counts[str(replicas)] = {
             "engine": count_engine(case, replicas),
             f"nn.DataParallel x {case.accum}": count_per_call(case, replicas),
             "DDP, no_sync": count_ddp(case, replicas),
             "lower bound": lower_bound(case, replicas),
         }
-        for replicas in sizes
-    }
+    return counts
 
 
 def virtual(replicas):
-    """Memories of their own; the batch comes from the host, and the master is the
-    first.
-    """
-    return [f"cpu:{i}" for i in range(replicas)]
+    """Memories of their own. The batch comes from the host; the first is the master."""
+    return [f"cpu:{index}" for index in range(replicas)]
 
 
 def count_engine(case, replicas):
@@ -59,102 +68,110 @@ def count_engine(case, replicas):
 
 
 def count_per_call(case, replicas):
-    """The schedule of nn.DataParallel, run on virtual devices; labels stay with the
-    master.
-    """
+    """The schedule of nn.DataParallel. Labels go to the master alone."""
     parallel = PerCall(case.module(), resolve(virtual(replicas)))
     master = parallel.device_ids[0]
-    images, labels = case.data()
     transfers = parallel.transfers
+    images, labels = case.data()
     pieces = zip(images.chunk(case.accum), labels.chunk(case.accum), strict=True)
-    for inputs, targets in pieces:
-        targets = transfers.copy(targets, master, "scatter")
-        loss = peers.criterion(parallel(inputs), targets)
+    for micro_images, micro_labels in pieces:
+        targets = transfers.copy(micro_labels, master, "scatter")
+        loss = peers.criterion(parallel(micro_images), targets)
         (loss / case.accum).backward()
     return {"bytes": transfers.bytes, "messages": transfers.messages}
 
 
 def count_ddp(case, replicas):
-    """What the ranks hand to their collectives, times what a ring sends for each byte
-    of it.
+    """The ranks' collectives, times the copies of a ring.
+
+    A ring all-reduce of g bytes over n ranks sends 2 (n - 1) g in all, in 2 (n - 1)
+    messages of each rank.
     """
     with RankProcesses("ddp, counted", case, replicas) as processes:
         ranks = processes.traffic()
-    others = replicas - 1
+    first = ranks[0]
+    other_ranks = replicas - 1
+    sizes = by_phase(
+        scatter=sum(rank["inputs"] for rank in ranks),
+        replicate=other_ranks * first["buffers"],
+        reduce=2 * other_ranks * first["gradients"],
+    )
     tensors_per_micro_batch = 2
-    return {
-        "bytes": {
-            "scatter": sum(rank["inputs"] for rank in ranks),
-            "replicate": others * ranks[0]["buffers"],
-            "compute": 0,
-            "reduce": 2 * others * ranks[0]["gradients"],
-        },
-        "messages": {
-            "scatter": tensors_per_micro_batch * case.accum * replicas,
-            "replicate": others * ranks[0]["broadcasts"],
-            "compute": 0,
-            "reduce": 2 * others * replicas * ranks[0]["reductions"],
-        },
-    }
+    messages = by_phase(
+        scatter=tensors_per_micro_batch * case.accum * replicas,
+        replicate=other_ranks * first["broadcasts"],
+        reduce=2 * other_ranks * replicas * first["reductions"],
+    )
+    return {"bytes": sizes, "messages": messages}
 
 
 def lower_bound(case, replicas):
-    """Inputs once; parameters and buffers out, and gradients back, once per other
-    device.
+    """The batch once; parameters and buffers out, and gradients back, once per device.
+
+    Messages: one per tensor of a share, one per dtype out, one back.
     """
     module = case.module()
-    others = replicas - 1
+    batch = case.data()
     parameters = list(module.parameters())
     sent = [*parameters, *module.buffers()]
-    kinds = len({tensor.dtype for tensor in sent})
-    return {
-        "bytes": {
-            "scatter": size(case.data()),
-            "replicate": others * size(sent),
-            "compute": 0,
-            "reduce": others * size(parameters),
-        },
-        "messages": {
-            "scatter": len(case.data()) * replicas,
-            "replicate": others * kinds,
-            "compute": 0,
-            "reduce": others,
-        },
-    }
+    other_devices = replicas - 1
+    sizes = by_phase(
+        scatter=size(batch),
+        replicate=other_devices * size(sent),
+        reduce=other_devices * size(parameters),
+    )
+    num_dtypes = len({tensor.dtype for tensor in sent})
+    messages = by_phase(
+        scatter=len(batch) * replicas,
+        replicate=other_devices * num_dtypes,
+        reduce=other_devices,
+    )
+    return {"bytes": sizes, "messages": messages}
+
+
+def by_phase(**counts):
+    """The counts of all phases; zero if there is none."""
+    return {phase: counts.get(phase, 0) for phase in PHASES}
 
 
 def size(tensors):
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _cells(count):
-    def cell(bytes_, messages):
-        return f"{bytes_ / 1e6:,.3f} ({messages:,})"
-
-    by_phase = count["bytes"]
+    """MB and messages of each phase, and of all of them."""
+    sizes = count["bytes"]
     messages = count["messages"]
-    cells = [cell(by_phase[phase], messages[phase]) for phase in PHASES]
-    return [*cells, cell(sum(by_phase.values()), sum(messages.values()))]
+    cells = [_cell(sizes[phase], messages[phase]) for phase in PHASES]
+    return [*cells, _cell(sum(sizes.values()), sum(messages.values()))]
+
+
+def _cell(size, messages):
+    return f"{size / 1e6:,.3f} ({messages:,})"
 
 
 def draw(counts):
     """Grouped bars: all bytes, by replicas and contender, on a logarithmic scale."""
 
     def on(axes):
-        first, *_ = counts.values()
-        width = 0.8 / len(first)
-        middle = (len(first) - 1) / 2
-        for number, name in enumerate(first):
-            totals = []
-            for by_who in counts.values():
-                totals.append(sum(by_who[name]["bytes"].values()) / 1e6)
+        contenders = list(next(iter(counts.values())))
+        width = 0.8 / len(contenders)
+        middle = (len(contenders) - 1) / 2
+        for number, name in enumerate(contenders):
             shift = (number - middle) * width
             places = [place + shift for place in range(len(counts))]
-            axes.bar(places, totals, width, label=name)
+            axes.bar(places, megabytes_of(name), width, label=name)
         names = [f"{replicas} replicas" for replicas in counts]
         axes.set_xticks(range(len(counts)), names)
         axes.set_yscale("log")
         axes.set_ylabel("MB per optimizer step")
         axes.legend()
+
+    def megabytes_of(name):
+        totals = []
+        for by_contender in counts.values():
+            sizes = by_contender[name]["bytes"].values()
+            totals.append(sum(sizes) / 1e6)
+        return totals
 
     return on

@@ -1,56 +1,41 @@
-"""How long rows take to arrive beside the computation, in a process of its own.
+"""How long do rows take to arrive beside the computation?
 
-``SIMULATED_ACCELERATOR=…/accelerator.so python -m benchmarks.many_cards.arrival host
-4`` prints one line of JSON: seconds of simulated cards, by how fast their links are,
-and the most memory that a card other than the master's holds beyond what it holds
-between steps.
+Steps of simulated cards, which have clocks::
+
+    compute     kernels take time, copies none
+    arrival     copies take time, kernels none; for each speed of the links
+    both        copies and kernels take time; for each speed of the links
+
+``python -m benchmarks.many_cards.arrival host 4`` (see ``process.py``) prints seconds,
+and the most memory that the last card holds beyond what it holds between steps.
 """
 
-import json
-import sys
-
 import torch
-from simulated import NAME, control, load_built
-from torch import nn
+from simulated import NAME, control
+from torch import Tensor, nn
 
+from benchmarks.many_cards import process
 from scatterpar import ScatterOnceParallel
 
-ROWS, FEATURES, ACCUM = 16384, 512, 16  # rows of a card
+ROWS = 16384  # of a card
+FEATURES = 512
+ACCUM = 16
 MEMORY = 1e9  # bytes per second that kernels read and write
 LINKS = (8e8, 4e8, 2e8)  # bytes per second
+NO_TIME = 0.0  # the pace of copies or kernels that take none
 
 
 def measure(place: str, devices: int) -> dict[str, object]:
-    """What a step takes with the batch on the ``host``, ``pinned``, or on the first
-    card.
-    """
+    """Times of steps with the batch on the ``host``, ``pinned``, or on the first card."""
     torch.manual_seed(0)
     layers = nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 4)
     model = nn.Sequential(*layers).to(f"{NAME}:0")
-    rows = devices * ROWS
-    batch = [torch.randn(rows, FEATURES), torch.randint(4, (rows,))]
-    if place == "pinned":
-        batch = [tensor.pin_memory() for tensor in batch]
-    if place == "card":
-        batch = [tensor.to(f"{NAME}:0") for tensor in batch]
+    batch = batch_at(place, devices * ROWS)
     with ScatterOnceParallel(model, ACCUM, range(devices), verify=False) as engine:
-
-        def seconds_and_peak(link: float, memory: float) -> tuple[float, int]:
-            """Of one step; the peak is that of the last card."""
-            model.zero_grad()
-            for index in range(devices):
-                torch.accelerator.synchronize(index)
-                torch.accelerator.reset_peak_memory_stats(index)
-            before = torch.accelerator.memory_allocated(devices - 1)
-            with control.paced(link, memory):
-                engine.forward_backward(*batch, nn.CrossEntropyLoss())
-                seconds = control.seconds()
-            return seconds, torch.accelerator.max_memory_allocated(devices - 1) - before
-
-        seconds_and_peak(0.0, 0.0)  # warms up
-        compute, peak = seconds_and_peak(0.0, MEMORY)
-        both = [seconds_and_peak(link, MEMORY)[0] for link in LINKS]
-        arrival = [seconds_and_peak(link, 0.0)[0] for link in LINKS]
+        step(engine, batch, NO_TIME, NO_TIME)  # warms up
+        compute, peak = step(engine, batch, NO_TIME, MEMORY)
+        both = [step(engine, batch, link, MEMORY)[0] for link in LINKS]
+        arrival = [step(engine, batch, link, NO_TIME)[0] for link in LINKS]
     micro_batch = sum(tensor.nbytes for tensor in batch) // devices // ACCUM
     return {
         "links": LINKS,
@@ -63,7 +48,29 @@ def measure(place: str, devices: int) -> dict[str, object]:
     }
 
 
+def batch_at(place: str, rows: int) -> list[Tensor]:
+    """Inputs and targets in this place."""
+    batch = [torch.randn(rows, FEATURES), torch.randint(4, (rows,))]
+    if place == "pinned":
+        return [tensor.pin_memory() for tensor in batch]
+    if place == "card":
+        return [tensor.to(f"{NAME}:0") for tensor in batch]
+    return batch
+
+
+def step(
+    engine: ScatterOnceParallel, batch: list[Tensor], link: float, memory: float
+) -> tuple[float, int]:
+    """Take a step at this pace. Returns its seconds, and the last card's peak."""
+    devices = len(engine.device_ids)
+    engine.module.zero_grad()
+    process.reset_peaks(devices)
+    before = torch.accelerator.memory_allocated(devices - 1)
+    with control.paced(link, memory):
+        engine.forward_backward(*batch, nn.CrossEntropyLoss())
+        seconds = control.seconds()
+    return seconds, process.peaks(devices)[-1] - before
+
+
 if __name__ == "__main__":
-    load_built()
-    torch.set_num_threads(1)
-    print(json.dumps(measure(sys.argv[1], int(sys.argv[2]))))
+    process.main(measure)

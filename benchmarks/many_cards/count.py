@@ -1,28 +1,29 @@
-"""What one step takes on each device of the simulated accelerator, in a process of its
-own.
+"""What does one step take on each card? Memory, messages and waits.
 
-``SIMULATED_ACCELERATOR=…/accelerator.so python -m benchmarks.many_cards.count resnet101
-4`` prints one line of JSON; ``tests`` must be importable.
+``python -m benchmarks.many_cards.count resnet101 4`` (see ``process.py``) prints the
+counts of three steps::
+
+    first     builds the replicas
+    later     after optimizer.step() and optimizer.zero_grad()
+    kept      after optimizer.step(); adds to gradients that are there
 """
 
-import json
-import sys
 from typing import Any
 
 import torch
-from simulated import NAME, control, load_built
+from simulated import NAME, control
 from torch import Tensor, nn
 
+from benchmarks.many_cards import process
 from benchmarks.models import ResNet101Tree
 from scatterpar import ScatterOnceParallel
 
 
 class Bare(nn.Module):
-    """Somebody's parameters and buffers; the loss is the sum of all parameters, or
-    nearly.
+    """The parameters and buffers of a module, with next to no activations.
 
-    Each parameter gets a gradient as large as itself, each buffer is written, and there
-    is no activation to speak of.
+    The loss is the sum of all parameters, or nearly. Each parameter gets a gradient as
+    large as itself, and each buffer is written.
     """
 
     def __init__(self, tree: nn.Module) -> None:
@@ -34,7 +35,8 @@ class Bare(nn.Module):
         with torch.no_grad():
             for buffer in self.buffers():
                 buffer.add_(1)
-        return rows.mean() * torch.stack([p.sum() for p in self.parameters()]).sum()
+        sums = [parameter.sum() for parameter in self.parameters()]
+        return rows.mean() * torch.stack(sums).sum()
 
 
 def gpt2(
@@ -52,58 +54,60 @@ def gpt2(
             nn.Linear(4 * width, width),
         )
 
-    tables = [nn.Embedding(words, width), nn.Embedding(positions, width)]
-    return nn.Sequential(
-        *tables, *[block() for _ in range(blocks)], nn.LayerNorm(width)
-    )
+    net = nn.Sequential(nn.Embedding(words, width), nn.Embedding(positions, width))
+    for _ in range(blocks):
+        net.append(block())
+    net.append(nn.LayerNorm(width))
+    return net
+
+
+def small() -> nn.Module:
+    """As many tensors as ResNet-101 has, and small ones."""
+    return ResNet101Tree(4)
 
 
 MODELS = {
     "resnet101": (ResNet101Tree, torch.float32),
     "gpt2": (gpt2, torch.bfloat16),
-    "small": (lambda: ResNet101Tree(4), torch.float32),
+    "small": (small, torch.float32),
 }
 
 
 def count(name: str, devices: int) -> dict[str, Any]:
-    """Peaks, messages and waits of a step: the first, and later ones with and without
-    ``.grad``.
-    """
+    """The counts by step, and the bytes of all parameters."""
     build, dtype = MODELS[name]
     model = Bare(build().to(dtype)).to(f"{NAME}:0")
     rows = torch.ones(devices, 1, dtype=dtype)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, foreach=False)
     size = sum(parameter.nbytes for parameter in model.parameters())
-    found: dict[str, Any] = {"parameters": size}
+    counts: dict[str, Any] = {"parameters": size}
     with ScatterOnceParallel(model, 1, range(devices), verify=False) as engine:
         for step in ("first", "later", "kept"):
             if step != "kept":
                 optimizer.zero_grad()
-            found[step] = _counted(engine, rows, devices)
+            counts[step] = _counted(engine, rows)
             optimizer.step()
-    return found
+    return counts
 
 
-def _counted(engine: ScatterOnceParallel, rows: Tensor, devices: int) -> dict[str, Any]:
-    for index in range(devices):
-        torch.accelerator.synchronize(index)
-        torch.accelerator.reset_peak_memory_stats(index)
+def _counted(engine: ScatterOnceParallel, rows: Tensor) -> dict[str, Any]:
+    """Take a step. Returns its peaks, messages, bytes and waits."""
+    devices = len(engine.device_ids)
+    process.reset_peaks(devices)
     before = control.counters()
     engine.forward_backward(rows)
-    happened = control.counters() - before
+    difference = control.counters() - before
     report = engine.last_step
     assert report is not None
-    peaks = [torch.accelerator.max_memory_allocated(index) for index in range(devices)]
+    peaks = process.peaks(devices)
     return {
         "master": peaks[0],
         "others": max(peaks[1:]),
         "messages": report.messages,
         "bytes": report.bytes,
-        **vars(happened),
+        **vars(difference),
     }
 
 
 if __name__ == "__main__":
-    load_built()
-    torch.set_num_threads(1)
-    print(json.dumps(count(sys.argv[1], int(sys.argv[2]))))
+    process.main(count)

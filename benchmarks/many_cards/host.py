@@ -1,16 +1,14 @@
-"""How long the host is at work in a step, in a process of its own; what cards would do
-apart.
+"""How long is the host at work in a step, apart from what the cards would do?
 
-``SIMULATED_ACCELERATOR=…/accelerator.so python -m benchmarks.many_cards.host resnet101
-4`` prints one line of JSON: seconds of CPU time, by step and by who takes them, without
-what the simulated accelerator takes itself. The model is thin: as many tensors as the
+``python -m benchmarks.many_cards.host resnet101 4`` (see ``process.py``) prints seconds
+of CPU time, by step and by who takes them: the phases of the caller's thread, and the
+replicas' threads together. The time that the simulated accelerator takes itself is left
+out, and so are forward and backward passes. The model is thin: as many tensors as the
 real one has, and small ones, so that its kernels leave the processor's caches alone.
 """
 
 import gc
-import json
 import statistics
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,43 +17,52 @@ from typing import Any
 from unittest import mock
 
 import torch
-from simulated import NAME, control, load_built
+from simulated import NAME, control
 from torch import Tensor, nn
 
-from benchmarks.many_cards.count import Bare, gpt2
-from benchmarks.models import ResNet101Tree
+from benchmarks.many_cards import process
+from benchmarks.many_cards.count import Bare, gpt2, small
 from scatterpar import ScatterOnceParallel
 from scatterpar.threads import clock
 
+
+def thin_gpt2() -> nn.Module:
+    """As many tensors as GPT-2 small has, and small ones."""
+    return gpt2(width=8, words=64, positions=16)
+
+
 MODELS = {
-    "resnet101": (lambda: ResNet101Tree(4), torch.float32),
-    "gpt2": (lambda: gpt2(width=8, words=64, positions=16), torch.bfloat16),
+    "resnet101": (small, torch.float32),
+    "gpt2": (thin_gpt2, torch.bfloat16),
 }
-STEPS = ("first", "later", "kept")
+STEPS = ("first", "later", "kept")  # as in ``count.py``
 _REPEATS = 9
 
 
 class Watch:
-    """Who takes how much of the host's time.
+    """The host's time outside of the caller's thread.
 
     Attributes:
-        workers: seconds of the replicas' threads, but for forward and backward passes.
+        workers: seconds of the replicas' threads, without forward and backward passes.
         handing_over: seconds of autograd's threads while the caller's waits for a
             backward pass.
     """
 
     def __init__(self) -> None:
-        self.workers = self.handing_over = 0.0
         self._lock = threading.Lock()
         self._caller = threading.get_ident()
-        self._since = threading.local()
+        self._since = threading.local()  # the end of a thread's last pass
         self._backward = torch.autograd.backward
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin to count anew."""
+        self.workers = 0.0
+        self.handing_over = 0.0
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Leave out the body, in a replica's thread: it is a forward or a backward
-        pass.
-        """
+        """Leave out the body: a forward or backward pass in a replica's thread."""
         now, _ = control.host_seconds()
         with self._lock:
             self.workers += now - getattr(self._since, "seconds", 0.0)
@@ -63,17 +70,16 @@ class Watch:
         self._since.seconds, _ = control.host_seconds()
 
     def backward(self, *arguments: Any, **options: Any) -> None:
-        """``torch.autograd.backward``, in a worker's sub-step or in the caller's
-        commit.
-        """
+        """``torch.autograd.backward``, of a worker's sub-step or the caller's commit."""
         if threading.get_ident() != self._caller:
             with self.passing():
                 self._backward(*arguments, **options)
             return
-        own, everyone = control.host_seconds()
+        begin_of_thread, begin_of_all = control.host_seconds()
         self._backward(*arguments, **options)
-        own_now, everyone_now = control.host_seconds()
-        self.handing_over += (everyone_now - everyone) - (own_now - own)
+        end_of_thread, end_of_all = control.host_seconds()
+        of_all_threads = end_of_all - begin_of_all
+        self.handing_over += of_all_threads - (end_of_thread - begin_of_thread)
 
 
 class Watched(nn.Module):
@@ -84,7 +90,7 @@ class Watched(nn.Module):
         self.module = module
 
     def forward(self, rows: Tensor) -> Tensor:
-        """What the module computes."""
+        """The module's own output."""
         with WATCH.passing():
             return self.module(rows)
 
@@ -93,41 +99,44 @@ WATCH = Watch()
 
 
 def measure(name: str, devices: int) -> dict[str, dict[str, float]]:
-    """Seconds by step and by who takes them; of later steps the median of some."""
+    """Seconds by step and by who takes them: medians, except of the first step."""
     build, dtype = MODELS[name]
     model = Watched(Bare(build().to(dtype))).to(f"{NAME}:0")
     rows = torch.ones(devices, 1, dtype=dtype)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, foreach=False)
-    found: dict[str, list[dict[str, float]]] = {step: [] for step in STEPS}
+    times: dict[str, list[dict[str, float]]] = {step: [] for step in STEPS}
     with ScatterOnceParallel(model, 1, range(devices), verify=False) as engine:
         for number in range(_REPEATS):
-            for step in STEPS[number > 0 :]:
+            for step in STEPS if number == 0 else STEPS[1:]:
                 if step != "kept":
                     optimizer.zero_grad()
-                found[step].append(_measured(engine, rows, devices))
+                times[step].append(_measured(engine, rows))
                 optimizer.step()
-    return {
-        step: {who: statistics.median(one[who] for one in each) for who in each[0]}
-        for step, each in found.items()
-    }
+    return {step: _medians(of_step) for step, of_step in times.items()}
 
 
-def _measured(
-    engine: ScatterOnceParallel, rows: Tensor, devices: int
-) -> dict[str, float]:
-    for index in range(devices):
+def _medians(times: list[dict[str, float]]) -> dict[str, float]:
+    medians = {}
+    for part in times[0]:
+        medians[part] = statistics.median(seconds[part] for seconds in times)
+    return medians
+
+
+def _measured(engine: ScatterOnceParallel, rows: Tensor) -> dict[str, float]:
+    """Take a step. Returns its seconds by who takes them."""
+    for index in range(len(engine.device_ids)):
         torch.accelerator.synchronize(index)
     gc.collect()
-    WATCH.workers = WATCH.handing_over = 0.0
-    before, _ = control.host_seconds()
+    WATCH.reset()
+    begin, _ = control.host_seconds()
     engine.forward_backward(rows)
-    caller = control.host_seconds()[0] - before + WATCH.handing_over
+    end, _ = control.host_seconds()
+    caller = end - begin + WATCH.handing_over
     report = engine.last_step
     assert report is not None
-    rest = caller - sum(report.seconds.values())
     return {
         **report.seconds,
-        "commit": rest,
+        "commit": caller - sum(report.seconds.values()),  # no phase of the report
         "caller": caller,
         "workers": WATCH.workers,
     }
@@ -138,25 +147,29 @@ def _import_what_steps_need() -> None:
     model = Watched(nn.Linear(1, 1)).to(f"{NAME}:0")
     with ScatterOnceParallel(model, 1, [0, 1], verify=False) as engine:
         for _ in range(2):
-            engine.forward_backward(
-                torch.ones(2, 1), None, lambda output, _: output.sum()
-            )
+            engine.forward_backward(torch.ones(2, 1), None, _total)
 
 
-def main(name: str, devices: int) -> None:
-    """Print what was found."""
-    load_built()
-    torch.set_num_threads(1)
+def _total(output: Tensor, _: None) -> Tensor:
+    return output.sum()
+
+
+def _thread_seconds() -> float:
+    seconds, _ = control.host_seconds()
+    return seconds
+
+
+def measure_in_host_time(name: str, devices: int) -> dict[str, dict[str, float]]:
+    """``measure``, without the collector of garbage, on the clock of the host's work."""
     gc.disable()
-    phases = SimpleNamespace(perf_counter=lambda: control.host_seconds()[0])
     with (
         mock.patch.object(torch.autograd, "backward", WATCH.backward),
-        # the engine's phases are in the host's time
-        mock.patch.object(clock, "time", phases),
+        # The engine's phases are in the host's time.
+        mock.patch.object(clock, "time", SimpleNamespace(perf_counter=_thread_seconds)),
     ):
         _import_what_steps_need()
-        print(json.dumps(measure(name, devices)))
+        return measure(name, devices)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    process.main(measure_in_host_time)

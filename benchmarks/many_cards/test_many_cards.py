@@ -1,5 +1,8 @@
-"""Memory, messages, waits and the host's time of one step on 2, 4 and 8 simulated
-cards.
+"""What do parameters and gradients take on 2, 4 and 8 cards?
+
+``python -m benchmarks many_cards`` steps on simulated cards, in a process for each
+number of them: memory and messages (``count.py``), arriving rows (``arrival.py``), the
+optimizer's state (``sharded.py``), and the host's time (``host.py``).
 """
 
 import json
@@ -16,186 +19,180 @@ from benchmarks.tables import Table
 
 ROOT = Path(__file__).parents[2]
 DEVICES = (2, 4, 8)
-STEPS = ("first", "later", "kept")
+STEPS = ("first", "later", "kept")  # as in ``count.py``
 PHASES = ("scatter", "replicate", "compute", "reduce", "commit")
 ROUNDS = 5
-SECONDS = 1800
+SECONDS = 1800  # the limit of a process
+PLACES = {"pinned": "pinned", "host": "on the host", "card": "on the first card"}
+BUILD = """
+import pathlib, simulated, sys
+print(simulated.build(pathlib.Path(sys.argv[1])))
+"""
 
 
 @pytest.fixture(scope="module")
 def ask(tmp_path_factory):
-    """What a module of this folder says in a process of its own, of a model on some
-    devices.
-    """
+    """Calls a module of this folder in a process: its name, its argument, devices."""
     if shutil.which("g++") is None:
         pytest.skip("there is no g++ to build the simulated accelerator")
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+        # Work that waits in queues would keep this machine's memory.
+        "SIMULATED_ORDER": "eager",
     }
     folder = tmp_path_factory.mktemp("simulated")
-    build = (
-        "import pathlib, simulated, sys; "
-        "print(simulated.build(pathlib.Path(sys.argv[1])))"
-    )
-    built = _run([sys.executable, "-c", build, str(folder)], environment)
+    library = _run(["-c", BUILD, str(folder)], environment)
+    environment["SIMULATED_ACCELERATOR"] = library
 
-    def asked(module, name, devices):
-        more = {"SIMULATED_ACCELERATOR": built, "SIMULATED_DEVICES": str(devices)}
-        # work that waits would keep this machine's memory
-        more["SIMULATED_ORDER"] = "eager"
-        command = [
-            sys.executable,
-            "-m",
-            f"benchmarks.many_cards.{module}",
-            name,
-            str(devices),
-        ]
-        return json.loads(_run(command, environment | more))
+    def ask(module, argument, devices):
+        module = f"benchmarks.many_cards.{module}"
+        count = str(devices)
+        arguments = ["-m", module, argument, count]
+        return json.loads(_run(arguments, environment | {"SIMULATED_DEVICES": count}))
 
-    return asked
+    return ask
 
 
-def _run(command, environment):
-    done = subprocess.run(
-        command,
+def _run(arguments, environment):
+    """The last line that a process of Python prints."""
+    process = subprocess.run(
+        [sys.executable, *arguments],
         env=environment,
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=SECONDS,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1]
+    assert process.returncode == 0, process.stderr
+    return process.stdout.splitlines()[-1]
+
+
+@pytest.fixture
+def sizes(quick):
+    """The numbers of devices."""
+    return DEVICES[:1] if quick else DEVICES
+
+
+@pytest.fixture
+def counted_model(quick, name):
+    """The model that stands for ``name`` in this run."""
+    return "small" if quick else name
 
 
 @pytest.mark.parametrize("name", ["resnet101", "gpt2"])
-def test_many_cards(benchmark, publish, quick, ask, name):
-    sizes = DEVICES[:1] if quick else DEVICES
-    name_of_model = "small" if quick else name
-    found = benchmark.pedantic(
-        lambda: {devices: ask("count", name_of_model, devices) for devices in sizes},
-        rounds=1,
-    )
-    columns = [
-        "cards",
-        "step",
-        "master",
-        "others",
-        "messages out",
-        "back",
-        "waits",
-        "kernels",
-    ]
-    rows = [
-        [devices, step, *_cells(counts[step], counts["parameters"])]
-        for devices, counts in found.items()
-        for step in STEPS
-    ]
-    publish(name, Table(columns, rows), {"counts": found})
+def test_many_cards(benchmark, publish, ask, sizes, counted_model, name):
+    def measure():
+        return {devices: ask("count", counted_model, devices) for devices in sizes}
 
-
-def _cells(counted, parameters):
-    peaks = [
-        f"{counted[who] / 2**20:.0f} MiB ({counted[who] / parameters:.2f} P)"
-        for who in ("master", "others")
-    ]
-    messages = [counted["messages"][phase] for phase in ("replicate", "reduce")]
-    return [*peaks, *messages, counted["blocking_copies"], counted["kernels"]]
-
-
-def test_arrival(benchmark, publish, quick, ask):
-    sizes = DEVICES[:1] if quick else DEVICES
-    found = benchmark.pedantic(
-        lambda: {
-            place: {devices: ask("arrival", place, devices) for devices in sizes}
-            for place in ("pinned", "host", "card")
-        },
-        rounds=1,
-    )
-    columns = [
-        "the batch is",
-        "cards",
-        "compute",
-        "arrival",
-        "one micro-batch",
-        "both",
-        "rows",
-    ]
-    rows = [
-        [
-            {"pinned": "pinned", "host": "on the host", "card": "on the first card"}[
-                place
-            ],
-            devices,
-            *[f"{1e3 * each:.0f} ms" for each in (one["compute"], *times)],
-            f"{one['peak'] / one['bytes_of_a_micro_batch']:.1f} micro-batches",
-        ]
-        for place, counts in found.items()
-        for devices, one in counts.items()
-        for times in zip(one["arrival"], one["micro_batch"], one["both"], strict=True)
-    ]
-    publish("arrival", Table(columns, rows), {"seconds": found})
-
-
-@pytest.mark.parametrize("name", ["resnet101", "gpt2"])
-def test_sharded_optimizer(benchmark, publish, quick, ask, name):
-    sizes = DEVICES[:1] if quick else DEVICES
-    name_of_model = "small" if quick else name
-    found = benchmark.pedantic(
-        lambda: {devices: ask("sharded", name_of_model, devices) for devices in sizes},
-        rounds=1,
-    )
-    columns = [
-        "cards",
-        "optimizer",
-        "master, backward",
-        "master, step",
-        "others, backward",
-    ]
-    columns += ["others, step", "between steps", "through the busiest card"]
+    counts = benchmark.pedantic(measure, rounds=1)
     rows = []
-    for n, counts in found.items():
-        rows += [[n, kind, *_in_models(counted)] for kind, counted in counts.items()]
-        through = 4 * (n - 1) / n  # a reduce-scatter and an all-gather, in and out
-        rows += [
-            [
-                n,
-                "ZeRO-1, by arithmetic",
-                *"----",
-                f"{2 + 2 / n:.2f} P",
-                f"{through:.2f} P",
-            ]
-        ]
-    publish(f"sharded-{name}", Table(columns, rows), {"counts": found})
+    for devices, by_step in counts.items():
+        for step in STEPS:
+            cells = _cells(by_step[step], by_step["parameters"])
+            rows.append([devices, step, *cells])
+    memory = ["master", "others"]
+    columns = ["cards", "step", *memory, "messages out", "back", "waits", "kernels"]
+    publish(name, Table(columns, rows), {"counts": counts})
 
 
-def _in_models(counted):
-    backward, step = counted["backward"], counted["step"]
-    peaks = [backward[0], step[0], max(backward[1:]), max(step[1:])]
-    numbers = [*peaks, max(counted["held"]), max(counted["crossed"])]
-    return [f"{number / counted['parameters']:.2f} P" for number in numbers]
+def _cells(counts, parameters):
+    """Of one step: peaks, messages, waits and kernels."""
+    peaks = []
+    for card in ("master", "others"):
+        size = counts[card]
+        peaks.append(f"{size / 2**20:.0f} MiB ({size / parameters:.2f} P)")
+    messages = counts["messages"]
+    sent = [messages["replicate"], messages["reduce"]]
+    return [*peaks, *sent, counts["blocking_copies"], counts["kernels"]]
+
+
+def test_arrival(benchmark, publish, ask, sizes):
+    def measure():
+        seconds = {}
+        for place in PLACES:
+            by_devices = {devices: ask("arrival", place, devices) for devices in sizes}
+            seconds[place] = by_devices
+        return seconds
+
+    seconds = benchmark.pedantic(measure, rounds=1)
+    rows = []
+    for place, by_devices in seconds.items():
+        for devices, result in by_devices.items():
+            for times in _times_by_link(result):
+                rows.append([PLACES[place], devices, *times, _peak(result)])
+    times = ["compute", "arrival", "one micro-batch", "both"]
+    columns = ["the batch is", "cards", *times, "rows"]
+    publish("arrival", Table(columns, rows), {"seconds": seconds})
+
+
+def _times_by_link(result):
+    """Milliseconds of a step, as text: a row for each speed of the links."""
+    rows = []
+    for number in range(len(result["links"])):
+        times = [result["compute"]]
+        for kind in ("arrival", "micro_batch", "both"):
+            times.append(result[kind][number])
+        rows.append([f"{1e3 * time:.0f} ms" for time in times])
+    return rows
+
+
+def _peak(result):
+    ratio = result["peak"] / result["bytes_of_a_micro_batch"]
+    return f"{ratio:.1f} micro-batches"
 
 
 @pytest.mark.parametrize("name", ["resnet101", "gpt2"])
-def test_host_time(benchmark, publish, quick, ask, name):
-    sizes = DEVICES[:1] if quick else DEVICES
-    rounds = benchmark.pedantic(
-        lambda: [
-            {devices: ask("host", name, devices) for devices in sizes}
-            for _ in range(1 if quick else ROUNDS)
-        ],
-        rounds=1,
-    )
-    columns = ["cards", "step", *PHASES, "the caller in all", "the replicas' threads"]
-    busy = [*PHASES, "caller", "workers"]
-    rows = [
-        [devices, step, *[_milliseconds(rounds, devices, step, who) for who in busy]]
-        for devices in sizes
-        for step in STEPS
-    ]
+def test_sharded_optimizer(benchmark, publish, ask, sizes, counted_model, name):
+    def measure():
+        return {devices: ask("sharded", counted_model, devices) for devices in sizes}
+
+    counts = benchmark.pedantic(measure, rounds=1)
+    rows = []
+    for devices, by_optimizer in counts.items():
+        for kind, of_kind in by_optimizer.items():
+            rows.append([devices, kind, *_in_models(of_kind)])
+        rows.append([devices, "ZeRO-1, by arithmetic", *_zero_1(devices)])
+    peaks = ["master, backward", "master, step", "others, backward", "others, step"]
+    columns = ["cards", "optimizer", *peaks]
+    columns += ["between steps", "through the busiest card"]
+    publish(f"sharded-{name}", Table(columns, rows), {"counts": counts})
+
+
+def _in_models(counts):
+    """Bytes as multiples of the parameters' bytes, P."""
+    backward = counts["backward"]
+    step = counts["step"]
+    sizes = [backward[0], step[0], max(backward[1:]), max(step[1:])]
+    sizes += [max(counts["held"]), max(counts["crossed"])]
+    return [f"{size / counts['parameters']:.2f} P" for size in sizes]
+
+
+def _zero_1(devices):
+    """Parameters, gradients and a part of the state; peaks have no formula."""
+    between_steps = 2 + 2 / devices
+    # A reduce-scatter and an all-gather over a ring, in and out.
+    crossed = 4 * (devices - 1) / devices
+    return [*"----", f"{between_steps:.2f} P", f"{crossed:.2f} P"]
+
+
+@pytest.mark.parametrize("name", ["resnet101", "gpt2"])
+def test_host_time(benchmark, publish, quick, ask, sizes, name):
+    def measure():
+        rounds = []
+        for _ in range(1 if quick else ROUNDS):
+            rounds.append({devices: ask("host", name, devices) for devices in sizes})
+        return rounds
+
+    rounds = benchmark.pedantic(measure, rounds=1)
+    rows = []
+    for devices in sizes:
+        for step in STEPS:
+            times = []
+            for part in (*PHASES, "caller", "workers"):
+                seconds = [result[devices][step][part] for result in rounds]
+                times.append(f"{1e3 * statistics.median(seconds):.1f}")
+            rows.append([devices, step, *times])
+    threads = ["the caller in all", "the replicas' threads"]
+    columns = ["cards", "step", *PHASES, *threads]
     publish(f"host-{name}", Table(columns, rows), {"seconds": rounds})
-
-
-def _milliseconds(rounds, devices, step, who):
-    return f"{1e3 * statistics.median(one[devices][step][who] for one in rounds):.1f}"

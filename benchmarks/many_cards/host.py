@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from benchmarks.many_cards import process
 from benchmarks.many_cards.count import Bare, gpt2, small
 from scatterpar import ScatterOnceParallel
-from scatterpar.threads import clock
+from scatterpar.step import attempt
 
 
 def thin_gpt2() -> nn.Module:
@@ -52,7 +52,7 @@ class Watch:
         self._lock = threading.Lock()
         self._caller = threading.get_ident()
         self._since = threading.local()  # the end of a thread's last pass
-        self._backward = torch.autograd.backward
+        self._run_backward = torch.autograd.graph._engine_run_backward
         self.reset()
 
     def reset(self) -> None:
@@ -69,17 +69,17 @@ class Watch:
         yield
         self._since.seconds, _ = control.host_seconds()
 
-    def backward(self, *arguments: Any, **options: Any) -> None:
-        """``torch.autograd.backward``, of a worker's sub-step or the caller's commit."""
+    def run_backward(self, *arguments: Any, **options: Any) -> Any:
+        """Autograd's backward pass, of a worker's sub-step or the caller's commit."""
         if threading.get_ident() != self._caller:
             with self.passing():
-                self._backward(*arguments, **options)
-            return
+                return self._run_backward(*arguments, **options)
         begin_of_thread, begin_of_all = control.host_seconds()
-        self._backward(*arguments, **options)
+        gradients = self._run_backward(*arguments, **options)
         end_of_thread, end_of_all = control.host_seconds()
         of_all_threads = end_of_all - begin_of_all
         self.handing_over += of_all_threads - (end_of_thread - begin_of_thread)
+        return gradients
 
 
 class Watched(nn.Module):
@@ -162,10 +162,14 @@ def _thread_seconds() -> float:
 def measure_in_host_time(name: str, devices: int) -> dict[str, dict[str, float]]:
     """``measure``, without the collector of garbage, on the clock of the host's work."""
     gc.disable()
+    # The engine's phases are in the host's time.
+    phases = SimpleNamespace(perf_counter=_thread_seconds)
+    run_backward = WATCH.run_backward
     with (
-        mock.patch.object(torch.autograd, "backward", WATCH.backward),
-        # The engine's phases are in the host's time.
-        mock.patch.object(clock, "time", SimpleNamespace(perf_counter=_thread_seconds)),
+        # ``Tensor.backward`` and the engine call the same function by two names.
+        mock.patch.object(torch.autograd, "_engine_run_backward", run_backward),
+        mock.patch.object(torch.autograd.graph, "_engine_run_backward", run_backward),
+        mock.patch.object(attempt, "time", phases),
     ):
         _import_what_steps_need()
         return measure(name, devices)

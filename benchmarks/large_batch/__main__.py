@@ -1,13 +1,17 @@
-"""Train every recipe with every seed that is missing, and write the tables and the
-pictures.
+"""Does the accuracy hold when the batch grows from 256 to 16,384?
 
-``python -m benchmarks.large_batch`` goes on where an earlier one stopped; ``--report``
-writes the tables and the pictures from the runs that there are; ``--validate`` tries
-the recipes of the last table on images that were held out of training, once each.
+::
+
+    for each network, recipe and seed without a run:
+        train, and store the run          training.py, runs.py
+    write tables and pictures             report.py
+
+``python -m benchmarks.large_batch`` goes on where an earlier one stopped. ``--report``
+trains nothing. ``--validate`` tries the recipes of the last table on images that were
+held out of training, once each.
 """
 
 import argparse
-import itertools
 from pathlib import Path
 
 from benchmarks.environment import describe
@@ -22,7 +26,7 @@ CLOSED = "cnn"  # the network whose loss of accuracy is looked into
 
 
 def main() -> None:
-    """Train, each run kept as soon as it is done, then report."""
+    """Train what is missing, then report."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.large_batch", description=__doc__
     )
@@ -42,7 +46,8 @@ def main() -> None:
         runs = Runs(HERE / f"runs-{network}.json", describe())
         validated = Runs(HERE / f"runs-{network}-held-out.json", describe())
         if arguments.validate:
-            make(network, validated, [(0, recipe) for recipe in VALIDATED], HELD_OUT)
+            pairs = [(0, recipe) for recipe in VALIDATED]
+            make(network, validated, pairs, HELD_OUT)
         elif not arguments.report:
             make(network, runs, wanted(network, arguments.seeds, arguments.closing))
         publish(HERE, network, runs)
@@ -51,29 +56,36 @@ def main() -> None:
 
 
 def make(
-    network: str, runs: Runs, wanted: list[tuple[int, Recipe]], held_out: int = 0
+    network: str, runs: Runs, pairs: list[tuple[int, Recipe]], held_out: int = 0
 ) -> None:
-    """Make the runs that are missing; each is kept as soon as it is done."""
-    for seed, recipe in wanted:
-        if not runs.has(recipe.name, seed):
-            run = train(network, recipe, seed, held_out)
-            runs.add(run)
-            print(
-                f"{network}: {recipe.name}, seed {seed}: {run['errors'][-1]:.2f} %",
-                flush=True,
-            )
+    """Make the runs of these seeds and recipes that are missing.
+
+    Each run is stored as soon as it is done.
+    """
+    for seed, recipe in pairs:
+        if runs.has(recipe.name, seed):
+            continue
+        run = train(network, recipe, seed, held_out)
+        runs.add(run)
+        error = f"{run['errors'][-1]:.2f} %"
+        print(f"{network}: {recipe.name}, seed {seed}: {error}", flush=True)
 
 
 def wanted(network: str, seeds: int, closing: bool) -> list[tuple[int, Recipe]]:
-    """All runs in the order of their importance: whole rows of the first table come
-    first.
+    """All seeds and recipes, the most important first: those of the first table.
+
+    With ``closing`` those of the last table come first.
     """
-    tables = [RECIPES, list(itertools.chain(*VARIATIONS.values()))]
+    variations = [recipe for pair in VARIATIONS.values() for recipe in pair]
+    tables = [RECIPES, variations]
     if network == CLOSED:
         tables.insert(0 if closing else len(tables), CLOSING)
-    return [
-        run for recipes in tables for run in itertools.product(range(seeds), recipes)
-    ]
+    pairs = []
+    for recipes in tables:
+        # Whole rounds of seeds: a table is complete with one run of each row.
+        for seed in range(seeds):
+            pairs += [(seed, recipe) for recipe in recipes]
+    return pairs
 
 
 if __name__ == "__main__":

@@ -15,13 +15,10 @@ RECIPES = [
     Recipe("4096, rate scaled, no warm-up", 4096),
     LARGE,
     LONGER,
-    *[
-        Recipe(
-            f"{batch}, rate scaled, gradual warm-up", batch, warmup_epochs=WARMUP_EPOCHS
-        )
-        for batch in (1024, 2048, 8192, 16384)
-    ],
 ]
+for batch in (1024, 2048, 8192, 16384):
+    name = f"{batch}, rate scaled, gradual warm-up"
+    RECIPES.append(Recipe(name, batch, warmup_epochs=WARMUP_EPOCHS))
 # arXiv:1706.02677, tables 1 and 2a: top-1 validation error of ResNet-50 on ImageNet at
 # 256 and 8192 images, mean and standard deviation of five runs.
 PUBLISHED = {
@@ -33,9 +30,7 @@ PUBLISHED = {
 
 
 def _both(change: str, **options: Any) -> tuple[Recipe, Recipe]:
-    """The baseline and the large batch with scaled rate and warm-up, both with a
-    change.
-    """
+    """The baseline, and the large batch with scaled rate and warm-up, both changed."""
     return _changed(BASELINE, change, **options), _changed(LARGE, change, **options)
 
 
@@ -54,8 +49,9 @@ VARIATIONS = {
 # before it was tried, on images held out of training (`--validate`).
 GROWING = Recipe("256 to 4096, following the noise scale", BASE_BATCH, grows=True)
 AUGMENTED = [
-    _changed(recipe, "augmented", augmented=True)
-    for recipe in (BASELINE, LARGE, GROWING)
+    _changed(BASELINE, "augmented", augmented=True),
+    _changed(LARGE, "augmented", augmented=True),
+    _changed(GROWING, "augmented", augmented=True),
 ]
 TWICE = _changed(LARGE, "40 epochs", epochs=40)
 # The baseline with its noise scale, which is measured beside the training and changes

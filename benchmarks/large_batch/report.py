@@ -1,9 +1,7 @@
-"""The table of final errors, beside the published ones, and the picture
-of the curves.
-"""
+"""The tables of final errors, beside the published ones, and the picture of the curves."""
 
 import statistics
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,119 +53,114 @@ PAIR_COLUMNS = [
 
 
 def publish(folder: Path, network: str, runs: Runs) -> None:
-    """Write a network's tables and picture into ``folder``, from the runs that there
-    are.
-    """
+    """Write a network's tables and picture into ``folder``, from the runs so far."""
     write = Publisher(folder, runs.environment)
-    found = {
-        recipe.name: runs.of(recipe.name) for recipe in RECIPES if runs.of(recipe.name)
-    }
-    baseline = statistics.mean(_final(found[BASELINE.name]))
-    rows = [_row(name, some, baseline) for name, some in found.items()]
-    final = {name: _final(some) for name, some in found.items()}
-    draw = partial(_draw, found=found)
-    write(f"{network}-errors", Table(COLUMNS, rows), {"final_errors": final}, draw)
-    pairs = {AS_ABOVE: (BASELINE, LARGE), **VARIATIONS}
-    found_pairs = {
-        change: [runs.of(recipe.name) for recipe in pairs[change]] for change in pairs
-    }
-    rows = [
-        _pair_row(change, *pair) for change, pair in found_pairs.items() if all(pair)
-    ]
+    by_name = {}
+    for recipe in RECIPES:
+        of_recipe = runs.of(recipe.name)
+        if of_recipe:
+            by_name[recipe.name] = of_recipe
+    baseline = statistics.mean(_final(by_name[BASELINE.name]))
+    rows = []
+    final = {}
+    for name, of_recipe in by_name.items():
+        rows.append(_row(name, of_recipe, baseline))
+        final[name] = _final(of_recipe)
+    data = {"final_errors": final}
+    write(f"{network}-errors", Table(COLUMNS, rows), data, _curves(by_name))
+    rows = []
+    for change, pair in {AS_ABOVE: (BASELINE, LARGE), **VARIATIONS}.items():
+        runs_of_both = [runs.of(recipe.name) for recipe in pair]
+        if all(runs_of_both):
+            rows.append(_pair_row(change, *runs_of_both))
     write(f"{network}-variations", Table(PAIR_COLUMNS, rows), {"rows": rows})
 
 
 def publish_closing(folder: Path, network: str, runs: Runs, held_out: Runs) -> None:
-    """Write what was tried against the loss of accuracy at 4096, and the noise scale
-    beside it.
+    """Write what was tried against the loss of accuracy at 4096, and the noise scale.
 
     Args:
         folder: that of the README.
-        network: the one of the runs.
+        network: the network of the runs.
         runs: with the error on the test images.
         held_out: with the error on images held out of training.
 
     """
     write = Publisher(folder, runs.environment)
-    names = dict.fromkeys([recipe.name for recipe in VALIDATED])
-    found = [(name, held_out.of(name), runs.of(name)) for name in names]
-    rows = [_closing_row(*row) for row in found if row[1] or row[2]]
+    rows = []
+    for name in dict.fromkeys(recipe.name for recipe in VALIDATED):
+        validated = held_out.of(name)
+        tested = runs.of(name)
+        if validated or tested:
+            rows.append(_closing_row(name, validated, tested))
     write(f"{network}-closing", Table(CLOSING_COLUMNS, rows), {"rows": rows})
     measured = held_out.of(BASELINE.name) + held_out.of(GROWING.name)
     if len(measured) == 2:
-        baseline, growing = measured
-        scales = [f"{scale:,.0f}" for scale in baseline["noise_scales"]]
-        batches = [f"{batch:,}" for batch in growing["batches"]]
-        lines = [
-            list(row)
-            for row in zip(range(1, len(scales) + 1), scales, batches, strict=True)
-        ]
-        write(f"{network}-noise", Table(NOISE_COLUMNS, lines), {"rows": lines})
+        rows = _noise_rows(*measured)
+        write(f"{network}-noise", Table(NOISE_COLUMNS, rows), {"rows": rows})
 
 
-def _closing_row(name: str, held_out: list[Run], tested: list[Run]) -> list[Any]:
-    updates = next((run["updates"] for run in tested + held_out), "")
-    cells = [
-        cell
-        for some in (held_out, tested)
-        for cell in (_spread(_final(some)), len(some))
-    ]
-    return [name, updates, *cells]
+def _noise_rows(baseline: Run, growing: Run) -> list[list[Any]]:
+    """A row per epoch: the baseline's noise scale, and the batch that follows it."""
+    rows = []
+    by_epoch = zip(baseline["noise_scales"], growing["batches"], strict=True)
+    for epoch, (scale, batch) in enumerate(by_epoch, 1):
+        rows.append([epoch, f"{scale:,.0f}", f"{batch:,}"])
+    return rows
+
+
+def _closing_row(name: str, validated: list[Run], tested: list[Run]) -> list[Any]:
+    updates = (tested + validated)[0]["updates"]
+    errors = [_spread(validated), len(validated), _spread(tested), len(tested)]
+    return [name, updates, *errors]
 
 
 def _row(name: str, runs: list[Run], baseline: float) -> list[Any]:
-    errors = _final(runs)
-    return [
-        name,
-        f"{runs[0]['rate']:g}",
-        runs[0]["updates"],
-        len(runs),
-        _spread(errors),
-        "" if name == BASELINE.name else f"{statistics.mean(errors) - baseline:+.2f}",
-        PUBLISHED.get(name, ""),
-    ]
+    over = ""
+    if name != BASELINE.name:
+        over = f"{statistics.mean(_final(runs)) - baseline:+.2f}"
+    first = runs[0]
+    training = [f"{first['rate']:g}", first["updates"], len(runs)]
+    return [name, *training, _spread(runs), over, PUBLISHED.get(name, "")]
 
 
 def _pair_row(change: str, baseline: list[Run], large: list[Run]) -> list[Any]:
-    over = ""
-    if baseline and large:
-        over = (
-            f"{statistics.mean(_final(large)) - statistics.mean(_final(baseline)):+.2f}"
-        )
-    cells = [
-        cell
-        for runs in (baseline, large)
-        for cell in (_spread(_final(runs)), len(runs))
-    ]
-    return [change, *cells, over]
+    over = statistics.mean(_final(large)) - statistics.mean(_final(baseline))
+    errors = [_spread(baseline), len(baseline), _spread(large), len(large)]
+    return [change, *errors, f"{over:+.2f}"]
 
 
 def _final(runs: list[Run]) -> list[float]:
     return [run["errors"][-1] for run in runs]
 
 
-def _spread(errors: list[float]) -> str:
+def _spread(runs: list[Run]) -> str:
+    """Mean and deviation of the final errors, of one run its error; or empty."""
+    errors = _final(runs)
     if len(errors) > 1:
         return f"{statistics.mean(errors):.2f} ± {statistics.stdev(errors):.2f}"
-    return "".join(f"{error:.2f}" for error in errors)
+    return f"{errors[0]:.2f}" if errors else ""
 
 
-def _draw(axes: Axes, found: dict[str, list[Run]]) -> None:
-    """Test errors after each epoch: the mean of the runs, and from the lowest to the
-    highest.
-    """
-    for name, runs in found.items():
-        curves = list(zip(*[run["errors"] for run in runs], strict=True))
-        epochs = range(1, len(curves) + 1)
-        axes.plot(epochs, [statistics.mean(errors) for errors in curves], label=name)
-        axes.fill_between(
-            epochs, *zip(*[(min(e), max(e)) for e in curves], strict=True), alpha=0.2
-        )
-    axes.set_yscale("log")
-    ticks = [9, 10, 12, 15, 20, 30, 50, 90]
-    axes.set_yticks(ticks, [str(tick) for tick in ticks])
-    axes.minorticks_off()
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_xlabel("epoch")
-    axes.set_ylabel("test error, %")
-    axes.legend()
+def _curves(by_name: dict[str, list[Run]]) -> Callable[[Axes], None]:
+    """Test errors after each epoch: the mean of the runs, from the lowest to the highest."""
+
+    def draw(axes: Axes) -> None:
+        for name, runs in by_name.items():
+            by_epoch = list(zip(*[run["errors"] for run in runs], strict=True))
+            epochs = range(1, len(by_epoch) + 1)
+            means = [statistics.mean(errors) for errors in by_epoch]
+            lowest = [min(errors) for errors in by_epoch]
+            highest = [max(errors) for errors in by_epoch]
+            axes.plot(epochs, means, label=name)
+            axes.fill_between(epochs, lowest, highest, alpha=0.2)
+        axes.set_yscale("log")
+        ticks = [9, 10, 12, 15, 20, 30, 50, 90]
+        axes.set_yticks(ticks, [str(tick) for tick in ticks])
+        axes.minorticks_off()
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.set_xlabel("epoch")
+        axes.set_ylabel("test error, %")
+        axes.legend()
+
+    return draw

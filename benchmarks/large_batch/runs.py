@@ -1,4 +1,4 @@
-"""The runs that were made, in a file that is whole after each of them."""
+"""The runs that were made, in a file that is complete after each of them."""
 
 import json
 import os
@@ -19,9 +19,9 @@ class Runs:
 
     def __init__(self, path: Path, environment: dict[str, str]) -> None:
         self._path = path
-        found = json.loads(path.read_text()) if path.exists() else {}
-        self.environment: dict[str, str] = found.get("environment", environment)
-        self._runs: list[Run] = found.get("runs", [])
+        stored = json.loads(path.read_text()) if path.exists() else {}
+        self.environment: dict[str, str] = stored.get("environment", environment)
+        self._runs: list[Run] = stored.get("runs", [])
 
     def has(self, recipe: str, seed: int) -> bool:
         """Whether that run was made."""
@@ -32,9 +32,9 @@ class Runs:
         return [run for run in self._runs if run["recipe"] == recipe]
 
     def add(self, run: Run) -> None:
-        """Keep a run, at once and for good."""
+        """Store a run in the file."""
         self._runs.append(run)
-        whole = {"environment": self.environment, "runs": self._runs}
-        fresh = self._path.with_suffix(".new")
-        fresh.write_text(json.dumps(whole, indent=1) + "\n")
-        os.replace(fresh, self._path)
+        stored = {"environment": self.environment, "runs": self._runs}
+        new = self._path.with_suffix(".new")
+        new.write_text(json.dumps(stored, indent=1) + "\n")
+        os.replace(new, self._path)  # so the file is complete at any time

@@ -1,11 +1,23 @@
-"""One training: a network on Fashion-MNIST, through the engine."""
+"""One training: a network on Fashion-MNIST, through the engine.
+
+::
+
+    for each epoch:
+        for rows in batches:
+            optimizer.zero_grad()
+            engine.forward_backward(images, labels, criterion)
+            optimizer.step()
+            scheduler.step()
+        the training loss and the test error; a growing batch may double
+"""
 
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +41,12 @@ BASE_LR = 0.05
 MICRO_BATCH = 64  # what batch normalisation sees, whatever the batch
 WEIGHT_DECAY = 1e-4
 SHIFT = 2  # pixels, at most, in each direction
-HELD_OUT = 10_000  # the last images to train on, where recipes are chosen
+HELD_OUT = 10_000  # of the images to train on; recipes are chosen with them
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A row of the table: how large the batch is, and how its learning rate is found.
+    """A row of the table: the size of the batch, and what decides its learning rate.
 
     Attributes:
         grows: the batch starts at ``batch`` and follows the noise scale, as ``--batch
@@ -55,6 +67,11 @@ class Recipe:
     noise: bool = False
 
     @property
+    def measures_noise(self) -> bool:
+        """Whether its training measures the gradient's noise scale."""
+        return self.noise or self.grows
+
+    @property
     def rate(self) -> float:
         """The learning rate after the warm-up, if any."""
         if not self.scaled:
@@ -62,18 +79,16 @@ class Recipe:
         return linear_scaled_lr(self.base_lr, self.batch, BASE_BATCH)
 
 
-def train(
-    network: str, recipe: Recipe, seed: int, held_out: int = 0
-) -> dict[str, object]:
-    """Train from scratch; the training loss and the error, in percent, of each epoch.
+def train(network: str, recipe: Recipe, seed: int, held_out: int = 0) -> dict[str, Any]:
+    """Train from scratch. Returns the training loss and the error, in percent, by epoch.
 
     Args:
         network: its name.
         recipe: how.
         seed: decides the first weights, the order of the images, and how they are
             varied.
-        held_out: so many images are kept from training, and tested in place of the test
-            images.
+        held_out: so many images are left out of training, and tested in place of the
+            test images.
 
     """
     train_images, train_labels, test_images, test_labels = images_of(held_out)
@@ -82,34 +97,23 @@ def train(
     groups = weight_decay_groups(model, WEIGHT_DECAY)
     optimizer = torch.optim.SGD(groups, lr=recipe.rate, momentum=0.9, nesterov=True)
     batches = Batches(len(train_images), recipe.batch, seed)
-    if recipe.grows:
-        scheduler = growing_schedule(optimizer, batches, recipe)
-    else:
-        scheduler = schedule(optimizer, recipe, batches.steps_per_epoch)
-    noise, measured = NoiseScale(), recipe.noise or recipe.grows
+    scheduler = schedule(optimizer, recipe, batches)
+    noise = NoiseScale()
     criterion = nn.CrossEntropyLoss()
-    curves: dict[str, list[float]] = {
-        "losses": [],
-        "errors": [],
-        "batches": [],
-        "noise_scales": [],
-    }
-    updates = 0
-    with ScatterOnceParallel(
+    curves = Curves()
+    engine = ScatterOnceParallel(
         model,
         device_ids=["cpu"] * 2,
         micro_batch_size=MICRO_BATCH,
         buffers="batch",
-        measure_noise=measured,
-    ) as engine:
+        measure_noise=recipe.measures_noise,
+    )
+    with engine:
         for epoch in range(recipe.epochs):
             engine.train()
             total = 0.0
-            vary = (
-                Variation(batches.rows, seed, epoch)
-                if recipe.augmented
-                else Tensor.__getitem__
-            )
+            vary = variation(recipe, batches, epoch)
+            # Averages over an epoch, or over 20 steps if it has fewer.
             noise.decay = 1 - 1 / max(20, batches.steps_per_epoch)
             for rows in batches.of_epoch():
                 optimizer.zero_grad()
@@ -118,43 +122,69 @@ def train(
                 optimizer.step()
                 batches.consumed += len(rows)
                 scheduler.step()
-                updates += 1
+                curves.updates += 1
                 total += loss.item() * len(rows)
-                if measured:
+                if recipe.measures_noise:
                     noise.update(engine.last_step)
-            curves["losses"].append(total / batches.rows)
-            curves["errors"].append(test_error(model, test_images, test_labels))
-            if measured:
-                curves["batches"].append(batches.batch)
-                curves["noise_scales"].append(noise.scale)
-            told = (
-                f"noise scale {noise.scale:,.0f}, batch {batches.batch:,}"
-                if measured
-                else ""
-            )
-            print(
-                f"  epoch {epoch + 1}: {curves['errors'][-1]:.2f} % {told}", flush=True
-            )
+            curves.losses.append(total / batches.rows)
+            curves.errors.append(test_error(model, test_images, test_labels))
+            if recipe.measures_noise:
+                curves.batches.append(batches.batch)
+                curves.noise_scales.append(noise.scale)
+            print(f"  epoch {epoch + 1}: {curves.last()}", flush=True)
             if recipe.grows:
-                twice = 2 * batches.batch
-                if 8 * twice <= batches.rows and twice <= noise.scale < math.inf:
-                    batches.batch = twice
+                batches.follow(noise.scale)
                 scheduler.step()  # its rate is scaled with the batch
     return {
         "recipe": recipe.name,
         "seed": seed,
-        "updates": updates,
+        "updates": curves.updates,
         "rate": recipe.rate,
-        **{name: curve for name, curve in curves.items() if curve},
+        **curves.measured(),
     }
 
 
 @dataclass
-class Batches:
-    """The order in which rows are used, which depends on the seed and the epoch; the
-    position.
+class Curves:
+    """Measurements of a training, by epoch; the last two only if noise is measured.
 
-    ``consumed`` is the number of rows used so far. Between epochs ``batch`` may change.
+    Attributes:
+        updates: of the optimizer, in all epochs together.
+    """
+
+    updates: int = 0
+    losses: list[float] = field(default_factory=list)
+    errors: list[float] = field(default_factory=list)
+    batches: list[int] = field(default_factory=list)
+    noise_scales: list[float] = field(default_factory=list)
+
+    def last(self) -> str:
+        """The last epoch in words."""
+        noise = ""
+        if self.noise_scales:
+            noise = f"noise scale {self.noise_scales[-1]:,.0f}"
+            noise += f", batch {self.batches[-1]:,}"
+        return f"{self.errors[-1]:.2f} % {noise}"
+
+    def measured(self) -> dict[str, list[float]]:
+        """The curves that are not empty."""
+        curves = {
+            "losses": self.losses,
+            "errors": self.errors,
+            "batches": self.batches,
+            "noise_scales": self.noise_scales,
+        }
+        return {name: curve for name, curve in curves.items() if curve}
+
+
+@dataclass
+class Batches:
+    """The order in which rows are used, by seed and epoch, and the position in it.
+
+    Attributes:
+        rows: of an epoch.
+        batch: rows of a step; may change between epochs.
+        consumed: the number of rows used so far.
     """
 
     rows: int
@@ -169,11 +199,32 @@ class Batches:
 
     def of_epoch(self) -> Iterator[Tensor]:
         """Yield the row numbers of each batch of the next epoch."""
-        number = random.Random(f"{self.seed} {self.consumed // self.rows}").getrandbits(
-            32
+        epoch = self.consumed // self.rows
+        order = torch.randperm(
+            self.rows, generator=generator_of(f"{self.seed} {epoch}")
         )
-        generator = torch.Generator().manual_seed(number)
-        yield from torch.randperm(self.rows, generator=generator).split(self.batch)
+        yield from order.split(self.batch)
+
+    def follow(self, noise_scale: float) -> None:
+        """Double the batch if the noise scale allows it, and an epoch has 8 steps."""
+        doubled = 2 * self.batch
+        if 8 * doubled <= self.rows and doubled <= noise_scale < math.inf:
+            self.batch = doubled
+
+
+def generator_of(words: str) -> torch.Generator:
+    """A generator that these words alone decide."""
+    number = random.Random(words).getrandbits(32)
+    return torch.Generator().manual_seed(number)
+
+
+def schedule(
+    optimizer: torch.optim.Optimizer, recipe: Recipe, batches: Batches
+) -> LRScheduler:
+    """The recipe's learning rate, update by update."""
+    if recipe.grows:
+        return growing_schedule(optimizer, batches, recipe)
+    return fixed_schedule(optimizer, recipe, batches.steps_per_epoch)
 
 
 def growing_schedule(
@@ -182,49 +233,58 @@ def growing_schedule(
     """A gradual warm-up, then a cosine to zero, by rows used; scaled with the batch."""
 
     def factor(_: int) -> float:
-        scale, done = batches.batch / BASE_BATCH, batches.consumed / batches.rows
-        if done < recipe.warmup_epochs:
+        scale = batches.batch / BASE_BATCH
+        epochs = batches.consumed / batches.rows
+        if epochs < recipe.warmup_epochs:
             step = batches.batch / batches.rows
-            return scale * (done + step) / (recipe.warmup_epochs + step)
-        part = (done - recipe.warmup_epochs) / (recipe.epochs - recipe.warmup_epochs)
-        return scale * 0.5 * (1 + math.cos(math.pi * part))
+            return scale * (epochs + step) / (recipe.warmup_epochs + step)
+        length = recipe.epochs - recipe.warmup_epochs
+        return scale * cosine((epochs - recipe.warmup_epochs) / length)
 
     return LambdaLR(optimizer, factor)
 
 
-class Variation:
-    """Shifts images by up to ``SHIFT`` pixels and mirrors half of them; new in each
-    epoch.
+def cosine(part: float) -> float:
+    """From one to zero, as ``part`` of the training goes from zero to one."""
+    return 0.5 * (1 + math.cos(math.pi * part))
 
-    It depends on the seed, the epoch and the image, not on the batch that the image is
-    in.
+
+def variation(
+    recipe: Recipe, batches: Batches, epoch: int
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """A function of images and rows: the images of these rows, varied or as they are."""
+    if recipe.augmented:
+        return Variation(batches.rows, batches.seed, epoch)
+    return Tensor.__getitem__
+
+
+class Variation:
+    """Shifts images by up to ``SHIFT`` pixels and mirrors half of them, by epoch.
+
+    A variation depends on the seed, the epoch and the image, not on the image's batch.
     """
 
     def __init__(self, images: int, seed: int, epoch: int) -> None:
-        number = random.Random(f"variation {seed} {epoch}").getrandbits(32)
-        generator = torch.Generator().manual_seed(number)
+        generator = generator_of(f"variation {seed} {epoch}")
         self.offsets = torch.randint(0, 2 * SHIFT + 1, (2, images), generator=generator)
         self.mirrored = torch.rand(images, generator=generator) < 0.5
 
     def __call__(self, images: Tensor, rows: Tensor) -> Tensor:
-        """Return the rows of the images, varied."""
+        """The images of these rows, varied."""
+        background = images[0].min().item()
+        padded = nn.functional.pad(images[rows], [SHIFT] * 4, value=background)
         side = images.shape[-1]
-        padded = nn.functional.pad(
-            images[rows], [SHIFT] * 4, value=float(images[0].min())
-        )
         windows = padded.unfold(2, side, 1).unfold(3, side, 1)
         down, right = self.offsets[:, rows]
-        found = windows[torch.arange(len(rows)), :, down, right]
-        return torch.where(
-            self.mirrored[rows][:, None, None, None], found.flip(-1), found
-        )
+        shifted = windows[torch.arange(len(rows)), :, down, right]
+        mirrored = self.mirrored[rows].view(-1, 1, 1, 1)
+        return torch.where(mirrored, shifted.flip(-1), shifted)
 
 
-def schedule(
+def fixed_schedule(
     optimizer: torch.optim.Optimizer, recipe: Recipe, steps: int
 ) -> LRScheduler:
-    """A cosine to zero, update by update; before it a gradual warm-up from the base
-    rate.
+    """A cosine to zero, update by update, after a gradual warm-up from the base rate.
 
     Args:
         optimizer: with the recipe's rate.
@@ -233,13 +293,11 @@ def schedule(
 
     """
     warmup = recipe.warmup_epochs * steps
-    left = recipe.epochs * steps - warmup
-    cosine = LambdaLR(
-        optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * step / left))
-    )
-    return (
-        gradual_warmup(optimizer, warmup, recipe.base_lr, cosine) if warmup else cosine
-    )
+    length = recipe.epochs * steps - warmup
+    scheduler = LambdaLR(optimizer, lambda step: cosine(step / length))
+    if not warmup:
+        return scheduler
+    return gradual_warmup(optimizer, warmup, recipe.base_lr, scheduler)
 
 
 def tiny_cnn() -> nn.Module:
@@ -277,42 +335,31 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 def test_error(model: nn.Module, images: Tensor, labels: Tensor) -> float:
     """The share of wrong answers, in percent."""
     model.eval()
-    right = sum(
-        int((model(some).argmax(1) == truth).sum())
-        for some, truth in zip(images.split(1000), labels.split(1000), strict=True)
-    )
-    return 100 * (1 - right / len(images))
+    num_right = 0
+    for rows, truth in zip(images.split(1000), labels.split(1000), strict=True):
+        answers = model(rows).argmax(1)
+        num_right += int((answers == truth).sum())
+    return 100 * (1 - num_right / len(images))
 
 
 def images_of(held_out: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images to train and to test on, with their labels; these are the test set, or
-    held out.
+    """Images to train on with their labels, and to test on with theirs.
+
+    The latter are the test set, or the last ``held_out`` of those to train on.
     """
-    train_images, train_labels, test_images, test_labels = fashion_mnist()
+    images, labels, test_images, test_labels = fashion_mnist()
     if not held_out:
-        return train_images, train_labels, test_images, test_labels
-    kept = len(train_images) - held_out
-    return (
-        train_images[:kept],
-        train_labels[:kept],
-        train_images[kept:],
-        train_labels[kept:],
-    )
+        return images, labels, test_images, test_labels
+    end = len(images) - held_out
+    return images[:end], labels[:end], images[end:], labels[end:]
 
 
 @cache
 def fashion_mnist() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """All images to train and to test on, standardised, with their labels."""
-    train, test = (read_split(FASHION_MNIST, part) for part in ("train", "t10k"))
-    (train_images, train_labels), (test_images, test_labels) = (
-        train.tensors,
-        test.tensors,
-    )
+    train_images, train_labels = read_split(FASHION_MNIST, "train").tensors
+    test_images, test_labels = read_split(FASHION_MNIST, "t10k").tensors
     std, mean = torch.std_mean(train_images.double(), correction=0)
     standardise = OnPixels(nn.Identity(), mean, std)
-    return (
-        standardise(train_images),
-        train_labels,
-        standardise(test_images),
-        test_labels,
-    )
+    images = standardise(train_images)
+    return images, train_labels, standardise(test_images), test_labels

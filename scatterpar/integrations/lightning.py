@@ -36,6 +36,7 @@ from scatterpar.devices.device_ids import DeviceLike, physical, resolve
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import warn
 from scatterpar.integrations import kept, loop
+from scatterpar.integrations.elsewhere import explained
 from scatterpar.integrations.evaluation import RowLooks, rows_of
 from scatterpar.integrations.statements import Statements
 from scatterpar.integrations.steps import FIRST
@@ -401,7 +402,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             "_trainer": trainer,
         }
         with (
-            loop.explained(device, _ELSEWHERE),
+            explained(device, _ELSEWHERE),
             loop.overridden(module, **self._absent),
             kept.standing_in(module, _OF_LIGHTNING, copies, own, in_place=True),
             _placed(module, metrics),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -59,40 +58,6 @@ def overridden(owner: Any, **values: Any) -> Iterator[None]:
 def replaced(module: nn.Module, **methods: Callable[..., Any]) -> Any:
     """In the body, the module has these methods, such as ``forward``, and no hooks."""
     return overridden(module, **methods, **{name: {} for name in _HOOKS})
-
-
-@contextlib.contextmanager
-def explained(device: torch.device, remedy: str) -> Iterator[None]:
-    """Name tensors of other devices that the user's code names, if the body fails.
-
-    Raises:
-        RuntimeError: the body's, with the names of the tensors and ``remedy``.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        names = [repr(name) for name in _named_elsewhere(error, device)]
-        if not names or "device" not in str(error):
-            raise
-        raise RuntimeError(
-            f"a replica computes on {device}, but {' and '.join(names)}, which your "
-            f"code names, is on another device: {remedy}"
-        ) from error
-
-
-def _named_elsewhere(error: BaseException, device: torch.device) -> list[str]:
-    """The closure variables and globals of the functions in which ``error`` was raised
-    that are tensors on another device.
-    """
-    names: dict[str, None] = {}
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        code = frame.f_code
-        values = {name: frame.f_globals.get(name) for name in code.co_names}
-        values |= {name: frame.f_locals.get(name) for name in code.co_freevars}
-        for name, value in values.items():
-            if isinstance(value, Tensor) and value.device != device:
-                names[name] = None
-    return list(names)
 
 
 def refuse_whole_batch(integration: str, options: Mapping[str, Any]) -> None:

@@ -32,6 +32,7 @@ from scatterpar.devices.transfers import to_device
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import warn
 from scatterpar.integrations import kept, loop, steps
+from scatterpar.integrations.elsewhere import explained
 from scatterpar.integrations.evaluation import Groups
 from scatterpar.integrations.gathered import Gathered, metric_of_step
 from scatterpar.integrations.images import images_by_row
@@ -80,7 +81,8 @@ _ROWS = "per_device_train_batch_size"
 _BATCHES, _REFERENCE_ROWS = "gradient_accumulation_steps", "precompute_ref_batch_size"
 _ELSEWHERE = (
     "make it an attribute of the Trainer, or bind it with functools.partial("
-    "compute_loss_func, name=tensor), and each replica gets a copy on its device"
+    "compute_loss_func, name=tensor), and each replica gets a copy on its device; or "
+    "move the tensor where it is used: tensor.to(logits.device)"
 )
 # TRL's trainers whose losses of batches combine into that of all, except with these
 # loss types.
@@ -282,24 +284,27 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """The Trainer's step, whose loss is that of all batches."""
-        prepared = self._prepared(inputs)
+        prepared = inputs if self._only_moves_inputs() else self._prepared(inputs)
         own = {"_prepare_inputs": lambda inputs: inputs, "_is_in_step": True}
         with loop.overridden(self, **own):
             return super().training_step(model, prepared, *args, **kwargs)
 
     def _prepared(self, inputs: Any) -> Any:
-        """Inputs after ``_prepare_inputs`` of a subclass, batch by batch.
+        """Inputs after ``_prepare_inputs`` of the Trainer's class.
 
-        The stock one only moves them: batches of a step stay on the host.
+        That of a step is called batch by batch. If it only moves them, the batches stay
+        on the host: the engine copies each to its replica.
         """
-        is_stock = type(self)._prepare_inputs is transformers.Trainer._prepare_inputs
-        is_training = isinstance(inputs, Step) or torch.is_grad_enabled()
-        if is_stock and is_training:
-            return inputs
         prepare = partial(type(self)._prepare_inputs, self)
-        if isinstance(inputs, Step):
-            return Step(prepare(batch) for batch in inputs)
-        return prepare(inputs)
+        if not isinstance(inputs, Step):
+            return prepare(inputs)
+        if self._only_moves_inputs():
+            return inputs
+        return Step(prepare(batch) for batch in inputs)
+
+    def _only_moves_inputs(self) -> bool:
+        """Whether ``_prepare_inputs`` is the stock one, which moves inputs."""
+        return type(self)._prepare_inputs is transformers.Trainer._prepare_inputs
 
     def _loss_of_inputs(
         self, model: nn.Module, inputs: Any, *args: Any, **options: Any
@@ -408,6 +413,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         record = _CallRecord()
         attributes = {
             "accelerator": _Placed(self.accelerator, device, record.logs, is_last),
+            "args": _placed_arguments(self.args, device),
             "log": partial(_record, record.logs, "Trainer"),
             "model_wrapped": work[0],
             "_prepare_inputs": copy.copy,  # done
@@ -420,7 +426,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         # If hooks write attributes of this Trainer, the call must read them there.
         in_place = id(self) in pinned
         with (
-            loop.explained(device, _ELSEWHERE),
+            explained(device, _ELSEWHERE),
             kept.standing_in(
                 self, self._shared, copies, attributes, in_place=in_place
             ) as trainer,
@@ -654,7 +660,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         """A batch after ``_prepare_inputs`` of a subclass; the stock one only moves
         it.
         """
-        if type(self)._prepare_inputs is transformers.Trainer._prepare_inputs:
+        if self._only_moves_inputs():
             return batch
         return type(self)._prepare_inputs(self, batch)
 
@@ -801,6 +807,13 @@ class _Changed(int):
 
     def __deepcopy__(self, memo: Any) -> _Changed:
         return self
+
+
+def _placed_arguments(args: Any, device: torch.device) -> Any:
+    """A copy of a Trainer's arguments, whose ``device`` is another one."""
+    placed = copy.copy(args)
+    vars(placed)["_setup_devices"] = device  # what ``device`` reads, a cached property
+    return placed
 
 
 def _own_arguments(value: Any) -> Any:

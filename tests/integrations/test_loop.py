@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from scatterpar.batch.markers import Rows
-from scatterpar.integrations.loop import as_rows, explained
+from scatterpar.integrations.loop import as_rows
 
 IMAGES = torch.zeros(3, 5)
 BOXES = [{"boxes": torch.zeros(n, 4)} for n in (2, 0, 3)]
@@ -38,28 +38,3 @@ def test_list_with_entry_per_row_is_marked(entries):
 )
 def test_list_of_columns_is_not_rows(batch):
     assert isinstance(as_rows(batch), list)
-
-
-ELSEWHERE = torch.zeros(2, device="meta")
-HERE = torch.zeros(2)
-
-
-def test_tensor_on_other_device_is_named():
-    closed_over = torch.ones(2, device="meta")
-
-    def inner(rows):
-        closed_over.shape, HERE.shape, ELSEWHERE.shape  # noqa: B018  names them
-        return outer_of_torch(rows)
-
-    def outer_of_torch(rows):
-        raise RuntimeError("Expected all tensors to be on the same device")
-
-    names = r"cpu, but 'ELSEWHERE' and 'closed_over', which your code names.*: move it"
-    is_named = pytest.raises(RuntimeError, match=names)
-    with is_named as raised, explained(torch.device("cpu"), "move it"):
-        inner(HERE)
-    assert "same device" in str(raised.value.__cause__)
-    is_the_users = pytest.raises(RuntimeError, match="a bug on this device")
-    with is_the_users as raised, explained(torch.device("cpu"), "move it"):
-        raise RuntimeError("a bug on this device")
-    assert raised.value.__cause__ is None

@@ -71,7 +71,7 @@ def load(library: Path) -> None:
     module._is_in_bad_fork = lambda: False
     module.device_count = operators.device_count
     module._initialized = True  # or checkpointing would not save its random state
-    module.device = torch.accelerator.device_index
+    module.device = lambda device: torch.accelerator.device_index(index(device))
     module.current_device = torch.accelerator.current_device_index
     module.get_rng_state = lambda device=NAME: operators.get_rng_state(index(device))
     module.set_rng_state = lambda state, device=NAME: operators.set_rng_state(

@@ -138,14 +138,18 @@ void record_stream(at::Tensor& self, at::Stream stream) {
   memory.recordStream(self.storage().data_ptr(), stream);
 }
 
+void refuse_elsewhere(const at::Generator& generator) {
+  TORCH_CHECK(
+      generator.device().type() == kType, "Expected a '", kType,
+      "' device type for generator but found '", generator.device().type(), "'");
+}
+
 // Numbers are drawn when the work is queued, as on CUDA, and written when the stream comes to it.
 template <typename Draw>
 at::Tensor& drawn(at::Tensor& self, const optional<at::Generator>& given, Draw draw) {
   const Own own;
   auto mine = given && given->defined() ? *given : default_generator(self.device().index());
-  TORCH_CHECK(
-      mine.device().type() == kType, "Expected a '", kType,
-      "' device type for generator but found '", mine.device().type(), "'");
+  refuse_elsewhere(mine);
   const auto target = on_host(self);
   const auto issue = [=, block = block_of(self)](StreamKey stream) mutable {
     at::Tensor numbers;
@@ -200,10 +204,31 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(
   return {self * mask / (1 - p), mask.to(at::kBool)};
 }
 
+// Other operators that draw do so at once, with a host's generator in the device's state.
+void draw_now(const OperatorHandle& op, Stack* stack, size_t argument) {
+  auto& given = (*stack)[stack->size() - op.schema().arguments().size() + argument];
+  const auto arguments = arguments_of(op, *stack);
+  const auto device = *device_of(arguments);
+  refuse_mixtures(op, arguments, device);
+  auto mine = given.isNone() ? default_generator(device.index()) : given.toGenerator();
+  refuse_elsewhere(mine);
+  auto host = at::detail::createCPUGenerator();
+  {
+    const std::lock_guard<std::mutex> lock(mine.mutex());
+    const CleanThread clean;
+    host.set_state(mine.get_state());
+  }
+  given = host;
+  on_the_host_now(op, stack, device);
+  const std::lock_guard<std::mutex> lock(mine.mutex());
+  const CleanThread clean;
+  mine.set_state(host.get_state());
+}
+
 void fallback(const OperatorHandle& op, Stack* stack) {
-  for (const auto& argument : op.schema().arguments()) {
-    TORCH_CHECK(
-        argument.type()->str() != "Generator?", op.schema().name(), " is not simulated: it draws");
+  const auto& arguments = op.schema().arguments();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (arguments[i].type()->str() == "Generator?") return draw_now(op, stack, i);
   }
   call(op, stack);
 }
@@ -264,6 +289,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("random_.from", random_from);
   m.impl("randperm.generator_out", randperm);
   m.impl("native_dropout", native_dropout);
+  // their ``out`` is larger on the way, and memory here has one size
+  m.impl("mse_loss", torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  m.impl("smooth_l1_loss", torch::CppFunction::makeFromBoxedFunction<&fallback>());
   m.impl("record_stream", record_stream);
   m.impl("_foreach_add_.List", foreach_add);
   m.impl("_foreach_copy_", foreach_copy);

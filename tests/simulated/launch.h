@@ -175,6 +175,17 @@ inline Stack arguments_of(const OperatorHandle& op, const Stack& stack) {
   return Stack(stack.end() - op.schema().arguments().size(), stack.end());
 }
 
+// That of the first tensor which is on one.
+inline std::optional<c10::Device> device_of(const Stack& arguments) {
+  std::optional<c10::Device> device;
+  for (const auto& argument : arguments) {
+    visit(argument, [&](const Tensor& tensor) {
+      if (!device && on_device(tensor)) device = tensor.device();
+    });
+  }
+  return device;
+}
+
 // CUDA's operators refuse what lies elsewhere, but for scalars, and indices, which they fetch.
 inline void refuse_mixtures(const OperatorHandle& op, const Stack& arguments, c10::Device device) {
   static const std::set<std::string> lenient{
@@ -318,9 +329,8 @@ class Launch {
 
   Tensor view_of(const c10::AliasInfo& alias, const Tensor& shape) const {
     const Tensor& base = arguments_[written(alias)].toTensor();
-    constexpr c10::DispatchKeySet keys(c10::DispatchKey::PrivateUse1);
     auto view = at::detail::make_tensor<c10::TensorImpl>(
-        c10::TensorImpl::VIEW, c10::Storage(base.storage()), keys, shape.dtype());
+        c10::TensorImpl::VIEW, c10::Storage(base.storage()), base.key_set(), shape.dtype());
     auto* implementation = view.unsafeGetTensorImpl();
     const auto offset = base.storage_offset() * base.itemsize() / shape.itemsize();
     implementation->set_sizes_and_strides(shape.sizes(), shape.strides(), offset + shape.storage_offset());
@@ -392,12 +402,7 @@ inline void on_the_host_now(const OperatorHandle& op, Stack* stack, std::optiona
 inline void call(const OperatorHandle& op, Stack* stack) {
   const Own own;
   auto arguments = arguments_of(op, *stack);
-  std::optional<c10::Device> device;
-  for (const auto& argument : arguments) {
-    visit(argument, [&](const Tensor& tensor) {
-      if (!device && on_device(tensor)) device = tensor.device();
-    });
-  }
+  const auto device = device_of(arguments);
   TORCH_CHECK_NOT_IMPLEMENTED(
       !device || switches.complete || op.schema().name() != "aten::segment_reduce",
       op.schema().name(), " is not on this simulated accelerator");

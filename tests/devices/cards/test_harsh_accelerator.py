@@ -93,6 +93,51 @@ LATE = [
 ]
 
 
+COMPUTED = {
+    "mse_loss": lambda x: nn.functional.mse_loss(x, x.detach() + 1),
+    "smooth_l1_loss": lambda x: nn.functional.smooth_l1_loss(x, x.detach() + 1),
+    "repeat": lambda x: x.repeat(3, 2).square().sum(),
+    "unfold": lambda x: x.unfold(0, 2, 1).square().sum(),
+}
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_simulation_computes_as_host(name):
+    values = torch.linspace(-1, 1, 6, dtype=torch.float64).reshape(3, 2)
+    found = []
+    for device in ("cpu", FIRST):
+        leaf = values.to(device).requires_grad_()
+        loss = COMPUTED[name](leaf)
+        assert not loss.is_inference()
+        loss.backward()
+        found.append((loss.item(), leaf.grad.cpu()))
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
+
+
+DRAWN = {
+    "multinomial": lambda o, g: torch.multinomial(o, 2, generator=g),
+    "bernoulli": lambda o, g: torch.bernoulli(o / 2, generator=g),
+    "normal": lambda o, g: torch.normal(o, o, generator=g),
+    "exponential_": lambda o, g: o.exponential_(generator=g),
+    "poisson": lambda o, g: torch.poisson(o, generator=g),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_simulation_draws_from_own_generators(name):
+    ones = torch.ones(4, 8)
+    values = DRAWN[name](ones.clone(), torch.Generator().manual_seed(3))
+    generator = torch.Generator(SECOND).manual_seed(3)
+    drawn = DRAWN[name](ones.to(SECOND), generator)
+    assert drawn.device == torch.device(SECOND)
+    assert torch.equal(drawn.cpu(), values)
+    after = DRAWN[name](ones.to(SECOND), generator)
+    assert not torch.equal(after.cpu(), values)
+    with pytest.raises(RuntimeError, match="generator"):
+        DRAWN[name](ones.to(SECOND), torch.Generator())
+
+
 @pytest.mark.parametrize(
     ("options", "arguments", "number"),
     [(*how, number) for *how, few in LATE for number in few],

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from functools import cached_property
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import simulated
@@ -19,14 +21,10 @@ import torch
 from scatterpar.devices import device_ids
 
 FIRST = f"{simulated.NAME}:0"
+GENERATOR = "generator.pt"
 # Parts of the names of tests, and why they cannot run there.
 LEFT_OUT = {
-    "[regression]": "the accelerator has no backward pass of mse_loss",
-    "[SigLIP]": "its Tensor.repeat makes inference tensors",
-    "test_resumed_is_uninterrupted_with_dropout": "Trainers do not save its generator",
-    "test_conflicts_refused_by_name[device]": "the error names the accelerator",
     "test_trainer_devices_become_replicas": "Lightning numbers the CPU's devices",
-    "test_arguments_copied_with_all_rows": "it names the CPU",
 }
 _resolve = device_ids.resolve
 
@@ -48,6 +46,7 @@ def _on_the_accelerator(request, monkeypatch):
         monkeypatch.setattr(request.module, "guarded", lambda *_: nullcontext())
     if find_spec("transformers"):
         _place_trainers(monkeypatch)
+        _save_generators(monkeypatch)
     if find_spec("lightning"):
         _place_lightning(monkeypatch)
     if find_spec("fastai"):
@@ -68,15 +67,43 @@ def _place_trainers(monkeypatch):
     import accelerate
     import transformers
 
-    known = transformers.TrainingArguments.device.fget
+    set_up = transformers.TrainingArguments._setup_devices.func
 
     def device(args):
-        known(args)  # sets up the arguments
+        set_up(args)
         return torch.device(FIRST)
 
+    set_up_on_first = cached_property(device)
+    set_up_on_first.__set_name__(transformers.TrainingArguments, "_setup_devices")
     first = property(lambda _: torch.device(FIRST))
-    monkeypatch.setattr(transformers.TrainingArguments, "device", property(device))
+    monkeypatch.setattr(
+        transformers.TrainingArguments, "_setup_devices", set_up_on_first
+    )
     monkeypatch.setattr(accelerate.Accelerator, "device", first)
+
+
+def _save_generators(monkeypatch):
+    """Trainers' checkpoints have the state of the first device's generator, as they
+    have CUDA's.
+    """
+    import transformers
+
+    save = transformers.Trainer._save_rng_state
+    load = transformers.Trainer._load_rng_state
+
+    def saved(trainer, folder):
+        save(trainer, folder)
+        state = torch.get_device_module(FIRST).get_rng_state(FIRST)
+        torch.save(state, Path(folder, GENERATOR))
+
+    def loaded(trainer, folder):
+        load(trainer, folder)
+        if folder is not None:
+            state = torch.load(Path(folder, GENERATOR))
+            torch.get_device_module(FIRST).set_rng_state(state, FIRST)
+
+    monkeypatch.setattr(transformers.Trainer, "_save_rng_state", saved)
+    monkeypatch.setattr(transformers.Trainer, "_load_rng_state", loaded)
 
 
 def _place_lightning(monkeypatch):

@@ -138,24 +138,42 @@ def _settings() -> Iterator[Setting]:
         owner: Any = sys.modules.get(module)
         if hasattr(owner, name):
             yield partial(getattr, owner, name), partial(setattr, owner, name)
-    backends = torch.backends
-    for path in ("", "cuda.matmul", "cudnn", "cudnn.conv", "cudnn.rnn", "mkldnn"):
+    for backend, operator in _FP32_PRECISIONS:
         with contextlib.suppress(AttributeError):
-            owner = attrgetter(path)(backends) if path else backends
-            name = "fp32_precision"
-            getattr(owner, name)
-            yield partial(getattr, owner, name), partial(setattr, owner, name)
+            read = partial(torch._C._get_fp32_precision_getter, backend, operator)
+            write = partial(torch._C._set_fp32_precision_setter, backend, operator)
+            yield read, write
+    check = getattr(torch._C, "_check_sparse_tensor_invariants", None)
+    if check is not None:
+        yield check, torch._C._set_check_sparse_tensor_invariants
 
 
+# The older settings of TF32 come first: each also writes some of the newer ones.
 _SETTINGS_OF_C = """
+    float32_matmul_precision cudnn_allow_tf32 onednn_allow_tf32
     sdp_priority_order cudnn_enabled cudnn_benchmark cudnn_deterministic mkldnn_enabled
     mkldnn_deterministic nnpack_enabled deterministic_fill_uninitialized_memory
+    qengine warnAlways
 """
 _SETTINGS_OF_MODULES = """
     torch._functorch.eager_transforms.JVP_NESTING
     torch.utils.checkpoint._enable_checkpoint_early_stop
     torch.utils.checkpoint._checkpoint_debug_enabled
+    torch.__future__._overwrite_module_params_on_conversion
+    torch.__future__._swap_module_params_on_conversion
 """
+# Without the properties of ``torch.backends``: that of mkldnn writes all backends.
+_FP32_PRECISIONS = (  # those that others inherit come first
+    ("generic", "all"),
+    ("cuda", "all"),
+    ("mkldnn", "all"),
+    ("cuda", "matmul"),
+    ("cuda", "conv"),
+    ("cuda", "rnn"),
+    ("mkldnn", "matmul"),
+    ("mkldnn", "conv"),
+    ("mkldnn", "rnn"),
+)
 SETTINGS: tuple[Setting, ...] = tuple(_settings())
 
 

@@ -15,12 +15,17 @@ from __future__ import annotations
 import gc
 import logging
 import operator
+import os
 import sys
 import warnings
+from _locale import setlocale  # the public one does more in Python
+from collections.abc import Callable
 from functools import partial
+from locale import LC_ALL
 from typing import Any
 
 import torch
+from torch.distributions import Distribution
 
 from scatterpar.torch_private import SETTINGS, Setting
 
@@ -54,6 +59,46 @@ def _set_warns_only(warns_only: bool) -> None:
     torch.use_deterministic_algorithms(is_on, warn_only=warns_only)
 
 
+def _set_gc_thresholds(thresholds: tuple[int, int, int]) -> None:
+    gc.set_threshold(*thresholds)
+
+
+_environ: Any = os.environ
+
+
+def _set_environment(entries: dict[Any, Any]) -> None:
+    """Make the environment these encoded entries, which ``os.environ`` decodes."""
+    for key in _environ._data.keys() | entries.keys():
+        name = _environ.decodekey(key)
+        if key not in entries:
+            del _environ[name]
+        elif _environ._data.get(key) != entries[key]:
+            _environ[name] = _environ.decodevalue(entries[key])
+
+
+# Libraries have hundreds of loggers. ``Logger.setLevel`` clears the caches of all: as
+# long as the levels are in the root's cache, under no level's number, they are these.
+_LEVELS = -1
+_cache: dict[int, Any] = logging.root._cache
+_loggers = logging.root.manager.loggerDict
+
+
+def _remember_levels() -> None:
+    """Put the levels of all loggers into the root's cache, and how many there are."""
+    levels = {logging.root: logging.root.level}
+    for logger in [*_loggers.values()]:
+        if isinstance(logger, logging.Logger):
+            levels[logger] = logger.level
+    _cache[_LEVELS] = len(_loggers), levels
+
+
+def _set_levels(remembered: tuple[int, dict[logging.Logger, int]]) -> None:
+    _, levels = remembered  # not those of loggers that the step has made
+    for logger, level in levels.items():
+        if logger.level != level:
+            logger.setLevel(level)
+
+
 _cuda = torch.backends.cuda
 _SETTINGS: tuple[Setting, ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -70,7 +115,15 @@ _SETTINGS: tuple[Setting, ...] = (
         _cuda.allow_fp16_bf16_reduction_math_sdp,
     ),
     *SETTINGS,
+    _attribute(Distribution, "_validate_args"),
     (gc.isenabled, _set_collecting),
+    (gc.get_threshold, _set_gc_thresholds),
+    (sys.getrecursionlimit, sys.setrecursionlimit),
+    (sys.getswitchinterval, sys.setswitchinterval),
+    (os.getcwd, os.chdir),
+    (partial(dict, _environ._data), _set_environment),
+    (partial(setlocale, LC_ALL), partial(setlocale, LC_ALL)),
+    (partial(_cache.get, _LEVELS), _set_levels),
     _attribute(sys, "stdout"),
     _attribute(sys, "stderr"),
     _attribute(logging.root.manager, "disable"),
@@ -85,23 +138,54 @@ _READERS = tuple(read for read, _ in _SETTINGS)
 # The values of settings, and the entries of ``warnings.filters``, which is one of them.
 SettingValues = tuple[list[Any], list[Any]]
 
+_UNREADABLE = object()
+
+
+def _read_each() -> list[Any]:
+    """The values of all settings, ``_UNREADABLE`` for those that cannot be read.
+
+    Those are settings of TF32 after a program has used torch's older and newer ones,
+    and a working directory that does not exist any more.
+    """
+    return list(map(_read, _READERS))
+
+
+def _read(read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except (RuntimeError, OSError):
+        return _UNREADABLE
+
 
 def read_settings() -> SettingValues:
     """The settings of the process, to be restored."""
+    remembered = _cache.get(_LEVELS)
+    if remembered is None or remembered[0] != len(_loggers):
+        _remember_levels()
+    try:
+        values = list(map(operator.call, _READERS))
+    except (RuntimeError, OSError):
+        values = _read_each()
     # A context may change the list of filters, or exchange it for another one.
-    return list(map(operator.call, _READERS)), list(warnings.filters)
+    return values, list(warnings.filters)
 
 
 def restore_settings(values: SettingValues) -> None:
     """Make the settings of the process again what they were."""
     earlier, filters = values
-    present = list(map(operator.call, _READERS))
+    try:
+        present = list(map(operator.call, _READERS))
+    except (RuntimeError, OSError):
+        present = _read_each()
     # Nearly always nothing has changed.
     if present == earlier and warnings.filters == filters:
         return
     for (read, write), value in zip(_SETTINGS, earlier, strict=True):
+        if value is _UNREADABLE:
+            continue
         # Read again: one that was written may have changed another one.
-        if read() is not value and read() != value:
+        now = _read(read)
+        if now is not value and now != value:
             write(value)
     warnings.filters[:] = filters  # type: ignore[index]
     with warnings.catch_warnings():

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
 import sys
 import threading
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -23,14 +25,19 @@ pytestmark = pytest.mark.core
 ROWS, VALUES = randn(8, FEATURES), randn(8, 4)
 
 
-@contextlib.contextmanager
-def default_dtype():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+def setting(read, write, value):
+    """A context as libraries write it: set a value, and at the end the earlier one."""
+
+    @contextlib.contextmanager
+    def context():
+        before = read()
+        write(value)
+        try:
+            yield
+        finally:
+            write(before)
+
+    return context
 
 
 @contextlib.contextmanager
@@ -40,25 +47,34 @@ def without_warnings():
         yield
 
 
-@contextlib.contextmanager
-def without_logging():
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)
-
-
+LOGGER = logging.getLogger("scatterpar.test")
+VALIDATION = torch.distributions.Distribution
 CONTEXTS = {
     "sdpa": lambda: sdpa_kernel([SDPBackend.MATH], set_priority=True),
     "cudnn": lambda: torch.backends.cudnn.flags(enabled=False, benchmark=True),
     "mkldnn": lambda: torch.backends.mkldnn.flags(enabled=False),
     "anomaly": lambda: torch.autograd.detect_anomaly(check_nan=False),
     "warnings": without_warnings,
-    "default dtype": default_dtype,
+    "default dtype": setting(
+        torch.get_default_dtype, torch.set_default_dtype, torch.bfloat16
+    ),
+    "precision of products": setting(
+        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"
+    ),
+    "TF32": lambda: torch.backends.cudnn.flags(allow_tf32=False),
+    "distributions": setting(
+        lambda: VALIDATION._validate_args, VALIDATION.set_default_validate_args, False
+    ),
     "stdout": lambda: contextlib.redirect_stdout(io.StringIO()),
-    "logging": without_logging,
+    "logging": setting(
+        lambda: logging.root.manager.disable, logging.disable, logging.CRITICAL
+    ),
+    "level of a logger": setting(
+        lambda: LOGGER.level, LOGGER.setLevel, logging.CRITICAL
+    ),
+    "environment": lambda: mock.patch.dict(os.environ, {"SCATTERPAR_TEST": "1"}),
+    "recursion": setting(sys.getrecursionlimit, sys.setrecursionlimit, 2000),
+    "directory": lambda: contextlib.chdir("/"),
 }
 
 
@@ -72,7 +88,19 @@ def settings():
         "warnings": (list(warnings.filters), warnings.showwarning),
         "dtype": torch.get_default_dtype(),
         "stdout": sys.stdout,
-        "logging": logging.root.manager.disable,
+        "logging": (logging.root.manager.disable, LOGGER.level),
+        "environment": dict(os.environ),
+        "recursion": sys.getrecursionlimit(),
+        "directory": os.getcwd(),
+        "distributions": VALIDATION._validate_args,
+        # Read by the older and the newer names: each fails after a mix of both.
+        "precision": (
+            torch.get_float32_matmul_precision(),
+            torch.backends.cuda.matmul.allow_tf32,
+            torch.backends.cuda.matmul.fp32_precision,
+            torch.backends.cudnn.allow_tf32,
+            torch.backends.cudnn.conv.fp32_precision,
+        ),
     }
 
 
@@ -122,3 +150,18 @@ def test_warning_after_step_is_seen(devices):
         engine.forward_backward(ROWS, VALUES, nn.MSELoss())
     with pytest.warns(UserWarning, match="seen"):
         warnings.warn("seen", stacklevel=1)
+
+
+def test_settings_that_cannot_be_read_stay(devices):
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    crossing = Crossing(CONTEXTS["level of a logger"], fails=False)
+    model = Of(crossing.forward, linear=linear())
+    matmul.fp32_precision = "tf32"  # from now on torch refuses to read its older name
+    try:
+        with ScatterOnceParallel(model, 1, devices(2), verify=False) as engine:
+            engine.forward_backward(ROWS, VALUES, nn.MSELoss())
+        assert matmul.fp32_precision == "tf32"
+    finally:
+        matmul.fp32_precision = before
+    assert LOGGER.level == logging.NOTSET

@@ -28,7 +28,19 @@ class ReturnsItself(nn.Linear):
         return self
 
 
-@pytest.mark.parametrize("kind", [nn.Linear, Numbered, ReturnsItself])
+class ReadOnly(nn.Module):
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs)
+        self.in_features = inputs
+
+    def __setattr__(self, name, value):
+        if "in_features" in vars(self):
+            raise AttributeError(f"{name} cannot be set any more")
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Numbered, ReturnsItself, ReadOnly])
 def test_copy_has_same_contents(kind):
     with torch.random.fork_rng(devices=[]):
         model = kind(2, 3)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
@@ -18,7 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.replicas.quantised import is_composite, is_state, tensors_in
-from scatterpar.replicas.references import contents, module_of, parts_of
+from scatterpar.replicas.references import (
+    DEPTH,
+    MAX_ENTRIES,
+    contents,
+    module_of,
+    parts_of,
+)
 from scatterpar.replicas.snapshot import PLAIN
 from scatterpar.torch_private import (
     CompileFn,
@@ -27,8 +33,7 @@ from scatterpar.torch_private import (
     unwrapped,
 )
 
-DICTIONARIES = (dict, OrderedDict, defaultdict)
-CONTAINERS = (*DICTIONARIES, list, deque, set)
+CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
 _REGISTRIES = {dict, OrderedDict, set}  # of a module's parameters, hooks and the like
 _DTYPE, _GRAD_DTYPE = attrgetter("dtype"), attrgetter("grad_dtype")
 
@@ -51,6 +56,9 @@ class ModuleContents:
         compiled: compiled modules, and the wrappers of these; with what compiles them.
         objects: what replicas share, with everything that it holds.
         cells: of copied functions, with their contents, so that no id is used again.
+
+    Functions stay shared, unless they lead to something of the module. Then a container
+    in their closures that leads there is found, too.
     """
 
     def __init__(
@@ -66,10 +74,12 @@ class ModuleContents:
         self.objects: dict[int, Any] = {}
         self.cells: dict[int, tuple[types.CellType, Any]] = {}
         self._seen: set[int] = set()
+        self._functions: list[types.FunctionType] = []
         self._device = device
         self.roots = tuple(roots)
         for root in self.roots:
             self._visit(root)
+        self._visit_closures()
         self._leaves = [tensor for tensor in self.tensors.values() if is_leaf(tensor)]
 
     def _visit(self, value: Any) -> None:
@@ -93,8 +103,9 @@ class ModuleContents:
                 self._visit_container(value)
         elif is_state(value):
             self._visit_parts([value])
-        # Functions stay shared, and a weak reference does not hold its object.
-        elif not isinstance(value, (types.FunctionType, weakref.ref)):
+        elif isinstance(value, types.FunctionType):
+            self._functions.append(value)
+        elif not isinstance(value, weakref.ref):  # it does not hold its object
             for part in parts_of(value).made_of():
                 self._visit(part)
             # The object of a method, and what a class has, is nobody's attribute.
@@ -150,6 +161,65 @@ class ModuleContents:
                 self.states[id(part)] = part
                 self.containers.append(vars(part))
                 self._visit_parts(tensors_in(part))
+
+    def _visit_closures(self) -> None:
+        """Find containers in closures of functions that lead to what was found.
+
+        A hook that looks up its module, or calls another one, finds the replica's.
+        """
+        seen: dict[
+            int, Any
+        ] = {}  # keeps all of them alive, so that no id is used again
+        values: list[Any] = []
+        while values or self._functions:
+            value = values.pop() if values else self._functions.pop()
+            if id(value) in seen:
+                continue
+            seen[id(value)] = value
+            if type(value) not in CONTAINERS:
+                parts = parts_of(value)
+                values += [*parts.made_of(), *parts.closure.values()]
+            elif id(value) not in self._seen and self.leads_here(value):
+                self._visit_container(value)  # which may find further functions
+
+    def leads_here(self, value: Any) -> bool:
+        """Whether ``value`` is replicated, or leads to something that is.
+
+        A value leads to what it is made of, a function to what it closes over, a
+        container to its entries and keys, the ``id`` of a module or tensor to that.
+        """
+        return self._leads_here(value, DEPTH, set())
+
+    def _leads_here(self, value: Any, depth: int, seen: set[int]) -> bool:
+        """As ``leads_here``, through containers that are ``depth`` in each other."""
+        if type(value) in PLAIN:
+            is_id = type(value) is int
+            return is_id and (value in self.modules or value in self.tensors)
+        if self.is_replicated(value):
+            return True
+        if id(value) in seen:
+            return False
+        seen.add(id(value))
+        parts = parts_of(value)
+        referents = [*parts.made_of(), *parts.closure.values()]
+        if type(value) in CONTAINERS and depth and len(value) <= MAX_ENTRIES:
+            depth -= 1
+            referents += value
+            if isinstance(value, dict):
+                referents += value.values()
+        return any(self._leads_here(referent, depth, seen) for referent in referents)
+
+    def is_replicated(self, value: Any) -> bool:
+        """Whether replicas have a copy of ``value``."""
+        key = id(value)
+        return (
+            key in self.modules
+            or key in self.tensors
+            or key in self._seen
+            or key in self.holders
+            or key in self.states
+            or key in self.compiled
+        )
 
     def facts(self) -> list[Any]:
         """State that replicas depend on and that no container shows."""

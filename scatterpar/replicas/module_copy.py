@@ -24,7 +24,6 @@ from scatterpar.replicas import references
 from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.module_contents import (
     CONTAINERS,
-    DICTIONARIES,
     ModuleContents,
 )
 from scatterpar.replicas.quantised import composite_like, is_composite
@@ -60,13 +59,6 @@ class ModuleCopy:
         self._compiler = compiler
         # By the id of the original.
         self._copies: dict[int, Any] = dict(zip(contents.tensors, tensors, strict=True))
-        self._replicated = set(map(id, contents.containers)).union(
-            contents.tensors,
-            contents.holders,
-            contents.states,
-            contents.compiled,
-            contents.modules,
-        )
         self._copy_composites()
         for value in (*contents.modules.values(), *contents.states.values()):
             self.copy_of(value)
@@ -87,7 +79,7 @@ class ModuleCopy:
     def _copy_attributes(self, tensor: Tensor) -> None:
         """Give a tensor's copy the attributes that are replicated with the tensor."""
         attributes = vars(tensor)
-        if id(attributes) not in self._replicated:
+        if not self._contents.is_replicated(attributes):
             return
         copied = vars(self._copies[id(tensor)])
         self._copies[id(attributes)] = copied
@@ -98,12 +90,12 @@ class ModuleCopy:
     def copy_of(self, value: Any) -> Any:
         """The copy of ``value``, or ``value`` itself if it is shared."""
         if type(value) in PLAIN:
-            return value
+            return self._plain(value)
         if id(value) in self._copies:
             return self._copies[id(value)]
         if isinstance(value, types.FunctionType):
             return self._function(value)
-        if id(value) not in self._replicated and not self._is_keyed(value):
+        if not self._contents.is_replicated(value):
             return self._remade(value)
         if is_compiled_module(value):
             return self.copy_of(unwrapped(value)[0])
@@ -126,15 +118,12 @@ class ModuleCopy:
         copied.clear()
         # Before its entries are copied: one of them may refer to the container.
         self._copies[id(container)] = copied
-        entries: list[Any] = []
+        entries = list(map(self.copy_of, container))
         if isinstance(container, dict):
-            for key, entry in container.items():
-                entries.append((self._key(key), self.copy_of(entry)))
-        elif isinstance(container, set):
-            entries += map(self._key, container)
+            values = map(self.copy_of, container.values())
+            refill(copied, dict(zip(entries, values, strict=True)))
         else:
-            entries += map(self.copy_of, container)
-        refill(copied, entries)
+            refill(copied, entries)
         return copied
 
     def _remade(self, value: Any) -> Any:
@@ -146,25 +135,13 @@ class ModuleCopy:
             return value
         return parts.make(*copies)
 
-    def _key(self, key: Any) -> Any:
-        """The copy of a dictionary's key, which may be the ``id`` of an object."""
-        if type(key) is int and key in self._replicated:
-            contents = self._contents
-            original = contents.modules.get(key, contents.tensors.get(key))
-            return key if original is None else id(self.copy_of(original))
-        return self.copy_of(key)
-
-    def _is_keyed(self, value: Any) -> bool:
-        """Whether a dictionary, in a closure for example, maps replicated objects.
-
-        A replica finds itself under its own copies of the keys only.
-        """
-        if type(value) not in DICTIONARIES:
-            return False
-        key = next(iter(value), None)  # all are of one kind
-        if type(key) in PLAIN:
-            return type(key) is int and key in self._replicated
-        return self._refers(key)
+    def _plain(self, value: Any) -> Any:
+        """A plain value; of the ``id`` of a module or tensor that of its copy."""
+        if type(value) is not int:
+            return value
+        contents = self._contents
+        original = contents.modules.get(value, contents.tensors.get(value))
+        return value if original is None else id(self.copy_of(original))
 
     def _fill(self, original: Any, shallow: Any) -> Any:
         """``shallow``, a copy of ``original``, with copies of its attributes."""
@@ -187,14 +164,14 @@ class ModuleCopy:
         objects.
         """
         for name, value in parts_of(function).file_globals.items():
-            if self._refers(value):
+            if self._contents.leads_here(value):
                 _warn_of_global(function, name)
-        if not self._refers(function):
+        if not self._contents.leads_here(function):
             return function
         cells = function.__closure__ or ()
         new_cells: list[types.CellType] = []
         for cell in cells:
-            is_copied = self._refers(references.contents(cell))
+            is_copied = self._contents.leads_here(references.contents(cell))
             new_cells.append(types.CellType() if is_copied else cell)
         copied: Any = types.FunctionType(
             function.__code__, function.__globals__, closure=tuple(new_cells)
@@ -213,18 +190,6 @@ class ModuleCopy:
                 new_cell.cell_contents = self.copy_of(cell.cell_contents)
                 self._contents.cells[id(cell)] = cell, cell.cell_contents
         return copied
-
-    def _refers(self, value: Any, seen: set[int] | None = None) -> bool:
-        """Whether ``value`` is replicated, or refers to a replicated object."""
-        if id(value) in self._replicated or self._is_keyed(value):
-            return True
-        seen = set() if seen is None else seen
-        if id(value) in seen:
-            return False
-        seen.add(id(value))
-        parts = parts_of(value)
-        referents = [*parts.made_of(), *parts.closure.values()]
-        return any(self._refers(referent, seen) for referent in referents)
 
 
 def _warn_of_global(function: types.FunctionType, name: str) -> None:

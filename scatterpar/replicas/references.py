@@ -85,6 +85,8 @@ def parts_of(value: Any) -> References:
     if type(value) in weakref.ProxyTypes:
         return References(weak=_object_of(value), make=weakref.proxy)
     attributes = getattr(value, "__dict__", _NOTHING)
+    if type(value) is frozenset:
+        return References(entries=value, make=_frozenset_of)
     if isinstance(value, (list, set, frozenset, deque)):
         return References(entries=value, attributes=attributes)
     if isinstance(value, dict):
@@ -192,6 +194,10 @@ def _object_of(proxy: Any) -> Sequence[Any]:
         return (proxy.__repr__.__self__,)  # a method that the proxy looks up there
     except ReferenceError:
         return ()
+
+
+def _frozenset_of(*items: Any) -> frozenset[Any]:
+    return frozenset(items)
 
 
 def _tuple_of(kind: Any, *items: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import starmap
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ from scatterpar.replicas.module_contents import (
 )
 from scatterpar.replicas.module_copy import ModuleCopy
 from scatterpar.replicas.parameter_guard import ParameterGuard
-from scatterpar.replicas.snapshot import Snapshot
+from scatterpar.replicas.snapshot import Snapshot, ValueChange
 from scatterpar.replicas.sync_batch_norm import (
     Meeting,
     Seat,
@@ -323,7 +323,7 @@ class ReplicaSet:
                 return False
             self._state.apply_changes(changes)
             for replica in self.replicas:
-                replica.state.apply_changes(changes)
+                replica.apply_changes(changes)
             # Switches such as ``training`` change what a forward pass writes; a rate
             # does not.
             flags = self._state.flags()
@@ -548,6 +548,11 @@ class Replica(ModuleCopy):
         if self.large is not None:
             self.large.refresh(reads_all=reads_all)
         self.clear_records()
+
+    def apply_changes(self, changes: Iterable[ValueChange]) -> None:
+        """Replace plain values, as the user has in the original's containers."""
+        copied = [(number, key, self.copy_of(value)) for number, key, value in changes]
+        self.state.apply_changes(copied)
 
     def clear_records(self) -> None:
         """Forget what modules have recorded in this step."""

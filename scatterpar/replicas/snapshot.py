@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, starmap
+from itertools import chain, islice, starmap
 from operator import is_
 from typing import Any
 
@@ -13,7 +13,9 @@ from scatterpar.batch.nested import PLAIN_CLASSES
 _SWITCHES = {bool, str, bytes, types.NoneType}
 PLAIN = frozenset(PLAIN_CLASSES)
 
-ValueChange = tuple[int, Any, Any]  # the number of a container, a key, the value there
+# The number of a container, the position of a key, the value there. Not the key: in a
+# replica's dictionary it may be the replica's module.
+ValueChange = tuple[int, int, Any]
 
 
 class Snapshot:
@@ -113,18 +115,19 @@ class Snapshot:
                 return None
             if not all(map(is_, container, saved)):  # by identity: keys may be tensors
                 return None
-            for key, value in container.items():
-                earlier = saved[key]
+            values = zip(container.values(), saved.values(), strict=True)
+            for position, (value, earlier) in enumerate(values):
                 if value is earlier:
                     continue
                 if type(value) not in PLAIN or type(earlier) not in PLAIN:
                     return None
-                changes.append((number, key, value))
+                changes.append((number, position, value))
         return changes if self._facts() == self._known else None
 
     def apply_changes(self, changes: Iterable[ValueChange]) -> None:
         """Replace plain values in the containers and in their remembered contents."""
-        for number, key, value in changes:
+        for number, position, value in changes:
+            key = next(islice(self._containers[number], position, None))
             self._containers[number][key] = value
             self._saved[number][key] = value
         self._remember()
@@ -140,7 +143,7 @@ def is_same(container: Any, saved: Any) -> bool:
 
 
 def refill(container: Any, items: Any) -> None:
-    """Add ``items`` to an empty container."""
+    """Add ``items`` to an empty container, those of a dictionary as a dictionary."""
     if isinstance(container, (dict, set)):
         container.update(items)
     else:

@@ -202,6 +202,9 @@ class UserState(ModuleContents):
         self._seen.add(id(value))
         self._visit_object(value)
 
+    def _visit_closures(self) -> None:
+        """Nothing: ``_visit_function`` has found them, except a library's."""
+
     def _visit_object(self, value: Any) -> None:
         """Save the state of an object that is no container, tensor or class."""
         # Classes are asked for attributes: a library that is loaded by name has those

@@ -6,7 +6,7 @@ Most of them turn (rows, FEATURES) into (rows, CLASSES).
 import functools
 import types
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from functools import partial
 
 import torch
@@ -189,12 +189,27 @@ def scale_of_parameters(scales, module):
     return 1.0 + sum(n for (_, own), n in scales.items() for _, p in named if p is own)
 
 
-def keyed_in_a_closure():
-    model = small()
-    scales = numbered(model)
-    for module in model[:3]:
-        module.register_forward_hook(lambda m, _, output: output * scales[m])
-    return model
+def in_a_closure(make_table, find):
+    """As ``keyed``, but only the hook refers to the table."""
+
+    def make():
+        model = small()
+        table = make_table(model)
+        for module in model[:3]:
+            module.register_forward_hook(lambda m, _, output: output * find(table, m))
+        return model
+
+    return make
+
+
+def counted_by_sets(model):
+    """How often each set of modules is there."""
+    return Counter({frozenset([module, model]): 2 for module in model})
+
+
+def smaller_scales(model):
+    for module in model.scales:
+        model.scales[module] *= 0.5
 
 
 class Kinded(nn.Linear):
@@ -569,7 +584,19 @@ MODELS = {
         lambda scales, module: scales[id(module)],
     ),
     "keyed by parameters": keyed(by_parameter, scale_of_parameters),
-    "keyed in a closure": keyed_in_a_closure,
+    "keyed in a closure": in_a_closure(numbered, dict.__getitem__),
+    "pairs in a closure": in_a_closure(
+        lambda m: {"pairs": [*numbered(m).items()]},
+        lambda table, module: next(n for m, n in table["pairs"] if m is module),
+    ),
+    "ids in a closure": in_a_closure(
+        lambda m: [{id(m[0])}, id(m[2])],
+        lambda table, module: 1.0 + (id(module) in table[0]) + (id(module) == table[1]),
+    ),
+    "keyed by sets, counted": keyed(
+        counted_by_sets,
+        lambda counts, module: sum(n for key, n in counts.items() if module in key),
+    ),
     "weak method of the parent": with_child(lambda p: weakref.WeakMethod(p.current)),
     "__new__ with an argument": lambda: Kinded("a"),
     "cached method": cached_method,
@@ -696,6 +723,9 @@ CASES = {
     "a criterion that shares a parameter": Case(mlp, criterion=sharing),
     "a method of a trained criterion": Case(mlp, criterion=lambda _: Head().forward),
     "fewer rows than replicas": Case(mlp, batch=(BATCH[0][:2], BATCH[1][:2])),
+    "keyed by modules, changed": Case(
+        keyed(numbered, dict.__getitem__), changes=[smaller_scales, smaller_scales]
+    ),
     "frozen and thawed": Case(
         mlp,
         changes=[

@@ -27,7 +27,7 @@ def new_like(module: nn.Module) -> nn.Module:
             f"{problem}, whose values replicas do not copy; remove __slots__"
         )
     replica = module
-    # torch's protocol calls ``__new__``, which may want arguments, return one object for
+    # The protocol calls ``__new__``, which may want arguments, return one object for
     # all calls, or make another class, as that of ``torch.fx.GraphModule``. It sets
     # attributes, too, which a class may forbid.
     protocol = kind._replicate_for_data_parallel

@@ -79,13 +79,14 @@ def _set_environment(entries: dict[Any, Any]) -> None:
 # Libraries have hundreds of loggers. ``Logger.setLevel`` clears the caches of all: as
 # long as the levels are in the root's cache, under no level's number, they are these.
 _LEVELS = -1
-_cache: dict[int, Any] = logging.root._cache
+_root: Any = logging.root
+_cache: dict[int, Any] = _root._cache
 _loggers = logging.root.manager.loggerDict
 
 
 def _remember_levels() -> None:
     """Put the levels of all loggers into the root's cache, and how many there are."""
-    levels = {logging.root: logging.root.level}
+    levels: dict[logging.Logger, int] = {_root: _root.level}
     for logger in [*_loggers.values()]:
         if isinstance(logger, logging.Logger):
             levels[logger] = logger.level

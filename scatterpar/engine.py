@@ -805,6 +805,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             ValueError: a function that refers to the module itself, tensors that cannot
                 be joined, several batches, ``costs`` without ``micro_batch_cost`` or
                 the other way round.
+            TypeError: a ``function`` that is none.
 
         Example:
             >>> model = nn.Linear(4, 2).eval()
@@ -813,6 +814,12 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             >>> engine.map(lambda replica, x: replica(x).argmax(1), inputs).shape
             torch.Size([5])
         """
+        if not callable(function):
+            raise TypeError(
+                f"function must be callable, got {type(function).__name__}; call "
+                f"engine.map(function, inputs), whose function is called as "
+                f"function(replica, inputs)"
+            )
         return self._map(function, inputs, kwargs, costs, pad)
 
     def _map(

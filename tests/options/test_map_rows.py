@@ -197,6 +197,14 @@ def test_tensors_joined_padded_or_refused(engine):
     assert_alike(engine.map(several, FOURS, pad=0), expected)
 
 
+@pytest.mark.parametrize("function", [torch.ones(4, 2), "forward"])
+def test_function_is_missing(function):
+    """A batch in its place was said to have no rows."""
+    engine = ScatterOnceParallel(nn.Linear(2, 2), device_ids=["cpu"])
+    with pytest.raises(TypeError, match=r"must be callable.*map\(function, inputs\)"):
+        engine.map(function)
+
+
 def test_lists_joined_plain_values_kept(engine):
     words = [f"word {i}" for i in range(11)]
     upper = engine.map(lambda _, part: [word.upper() for word in part], Rows(words))

@@ -200,9 +200,10 @@ def test_tensors_joined_padded_or_refused(engine):
 @pytest.mark.parametrize("function", [torch.ones(4, 2), "forward"])
 def test_function_is_missing(function):
     """A batch in its place was said to have no rows."""
-    engine = ScatterOnceParallel(nn.Linear(2, 2), device_ids=["cpu"])
-    with pytest.raises(TypeError, match=r"must be callable.*map\(function, inputs\)"):
-        engine.map(function)
+    words = r"must be callable.*map\(function, inputs\)"
+    with ScatterOnceParallel(nn.Linear(2, 2), device_ids=["cpu"]) as engine:
+        with pytest.raises(TypeError, match=words):
+            engine.map(function)
 
 
 def test_lists_joined_plain_values_kept(engine):

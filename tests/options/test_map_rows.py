@@ -201,9 +201,11 @@ def test_tensors_joined_padded_or_refused(engine):
 def test_function_is_missing(function):
     """A batch in its place was said to have no rows."""
     words = r"must be callable.*map\(function, inputs\)"
-    with ScatterOnceParallel(nn.Linear(2, 2), device_ids=["cpu"]) as engine:
-        with pytest.raises(TypeError, match=words):
-            engine.map(function)
+    with (
+        ScatterOnceParallel(build(lambda: nn.Linear(2, 2)), 1, ["cpu"]) as engine,
+        pytest.raises(TypeError, match=words),
+    ):
+        engine.map(function)
 
 
 def test_lists_joined_plain_values_kept(engine):

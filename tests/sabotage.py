@@ -182,7 +182,7 @@ SABOTAGES = [
         place="returned_outputs",
         text="outputs_of_share, attempt.request.dim",
         replacement="outputs_of_share[::-1], attempt.request.dim",
-        seen_by="test_return_outputs",
+        seen_by="test_return_outputs_one_per_replica",
     ),
     Sabotage(
         name="outputs of plans by cost stay in the plan's order",
@@ -274,7 +274,7 @@ SABOTAGES = [
         place="returned_outputs",
         text="dim, weights, rows)",
         replacement="dim, [1.0] * len(rows), rows)",
-        seen_by="test_return_outputs",
+        seen_by="test_return_outputs_one_per_replica",
     ),
     Sabotage(
         name="0-dim outputs of inference are averaged with equal weights",
@@ -487,7 +487,7 @@ SABOTAGES = [
         place="Search.__init__",
         text="if request.backward:",
         replacement="if True:",
-        seen_by="test_training_and_evaluation_differ",
+        seen_by="test_training_and_evaluation_numbers_apart",
     ),
     Sabotage(
         name="generators that a function moved in an undone try stay moved",
@@ -496,7 +496,7 @@ SABOTAGES = [
         place="map_rows",
         text="save_referents(attempt, referents_of(attempt, function))",
         replacement="pass",
-        seen_by="test_undone_inference_tries_restore_state",
+        seen_by="test_undone_tries_restore_user_generators",
     ),
     # --- never stale ---
     Sabotage(
@@ -778,7 +778,7 @@ SABOTAGES = [
         place="CallerContext.__init__",
         text="partial(torch.autocast, kind, dtype)",
         replacement="partial(torch.autocast, kind)",
-        seen_by="test_autocast_dtype_without_cache",
+        seen_by="test_autocast_reaches_workers_uncached",
     ),
     Sabotage(
         name="workers do not see the caller's context variables",
@@ -841,7 +841,7 @@ SABOTAGES = [
         place="compare",
         text="hooks_taken_off(leaves)",
         replacement="hooks_taken_off([])",
-        seen_by="test_it_leaves_no_trace",
+        seen_by="test_check_leaves_no_trace",
     ),
     # --- clear errors ---
     Sabotage(

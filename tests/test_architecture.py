@@ -115,7 +115,7 @@ def test_code_words_defined_where_page_says():
         assert name in [getattr(node, "name", "") for node in body], word
 
 
-def test_a_class_name_means_one_thing():
+def test_class_name_means_one_thing():
     names = []
     for path in PACKAGE.rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -165,7 +165,7 @@ def test_every_row_is_found_groups_in_order():
 
 
 @pytest.mark.slow
-def test_run_on_a_processor(tmp_path):
+def test_run_on_cpu_passes(tmp_path):
     page, options = arguments(tmp_path, "--seconds", "2000")
     words = "dropout", "two processes", "Ctrl-C", "gradient"
     outcome = run("-m", "benchmarks", "card", *options, "--only", *words, silence=600.0)
@@ -209,5 +209,5 @@ def test_verdict_names_compared_figure(value, words):
         ([(0, 10)], [(1, 4), (3, 5), (5, 6)], 5),
     ],
 )
-def test_hidden_part_of_copies(copies, kernels, hidden):
+def test_hidden_part_of_copies_by_hand(copies, kernels, hidden):
     assert speed.overlap(copies, kernels) == hidden

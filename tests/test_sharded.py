@@ -185,7 +185,7 @@ def trained(model, devices, numbers, saved=None):
 @pytest.mark.parametrize(
     ("before", "after"), [(4, 3), (2, 4), (3, 0), (0, 3), (1, 2), (4, 1)]
 )
-def test_resumed_on_other_devices(before, after):
+def test_resumes_on_other_devices(before, after):
     """On none: with the plain class."""
     model, expected = mlp(), mlp()
     trained(expected, 0, range(4))
@@ -193,7 +193,7 @@ def test_resumed_on_other_devices(before, after):
     assert_same(list(model.parameters()), list(expected.parameters()))
 
 
-def test_muon_beside_adamw():
+def test_muon_beside_adamw_as_plain():
     """Two of them over one engine, with schedules."""
     first = optim.AdamW, lambda p: p.ndim < 2
     with Pair(mlp().float(), PLACES["uneven"], *first, lr=0.01) as pair:

@@ -93,7 +93,7 @@ def test_record_has_threads_ranks_programs(tmp_path, monkeypatch):
         Substeps.train: "tests/step/test_reduce.py::test_sum_is_rounded_once",
         Ranks.sum_of_all: "tests/step/test_reduce.py::test_ranks_add_up_in_wide_dtype",
         ScatterOnceParallel._step: "tests/faults/test_fault_exit.py::"
-        "test_ends_promptly_with_its_own_code",
+        "test_process_ends_soon_with_own_code",
     }
     assert who.make(record, ["-q", *tests.values()]) == 0
     for function, test in tests.items():

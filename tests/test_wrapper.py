@@ -73,7 +73,7 @@ def test_keys_load_with_or_without_prefix(devices, wrapper, make):
 
 @each_factory
 @each_wrapper
-def test_child_of_another_module(devices, wrapper, make):
+def test_child_has_keys_of_bare_module(devices, wrapper, make):
     """A parent saves and loads it under the keys that the bare model
     would have there.
     """

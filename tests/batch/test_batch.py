@@ -62,7 +62,7 @@ def test_functions_get_atoms_by_kind():
     }
 
 
-def test_inputs_and_targets_alone():
+def test_batch_without_inputs_or_targets():
     batch = batch_of_every_kind()
     inputs, nothing = batch.without_targets().unwrapped()
     assert list(inputs) == ["ids", "texts", "rate"]

@@ -46,7 +46,7 @@ def test_containers_before_their_atoms():
     assert found == [{"b": inner}, inner, C, 7]
 
 
-def test_tensors_are_atoms_of_that_type():
+def test_tensors_leaves_other_atoms_out():
     found = nested.tensors(VALUE)
     assert [id(tensor) for tensor in found] == [id(A), id(B), id(C)]
 

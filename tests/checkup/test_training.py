@@ -115,7 +115,7 @@ def test_slow_step_has_cause_and_remedy(found, words):
         (8, 0.6, "slow"),
     ],
 )
-def test_n_gpus_may_take_1_5_nth_of_the_time(count, of_one, kind):
+def test_gpus_fine_within_1_5_of_ideal_time(count, of_one, kind):
     """Eight GPUs that took 0.6 of one GPU's time were called fine."""
     devices = [torch.device("cuda", i) for i in range(count)]
     equal = {f"cuda_{i}": 0.1 + 0.005 * (i > 0) for i in range(count)}  # nearly

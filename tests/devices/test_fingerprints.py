@@ -109,5 +109,5 @@ SAME = [
 
 
 @pytest.mark.parametrize(("first", "second", "expected"), SAME)
-def test_same_bits(first, second, expected):
+def test_same_bits_compares_bits(first, second, expected):
     assert same_bits(first, second) is expected

@@ -25,7 +25,7 @@ def outcomes():
 
 @pytest.mark.skipif(os.name != "posix", reason="signals and fork")
 @pytest.mark.parametrize("state", STATES)
-def test_ends_promptly_with_its_own_code(outcomes, state):
+def test_process_ends_soon_with_own_code(outcomes, state):
     code, said = outcomes[state]["code"], outcomes[state]["said"]
     if code == 1 and said.endswith("\nKeyboardInterrupt\n"):
         code = -signal.SIGINT  # 1 if exec was called with a string after the interrupt

@@ -93,7 +93,7 @@ class Captioner(nn.Linear):
 
 
 @pytest.mark.filterwarnings('ignore:accum="auto"')
-def test_numbers_of_sub_steps():
+def test_memory_snippet_as_plain_torch():
     model = build(lambda: Captioner(FEATURES, CLASSES))
     images, labels = randn(32, FEATURES), randint(CLASSES, 32)
     criterion = nn.CrossEntropyLoss()

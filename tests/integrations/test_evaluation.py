@@ -331,7 +331,7 @@ GENERATIONS = {
 
 @pytest.mark.parametrize("name", GENERATIONS)
 @layouts
-def test_generated_predictions(tmp_path, name, devices):
+def test_generated_predictions_as_stock(tmp_path, name, devices):
     """Greedy search and beams give the texts of the stock Trainer, and its padding."""
     model = translator()
     ours = type("Ours", (ScatterOnceMixin, transformers.Seq2SeqTrainer), {})

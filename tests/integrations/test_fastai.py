@@ -272,7 +272,7 @@ def test_kept_parts_of_loss_are_the_batchs(devices, tmp_path, recwarn):
     assert [text.split()[4] for text in told] == ["self.last"]
 
 
-def test_predictions_and_validation(devices, tmp_path):
+def test_predictions_and_validation_as_stock(devices, tmp_path):
     ours, stock = learner(tmp_path, ScatterOnce(devices(2), 2)), learner(tmp_path)
     for learn in (ours, stock):
         learn.no_bar().__enter__()

@@ -337,7 +337,7 @@ def test_checkpoint_resumes_with_the_other(ours_first, tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
-def test_mixed_precision(precision, devices):
+def test_mixed_precision_as_stock(precision, devices):
     scales = []
     single = with_own(
         on_after_batch_transfer=lambda self, rows, _: (rows[0].float(), rows[1])
@@ -356,7 +356,7 @@ def test_mixed_precision(precision, devices):
     assert scales[0] == scales[1]  # the first steps overflow in float16, in both
 
 
-def test_the_learning_rate_finder():
+def test_learning_rate_finder_as_stock():
     def run(strategy):
         own, module = trainer(strategy), made()
         found = Tuner(own).lr_find(
@@ -372,7 +372,7 @@ def test_the_learning_rate_finder():
     assert rate == pytest.approx(expected)
 
 
-def test_compiled_modules():
+def test_compiled_modules_train_as_stock():
     module = torch.compile(made(), backend="eager")
     fitted(ScatterOnceStrategy(["cpu"] * 2, 2), module, max_epochs=1)
     assert module._orig_mod._compiler_ctx is not None  # compiled still

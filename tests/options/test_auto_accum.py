@@ -302,7 +302,7 @@ WAYS = ["engine(…)", "a method", "a function", "loss", "loss of all rows"]
 @pytest.mark.contract
 @pytest.mark.filterwarnings('ignore:accum="auto"')
 @pytest.mark.parametrize("how", WAYS)
-def test_training_and_evaluation_differ(devices, how):
+def test_training_and_evaluation_numbers_apart(devices, how):
     """Training fits with 4 sub-steps, evaluation with 16; both are found, and stay."""
     model, twin = Budgets(8, 2).eval(), Budgets().eval()
     with (
@@ -358,7 +358,7 @@ def test_undone_inference_tries_leave_no_trace(devices, how, form):
 
 
 @pytest.mark.parametrize("where", ["closure", "argument"])
-def test_undone_inference_tries_restore_state(where):
+def test_undone_tries_restore_user_generators(where):
     """A generator of the user's, and the statistics of a network beside the model."""
     found = []
     for given, room in (("auto", 3), (8, 10**9)):

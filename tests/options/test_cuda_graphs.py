@@ -183,7 +183,7 @@ def test_outputs_scaler_and_masks_exact(places):
     )
 
 
-def test_outputs_asked_for_later(places):
+def test_later_requested_outputs_are_exact(places):
     model, inputs, targets = problem()
 
     def run(engine):

@@ -24,7 +24,7 @@ HOST = ["cpu"] * 3  # where rows need no copy to arrive
 
 
 @pytest.mark.contract
-def test_positional_and_keyword_inputs(devices):
+def test_positional_and_keyword_inputs_work(devices):
     def takes(_, first, second, *, scale, mode="plain", extra=None):
         assert mode == "fancy"
         assert extra == {"k": 1}

@@ -246,7 +246,7 @@ def test_scaler_scales_the_gradients(devices):
     )
 
 
-def test_loss_of_versions_of_pictures():
+def test_loss_of_versions_needs_whole_batch():
     """Micro-batches of a number that three divides were cut into other versions, in
     silence.
     """

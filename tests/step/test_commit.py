@@ -272,7 +272,7 @@ def test_derived_tensor_not_trained_silently(devices, kind, whole_batch):
 @pytest.mark.skipif(
     not hasattr(signal, "setitimer"), reason="there are no such timers here"
 )
-def test_raising_handler_leaves_whole_or_none():
+def test_raising_handler_whole_or_undone():
     """As those of time limits do; in the commit, above all."""
 
     class TimeIsOver(Exception):

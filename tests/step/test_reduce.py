@@ -122,7 +122,7 @@ def test_one_ratio_for_all_micro_batches(devices):
 
 @pytest.mark.contract
 @pytest.mark.parametrize("rows", [[4, 4, 3], [1, 1]], ids=str)
-def test_return_outputs(devices, rows):
+def test_return_outputs_one_per_replica(devices, rows):
     """One entry per replica that had rows, on its device: detached, in the module's
     types.
     """

@@ -55,7 +55,7 @@ def of_autocast():
 @pytest.mark.contract
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cache", [True, False])
-def test_autocast_dtype_without_cache(devices, dtype, cache):
+def test_autocast_reaches_workers_uncached(devices, dtype, cache):
     """Torch's ``parallel_apply`` loses the dtype: bfloat16 turns into float16 there.
 
     One cache served the process: a weight used twice was cast once or twice, as timing
@@ -94,7 +94,7 @@ def test_training_works_after_inference_mode(devices):
         assert_step(engine, *BATCH, LOSS)
 
 
-def test_default_dtype_and_device(devices):
+def test_default_dtype_device_reach_workers(devices):
     def question():
         made = torch.empty(1)
         return torch.get_default_device().type, made.device.type, made.dtype

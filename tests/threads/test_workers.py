@@ -180,7 +180,7 @@ def take_a_step(function, device_ids=("cpu", "cpu")):
         assert_step(engine, randn(11, 4), criterion=mean)
 
 
-def test_custom_function_under_vmap(devices):
+def test_custom_function_works_under_vmap(devices):
     take_a_step(
         lambda layer, rows: torch.vmap(Doubled.apply)(layer.linear(rows)), devices(3)
     )
@@ -214,7 +214,7 @@ def test_later_registered_operator_works():
 
 @pytest.mark.draws
 @pytest.mark.parametrize("randomness", ["different", "same"])
-def test_dropout_under_vmap(randomness):
+def test_dropout_works_under_vmap(randomness):
     dropped = torch.vmap(nn.functional.dropout, randomness=randomness)
     model, rows = (
         of(lambda layer, rows: dropped(layer.linear(rows))),

@@ -67,7 +67,7 @@ class Everything(Classifier):
         return self.linear(self.drop(self.norm(inputs)))
 
 
-def test_it_leaves_no_trace(devices):
+def test_check_leaves_no_trace(devices):
     """Not in buffers, gradients or random state; and no hook that steps an optimizer
     runs.
     """
@@ -109,7 +109,7 @@ def compares_rows(output, targets):
     return F.cross_entropy(output, targets) + output.std(0).sum()
 
 
-def test_loss_that_compares_rows(devices):
+def test_row_comparing_loss_checked_whole(devices):
     """It is computed once, of all rows, as the step computes it; without a trace."""
     batch = (INPUTS, classes(ROWS), compares_rows)
     engine = ScatterOnceParallel(mlp(), 3, devices(2))

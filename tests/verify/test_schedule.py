@@ -99,7 +99,7 @@ def test_lambda_keeps_kind_number_is_detail():
     ],
     ids=lambda others: next(iter(others)),
 )
-def test_other_criterion_dtype_option_new_kind(others):
+def test_other_criterion_or_dtype_is_new_kind(others):
     kinds = Kinds()
     first, _ = kind_of(kinds, factory(2))
     other, _ = kind_of(kinds, **{"criterion": factory(2), **others})

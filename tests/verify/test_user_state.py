@@ -152,7 +152,7 @@ class Counts:
         return [*own, self.queue.qsize(), len(self.history)]
 
 
-def test_a_look_leaves_no_count():
+def test_look_leaves_no_count():
     """They had extra entries in steps 1, 8, 16, …, also if the step was refused."""
     rows, model, calls = [], mlp(), 0
     model[0].register_forward_hook(lambda _, args, __: rows.append(len(args[0])))

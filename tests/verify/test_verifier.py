@@ -48,7 +48,7 @@ ALL_WAYS = 'count=.*reduction="sum".*whole_batch=True'
 # --- when ---
 
 
-def test_a_refusal_does_not_wear_off(devices):
+def test_refusal_does_not_wear_off(devices):
     """The ninth call of a cell that was refused eight times went through, four times
     too large.
     """
@@ -146,7 +146,7 @@ UNTOLD = {
 @pytest.mark.draws
 @pytest.mark.filterwarnings("error", "ignore:forward passes move")
 @pytest.mark.parametrize("case", [*LOOKED_AT, *UNTOLD])
-def test_a_look_leaves_no_trace(devices, case):
+def test_look_leaves_no_trace(devices, case):
     """The same bits as without looking, everywhere; nothing fails."""
     # these draw in any order
     replicas = 1 if "Python" in case or "NumPy" in case else 2
@@ -199,7 +199,7 @@ def fails(output, targets):
     return output.std()
 
 
-def test_a_look_never_raises_accum():
+def test_look_never_raises_accum():
     """Only the look runs out of memory: accum="auto" stays as it is."""
     with ScatterOnceParallel(mlp(), "auto", ["cpu"] * 6) as engine:
         step(engine, fails, classes(ROWS))  # which might have failed by the same
@@ -208,7 +208,7 @@ def test_a_look_never_raises_accum():
         assert engine.last_step.retries == 0
 
 
-def test_look_sizes_micro_batches_rows_none():
+def test_later_looks_take_fewer_rows():
     """Looks take some micro-batches once, then a few rows, then nothing."""
     model, inputs, targets = mlp(), randn(4000, FEATURES), randint(CLASSES, 4000)
     taken = []

@@ -94,7 +94,7 @@ def moved(place, *tensors):
 
 
 @pytest.mark.parametrize("place", ["host", "pinned", "device"])
-def test_exact_from_any_memory(device_ids, place):
+def test_step_is_exact_from_any_memory(device_ids, place):
     model, *plain = problem()
     batch, plain = moved(place, *plain), moved("device", *plain)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -419,7 +419,7 @@ def test_out_of_memory_adds_sub_steps(device_ids, where, error, monkeypatch):
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
-def test_statistics_of_the_whole_batch(device_ids, reentrant):
+def test_statistics_equal_whole_batch(device_ids, reentrant):
     """Checkpoints compute anew in the threads of autograd, which counts
     nothing twice.
     """

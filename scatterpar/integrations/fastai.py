@@ -28,6 +28,7 @@ from scatterpar.devices.device_ids import DeviceLike, physical
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import warn
 from scatterpar.integrations import kept, loop
+from scatterpar.integrations.changes import Change, KeptState, apply_changes
 from scatterpar.integrations.evaluation import RowLooks, rows_of
 from scatterpar.integrations.loop import refuse
 from scatterpar.integrations.statements import Statements
@@ -294,7 +295,7 @@ class _LossCall(NamedTuple):
     rows: Sequence[int]
     # By the path of the part of the loss function, and the attribute's name.
     values: Mapping[tuple[str, str], Any]
-    changes: Mapping[str, Sequence[kept.Change]]
+    changes: Mapping[str, Sequence[Change]]
 
 
 class _Criterion(nn.Module):
@@ -333,10 +334,10 @@ class _Criterion(nn.Module):
         is_set = self._statements.sets
         states = {}
         for path, part in watched.items():
-            states[path] = kept.KeptState(part, _OF_TORCH, is_set)
+            states[path] = KeptState(part, _OF_TORCH, is_set)
         loss = loss_func(to_float(output) if self.mixes else output, *targets_of_rows)
         values: dict[tuple[str, str], Any] = {}
-        changes: dict[str, list[kept.Change]] = {}
+        changes: dict[str, list[Change]] = {}
         for path, state in states.items():
             changes[path] = []
             for change in state.changes():
@@ -366,7 +367,7 @@ class _Criterion(nn.Module):
             user_parts = {"": self.loss_func}
         for path, part in user_parts.items():
             changes = [call.changes.get(path, ()) for call in calls]
-            kept.apply_changes(part, changes, device, tell)
+            apply_changes(part, changes, device, tell)
         places = dict.fromkeys(place for call in calls for place in call.values)
         if not places:
             return

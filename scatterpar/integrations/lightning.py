@@ -36,6 +36,13 @@ from scatterpar.devices.device_ids import DeviceLike, physical, resolve
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import warn
 from scatterpar.integrations import kept, loop
+from scatterpar.integrations.changes import (
+    Change,
+    KeptState,
+    apply_changes,
+    names_of,
+    standing_in,
+)
 from scatterpar.integrations.elsewhere import explained
 from scatterpar.integrations.evaluation import RowLooks, rows_of
 from scatterpar.integrations.statements import Statements
@@ -120,7 +127,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         # Names of attributes that were changed, in or between steps; and of those
         # without modules, with the attributes that share objects with them.
         self._changed: set[str] = set()
-        self._state: kept.KeptState | None = None  # after the last step
+        self._state: KeptState | None = None  # after the last step
         self._written: set[str] = set()
         self._absent: dict[str, Any] = {}  # the latter, during a step
         self._combined: dict[str, Any] = {"reduction": reduction}
@@ -313,10 +320,10 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
                 self._absent = {}
 
     def _note_written(
-        self, module: LightningModule, changes: Sequence[Sequence[kept.Change]]
+        self, module: LightningModule, changes: Sequence[Sequence[Change]]
     ) -> None:
         """Note the names of attributes that were changed."""
-        names = kept.names_of(changes)
+        names = names_of(changes)
         if not names <= self._changed:
             self._changed |= names
             attributes = kept.kept_attributes(module, _OF_LIGHTNING)
@@ -334,11 +341,11 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             _merge(metric, updated, device)
         tell = partial(self._tell, step)
         changes = [call.changes for call in calls]
-        kept.apply_changes(module, changes, device, tell)
+        apply_changes(module, changes, device, tell)
         self._note_written(module, changes)
-        self._state = kept.KeptState(module, _OF_LIGHTNING)
+        self._state = KeptState(module, _OF_LIGHTNING)
         trainer_changes = [call.trainer.changes for call in calls]
-        kept.apply_changes(module.trainer, trainer_changes, device, tell)
+        apply_changes(module.trainer, trainer_changes, device, tell)
         logged: dict[tuple[str, int], list[Any]] = defaultdict(list)
         for call in calls:
             call.trainer.replay(module.trainer, device)
@@ -404,10 +411,10 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         with (
             explained(device, _ELSEWHERE),
             loop.overridden(module, **self._absent),
-            kept.standing_in(module, _OF_LIGHTNING, copies, own, in_place=True),
+            standing_in(module, _OF_LIGHTNING, copies, own, in_place=True),
             _placed(module, metrics),
         ):
-            state = kept.KeptState(module, _OF_LIGHTNING, self._statements.sets)
+            state = KeptState(module, _OF_LIGHTNING, self._statements.sets)
             output = getattr(module, step)(batch, *rest)
             changes = state.changes()
         loss = None
@@ -532,7 +539,7 @@ class _TrainerCalls:
     """
 
     def __init__(self) -> None:
-        self.changes: list[kept.Change] = []
+        self.changes: list[Change] = []
         self._calls: list[tuple[Sequence[Any], tuple[Any, ...], dict[str, Any]]] = []
         self._attributes: dict[str, Any] = {}
 
@@ -567,7 +574,7 @@ class _TrainerInCall:
         own = {"_trainer": trainer, "calls": _TrainerCalls()}
         own["_kept"] = SimpleNamespace(profiler=profiler)
         vars(self).update(own)
-        vars(self)["_state"] = kept.KeptState(self._kept, ())
+        vars(self)["_state"] = KeptState(self._kept, ())
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # for isinstance(self.trainer, Trainer)

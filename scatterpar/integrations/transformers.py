@@ -32,6 +32,12 @@ from scatterpar.devices.transfers import to_device
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import warn
 from scatterpar.integrations import kept, loop, steps
+from scatterpar.integrations.changes import (
+    Change,
+    KeptState,
+    apply_changes,
+    standing_in,
+)
 from scatterpar.integrations.elsewhere import explained
 from scatterpar.integrations.evaluation import Groups
 from scatterpar.integrations.gathered import Gathered, metric_of_step
@@ -426,6 +432,9 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         # If hooks write attributes of this Trainer, the call must read them there.
         in_place = id(self) in pinned
         with (
+            loop.explained(device, _ELSEWHERE),
+            standing_in(
+                self, _SHARED, copies, attributes, in_place=in_place
             explained(device, _ELSEWHERE),
             kept.standing_in(
                 self, self._shared, copies, attributes, in_place=in_place
@@ -433,6 +442,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         ):
             vars(trainer).pop("compute_loss")  # the step's
             vars(trainer).pop("prediction_step", None)  # the evaluation's
+            state = KeptState(trainer, _SHARED, self._statements.sets)
             state = kept.KeptState(trainer, self._shared, self._statements.sets)
             yield trainer, record
             record.changes = state.changes()
@@ -483,7 +493,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
     ) -> None:
         """Add what calls counted and kept to this Trainer, and log what they logged."""
         changes = [call.changes for call in calls]
-        kept.apply_changes(self, changes, self.args.device, tell)
+        apply_changes(self, changes, self.args.device, tell)
         for call in calls:
             for logger, args, options in call.logs:
                 target = self.accelerator if logger == "accelerator" else self
@@ -735,7 +745,7 @@ class _CallRecord:
     """
 
     def __init__(self) -> None:
-        self.changes: list[kept.Change] = []
+        self.changes: list[Change] = []
         self.logs: list[Any] = []
         self.metrics: dict[str, Any] = {}
         self.components: dict[str, dict[str, Any]] = {}

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from scatterpar.integrations import kept
+from scatterpar.integrations.changes import KeptState, apply_changes, standing_in
 from scatterpar.integrations.kept import Attribute, Entry
 from scatterpar.integrations.statements import Statements
 
@@ -96,11 +97,11 @@ def applied(call, values=VALUES):
     statements = Statements(owner)
     for value in values:
         copies = kept.CallCopies(CPU)
-        with kept.standing_in(owner, (), copies, {}, in_place=False) as stand_in:
-            state = kept.KeptState(stand_in, (), statements.sets)
+        with standing_in(owner, (), copies, {}, in_place=False) as stand_in:
+            state = KeptState(stand_in, (), statements.sets)
             call(stand_in, torch.tensor(value))
             changes.append(state.changes())
-    kept.apply_changes(owner, changes, CPU, told.append)
+    apply_changes(owner, changes, CPU, told.append)
     return owner, told
 
 

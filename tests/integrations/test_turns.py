@@ -13,6 +13,7 @@ from torch import nn
 
 from scatterpar import ScatterOnceParallel
 from scatterpar.integrations import kept, loop
+from scatterpar.integrations.changes import standing_in
 from scatterpar.integrations.turns import Turns
 
 ROWS = randn(12, FEATURES)
@@ -109,7 +110,7 @@ def train(owner, engine, turns):
     def call(work, batch):
         replicas = dict(zip(map(id, parts), work, strict=True))
         copies = kept.CallCopies(torch.device("cpu"), replicas, turns.pinned)
-        with kept.standing_in(owner, (), copies, {}, in_place=False) as stand_in:
+        with standing_in(owner, (), copies, {}, in_place=False) as stand_in:
             return stand_in.loss(batch)
 
     with turns.in_step(engine, owner, vars(owner), Owner.loss):

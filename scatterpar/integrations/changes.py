@@ -1,0 +1,440 @@
+"""What each call of a step function adds to what its owner keeps.
+
+A step function writes into objects that its owner, such as a Trainer, keeps::
+
+    self.losses.append(loss)          entries are appended, in the order of the rows
+    self.by_loader[0].append(loss)    also in containers in containers, and in objects
+    self.seen |= {1, 2}               elements are added
+    self.total += loss                the sum of what the calls have added
+    self.last = loss                  set, not added (``Statements`` tells them apart):
+                                      the same in all calls, or told once, and the
+                                      owner's value stays
+
+A call gets copies (``CallCopies``). What it has changed in them is recorded as a list
+of ``Change`` (``KeptState``). After the step the changes of all calls are applied to
+the owner's own objects (``apply_changes``). Changes of a look are dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import enum
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scatterpar.batch.nested import PLAIN_CLASSES
+from scatterpar.integrations.kept import (
+    MAX_DEPTH,
+    MAX_ELEMENTS,
+    MAX_ENTRIES,
+    MAX_OBJECTS,
+    Attribute,
+    CallCopies,
+    Entry,
+    Path,
+    holder_of,
+    is_container,
+    is_object,
+    kept_attributes,
+)
+from scatterpar.integrations.loop import moved
+from scatterpar.replicas.snapshot import is_same, refill
+
+
+class ChangeKind(enum.Enum):
+    """How a call has changed a value."""
+
+    APPENDED = "entries were appended"
+    ELEMENTS = "elements were added"
+    DIFFERENCE = "a number or tensor was added"
+    CREATED = "there was no value before"
+    REPLACED = "anything else"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change that one call has made: ``value`` is what it has added or set."""
+
+    path: Path
+    kind: ChangeKind
+    value: Any
+
+
+@contextlib.contextmanager
+def standing_in(
+    owner: Any,
+    excluded: Container[str],
+    copies: CallCopies,
+    attributes: Mapping[str, Any],
+    *,
+    in_place: bool,
+) -> Iterator[Any]:
+    """Yields an object that stands for ``owner`` in one call: a copy, or itself.
+
+    It has copies of what the owner keeps, and other ``attributes``. Afterwards the
+    owner is as before, and so are the pinned objects that it shares with the copy.
+    """
+    pinned_state = KeptState(owner, excluded) if copies.pinned else None
+    own_attributes = dict(vars(owner))
+    stand_in = owner if in_place else copy.copy(owner)
+    try:
+        for name, value in kept_attributes(owner, excluded).items():
+            vars(stand_in)[name] = copies.of(value)
+        vars(stand_in).update(attributes)
+        yield stand_in
+    finally:
+        if pinned_state is not None:
+            pinned_state.restore()
+        if in_place:
+            vars(owner).clear()
+            vars(owner).update(own_attributes)
+
+
+class KeptState:
+    """The contents of containers, objects and small tensors, before a call.
+
+    Args:
+        owner: the object whose attributes are compared.
+        excluded: names of attributes that are not compared.
+        is_set: whether calls set the number at a path, and do not add to it.
+    """
+
+    def __init__(
+        self,
+        owner: Any,
+        excluded: Container[str],
+        is_set: Callable[[Path], bool] = lambda path: False,
+    ) -> None:
+        self._owner = owner
+        self._excluded = excluded
+        self._is_set = is_set
+        self._saved: dict[int, tuple[Any, Any]] = {}  # objects and their contents
+        self._tensors: dict[int, tuple[Tensor, int, Tensor]] = {}
+        self._attributes = kept_attributes(owner, excluded)
+        self._save_entries(self._attributes.values(), 0)
+
+    def _save_entries(self, values: Iterable[Any], depth: int) -> None:
+        for value in values:
+            if not isinstance(value, PLAIN_CLASSES) and id(value) not in self._saved:
+                self._save(value, depth)
+
+    def _save(self, value: Any, depth: int) -> None:
+        if isinstance(value, Tensor):
+            if type(value) is Tensor and value.numel() <= MAX_ELEMENTS:
+                version = -1 if value.is_inference() else value._version
+                self._tensors[id(value)] = value, version, value.detach().clone()
+            return
+        contents = _contents(value)
+        if contents is None or depth > MAX_DEPTH or len(self._saved) > MAX_OBJECTS:
+            return
+        self._saved[id(value)] = value, contents
+        if len(contents) <= MAX_ENTRIES and not isinstance(contents, set):
+            is_mapping = isinstance(contents, dict)
+            entries = contents.values() if is_mapping else contents
+            self._save_entries(entries, depth + 1)
+
+    def changes(self) -> list[Change]:
+        """What has changed since, attribute by attribute."""
+        changes: list[Change] = []
+        now = kept_attributes(self._owner, self._excluded)
+        compared: set[int] = set()
+        self._compare_mappings((), self._attributes, now, Attribute, changes, compared)
+        return changes
+
+    def restore(self) -> None:
+        """Restore the contents of containers and objects that have changed."""
+        for value, contents in self._saved.values():
+            live = value if is_container(value) else vars(value)
+            if not is_same(live, contents):
+                live.clear()
+                refill(live, contents)
+
+    def _compare(
+        self,
+        path: Path,
+        before: Any,
+        now: Any,
+        changes: list[Change],
+        compared: set[int],
+    ) -> None:
+        """Add to ``changes`` how a value was replaced, or what was added to it."""
+        if isinstance(now, PLAIN_CLASSES) and now is before:
+            return
+        if isinstance(before, Tensor) and now is before:
+            self._compare_values(path, before, changes)
+            return
+        _, contents = self._saved.get(id(before), (None, None))
+        if now is before and (contents is None or id(now) in compared):
+            return
+        compared.add(id(now))
+        if contents is not None and type(now) is type(before):
+            self._compare_contents(path, contents, now, changes, compared)
+        elif before is None and now is not None:
+            changes.append(Change(path, ChangeKind.CREATED, now))
+        else:
+            changes += self._difference(path, before, now)
+
+    def _compare_values(
+        self, path: Path, tensor: Tensor, changes: list[Change]
+    ) -> None:
+        """Compare a tensor with its earlier values: it may be written in place."""
+        if id(tensor) not in self._tensors:
+            return
+        _, version, values = self._tensors[id(tensor)]
+        if version == -1 or tensor._version != version:
+            changes += self._difference(path, values, tensor)
+
+    def _difference(self, path: Path, before: Any, now: Any) -> list[Change]:
+        """The change of a value to another one: what was added, or the new value."""
+        changes = _difference(path, before, now)
+        if changes and changes[0].kind is ChangeKind.DIFFERENCE and self._is_set(path):
+            return [Change(path, ChangeKind.REPLACED, now)]
+        return changes
+
+    def _compare_contents(
+        self,
+        path: Path,
+        before: Any,
+        now: Any,
+        changes: list[Change],
+        compared: set[int],
+    ) -> None:
+        if isinstance(now, dict):
+            self._compare_mappings(path, before, now, Entry, changes, compared)
+        elif isinstance(now, set):
+            if not before <= now:
+                changes.append(Change(path, ChangeKind.REPLACED, now))
+            elif len(now) > len(before):
+                changes.append(Change(path, ChangeKind.ELEMENTS, now - before))
+        elif is_container(now):
+            self._compare_lists(path, before, now, changes, compared)
+        else:
+            attributes = vars(now)
+            args = attributes, Attribute, changes, compared
+            self._compare_mappings(path, before, *args)
+
+    def _compare_mappings(
+        self,
+        path: Path,
+        before: Mapping[Any, Any],
+        now: Mapping[Any, Any],
+        part: Callable[[Any], Attribute | Entry],
+        changes: list[Change],
+        compared: set[int],
+    ) -> None:
+        for key, value in now.items():
+            if key in before:
+                if value is not before[key] or len(now) <= MAX_ENTRIES:
+                    entry_path = (*path, part(key))
+                    self._compare(entry_path, before[key], value, changes, compared)
+            else:
+                entry_path = (*path, part(key))
+                is_number = type(value) in (int, float)
+                is_set = is_number and self._is_set(entry_path)
+                kind = ChangeKind.REPLACED if is_set else ChangeKind.CREATED
+                changes.append(Change(entry_path, kind, value))
+        for key in before:
+            if key not in now:
+                changes.append(Change((*path, part(key)), ChangeKind.REPLACED, None))
+
+    def _compare_lists(
+        self,
+        path: Path,
+        before: list[Any],
+        now: Any,
+        changes: list[Change],
+        compared: set[int],
+    ) -> None:
+        if len(now) == len(before) and isinstance(now, list):
+            for number, entry in enumerate(now):
+                if entry is not before[number] or len(now) <= MAX_ENTRIES:
+                    entry_path = (*path, Entry(number))
+                    self._compare(entry_path, before[number], entry, changes, compared)
+            return
+        kept = _num_kept(before, now)
+        if kept is None:
+            changes.append(Change(path, ChangeKind.REPLACED, now))
+            return
+        if isinstance(now, list) and kept <= MAX_ENTRIES:  # the entries before
+            for number, entry in enumerate(before):
+                entry_path = (*path, Entry(number))
+                self._compare(entry_path, entry, now[number], changes, compared)
+        appended = list(now)[kept:]
+        if appended:
+            changes.append(Change(path, ChangeKind.APPENDED, appended))
+
+
+def _contents(value: Any) -> Any:
+    """A copy of what a container or object holds; ``None`` for any other value."""
+    if isinstance(value, dict):
+        return dict(value)
+    if isinstance(value, set):
+        return set(value)
+    if isinstance(value, (list, deque)):
+        return list(value)
+    return dict(vars(value)) if is_object(value) else None
+
+
+def _num_kept(before: list[Any], now: Any) -> int | None:
+    """How many entries at the beginning of ``now`` are from ``before``.
+
+    ``None`` if they are not the first, or for a full deque the last, of ``before``.
+    """
+    entries = list(now)
+    first = 0
+    if isinstance(now, deque) and now.maxlen is not None:
+        # A full deque drops entries on the left for those that are appended.
+        while not _begins_with(entries, before[first:]):
+            first += 1
+    kept = before[first:]
+    return len(kept) if _begins_with(entries, kept) else None
+
+
+def _begins_with(entries: list[Any], beginning: list[Any]) -> bool:
+    if len(entries) < len(beginning):
+        return False
+    return all(map(is_, entries[: len(beginning)], beginning))
+
+
+def _difference(path: Path, before: Any, now: Any) -> list[Change]:
+    """The change of a number or tensor to another one, or of anything else."""
+    are_numbers = all(type(value) in (int, float) for value in (before, now))
+    if are_numbers:
+        if now == before:
+            return []
+        return [Change(path, ChangeKind.DIFFERENCE, now - before)]
+    # Of larger tensors, calls may have set some entries, such as those of a queue.
+    is_summed = isinstance(before, Tensor) or type(before) in (int, float)
+    if type(now) is Tensor and is_summed and not now.ndim and now.dtype != torch.bool:
+        earlier = before.detach() if isinstance(before, Tensor) else before
+        if not isinstance(earlier, Tensor) or not earlier.ndim:
+            return [Change(path, ChangeKind.DIFFERENCE, now.detach() - earlier)]
+    if isinstance(now, PLAIN_CLASSES) and type(now) is type(before) and now == before:
+        return []
+    return [Change(path, ChangeKind.REPLACED, now)]
+
+
+def apply_changes(
+    owner: Any,
+    calls: Sequence[Sequence[Change]],
+    device: torch.device,
+    tell: Callable[[str], object],
+) -> None:
+    """Apply to ``owner`` the changes of all calls of one step, in the order of calls.
+
+    Tensors are moved to ``device``. Changes that cannot be added up are dropped, unless
+    there was one call: ``tell`` gets the place of each, such as ``"self.last"``.
+    """
+    by_path: dict[Path, list[Change]] = defaultdict(list)
+    for changes in calls:
+        for change in changes:
+            by_path[change.path].append(change)
+    for path, changes_there in by_path.items():
+        values = [moved(change.value, device) for change in changes_there]
+        kinds = [change.kind for change in changes_there]
+        try:
+            holder = holder_of(owner, path)
+            if len(calls) == 1 and kinds[0] in (
+                ChangeKind.CREATED,
+                ChangeKind.REPLACED,
+            ):
+                path[-1].write(holder, values[0])
+            elif set(kinds) == {ChangeKind.CREATED}:
+                path[-1].write(holder, _one_of(values, holder))
+            elif set(kinds) == {ChangeKind.REPLACED}:
+                path[-1].write(holder, _same_of(values))
+            else:
+                _add(holder, path[-1], kinds, values)
+        except (_NotAdditive, LookupError, TypeError, AttributeError):
+            tell("self" + "".join(map(str, path)))
+
+
+def names_of(calls: Iterable[Iterable[Change]]) -> set[str]:
+    """The names of the owner's attributes that calls have changed, also inside."""
+    names: set[str] = set()
+    for changes in calls:
+        for change in changes:
+            if isinstance(change.path[0], Attribute):
+                names.add(change.path[0].name)
+    return names
+
+
+class _NotAdditive(Exception):
+    """What calls have set at one place cannot become one value."""
+
+
+def _add(
+    holder: Any, part: Any, kinds: Sequence[ChangeKind], values: Sequence[Any]
+) -> None:
+    """Add what calls have added to the value at ``part`` of ``holder``."""
+    target = part.read(holder)
+    for kind, value in zip(kinds, values, strict=True):
+        if kind is ChangeKind.APPENDED:
+            target.extend(value)
+        elif kind is ChangeKind.ELEMENTS:
+            target.update(value)
+        elif kind is ChangeKind.DIFFERENCE:
+            target = _sum(target, value)
+            part.write(holder, target)
+        else:
+            raise _NotAdditive
+
+
+def _sum(target: Any, value: Any) -> Any:
+    is_plain = isinstance(target, Tensor) and not target.requires_grad
+    if not is_plain or target.is_inference() or not isinstance(value, Tensor):
+        return target + value
+    if not torch.can_cast(value.dtype, target.dtype):
+        return target + value
+    return target.add_(value.to(target.device))  # in place: others may refer to it
+
+
+def _same_of(values: Sequence[Any]) -> Any:
+    """The number, text, switch or tensor that all calls have set."""
+    first, *others = values
+    if first is None or not isinstance(first, (*PLAIN_CLASSES, Tensor)):
+        raise _NotAdditive
+    if not all(_are_equal(first, other) for other in others):
+        raise _NotAdditive
+    return first
+
+
+def _are_equal(value: Any, other: Any) -> bool:
+    if type(value) is not type(other):
+        return False
+    if isinstance(value, Tensor):
+        return value.dtype == other.dtype and torch.equal(value, other)
+    return bool(value == other)
+
+
+def _one_of(values: Sequence[Any], holder: Any) -> Any:
+    """One value where there was none: the same in all calls, or joined containers."""
+    first, *others = values
+    if _counts(holder) and all(type(value) in (int, float) for value in values):
+        return sum(values)
+    if not is_container(first):
+        return _same_of(values)
+    if any(type(other) is not type(first) for other in others):
+        raise _NotAdditive
+    if isinstance(first, set):
+        return first.union(*others)
+    if not isinstance(first, dict):
+        for other in others:
+            first.extend(other)
+        return first
+    for key in dict.fromkeys(key for value in values for key in value):
+        first[key] = _one_of([value[key] for value in values if key in value], first)
+    return first
+
+
+def _counts(holder: Any) -> bool:
+    """Whether a missing entry of a mapping counts as zero."""
+    factory = getattr(holder, "default_factory", None)
+    return isinstance(holder, Counter) or factory in (int, float)

@@ -6,6 +6,7 @@ A step function writes into objects that its owner, such as a Trainer, keeps::
     self.by_loader[0].append(loss)    also in containers in containers, and in objects
     self.seen |= {1, 2}               elements are added
     self.total += loss                the sum of what the calls have added
+    self.calls = getattr(self, "calls", 0) + 1      also a sum that has no value yet
     self.last = loss                  set, not added (``Statements`` tells them apart):
                                       the same in all calls, or told once, and the
                                       owner's value stays
@@ -45,6 +46,7 @@ from scatterpar.integrations.kept import (
     kept_attributes,
 )
 from scatterpar.integrations.loop import moved
+from scatterpar.integrations.statements import Statements
 from scatterpar.replicas.snapshot import is_same, refill
 
 
@@ -55,16 +57,29 @@ class ChangeKind(enum.Enum):
     ELEMENTS = "elements were added"
     DIFFERENCE = "a number or tensor was added"
     CREATED = "there was no value before"
+    SUM = "a number or tensor was added to what does not show"
     REPLACED = "anything else"
+
+
+# Kinds of changes whose value is that of the place, not what was added to it.
+_VALUES = {ChangeKind.CREATED, ChangeKind.SUM, ChangeKind.REPLACED}
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change that one call has made: ``value`` is what it has added or set."""
+    """A change that one call has made.
+
+    Attributes:
+        path: the place of what has changed.
+        kind: how it has changed.
+        value: what the call has added or set.
+        start: what a sum begins with, if there was no value before.
+    """
 
     path: Path
     kind: ChangeKind
     value: Any
+    start: Any = None
 
 
 @contextlib.contextmanager
@@ -103,18 +118,18 @@ class KeptState:
     Args:
         owner: the object whose attributes are compared.
         excluded: names of attributes that are not compared.
-        is_set: whether calls set the number at a path, and do not add to it.
+        statements: tell whether calls add to a number or tensor, or set it.
     """
 
     def __init__(
         self,
         owner: Any,
         excluded: Container[str],
-        is_set: Callable[[Path], bool] = lambda path: False,
+        statements: Statements | None = None,
     ) -> None:
         self._owner = owner
         self._excluded = excluded
-        self._is_set = is_set
+        self._statements = statements
         self._saved: dict[int, tuple[Any, Any]] = {}  # objects and their contents
         self._tensors: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._attributes = kept_attributes(owner, excluded)
@@ -145,7 +160,8 @@ class KeptState:
         changes: list[Change] = []
         now = kept_attributes(self._owner, self._excluded)
         compared: set[int] = set()
-        self._compare_mappings((), self._attributes, now, Attribute, changes, compared)
+        before = _with_class_values(self._attributes, type(self._owner), now)
+        self._compare_mappings((), before, now, Attribute, changes, compared)
         return changes
 
     def restore(self) -> None:
@@ -177,9 +193,24 @@ class KeptState:
         if contents is not None and type(now) is type(before):
             self._compare_contents(path, contents, now, changes, compared)
         elif before is None and now is not None:
-            changes.append(Change(path, ChangeKind.CREATED, now))
+            self._add_created(path, now, changes, compared)
         else:
             changes += self._difference(path, before, now)
+
+    def _add_created(
+        self, path: Path, value: Any, changes: list[Change], compared: set[int]
+    ) -> None:
+        """Add to ``changes`` that a call has made a value where there was none."""
+        if self._statements is not None and _is_summable(value):
+            changes.append(_first_value(path, value, self._statements))
+        elif isinstance(value, dict) and len(value) <= MAX_ENTRIES:
+            # Its entries may be sums. So they are changes of their own.
+            empty = copy.copy(value)
+            empty.clear()
+            changes.append(Change(path, ChangeKind.CREATED, empty))
+            self._compare_mappings(path, {}, value, Entry, changes, compared)
+        else:
+            changes.append(Change(path, ChangeKind.CREATED, value))
 
     def _compare_values(
         self, path: Path, tensor: Tensor, changes: list[Change]
@@ -194,8 +225,13 @@ class KeptState:
     def _difference(self, path: Path, before: Any, now: Any) -> list[Change]:
         """The change of a value to another one: what was added, or the new value."""
         changes = _difference(path, before, now)
-        if changes and changes[0].kind is ChangeKind.DIFFERENCE and self._is_set(path):
+        if not changes or self._statements is None:
+            return changes
+        if changes[0].kind is ChangeKind.DIFFERENCE and self._statements.sets(path):
             return [Change(path, ChangeKind.REPLACED, now)]
+        if _are_alike(before, now) and self._statements.adds(path):
+            difference = now.detach() - before.detach()
+            return [Change(path, ChangeKind.DIFFERENCE, difference)]
         return changes
 
     def _compare_contents(
@@ -217,8 +253,10 @@ class KeptState:
             self._compare_lists(path, before, now, changes, compared)
         else:
             attributes = vars(now)
-            args = attributes, Attribute, changes, compared
-            self._compare_mappings(path, before, *args)
+            before = _with_class_values(before, type(now), attributes)
+            self._compare_mappings(
+                path, before, attributes, Attribute, changes, compared
+            )
 
     def _compare_mappings(
         self,
@@ -235,11 +273,7 @@ class KeptState:
                     entry_path = (*path, part(key))
                     self._compare(entry_path, before[key], value, changes, compared)
             else:
-                entry_path = (*path, part(key))
-                is_number = type(value) in (int, float)
-                is_set = is_number and self._is_set(entry_path)
-                kind = ChangeKind.REPLACED if is_set else ChangeKind.CREATED
-                changes.append(Change(entry_path, kind, value))
+                self._add_created((*path, part(key)), value, changes, compared)
         for key in before:
             if key not in now:
                 changes.append(Change((*path, part(key)), ChangeKind.REPLACED, None))
@@ -269,6 +303,24 @@ class KeptState:
         appended = list(now)[kept:]
         if appended:
             changes.append(Change(path, ChangeKind.APPENDED, appended))
+
+
+def _with_class_values(
+    before: Mapping[str, Any], kind: type, now: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """``before`` with the values of new attributes that their class has.
+
+    As after ``self.calls += 1``, if ``calls = 0`` is in the class's body.
+    """
+    new = [name for name in now if name not in before]
+    if not new:
+        return before
+    values = dict(before)
+    for name in new:
+        value = getattr(kind, name, None)
+        if hasattr(kind, name) and type(value) in (int, float, type(None)):
+            values[name] = value
+    return values
 
 
 def _contents(value: Any) -> Any:
@@ -301,6 +353,36 @@ def _begins_with(entries: list[Any], beginning: list[Any]) -> bool:
     if len(entries) < len(beginning):
         return False
     return all(map(is_, entries[: len(beginning)], beginning))
+
+
+def _first_value(path: Path, value: Any, statements: Statements) -> Change:
+    """The change to a number or tensor at ``path``, where there was no value."""
+    start = statements.start_of(path)
+    if start is not None:
+        return Change(path, ChangeKind.DIFFERENCE, _detached(value) - start, start)
+    if statements.adds(path):
+        return Change(path, ChangeKind.SUM, value)
+    if type(value) in (int, float) and statements.sets(path):
+        return Change(path, ChangeKind.REPLACED, value)
+    return Change(path, ChangeKind.CREATED, value)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _is_summable(value: Any) -> bool:
+    """Whether ``value`` is a number, or a tensor of numbers."""
+    if type(value) is Tensor:
+        return value.dtype != torch.bool and value.numel() <= MAX_ELEMENTS
+    return type(value) in (int, float)
+
+
+def _are_alike(before: Any, now: Any) -> bool:
+    """Whether these are tensors of numbers, of one shape and dtype."""
+    if not _is_summable(now) or type(now) is not Tensor or type(before) is not Tensor:
+        return False
+    return before.shape == now.shape and before.dtype == now.dtype
 
 
 def _difference(path: Path, before: Any, now: Any) -> list[Change]:
@@ -337,21 +419,21 @@ def apply_changes(
         for change in changes:
             by_path[change.path].append(change)
     for path, changes_there in by_path.items():
+        part = path[-1]
         values = [moved(change.value, device) for change in changes_there]
         kinds = [change.kind for change in changes_there]
+        are_values = kinds[0] in _VALUES
         try:
             holder = holder_of(owner, path)
-            if len(calls) == 1 and kinds[0] in (
-                ChangeKind.CREATED,
-                ChangeKind.REPLACED,
-            ):
-                path[-1].write(holder, values[0])
+            if len(calls) == 1 and are_values:
+                part.write(holder, values[0])
             elif set(kinds) == {ChangeKind.CREATED}:
-                path[-1].write(holder, _one_of(values, holder))
+                part.write(holder, _one_of(values, holder))
             elif set(kinds) == {ChangeKind.REPLACED}:
-                path[-1].write(holder, _same_of(values))
+                part.write(holder, _same_of(values))
             else:
-                _add(holder, path[-1], kinds, values)
+                start = changes_there[0].start
+                _add(holder, part, kinds, values, moved(start, device))
         except (_NotAdditive, LookupError, TypeError, AttributeError):
             tell("self" + "".join(map(str, path)))
 
@@ -371,10 +453,24 @@ class _NotAdditive(Exception):
 
 
 def _add(
-    holder: Any, part: Any, kinds: Sequence[ChangeKind], values: Sequence[Any]
+    holder: Any,
+    part: Attribute | Entry,
+    kinds: Sequence[ChangeKind],
+    values: Sequence[Any],
+    start: Any,
 ) -> None:
-    """Add what calls have added to the value at ``part`` of ``holder``."""
-    target = part.read(holder)
+    """Add what calls have added to the value at ``part`` of ``holder``.
+
+    ``start`` is the value before, if there is none.
+    """
+    try:
+        target = part.read(holder)
+    except (LookupError, AttributeError):
+        target = None
+    if target is None:
+        if start is None:
+            raise _NotAdditive
+        target = start
     for kind, value in zip(kinds, values, strict=True):
         if kind is ChangeKind.APPENDED:
             target.extend(value)

@@ -331,10 +331,10 @@ class _Criterion(nn.Module):
             device = nested.tensors(output)[0].device
             loss_func = kept.CallCopies(device).of(loss_func)
         watched = _parts_of(loss_func)
-        is_set = self._statements.sets
+        statements = self._statements
         states = {}
         for path, part in watched.items():
-            states[path] = KeptState(part, _OF_TORCH, is_set)
+            states[path] = KeptState(part, _OF_TORCH, statements)
         loss = loss_func(to_float(output) if self.mixes else output, *targets_of_rows)
         values: dict[tuple[str, str], Any] = {}
         changes: dict[str, list[Change]] = {}

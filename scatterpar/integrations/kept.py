@@ -56,8 +56,8 @@ class Attribute:
         return f".{self.name}"
 
     def read(self, holder: Any) -> Any:
-        """The attribute's value. Raises ``KeyError`` if there is none."""
-        return vars(holder)[self.name]
+        """The attribute's value, or its class's. Raises ``AttributeError``."""
+        return getattr(holder, self.name)
 
     def write(self, holder: Any, value: Any) -> None:
         """Set the attribute."""

@@ -414,7 +414,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             standing_in(module, _OF_LIGHTNING, copies, own, in_place=True),
             _placed(module, metrics),
         ):
-            state = KeptState(module, _OF_LIGHTNING, self._statements.sets)
+            state = KeptState(module, _OF_LIGHTNING, self._statements)
             output = getattr(module, step)(batch, *rest)
             changes = state.changes()
         loss = None

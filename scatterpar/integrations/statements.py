@@ -13,6 +13,14 @@ Values do not show it: beginning with zero, both leave the same. So the source o
 user's classes is read, once, and only if a step has changed a number. A place that some
 statement adds to is a sum. What no statement writes, for example because there is no
 source, is one, too.
+
+Before the first call a sum may have no value. Then the statements say what it begins
+with::
+
+    self.calls = getattr(self, "calls", 0) + 1
+    self.sums[name] = self.sums.get(name, 0) + loss
+    self.sums.setdefault("rows", 0)
+    if not hasattr(self, "rows"): self.rows = 0
 """
 
 from __future__ import annotations
@@ -37,7 +45,7 @@ from scatterpar.replicas.references import named_values
 # Methods that return the value that they are called on, in another form.
 _SAME_VALUE = {"clone", "cpu", "detach", "double", "float", "item", "to"}
 _SUMS = {"add", "sub"}
-_SUMS_IN_PLACE = {"add_", "sub_"}
+_SUMS_IN_PLACE = {"add_", "index_add_", "scatter_add_", "sub_"}
 
 
 @dataclass(frozen=True)
@@ -57,10 +65,18 @@ class Target:
 
 @dataclass(frozen=True)
 class Write:
-    """A statement that writes ``target``, by adding to it or otherwise."""
+    """A statement that writes ``target``, by adding to it or otherwise.
+
+    Attributes:
+        target: what it writes.
+        adds: whether it adds to the value that is there.
+        start: the source of the value that a sum begins with, such as ``"0"``, if the
+            statement has one.
+    """
 
     target: Target
     adds: bool
+    start: str | None = None
 
 
 class Statements:
@@ -79,13 +95,64 @@ class Statements:
 
     def sets(self, path: Path) -> bool:
         """Whether calls set the value at ``path``, and none of them adds to it."""
+        writes = self._writes_at(path)
+        return bool(writes) and not any(write.adds for write in writes)
+
+    def adds(self, path: Path) -> bool:
+        """Whether some statement adds to the value at ``path``, or to its entries.
+
+        ``False`` if a statement sets entries, such as those of a queue.
+        """
+        writes = self._writes_at(path)
+        if isinstance(path[-1], Attribute):
+            entries = self._writes_to_entries(path[-1].name)
+            if not all(write.adds for write in entries):
+                return False
+            writes += entries
+        return any(write.adds for write in writes)
+
+    def start_of(self, path: Path) -> float | None:
+        """The number with which a sum at ``path`` begins that has no value yet.
+
+        ``None`` if no statement adds there, or if the number is not to be seen.
+        """
+        writes = self._writes_at(path)
+        if not any(write.adds for write in writes):
+            return None
+        starts = {write.start for write in writes} - {None, "None"}
+        if not starts:
+            return 0  # the first value is a term, too
+        numbers = [_number_in(source) for source in starts]
+        first, *others = numbers
+        return first if all(other == first for other in others) else None
+
+    def _all_writes(self) -> list[Write]:
+        """All statements that write something; they are read once."""
         if self._writes is None:
-            writes: list[Write] = []
+            self._writes = []
             for code in self._codes:
-                writes += _writes_in(code)
-            self._writes = writes
-        found = _writes_at(path, self._writes)
-        return bool(found) and not any(write.adds for write in found)
+                self._writes += _writes_in(code)
+        return self._writes
+
+    def _writes_at(self, path: Path) -> list[Write]:
+        return _writes_at(path, self._all_writes())
+
+    def _writes_to_entries(self, name: str) -> list[Write]:
+        """The statements that write entries of what has this name."""
+        chosen = []
+        for write in self._all_writes():
+            if write.target.is_entry and write.target.name == name:
+                chosen.append(write)
+        return chosen
+
+
+def _number_in(source: str | None) -> float | None:
+    """The number that ``source`` is, such as ``"0.0"``; ``None`` for other sources."""
+    try:
+        value = ast.literal_eval(str(source))
+    except (SyntaxError, ValueError):  # a name, or a call
+        return None
+    return value if isinstance(value, (int, float)) else None
 
 
 def _writes_at(path: Path, writes: Sequence[Write]) -> list[Write]:
@@ -178,18 +245,48 @@ def _assigned(place: ast.expr, value: ast.expr) -> Iterator[Write]:
         for part, value_of_part in zip(place.elts, values, strict=False):
             yield from _assigned(part, value_of_part)
     elif (target := _target_of(place)) is not None:
-        yield Write(target, _is_sum_with(place, value))
+        yield _write_of(target, place, value)
+
+
+def _write_of(target: Target, place: ast.expr, value: ast.expr) -> Write:
+    """The write of ``place = value``."""
+    if _is_sum_with(place, value):
+        return Write(target, True, _default_in(place, value))
+    is_number = _number_in(ast.unparse(value)) is not None
+    return Write(target, False, ast.unparse(value) if is_number else None)
+
+
+def _default_in(place: ast.expr, value: ast.expr) -> str | None:
+    """The source of what ``value`` has in place of a missing value at ``place``.
+
+    Such as the last argument of ``getattr(self, "calls", 0)`` or ``sums.get(name, 0)``.
+    """
+    for node in ast.walk(value):
+        if isinstance(node, ast.Call) and _is_term(place, node):
+            is_getattr = ast.unparse(node.func) == "getattr"
+            num_arguments = 3 if is_getattr else 2
+            if len(node.args) == num_arguments:
+                return ast.unparse(node.args[-1])
+    return None
 
 
 def _written_by_call(call: ast.Call) -> Iterator[Write]:
-    """The writes of ``setattr(holder, "name", value)`` and ``place.copy_(value)``."""
+    """The writes of ``setattr(holder, "name", value)``, ``place.copy_(value)`` and
+    ``holder.setdefault(key, value)``.
+    """
     function = call.func
     if isinstance(function, ast.Name):
         if function.id == "setattr" and len(call.args) == 3:
             holder, name, value = call.args
             if isinstance(name, ast.Constant):
                 place = ast.Attribute(holder, str(name.value), ast.Load())
-                yield Write(Target(place.attr), _is_sum_with(place, value))
+                yield _write_of(Target(place.attr), place, value)
+    elif isinstance(function, ast.Attribute) and function.attr == "setdefault":
+        if len(call.args) == 2:
+            key, value = call.args
+            entry = ast.Subscript(function.value, key, ast.Load())
+            if (target := _target_of(entry)) is not None:
+                yield Write(target, False, ast.unparse(value))
     elif isinstance(function, ast.Attribute) and function.attr.endswith("_"):
         is_dunder = function.attr.startswith("_")
         target = _target_of(function.value)
@@ -203,6 +300,8 @@ def _target_of(place: ast.expr) -> Target | None:
     if not isinstance(place, ast.Subscript):
         return None
     container = place.value
+    if _is_dict_of_object(container) and isinstance(place.slice, ast.Constant):
+        return Target(str(place.slice.value))
     name = None
     if isinstance(container, ast.Attribute):
         name = container.attr
@@ -212,6 +311,13 @@ def _target_of(place: ast.expr) -> Target | None:
     if isinstance(place.slice, ast.Constant):
         key = repr(place.slice.value)
     return Target(name, True, key)
+
+
+def _is_dict_of_object(container: ast.expr) -> bool:
+    """Whether ``container`` is ``holder.__dict__`` or ``vars(holder)``."""
+    if isinstance(container, ast.Attribute):
+        return container.attr == "__dict__"
+    return isinstance(container, ast.Call) and ast.unparse(container.func) == "vars"
 
 
 def _is_sum_with(place: ast.expr, value: ast.expr) -> bool:
@@ -254,6 +360,7 @@ def _is_term(place: ast.expr, term: ast.expr) -> bool:
     if isinstance(function, ast.Name) and function.id in ("float", "int"):
         return any(_is_term(place, argument) for argument in term.args)
     is_getattr = isinstance(function, ast.Name) and function.id == "getattr"
-    if is_getattr and isinstance(place, ast.Attribute):
-        return names == [ast.unparse(place.value)]
+    if is_getattr and isinstance(place, ast.Attribute) and len(term.args) > 1:
+        is_name = ast.unparse(term.args[1]) == repr(place.attr)
+        return is_name and names == [ast.unparse(place.value)]
     return False

@@ -436,14 +436,13 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             standing_in(
                 self, _SHARED, copies, attributes, in_place=in_place
             explained(device, _ELSEWHERE),
-            kept.standing_in(
+            standing_in(
                 self, self._shared, copies, attributes, in_place=in_place
             ) as trainer,
         ):
             vars(trainer).pop("compute_loss")  # the step's
             vars(trainer).pop("prediction_step", None)  # the evaluation's
-            state = KeptState(trainer, _SHARED, self._statements.sets)
-            state = kept.KeptState(trainer, self._shared, self._statements.sets)
+            state = KeptState(trainer, self._shared, self._statements)
             yield trainer, record
             record.changes = state.changes()
 

@@ -91,14 +91,14 @@ class Owner:
         self.meter.update(float(value), 2)
 
 
-def applied(call, values=VALUES):
+def applied(call, values=VALUES, kind=Owner):
     """The owner after calls with each of these values, and the places told."""
-    owner, told, changes = Owner(), [], []
+    owner, told, changes = kind(), [], []
     statements = Statements(owner)
     for value in values:
         copies = kept.CallCopies(CPU)
         with standing_in(owner, (), copies, {}, in_place=False) as stand_in:
-            state = KeptState(stand_in, (), statements.sets)
+            state = KeptState(stand_in, (), statements)
             call(stand_in, torch.tensor(value))
             changes.append(state.changes())
     apply_changes(owner, changes, CPU, told.append)
@@ -114,8 +114,100 @@ def test_numbers_added_are_summed():
     assert owner.tensor == owner.in_place == total
     assert owner.sums == {"a": total, "b": total}
     assert owner.counts == {"b": 4}
-    # the first value of several is told: whether they add up does not show
-    assert told == ["self.first"]
+    assert owner.first == sum(VALUES)
+    assert not told
+
+
+class Begins:
+    """Has no values of sums yet, but says what they begin with."""
+
+    of_class = 2
+    class_none = None
+
+    def __init__(self):
+        self.sums = {}
+        self.unset = None
+
+    def add(self, value):
+        number = float(value)
+        self.calls = getattr(self, "calls", 0) + 1
+        self.tensor = value + getattr(self, "tensor", 1.0)
+        self.__dict__.setdefault("defaulted", 3)
+        self.defaulted += number
+        vars(self)["entry"] = vars(self).get("entry", 1) + number
+        if not hasattr(self, "checked"):
+            self.checked = 0
+        self.checked += 1
+        self.of_class += number
+        total = self.class_none
+        self.class_none = number if total is None else self.class_none + number
+        if self.unset is None:
+            self.unset = number
+        else:
+            self.unset += number
+        self.sums["calls"] = self.sums.get("calls", 0) + 1
+        self.sums.setdefault("rows", 5)
+        self.sums["rows"] += 2
+        self.made = getattr(self, "made", {})
+        self.made["calls"] = self.made.get("calls", 0) + 1
+        self.histogram = self.histogram_of(3) + torch.tensor([1, 0, number])
+        self.counts = getattr(self, "counts", 0) + torch.tensor([0, number])
+
+    def histogram_of(self, size):
+        return getattr(self, "histogram", torch.zeros(size))
+
+
+def test_sums_without_a_value_begin_as_stated():
+    owner, told = applied(Begins.add, kind=Begins)
+    stock = Begins()
+    for value in VALUES:
+        Begins.add(stock, torch.tensor(value))
+    same = [*vars(stock).keys() - {"histogram", "counts"}]
+    assert len(same) == 10
+    assert [getattr(owner, name) for name in same] == [vars(stock)[n] for n in same]
+    assert torch.equal(owner.counts, stock.counts)
+    assert told == ["self.histogram"]  # what it begins with does not show
+    assert not hasattr(owner, "histogram")
+
+
+class Unclear:
+    """Its sums begin with what no statement shows."""
+
+    offset = 4
+
+    def add(self, value):
+        self.calls = getattr(self, "calls", self.offset) + 1
+
+
+def test_sum_with_unknown_start_told():
+    owner, told = applied(Unclear.add, [1.0, 2.0], Unclear)
+    assert (told, vars(owner)) == (["self.calls"], {})
+
+
+class Histograms:
+    """Tensors with dimensions: some are added to, of others entries are set."""
+
+    def __init__(self):
+        self.of_labels, self.summed = torch.zeros(3), torch.zeros(2, 2)
+        self.by_entry, self.queue = torch.zeros(3), torch.zeros(9)
+        self.scattered, self.average = torch.zeros(3), torch.zeros(3)
+
+    def add(self, value):
+        number = int(value) % 3
+        self.of_labels += torch.bincount(torch.tensor([number]), minlength=3)
+        self.summed = self.summed + torch.ones(2, 2)
+        self.by_entry[number] += 1
+        self.scattered.index_add_(0, torch.tensor([number]), torch.ones(1))
+        self.queue[int(value)] = value
+        self.average = 0.9 * self.average + 0.1 * torch.ones(3)
+
+
+def test_tensors_that_statements_add_to_are_summed():
+    owner, told = applied(Histograms.add, [*VALUES, 5.0], Histograms)
+    for name in ("of_labels", "by_entry", "scattered"):
+        assert getattr(owner, name).tolist() == [0, 2, 3], name
+    assert owner.summed.tolist() == [[5, 5], [5, 5]]
+    assert told == ["self.queue"]
 
 
 def test_numbers_set_told_by_name_and_stay():

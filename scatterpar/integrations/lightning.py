@@ -284,6 +284,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         metrics.
         """
         module = self.lightning_module
+        _refuse_unequal_loaders(module.trainer, batch)
         metrics = _metrics_of(module)
         attributes = kept.kept_attributes(module, _OF_LIGHTNING)
         function = getattr(type(module), step)
@@ -526,6 +527,36 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
     loop.refuse(
         "ScatterOnceStrategy", given, f"{reason}; use a strategy of Lightning's"
     )
+
+
+def _refuse_unequal_loaders(trainer: Trainer, batch: Any) -> None:
+    """Raise ``ValueError`` if the batches of a ``CombinedLoader`` differ in rows."""
+    combined = getattr(trainer._active_loop, "_combined_loader", None)
+    if combined is None or combined._mode == "sequential":
+        return  # one batch of one loader
+    loaders = combined.iterables
+    if isinstance(loaders, Mapping):
+        batches = {repr(name): batch[name] for name in loaders}
+    elif isinstance(loaders, (list, tuple)):
+        batches = {f"number {i}": part for i, part in enumerate(batch)}
+    else:
+        return
+    rows = {}
+    for name, batch_of_loader in batches.items():
+        num_rows = loop.known_rows(batch_of_loader)
+        if num_rows is not None:  # the loader has ended, or its values have no rows
+            rows[name] = num_rows
+    if len(set(rows.values())) > 1:
+        listed = ", ".join(
+            f"{number} of loader {name}" for name, number in rows.items()
+        )
+        raise ValueError(
+            "the batches of a CombinedLoader have different numbers of rows "
+            f"({listed}), and each replica gets a part of the rows; give the loaders the same "
+            "batch_size and drop_last=True, or let a loader return whole batches to "
+            "each micro-batch: collate_fn=lambda rows: "
+            "scatterpar.Replicated(default_collate(rows))"
+        )
 
 
 # The Trainer in a call: what the call logs there is recorded.

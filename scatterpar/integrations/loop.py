@@ -126,13 +126,18 @@ def num_rows(batch: Any) -> int:
 
     Without one, the length of the longest list at the outermost level that has lists.
     """
+    return known_rows(batch) or 1
+
+
+def known_rows(batch: Any) -> int | None:
+    """``num_rows(batch)``, or ``None`` if nothing in it has rows."""
     level, longest = [batch], 0
     while level:
         if sizes := [n for n in map(size_of, level) if n is not None]:
             return sizes[0]
         longest = longest or max((len(v) for v in level if _is_list(v)), default=0)
         level = list(chain.from_iterable(map(_entries, level)))
-    return longest or 1
+    return longest or None
 
 
 def as_rows(batch: Any) -> Any:

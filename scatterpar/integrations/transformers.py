@@ -432,9 +432,6 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         # If hooks write attributes of this Trainer, the call must read them there.
         in_place = id(self) in pinned
         with (
-            loop.explained(device, _ELSEWHERE),
-            standing_in(
-                self, _SHARED, copies, attributes, in_place=in_place
             explained(device, _ELSEWHERE),
             standing_in(
                 self, self._shared, copies, attributes, in_place=in_place

@@ -17,7 +17,7 @@ from harness.oracle import randint, randn, seeded
 from harness.pages import blocks, read
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 pl = needed("lightning.pytorch", "'.[lightning]'")
 
@@ -34,7 +34,7 @@ from lightning.pytorch.utilities import CombinedLoader  # noqa: E402
 from torchmetrics import AUROC, MeanSquaredError, MetricCollection, PearsonCorrCoef  # noqa: E402
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score  # noqa: E402
 
-from scatterpar import ScatterOnceParallel, count_labels, splitcheck  # noqa: E402
+from scatterpar import Replicated, ScatterOnceParallel, count_labels, splitcheck  # noqa: E402
 from scatterpar.integrations.lightning import ScatterOnceStrategy  # noqa: E402
 from scatterpar.replicas.replicas import ReplicaSet  # noqa: E402
 
@@ -130,6 +130,21 @@ class Classifier(pl.LightningModule):
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": schedule, "interval": "step"},
         }
+
+
+class Plain(pl.LightningModule):
+    """A linear layer, trained by Adam."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(FEATURES, CLASSES)
+
+    def training_step(self, batch, batch_idx):
+        images, labels = batch
+        return functional.cross_entropy(self.net(images), labels)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
 
 
 def loader(batch_size=12, rows=ROWS):
@@ -553,27 +568,89 @@ def test_containers_sums_loggers_kept(recwarn, monkeypatch):
     assert len(told) == 3
 
 
+class Begins(Plain):
+    """Its sums have no values before the first step."""
+
+    of_class = 0
+
+    def training_step(self, batch, batch_idx):
+        self.calls = getattr(self, "calls", 0) + 1
+        self.__dict__.setdefault("rows", 0)
+        self.rows += len(batch[0])
+        if not hasattr(self, "positives"):
+            self.positives = 0
+        self.positives += int((batch[1] > 0).sum())
+        self.of_class += len(batch[0])
+        loss = super().training_step(batch, batch_idx)
+        self.total = getattr(self, "total", 0.0) + loss.detach() * len(batch[0])
+        self.labels = getattr(self, "labels", 0) + torch.bincount(batch[1], minlength=3)
+        return loss
+
+
+@pytest.mark.parametrize("layout", [["cpu"] * 2, ["cpu:0", "cpu:1", "cpu:2"]])
+def test_sums_that_begin_in_a_step(layout):
+    """The first step's were those of one micro-batch."""
+    ours, _ = fitted(ScatterOnceStrategy(layout, 2), made(Begins).double())
+    stock, _ = fitted(None, made(Begins).double())
+    assert stock.calls == 8
+    # the last batch of an epoch has 5 rows
+    assert ours.calls == 2 * (3 * 2 * len(layout) + min(5, 2 * len(layout)))
+    for name in ("rows", "positives", "of_class"):
+        assert getattr(ours, name) == getattr(stock, name), name
+    torch.testing.assert_close(ours.total, stock.total)
+    assert torch.equal(ours.labels, stock.labels)
+
+
 class OfTwoLoaders(Classifier):
     def training_step(self, batch, batch_idx):
         first, second = batch["one"], batch["two"]
-        scores = self(first[0]) + self(second[0])
-        return functional.cross_entropy(scores, first[1])
+        loss = functional.cross_entropy(self(first[0]), first[1])
+        return loss + self(second[0]).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.training_step(batch, batch_idx))
 
 
-def test_combined_loaders_need_one_size():
-    def run(strategy, *sizes):
-        loaders = [
-            DataLoader(loader(1).dataset, size, drop_last=True) for size in sizes
-        ]
-        both = CombinedLoader(dict(zip(["one", "two"], loaders, strict=True)))
-        module = made(OfTwoLoaders)
-        trainer(strategy, max_epochs=1).fit(module, both)
-        return module
+def whole(rows):
+    return Replicated(default_collate(rows))
 
-    ours = partial(ScatterOnceStrategy, ["cpu:0", "cpu:1"], 2)
-    with pytest.raises(ValueError, match=r"inputs with 12 .*, inputs with 7 "):
-        run(ours(), 12, 7)
-    assert_same(run(ours(), 12, 12), run(None, 12, 12))
+
+def of_two_loaders(strategy, sizes, collate=None, validates=False):
+    """The module, trained or validated on two loaders side by side."""
+    loaders = {}
+    for name, size in zip(["one", "two"], sizes, strict=True):
+        loaders[name] = DataLoader(loader(1).dataset, size, drop_last=True)
+    loaders["two"].collate_fn = collate or default_collate
+    module, own = made(OfTwoLoaders), trainer(strategy, max_epochs=1)
+    if validates:
+        both = CombinedLoader(loaders, "max_size_cycle")
+        return own.validate(module, both, verbose=False)
+    own.fit(module, loaders)
+    return module
+
+
+@pytest.mark.parametrize("validates", [False, True])
+def test_combined_loaders_need_one_size(validates):
+    words = r"\(12 of loader 'one', 7 of loader 'two'\).* the same batch_size"
+    ours = ScatterOnceStrategy(["cpu:0", "cpu:1"], 2)
+    with pytest.raises(ValueError, match=words) as refused:
+        of_two_loaders(ours, (12, 7), validates=validates)
+    assert "collate_fn=lambda rows: scatterpar.Replicated(" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "collate"), [((12, 12), None), ((12, 7), whole), ((5, 12), whole)]
+)
+def test_combined_loaders_by_the_refusals_remedies(sizes, collate):
+    ours = ScatterOnceStrategy(["cpu:0", "cpu:1"], 2)
+    assert_same(of_two_loaders(ours, sizes, collate), of_two_loaders(None, sizes))
+
+
+def test_combined_loaders_of_a_validation():
+    ours = ScatterOnceStrategy(["cpu:0", "cpu:1"], 2)
+    (values,) = of_two_loaders(ours, (12, 7), whole, validates=True)
+    (expected,) = of_two_loaders(None, (12, 7), validates=True)
+    assert values == pytest.approx(expected, rel=1e-6)
 
 
 class Profiles(Classifier):
@@ -691,21 +768,6 @@ def test_unchecked_loss_names_the_remedy():
     assert "count_labels" not in text
     assert "engine.check" not in text
     assert "Nothing was changed" not in text
-
-
-class Plain(pl.LightningModule):
-    """A linear layer, trained by Adam."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(FEATURES, CLASSES)
-
-    def training_step(self, batch, batch_idx):
-        images, labels = batch
-        return functional.cross_entropy(self.net(images), labels)
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters())
 
 
 @pytest.mark.slow

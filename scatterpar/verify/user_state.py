@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import collections
 import contextlib
 import pickle
 import queue
@@ -31,6 +33,13 @@ from scatterpar.wrapper import Wrapper
 _MAX_BYTES = 2**26  # of tensors that are no buffers; larger ones are data
 # Modules that are not the user's code.
 _FOREIGN = {"torch", "numpy", "scatterpar", *sys.stdlib_module_names} - {"__main__"}
+# Python's classes of objects that have only the attributes that a user gives them.
+_NAMESPACES = {
+    types.SimpleNamespace,
+    argparse.Namespace,
+    collections.UserDict,
+    collections.UserList,
+}
 _LOCKS = {"_thread", "threading", "queue"}
 # Classes that are never followed, by the end of a base's name: they lead to data.
 _DATA = (
@@ -233,6 +242,8 @@ class UserState(ModuleContents):
         elif isinstance(value, nn.Module):
             if not _is_of_a_library(kind):
                 self._visit_class(value)
+        elif kind in _NAMESPACES and not _holds_a_lock(value):
+            self._visit(vars(value))
         elif not _is_foreign(kind.__module__) and not _holds_a_lock(value):
             self._visit(getattr(value, "__dict__", {}))
             self._visit_class(value)

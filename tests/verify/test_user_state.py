@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import warnings
 from queue import Queue
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -136,6 +137,7 @@ class Counts:
             torch.zeros(()),
             0,
         )
+        self.bag = SimpleNamespace(calls=0)
 
     def __call__(self, output, targets):
         type(self).seen += 1
@@ -143,13 +145,14 @@ class Counts:
         self.steps += 1
         self.slots.calls += 1
         self.queue.put(1)
+        self.bag.calls += 1
         self.array[0] += 1
         self.history.append(1)
         return F.cross_entropy(output, targets, reduction=self.reduced)
 
     def numbers(self):
         own = self.seen, self.calls, self.steps, self.slots.calls, self.array[0]
-        return [*own, self.queue.qsize(), len(self.history)]
+        return [*own, self.queue.qsize(), len(self.history), self.bag.calls]
 
 
 def test_look_leaves_no_count():
@@ -166,10 +169,10 @@ def test_look_leaves_no_count():
         criterion = Counts("sum")
         with pytest.raises(ValueError, match="reduction="):
             engine.forward_backward(INPUTS, LABELS, counting)
-        assert (calls, rows, criterion.numbers()) == (0, [], [0] * 7)
+        assert (calls, rows, criterion.numbers()) == (0, [], [0] * 8)
         criterion = Counts()
         engine.forward_backward(INPUTS, LABELS, counting)
-        assert (calls, rows, criterion.numbers()) == (3, [8] * 3, [3] * 7)
+        assert (calls, rows, criterion.numbers()) == (3, [8] * 3, [3] * 8)
 
 
 @pytest.mark.filterwarnings("error")

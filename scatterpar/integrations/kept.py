@@ -7,6 +7,7 @@ copies (``CallCopies``), and its changes are added to the originals (``changes.p
 
 from __future__ import annotations
 
+import copy
 import enum
 import functools
 import sys
@@ -37,10 +38,14 @@ MAX_OBJECTS = 2000  # of one owner; what goes beyond is shared by all calls
 MAX_ELEMENTS = 2**16  # of a tensor; larger ones are data, and shared
 _CONTAINERS = (dict, list, deque, set)
 _LOCKS = {"_thread", "threading", "queue"}
-# Classes of libraries whose objects step functions write, too.
-_WRITTEN = {"TrainerState", "TrainerControl", "SimpleProfiler"}
+# Classes of libraries, and of Python, whose objects step functions write, too.
+_WRITTEN = {"Namespace", "SimpleNamespace", "SimpleProfiler"}
+_WRITTEN |= {"TrainerControl", "TrainerState", "UserDict", "UserList"}
 # Classes of the user's, by the end of a base's name, that lead to data or to the loop.
 _NOT_COPIED = ("Dataset", "DataLoader", "DataModule", "Sampler", "Trainer", "Callback")
+
+# Of a class's flags: it is defined in Python, and object.__new__ can make objects.
+_IS_HEAP_TYPE = 1 << 9
 
 # Names on the way to a value: an attribute's, or the key of an entry in brackets.
 Path = tuple["Attribute | Entry", ...]
@@ -257,6 +262,8 @@ class CallCopies:
     def _container(self, value: Any, depth: int) -> Any:
         try:
             copied = value.copy()
+            if type(copied) is not type(value):  # as of subclasses of list
+                copied = copy.copy(value)
         except Exception:  # a class of the user's may refuse it
             return value
         if type(copied) is not type(value) or copied is value:
@@ -271,8 +278,10 @@ class CallCopies:
         return copied
 
     def _object(self, value: Any, depth: int) -> Any:
+        kind = type(value)
+        create = object.__new__ if kind.__flags__ & _IS_HEAP_TYPE else kind.__new__
         try:
-            copied = object.__new__(type(value))
+            copied = create(kind)
             attributes = vars(copied)
         except Exception:  # a class with a layout of its own
             return value

@@ -552,9 +552,9 @@ def _refuse_unequal_loaders(trainer: Trainer, batch: Any) -> None:
         )
         raise ValueError(
             "the batches of a CombinedLoader have different numbers of rows "
-            f"({listed}), and each replica gets a part of the rows; give the loaders the same "
-            "batch_size and drop_last=True, or let a loader return whole batches to "
-            "each micro-batch: collate_fn=lambda rows: "
+            f"({listed}), and each replica gets a part of the rows; give the loaders "
+            "the same batch_size and drop_last=True, or let a loader return whole "
+            "batches to each micro-batch: collate_fn=lambda rows: "
             "scatterpar.Replicated(default_collate(rows))"
         )
 

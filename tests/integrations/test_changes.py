@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,6 +61,10 @@ def make_and_fill(owner, value):
     owner.kept["a"].append(value)
 
 
+class Losses(list):
+    """Its ``copy`` is a plain list."""
+
+
 TENSORS = [torch.tensor(value) for value in VALUES]
 ADDED = {  # the owner's value before, the call, the value after all calls
     "list": ([], lambda o, v: o.kept.append(v), TENSORS),
@@ -113,6 +118,23 @@ ADDED = {  # the owner's value before, the call, the value after all calls
         [0] * 5000,
         lambda o, v: o.kept.append(v),
         [*[0] * 5000, *TENSORS],
+    ),
+    "a namespace": (
+        SimpleNamespace(rows=1, values=[]),
+        lambda o, v: (
+            o.kept.values.append(v) or vars(o.kept).update(rows=o.kept.rows + 2)
+        ),
+        SimpleNamespace(rows=9, values=TENSORS),
+    ),
+    "a dict of collections": (
+        UserDict(rows=1),
+        lambda o, v: o.kept.update(rows=o.kept["rows"] + 2),
+        {"rows": 9},
+    ),
+    "a list of the user's class": (
+        Losses([5]),
+        lambda o, v: o.kept.append(v),
+        Losses([5, *TENSORS]),
     ),
     "a switch": (False, lambda o, _: setattr(o, "kept", True), True),
 }

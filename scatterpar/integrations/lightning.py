@@ -124,6 +124,9 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._row_looks = RowLooks()
         self._checks_rows = options.get("verify", True)
         self._told: set[str] = set()  # places that calls set, of which a warning told
+        # By the step function and the name of a logged value. Calls of looks count too:
+        # they have other numbers of rows.
+        self._sizes: defaultdict[tuple[str, str], _Sizes] = defaultdict(_Sizes)
         # Names of attributes that were changed, in or between steps; and of those
         # without modules, with the attributes that share objects with them.
         self._changed: set[str] = set()
@@ -261,7 +264,9 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             for key, (value, options) in call.logged.items():
                 if not isinstance(value, _Place):
                     logged[key].append((call, value, options))
-        values = [self._value_of(entries)[0] for entries in logged.values()]
+        values = []
+        for (name, _), entries in logged.items():
+            values.append(self._value_of(name, entries)[0])
         states = []
         for place, metric in _single(_metrics_of(module)).items():
             merged = _emptied(metric)
@@ -418,6 +423,9 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             state = KeptState(module, _OF_LIGHTNING, self._statements)
             output = getattr(module, step)(batch, *rest)
             changes = state.changes()
+        for (name, _), (_, options) in logged.items():
+            if options.get("batch_size") is not None:
+                self._sizes[step, name].add(len(rows), options["batch_size"])
         loss = None
         if step == "training_step":
             output = {**output} if isinstance(output, Mapping) else {"loss": output}
@@ -435,6 +443,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             metrics=_updated(metrics),
             output=nested.map_tensors(Tensor.detach, output),
             rows=len(rows),
+            step=step,
             trainer=trainer.calls,
             weight=self._count(batch) if self._count else len(rows),
         )
@@ -450,16 +459,16 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         if isinstance(logged, _Place):
             self.lightning_module.log(name, metrics[logged], **options)
             return
-        value, size = self._value_of(entries)
+        value, size = self._value_of(name, entries)
         self.lightning_module.log(name, value, **{**options, "batch_size": size})
 
-    def _value_of(self, entries: Sequence[Any]) -> tuple[Tensor, int]:
+    def _value_of(self, name: str, entries: Sequence[Any]) -> tuple[Tensor, int]:
         """The value for the whole batch of what calls logged, and the batch size."""
-        _, _, options = entries[-1]
+        call, _, options = entries[-1]
         values = []
         for _, value, _ in entries:
             values.append(torch.as_tensor(value).to(self.root_device))
-        size, weights = _sizes(entries)
+        size, weights = self._sizes[call.step, name].of_batch(entries)
         reduction = options.get("reduce_fx", "mean")
         reduce = _REDUCTIONS.get(getattr(reduction, "__name__", reduction))
         if reduce is None:
@@ -489,20 +498,38 @@ def _log_later(
         logged[name, times] = places.get(id(value)) or float(value), bound
 
 
-def _sizes(entries: Sequence[Any]) -> tuple[int, list[float]]:
-    """The batch size of a value that calls have logged, and the weight of each call.
+class _Sizes:
+    """What ``batch_size=`` of the calls that log a value means.
 
-    ``batch_size=`` of a call counts unless it is the same in all calls and not their
-    number of rows: then it is that of the whole batch.
+    ::
+
+        rows of the calls    2  2  2  4
+        batch_size=          2  2  2  4    the call's terms: they are added
+        batch_size=         12 12 12 12    a constant: that of the whole batch
     """
-    rows = [call.rows for call, _, _ in entries]
-    own_weights = [float(call.weight) for call, _, _ in entries]
-    given = [options.get("batch_size") for _, _, options in entries]
-    if None in given:
-        return sum(rows), own_weights
-    if given != rows and len(set(given)) == 1:
-        return given[0], own_weights
-    return sum(given), [float(size) for size in given]
+
+    def __init__(self) -> None:
+        # Two different numbers tell as much as all.
+        self._rows: set[int] = set()
+        self._sizes: set[int] = set()
+
+    def add(self, num_rows: int, size: int) -> None:
+        """Note the ``batch_size=`` of a call with so many rows."""
+        if len(self._rows) < 2:
+            self._rows.add(num_rows)
+        if len(self._sizes) < 2:
+            self._sizes.add(size)
+
+    def of_batch(self, entries: Sequence[Any]) -> tuple[int, list[float]]:
+        """The batch size of a value that calls have logged, and each call's weight."""
+        rows = [call.rows for call, _, _ in entries]
+        sizes = [options.get("batch_size") for _, _, options in entries]
+        if None in sizes:
+            return sum(rows), [float(call.weight) for call, _, _ in entries]
+        is_of_rows = sizes == rows and len(self._rows) == 1
+        if len(self._sizes) == 1 and not is_of_rows:
+            return sizes[0], [float(call.weight) for call, _, _ in entries]
+        return sum(sizes), [float(size) for size in sizes]
 
 
 def _refuse(trainer: Trainer, module: LightningModule) -> None:

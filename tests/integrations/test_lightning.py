@@ -601,6 +601,36 @@ def test_sums_that_begin_in_a_step(layout):
     assert torch.equal(ours.labels, stock.labels)
 
 
+class LogsSizes(Plain):
+    """Logs means over other terms than rows, and over batches of a constant size."""
+
+    def training_step(self, batch, batch_idx):
+        images, labels = batch
+        scores = self.net(images)
+        epoch = {"on_step": False, "on_epoch": True}
+        for kind in range(CLASSES):
+            rows = labels == kind
+            if rows.any():
+                loss = functional.cross_entropy(scores[rows], labels[rows])
+                self.log(f"of_{kind}", loss, batch_size=int(rows.sum()), **epoch)
+        self.log("of_all", scores.mean(), batch_size=scores.numel(), **epoch)
+        self.log("equal", scores.mean(), batch_size=1, **epoch)
+        self.log("constant", scores.mean(), batch_size=12, **epoch)
+        return functional.cross_entropy(scores, labels)
+
+
+@pytest.mark.parametrize("layout", [["cpu"] * 2, ["cpu:0", "cpu:1", "cpu:2"]])
+def test_logs_are_weighted_by_their_sizes(layout):
+    """Equal numbers of terms in all micro-batches were taken for the batch's."""
+    ours = made(LogsSizes).double()
+    _, own = fitted(ScatterOnceStrategy(layout, 2), ours)
+    _, one = fitted(None, made(LogsSizes).double())
+    for name, value in one.callback_metrics.items():
+        torch.testing.assert_close(
+            own.callback_metrics[name], value, rtol=1e-6, atol=1e-6, msg=name
+        )
+
+
 class OfTwoLoaders(Classifier):
     def training_step(self, batch, batch_idx):
         first, second = batch["one"], batch["two"]

@@ -408,6 +408,7 @@ def apply_changes(
     calls: Sequence[Sequence[Change]],
     device: torch.device,
     tell: Callable[[str], object],
+    owner_name: str = "self",
 ) -> None:
     """Apply to ``owner`` the changes of all calls of one step, in the order of calls.
 
@@ -435,7 +436,7 @@ def apply_changes(
                 start = changes_there[0].start
                 _add(holder, part, kinds, values, moved(start, device))
         except (_NotAdditive, LookupError, TypeError, AttributeError):
-            tell("self" + "".join(map(str, path)))
+            tell(owner_name + "".join(map(str, path)))
 
 
 def names_of(calls: Iterable[Iterable[Change]]) -> set[str]:

@@ -55,6 +55,35 @@ __all__ = ["ScatterOnceStrategy"]
 # Attributes of every LightningModule: they are no state of the user's.
 _OF_LIGHTNING = {*vars(LightningModule()), "log"}
 _ELSEWHERE = "make it an attribute of the LightningModule, such as a buffer"
+# Attributes of every Trainer whose names do not begin with "_", in Lightning 2.6.
+_OF_TRAINER = {
+    "accumulate_grad_batches",
+    "barebones",
+    "callbacks",
+    "check_val_every_n_epoch",
+    "datamodule",
+    "enable_autolog_hparams",
+    "fast_dev_run",
+    "fit_loop",
+    "gradient_clip_algorithm",
+    "gradient_clip_val",
+    "limit_predict_batches",
+    "limit_test_batches",
+    "limit_train_batches",
+    "limit_val_batches",
+    "log_every_n_steps",
+    "num_sanity_val_steps",
+    "overfit_batches",
+    "predict_loop",
+    "profiler",
+    "reload_dataloaders_every_n_epochs",
+    "should_stop",
+    "state",
+    "test_loop",
+    "val_check_batch",
+    "val_check_interval",
+    "validate_loop",
+}
 _REMEDIES = (
     "In Lightning pass ScatterOnceStrategy(…, count=lambda batch: …), the number of "
     "terms that the mean averages over in a batch, such as lambda batch: "
@@ -350,8 +379,16 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         apply_changes(module, changes, device, tell)
         self._note_written(module, changes)
         self._state = KeptState(module, _OF_LIGHTNING)
+        for call in calls:
+            for place in call.new_in_parts:
+                tell(place)
         trainer_changes = [call.trainer.changes for call in calls]
-        apply_changes(module.trainer, trainer_changes, device, tell)
+        apply_changes(module.trainer, trainer_changes, device, tell, "self.trainer")
+        written = {id(user): user for call in calls for user, _ in call.trainer.objects}
+        for user_object in written.values():
+            of_object = [call.trainer.changes_of(user_object) for call in calls]
+            name = type(user_object).__name__
+            apply_changes(user_object, of_object, device, tell, name)
         logged: dict[tuple[str, int], list[Any]] = defaultdict(list)
         for call in calls:
             call.trainer.replay(module.trainer, device)
@@ -405,7 +442,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         for place, metric in measures.by_place.items():
             metrics[place] = _emptied(metric).to(device)
         copies = kept.CallCopies(device, pinned=self._turns.pinned_in(module))
-        trainer = _TrainerInCall(module.trainer, copies)
+        trainer = _TrainerInCall(module.trainer, copies, self._statements)
         # by name, and by how often it had been logged
         logged: dict[tuple[str, int], Any] = {}
         places = {id(metric): place for place, metric in _single(metrics).items()}
@@ -423,6 +460,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             state = KeptState(module, _OF_LIGHTNING, self._statements)
             output = getattr(module, step)(batch, *rest)
             changes = state.changes()
+        new_in_parts = _new_attributes(module, self.lightning_module)
         for (name, _), (_, options) in logged.items():
             if options.get("batch_size") is not None:
                 self._sizes[step, name].add(len(rows), options["batch_size"])
@@ -441,6 +479,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             changes=changes,
             logged=logged,
             metrics=_updated(metrics),
+            new_in_parts=new_in_parts,
             output=nested.map_tensors(Tensor.detach, output),
             rows=len(rows),
             step=step,
@@ -474,6 +513,24 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         if reduce is None:
             return join_rows(values, 0, weights), size
         return reduce(torch.stack(values)), size
+
+
+def _new_attributes(replica: nn.Module, module: nn.Module) -> list[str]:
+    """The places of numbers and tensors that modules of a replica keep since a call.
+
+    Such as ``"self.criterion.last"``. Only of modules of the user's classes, and only
+    where the user's own module has no value. They stay on the replica.
+    """
+    places = []
+    for path, part in replica.named_modules():
+        if not path or kept.is_of_a_library(type(part).__module__):
+            continue
+        attributes = vars(module.get_submodule(path))
+        for name, value in vars(part).items():
+            is_new = attributes.get(name) is None and not name.startswith("_")
+            if is_new and isinstance(value, (int, float, Tensor)):
+                places.append(f"self.{path}.{name}")
+    return places
 
 
 def _none(_: Any) -> None:
@@ -590,28 +647,36 @@ def _refuse_unequal_loaders(trainer: Trainer, batch: Any) -> None:
 
 
 class _TrainerCalls:
-    """What one call has logged with the Trainer, to be done when the step succeeds.
+    """What one call has done with the Trainer, to be done again if the step succeeds.
 
     Attributes:
-        changes: what it has added to the Trainer's profiler.
+        changes: of the Trainer's profiler, and of attributes that the user gave it.
+        objects: the user's callbacks and data module that the call has read, with the
+            changes of each.
+        attributes: the Trainer's attributes that the call has set, such as
+            ``should_stop``.
     """
 
     def __init__(self) -> None:
         self.changes: list[Change] = []
+        self.objects: list[tuple[Any, list[Change]]] = []
+        self.attributes: dict[str, Any] = {}
         self._calls: list[tuple[Sequence[Any], tuple[Any, ...], dict[str, Any]]] = []
-        self._attributes: dict[str, Any] = {}
 
     def add(self, path: Sequence[Any], *args: Any, **options: Any) -> None:
         """Record a call of the Trainer's method at ``path``."""
         self._calls.append((path, args, options))
 
-    def set(self, name: str, value: Any) -> None:
-        """Record that an attribute of the Trainer is set."""
-        self._attributes[name] = value
+    def changes_of(self, user_object: Any) -> list[Change]:
+        """The changes of one of the user's objects."""
+        for changed, changes in self.objects:
+            if changed is user_object:
+                return changes
+        return []
 
     def replay(self, trainer: Any, device: torch.device) -> None:
         """Do with the Trainer what was recorded, with tensors on ``device``."""
-        for name, value in self._attributes.items():
+        for name, value in self.attributes.items():
             setattr(trainer, name, value)
         for path, args, options in self._calls:
             target = trainer
@@ -623,30 +688,55 @@ class _TrainerCalls:
 
 
 class _TrainerInCall:
-    """The Trainer as a call sees it: loggers record, and the profiler is a copy."""
+    """The Trainer as a call sees it.
 
-    def __init__(self, trainer: Any, copies: kept.CallCopies) -> None:
+    ::
+
+        trainer.logger.log(…)      recorded, and called after the step
+        trainer.should_stop = …    recorded, and set after the step
+        trainer.profiler           a copy, whose changes are added after the step
+        trainer.losses             of the user's: a copy, whose changes are added
+        trainer.callbacks[0]       of the user's: a copy, whose changes are added
+    """
+
+    def __init__(
+        self, trainer: Any, copies: kept.CallCopies, statements: Statements
+    ) -> None:
+        attributes = {}
+        for name, value in vars(trainer).items():
+            if not _is_of_trainer(name):
+                attributes[name] = copies.of(value)
         profiler = copies.of(trainer.profiler)
         if isinstance(profiler, AdvancedProfiler):  # it profiles one thread at a time
             profiler = PassThroughProfiler()
-        own = {"_trainer": trainer, "calls": _TrainerCalls()}
-        own["_kept"] = SimpleNamespace(profiler=profiler)
-        vars(self).update(own)
-        vars(self)["_state"] = KeptState(self._kept, ())
+        attributes["profiler"] = profiler
+        user_attributes = SimpleNamespace(**attributes)
+        # __setattr__ records what the step function sets.
+        vars(self).update(
+            _trainer=trainer,
+            calls=_TrainerCalls(),
+            _copies=copies,
+            _statements=statements,
+            _objects={},
+            _kept=user_attributes,
+            _state=KeptState(user_attributes, (), statements),
+        )
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # for isinstance(self.trainer, Trainer)
         return type(self._trainer)
 
     def __getattr__(self, name: str) -> Any:
+        for attributes in (vars(self._kept), self.calls.attributes):
+            if name in attributes:
+                return attributes[name]
         return getattr(self._trainer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self.calls.set(name, value)
-
-    @property
-    def profiler(self) -> Any:
-        return self._kept.profiler
+        if _is_of_trainer(name) or hasattr(type(self._trainer), name):
+            self.calls.attributes[name] = value
+        else:
+            setattr(self._kept, name, value)
 
     @property
     def logger(self) -> Any:
@@ -654,12 +744,43 @@ class _TrainerInCall:
 
     @property
     def loggers(self) -> list[Any]:
-        loggers = enumerate(self._trainer.loggers)
-        return [_recorded(one, self.calls, ("loggers", i)) for i, one in loggers]
+        recorded = []
+        for number, logger in enumerate(self._trainer.loggers):
+            recorded.append(_recorded(logger, self.calls, ("loggers", number)))
+        return recorded
+
+    @property
+    def callbacks(self) -> list[Any]:
+        return [self._in_call(callback) for callback in self._trainer.callbacks]
+
+    @property
+    def datamodule(self) -> Any:
+        return self._in_call(self._trainer.datamodule)
+
+    def _in_call(self, user_object: Any) -> Any:
+        """The copy of an object of the user's; a library's object itself."""
+        kind = type(user_object)
+        if kept.is_of_a_library(kind.__module__):
+            return user_object
+        if id(user_object) not in self._objects:
+            copied = kind.__new__(kind)
+            for name, value in vars(user_object).items():
+                vars(copied)[name] = self._copies.of(value)
+            state = KeptState(copied, (), self._statements)
+            self._objects[id(user_object)] = user_object, copied, state
+        _, copied, _ = self._objects[id(user_object)]
+        return copied
 
     def end(self) -> None:
-        """Record what the call has added to the profiler."""
+        """Record what the call has added to the copies."""
         self.calls.changes = self._state.changes()
+        for user_object, _, state in self._objects.values():
+            self.calls.objects.append((user_object, state.changes()))
+
+
+def _is_of_trainer(name: str) -> bool:
+    """Whether Lightning's Trainer has this attribute, not the user."""
+    return name.startswith("_") or name in _OF_TRAINER
 
 
 class _Recorded:

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 pl = needed("lightning.pytorch", "'.[lightning]'")
 
 from lightning.pytorch.callbacks import (  # noqa: E402
+    Callback,
     EarlyStopping,
     EMAWeightAveraging,
     ModelPruning,
@@ -629,6 +630,73 @@ def test_logs_are_weighted_by_their_sizes(layout):
         torch.testing.assert_close(
             own.callback_metrics[name], value, rtol=1e-6, atol=1e-6, msg=name
         )
+
+
+class Counts(Callback):
+    def __init__(self):
+        self.rows = 0
+        self.labels = []
+
+
+class Module(pl.LightningDataModule):
+    def __init__(self):
+        super().__init__()
+        self.rows = 0
+
+    def train_dataloader(self):
+        return loader()
+
+
+class Criterion(nn.Module):
+    def forward(self, scores, labels):
+        self.last = functional.cross_entropy(scores, labels)
+        return self.last
+
+
+class WritesElsewhere(Plain):
+    """Writes into callbacks, the data module, the Trainer, and a criterion."""
+
+    def __init__(self):
+        super().__init__()
+        self.criterion = Criterion()
+
+    def on_fit_start(self):
+        self.trainer.history = []
+
+    def training_step(self, batch, batch_idx):
+        images, labels = batch
+        counts = self.trainer.callbacks[0]
+        counts.rows += len(labels)
+        counts.labels.extend(labels.tolist())
+        self.trainer.datamodule.rows += len(labels)
+        self.trainer.rows = getattr(self.trainer, "rows", 0) + len(labels)
+        self.trainer.history.extend(labels.tolist())
+        loss = self.criterion(self.net(images), labels)
+        self.trainer.last = loss.detach()
+        if self.global_step == 6:
+            self.trainer.should_stop = True
+            assert self.trainer.should_stop
+        return loss
+
+
+def test_objects_of_the_trainer_are_written_once(recwarn):
+    """Calls of looks were counted, too; attributes of the Trainer were the last call's."""
+
+    def run(strategy):
+        own = trainer(strategy, callbacks=[Counts()])
+        own.fit(made(WritesElsewhere).double(), datamodule=Module())
+        return own
+
+    ours, stock = run(ScatterOnceStrategy(["cpu:0", "cpu:1", "cpu:2"], 2)), run(None)
+    assert ours.global_step == stock.global_step == 7
+    counts, expected = ours.callbacks[0], stock.callbacks[0]
+    assert (counts.rows, counts.labels) == (expected.rows, expected.labels)
+    assert ours.datamodule.rows == stock.datamodule.rows == 77
+    assert (ours.rows, ours.history) == (stock.rows, stock.history)
+    assert_same(ours.lightning_module, stock.lightning_module)
+    told = [str(w.message) for w in recwarn if "training_step sets" in str(w.message)]
+    places = [text.split()[2] for text in told]
+    assert sorted(places) == ["self.criterion.last", "self.trainer.last"]
 
 
 class OfTwoLoaders(Classifier):

@@ -278,7 +278,7 @@ class CallCopies:
         return copied
 
     def _object(self, value: Any, depth: int) -> Any:
-        kind = type(value)
+        kind: Any = type(value)
         create = object.__new__ if kind.__flags__ & _IS_HEAP_TYPE else kind.__new__
         try:
             copied = create(kind)

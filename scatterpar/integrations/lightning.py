@@ -763,7 +763,7 @@ class _TrainerInCall:
         if kept.is_of_a_library(kind.__module__):
             return user_object
         if id(user_object) not in self._objects:
-            copied = kind.__new__(kind)
+            copied = object.__new__(kind)
             for name, value in vars(user_object).items():
                 vars(copied)[name] = self._copies.of(value)
             state = KeptState(copied, (), self._statements)

@@ -207,7 +207,8 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         num_rows = loop.num_rows(inputs)
         if self._options.get("verify", True) and self._row_looks.is_due(name, num_rows):
             results = partial(self._results_of, inputs, num_rows)
-            self._row_looks.look(name, num_rows, results)
+            with loop.undone(self.learn.model, [self.learn.model.forward]):
+                self._row_looks.look(name, num_rows, results)
         if name in self._row_looks.undivided:
             (prediction,) = self._predictions_of(inputs, num_rows, [range(num_rows)])
             return prediction

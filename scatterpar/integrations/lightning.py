@@ -248,8 +248,11 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         num_rows = loop.num_rows(batch)
         with self.precision_plugin.forward_context(), torch.no_grad():
             if self._checks_rows and self._row_looks.is_due(step, num_rows):
+                module = self.lightning_module
+                attributes = kept.kept_attributes(module, _OF_LIGHTNING)
                 results = partial(self._results_of, step, batch, rest)
-                self._row_looks.look(step, num_rows, results)
+                with loop.undone(module, attributes.values()):
+                    self._row_looks.look(step, num_rows, results)
             parts = None
             if step in self._row_looks.undivided:
                 parts = [range(num_rows)]

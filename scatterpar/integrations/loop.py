@@ -22,6 +22,7 @@ from scatterpar.batch import nested
 from scatterpar.batch.markers import Marker, Rows
 from scatterpar.devices.transfers import to_device
 from scatterpar.step.request import check_function
+from scatterpar.verify.user_state import UserState
 
 _HOOKS = (
     "_forward_pre_hooks",
@@ -53,6 +54,21 @@ def overridden(owner: Any, **values: Any) -> Iterator[None]:
         for name in values.keys() - before.keys():
             attributes.pop(name, None)
         attributes.update(before)  # in their places, or replicas would be made again
+
+
+@contextlib.contextmanager
+def undone(owner: Any, values: Iterable[Any]) -> Iterator[None]:
+    """In the body calls of user code leave nothing: what they changed is restored.
+
+    That is what ``values``, the classes of ``owner`` and their methods lead to. Modules
+    are left to the engine.
+    """
+    roots = [value for value in values if not isinstance(value, nn.Module)]
+    state = UserState([type(owner), *roots])
+    try:
+        yield
+    finally:
+        state.restore()
 
 
 def replaced(module: nn.Module, **methods: Callable[..., Any]) -> Any:

@@ -573,11 +573,12 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         engine = self._engine_of_the_model()
         training = self.model.training
         answer = None
+        values = kept.kept_attributes(self, _SHARED).values()
         try:
             for mode in (False, True):  # some losses fail in evaluation mode
                 if answer is None:
                     self.model.train(mode)
-                    with self._turns_of(engine):
+                    with loop.undone(self, values), self._turns_of(engine):
                         answer = engine.losses_combine(inputs, **steps.options(how))
         finally:
             self.model.train(training)

@@ -37,6 +37,7 @@ _FOREIGN = {"torch", "numpy", "scatterpar", *sys.stdlib_module_names} - {"__main
 _NAMESPACES = {
     types.SimpleNamespace,
     argparse.Namespace,
+    collections.ChainMap,
     collections.UserDict,
     collections.UserList,
 }
@@ -82,9 +83,9 @@ class UserState(ModuleContents):
     restored.
 
     Roots lead to modules and functions, what these close over, globals that they name,
-    objects, their classes' attributes, containers, arrays. Left alone: containers of
-    more than 1000 entries, objects that hold a lock, data sets, loaders, trainers,
-    files, objects of libraries. Values of parameters are saved only with ``weights``,
+    objects, their classes' attributes, containers, arrays. A root may be a class. Left
+    alone: containers of more than 1000 entries, objects that hold a lock, data sets,
+    loaders, trainers, files, objects of libraries. Values of parameters are saved only with ``weights``,
     of buffers always, of other tensors up to 64 MiB.
 
     Attributes:
@@ -206,10 +207,13 @@ class UserState(ModuleContents):
                 self._visit_container(value)
             return
         super()._visit(value)
-        if isinstance(value, (Tensor, type, tuple)) or id(value) in self._seen:
+        if isinstance(value, (Tensor, tuple)) or id(value) in self._seen:
             return
-        self._seen.add(id(value))
-        self._visit_object(value)
+        if not isinstance(value, type):
+            self._seen.add(id(value))
+            self._visit_object(value)
+        elif id(value) in self._root_ids:
+            self._visit_classes(value)
 
     def _visit_closures(self) -> None:
         """Nothing: ``_visit_function`` has found them, except a library's."""
@@ -241,19 +245,36 @@ class UserState(ModuleContents):
             self._visit_function(value)
         elif isinstance(value, nn.Module):
             if not _is_of_a_library(kind):
-                self._visit_class(value)
+                self._visit_slots(value)
+                self._visit_classes(kind)
         elif kind in _NAMESPACES and not _holds_a_lock(value):
             self._visit(vars(value))
         elif not _is_foreign(kind.__module__) and not _holds_a_lock(value):
             self._visit(getattr(value, "__dict__", {}))
-            self._visit_class(value)
+            self._visit_slots(value)
+            self._visit_classes(kind)
 
-    def _visit_class(self, value: Any) -> None:
-        """Save slots of ``value``, and attributes of its class."""
-        kind = type(value)
-        for slot in _slots_of(kind):
+    def _visit_slots(self, value: Any) -> None:
+        """Save slots of ``value``."""
+        for slot in _slots_of(type(value)):
             if hasattr(value, slot.__name__):
                 self._save(partial(slot.__get__, value), partial(slot.__set__, value))
+
+    def _visit_classes(self, kind: type) -> None:
+        """Save the attributes of a class, and of the user's classes among its bases."""
+        bases = [base for base in kind.__mro__[1:] if not _is_of_a_library(base)]
+        for base in (kind, *bases):
+            self._visit_class(base)
+
+    def _visit_class(self, kind: type) -> None:
+        """Save the attributes of a class, once, and what its methods lead to."""
+        if id(kind) in self._seen:
+            return
+        self._seen.add(id(kind))
+        names = {*vars(kind)}
+        is_complete = partial(_has_no_other_names, kind)
+        remove = partial(_remove_other_names, kind)
+        self._variables.append(_Variable(int, remove, names, is_complete))
         for name, attribute in list(vars(kind).items()):
             if isinstance(attribute, types.FunctionType):
                 self._visit(attribute)
@@ -287,6 +308,16 @@ def _restore(variables: Iterable[_Variable]) -> bool:
     for variable in changed:
         variable.write(variable.saved)
     return bool(changed)
+
+
+def _has_no_other_names(kind: type, _: Any, names: set[str]) -> bool:
+    """Whether a class has no attributes but those with ``names``."""
+    return names.issuperset(vars(kind))
+
+
+def _remove_other_names(kind: type, names: set[str]) -> None:
+    for name in vars(kind).keys() - names:
+        delattr(kind, name)
 
 
 def _is_data(value: Any) -> bool:

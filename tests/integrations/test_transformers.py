@@ -7,7 +7,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+from collections import UserList
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
@@ -840,12 +842,41 @@ def test_resumed_is_uninterrupted_with_dropout(tmp_path):
     assert_same_bits(whole.model, resumed.model)
 
 
+SEEN = []  # the classes of Trainers, one for each call
+COUNTED = UserList()
+
+
+def record_in_closure():
+    calls = []
+
+    def record():
+        calls.append(1)
+        return len(calls)
+
+    return record
+
+
+class Counter:
+    """Counts calls in a slot, and in its class. Appending is safe in threads."""
+
+    __slots__ = ("calls",)
+    total: ClassVar[list] = []
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self):
+        self.calls.append(1)
+        self.total.append(1)
+
+
 class Logs:
     """Logs and keeps for each batch, under a name that TRL's trainers use, too."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self._metrics, self.last, self.rows = {"ce": [], "rows": 0}, 0.0, 0
+        self.record, self.counter = record_in_closure(), Counter()
 
     def compute_loss(
         self, model, inputs, return_outputs=False, num_items_in_batch=None
@@ -858,12 +889,19 @@ class Logs:
         self._metrics["rows"] += len(labels)
         self.last = float(loss)
         self.rows = inputs["input_ids"].ndim
+        SEEN.append(type(self))
+        COUNTED.append(1)
+        self.record()
+        self.counter()
         return (loss, outputs) if return_outputs else loss
 
 
 @pytest.mark.parametrize("layout", few_of(LAYOUTS, ["virtual"]))
 def test_compute_loss_logs_once_per_batch(tmp_path, recwarn, layout):
-    """Looks left entries: 68 logs in 4 steps."""
+    """Looks left entries: 68 logs in 4 steps, and 101 in a global list."""
+    SEEN.clear()
+    COUNTED.clear()
+    Counter.total.clear()
     mine, stock = beside(
         tmp_path,
         CLASSIFIER,
@@ -878,6 +916,9 @@ def test_compute_loss_logs_once_per_batch(tmp_path, recwarn, layout):
     )
     assert logged == mine._metrics["ce"]
     assert len(logged) == 4 * len(expected) == 8
+    calls = [SEEN.count(type(mine)), mine.record() - 1, len(mine.counter.calls)]
+    assert calls == [8] * 3
+    assert len(COUNTED) == len(Counter.total) == len(SEEN) == 10
     assert sum(logged) / 4 == pytest.approx(sum(expected), rel=1e-2)
     assert mine._metrics["rows"] == stock._metrics["rows"] == 24
     assert (mine.last, mine.rows) == (0.0, 2)

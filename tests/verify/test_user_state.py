@@ -5,8 +5,11 @@ refused.
 from __future__ import annotations
 
 import warnings
+from collections import UserDict, UserList
+from functools import partial
 from queue import Queue
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -18,6 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from scatterpar import Rows, ScatterOnceParallel
+from scatterpar.verify.user_state import UserState
 
 # --- outputs that are joined ---
 
@@ -153,6 +157,45 @@ class Counts:
     def numbers(self):
         own = self.seen, self.calls, self.steps, self.slots.calls, self.array[0]
         return [*own, self.queue.qsize(), len(self.history), self.bag.calls]
+
+
+class Base:
+    seen: ClassVar[list] = []
+
+
+class Derived(Base):
+    """Its methods write attributes of its base, and make others."""
+
+    def count(self):
+        self.seen.append(1)
+        Derived.made = getattr(Derived, "made", 0) + 1
+
+
+HOLDERS = {  # what user code writes, how, what it holds
+    "base class": (
+        Derived(),
+        Derived.count,
+        lambda _: (Derived.seen, "made" in vars(Derived)),
+    ),
+    "namespace": (
+        SimpleNamespace(calls=0),
+        lambda v: setattr(v, "calls", v.calls + 1),
+        lambda v: v.calls,
+    ),
+    "UserDict": (UserDict(), lambda v: v.setdefault("a", 1), dict),
+    "UserList": (UserList([1]), lambda v: v.append(2), list),
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_what_code_writes_is_restored(name):
+    value, change, read = HOLDERS[name]
+    before = repr(read(value))
+    state = UserState([partial(change, value)])
+    change(value)
+    assert repr(read(value)) != before
+    state.restore()
+    assert repr(read(value)) == before
 
 
 def test_look_leaves_no_count():

@@ -14,10 +14,14 @@ from scatterpar import Replicated, Rows, count_labels
 
 LENGTHS = [3, 5, 1, 4, 2, 5, 3, 9, 1, 6, 2]
 LABELS = randint(CLASSES, len(LENGTHS))
-TEXTS = [randint(9, n, seed=n + i) for i, n in enumerate(LENGTHS)]
-TAGS = [randint(CLASSES, n, seed=3 * n + i) for i, n in enumerate(LENGTHS)]
+TEXTS = []
+TAGS = []
+for row, length in enumerate(LENGTHS):
+    TEXTS.append(randint(9, length, seed=length + row))
+    TAGS.append(randint(CLASSES, length, seed=3 * length + row))
 WEIGHTS = torch.arange(1.0, 1 + CLASSES).double()
-ROWS, SEVEN = randn(7, FEATURES), LABELS[:7]
+ROWS = randn(7, FEATURES)
+SEVEN = LABELS[:7]
 
 
 class Reader(nn.Module):
@@ -31,15 +35,20 @@ class Reader(nn.Module):
         self.head = nn.Linear(FEATURES, CLASSES)
 
     def forward(self, ids):
-        known = (ids != 9).unsqueeze(-1)
-        return (self.head(self.words(ids).tanh()) * known).sum(1) / known.sum(1)
+        is_word = (ids != 9).unsqueeze(-1)
+        scores = self.scores_of_words(ids) * is_word
+        return scores.sum(1) / is_word.sum(1)
+
+    def scores_of_words(self, ids):
+        hidden = self.words(ids).tanh()
+        return self.head(hidden)
 
 
 class Tagger(Reader):
     """Classes of words."""
 
     def forward(self, ids):
-        return self.head(self.words(ids).tanh()).transpose(1, 2)
+        return self.scores_of_words(ids).transpose(1, 2)
 
 
 class Quantizer(nn.Module):
@@ -59,12 +68,11 @@ class Quantizer(nn.Module):
 
 
 def of_codes(outputs, _):
-    distances = (outputs["tokens"] @ outputs["codebook"].T).logsumexp(1)
-    return (
-        distances.std()
-        + outputs["codes"].square().mean()
-        + outputs["codebook"].std(0).sum()
-    )
+    products = outputs["tokens"] @ outputs["codebook"].T
+    distances = products.logsumexp(1)
+    codes = outputs["codes"].square().mean()
+    spread = outputs["codebook"].std(0).sum()
+    return distances.std() + codes + spread
 
 
 def pad(texts):
@@ -75,67 +83,128 @@ def pad_tags(tags):
     return pad_sequence(tags, batch_first=True, padding_value=-100)
 
 
+PADDED = pad(TEXTS)
+PADDED_TAGS = pad_tags(TAGS)
+
+# --- targets ---
+
 NESTED = {
     "classes": SEVEN,
     "soft": (randn(7, CLASSES).softmax(1),),
     "factor": torch.tensor(0.5).double(),
     "names": "not a tensor",
 }
-
-
-def window():
-    """Batches of other lengths each, the labels of each, and all of it as plain torch
-    has it.
-    """
-    batches = [randint(9, n, length, seed=n) for n, length in ((4, 5), (3, 2), (1, 3))]
-    labels = [randint(CLASSES, len(batch), seed=len(batch)) for batch in batches]
-    return (
-        batches,
-        labels,
-        (pad([row for batch in batches for row in batch]), torch.cat(labels)),
-    )
+IGNORED = SEVEN.clone()
+IGNORED[:3] = -100
 
 
 def nested_targets(output, targets):
-    classes, (soft,) = targets["classes"], targets["soft"]
-    return F.cross_entropy(output, classes) + targets["factor"] * F.cross_entropy(
-        output, soft
-    )
+    (soft,) = targets["soft"]
+    hard_loss = F.cross_entropy(output, targets["classes"])
+    soft_loss = F.cross_entropy(output, soft)
+    return hard_loss + targets["factor"] * soft_loss
 
 
 def without_rows(output, target):
-    return (output - (1.0 if target is None else target)).square().mean()
+    if target is None:
+        target = 1.0
+    return (output - target).square().mean()
+
+
+def weighted_cross_entropy(_):
+    return nn.CrossEntropyLoss(weight=WEIGHTS)
+
+
+# --- outputs ---
+
+
+def with_side_head():
+    return Returns(lambda logits, _: {"main": logits, "side": [logits * 2]})
 
 
 def of_two_heads(outputs, targets):
+    main = F.cross_entropy(outputs["main"], targets)
     side = F.cross_entropy(outputs["side"][0], targets)
-    return F.cross_entropy(outputs["main"], targets) + 0.4 * side
+    return main + 0.4 * side
 
 
-WINDOW = window()
-TABLE, SHIFT = randn(7, 7, seed=3), randn(1, 7, seed=4)
-IGNORED = SEVEN.clone()
-IGNORED[:3] = -100
-PARTS = [torch.arange(n) % CLASSES for n in (3, 9, 2, 7, 5, 1, 8)]
-PART_LABELS = [part.where(part < 3, -100) for part in PARTS]
-PADDED, PADDED_TAGS = pad(TEXTS), pad_tags(TAGS)
+def with_own_loss():
+    def forward(model, ids, labels):
+        loss = F.cross_entropy(model.reader(ids), labels)
+        return {"loss": loss}
+
+    return Of(forward, reader=Reader())
+
+
+def own_loss(output, _):
+    return output["loss"]
+
+
+# --- a value that every micro-batch gets whole ---
+
+TABLE = randn(7, 7, seed=3)
+SHIFT = randn(1, 7, seed=4)
+SQUARE = randn(7, 7)
+
+
+def multiplied_by_table():
+    """It writes to its copy of the table."""
+
+    def forward(model, rows, table, options):
+        shifted = rows + options["shift"]
+        return model.linear(shifted @ table.mul_(2))
+
+    return Of(forward, linear=nn.Linear(7, CLASSES))
+
+
+# --- several batches, and rows that are joined ---
+
+BATCHES = []  # each of another length
+LABELS_OF_BATCHES = []
+for rows, length in ((4, 5), (3, 2), (1, 3)):
+    BATCHES.append(randint(9, rows, length, seed=rows))
+    LABELS_OF_BATCHES.append(randint(CLASSES, rows, seed=rows))
+WINDOW = Rows.from_batches(BATCHES)
+ALL_LABELS = torch.cat(LABELS_OF_BATCHES)
+ALL_TEXTS = pad([text for batch in BATCHES for text in batch])
+
+PARTS = []
+PART_LABELS = []  # some of them ignored
+for length in (3, 9, 2, 7, 5, 1, 8):
+    part = torch.arange(length) % CLASSES
+    PARTS.append(part)
+    PART_LABELS.append(part.where(part < 3, -100))
+
+
+def embedded():
+    return nn.Sequential(nn.Embedding(CLASSES, FEATURES), mlp())
+
+
+# The column "only".
 OF_ROWS = ("engine", "loss", "check", "whole batch", "by cost", "guarded", "inference")
 BY_ROW = ("engine", "loss", "check", "by cost", "guarded")  # outputs of other lengths
 OF_PAIRS = (*OF_ROWS, "pair", "guarded pair")
 WINDOWS = ("engine", "loss", "whole batch")  # a check takes one batch
 
 
-def texts(criterion=None, tagged=False, **more):
-    """Texts that each micro-batch pads on its own, with a label each or
-    one per word.
-    """
-    given = {"criterion": lambda _: criterion} if criterion else {}
-    return Case(
-        Tagger if tagged else Reader,
-        (Rows(TEXTS, pad), Rows(TAGS, pad_tags) if tagged else LABELS),
-        plain=(PADDED, PADDED_TAGS if tagged else LABELS),
-        **(given | {"only": OF_ROWS} | more),
-    )
+def texts(**options):
+    """Texts that each micro-batch pads on its own, with a label each."""
+    columns = {"only": OF_ROWS, **options}
+    batch = Rows(TEXTS, pad), LABELS
+    return Case(Reader, batch, plain=(PADDED, LABELS), **columns)
+
+
+def tags(**options):
+    """Texts that each micro-batch pads on its own, with a label per word."""
+    batch = Rows(TEXTS, pad), Rows(TAGS, pad_tags)
+    plain = PADDED, PADDED_TAGS
+    return Case(Tagger, batch, plain=plain, only=BY_ROW, **options)
+
+
+def window(targets):
+    """A window of batches."""
+    plain = ALL_TEXTS, ALL_LABELS
+    return Case(Reader, (WINDOW, targets), plain=plain, only=WINDOWS)
 
 
 CASES = {
@@ -143,18 +212,11 @@ CASES = {
     # One label for all, as a discriminator gets: the rows are those of the outputs.
     "a number for all": Case(mlp, (ROWS, 1.0), lambda _: without_rows),
     "no targets": Case(mlp, (ROWS, None), lambda _: without_rows),
-    "several outputs": Case(
-        lambda: Returns(lambda logits, _: {"main": logits, "side": [logits * 2]}),
-        (ROWS, SEVEN),
-        lambda _: of_two_heads,
-    ),
+    "several outputs": Case(with_side_head, (ROWS, SEVEN), lambda _: of_two_heads),
     "the module's own losses": Case(
-        lambda: Of(
-            lambda m, ids, labels: {"loss": F.cross_entropy(m.reader(ids), labels)},
-            reader=Reader(),
-        ),
+        with_own_loss,
         ((PADDED, LABELS), LABELS),
-        lambda _: lambda output, _: output["loss"],
+        lambda _: own_loss,
         unless=("whole batch", "by cost", "inference"),
     ),
     "texts": texts(default_run=EVERY_WAY),
@@ -163,43 +225,28 @@ CASES = {
         options={"costs": LENGTHS},
         only=("engine", "loss", "check", "inference"),
     ),
-    "tags": texts(tagged=True, only=BY_ROW),
-    "tags, counted": texts(tagged=True, only=BY_ROW, options={"count": count_labels()}),
+    "tags": tags(),
+    "tags, counted": tags(options={"count": count_labels()}),
     "replicated, of the batch's size": Case(
-        lambda: Of(
-            lambda m, rows, table, options: m.linear(
-                (rows + options["shift"]) @ table.mul_(2)
-            ),
-            linear=nn.Linear(7, CLASSES),
-        ),
-        ((randn(7, 7), Replicated(TABLE), Replicated({"shift": SHIFT})), SEVEN),
-        plain=((randn(7, 7), TABLE, {"shift": SHIFT}), SEVEN),
+        multiplied_by_table,
+        ((SQUARE, Replicated(TABLE), Replicated({"shift": SHIFT})), SEVEN),
+        plain=((SQUARE, TABLE, {"shift": SHIFT}), SEVEN),
         only=OF_PAIRS,
     ),
-    **{
-        f"a window of batches, {how}": Case(
-            Reader,
-            (Rows.from_batches(WINDOW[0]), targets),
-            plain=WINDOW[2],
-            only=WINDOWS,
-        )
-        for how, targets in (
-            ("joined targets", WINDOW[2][1]),
-            ("own targets", Rows.from_batches(WINDOW[1])),
-        )
-    },
+    "a window of batches, joined targets": window(ALL_LABELS),
+    "a window of batches, own targets": window(Rows.from_batches(LABELS_OF_BATCHES)),
     "a window, ignored and weighted": Case(
         mlp,
         (
             Rows.from_batches(ROWS.split([4, 3])),
             Rows.from_batches(IGNORED.split([4, 3])),
         ),
-        lambda _: nn.CrossEntropyLoss(weight=WEIGHTS),
+        weighted_cross_entropy,
         plain=(ROWS, IGNORED),
         only=WINDOWS,
     ),
-    "concatenated rows": Case(  # which have several labels each, some of them ignored
-        lambda: nn.Sequential(nn.Embedding(CLASSES, FEATURES), mlp()),
+    "concatenated rows": Case(  # which have several labels each
+        embedded,
         (Rows(PARTS, torch.cat), Rows(PART_LABELS, torch.cat)),
         plain=(torch.cat(PARTS), torch.cat(PART_LABELS)),
         only=("engine", "loss", "check"),

@@ -8,22 +8,30 @@ from harness.agree import EVERY_WAY, USUAL, Case
 from harness.models import Of
 from harness.oracle import build, randint, randn
 
-FEATURES, EMBEDDING = 5, 6
+FEATURES = 5
+EMBEDDING = 6
 
 
 def make_two_views(between=None):
     """Two views of each row to two embeddings, and a temperature that is learned."""
 
-    def forward(m, one, other):
-        one, other = (m.last(m.between(m.first(view))) for view in (one, other))
-        return {"one": one, "other": other, "scale": m.log_scale.exp()}
+    def embed(model, view):
+        hidden = model.between(model.first(view))
+        return model.last(hidden)
 
-    parts = {
-        "first": nn.Linear(FEATURES, 7),
-        "between": nn.Tanh() if between is None else between,
-    }
+    def forward(model, view, other_view):
+        return {
+            "one": embed(model, view),
+            "other": embed(model, other_view),
+            "scale": model.log_scale.exp(),
+        }
+
+    if between is None:
+        between = nn.Tanh()
+    first = nn.Linear(FEATURES, 7)
     scale = nn.Parameter(torch.tensor(0.7))
-    return Of(forward, last=nn.Linear(7, EMBEDDING), log_scale=scale, **parts)
+    last = nn.Linear(7, EMBEDDING)
+    return Of(forward, last=last, log_scale=scale, first=first, between=between)
 
 
 def two_views(*layers, seed=0):
@@ -32,36 +40,44 @@ def two_views(*layers, seed=0):
 
 def nt_xent(outputs, labels):
     """SimCLR: each view finds the other one of its row among all."""
-    n = len(labels)
-    z = normalize(torch.cat([outputs["one"], outputs["other"]]), dim=1)
-    similarity = (z @ z.T / 0.5).masked_fill(
-        torch.eye(2 * n, dtype=torch.bool), -torch.inf
-    )
-    return cross_entropy(similarity, torch.arange(2 * n).roll(n))
+    rows = len(labels)
+    views = torch.cat([outputs["one"], outputs["other"]])
+    embeddings = normalize(views, dim=1)
+    similarity = embeddings @ embeddings.T / 0.5
+    is_same_view = torch.eye(2 * rows, dtype=torch.bool)
+    similarity = similarity.masked_fill(is_same_view, -torch.inf)
+    partners = torch.arange(2 * rows).roll(rows)
+    return cross_entropy(similarity, partners)
 
 
 def clip(outputs, labels):
     """CLIP: both ways, with the model's own temperature, a 0-dim output."""
-    one, other = normalize(outputs["one"], dim=1), normalize(outputs["other"], dim=1)
-    logits = outputs["scale"] * one @ other.T
-    right = torch.arange(len(labels))
-    return (cross_entropy(logits, right) + cross_entropy(logits.T, right)) / 2
+    images = normalize(outputs["one"], dim=1)
+    texts = normalize(outputs["other"], dim=1)
+    logits = outputs["scale"] * images @ texts.T
+    partners = torch.arange(len(labels))
+    loss_of_images = cross_entropy(logits, partners)
+    loss_of_texts = cross_entropy(logits.T, partners)
+    return (loss_of_images + loss_of_texts) / 2
 
 
-LOSSES = {f.__name__: f for f in (nt_xent, clip)}
+LOSSES = {"nt_xent": nt_xent, "clip": clip}
 
 
 def views(rows):
     """Two views of some rows, and labels."""
-    both = randn(rows, FEATURES, seed=rows), randn(rows, FEATURES, seed=rows + 1)
-    return both, randint(4, rows, seed=rows)
+    view = randn(rows, FEATURES, seed=rows)
+    other_view = randn(rows, FEATURES, seed=rows + 1)
+    labels = randint(4, rows, seed=rows)
+    return (view, other_view), labels
 
 
 def case(name, rows, accum=3, default_run=USUAL):
+    criterion = LOSSES[name]
     return Case(
         make_two_views,
         views(rows),
-        lambda _: LOSSES[name],
+        lambda _: criterion,
         accum=accum,
         options={"whole_batch": True},
         only=("engine", "loss", "check", "by cost", "compiled", "guarded"),

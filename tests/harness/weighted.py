@@ -21,7 +21,8 @@ def classes(rows):
 def padded(rows):
     """Classes, of which some are torch's default ``ignore_index``, in uneven runs."""
     targets = classes(rows)
-    targets[randn(rows, seed=rows + 1) > 0.2] = -100
+    is_ignored = randn(rows, seed=rows + 1) > 0.2
+    targets[is_ignored] = -100
     targets[: rows // 4] = -100
     if (targets == -100).all():
         targets[-1] = 1
@@ -33,16 +34,14 @@ def half_padded(rows):
     zero.
     """
     targets = classes(rows)
-    targets[: (rows + 1) // 2] = -100
+    half = (rows + 1) // 2
+    targets[:half] = -100
     return targets
 
 
 def probabilities(rows):
-    return randn(rows, CLASSES, seed=rows).softmax(1)
-
-
-def values(rows):
-    return randn(rows, CLASSES, seed=rows)
+    logits = randn(rows, CLASSES, seed=rows)
+    return logits.softmax(1)
 
 
 class LogSoftmaxNLL(nn.NLLLoss):
@@ -54,25 +53,39 @@ class LogSoftmaxNLL(nn.NLLLoss):
         return super().forward(input.log_softmax(1), target)
 
 
-def _ce(**options):
-    return lambda: nn.CrossEntropyLoss(**options)
+def smoothed():
+    return nn.CrossEntropyLoss(label_smoothing=0.2, weight=CLASS_WEIGHTS)
 
 
+def weighted():
+    return nn.CrossEntropyLoss(weight=CLASS_WEIGHTS)
+
+
+def ignoring():
+    return nn.CrossEntropyLoss(ignore_index=IGNORED)
+
+
+def summed():
+    return nn.CrossEntropyLoss(reduction="sum")
+
+
+def function_of_torch():
+    return F.cross_entropy
+
+
+# What makes the criterion, and the targets of so many rows.
 LOSSES = {
-    "mean": (_ce(), classes),
-    "sum": (_ce(reduction="sum"), classes),
-    "padded": (_ce(), padded),
-    "ignore_index": (_ce(ignore_index=IGNORED), classes),
-    "class weights": (_ce(weight=CLASS_WEIGHTS), classes),
-    "class weights, padded": (_ce(weight=CLASS_WEIGHTS), padded),
-    "smoothing, class weights": (
-        _ce(label_smoothing=0.2, weight=CLASS_WEIGHTS),
-        classes,
-    ),
-    "probabilities": (_ce(), probabilities),
-    "a share without labels": (_ce(), half_padded),
+    "mean": (nn.CrossEntropyLoss, classes),
+    "sum": (summed, classes),
+    "padded": (nn.CrossEntropyLoss, padded),
+    "ignore_index": (ignoring, classes),
+    "class weights": (weighted, classes),
+    "class weights, padded": (weighted, padded),
+    "smoothing, class weights": (smoothed, classes),
+    "probabilities": (nn.CrossEntropyLoss, probabilities),
+    "a share without labels": (nn.CrossEntropyLoss, half_padded),
     "nll, padded": (LogSoftmaxNLL, padded),
-    "function of torch": (lambda: F.cross_entropy, classes),
+    "function of torch": (function_of_torch, classes),
 }
 
 
@@ -87,18 +100,21 @@ class Summed(nn.Module):
 
 def masked_mean(output, targets):
     """A mean over real tokens, in a plain function that nobody can look into."""
+    mask = targets["mask"]
     losses = F.cross_entropy(output, targets["ids"], reduction="none")
-    return (losses * targets["mask"]).sum() / targets["mask"].sum()
+    return (losses * mask).sum() / mask.sum()
+
+
+def count_of_mask(ids, targets):
+    # The ids take part: on their device.
+    return targets["mask"].sum() + 0 * ids.sum()
 
 
 def case(name, rows, default_run=TRAINING):
-    criterion, targets = LOSSES[name]
+    make_criterion, targets_of = LOSSES[name]
+    batch = randn(rows, FEATURES), targets_of(rows)
     return Case(
-        mlp,
-        (randn(rows, FEATURES), targets(rows)),
-        lambda _: criterion(),
-        accum=3,
-        default_run=default_run,
+        mlp, batch, lambda _: make_criterion(), accum=3, default_run=default_run
     )
 
 
@@ -106,15 +122,16 @@ def of_many_terms(name, rows=11, length=6):
     """Targets of shape (rows, length): a row holds several terms, or padding in their
     place.
     """
-    criterion, targets_of = LOSSES[name]
-    targets = targets_of(rows * length).unflatten(0, (rows, length))
+    make_criterion, targets_of = LOSSES[name]
+    targets = targets_of(rows * length)
+    targets = targets.unflatten(0, (rows, length))
     if name == "probabilities":
         targets = targets.movedim(-1, 1)  # (rows, classes, length)
-    batch = randint(11, rows, length, seed=5), targets
+    ids = randint(11, rows, length, seed=5)
     return Case(
         token_classifier,
-        batch,
-        lambda _: criterion(),
+        (ids, targets),
+        lambda _: make_criterion(),
         accum=3,
         default_run=TRAINING,
     )
@@ -130,6 +147,8 @@ TERMS = [
 ]
 LENGTHS = randint(6, 13, seed=9) + 1
 MASK = (torch.arange(6) < LENGTHS[:, None]).double()
+IDS = randint(11, 13, 6)
+MASKED = {"ids": randint(CLASSES, 13, 6, seed=3), "mask": MASK}
 
 TWO_ROWS = ("engine", "pair")
 EVERY_TRAINING = tuple(runner for runner in EVERY_WAY if runner != "inference")
@@ -154,11 +173,9 @@ CASES = {
     ),
     "count=": Case(
         token_classifier,
-        (randint(11, 13, 6), {"ids": randint(CLASSES, 13, 6, seed=3), "mask": MASK}),
+        (IDS, MASKED),
         lambda _: masked_mean,
-        options={
-            "count": lambda given, targets: targets["mask"].sum() + 0 * given.sum()
-        },
+        options={"count": count_of_mask},
         default_run=(*EVERY_TRAINING, "2 ranks"),
     ),
 }

@@ -18,26 +18,29 @@ from scatterpar import Replicated, Rows
 
 def pairs(outputs, _):
     """A loss of all pairs of rows: no micro-batch's is any part of it."""
-    z = normalize(outputs, dim=1)
-    return (z @ z.T).exp().mean().log() + outputs.square().mean()
+    rows = normalize(outputs, dim=1)
+    similarity = rows @ rows.T
+    spread = similarity.exp().mean().log()
+    return spread + outputs.square().mean()
 
 
 def counted():
     """Computes otherwise in every second call: a plain counter, and one in a buffer."""
 
-    def forward(m, inputs):
-        m.calls += 1
-        m.seen = m.seen + len(inputs)  # rebound, not written
-        return m.linear(inputs) * (1 + m.calls % 2) + m.seen
+    def forward(model, inputs):
+        model.calls += 1
+        model.seen = model.seen + len(inputs)  # rebound, not written
+        factor = 1 + model.calls % 2
+        return model.linear(inputs) * factor + model.seen
 
     model = Of(forward, calls=0, linear=nn.Linear(FEATURES, 4))
-    return with_buffers(model, seen=torch.zeros((), dtype=torch.long))
+    seen = torch.zeros((), dtype=torch.long)
+    return with_buffers(model, seen=seen)
 
 
 def normed():
-    return nn.Sequential(
-        nn.Linear(FEATURES, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh()
-    )
+    linear = nn.Linear(FEATURES, 6, bias=False)
+    return nn.Sequential(linear, nn.BatchNorm1d(6), nn.Tanh())
 
 
 def frozen_views():
@@ -67,43 +70,47 @@ class Tempered(nn.Module):
         self.register_buffer("queue", torch.ones(2, 4))
 
     def forward(self, outputs, labels):
-        z = self.head(outputs)
-        logits = self.scale.exp() * z @ torch.cat([outputs, self.queue]).T
-        self.queue.copy_(z.detach()[:2])  # the next loss depends on it
+        projected = self.head(outputs)
+        keys = torch.cat([outputs, self.queue])
+        logits = self.scale.exp() * projected @ keys.T
+        self.queue.copy_(projected.detach()[:2])  # the next loss depends on it
         return cross_entropy(logits, torch.arange(len(outputs)))
 
 
 def everything():
     """Outputs of all kinds, some of them unused, some in place."""
 
-    def forward(m, inputs):
-        z = m.linear(inputs).mul_(2).tanh_()
+    def forward(model, inputs):
+        rows = model.linear(inputs).mul_(2).tanh_()
+        classes = rows.argmax(1)
+        doubled = torch.stack([rows, -rows], 1)
         return {
-            "z": z,
-            "again": z,
-            "nested": (z.square(), [z.argmax(1), "text", None]),
-            "scale": m.log_scale.exp(),
-            "itself": m.log_scale,
-            "unused": z * 3,
-            "doubled": torch.stack([z, -z], 1).flatten(0, 1),
+            "rows": rows,
+            "again": rows,
+            "nested": (rows.square(), [classes, "text", None]),
+            "scale": model.log_scale.exp(),
+            "itself": model.log_scale,
+            "unused": rows * 3,
+            "doubled": doubled.flatten(0, 1),
             "constant": torch.ones(len(inputs), 2),
         }
 
-    return Of(
-        forward,
-        linear=nn.Linear(FEATURES, 4),
-        log_scale=nn.Parameter(torch.tensor(0.2)),
-    )
+    linear = nn.Linear(FEATURES, 4)
+    log_scale = nn.Parameter(torch.tensor(0.2))
+    return Of(forward, linear=linear, log_scale=log_scale)
 
 
 def of_everything(outputs, _):
     square, (classes, text, nothing) = outputs["nested"]
     assert (text, nothing) == ("text", None)
     assert classes.dtype == torch.long
-    assert outputs["doubled"].shape[0] == 2 * len(classes)
-    total = pairs(outputs["z"] + outputs["again"], None) * outputs["scale"]
-    total = total + (square * classes[:, None]).mean() * outputs["itself"]
-    total = total + (outputs["doubled"] @ outputs["doubled"].T).sin().mean()
+    doubled = outputs["doubled"]
+    assert doubled.shape[0] == 2 * len(classes)
+    total = pairs(outputs["rows"] + outputs["again"], None) * outputs["scale"]
+    of_classes = square * classes[:, None]
+    total = total + of_classes.mean() * outputs["itself"]
+    products = doubled @ doubled.T
+    total = total + products.sin().mean()
     return total + outputs["constant"].sum()
 
 
@@ -115,11 +122,12 @@ class Versions:
     num_splits = 3
 
     def __call__(self, output, targets):
-        clean, *others = output.chunk(self.num_splits)
-        far = sum(
-            (other.softmax(1) - clean.softmax(1)).square().mean() for other in others
-        )
-        return cross_entropy(clean, targets[: len(clean)]) + far
+        clean, *augmented = output.chunk(self.num_splits)
+        loss = cross_entropy(clean, targets[: len(clean)])
+        for version in augmented:
+            distance = version.softmax(1) - clean.softmax(1)
+            loss = loss + distance.square().mean()
+        return loss
 
 
 ROWS = randn(19, FEATURES), None
@@ -128,7 +136,8 @@ ROWS = randn(19, FEATURES), None
 def in_place(outputs, labels):
     """Writes to its arguments."""
     labels += 1
-    outputs.mul_(2).sub_(outputs.mean(0, keepdim=True).detach())
+    mean = outputs.mean(0, keepdim=True).detach()
+    outputs.mul_(2).sub_(mean)
     return cross_entropy(outputs @ outputs.T, labels)
 
 
@@ -137,19 +146,28 @@ def in_row_order(outputs, targets):
     first.
     """
     rows, (factor,) = targets
-    assert [*map(len, rows)] == [*range(1, 12)]
-    return (outputs.sum(1) * torch.stack([row.sum() for row in rows]) * factor).sum()
+    lengths = [len(row) for row in rows]
+    assert lengths == list(range(1, 12))
+    sums = torch.stack([row.sum() for row in rows])
+    products = outputs.sum(1) * sums * factor
+    return products.sum()
 
 
-ENTRIES, FACTOR = [randn(length + 1) for length in range(11)], torch.tensor(2.0)
-PARTS = [
-    (Rows(few), [Replicated(FACTOR)])
-    for few in (ENTRIES[:4], ENTRIES[4:8], ENTRIES[8:])
-]
+def in_a_closure(model):
+    """A criterion that reads a parameter of the model."""
+    return lambda outputs, _: pairs(outputs * model.bias.exp(), None)
 
 
-def of_pairs(make, **more):
-    return Case(make, ROWS, lambda _: pairs, **more)
+ENTRIES = [randn(length + 1) for length in range(11)]
+FACTOR = torch.tensor(2.0)
+PARTS = []  # the targets of three batches
+for entries in (ENTRIES[:4], ENTRIES[4:8], ENTRIES[8:]):
+    PARTS.append((Rows(entries), [Replicated(FACTOR)]))
+SEVERAL = Rows.from_batches(ROWS[0][:11].split(4)), Rows.from_batches(PARTS)
+
+
+def of_pairs(make, accum):
+    return Case(make, ROWS, lambda _: pairs, by_share=True, accum=accum)
 
 
 WHOLE = {
@@ -158,26 +176,21 @@ WHOLE = {
     "a criterion that writes": Case(
         linear, (ROWS[0], torch.arange(19) - 1), lambda _: in_place
     ),
-    "a closure": Case(
-        linear,
-        ROWS,
-        lambda model: lambda outputs, _: pairs(outputs * model.bias.exp(), None),
-    ),
+    "a closure": Case(linear, ROWS, in_a_closure),
     "a criterion with parameters and a queue": Case(
         linear, ROWS, lambda _: build(Tempered), accum=3
     ),
     "several batches in row order": Case(
         linear,
-        (Rows.from_batches(ROWS[0][:11].split(4)), Rows.from_batches(PARTS)),
+        SEVERAL,
         lambda _: in_row_order,
         plain=(ROWS[0][:11], (ENTRIES, [FACTOR])),
     ),
+    "statistics of a whole batch, 1": of_pairs(normed, accum=1),
+    "statistics of a whole batch, 3": of_pairs(normed, accum=3),
+    "counters, 1": of_pairs(counted, accum=1),
+    "counters, 3": of_pairs(counted, accum=3),
 }
-for accum in (1, 3):
-    WHOLE |= {
-        f"statistics of a whole batch, {accum}": of_pairs(
-            normed, by_share=True, accum=accum
-        ),
-        f"counters, {accum}": of_pairs(counted, by_share=True, accum=accum),
-    }
-CASES = {name: replace(case, only=("whole batch",)) for name, case in WHOLE.items()}
+CASES = {}
+for name, case in WHOLE.items():
+    CASES[name] = replace(case, only=("whole batch",))

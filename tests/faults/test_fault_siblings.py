@@ -69,7 +69,7 @@ def test_lowest_error_raised_others_noted(devices, kind):
     for _ in range(3):  # the same exceptions
         assert raised(fail, devices, kind, accum=2, rows=4) is errors[0]
         assert errors[0].__notes__ == [
-            note_of(0, devices(3)[0], 0, of=2, rows=range(2)),
+            note_of(0, devices(3)[0], 0, sub_steps=2, rows=range(2)),
             f"replica 1 failed too: {errors[1]!r}",
             f"replica 2 failed too: {errors[2]!r}",
         ]

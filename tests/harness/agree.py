@@ -46,7 +46,7 @@ from harness.plain import cut, joined, map_atoms, tensors
 from harness.rank_processes import run_on_ranks
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
 
-BATCH = randn(9, FEATURES), randint(CLASSES, 9)
+BATCH = randn(9, FEATURES), randint(CLASSES, 9)  # inputs, labels
 LAYOUTS = {
     "one": ["cpu"],
     # one replica shares the master's memory, one has its own
@@ -123,7 +123,8 @@ class Case:
     @property
     def count(self):
         """The number of rows: of the targets' first tensor, or of the inputs'."""
-        sizes = [len(each) for each in tensors(self.plain or self.batch) if each.ndim]
+        batch = self.batch if self.plain is None else self.plain
+        sizes = [len(tensor) for tensor in tensors(batch) if tensor.ndim]
         return sizes[0]
 
     def rows(self, rows):
@@ -138,7 +139,8 @@ class Case:
                 return atom[rows.start : rows.stop].clone()
             return atom[list(rows)]
 
-        return map_atoms(take, self.batch if self.plain is None else self.plain)
+        batch = self.batch if self.plain is None else self.plain
+        return map_atoms(take, batch)
 
     def all(self):
         return self.rows(range(self.count))
@@ -171,6 +173,13 @@ def shares_by_cost(engine, costs):
     return shares_of
 
 
+def shares_of_engine(case, engine, devices, costs=None):
+    costs = costs or case.options.get("costs")
+    if costs is None:
+        return even_shares(case, devices)
+    return shares_by_cost(engine, costs)
+
+
 def make_engine(case, module, devices, **options):
     options = case.engine | options
     if "micro_batch_cost" not in options:
@@ -179,36 +188,66 @@ def make_engine(case, module, devices, **options):
 
 
 @contextlib.contextmanager
-def by_engine(case, module, criterion, devices, *, how=None, by="", **more):
-    """``how``: more options of the engine. A check before each step leaves no trace in
-    it.
-    """
-    options = case.options | more
-    if "whole_batch" in more:  # the criterion has all terms
-        options.pop("count", None)
-        options.pop("reduction", None)
-    with make_engine(case, module, devices, **(how or {})) as engine:
+def by_engine(case, module, criterion, devices, *, costs=None, **engine_options):
+    options = dict(case.options)
+    if costs is not None:
+        options["costs"] = costs
+    with make_engine(case, module, devices, **engine_options) as engine:
 
         def step():
-            if by == "check":
-                assert engine.check(*case.batch, criterion, **options).passed
-            if by != "loss":
-                return engine.forward_backward(*case.batch, criterion, **options)
-            loss = engine.loss(*case.batch, criterion, **options)
+            return engine.forward_backward(*case.batch, criterion, **options)
+
+        yield step, shares_of_engine(case, engine, devices, costs)
+
+
+@contextlib.contextmanager
+def by_loss(case, module, criterion, devices):
+    """``engine.loss`` and ``backward``."""
+    with make_engine(case, module, devices) as engine:
+
+        def step():
+            loss = engine.loss(*case.batch, criterion, **case.options)
             loss.backward()
             return loss.detach()
 
-        if "costs" in options:
-            yield step, shares_by_cost(engine, options["costs"])
-        else:
-            yield step, even_shares(case, devices)
+        yield step, shares_of_engine(case, engine, devices)
+
+
+@contextlib.contextmanager
+def by_checked_engine(case, module, criterion, devices):
+    """A check before each step leaves no trace in it."""
+    with make_engine(case, module, devices) as engine:
+
+        def step():
+            check = engine.check(*case.batch, criterion, **case.options)
+            assert check.passed
+            return engine.forward_backward(*case.batch, criterion, **case.options)
+
+        yield step, shares_of_engine(case, engine, devices)
+
+
+def by_whole_batch(case, *args):
+    """The criterion has all terms: it needs no ``count=`` and no ``reduction=``."""
+    options = {"whole_batch": True}
+    for name, value in case.options.items():
+        if name not in ("count", "reduction"):
+            options[name] = value
+    return by_engine(replace(case, options=options), *args)
 
 
 def by_cost(case, *args):
     """Rows of like cost together, which are not consecutive."""
     costs = [1.0 + 3 * row % 4 for row in range(case.count)]
     budget = 8.0 if case.accum > 1 else 1e9
-    return by_engine(case, *args, how={"micro_batch_cost": budget}, costs=costs)
+    return by_engine(case, *args, costs=costs, micro_batch_cost=budget)
+
+
+def by_graphs(*args):
+    return by_engine(*args, graphs=True, verify=False)
+
+
+def by_compiler(*args):
+    return by_engine(*args, compile={"backend": "eager"})
 
 
 @contextlib.contextmanager
@@ -227,7 +266,7 @@ def by_pair(case, module, criterion, devices):
 
 
 @contextlib.contextmanager
-def apart(by, case, module, criterion, devices):
+def guarded_by(runner, case, module, criterion, devices):
     """By an engine, or pair, of each step, whose operations may not mix tensors of two
     memories.
 
@@ -235,24 +274,32 @@ def apart(by, case, module, criterion, devices):
     """
     modules = [module, *_heads(criterion)]
     master = torch.device(devices[0])
-    used = {torch.device(device) for device in devices[: case.count]}
+    devices_with_rows = {torch.device(device) for device in devices[: case.count]}
 
     def step():
         with (
-            by(case, module, criterion, devices) as (inner, _),
+            runner(case, module, criterion, devices) as (unguarded_step, _),
             pytest.MonkeyPatch.context() as patch,
             guarded(patch, *modules) as memories,
         ):
-            loss = inner()
-            gradients = [tensor.grad for _, tensor in _trained(module)]
-            results = [loss, *(each for each in gradients if each is not None)]
+            loss = unguarded_step()
+            results = [loss, *gradients_of(module)]
             owners = {memories.owner(result) for result in results}
             assert owners <= {master, None}
-            assert set(memories.checked) == used
+            assert set(memories.checked) == devices_with_rows
         return loss
 
-    with by(case, module, criterion, devices) as (_, shares_of):
+    with runner(case, module, criterion, devices) as (_, shares_of):
         yield step, shares_of
+
+
+def gradients_of(module):
+    """The gradients that are there, of parameters and buffers."""
+    gradients = []
+    for _, tensor in _trained(module):
+        if tensor.grad is not None:
+            gradients.append(tensor.grad)
+    return gradients
 
 
 def _heads(criterion):
@@ -263,16 +310,16 @@ def _heads(criterion):
 
 RUNNERS = {
     "engine": by_engine,
-    "loss": lambda *args: by_engine(*args, by="loss"),
-    "check": lambda *args: by_engine(*args, by="check"),
-    "whole batch": lambda *args: by_engine(*args, whole_batch=True),
+    "loss": by_loss,
+    "check": by_checked_engine,
+    "whole batch": by_whole_batch,
     "by cost": by_cost,
-    "graphs": lambda *args: by_engine(*args, how={"graphs": True, "verify": False}),
-    "compiled": lambda *args: by_engine(*args, how={"compile": {"backend": "eager"}}),
+    "graphs": by_graphs,
+    "compiled": by_compiler,
     "pair": by_pair,
     "inference": by_engine,
-    "guarded": partial(apart, by_engine),
-    "guarded pair": partial(apart, by_pair),
+    "guarded": partial(guarded_by, by_engine),
+    "guarded pair": partial(guarded_by, by_pair),
 }
 
 
@@ -282,22 +329,26 @@ def runs(cases):
     In the default run are mixed memories, and the engine on one replica; other layouts
     are slow. One replica of a pair is plain torch.
     """
-    layouts_of = {"engine": [*LAYOUTS], "pair": [*LAYOUTS][1:]}
+    layouts = list(LAYOUTS)
+    layouts_of = {"engine": layouts, "pair": layouts[1:]}
     parameters = []
     for name, case in cases.items():
         for runner in case.only or RUNNERS:
             if runner in case.unless or (runner == "check" and case.by_share):
                 continue
             for layout in layouts_of.get(runner, ["mixed"]):
-                is_usual = layout == "mixed" or (layout, runner) == ("one", "engine")
-                if not is_usual or runner not in case.default_run:
-                    marks = [pytest.mark.slow]
-                else:
-                    marks = [pytest.mark.contract] if runner in CONTRACT else []
+                marks = _marks_of_run(case, runner, layout)
                 identity = identity_of(name, runner, layout)
                 run = pytest.param(case, runner, layout, id=identity, marks=marks)
                 parameters.append(run)
     return parameters
+
+
+def _marks_of_run(case, runner, layout):
+    is_usual = layout == "mixed" or (layout, runner) == ("one", "engine")
+    if not is_usual or runner not in case.default_run:
+        return [pytest.mark.slow]
+    return [pytest.mark.contract] if runner in CONTRACT else []
 
 
 def runs_on_ranks(tables, slow):
@@ -320,9 +371,9 @@ def runs_on_ranks(tables, slow):
     return parameters
 
 
-def identity_of(name, *more):
+def identity_of(name, *parts):
     """The id of a test of a case; ``-k`` takes no spaces, commas and "="."""
-    return "-".join([re.sub(r"[^\w.]+", "_", name), *more])
+    return "-".join([re.sub(r"[^\w.]+", "_", name), *parts])
 
 
 def agree(case, runner, devices, group=None):
@@ -333,7 +384,8 @@ def agree(case, runner, devices, group=None):
     the rows. What was trained is returned, with its last gradients: all ranks must have
     the same bits. ``devices``: a list, or the name of a layout.
     """
-    devices = LAYOUTS[devices] if isinstance(devices, str) else devices
+    if isinstance(devices, str):
+        devices = LAYOUTS[devices]
     if runner == "inference":
         _agree_in_inference(case, devices)
         return []
@@ -341,26 +393,29 @@ def agree(case, runner, devices, group=None):
     part = case
     if group is not None:
         part = part_of_rank(case, group)
-        trained.rows_of_first = len(cut(range(case.count), group.size())[0])
+        rows_of_ranks = cut(range(case.count), group.size())
+        trained.rows_of_first = len(rows_of_ranks[0])
     batch_before = copy.deepcopy(part.batch)
     run = RUNNERS[runner](part, trained.module, trained.criterion, devices)
     with run as (step, shares_of):
-        for number in range(1 + max(2, len(case.changes))):
+        num_steps = 1 + max(2, len(case.changes))
+        for number in range(num_steps):
             trained.change(number)
             expected = trained.plain_step(shares_of)
             trained.assert_same(step(), expected)
             trained.update(number)
     pairs = zip(tensors(part.batch), tensors(batch_before), strict=True)
-    are_same = [torch.equal(*pair) for pair in pairs]
-    assert all(are_same), "the caller's tensors were written"
+    for tensor, tensor_before in pairs:
+        assert torch.equal(tensor, tensor_before), "the caller's tensors were written"
     return trained.values()
 
 
 def part_of_rank(case, group):
     """The case with this rank's rows."""
-    rows = cut(range(case.count), group.size())[group.rank()]
+    rows_of_ranks = cut(range(case.count), group.size())
+    batch = case.rows(rows_of_ranks[group.rank()])
     options = {"process_group": group, **case.engine}
-    return replace(case, batch=case.rows(rows), engine=options)
+    return replace(case, batch=batch, engine=options)
 
 
 class Trained:
@@ -375,7 +430,9 @@ class Trained:
         self.case = case
         self.joins = joins
         self.rows_of_first = case.count
-        self.module, self.twin, self.first = (case.build() for _ in range(3))
+        self.module = case.build()
+        self.twin = case.build()
+        self.first = case.build()
         self.criterion = case.criterion(self.module)
         self.plain_criterion = case.criterion(self.twin)
 
@@ -391,7 +448,8 @@ class Trained:
         case = self.case
         buffers = buffers_of(self.first)
         if buffers:
-            outputs_of(case, self.first, shares_of(self.rows_of_first)[0])
+            share_of_first = shares_of(self.rows_of_first)[0]
+            outputs_of(case, self.first, share_of_first)
         if case.by_share:
             pieces = []
             for share in shares_of(case.count):
@@ -401,7 +459,8 @@ class Trained:
             inputs, _ = case.all()
             pieces = [(range(case.count), call(self.twin, inputs))]
         if self.joins and len(pieces) > 1:
-            pieces = [(range(case.count), joined([output for _, output in pieces]))]
+            outputs = [output for _, output in pieces]
+            pieces = [(range(case.count), joined(outputs))]
         return _plain_loss(case, self.twin, pieces, self.plain_criterion)
 
     def assert_same(self, loss, expected):
@@ -428,9 +487,7 @@ class Trained:
 
     def values(self):
         """Parameters, and gradients that are there."""
-        gradients = [tensor.grad for _, tensor in _trained(self.module)]
-        gradients = [gradient for gradient in gradients if gradient is not None]
-        values = [*self.module.parameters(), *gradients]
+        values = [*self.module.parameters(), *gradients_of(self.module)]
         return [value.detach().to_dense() for value in values]
 
 
@@ -440,10 +497,10 @@ def on_ranks(cases, name, size, runner="engine"):
 
     ``cases`` is the module whose ``CASES`` have it: processes cannot be sent a case.
     """
-    first, *others = run_on_ranks(size, _on_a_rank, cases, name, runner)
-    assert all(all(map(torch.equal, first, other)) for other in others), (
-        "other bits on one of them"
-    )
+    first, *following = run_on_ranks(size, _on_a_rank, cases, name, runner)
+    for rank, values in enumerate(following, 1):
+        for value, value_of_first in zip(values, first, strict=True):
+            assert torch.equal(value, value_of_first), f"other bits on rank {rank}"
 
 
 def _on_a_rank(group, cases, name, runner):
@@ -453,18 +510,21 @@ def _on_a_rank(group, cases, name, runner):
 
 def _agree_in_inference(case, devices):
     """What the engine returns when it is called is what the module returns."""
-    module, twin = (case.build().eval() for _ in range(2))
-    costs = {}
-    if "costs" in case.options:
-        costs["costs"] = case.options["costs"]
+    module = case.build().eval()
+    twin = case.build().eval()
     inputs, _ = case.batch
     with make_engine(case, module, devices) as engine, torch.no_grad():
-        for change in (lambda _: None, *case.changes):
-            change(module)
-            change(twin)
-            output = call(partial(engine, **costs), inputs)
-            whole, _ = case.all()
-            assert_alike(output, call(twin, whole), case.relative)
+        run = engine
+        if "costs" in case.options:
+            run = partial(engine, costs=case.options["costs"])
+        for change in (None, *case.changes):
+            if change is not None:
+                change(module)
+                change(twin)
+            output = call(run, inputs)
+            plain_inputs, _ = case.all()
+            expected = call(twin, plain_inputs)
+            assert_alike(output, expected, case.relative)
 
 
 def buffers_of(module):
@@ -482,9 +542,8 @@ def put_buffers(module, values):
     """Rebind them to copies: what a graph has saved is not written."""
     for name, value in values.items():
         path, _, last = name.rpartition(".")
-        module.get_submodule(path)._buffers[last] = (
-            None if value is None else value.clone()
-        )
+        owner = module.get_submodule(path)
+        owner._buffers[last] = None if value is None else value.clone()
 
 
 def outputs_of(case, module, share, start=None):
@@ -527,15 +586,16 @@ def _assert_buffers(case, module, first):
     expected = dict(first.named_buffers())
     assert list(buffers) == list(expected)
     for name, buffer in buffers.items():
-        limits = {"rtol": 0, "atol": 0}
         if buffer.dtype.is_floating_point:
             limits = {"rtol": case.relative, "atol": 1e-14, "equal_nan": True}
-        torch.testing.assert_close(
-            buffer.detach(),
-            expected[name].detach(),
-            **limits,
-            msg=lambda words, name=name: f"buffer {name}: {words}",
-        )
+        else:
+            limits = {"rtol": 0, "atol": 0}
+
+        def message(words, name=name):
+            return f"buffer {name}: {words}"
+
+        values = buffer.detach(), expected[name].detach()
+        torch.testing.assert_close(*values, **limits, msg=message)
 
 
 def _assert_gradients(case, module, twin):
@@ -545,16 +605,19 @@ def _assert_gradients(case, module, twin):
     pairs = zip(_trained(module), _trained(twin), strict=True)
     for (name, tensor), (name_in_twin, expected) in pairs:
         assert name == name_in_twin
-        has_gradient = tensor.grad is not None
-        is_right = has_gradient == (expected.grad is not None)
-        assert is_right, f"{name}: a gradient on one side only"
-        if has_gradient:
-            assert tensor.grad.layout == expected.grad.layout, name
-            if expected.grad.layout == torch.strided:
-                strides = tensor.grad.stride(), expected.grad.stride()
-                assert strides[0] == strides[1], f"{name}: strides"
-            assert_close(tensor.grad, expected.grad, f"{name}.grad", case.relative)
+        _assert_gradient(name, tensor.grad, expected.grad, case.relative)
         assert_close(tensor.detach(), expected.detach(), name, case.relative)
+
+
+def _assert_gradient(name, gradient, expected, relative):
+    if expected is None:
+        assert gradient is None, f"{name}: a gradient that plain torch has not"
+        return
+    assert gradient is not None, f"{name}: no gradient"
+    assert gradient.layout == expected.layout, name
+    if expected.layout == torch.strided:
+        assert gradient.stride() == expected.stride(), f"{name}: strides"
+    assert_close(gradient, expected, f"{name}.grad", relative)
 
 
 def _trained(module):

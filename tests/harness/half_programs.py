@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,11 +49,13 @@ def focal(output, labels):
 
 
 def hinge(output, labels):
-    return F.relu(1 - _signs(output, labels) * output).mean(-1)
+    margins = 1 - _signs(output, labels) * output
+    return F.relu(margins).mean(-1)
 
 
 def squared_hinge(output, labels):
-    return F.relu(1 - _signs(output, labels) * output).square().sum(-1)
+    margins = 1 - _signs(output, labels) * output
+    return F.relu(margins).square().sum(-1)
 
 
 def multi_margin(output, labels):
@@ -62,37 +64,44 @@ def multi_margin(output, labels):
 
 def crammer_singer(output, labels):
     right = output.gather(1, labels[:, None])
-    others = output.masked_fill(_one_hot(output, labels).bool(), -1e4)
-    return F.relu(1 + others.amax(1) - right[:, 0])
+    is_right = _one_hot(output, labels).bool()
+    wrong = output.masked_fill(is_right, -1e4)
+    margins = 1 + wrong.amax(1) - right[:, 0]
+    return F.relu(margins)
 
 
 def soft_margin(output, labels):
-    return F.soft_margin_loss(output, _signs(output, labels), reduction="none").mean(-1)
+    signs = _signs(output, labels)
+    losses = F.soft_margin_loss(output, signs, reduction="none")
+    return losses.mean(-1)
 
 
 def binary(output, labels):
-    return F.binary_cross_entropy_with_logits(
-        output, _one_hot(output, labels), reduction="none"
-    ).mean(-1)
+    goal = _one_hot(output, labels)
+    losses = F.binary_cross_entropy_with_logits(output, goal, reduction="none")
+    return losses.mean(-1)
 
 
 def squares(output, labels):
-    return (output - _one_hot(output, labels)).square().sum(-1)
+    difference = output - _one_hot(output, labels)
+    return difference.square().sum(-1)
 
 
 def absolute(output, labels):
-    return (output - _one_hot(output, labels)).abs().mean(-1)
+    difference = output - _one_hot(output, labels)
+    return difference.abs().mean(-1)
 
 
 def huber(output, labels):
-    return F.huber_loss(
-        output, _one_hot(output, labels), reduction="none", delta=0.5
-    ).mean(-1)
+    goal = _one_hot(output, labels)
+    losses = F.huber_loss(output, goal, reduction="none", delta=0.5)
+    return losses.mean(-1)
 
 
 def divergence(output, labels):
     goal = (_one_hot(output, labels) * 3).softmax(-1)
-    return F.kl_div(output.log_softmax(-1), goal, reduction="none").sum(-1)
+    losses = F.kl_div(output.log_softmax(-1), goal, reduction="none")
+    return losses.sum(-1)
 
 
 def cosine(output, labels):
@@ -102,19 +111,23 @@ def cosine(output, labels):
 def cancelling(output, labels):
     """Large terms that cancel, and small ones that remain."""
     large = 1000 * output
-    return (large - large.detach()).sum(-1) + cross_entropy(output, labels)
+    zeros = large - large.detach()
+    return zeros.sum(-1) + cross_entropy(output, labels)
 
 
 def cancelling_constants(output, labels):
     """A large constant is added, and later subtracted."""
-    scores = output + 60 * labels[:, None].to(output.dtype)
-    return cross_entropy(scores - 60 * labels[:, None].to(output.dtype), labels)
+    constants = 60 * labels[:, None].to(output.dtype)
+    scores = output + constants
+    return cross_entropy(scores - constants, labels)
 
 
 def opposite(output, labels):
     """Rows whose terms have opposite signs, as the advantages of policy gradients."""
     advantages = torch.where(labels % 2 == 0, 1.0, -1.0).to(output.dtype)
-    return advantages * output.log_softmax(-1).gather(1, labels[:, None])[:, 0]
+    log_probabilities = output.log_softmax(-1)
+    chosen = log_probabilities.gather(1, labels[:, None])
+    return advantages * chosen[:, 0]
 
 
 TERMS = (
@@ -180,25 +193,27 @@ def _weighted_mean(terms, output, labels):
 def _centred(terms, output, labels):
     """Large terms of opposite signs in one sum."""
     signs = torch.where(labels % 2 == 0, 1.0, -1.0)
-    return (
-        terms.mean()
-        + (50 * signs * terms).mean()
-        - (50 * signs * terms.detach()).mean()
-    )
+    large = (50 * signs * terms).mean()
+    same_number = (50 * signs * terms.detach()).mean()
+    return terms.mean() + large - same_number
 
 
 def _spread(terms, output, labels):
-    return terms.mean() + (output - output.mean(0)).square().mean()
+    differences = output - output.mean(0)
+    return terms.mean() + differences.square().mean()
 
 
 def _rolled(terms, output, labels):
     """Pairs of neighbouring rows."""
-    return terms.mean() + (output * output.roll(1, 0)).mean()
+    products = output * output.roll(1, 0)
+    return terms.mean() + products.mean()
 
 
 def _contrastive(terms, output, labels):
-    scores = F.normalize(output.float()) @ F.normalize(output.float()).T
-    return terms.mean() + F.cross_entropy(scores, torch.arange(len(output)))
+    rows = F.normalize(output.float())
+    scores = rows @ rows.T
+    partners = torch.arange(len(output))
+    return terms.mean() + F.cross_entropy(scores, partners)
 
 
 def _largest(terms, output, labels):
@@ -277,23 +292,37 @@ class Convolution(nn.Module):
         self.norm = norm
 
     def forward(self, inputs):
-        return self.norm(self.first(inputs[:, None]).mean(-1)).relu()
+        features = self.first(inputs[:, None])
+        means = features.mean(-1)
+        return self.norm(means).relu()
 
 
-NORMS: dict[str, Callable[[int], nn.Module]] = {
-    "none": lambda width: nn.Identity(),
-    "batch": nn.BatchNorm1d,
-    "batch, no affine": lambda width: nn.BatchNorm1d(width, affine=False),
-    "layer": nn.LayerNorm,
-    "rms": nn.RMSNorm,
-    "group": lambda width: nn.GroupNorm(2, width),
-}
+def _no_norm(width: int) -> nn.Module:
+    return nn.Identity()
+
+
+def _batch_norm_without_weight(width: int) -> nn.Module:
+    return nn.BatchNorm1d(width, affine=False)
+
+
+def _norm_of_halves(width: int) -> nn.Module:
+    return nn.GroupNorm(2, width)
+
+
+NORMS: Sequence[Callable[[int], nn.Module]] = (
+    _no_norm,
+    nn.BatchNorm1d,
+    _batch_norm_without_weight,
+    nn.LayerNorm,
+    nn.RMSNorm,
+    _norm_of_halves,
+)
 ACTIVATIONS = (nn.ReLU, nn.Tanh, nn.GELU, nn.LeakyReLU, nn.SiLU, nn.Hardtanh)
 
 
 def _model(draw: random.Random, features: int, num_classes: int) -> nn.Module:
     width = draw.choice((8, 16, 32, 128))
-    norm = NORMS[draw.choice(list(NORMS))]
+    norm = draw.choice(NORMS)
     activation = draw.choice(ACTIVATIONS)
     layers: list[nn.Module] = []
     if draw.random() < 0.2:
@@ -302,13 +331,16 @@ def _model(draw: random.Random, features: int, num_classes: int) -> nn.Module:
         layers += [nn.Linear(features, width), norm(width), activation()]
     for _ in range(draw.choice((0, 1, 2))):
         body = nn.Sequential(nn.Linear(width, width), norm(width), activation())
-        layers.append(draw.choice((Residual, lambda body: body))(body))
+        is_residual = draw.choice((True, False))
+        layers.append(Residual(body) if is_residual else body)
     if draw.random() < 0.3:
         layers.append(nn.Dropout(0.2))
     layers.append(nn.Linear(width, num_classes))
-    if draw.random() < 0.2:
-        layers.append(norm(num_classes) if num_classes % 2 == 0 else nn.Identity())
-    layers.append(Scaled(draw.choice((0.1, 1.0, 1.0, 10.0, 50.0))))
+    has_last_norm = draw.random() < 0.2
+    if has_last_norm and num_classes % 2 == 0:  # groups are halves
+        layers.append(norm(num_classes))
+    factor = draw.choice((0.1, 1.0, 1.0, 10.0, 50.0))
+    layers.append(Scaled(factor))
     return nn.Sequential(*layers)
 
 
@@ -353,12 +385,17 @@ class Program:
         With ``dtype`` everything is computed in that, in the place of half precision.
         """
         is_autocast = self.is_autocast and dtype is None
-        own = torch.float32 if self.is_autocast else self.dtype
-        model = self.model.to(dtype or own)
+        if dtype is not None:
+            computed_in = dtype
+        elif is_autocast:
+            computed_in = torch.float32
+        else:
+            computed_in = self.dtype
+        model = self.model.to(computed_in)
         model.zero_grad()
         if dtype is not None:
             model.eval()  # batch statistics tie rows together
-        inputs = self.inputs.to(dtype or own)
+        inputs = self.inputs.to(computed_in)
         autocast = contextlib.nullcontext()
         if is_autocast:
             autocast = torch.autocast("cpu", self.dtype)
@@ -374,7 +411,8 @@ class Program:
         """The gradients in float64, in plain torch."""
         model = self.model.double().eval()
         model.zero_grad()
-        self.criterion(model(self.inputs.double()), self.labels).backward()
+        output = model(self.inputs.double())
+        self.criterion(output, self.labels).backward()
         model.train()
         return [parameter.grad.clone() for parameter in model.parameters()]
 
@@ -382,26 +420,28 @@ class Program:
         """How far the gradient in parts is off, in float64: of the largest entry."""
         actual = self.step(verify=False, dtype=torch.float64)
         expected = self.plain_gradients()
-        scale = max(float(gradient.abs().max()) for gradient in expected)
-        differences = [
-            float((one - other).abs().max())
-            for one, other in zip(actual, expected, strict=True)
-        ]
+        scale = max(_largest_entry(gradient) for gradient in expected)
+        differences = []
+        for gradient, expected_gradient in zip(actual, expected, strict=True):
+            differences.append(_largest_entry(gradient - expected_gradient))
         return max(differences) / max(scale, 1e-30)
+
+
+def _largest_entry(tensor: Tensor) -> float:
+    return float(tensor.abs().max())
 
 
 def _train(model, inputs, labels, terms, steps):
     """Train in float32: near a minimum the gradients of rows cancel each other."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        terms(model(inputs), labels.clamp(min=0)).mean().backward()
-        optimizer.step()
-    model.eval()
-    for _ in range(steps):
-        optimizer.zero_grad()
-        terms(model(inputs), labels.clamp(min=0)).mean().backward()
-        optimizer.step()
+    labels = labels.clamp(min=0)
+    for is_training in (True, False):
+        model.train(is_training)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            losses = terms(model(inputs), labels)
+            losses.mean().backward()
+            optimizer.step()
     model.train()
 
 
@@ -414,27 +454,28 @@ def program(seed: int, is_right: bool) -> Program:
         features = draw.choice((4, 8, 16))
         num_classes = draw.choice((2, 3, 4, 6))
         model = _model(draw, features, num_classes)
-        inputs = draw.choice((0.3, 1.0, 1.0, 4.0)) * torch.randn(rows, features)
+        size = draw.choice((0.3, 1.0, 1.0, 4.0))
+        inputs = size * torch.randn(rows, features)
         labels = torch.randint(num_classes, (rows,))
         ignored = torch.rand(rows) < torch.linspace(0, 0.7, rows)
         labels[ignored] = -1
         labels[0] = 0
         terms = draw.choice(TERMS)
-        _train(model, inputs, labels, terms, steps=draw.choice((0, 0, 20, 200)))
+        steps = draw.choice((0, 0, 20, 200))
+        _train(model, inputs, labels, terms, steps)
     combination = draw.choice(RIGHT if is_right else WRONG)
     precision = draw.choice(list(DTYPES))
     is_autocast = draw.random() < 0.4
     in_float32 = draw.random() < 0.4
-    norms = {
-        type(layer).__name__ for layer in model.modules() if "Norm" in str(type(layer))
-    }
-    name = (
-        f"{seed}: {terms.__name__} {combination.combine.__name__.strip('_')} "
-        f"{precision}{' autocast' * is_autocast}{' float32 loss' * in_float32} "
-        f"{' '.join(sorted(norms))}"
-    )
+    words = [f"{seed}:", terms.__name__, combination.combine.__name__, precision]
+    if is_autocast:
+        words.append("autocast")
+    if in_float32:
+        words.append("float32 loss")
+    classes = {type(layer).__name__ for layer in model.modules()}
+    words += sorted(name for name in classes if "Norm" in name)
     return Program(
-        name=name,
+        name=" ".join(words),
         model=model,
         inputs=inputs,
         labels=labels,

@@ -52,7 +52,7 @@ class Memories:
                     return memory
         return None
 
-    def check(self, operator, values, here, *, host_too):
+    def check(self, operator, values, current, *, host_too):
         """The one memory that all tensors among ``values`` are in."""
         shapes = {}  # by memory
         for tensor in _tensors(values):
@@ -61,29 +61,29 @@ class Memories:
             if memory != HOST or (tensor.ndim and not host_too):
                 shapes[memory] = tuple(tensor.shape)
         if len(shapes) > 1:
-            raise MixedMemories(f"{operator} on {here} mixes tensors of {shapes}")
-        self.checked[here] = self.checked.get(here, 0) + 1
-        return next(iter(shapes), here)
+            raise MixedMemories(f"{operator} on {current} mixes tensors of {shapes}")
+        self.checked[current] = self.checked.get(current, 0) + 1
+        return next(iter(shapes), current)
 
 
 class Guard(TorchDispatchMode):
     """Checks every operation of one thread, and claims what it makes for the memory it
     ran in.
 
-    With ``host_too`` the host's memory counts as ``here``: the caller's thread may move
+    With ``host_too`` the host's memory counts as ``current``. The caller's thread may move
     tensors between the two with ``.to``, which on virtual devices leaves no trace.
     """
 
-    def __init__(self, memories, here, *, host_too=False):
+    def __init__(self, memories, current, *, host_too=False):
         super().__init__()
         self.memories = memories
-        self.here = here
+        self.current = current
         self.host_too = host_too
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         memory = self.memories.check(
-            func, (args, kwargs), self.here, host_too=self.host_too
+            func, (args, kwargs), self.current, host_too=self.host_too
         )
         result = func(*args, **kwargs)
         fresh = [t for t in _tensors(result) if self.memories.owner(t) is None]
@@ -117,8 +117,8 @@ def _make_operators():
     tests.
     """
     for name in torch._C._dispatch_get_all_op_names():
-        space, _, rest = name.partition("::")
-        packet, _, overload = rest.partition(".")
+        space, _, name_in_space = name.partition("::")
+        packet, _, overload = name_in_space.partition(".")
         if space == "aten":
             with contextlib.suppress(AttributeError):
                 getattr(getattr(torch.ops.aten, packet), overload or "default")
@@ -126,7 +126,7 @@ def _make_operators():
 
 @contextlib.contextmanager
 def guarded(monkeypatch, *modules):
-    """Virtual devices are apart from here on; ``modules`` are in the memory of
+    """Virtual devices are apart in the body; ``modules`` are in the memory of
     ``cpu:0``.
     """
     _make_operators()

@@ -33,8 +33,8 @@ def in_time(gone):
 
 
 def count_tensors():
-    """How many tensors the interpreter knows of."""
-    return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+    """The number of tensors that the interpreter knows of."""
+    return sum(isinstance(value, torch.Tensor) for value in gc.get_objects())
 
 
 def threads():
@@ -68,8 +68,11 @@ def _threads_of_torchs_compiler():
     inductor = sys.modules.get("torch._inductor.async_compile")
     if inductor is not None and inductor.AsyncCompile.pool.cache_info().currsize:
         pools.append(inductor.AsyncCompile.pool())
-    named = {thread for thread in threading.enumerate() if thread.name in _KNOWN}
-    return named.union(*(pool._threads for pool in pools if pool is not None))
+    known = {thread for thread in threading.enumerate() if thread.name in _KNOWN}
+    for pool in pools:
+        if pool is not None:
+            known |= pool._threads
+    return known
 
 
 def _stance():
@@ -80,28 +83,42 @@ def _stance():
 
 def globals_of_torch():
     """What torch, or Python, keeps for the whole process or the calling thread."""
-    autocast_kinds = ("cpu", "cuda")
-    saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return _settings() | _modes() | _hooks()
+
+
+def _settings():
     return {
         "num_threads": torch.get_num_threads(),
         "num_interop_threads": torch.get_num_interop_threads(),
         "default dtype": torch.get_default_dtype(),
         "default device": torch.get_default_device(),
+        "deterministic": torch.get_deterministic_debug_mode(),
+        "anomaly mode": torch.is_anomaly_enabled(),
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "torch.default_generator": id(torch.default_generator),
+        "torch.random.default_generator": id(torch.random.default_generator),
+    }
+
+
+def _modes():
+    autocast_kinds = ("cpu", "cuda")
+    return {
         "grad mode": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),
         "autocast": [torch.is_autocast_enabled(kind) for kind in autocast_kinds],
         "autocast dtype": [torch.get_autocast_dtype(kind) for kind in autocast_kinds],
         "autocast cache": torch.is_autocast_cache_enabled(),
-        "deterministic": torch.get_deterministic_debug_mode(),
-        "anomaly mode": torch.is_anomaly_enabled(),
-        "matmul precision": torch.get_float32_matmul_precision(),
         "stance of torch.compile": _stance(),
         "metadata of graphs": dict(fx_traceback.get_current_meta()),
-        "saved tensor hooks": saved_tensor_hooks is None,
-        "torch.default_generator": id(torch.default_generator),
-        "torch.random.default_generator": id(torch.random.default_generator),
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
         "function modes": torch._C._len_torch_function_stack(),
+    }
+
+
+def _hooks():
+    saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return {
+        "saved tensor hooks": saved_tensor_hooks is None,
         "forward hooks": len(module_globals._global_forward_hooks),
         "forward pre-hooks": len(module_globals._global_forward_pre_hooks),
         "excepthook": sys.excepthook,

@@ -12,12 +12,11 @@ from harness.models import CLASSES, FEATURES, Of, mlp
 from harness.oracle import randint, randn, seeded
 from harness.weighted import classes
 
-ROWS, LENGTH = 24, 5
-INPUTS, VALUES, LABELS = (
-    randn(ROWS, FEATURES),
-    randn(ROWS, CLASSES),
-    randint(CLASSES, ROWS),
-)
+ROWS = 24
+LENGTH = 5
+INPUTS = randn(ROWS, FEATURES)
+VALUES = randn(ROWS, CLASSES)
+LABELS = randint(CLASSES, ROWS)
 SEQUENCES = randn(ROWS, LENGTH, FEATURES)
 
 
@@ -33,33 +32,55 @@ class Net(Of):
 
 def net(function, *makers, **attributes):
     """Makes a ``Net`` whose parts the ``makers`` make."""
-    return lambda: Net(function, *(make() for make in makers), **attributes)
+
+    def make():
+        parts = [make_part() for make_part in makers]
+        return Net(function, *parts, **attributes)
+
+    return make
 
 
 def loss_of(criterion, targets=classes, *, model=mlp, accum=3, **options):
     """A case of this criterion, the same one for every module."""
-    batch = INPUTS, targets(ROWS) if callable(targets) else targets
+    if callable(targets):
+        targets = targets(ROWS)
+    batch = INPUTS, targets
     return Case(model, batch, lambda _: criterion, accum=accum, options=options)
 
 
-def case_of(model, inputs=INPUTS, targets=VALUES, accum=2, engine=None, **how):
-    """A case of a module, with the mean of squares unless ``how`` has another
+def case_of(
+    model,
+    inputs=INPUTS,
+    targets=VALUES,
+    accum=2,
+    engine=None,
+    criterion=F.mse_loss,
+    **options,
+):
+    """A case of a module, with the mean of squares unless there is another
     criterion.
     """
-    criterion = how.pop("criterion", F.mse_loss)
-    batch, more = (inputs, targets), {"engine": engine or {}, "options": how}
-    return Case(model, batch, lambda _: criterion, accum=accum, **more)
+    return Case(
+        model,
+        (inputs, targets),
+        lambda _: criterion,
+        accum=accum,
+        engine=engine or {},
+        options=options,
+    )
 
 
 def own_loss(model, inputs, accum=3, **options):
     """A case of a module that computes its loss."""
-    return Case(model, (inputs, None), lambda _: None, accum=accum, options=options)
+    batch = inputs, None
+    return Case(model, batch, lambda _: None, accum=accum, options=options)
 
 
 def train(engine, case, batch=None):
     """A step, on the case's batch or another one."""
     criterion = case.criterion(engine.module)
-    return engine.forward_backward(*(batch or case.batch), criterion, **case.options)
+    inputs, targets = batch or case.batch
+    return engine.forward_backward(inputs, targets, criterion, **case.options)
 
 
 def step(engine, criterion, targets, inputs=INPUTS, **options):
@@ -73,7 +94,7 @@ def said(engine, case, steps):
         warnings.simplefilter("always")
         for _ in range(steps):
             engine.forward_backward(*case.batch, criterion, **case.options)
-    return [str(each.message) for each in caught]
+    return [str(warning.message) for warning in caught]
 
 
 class Calls:
@@ -105,9 +126,10 @@ def assert_agreed(engine, step, looks=True):
         step()
         numbers.append(Calls.number)
     handle.remove()
+    first, second = numbers
     sub_steps = len(engine.last_step.plan.substep_rows)
-    assert looks or numbers[1] == sub_steps
-    assert (numbers[0] > sub_steps) == looks
+    assert looks or second == sub_steps
+    assert (first > sub_steps) == looks
 
 
 def in_a_def(output, targets):
@@ -115,4 +137,5 @@ def in_a_def(output, targets):
 
 
 def squares(output, targets):
-    return (output - targets).square().sum()
+    difference = output - targets
+    return difference.square().sum()

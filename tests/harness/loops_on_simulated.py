@@ -118,9 +118,9 @@ def _place_lightning(monkeypatch):
 def _place_fastai(monkeypatch):
     from fastai.data.core import DataLoaders
 
-    made = DataLoaders.__init__
+    initialise = DataLoaders.__init__
 
     def on_first(loaders, *args, **options):
-        made(loaders, *args, **{**options, "device": FIRST})
+        initialise(loaders, *args, **{**options, "device": FIRST})
 
     monkeypatch.setattr(DataLoaders, "__init__", on_first)

@@ -4,15 +4,17 @@ from torch import nn
 
 from harness.oracle import build
 
-FEATURES, CLASSES = 5, 4
+FEATURES = 5
+CLASSES = 4
 
 
 def mlp(seed=0):
     """Rows of ``FEATURES`` to ``CLASSES`` logits."""
-    return build(
-        lambda: nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, CLASSES)),
-        seed,
-    )
+
+    def make():
+        return nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, CLASSES))
+
+    return build(make, seed)
 
 
 class Classifier(nn.Module):
@@ -72,7 +74,8 @@ class TokenClassifier(nn.Module):
 
     def forward(self, ids):
         hidden = self.embedding(ids)
-        hidden = hidden + self.mix(hidden).tanh().mean(1, keepdim=True)
+        mixed = self.mix(hidden).tanh()
+        hidden = hidden + mixed.mean(1, keepdim=True)
         return self.head(hidden).transpose(1, 2)
 
 

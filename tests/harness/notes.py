@@ -8,23 +8,27 @@ from scatterpar.plan import Share
 from scatterpar.step.replica_threads import ReplicaNote
 
 
-def note_of(replica, device, sub_step=None, of=1, rows=(0,)):
-    """The note on an error of a replica, in a sub-step ``of`` so many, with these
+def note_of(replica, device, sub_step=None, sub_steps=1, rows=(0,)):
+    """The note on an error of a replica, in a sub-step of ``sub_steps``, with these
     ``rows``.
 
     Rows that are no ``range`` are those of a plan by cost.
     """
-    spans = ((rows[0], rows[-1] + 1),) * of
-    # not raised: it would keep the error that is handled at the moment
+    span = rows[0], rows[-1] + 1
+    by_cost = ()
+    if not isinstance(rows, range):
+        by_cost = (tuple(rows),) * sub_steps
+    share = Share(replica, torch.device(device), 0, 0, (span,) * sub_steps, by_cost)
+    # Not raised: it would keep the error that is handled at the moment.
     error = Exception()
-    by_cost = () if isinstance(rows, range) else (tuple(rows),) * of
-    share = Share(replica, torch.device(device), 0, 0, spans, by_cost)
     ReplicaNote(share, sub_step).__exit__(None, error, None)
     (note,) = error.__notes__
     return note
 
 
-def beginning_of_note(replica, device, sub_step=None, of=1):
+def beginning_of_note(replica, device, sub_step=None, sub_steps=1):
     """What all notes on errors of this replica, and of this sub-step, begin with."""
-    parts = note_of(replica, device, sub_step, of).split(", ")
-    return ", ".join(parts[: 1 if sub_step is None else 2])
+    note = note_of(replica, device, sub_step, sub_steps)
+    num_parts = 1 if sub_step is None else 2
+    parts = note.split(", ")
+    return ", ".join(parts[:num_parts])

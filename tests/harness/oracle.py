@@ -27,13 +27,13 @@ def build(factory, seed=0):
 
 
 def randn(*shape, seed=1, dtype=torch.float64):
-    return torch.randn(
-        *shape, generator=torch.Generator().manual_seed(seed), dtype=dtype
-    )
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=dtype)
 
 
 def randint(high, *shape, seed=2):
-    return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(high, shape, generator=generator)
 
 
 def call(module, inputs):
@@ -113,14 +113,13 @@ def assert_gradients(module, expected, relative=RELATIVE):
     """
     actual = gradients(module)
     assert actual.keys() == expected.keys()
-    for name, gradient in expected.items():
-        if gradient is None:
-            assert actual[name] is None, (
-                f"{name} has a gradient that the oracle has not"
-            )
+    for name, expected_gradient in expected.items():
+        gradient = actual[name]
+        if expected_gradient is None:
+            assert gradient is None, f"{name} has a gradient that the oracle has not"
         else:
-            assert actual[name] is not None, f"{name} has no gradient"
-            assert_close(actual[name], gradient, name, relative)
+            assert gradient is not None, f"{name} has no gradient"
+            assert_close(gradient, expected_gradient, name, relative)
 
 
 def assert_parameters(module, plain, relative=RELATIVE):

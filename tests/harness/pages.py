@@ -43,7 +43,7 @@ def sections(page):
     """Each section of second order by its title; those without a snippet
     are left out.
     """
-    parts = re.split(r"^## ", read(page), flags=re.MULTILINE)[1:]
+    _, *parts = re.split(r"^## ", read(page), flags=re.MULTILINE)
     texts = {}
     for part in parts:
         title, _, _ = part.partition("\n")
@@ -54,13 +54,14 @@ def sections(page):
 
 def namespace():
     """What pages take for granted: a model on the master, data, a loss."""
+    rows = 64 * 16
     generator = torch.Generator().manual_seed(0)
-    images = torch.randn(64 * 16, 4, dtype=torch.float64, generator=generator)
-    labels = torch.randint(CLASSES, (64 * 16,), generator=generator)
+    images = torch.randn(rows, 4, dtype=torch.float64, generator=generator)
+    labels = torch.randint(CLASSES, (rows,), generator=generator)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        layers = nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, CLASSES)
-        model = nn.Sequential(*layers).double()
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, CLASSES))
+    model = model.double()
     if torch.accelerator.is_available():
         model = model.to("cuda:0")
         images = images.to("cuda:0")
@@ -105,9 +106,9 @@ class Checked(scatterpar.ScatterOnceParallel):
 
     def _compare(self, inputs, targets=None, criterion=None, **options):
         if len(batches_of(inputs, targets, 0)) == 1:  # ``check`` takes one batch
-            of_check = {"reduction", "count", "whole_batch", "costs"} & options.keys()
-            options = {name: options[name] for name in of_check}
-            report = self.check(inputs, targets, criterion, **options)
+            names = {"reduction", "count", "whole_batch", "costs"} & options.keys()
+            options_of_check = {name: options[name] for name in names}
+            report = self.check(inputs, targets, criterion, **options_of_check)
             assert report.passed, report
         self.compared += 1
 

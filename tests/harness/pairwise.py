@@ -11,17 +11,22 @@ def pairwise(**factors):
 
     In those few any two values of two factors meet.
     """
-    few = all_pairs(factors)
-    others = [each for each in itertools.product(*factors.values()) if each not in few]
-    slow = [pytest.param(*each, marks=pytest.mark.slow) for each in others]
-    return pytest.mark.parametrize(tuple(factors), few + slow)
+    parameters = all_pairs(factors)
+    in_default_run = set(parameters)
+    for values in itertools.product(*factors.values()):
+        if values not in in_default_run:
+            parameters.append(pytest.param(*values, marks=pytest.mark.slow))
+    return pytest.mark.parametrize(tuple(factors), parameters)
 
 
 def few_of(names, quick):
     """Values of a parameter, of which those in ``quick`` are run by default."""
     assert set(quick) <= set(names)
-    slow = {name: pytest.param(name, marks=pytest.mark.slow) for name in names}
-    return [name if name in quick else slow[name] for name in names]
+    parameters = []
+    for name in names:
+        marks = () if name in quick else pytest.mark.slow
+        parameters.append(pytest.param(name, marks=marks))
+    return parameters
 
 
 def all_pairs(factors):
@@ -29,10 +34,16 @@ def all_pairs(factors):
     before.
     """
     product = list(itertools.product(*factors.values()))
-    missing = set().union(*map(_pairs, product))
+    missing = set()
+    for combination in product:
+        missing |= _pairs(combination)
+
+    def num_new_pairs(combination):
+        return len(missing & _pairs(combination))
+
     chosen = []
     while missing:
-        best = max(product, key=lambda combination: len(missing & _pairs(combination)))
+        best = max(product, key=num_new_pairs)
         missing -= _pairs(best)
         chosen.append(best)
     return chosen

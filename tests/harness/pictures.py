@@ -21,33 +21,33 @@ def write_folder(
 ):
     """Write train/CLASS and test/CLASS, with so many pictures of each class."""
     data = load()
-    for part, split, number in (
-        ("train", data.train, train),
-        (held_out, data.test, test),
-    ):
+    parts = ("train", data.train, train), (held_out, data.test, test)
+    for part, split, number in parts:
+        images, labels = split.tensors
         for name in classes:
             place = folder / part / name
             place.mkdir(parents=True)
-            images, labels = split.tensors
-            rows = (labels == data.class_names.index(name)).nonzero().flatten()
+            is_of_class = labels == data.class_names.index(name)
+            rows = is_of_class.nonzero().flatten()
             for row in rows[:number].tolist():
-                picture = Image.fromarray(images[row, 0].numpy()).resize(size)
-                picture.save(place / f"{row:05d}.{ending}")
+                picture = Image.fromarray(images[row, 0].numpy())
+                picture.resize(size).save(place / f"{row:05d}.{ending}")
     return folder
 
 
 def truncate(file):
     """Leave two thirds of a file, as a copy that was broken off does."""
     content = file.read_bytes()
-    file.write_bytes(content[: 2 * len(content) // 3])
+    length = 2 * len(content) // 3
+    file.write_bytes(content[:length])
 
 
 def broken_folder(folder):
     """A data set of JPEG files, the second of which is truncated, and
     that file's name.
     """
-    data = open_data(
-        Options(data=str(write_folder(folder, ending="jpg", size=(60, 60))))
-    )
-    truncate(Path(data.train[1][0]))
-    return data, data.train[1][0]
+    write_folder(folder, ending="jpg", size=(60, 60))
+    data = open_data(Options(data=str(folder)))
+    name = data.train[1][0]
+    truncate(Path(name))
+    return data, name

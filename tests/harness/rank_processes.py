@@ -60,13 +60,13 @@ def _start():
     folder = tempfile.TemporaryDirectory()
     pipes = [context.Pipe() for _ in range(SIZE)]
     processes = []
-    for rank, (_, there) in enumerate(pipes):
-        args = there, rank, str(Path(folder.name) / "store")
+    for rank, (_, far_end) in enumerate(pipes):
+        args = far_end, rank, str(Path(folder.name) / "store")
         process = context.Process(target=_serve, args=args, daemon=True)
         process.start()
         processes.append(process)
-        there.close()
-    return processes, [here for here, _ in pipes], folder
+        far_end.close()
+    return processes, [near_end for near_end, _ in pipes], folder
 
 
 def _serve(pipe, rank, store):

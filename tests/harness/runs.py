@@ -85,31 +85,38 @@ def steps(out):
 def differences(run, other_run):
     """The places where the final checkpoints of two runs differ by a bit."""
     values = _final_values(run)
-    other_values = _final_values(other_run)
-    assert values.keys() == other_values.keys()
-    return [
-        keystr(path)
-        for path, value in values.items()
-        if not _same(value, other_values[path])
-    ]
+    values_of_other = _final_values(other_run)
+    assert values.keys() == values_of_other.keys()
+    places = []
+    for path, value in values.items():
+        if not _same(value, values_of_other[path]):
+            places.append(keystr(path))
+    return places
 
 
 def _final_values(out):
     return dict(tree_leaves_with_path(torch.load(out / "checkpoint.pt")))
 
 
-def _same(one, other):
-    return torch.equal(one, other) if isinstance(one, Tensor) else one == other
+def _same(value, expected):
+    if isinstance(value, Tensor):
+        return torch.equal(value, expected)
+    return value == expected
 
 
 def assert_same_run(whole, parts, number):
     """So many steps, each recorded once, with the same bits as in a run that nobody
     stopped.
     """
+    recorded = _recorded_steps(parts)
+    assert recorded == _recorded_steps(whole)
+    assert len(recorded) == number
+    assert differences(whole, parts) == []
+
+
+def _recorded_steps(out):
     fields = "step", "epoch", "images", "learning_rate", "loss"
     recorded = []
-    for out in (whole, parts):
-        recorded.append([[step[field] for field in fields] for step in steps(out)])
-    assert recorded[0] == recorded[1]
-    assert len(recorded[0]) == number
-    assert differences(whole, parts) == []
+    for step in steps(out):
+        recorded.append([step[field] for field in fields])
+    return recorded

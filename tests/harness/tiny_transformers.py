@@ -51,9 +51,9 @@ _NAMES = [
     (8, "linear_value_head_dim"),
     (4, "state_size ssm_state_size mamba_d_state chunk_size mamba_chunk_size"),
 ]
-SIZES = {name: size for size, names in _NAMES for name in names.split()} | {
-    "use_cache": False
-}
+SIZES = {"use_cache": False}
+for size, names in _NAMES:
+    SIZES |= dict.fromkeys(names.split(), size)
 OFF = ("drop", "jitter")
 
 
@@ -71,7 +71,8 @@ def tiny_config(name):
         sizes.pop("head_dim", None)
     config = kind(**sizes)
     for key, value in vars(config).items():
-        if isinstance(value, float) and any(word in key for word in OFF):
+        is_off = any(word in key for word in OFF)
+        if is_off and isinstance(value, float):
             setattr(config, key, 0.0)
     # The kernel that the library takes for experts, torch's grouped_mm, refuses
     # float64.
@@ -94,7 +95,8 @@ def inputs_of(model):
     config = model.config
     if model.main_input_name == "pixel_values":
         size = config.image_size
-        size = size if isinstance(size, int) else size[0]
+        if not isinstance(size, int):
+            size = size[0]
         return {"pixel_values": randn(ROWS, config.num_channels, size, size)}
     inputs = {"input_ids": randint(47, ROWS, 8) + 3}
     if config.is_encoder_decoder:

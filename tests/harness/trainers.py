@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from harness.optional import import_torchvision_first
@@ -78,46 +79,47 @@ def moved(model):
 
 def sentences(count):
     lengths = 3 + randint(6, count, seed=5)
-    return [
-        {"input_ids": randint(VOCABULARY, int(n), seed=i + 1).tolist(), "number": i}
-        for i, n in enumerate(lengths)
-    ]
+    rows = []
+    for number, length in enumerate(lengths.tolist()):
+        ids = randint(VOCABULARY, length, seed=number + 1)
+        rows.append({"input_ids": ids.tolist(), "number": number})
+    return rows
 
 
 def images(count):
-    return [
-        {"pixel_values": randn(3, 8, 8, seed=i), "labels": i % 3} for i in range(count)
-    ]
+    rows = []
+    for number in range(count):
+        pixels = randn(3, 8, 8, seed=number)
+        rows.append({"pixel_values": pixels, "labels": number % 3})
+    return rows
 
 
 def padded(rows, kind="language"):
     """A batch of sentences, padded to its longest, with labels of one kind."""
-    longest = max(len(row["input_ids"]) for row in rows)
-
-    def pad(row, value):
-        return row["input_ids"] + [value] * (longest - len(row["input_ids"]))
-
-    ids = torch.tensor([pad(row, 0) for row in rows])
-    labels = torch.tensor([pad(row, PADDING) for row in rows])
-    batch = {"input_ids": ids, "attention_mask": (labels != PADDING).long()}
+    ids = pad_sentences(rows, 0)
+    labels = pad_sentences(rows, PADDING)
+    mask = labels != PADDING
     numbers = torch.tensor([row["number"] for row in rows])
     if kind == "tokens":
-        labels = torch.where(labels == PADDING, PADDING, labels % 3)
+        labels = torch.where(mask, labels % 3, PADDING)
     elif kind == "classes":
         labels = numbers % 3
     elif kind == "numbers":
         labels = numbers.double() / 10
-    return {**batch, "labels": labels}
+    return {"input_ids": ids, "attention_mask": mask.long(), "labels": labels}
+
+
+def pad_sentences(rows, value):
+    sequences = [torch.tensor(row["input_ids"]) for row in rows]
+    return pad_sequence(sequences, batch_first=True, padding_value=value)
 
 
 def tokenizer(**special):
     """Of the words that are the vocabulary's numbers."""
     tokenizers = pytest.importorskip("tokenizers")
-    words = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel(
-            {str(i): i for i in range(VOCABULARY)}, unk_token="0"
-        )
-    )
+    ids = {str(number): number for number in range(VOCABULARY)}
+    model = tokenizers.models.WordLevel(ids, unk_token="0")
+    words = tokenizers.Tokenizer(model)
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token="0", unk_token="0", **special
@@ -127,40 +129,45 @@ def tokenizer(**special):
 def parameters(trainer):
     """Those of the model, and of losses that are modules."""
     losses = getattr(trainer, "loss", None)
-    parts = [
-        trainer.model,
-        nn.ModuleDict(losses) if isinstance(losses, dict) else losses,
-    ]
-    modules = [part for part in parts if isinstance(part, nn.Module)]
-    return {name: p for module in modules for name, p in module.named_parameters()}
+    if isinstance(losses, dict):
+        losses = nn.ModuleDict(losses)
+    by_name = dict(trainer.model.named_parameters())
+    if isinstance(losses, nn.Module):
+        by_name |= dict(losses.named_parameters())
+    return by_name
 
 
 def assert_same_parameters(ours, stock, relative):
-    mine, theirs = parameters(ours), parameters(stock)
-    assert mine.keys() == theirs.keys()
-    for name, parameter in mine.items():
-        off = (parameter - theirs[name]).norm() / theirs[name].norm().clamp(min=1e-3)
-        assert off <= relative, f"{name}: off by {off}"
+    expected_parameters = parameters(stock)
+    actual = parameters(ours)
+    assert actual.keys() == expected_parameters.keys()
+    for name, parameter in actual.items():
+        expected = expected_parameters[name]
+        error = (parameter - expected).norm() / expected.norm().clamp(min=1e-3)
+        assert error <= relative, f"{name}: off by {error}"
 
 
 def assert_same_run(ours, stock, relative=SAME, logged=2e-06):
     """The trainers have the same parameters, and logged the same, times aside."""
     assert_same_parameters(ours, stock, relative)
-    for mine, its in zip(ours.state.log_history, stock.state.log_history, strict=True):
-        assert_same_log(mine, its, max(logged, relative))
+    logs = zip(ours.state.log_history, stock.state.log_history, strict=True)
+    for log, expected in logs:
+        assert_same_log(log, expected, max(logged, relative))
 
 
-def assert_same_log(mine, its, relative):
-    assert mine.keys() == its.keys()
-    timed = {key for key in its if "time" in key or "per_second" in key}
-    for key in its.keys() - timed - {"total_flos", "epoch"}:
-        near = pytest.approx(its[key], rel=relative, abs=relative / 100, nan_ok=True)
-        assert mine[key] == near, key
+def assert_same_log(log, expected, relative):
+    assert log.keys() == expected.keys()
+    for key, value in expected.items():
+        if key in ("total_flos", "epoch") or "time" in key or "per_second" in key:
+            continue
+        close = pytest.approx(value, rel=relative, abs=relative / 100, nan_ok=True)
+        assert log[key] == close, key
 
 
-def assert_same_bits(model, other):
-    for parameter, its in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(parameter, its), "the same bits"
+def assert_same_bits(model, twin):
+    pairs = zip(model.parameters(), twin.parameters(), strict=True)
+    for parameter, expected in pairs:
+        assert torch.equal(parameter, expected), "the same bits"
 
 
 QUIET = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "logging_steps": 1}
@@ -168,15 +175,14 @@ QUIET |= {"save_strategy": "no", "max_steps": 3}
 
 
 def arguments(folder, **options):
-    own = {
+    defaults = {
         "learning_rate": 1e-2,
         "weight_decay": 0.1,
         "warmup_steps": 2,
         "optim": "adamw_torch",
     }
-    return transformers.TrainingArguments(
-        output_dir=str(folder), **QUIET | own | options
-    )
+    options = QUIET | defaults | options
+    return transformers.TrainingArguments(output_dir=str(folder), **options)
 
 
 def quietly(call, *args, **kwargs):

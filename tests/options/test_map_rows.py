@@ -65,7 +65,7 @@ def test_errors_arrive_as_they_are(devices):
         with pytest.raises(KeyError, match="mine") as caught:
             engine(INPUTS)
         assert caught.value.__notes__ == [
-            note_of(2, devices(3)[2], 1, of=2, rows=(10,))
+            note_of(2, devices(3)[2], 1, sub_steps=2, rows=(10,))
         ]
         assert torch.equal(engine(INPUTS[:10]), INPUTS[:10])
 

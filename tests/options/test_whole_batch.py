@@ -118,7 +118,9 @@ def test_differing_second_pass_refused(devices, words):
     with ScatterOnceParallel(model, 2, devices(2), verify=False) as engine:
         with nothing_changes(model), pytest.raises(RuntimeError, match=words) as error:
             engine.forward_backward(randn(8, FEATURES), None, pairs, whole_batch=True)
-        begins = tuple(beginning_of_note(i, devices(2)[i], 0, of=2) for i in (0, 1))
+        begins = tuple(
+            beginning_of_note(i, devices(2)[i], 0, sub_steps=2) for i in (0, 1)
+        )
         assert error.value.__notes__[0].startswith(begins)
     # its way out
     with ScatterOnceParallel(model, 1, devices(1), verify=False) as engine:

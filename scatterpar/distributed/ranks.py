@@ -241,24 +241,20 @@ class Buckets:
         self._statistics: list[Tensor] = []
         if outcome.statistics:
             self._statistics = outcome.statistics.to_pool()
-        gradients = [
-            _dense(leaf, gradient, accumulate_dtype)
-            for leaf, gradient in outcome.gradients
-        ]
+        gradients: list[Tensor] = []
+        for leaf, gradient in outcome.gradients:
+            gradients.append(_dense(leaf, gradient, accumulate_dtype))
         flags = _flags(outcome.gradients, gradients)
         dtypes = {gradient.dtype for gradient in gradients}
         buffers = [_sendable(value, dtypes) for value in self._buffers]
         # Buffers are those of rank 0: the sum of its values and zeros.
         if rank:
             buffers = [torch.zeros_like(value) for value in buffers]
-        statistics = [
-            _row_of(rank, size, _sendable(value, dtypes)) for value in self._statistics
-        ]
+        statistics: list[Tensor] = []
+        for value in self._statistics:
+            statistics.append(_row_of(rank, size, _sendable(value, dtypes)))
         parts = [*gradients, *flags, *buffers, *statistics]
-        named_dtypes = [
-            (name, value is None or value.dtype) for _, name, value in outcome.buffers
-        ]
-        self.kind = str([named_dtypes, *((part.dtype, part.shape) for part in parts)])
+        self.kind = _kind_of_parts(outcome.buffers, parts)
         self.flats, views = _packed_by_dtype(parts)
         # In these views of ``flats`` the sums of all ranks arrive.
         remaining = iter(views)
@@ -288,12 +284,10 @@ class Buckets:
     def _gradients_of_all(self) -> list[Gradient]:
         flags = to_numbers(self._flag_views[0]) if self._flag_views else []
         leaves = [leaf for leaf, _ in self._outcome.gradients]
-        return [
-            (leaf, total if flag else None)
-            for leaf, total, flag in zip(
-                leaves, self._gradient_views, flags, strict=True
-            )
-        ]
+        gradients: list[Gradient] = []
+        for leaf, total, flag in zip(leaves, self._gradient_views, flags, strict=True):
+            gradients.append((leaf, total if flag else None))
+        return gradients
 
     def _buffers_of_all(self) -> list[BufferValue]:
         views = zip(self._buffer_views, self._buffers, strict=True)
@@ -312,6 +306,16 @@ class Buckets:
         for rows, value in zip(self._statistics_views, self._statistics, strict=True):
             by_tensor.append([_like(row, value) for row in rows])
         return statistics.pooled(by_tensor)
+
+
+def _kind_of_parts(buffers: Sequence[BufferValue], parts: Sequence[Tensor]) -> str:
+    """The names and dtypes of buffers, the dtypes and shapes of parts."""
+    kinds: list[tuple[Any, ...]] = []
+    for _, name, buffer in buffers:
+        kinds.append((name, None if buffer is None else buffer.dtype))
+    for part in parts:
+        kinds.append((part.dtype, part.shape))
+    return str(kinds)
 
 
 def _dense(

@@ -216,9 +216,8 @@ class DataParallelModel(_OfPair[ModuleT]):
         with self._workers.exclusive(), restored(transfers.synchronize):
             # Looked at once: the result is kept.
             check_links(self.device_ids)
-            calls = scatter_owned(
-                call_inputs(inputs, kwargs), plan, self.dim, transfers
-            )
+            arguments_of_call = call_inputs(inputs, kwargs)
+            calls = scatter_owned(arguments_of_call, plan, self.dim, transfers)
 
             def output_of(replica: Any, call: Any) -> Any:
                 args, kwargs = call
@@ -340,10 +339,11 @@ class DataParallelCriterion(_OfPair[Criterion]):
 
         Raises ``ValueError`` if the outputs have other shares.
         """
-        sizes_of_outputs = [_sizes(output, self.dim) for output in outputs]
-        locations = [
-            _device_of(output, replica) for replica, output in enumerate(outputs)
-        ]
+        sizes_of_outputs: list[list[int]] = []
+        locations: list[torch.device] = []
+        for replica, output in enumerate(outputs):
+            sizes_of_outputs.append(_sizes(output, self.dim))
+            locations.append(_device_of(output, replica))
         devices = locations if self.device_ids is None else self.device_ids
         num_output_rows = None  # unknown if an output has no rows
         if all(sizes_of_outputs):
@@ -419,11 +419,11 @@ def gather(outputs: Sequence[Any], device: DeviceLike, dim: int = 0) -> Any:
 
 def _sizes(output: Any, dim: int) -> list[int]:
     """The sizes along ``dim`` of the tensors that have this dimension."""
-    return [
-        tensor.size(dim)
-        for tensor in nested.tensors(output)
-        if -tensor.ndim <= dim < tensor.ndim
-    ]
+    sizes: list[int] = []
+    for tensor in nested.tensors(output):
+        if -tensor.ndim <= dim < tensor.ndim:
+            sizes.append(tensor.size(dim))
+    return sizes
 
 
 def _device_of(output: Any, replica: int) -> torch.device:

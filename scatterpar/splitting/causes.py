@@ -55,7 +55,10 @@ def explain(trial: Trial, expected: Gradients, results: list[StepResult]) -> Cau
             trial.settings = replace(trial.settings, running_statistics=False)
             failures.append(error)
         else:
-            errors = [largest_error(each.gradients, expected)[0] for each in results]
+            errors = []
+            for result in results:
+                error, _ = largest_error(result.gradients, expected)
+                errors.append(error)
             if max(errors) <= trial.limit:
                 return _BATCH_NORM
             prefix = "Also with the running statistics of batch normalisation: "
@@ -258,7 +261,7 @@ def _constant_factor(evidence: GradientEvidence, names: Sequence[str]) -> Cause 
 
 def _meaning(factor: float, ranks: int, parts: int) -> tuple[str, str]:
     """What a factor may come from, and what to do."""
-    both = ranks * parts
+    all_parts = ranks * parts
     divided = _DIVIDED_BY_RANKS
     added = _ADDED_OVER_RANKS
     known = (
@@ -272,8 +275,13 @@ def _meaning(factor: float, ranks: int, parts: int) -> tuple[str, str]:
         (ranks, ranks, "added over the ranks, not averaged", added),
         (parts, 1 / parts, "divided by the number of parts once too often", _DIVIDED),
         (parts, parts, "not divided by the number of parts", _ADDED),
-        (both, 1 / both, "divided by ranks and parts once too often", divided),
-        (both, both, "divided by neither ranks nor parts", added),
+        (
+            all_parts,
+            1 / all_parts,
+            "divided by ranks and parts once too often",
+            divided,
+        ),
+        (all_parts, all_parts, "divided by neither ranks nor parts", added),
     )
     for number, value, meaning, remedy in known:
         if number > 1 and math.isclose(factor, value, rel_tol=_CLOSE):
@@ -381,6 +389,8 @@ def _weights_in_words(evidence: GradientEvidence, weights: Tensor) -> str:
 
 # --- names of parameters ---
 
+_LISTED = 3  # the most names in a text
+
 
 def _place(evidence: GradientEvidence, names: Sequence[str]) -> str:
     is_all = evidence.is_everything(names)
@@ -395,6 +405,7 @@ def _shows_in(evidence: GradientEvidence) -> str:
 
 def _listed(names: Sequence[str]) -> str:
     """The first names."""
-    shown = ", ".join(names[:3])
-    more = len(names) - 3
-    return f"{shown} and {more} more" if more > 0 else shown
+    text = ", ".join(names[:_LISTED])
+    if len(names) > _LISTED:
+        text += f" and {len(names) - _LISTED} more"
+    return text

@@ -141,20 +141,22 @@ def splitcheck(
     reference = trial.first_reference()
     expected = reference.gradients
     results = trial.results(trial.split())
-    worst, parameter = max(
-        largest_error(result.gradients, expected) for result in results
-    )
+    errors = [largest_error(result.gradients, expected) for result in results]
+    worst, parameter = max(errors)
     trial.allow_casts(worst)
-    others = sorted(reference.drawn - {"torch"})
+    other_generators = sorted(reference.drawn - {"torch"})
     limit = trial.limit
     actual = joined(results[0].gradients)
     whole = joined(expected)
-    cause = Cause() if worst <= limit else explain(trial, expected, results)
+    cause = Cause()
+    if worst > limit:
+        cause = explain(trial, expected, results)
     why = cause.why
-    if cause.name and others:
+    if cause.name and other_generators:
+        generators = " and ".join(other_generators)
         why += (
-            f" But step draws from the generator of {' and '.join(others)}, whose "
-            f"numbers may differ between parts: draw before splitcheck."
+            f" But step draws from the generator of {generators}, whose numbers may "
+            f"differ between parts: draw before splitcheck."
         )
     note = ""
     if hides_counts(trial.tensors, len(trial.rows)):

@@ -52,8 +52,10 @@ def is_zero(gradients: Gradients) -> bool:
 
 def is_usable(gradients: Gradients) -> bool:
     """Whether any parameter has a gradient, and all are finite."""
-    are_finite = all(bool(each.isfinite().all()) for each in gradients.values())
-    return are_finite and not is_zero(gradients)
+    for gradient in gradients.values():
+        if not gradient.isfinite().all():
+            return False
+    return not is_zero(gradients)
 
 
 def joined(gradients: Gradients, names: Sequence[str] | None = None) -> Tensor:

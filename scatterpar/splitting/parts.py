@@ -24,20 +24,20 @@ def tensors_with_rows(batch: Any) -> list[Tensor]:
     Tensors that may hold labels come first.
     """
     labels: list[Tensor] = []
-    others: list[Tensor] = []
+    numbers: list[Tensor] = []
     for atom in nested.atoms(batch):
         if isinstance(atom, Marker) and atom.num_rows is not None:
-            others.append(_sizes_of_entries(atom))
+            numbers.append(_sizes_of_entries(atom))
         elif isinstance(atom, Tensor) and atom.ndim and not atom.is_complex():
             tensor = atom.detach()
             is_ignored = any(bool((tensor == value).any()) for value in _IGNORED)
             if tensor.is_floating_point():
-                others.append(tensor)
+                numbers.append(tensor)
             elif is_ignored:
                 labels.insert(0, tensor)
             else:
                 labels.append(tensor)
-    return labels + others
+    return labels + numbers
 
 
 def _sizes_of_entries(rows: Marker) -> Tensor:

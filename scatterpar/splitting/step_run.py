@@ -303,5 +303,5 @@ def _generator_states() -> dict[str, Any]:
 
 def _drawn_since(before: dict[str, Any]) -> frozenset[str]:
     """The generators that have moved."""
-    now = _generator_states()
-    return frozenset(name for name, state in before.items() if now[name] != state)
+    after = _generator_states()
+    return frozenset(name for name, state in before.items() if after[name] != state)

@@ -157,16 +157,18 @@ def _find_parts(path: Path) -> dict[str, Path]:
         for part, names in _PART_NAMES.items():
             if folder.name.lower() in names:
                 if part in parts:
-                    both = f"{parts[part].name}/ and {folder.name}/"
-                    raise UsageError(f"{both} are both for {part}; rename one of them")
+                    names_of_both = f"{parts[part].name}/ and {folder.name}/"
+                    raise UsageError(
+                        f"{names_of_both} are both for {part}; rename one of them"
+                    )
                 parts[part] = folder
     if TRAIN not in parts:
         for folder in parts.values():
             if len(visible_folders(folder)) > 1:
-                there = [entry.name for entry in visible_folders(path)]
+                folder_names = [entry.name for entry in visible_folders(path)]
                 raise UsageError(
                     f"it has {folder.name}/, but no train/ or training/; its folders "
-                    f"are {there}"
+                    f"are {folder_names}"
                 )
         return {}
     if len(parts) == 1 and not visible_folders(parts[TRAIN]):

@@ -155,14 +155,14 @@ def _compare_data(
     else:
         for part, counts in saved.get("class_counts", {}).items():
             numbers = about["class_counts"].get(part, [])
-            for name, before, now in zip(names, counts, numbers, strict=False):
-                if before != now:
-                    text = f"{now:,} images of {name} to {part}, not {before:,}"
+            for name, before, count in zip(names, counts, numbers, strict=False):
+                if before != count:
+                    text = f"{count:,} images of {name} to {part}, not {before:,}"
                     differences.append(text)
     for part, size in saved.get("sizes", {}).items():
         if about["sizes"].get(part) != size and not differences:
-            now = about["sizes"].get(part, 0)
-            differences.append(f"{now:,} images to {part}, not {size:,}")
+            new_size = about["sizes"].get(part, 0)
+            differences.append(f"{new_size:,} images to {part}, not {size:,}")
     if about["image_shape"] != saved["image_shape"]:
         shapes = f"{about['image_shape']}, not {saved['image_shape']}"
         differences.append(f"images of the shape {shapes}")
@@ -305,8 +305,8 @@ class Run:
         """Return which checkpoint there is, in words."""
         if not self._saved:
             return "no checkpoint was written yet"
-        kept = f"the checkpoint after step {self._saved} is kept"
-        return f"{kept}: --resume goes on from it"
+        checkpoint = f"the checkpoint after step {self._saved}"
+        return f"{checkpoint} is kept: --resume goes on from it"
 
     def _say_how_to_resume(self) -> None:
         if self._saved:
@@ -355,9 +355,9 @@ class Run:
             report = training.step(len(request.rows), batch)
             if report is None:
                 continue  # no picture of the batch can be read
-            now = time.perf_counter()
-            self._record_step(report, number, len(request.rows), rate, now - before)
-            before = now
+            end = time.perf_counter()
+            self._record_step(report, number, len(request.rows), rate, end - before)
+            before = end
             if training.epoch < number:  # at the end of the epoch the test comes first
                 self._save(self.options.checkpoint_every)
             self._check()

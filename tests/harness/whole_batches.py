@@ -47,17 +47,15 @@ def frozen_views():
     """Two entries per row, and statistics that the backward pass reads: to look at the
     order of the entries once wrote these, and the step was refused.
     """
-    norm = nn.BatchNorm1d(FEATURES).eval().requires_grad_(False)
 
-    def forward(m, inputs):
-        z = m.linear(inputs)
-        return torch.stack([m.norm(z), m.norm(-z)], 1).flatten(0, 1)
+    def forward(model, inputs):
+        rows = model.linear(inputs)
+        entries = torch.stack([model.norm(rows), model.norm(-rows)], 1)
+        return entries.flatten(0, 1)
 
-    return Of(
-        forward,
-        linear=nn.Linear(FEATURES, FEATURES),
-        norm=norm,
-    )
+    norm = nn.BatchNorm1d(FEATURES)
+    norm.eval().requires_grad_(False)
+    return Of(forward, linear=nn.Linear(FEATURES, FEATURES), norm=norm)
 
 
 class Tempered(nn.Module):
@@ -166,8 +164,12 @@ for entries in (ENTRIES[:4], ENTRIES[4:8], ENTRIES[8:]):
 SEVERAL = Rows.from_batches(ROWS[0][:11].split(4)), Rows.from_batches(PARTS)
 
 
-def of_pairs(make, accum):
-    return Case(make, ROWS, lambda _: pairs, by_share=True, accum=accum)
+def of_pairs(make, **columns):
+    return Case(make, ROWS, lambda _: pairs, **columns)
+
+
+def of_pairs_by_share(make, accum):
+    return of_pairs(make, by_share=True, accum=accum)
 
 
 WHOLE = {
@@ -186,10 +188,10 @@ WHOLE = {
         lambda _: in_row_order,
         plain=(ROWS[0][:11], (ENTRIES, [FACTOR])),
     ),
-    "statistics of a whole batch, 1": of_pairs(normed, accum=1),
-    "statistics of a whole batch, 3": of_pairs(normed, accum=3),
-    "counters, 1": of_pairs(counted, accum=1),
-    "counters, 3": of_pairs(counted, accum=3),
+    "statistics of a whole batch, 1": of_pairs_by_share(normed, accum=1),
+    "statistics of a whole batch, 3": of_pairs_by_share(normed, accum=3),
+    "counters, 1": of_pairs_by_share(counted, accum=1),
+    "counters, 3": of_pairs_by_share(counted, accum=3),
 }
 CASES = {}
 for name, case in WHOLE.items():

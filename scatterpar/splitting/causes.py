@@ -57,8 +57,8 @@ def explain(trial: Trial, expected: Gradients, results: list[StepResult]) -> Cau
         else:
             errors = []
             for result in results:
-                error, _ = largest_error(result.gradients, expected)
-                errors.append(error)
+                size, _ = largest_error(result.gradients, expected)
+                errors.append(size)
             if max(errors) <= trial.limit:
                 return _BATCH_NORM
             prefix = "Also with the running statistics of batch normalisation: "

@@ -1,6 +1,12 @@
-"""Reading pictures alone, computing alone, and both together, on a folder of pictures.
+"""Do pictures come as fast as they are used? On a folder of pictures.
 
     python -m benchmarks.feeding FOLDER [--workers 2] [--batch 1024] [--rounds 3]
+
+Seconds per batch::
+
+    reading     images, labels = next batch of the workers
+    step        engine.forward_backward(images, labels, criterion)
+    together    for images, labels in the workers' batches: step(images, labels)
 
 The step is once the engine's, on this machine's devices, and once a wait as long as
 reading a batch takes: an accelerator, which leaves the processor to the workers.
@@ -17,8 +23,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from benchmarks.timing import timed
 from scatterpar import ScatterOnceParallel
-from scatterpar.train.data import BatchRequest, Source, open_data
+from scatterpar.train.data import Request, Source, open_data
 from scatterpar.train.feed import Feed
 from scatterpar.train.folders import TRAIN
 from scatterpar.train.models import build_model
@@ -26,78 +33,80 @@ from scatterpar.train.options import Options
 from scatterpar.train.training import choose_devices
 
 Step = Callable[[Tensor, Tensor], object]
+Times = tuple[float, float, float]  # of reading, of the step, of both together
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("folder")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--batch", type=int, default=1024)
     parser.add_argument("--batches", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", default="cnn")
-    given = parser.parse_args()
-    source = open_data(Options(data=given.folder))
-    rows = torch.randperm(len(source.train), generator=torch.Generator().manual_seed(0))
-    batches = list(rows.split(given.batch))[: given.batches]
+    options = parser.parse_args()
+    source = open_data(Options(data=options.folder))
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randperm(len(source.train), generator=generator)
+    batches = list(rows.split(options.batch))[: options.batches]
     devices = choose_devices(None)
-    model = build_model(given.model, source.image_shape, len(source.class_names)).to(
-        devices[0]
-    )
+    classes = len(source.class_names)
+    model = build_model(options.model, source.image_shape, classes).to(devices[0])
+    criterion = nn.CrossEntropyLoss()
     with ScatterOnceParallel(model, accum=4, device_ids=devices) as engine:
-        criterion = nn.CrossEntropyLoss()
 
         def compute(images: Tensor, labels: Tensor) -> None:
             engine.forward_backward(images, labels, criterion)
             model.zero_grad()
 
-        rounds = [
-            one_round(source, batches, given.workers, compute)
-            for _ in range(given.rounds)
-        ]
-    print(
-        f"{source}; batches of {given.batch}, {given.workers} workers, {len(devices)} "
-        "devices"
-    )
-    print(
-        f"{'':24}{'reading':>10}{'step':>10}{'together':>10}{'/ slower':>10}   "
-        "seconds a batch"
-    )
+        rounds = []
+        for _ in range(options.rounds):
+            rounds.append(run_round(source, batches, options.workers, compute))
+    sizes = f"batches of {options.batch}, {options.workers} workers"
+    print(f"{source}; {sizes}, {len(devices)} devices")
+    print_table(rounds)
+
+
+def print_table(rounds: list[dict[str, Times]]) -> None:
+    """Medians over the rounds, a line for each kind of step."""
+    columns = f"{'reading':>10}{'step':>10}{'together':>10}{'/ slower':>10}"
+    print(f"{'':24}{columns}   seconds a batch")
     for name in rounds[0]:
-        reading, step, both = (
-            statistics.median(entry[name][i] for entry in rounds) for i in range(3)
-        )
-        ratio = both / max(reading, step)
-        print(f"{name:24}{reading:10.3f}{step:10.3f}{both:10.3f}{ratio:10.2f}")
+        times = [result[name] for result in rounds]
+        reading, step, together = map(statistics.median, zip(*times, strict=True))
+        ratio = together / max(reading, step)
+        print(f"{name:24}{reading:10.3f}{step:10.3f}{together:10.3f}{ratio:10.2f}")
 
 
-def one_round(
+def run_round(
     source: Source, batches: list[Tensor], workers: int, compute: Step
-) -> dict[str, tuple[float, float, float]]:
-    """Seconds a batch of reading, of the step, and of both, for each kind of step."""
-    reading = timed(source, batches, workers, None)
-    (images, labels) = next(read(source, batches[:1], 0))
+) -> dict[str, Times]:
+    """Seconds per batch, for each kind of step."""
+    reading = seconds_per_batch(source, batches, workers, None)
+    images, labels = next(read(source, batches[:1], 0))
     compute(images, labels)  # the first step also prepares what later ones use
-    start = time.perf_counter()
-    for _ in batches:
-        compute(images, labels)
-    computing = (time.perf_counter() - start) / len(batches)
+
+    def compute_all() -> None:
+        for _ in batches:
+            compute(images, labels)
 
     def wait(images: Tensor, labels: Tensor) -> None:
         time.sleep(reading)
 
+    computing = timed(compute_all) / len(batches)
+    with_engine = seconds_per_batch(source, batches, workers, compute)
+    with_wait = seconds_per_batch(source, batches, workers, wait)
     return {
-        "the engine": (reading, computing, timed(source, batches, workers, compute)),
-        "a wait as long": (reading, reading, timed(source, batches, workers, wait)),
+        "the engine": (reading, computing, with_engine),
+        "a wait as long": (reading, reading, with_wait),
     }
 
 
-def timed(
+def seconds_per_batch(
     source: Source, batches: list[Tensor], workers: int, step: Step | None
 ) -> float:
-    """Seconds a batch, from the second one on: the first waits for the workers to
-    start.
-    """
+    """Of all batches except the first, which waits for the workers to start."""
     start = 0.0
     for number, (images, labels) in enumerate(read(source, batches, workers)):
         if number == 0:
@@ -110,12 +119,13 @@ def timed(
 def read(
     source: Source, batches: list[Tensor], workers: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    requests = [BatchRequest(TRAIN, rows) for rows in batches]
+    """Images and labels of each batch of rows, read by worker processes."""
+    requests = [Request(TRAIN, rows) for rows in batches]
     options = dataclasses.replace(source.options, workers=workers)
     with Feed(dataclasses.replace(source, options=options), requests) as feed:
         for _ in batches:
-            _, found = feed.take()
-            yield found.images, found.labels
+            _, batch = feed.take()
+            yield batch.images, batch.labels
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
-"""The training tool beside timm's ``train.py``: images a second and memory, on the same
-folder.
+"""The training tool beside timm's ``train.py``: images per second and memory.
 
     python -m benchmarks.feeding.beside_timm --timm-train PATH/train.py
 
 Both train the same model of timm's on the same pictures, with timm's transforms, the
-same number of images a step, the same micro-batches and worker processes, on all cores
-of this process. They take turns: in each round one runs, is ended after some steps, and
-then the other. Seconds are counted from the end of the first step to the end of the
-last one, memory is the largest that all its processes had.
+same number of images per step, the same micro-batches and worker processes, on all
+cores of this process. They take turns::
+
+    for each round:                     the order alternates
+        for both: start the program; wait for some steps; end it
+
+Seconds are counted from the end of the first step to the end of the last one. Memory is
+the most that all processes of a program had together.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -32,10 +36,13 @@ from benchmarks.tables import Publisher, Table
 from benchmarks.timing import ratio
 from scatterpar.train.data import load
 
-OURS, THEIRS = "scatterpar train", "timm's train.py"
+OURS = "scatterpar train"
+THEIRS = "timm's train.py"
 POLL = 0.05  # seconds
-SILENCE = 180.0  # of a run that makes no step
-# Also where torchvision was not built for the torch that is there.
+MEMORY_POLL = 1.0  # seconds; looking at memory costs time, too
+SILENCE = 180.0  # seconds without a step, after which a run has failed
+TEST_PICTURES = 200
+# ``library`` imports timm.data also if torchvision was not built for this torch.
 START = (
     "import runpy, sys; from scatterpar.train.libraries import library; "
     "library('timm.data'); "
@@ -62,184 +69,223 @@ def main() -> None:
     parser.add_argument(
         "--print-only", action="store_true", help="leave the README as it is"
     )
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        folder = given.folder or write_pictures(
-            Path(place) / "data", given.pictures, given.size
-        )
-        speeds: dict[str, list[float]] = {OURS: [], THEIRS: []}
-        memory: dict[str, list[float]] = {OURS: [], THEIRS: []}
-        for number in range(given.rounds):
-            for name in (OURS, THEIRS) if number % 2 == 0 else (THEIRS, OURS):
-                out = Path(place) / f"{name.split()[0]}-{number}"
-                command, log = commands(given, folder, out)[name]
-                seconds, megabytes = one_run(command, log, given.steps)
-                speeds[name].append(given.batch * (given.steps - 1) / seconds)
-                memory[name].append(megabytes)
-                print(
-                    f"round {number}, {name}: {speeds[name][-1]:.1f} images/s",
-                    flush=True,
-                )
-    compared = ratio(speeds[OURS], speeds[THEIRS])
-    rows = [
-        [
-            name,
-            f"{statistics.median(speeds[name]):.1f}",
-            f"{statistics.median(memory[name]):,.0f}",
-        ]
-        for name in (OURS, THEIRS)
-    ]
-    rows.append(["the first one over the second", f"{compared}", ""])
-    table = Table(["", "images a second", "memory of all processes, MB"], rows)
-    if given.print_only:
+        folder = options.folder
+        if folder is None:
+            folder = Path(place) / "data"
+            write_pictures(folder, options.pictures, options.size)
+        speeds, memory = measure(options, folder, Path(place))
+    table = table_of(speeds, memory)
+    if options.print_only:
         print(table)
         return
-    options = {
-        name: str(value) for name, value in vars(given).items() if name != "timm_train"
-    }
-    data = {"options": options, "images_per_second": speeds, "megabytes": memory}
+    settings = {name: str(value) for name, value in vars(options).items()}
+    del settings["timm_train"]  # a path of this machine
+    data = {"options": settings, "images_per_second": speeds, "megabytes": memory}
     Publisher(Path(__file__).parent, describe())("beside-timm", table, data)
 
 
-def write_pictures(folder: Path, number: int, size: int) -> Path:
-    """JPEG files in train/CLASS/ and test/CLASS/, made of the included images, over and
-    over.
-    """
+Figures = dict[str, list[float]]  # of both programs, by round
+
+
+def measure(
+    options: argparse.Namespace, folder: Path, place: Path
+) -> tuple[Figures, Figures]:
+    """Images per second and megabytes of each round."""
+    speeds: Figures = {OURS: [], THEIRS: []}
+    memory: Figures = {OURS: [], THEIRS: []}
+    order = [OURS, THEIRS]
+    for number in range(options.rounds):
+        for name in order:
+            word, _, _ = name.partition(" ")
+            out = place / f"{word}-{number}"
+            command = command_of(name, options, folder, out)
+            seconds, megabytes = command.run(options.steps)
+            # The first step's end is where the clock starts.
+            speed = options.batch * (options.steps - 1) / seconds
+            speeds[name].append(speed)
+            memory[name].append(megabytes)
+            print(f"round {number}, {name}: {speed:.1f} images/s", flush=True)
+        order.reverse()
+    return speeds, memory
+
+
+def table_of(speeds: Figures, memory: Figures) -> Table:
+    """Medians of both programs, and their ratio."""
+    rows = []
+    for name in (OURS, THEIRS):
+        speed = statistics.median(speeds[name])
+        megabytes = statistics.median(memory[name])
+        rows.append([name, f"{speed:.1f}", f"{megabytes:,.0f}"])
+    compared = ratio(speeds[OURS], speeds[THEIRS])
+    rows.append(["the first one over the second", str(compared), ""])
+    return Table(["", "images a second", "memory of all processes, MB"], rows)
+
+
+def write_pictures(folder: Path, number: int, size: int) -> None:
+    """Make JPEG files in train/CLASS/ and test/CLASS/ of the included images."""
     data = load()
     images, labels = data.train.tensors
-    for part, rows in (("train", number), ("test", 200)):
-        for row in range(rows):
-            source = row % len(data.train)
+    for part, count in (("train", number), ("test", TEST_PICTURES)):
+        for row in range(count):
+            source = row % len(data.train)  # over and over
             name = data.class_names[int(labels[source])].replace("/", "-")
             place = folder / part / name
             place.mkdir(parents=True, exist_ok=True)
             picture = Image.fromarray(images[source, 0].numpy()).convert("RGB")
             picture.resize((size, size)).save(place / f"{row:06d}.jpg")
-    return folder
 
 
-def commands(
-    given: argparse.Namespace, folder: Path, out: Path
-) -> dict[str, tuple[list[str], Path]]:
-    """What is run, and the file in which a line appears with each step."""
-    ours = [
-        "-m",
-        "scatterpar",
-        "train",
-        "--data",
-        str(folder),
-        "--model",
-        f"timm:{given.model}",
-    ]
-    ours += [
-        "--image-size",
-        str(given.size),
-        "--batch",
-        str(given.batch),
-        "--out",
-        str(out),
-    ]
-    ours += ["--micro-batch-size", str(given.micro_batch), "--devices", "cpu,cpu"]
-    ours += ["--workers", str(given.workers), "--epochs", "1", "--warmup-epochs", "0"]
-    theirs = [
-        "-c",
-        START,
-        str(given.timm_train),
-        "--data-dir",
-        str(folder),
-        "--model",
-        given.model,
-    ]
-    theirs += ["--train-split", "train", "--val-split", "test", "--num-classes", "10"]
-    theirs += [
-        "--img-size",
-        str(given.size),
-        "-b",
-        str(given.micro_batch),
-        "--device",
-        "cpu",
-    ]
-    theirs += ["--grad-accum-steps", str(given.batch // given.micro_batch), "-j"]
-    theirs += [
-        str(given.workers),
-        "--color-jitter",
-        "0",
-        "--train-interpolation",
-        "bilinear",
-    ]
-    theirs += [
-        "--smoothing",
-        "0",
-        "--weight-decay",
-        "5e-4",
-        "--epochs",
-        "1",
-        "--warmup-epochs",
-    ]
-    theirs += ["0", "--lr", "0.025", "--log-interval", "1", "--output", str(out)]
-    return {
-        OURS: ([sys.executable, *ours], out / "metrics.jsonl"),
-        THEIRS: ([sys.executable, *theirs], out.with_suffix(".log")),
-    }
+@dataclass(frozen=True)
+class Command:
+    """A training program.
 
-
-def one_run(command: list[str], log: Path, steps: int) -> tuple[float, float]:
-    """Seconds from the first step's end to the last one's, and the largest memory in
-    MB.
+    Attributes:
+        name: ``OURS`` or ``THEIRS``.
+        arguments: of Python.
+        out: a folder that it writes.
     """
-    times: list[float] = []
-    most, heard = 0.0, time.perf_counter()
-    output = log if log.suffix == ".log" else log.parent.with_suffix(".log")
-    with (
-        output.open("w") as file,
-        subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT) as process,
-    ):
-        family = psutil.Process(process.pid)
-        measured = 0.0
-        try:
-            while len(times) < steps:
-                if process.poll() is not None or time.perf_counter() - heard > SILENCE:
-                    raise RuntimeError(
-                        f"no {steps} steps: {output.read_text()[-3000:]}"
-                    )
-                found = steps_in(log)
-                now = time.perf_counter()
-                times += [now] * (found - len(times))
-                heard = now if times and times[-1] == now else heard
-                if now - measured > 1.0:  # looking costs time, too
-                    most, measured = max(most, megabytes(family)), now
-                time.sleep(POLL)
-        finally:
-            for one in everyone(family):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    one.kill()
-    if log.parent.is_dir() and log.suffix != ".log":
-        shutil.rmtree(log.parent)
-    return times[steps - 1] - times[0], most
+
+    name: str
+    arguments: list[str]
+    out: Path
+
+    @property
+    def output(self) -> Path:
+        """The file for all that it prints."""
+        return self.out.with_suffix(".log")
+
+    def run(self, steps: int) -> tuple[float, float]:
+        """Run until so many steps are done.
+
+        Returns the seconds from the first step's end to the last one's, and the most
+        memory in MB. Raises ``RuntimeError`` if the program ends before, or is silent.
+        """
+        command = [sys.executable, *self.arguments]
+        with (
+            self.output.open("w") as file,
+            subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT) as process,
+        ):
+            program = psutil.Process(process.pid)
+            try:
+                figures = self._watch(process, program, steps)
+            finally:
+                for member in family(program):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        member.kill()
+        shutil.rmtree(self.out, ignore_errors=True)
+        return figures
+
+    def _watch(
+        self, process: subprocess.Popen[bytes], program: psutil.Process, steps: int
+    ) -> tuple[float, float]:
+        """Wait for the steps, and look at the memory of the program's processes."""
+        times: list[float] = []  # when each step was seen
+        most = 0.0
+        last_look = 0.0
+        last_step = time.perf_counter()
+        while len(times) < steps:
+            now = time.perf_counter()
+            if process.poll() is not None or now - last_step > SILENCE:
+                printed = self.output.read_text()[-3000:]
+                raise RuntimeError(f"no {steps} steps: {printed}")
+            num_new = self._steps_done() - len(times)
+            if num_new:
+                times += [now] * num_new
+                last_step = now
+            if now - last_look > MEMORY_POLL:
+                most = max(most, megabytes(program))
+                last_look = now
+            time.sleep(POLL)
+        return times[steps - 1] - times[0], most
+
+    def _steps_done(self) -> int:
+        """By what was written: the tool's metrics, or timm's log."""
+        if self.name == OURS:
+            lines = lines_of(self.out / "metrics.jsonl")
+            return sum(json.loads(line)["kind"] == "step" for line in lines)
+        return sum(line.startswith("Train: ") for line in lines_of(self.output))
 
 
-def steps_in(log: Path) -> int:
-    """How many steps are done, by what was written."""
-    text = log.read_text() if log.exists() else ""
-    lines = text[: text.rfind("\n") + 1].splitlines()
-    if log.suffix == ".log":
-        return sum(line.startswith("Train: ") for line in lines)
-    return sum(json.loads(line)["kind"] == "step" for line in lines)
+def command_of(
+    name: str, options: argparse.Namespace, folder: Path, out: Path
+) -> Command:
+    """Both programs have the same sizes."""
+    if name == OURS:
+        return Command(name, our_arguments(options, folder, out), out)
+    return Command(name, their_arguments(options, folder, out), out)
 
 
-def everyone(process: psutil.Process) -> Iterator[psutil.Process]:
-    """The process and all that it has started."""
+def our_arguments(options: argparse.Namespace, folder: Path, out: Path) -> list[str]:
+    settings = {
+        "--data": folder,
+        "--model": f"timm:{options.model}",
+        "--image-size": options.size,
+        "--batch": options.batch,
+        "--out": out,
+        "--micro-batch-size": options.micro_batch,
+        "--devices": "cpu,cpu",
+        "--workers": options.workers,
+        "--epochs": 1,
+        "--warmup-epochs": 0,
+    }
+    return ["-m", "scatterpar", "train", *as_words(settings)]
+
+
+def their_arguments(options: argparse.Namespace, folder: Path, out: Path) -> list[str]:
+    settings = {
+        "--data-dir": folder,
+        "--model": options.model,
+        "--train-split": "train",
+        "--val-split": "test",
+        "--num-classes": 10,
+        "--img-size": options.size,
+        "-b": options.micro_batch,
+        "--device": "cpu",
+        "--grad-accum-steps": options.batch // options.micro_batch,
+        "-j": options.workers,
+        "--color-jitter": 0,
+        "--train-interpolation": "bilinear",
+        "--smoothing": 0,
+        "--weight-decay": "5e-4",
+        "--epochs": 1,
+        "--warmup-epochs": 0,
+        "--lr": 0.025,
+        "--log-interval": 1,
+        "--output": out,
+    }
+    return ["-c", START, str(options.timm_train), *as_words(settings)]
+
+
+def as_words(settings: dict[str, object]) -> list[str]:
+    """Options and values as arguments of a command."""
+    words = []
+    for name, value in settings.items():
+        words += [name, str(value)]
+    return words
+
+
+def lines_of(file: Path) -> list[str]:
+    """The complete lines so far; none without the file."""
+    text = file.read_text() if file.exists() else ""
+    complete, _, _ = text.rpartition("\n")
+    return complete.splitlines()
+
+
+def family(process: psutil.Process) -> Iterator[psutil.Process]:
+    """The processes that ``process`` has started, and itself."""
     with contextlib.suppress(psutil.NoSuchProcess):
         yield from process.children(recursive=True)
     yield process
 
 
 def megabytes(process: psutil.Process) -> float:
-    """Memory of a process and all that it has started; what they share counts once."""
+    """Memory of a process and all that it has started; shared pages count once."""
     total = 0
-    for one in everyone(process):
+    for member in family(process):
         with contextlib.suppress(psutil.Error):
-            total += one.memory_full_info().pss
+            total += member.memory_full_info().pss
     return total / 1e6
 
 

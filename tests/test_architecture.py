@@ -1,6 +1,7 @@
 """Packages import only from lower packages, in the order of docs/architecture.md."""
 
 import ast
+import importlib
 import re
 from collections import Counter
 from graphlib import TopologicalSorter
@@ -381,3 +382,26 @@ def test_names_of_tests_are_short():
                 f"characters; name object, condition and outcome, and write the rest "
                 f"into its docstring"
             )
+
+
+def test_names_that_benchmarks_import_exist():
+    """Most benchmarks run by hand: a renamed function would go unnoticed."""
+    missing = set()
+    for path in TESTS.parent.glob("benchmarks/**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            module = getattr(node, "module", None) or ""
+            if not isinstance(node, ast.ImportFrom) or not module.startswith(NAME):
+                continue
+            for alias in node.names:
+                missing.update(absent(module, alias.name))
+    assert not missing
+
+
+NAME = "scatterpar"
+
+
+def absent(module, name):
+    """The full name, if the module has neither such a name nor such a file."""
+    file = PACKAGE.joinpath(*module.split(".")[1:], f"{name}.py")
+    if not hasattr(importlib.import_module(module), name) and not file.exists():
+        yield f"{module}.{name}"

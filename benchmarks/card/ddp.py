@@ -12,7 +12,7 @@ from benchmarks.card.page import FAILED
 from benchmarks.card.setting import NotRun, free_memory
 from benchmarks.ranks import Ranks
 from scatterpar import ScatterOnceParallel
-from scatterpar.checkup.copies import synchronize
+from scatterpar.checkup.copies import synchronize_all
 from scatterpar.devices.device_ids import physical
 
 _ACCUM, _ROUNDS = 16, 3
@@ -65,10 +65,10 @@ def _measure(rank, name, count, setting):
             if mode in programs:
                 module, step = programs[mode]
                 module.zero_grad()
-                synchronize(places)
+                synchronize_all(places)
                 start = time.perf_counter()
                 step()
-                synchronize(places)
+                synchronize_all(places)
                 seconds[mode].append(time.perf_counter() - start)
     return {mode: spent[_WARM_UPS:] for mode, spent in seconds.items()}
 

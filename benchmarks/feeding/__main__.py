@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from benchmarks.timing import timed
 from scatterpar import ScatterOnceParallel
-from scatterpar.train.data import Request, Source, open_data
+from scatterpar.train.data import BatchRequest, Source, open_data
 from scatterpar.train.feed import Feed
 from scatterpar.train.folders import TRAIN
 from scatterpar.train.models import build_model
@@ -120,7 +120,7 @@ def read(
     source: Source, batches: list[Tensor], workers: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Images and labels of each batch of rows, read by worker processes."""
-    requests = [Request(TRAIN, rows) for rows in batches]
+    requests = [BatchRequest(TRAIN, rows) for rows in batches]
     options = dataclasses.replace(source.options, workers=workers)
     with Feed(dataclasses.replace(source, options=options), requests) as feed:
         for _ in batches:

@@ -12,20 +12,21 @@ class LiveBytes(TorchDispatchMode):
     """Counts the storages that operators create in the thread that entered it.
 
     Attributes:
-        now: bytes of those that are still alive.
+        live: bytes of the storages that are still alive.
         peak: the most that they were.
 
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = 0
+        self.live = 0
         self.peak = 0
         self._known: dict[int, Any] = {}
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        # Storages of arguments were not created by an operator here.
         for tensor in _tensors((args, kwargs)):
             self._know(tensor.untyped_storage(), created=False)
         result = function(*args, **(kwargs or {}))
@@ -38,13 +39,13 @@ class LiveBytes(TorchDispatchMode):
         if key in self._known:
             return
         size = storage.nbytes() if created else 0
-        self.now += size
-        self.peak = max(self.peak, self.now)
+        self.live += size
+        self.peak = max(self.peak, self.live)
         self._known[key] = weakref.ref(storage, lambda _: self._forget(key, size))
 
     def _forget(self, key: int, size: int) -> None:
         del self._known[key]
-        self.now -= size
+        self.live -= size
 
 
 def _tensors(value: Any) -> list[Any]:

@@ -1,6 +1,4 @@
-"""The interpreters that are measured: this one, and a free-threaded one where there is
-any.
-"""
+"""The interpreters that are measured: this one, and a free-threaded one if there is any."""
 
 import json
 import os
@@ -15,20 +13,28 @@ ROOT = Path(__file__).parents[2]
 FREE_THREADED = "python3.14t"
 
 
-def commands() -> dict[str, list[str]]:
-    """How each interpreter is started, by what it is called in the tables."""
+def commands() -> list[list[str]]:
+    """The command of each interpreter: this one, a free-threaded one with the GIL and without."""
+    interpreters = []
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
-        found, free = {}, sys.executable
+        free_threaded = sys.executable
     else:
-        found, free = {"this": [sys.executable]}, shutil.which(FREE_THREADED)
-    # the same build both ways, so that the lock is the only difference
-    if free is not None:
-        found |= {"lock": [free, "-X", "gil=1"], "no lock": [free, "-X", "gil=0"]}
-    return found
+        interpreters.append([sys.executable])
+        free_threaded = shutil.which(FREE_THREADED)
+    if free_threaded is not None:
+        # The same build both ways, so that the GIL is the only difference.
+        interpreters.append([free_threaded, "-X", "gil=1"])
+        interpreters.append([free_threaded, "-X", "gil=0"])
+    return interpreters
 
 
 class Interpreter:
-    """A process that measures when it is asked to, and sleeps while others do."""
+    """A process that measures at request, and sleeps while other interpreters do.
+
+    Attributes:
+        name: its version, with the lock or without.
+        has_lock: whether it runs with the GIL.
+    """
 
     def __init__(self, command: list[str]) -> None:
         self._process = subprocess.Popen(
@@ -39,12 +45,13 @@ class Interpreter:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.found = self._reply()
-        lock = "with the lock" if self.found["lock"] else "without the lock"
-        self.name = f"{self.found['python']} {lock}"
+        description = self._reply()
+        self.has_lock = description["lock"]
+        lock = "with the lock" if self.has_lock else "without the lock"
+        self.name = f"{description['python']} {lock}"
 
     def __call__(self, **request: Any) -> dict[str, float]:
-        """The median seconds of what is requested."""
+        """The seconds of the request's parts. See ``measure.py`` for what it names."""
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         return self._reply()
@@ -60,8 +67,7 @@ class Interpreter:
     def _reply(self) -> dict[str, Any]:
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(
-                f"{self._process.args[0]} ended with code {self._process.wait()}; it "
-                "needs torch"
-            )
+            program = self._process.args[0]
+            code = self._process.wait()
+            raise RuntimeError(f"{program} ended with code {code}; it needs torch")
         return json.loads(line)

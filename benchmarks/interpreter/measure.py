@@ -1,8 +1,11 @@
-"""The measuring half of this benchmark: run by each interpreter, it needs torch and
-nothing else.
+"""The measuring half of this benchmark: each interpreter runs it. It needs only torch.
 
-Answers on its output, a line of JSON each: first what it is, then what every request on
-its input took.
+Its input and output are lines of JSON::
+
+    output    {"python": …, "torch": …, "lock": …}
+    input     {"subject": …, "replicas": …, "accum": …, "switch_interval": …}
+    output    {"step": seconds}, or of no replicas {"forward": …, "backward": …}
+    input     …
 """
 
 import functools
@@ -40,47 +43,48 @@ def _describe() -> dict[str, Any]:
 def _measured(
     subject: str, replicas: int, accum: int, switch_interval: float
 ) -> dict[str, float]:
-    """Seconds of a step, or with no replicas of a bare loop's forwards
-    and backwards.
-    """
-    before = sys.getswitchinterval()
+    """Seconds of a step, or with no replicas of a bare loop's forwards and backwards."""
+    interval_before = sys.getswitchinterval()
     sys.setswitchinterval(switch_interval)
+    run = _step if replicas else _bare
     try:
-        run = _step if replicas else _bare
-        run(subject, replicas, accum)  # whatever was asleep or not in the caches
+        # Wakes threads, and fills caches.
+        run(subject, replicas, accum)
         return run(subject, replicas, accum)
     finally:
-        sys.setswitchinterval(before)
+        sys.setswitchinterval(interval_before)
 
 
 def _step(subject: str, replicas: int, accum: int) -> dict[str, float]:
-    engine, batch = _engine(subject, replicas, accum)
+    engine, (inputs, targets) = _engine(subject, replicas, accum)
     engine.module.zero_grad()
     start = time.perf_counter()
-    engine.forward_backward(*batch, _criterion)
+    engine.forward_backward(inputs, targets, _criterion)
     return {"step": time.perf_counter() - start}
 
 
 def _bare(subject: str, _: int, accum: int) -> dict[str, float]:
     """One replica's sub-steps without an engine, forward and backward timed apart."""
-    engine, batch = _engine(subject, 1, accum)
+    engine, (inputs, targets) = _engine(subject, 1, accum)
     module = engine.module
     module.zero_grad()
-    seconds = {"forward": 0.0, "backward": 0.0}
-    for inputs, targets in zip(*(tensor.split(_ROWS) for tensor in batch), strict=True):
+    forward = 0.0
+    backward = 0.0
+    for x, y in zip(inputs.split(_ROWS), targets.split(_ROWS), strict=True):
         start = time.perf_counter()
-        loss = _criterion(module(inputs), targets) / accum
+        loss = _criterion(module(x), y) / accum
         middle = time.perf_counter()
         loss.backward()
-        seconds["forward"] += middle - start
-        seconds["backward"] += time.perf_counter() - middle
-    return seconds
+        forward += middle - start
+        backward += time.perf_counter() - middle
+    return {"forward": forward, "backward": backward}
 
 
 @functools.cache
 def _engine(
     subject: str, replicas: int, accum: int
 ) -> tuple[ScatterOnceParallel, tuple[Tensor, Tensor]]:
+    """An engine and its batch, made once."""
     torch.manual_seed(0)
     module = SUBJECTS[subject].build()
     batch = SUBJECTS[subject].make(_ROWS * replicas * accum)

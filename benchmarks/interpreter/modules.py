@@ -1,6 +1,4 @@
-"""Modules that compute next to nothing: what takes time is the Python that calls
-operators.
-"""
+"""Modules that compute next to nothing: the Python that calls operators takes the time."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,17 +22,19 @@ class TinyResNet50(nn.Module):
         self.stem = nn.Sequential(
             nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width)
         )
-        channels, blocks = width, []
+        channels = width
+        self.blocks = nn.Sequential()
         for count in (3, 4, 6, 3):
             for number in range(count):
-                blocks.append(Bottleneck(channels, width, downsample=number == 0))
+                block = Bottleneck(channels, width, downsample=number == 0)
+                self.blocks.append(block)
                 channels = 4 * width
-        self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(channels, _CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
         """One score per class."""
-        return self.head(self.blocks(self.stem(images)).mean((2, 3)))
+        features = self.blocks(self.stem(images))
+        return self.head(features.mean((2, 3)))
 
 
 class TinyGPT(nn.Module):
@@ -48,12 +48,9 @@ class TinyGPT(nn.Module):
         self.head = nn.Linear(width, _LETTERS)
 
     def forward(self, text: Tensor) -> Tensor:
-        """A score for each letter and position; letters first, as cross entropy wants
-        them.
-        """
-        return self.head(self.blocks(self.letters(text) + self.positions)).transpose(
-            1, 2
-        )
+        """A score for each letter and position; letters first, for cross entropy."""
+        hidden = self.blocks(self.letters(text) + self.positions)
+        return self.head(hidden).transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -65,21 +62,25 @@ class Subject:
     make: Callable[[int], tuple[Tensor, Tensor]]
 
 
+def _features(rows: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, 4), torch.randint(_CLASSES, (rows,))
+
+
+def _images(rows: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, 3, 4, 4), torch.randint(_CLASSES, (rows,))
+
+
 def _text(rows: int) -> tuple[Tensor, Tensor]:
     text = torch.randint(_LETTERS, (rows, _POSITIONS + 1))
     return text[:, :-1], text[:, 1:]
 
 
+def _layer() -> nn.Module:
+    return nn.Linear(4, _CLASSES)
+
+
 SUBJECTS = {
-    "layer": Subject(
-        "one small layer",
-        lambda: nn.Linear(4, _CLASSES),
-        lambda rows: (torch.randn(rows, 4), torch.randint(_CLASSES, (rows,))),
-    ),
-    "resnet": Subject(
-        "a ResNet-50, four channels wide",
-        TinyResNet50,
-        lambda rows: (torch.randn(rows, 3, 4, 4), torch.randint(_CLASSES, (rows,))),
-    ),
+    "layer": Subject("one small layer", _layer, _features),
+    "resnet": Subject("a ResNet-50, four channels wide", TinyResNet50, _images),
     "gpt": Subject("a GPT of twelve blocks, 16 wide", TinyGPT, _text),
 }

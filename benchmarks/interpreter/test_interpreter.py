@@ -1,5 +1,11 @@
-"""Steps of 1 to 8 replicas with the interpreter's lock and without, beside what bounds
-them.
+"""What does the interpreter's lock cost several replicas?
+
+``python -m benchmarks interpreter`` times steps of 1 to 8 replicas, of modules that
+compute next to nothing, with the lock and, if there is a free-threaded Python, without.
+Two bounds stand beside each time, of a bare loop over one replica's sub-steps::
+
+    N x forward          the replicas' forward passes hold the lock in turn
+    on so many cores     N x (forward + backward) / min(N, cores)
 """
 
 import contextlib
@@ -25,13 +31,13 @@ CORES = len(os.sched_getaffinity(0))
 
 @pytest.fixture(scope="module")
 def interpreters():
-    """What is measured: several builds of Python, or this one alone."""
+    """Several builds of Python, or this one alone."""
     with contextlib.ExitStack() as stack:
         by_name = {}
-        for command in commands().values():
+        for command in commands():
             interpreter = stack.enter_context(Interpreter(command))
             by_name[interpreter.name] = interpreter
-        if all(interpreter.found["lock"] for interpreter in by_name.values()):
+        if all(interpreter.has_lock for interpreter in by_name.values()):
             print(f"\nno {FREE_THREADED} on the PATH: only with the lock")
         yield by_name
 
@@ -76,16 +82,16 @@ def test_replicas(benchmark, publish, quick, interpreters, subject):
     ]
     data = {
         "cores": CORES,
-        "seconds": {str(key): value for key, value in seconds.items()},
-        "bounds": {str(key): value for key, value in bounds.items()},
+        "seconds": with_text_keys(seconds),
+        "bounds": with_text_keys(bounds),
     }
     picture = draw(SUBJECTS[subject].title, seconds, bounds)
     publish(subject, Table(columns, rows), data, picture)
 
 
 def test_switch_interval(benchmark, publish, quick, interpreters):
-    """What a thread may keep the lock for while another waits for it."""
-    locked = [name for name in interpreters if interpreters[name].found["lock"]]
+    """How long may a thread hold the lock while another one waits for it?"""
+    locked = [name for name in interpreters if interpreters[name].has_lock]
     contenders = {}
     for name, subject, interval in product(locked, SUBJECTS, INTERVALS):
         request = {
@@ -94,21 +100,26 @@ def test_switch_interval(benchmark, publish, quick, interpreters):
             "accum": 2 if quick else ACCUM,
             "switch_interval": interval,
         }
-        call = partial(step, interpreters[name], request)
-        contenders[name, subject, interval] = call
+        contender = partial(step, interpreters[name], request)
+        contenders[name, subject, interval] = contender
     seconds = interleaved(benchmark, contenders, 3 if quick else ROUNDS)
-    default, *others = INTERVALS
+    default, *shorter = INTERVALS
     rows = []
     for name, subject in product(locked, SUBJECTS):
         by_default = seconds[name, subject, default]
         row = [f"{name}, {subject}", f"{1e3 * statistics.median(by_default):.1f}"]
-        for interval in others:
+        for interval in shorter:
             row.append(str(ratio(seconds[name, subject, interval], by_default)))
         rows.append(row)
     columns = ["Python, module", f"{1e3 * default:g} ms: step, ms"]
-    columns += [f"{1e3 * interval:g} ms, over that" for interval in others]
-    data = {"seconds": {str(key): value for key, value in seconds.items()}}
+    columns += [f"{1e3 * interval:g} ms, over that" for interval in shorter]
+    data = {"seconds": with_text_keys(seconds)}
     publish("switch-interval", Table(columns, rows), data)
+
+
+def with_text_keys(values):
+    """For JSON, which has no tuples as keys."""
+    return {str(key): value for key, value in values.items()}
 
 
 def step(interpreter, request):
@@ -117,18 +128,14 @@ def step(interpreter, request):
 
 
 def loop(interpreter, request, parts):
-    """The seconds of one replica's sub-steps without an engine; ``parts`` takes them
-    apart.
-    """
+    """The seconds of one replica's sub-steps without an engine; ``parts`` gets both."""
     seconds = interpreter(**request, replicas=0)
     parts.append(seconds)
     return sum(seconds.values())
 
 
 def draw(title, seconds, bounds):
-    """Step times against replicas, and what the lock and the cores would
-    allow at best.
-    """
+    """Step times against replicas, and both bounds."""
 
     def on(axes):
         names = list(dict.fromkeys(name for name, _ in bounds))

@@ -1,7 +1,17 @@
-"""How long one optimizer step's gradient takes: the engine and its peers."""
+"""How long does the gradient of one optimizer step take, beside the engine's peers?
+
+``python -m benchmarks step_time`` times them in turns, in every round::
+
+    engine                    engine.forward_backward(images, labels, criterion)
+    DistributedDataParallel   a process per replica, no_sync() in all sub-steps but one
+    accelerate                a process per replica, accelerator.accumulate(model)
+    plain loop                for each micro-batch: (loss / sub_steps).backward()
+    nn.DataParallel           the plain loop with it, or with its schedule on CPU replicas
+
+Their gradients are compared before.
+"""
 
 import statistics
-from contextlib import ExitStack
 
 import pytest
 
@@ -12,7 +22,7 @@ from benchmarks.tables import Table
 from benchmarks.timing import interleaved, ratio
 
 REPLICAS = 2
-# so that the README's figures take under 12 minutes
+# So that the README's figures take under 12 minutes.
 ROUNDS = {"cnn": 15, "mlp": 15, "resnet20": 7}
 ROUNDS_OF_ONE = {"cnn": 31, "mlp": 31, "resnet20": 9}
 TOLERANCE = 1e-4  # relative, between float32 gradients summed in different orders
@@ -22,18 +32,18 @@ TOLERANCE = 1e-4  # relative, between float32 gradients summed in different orde
 def test_two_replicas(benchmark, publish, quick, name):
     case = CASES[name].small() if quick else CASES[name]
     accum = case.accum
-    with ExitStack() as stack:
-
-        def processes(kind, number):
-            return stack.enter_context(RankProcesses(kind, case, number))
-
+    with (
+        RankProcesses("engine", case, 1) as engine,
+        RankProcesses("ddp", case, REPLICAS) as ddp,
+        RankProcesses("accelerate", case, REPLICAS) as accelerate,
+    ):
         contenders = {
-            "engine": processes("engine", 1),
-            "DistributedDataParallel, no_sync": processes("ddp", REPLICAS),
-            "accelerate, accumulate": processes("accelerate", REPLICAS),
+            "engine": engine,
+            "DistributedDataParallel, no_sync": ddp,
+            "accelerate, accumulate": accelerate,
         }
-        # The engine's own micro-batches, and those of nn.DataParallel without an
-        # accelerator.
+        # The engine's own micro-batches, and the larger ones of nn.DataParallel, which
+        # does not split them without an accelerator.
         for sub_steps in (accum * REPLICAS, accum):
             loop = peers.loop(case, sub_steps)
             contenders[f"plain loop, {sub_steps} sub-steps"] = loop
@@ -73,10 +83,10 @@ def disagreement(contenders, ours):
     expected = contenders[ours].gradient()
     errors = {}
     for name, contender in contenders.items():
-        error = (contender.gradient() - expected).norm() / expected.norm()
-        errors[name] = float(error)
-        words = f"{name} computes another gradient: {errors[name]:.1e}"
-        assert errors[name] < TOLERANCE, words
+        difference = contender.gradient() - expected
+        error = float(difference.norm() / expected.norm())
+        assert error < TOLERANCE, f"{name} computes another gradient: {error:.1e}"
+        errors[name] = error
     return errors
 
 
@@ -86,26 +96,21 @@ def _table(seconds, errors, ours):
         milliseconds = [1e3 * time for time in times]
         middle = f"{statistics.median(milliseconds):.1f}"
         extremes = f"{min(milliseconds):.1f} to {max(milliseconds):.1f}"
-        beside, error = "1", ""
+        beside = "1"
+        error = ""
         if name != ours:
             beside = str(ratio(times, seconds[ours]))
             error = f"{errors[name]:.0e}"
         rows.append([name, middle, extremes, beside, error])
-    columns = [
-        "contender",
-        "ms, median",
-        "ms, range",
-        "time / engine's",
-        "gradient differs by",
-    ]
-    return Table(columns, rows)
+    columns = ["contender", "ms, median", "ms, range", "time / engine's"]
+    return Table([*columns, "gradient differs by"], rows)
 
 
 def draw(seconds):
     """Horizontal bars: the medians."""
 
     def on(axes):
-        names = list(seconds)[::-1]
+        names = list(reversed(seconds))  # the first one is drawn at the bottom
         medians = [statistics.median(seconds[name]) * 1e3 for name in names]
         bars = axes.barh(names, medians)
         axes.bar_label(bars, fmt="%.0f", padding=3)

@@ -1,5 +1,12 @@
-"""Rows of unequal length: micro-batches by cost beside other ways to cut and to order
-them.
+"""What are micro-batches by cost worth for rows of unequal length?
+
+``python -m benchmarks unequal_rows`` counts padding, and times steps in turns::
+
+    by cost          engine.forward_backward(Rows(texts, pad), labels, costs=lengths)
+    engine, ORDER    engine.forward_backward(Rows(texts in this order, pad), labels)
+    loop, ORDER      for 8 rows at a time: (loss * rows / all rows).backward()
+
+Orders: as the rows come, sorted by hand, and ``group_by_length`` of transformers.
 """
 
 import copy
@@ -12,21 +19,23 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
+from benchmarks.peers import Peer
 from benchmarks.tables import Table
-from benchmarks.timing import interleaved, ratio, timed
+from benchmarks.timing import interleaved, ratio
 from scatterpar import Rows, ScatterOnceParallel
 
-ROWS, TOKENS, LONGEST, CLASSES = 256, 4096, 512, 4
-# rows of a micro-batch that holds TOKENS, however long the rows are
+ROWS = 256
+LONGEST = 512  # tokens
+CLASSES = 4
+TOKENS = 4096  # of a micro-batch at most, with padding
+# Rows of a micro-batch that has TOKENS, however long the rows are.
 SIZE = TOKENS // LONGEST
-BY_COST, AS_THEY_COME = "engine, `micro_batch_cost=4096`", "engine, rows as they come"
+BY_COST = f"engine, `micro_batch_cost={TOKENS}`"
 LOSS = nn.CrossEntropyLoss()
 
 
 class Reader(nn.Module):
-    """A transformer's encoder over words, and a class for the mean of those that are no
-    padding.
-    """
+    """A transformer's encoder, and a class for the mean over words without padding."""
 
     def __init__(self, width=64, layers=2):
         super().__init__()
@@ -38,8 +47,9 @@ class Reader(nn.Module):
     def forward(self, ids):
         padded = ids == 0
         hidden = self.encoder(self.words(ids), src_key_padding_mask=padded)
-        known = (~padded).unsqueeze(-1)
-        return self.head((hidden * known).sum(1) / known.sum(1))
+        is_word = (~padded).unsqueeze(-1)
+        mean = (hidden * is_word).sum(1) / is_word.sum(1)
+        return self.head(mean)
 
 
 def pad(texts):
@@ -57,31 +67,31 @@ def batch(rows):
 
 
 def orders(lengths):
-    """The rows as they come, sorted by hand, and as transformers' ``group_by_length``
-    has them.
-    """
+    """The numbers of the rows in each order."""
     generator = torch.Generator().manual_seed(0)
     grouped = get_length_grouped_indices(lengths, SIZE, generator=generator)
-    rows = range(len(lengths))
+    rows = list(range(len(lengths)))
     return {
-        "rows as they come": [*rows],
+        "rows as they come": rows,
         "sorted by hand": sorted(rows, key=lengths.__getitem__),
         "`group_by_length`": [int(row) for row in grouped],
     }
 
 
 def cut(lengths, replicas):
-    """The rows of each micro-batch, by replica, of each way."""
+    """The rows of each micro-batch, by replica, by way."""
     module = nn.Linear(1, 1)
     devices = ["cpu"] * replicas
     ways = {}
-    by_size = ScatterOnceParallel(module, device_ids=devices, micro_batch_size=SIZE)
-    with by_size as engine:
+    with ScatterOnceParallel(
+        module, device_ids=devices, micro_batch_size=SIZE
+    ) as engine:
         plan = engine.plan(len(lengths))
         for name, order in orders(lengths).items():
             ways[f"engine, {name}"] = numbers_of_rows(plan, order)
-    by_cost = ScatterOnceParallel(module, device_ids=devices, micro_batch_cost=TOKENS)
-    with by_cost as engine:
+    with ScatterOnceParallel(
+        module, device_ids=devices, micro_batch_cost=TOKENS
+    ) as engine:
         plan = engine.plan(len(lengths), costs=lengths)
         ways[BY_COST] = numbers_of_rows(plan, range(len(lengths)))
     return ways
@@ -112,10 +122,12 @@ def test_padding(publish):
     for replicas in (2, 4):
         for name, shares in cut(lengths, replicas).items():
             loads = [padded_tokens(share, lengths) for share in shares]
-            steps = max(map(len, shares))
+            largest = max(loads)
+            sub_steps = max(map(len, shares))
             padded = f"{sum(loads) / sum(lengths):.2f}"
-            even = f"{max(loads) * replicas / sum(loads):.3f}"
-            rows.append([name, replicas, padded, steps, even, f"{max(loads):,}"])
+            over_mean = f"{largest * replicas / sum(loads):.3f}"
+            cells = [padded, sub_steps, over_mean, f"{largest:,}"]
+            rows.append([name, replicas, *cells])
     columns = [
         "way",
         "replicas",
@@ -131,44 +143,36 @@ def plain_step(module, texts, labels, order):
     """Accumulate gradients in plain torch, over the rows in this order."""
     for start in range(0, len(order), SIZE):
         rows = order[start : start + SIZE]
-        loss = LOSS(module(pad([texts[row] for row in rows])), labels[rows])
+        inputs = pad([texts[row] for row in rows])
+        loss = LOSS(module(inputs), labels[rows])
         (loss * len(rows) / len(order)).backward()
 
 
 def test_time(benchmark, publish, quick):
     texts, labels, lengths = batch(32 if quick else ROWS)
     model = Reader()
-    models = {}
-    calls = {}
+    contenders = {}
     with ExitStack() as stack:
 
-        def engine_of(name, **options):
-            models[name] = copy.deepcopy(model)
-            engine = ScatterOnceParallel(
-                models[name], device_ids=["cpu"] * 2, **options
-            )
+        def engine_of(**options):
+            module = copy.deepcopy(model)
+            engine = ScatterOnceParallel(module, device_ids=["cpu"] * 2, **options)
             return stack.enter_context(engine)
 
-        by_cost = engine_of(BY_COST, micro_batch_cost=TOKENS)
-        calls[BY_COST] = partial(
-            by_cost.forward_backward, Rows(texts, pad), labels, LOSS, costs=lengths
-        )
-        for way, order in orders(lengths).items():
-            name = f"engine, {way}"
-            engine = engine_of(name, micro_batch_size=SIZE)
+        engine = engine_of(micro_batch_cost=TOKENS)
+        rows = Rows(texts, pad)
+        run = partial(engine.forward_backward, rows, labels, LOSS, costs=lengths)
+        contenders[BY_COST] = Peer(engine.module, run)
+        for name, order in orders(lengths).items():
+            engine = engine_of(micro_batch_size=SIZE)
             rows = Rows([texts[row] for row in order], pad)
-            calls[name] = partial(engine.forward_backward, rows, labels[order], LOSS)
-            name = f"plain loop, {way}"
-            models[name] = copy.deepcopy(model)
-            calls[name] = partial(plain_step, models[name], texts, labels, order)
-
-        assert_same_gradients(calls, models)
-
-        def step(name):
-            models[name].zero_grad()
-            return timed(calls[name])
-
-        steps = {name: partial(step, name) for name in calls}
+            run = partial(engine.forward_backward, rows, labels[order], LOSS)
+            contenders[f"engine, {name}"] = Peer(engine.module, run)
+            module = copy.deepcopy(model)
+            run = partial(plain_step, module, texts, labels, order)
+            contenders[f"plain loop, {name}"] = Peer(module, run)
+        assert_same_gradients(contenders)
+        steps = {name: contender.step for name, contender in contenders.items()}
         seconds = interleaved(benchmark, steps, 1 if quick else 7)
     rows = []
     for name, times in seconds.items():
@@ -178,13 +182,9 @@ def test_time(benchmark, publish, quick):
     publish("time", table, {"seconds": seconds})
 
 
-def assert_same_gradients(calls, models):
-    """Each way computes the gradient of the first one, in float32."""
-    expected = None
-    for name, call in calls.items():
-        call()
-        gradients = [parameter.grad for parameter in models[name].parameters()]
-        joined = torch.cat([gradient.flatten() for gradient in gradients])
-        if expected is None:
-            expected = joined
-        torch.testing.assert_close(joined, expected, rtol=1e-3, atol=1e-5)
+def assert_same_gradients(contenders):
+    """Each contender computes the gradient of the first one, in float32."""
+    expected = contenders[BY_COST].gradient()
+    for contender in contenders.values():
+        gradient = contender.gradient()
+        torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-5)

@@ -82,8 +82,8 @@ class Groups:
         """The number of a batch in the group; ``None`` if it is no batch of the
         group.
         """
-        for number, other in enumerate(self.batches):
-            if other is batch:
+        for number, batch_of_group in enumerate(self.batches):
+            if batch_of_group is batch:
                 return number
         return None
 
@@ -162,16 +162,19 @@ class RowLooks:
             num_rows: the number of rows of the batch.
             results_of: returns the results of parts with these rows.
         """
-        few = sorted({number * (num_rows - 1) // 4 for number in range(5)})
-        first = len(few) // 2  # two rows, as some layers need
+        # Five rows, as far apart as possible, or all.
+        rows = sorted({number * (num_rows - 1) // 4 for number in range(5)})
+        middle = len(rows) // 2  # two of five: some layers need two rows
+        parts = [rows[:middle], rows[middle:]]
         with _process_generators_restored():
             try:
-                whole = _seeded(0, results_of, [few])
-                divided = _seeded(0, results_of, [few[:first], few[first:]])
-                reseeded = _seeded(1, results_of, [few])
+                whole = _seeded(0, results_of, [rows])
+                divided = _seeded(0, results_of, parts)
+                reseeded = _seeded(1, results_of, [rows])
             except Exception:  # the call itself raises, or tells nothing
                 return
-        if _are_close(whole, divided) or not all(map(same_bits, whole, reseeded)):
+        draws_numbers = not all(map(same_bits, whole, reseeded))
+        if draws_numbers or _are_close(whole, divided):
             return
         self.undivided.add(step)
         warn(
@@ -207,24 +210,29 @@ def _process_generators_restored() -> Iterator[None]:
         numpy.random.set_state(state_of_numpy)
 
 
-def _are_close(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+def _are_close(whole: Sequence[Tensor], divided: Sequence[Tensor]) -> bool:
     """Whether all numbers agree, up to rounding of the least precise dtype."""
-    if [tensor.shape for tensor in tensors] != [other.shape for other in others]:
+    shapes = [tensor.shape for tensor in whole]
+    if shapes != [tensor.shape for tensor in divided]:
         return False
-    precisions = [_TOLERANCES.get(tensor.dtype, 0.0) for tensor in tensors]
-    tolerance = max(precisions, default=0.0)
+    tolerances = [_TOLERANCES.get(tensor.dtype, 0.0) for tensor in whole]
+    tolerance = max(tolerances, default=0.0)
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled():
-        tolerance = _LOW
-    for tensor, other in zip(tensors, others, strict=True):
+        tolerance = _TOLERANCE_OF_HALF
+    for expected, result in zip(whole, divided, strict=True):
         near = torch.isclose(
-            tensor.double(), other.double(), tolerance, tolerance, equal_nan=True
+            expected.double(), result.double(), tolerance, tolerance, equal_nan=True
         )
         if not bool(near.all()):
             return False
     return True
 
 
-_LOW = 5e-2
-# Single precision may be TF32.
-_TOLERANCES = {torch.float64: 1e-7, torch.float32: 5e-3}
-_TOLERANCES |= {torch.float16: _LOW, torch.bfloat16: _LOW}
+# Beside an effect of rows on each other, which is larger than all of these.
+_TOLERANCE_OF_HALF = 5e-2
+_TOLERANCES = {
+    torch.float64: 1e-7,
+    torch.float32: 5e-3,  # of TF32, too
+    torch.float16: _TOLERANCE_OF_HALF,
+    torch.bfloat16: _TOLERANCE_OF_HALF,
+}

@@ -120,7 +120,7 @@ def _with(tensor: Tensor, statistic: Statistic | None) -> Tensor:
 def _reduced(kind: Aggregate, args: Sequence[Any], result: Any) -> Statistic | None:
     """What a reduction makes of gathered entries; ``None`` if that is no number."""
     entries = args[0] if args else None
-    is_of_two_tensors = any(isinstance(other, Tensor) for other in args[1:])
+    is_of_two_tensors = any(isinstance(argument, Tensor) for argument in args[1:])
     is_number = isinstance(result, Tensor) and result.ndim == 0
     if not isinstance(entries, Gathered) or is_of_two_tensors or not is_number:
         return None
@@ -145,8 +145,8 @@ class _Number:
 
     statistic: Statistic
 
-    def __truediv__(self: Any, other: Any) -> Any:
-        return _number(float(self) / other, _ratio_of(self, other))
+    def __truediv__(self: Any, divisor: Any) -> Any:
+        return _number(float(self) / divisor, _ratio_of(self, divisor))
 
 
 class _Real(_Number, float):

@@ -40,11 +40,19 @@ _OF_ROWS = {
     "ContrastiveLoss",
     "CosineSimilarityLoss",
     "CrossEntropyLoss",
+    "MSELoss",
+    "MarginMSELoss",
+    "SoftmaxLoss",
+    "TripletLoss",
 }
-_OF_ROWS |= {"MSELoss", "MarginMSELoss", "SoftmaxLoss", "TripletLoss"}
 # These need more of the model than its embeddings, or train a second model.
-_REFUSED = {"AdaptiveLayerLoss", "DenoisingAutoEncoderLoss", "Matryoshka2dLoss"}
-_REFUSED |= {"ContrastiveTensionLoss", "ContrastiveTensionLossInBatchNegatives"}
+_REFUSED = {
+    "AdaptiveLayerLoss",
+    "ContrastiveTensionLoss",
+    "ContrastiveTensionLossInBatchNegatives",
+    "DenoisingAutoEncoderLoss",
+    "Matryoshka2dLoss",
+}
 
 # an entry of features: which rows of the outputs they stand for
 _ROWS = "rows of outputs"
@@ -69,24 +77,33 @@ class _WholeBatch(ScatterOnceMixin):
     ) -> None:
         name = type(self).__name__
         super().__init__(*args, device_ids=device_ids, **kwargs)
-        losses = [*self.loss.values()] if isinstance(self.loss, dict) else [self.loss]
+        losses = [self.loss]
+        if isinstance(self.loss, dict):  # one for each data set
+            losses = list(self.loss.values())
         reason = (
             "it needs more of the model than its outputs; use the stock trainer "
             "on one device"
         )
-        parts = [type(part).__name__ for loss in losses for part in loss.modules()]
-        refuse(name, {part: part in _REFUSED for part in parts}, reason)
+        for loss in losses:
+            for part in loss.modules():
+                kind = type(part).__name__
+                refuse(name, {kind: kind in _REFUSED}, reason)
         if self._micro_batch_cost is not None and not self._is_tokenised:
             reason = "the loss tokenises the pairs itself; leave whole_batch out"
             is_divided = whole_batch is False
             refuse(name, {"micro_batch_cost and whole_batch=False": is_divided}, reason)
             whole_batch = True
-        # True if a sampler, a choice of data sets or a loss depends on it
         if whole_batch is None:
-            is_sampled = self.args.batch_sampler != BatchSamplers.BATCH_SAMPLER
-            is_chosen = is_sampled or isinstance(self.train_dataset, dict)
-            whole_batch = is_chosen or not all(map(_is_mean_over_rows, losses))
+            whole_batch = self._needs_all_rows(losses)
         self._sees_all = whole_batch
+
+    def _needs_all_rows(self, losses: Sequence[nn.Module]) -> bool:
+        """Whether a step depends on which rows are in a batch."""
+        if self.args.batch_sampler != BatchSamplers.BATCH_SAMPLER:
+            return True
+        if isinstance(self.train_dataset, dict):  # each batch is of one data set
+            return True
+        return not all(map(_is_mean_over_rows, losses))
 
     def _modules(self) -> list[Any]:
         return [self.model] if self._sees_all else super()._modules()
@@ -102,24 +119,25 @@ class _WholeBatch(ScatterOnceMixin):
         collator: Any = partial(
             _collated_by_cost, collate, self._micro_batch_cost, self._devices
         )
-        vars(collator).update(getattr(collate, "__dict__", {}))  # some loaders read it
+        # Some loaders read attributes of the user's collator.
+        vars(collator).update(getattr(collate, "__dict__", {}))
         return collator
 
     def _how_losses_combine(self, step: Any) -> str:
         return ROWS
 
     def _loss_of_step(self, model: Any, step: Any, **options: Any) -> Any:
+        """The loss of all rows of a step::
+
+        columns -> embeddings       the model, on the replicas, in micro-batches
+        embeddings -> loss          the user's loss, once, on the first device
+        """
         if not self._sees_all:
             return super()._loss_of_step(model, step, **options)
-        recorded, on_master = _RecordedModel(self), self._prepare_input(dict(step))
+        recorded = _RecordedModel(self)
+        on_master = self._prepare_input(dict(step))
         state = self._record_columns(recorded, step, on_master)
-        columns = [*recorded.columns.values()]
-        groups = (
-            [[c] for c in columns] if len({*map(num_rows, columns)}) > 1 else [columns]
-        )
-        inputs = Rows.from_batches(
-            {"work": self._outputs_of, "columns": g} for g in groups
-        )
+        columns = list(recorded.columns.values())
         has_cost = self._micro_batch_cost is not None
         costs = _costs_of(columns) if has_cost else None
 
@@ -127,26 +145,40 @@ class _WholeBatch(ScatterOnceMixin):
             recorded.outputs = torch.cat(outputs)
             with torch.random.fork_rng((), enabled=state is not None):
                 if state is not None:  # the state before the first run of the loss
-                    torch.set_rng_state(state[0])
-                    random.setstate(state[1])
+                    state_of_torch, state_of_python = state
+                    torch.set_rng_state(state_of_torch)
+                    random.setstate(state_of_python)
                 with self._standing_for_model(recorded):
                     return self._loss_of(recorded, on_master)
 
         accum = 1 if has_cost else self._user_args["gradient_accumulation_steps"]
         with self._cut_by_cost(has_cost):
             loss = self._engine_loss(
-                inputs, accum, None, criterion, whole_batch=True, costs=costs
+                self._inputs_of(columns),
+                accum,
+                None,
+                criterion,
+                whole_batch=True,
+                costs=costs,
             )
         if not recorded.was_called:
-            reason = (
-                "needs a loss that calls the model which is trained: this one "
-                "did not; pass"
+            raise ValueError(
+                f"{type(self).__name__} needs a loss that calls the model which is "
+                "trained: this one did not; pass whole_batch=False, for the mean of "
+                "the losses of the replicas' batches"
             )
-            remedy = (
-                "whole_batch=False, for the mean of the losses of the replicas' batches"
-            )
-            raise ValueError(f"{type(self).__name__} {reason} {remedy}")
         return loss
+
+    def _inputs_of(self, columns: Sequence[Any]) -> Any:
+        """The engine's inputs: all columns, or one after the other if they have
+        different numbers of rows.
+        """
+        groups = [list(columns)]
+        if len({num_rows(column) for column in columns}) > 1:
+            groups = [[column] for column in columns]
+        return Rows.from_batches(
+            {"work": self._outputs_of, "columns": group} for group in groups
+        )
 
     def _record_columns(
         self, recorded: _RecordedModel, batch: Any, on_master: Any
@@ -213,10 +245,11 @@ class _WholeBatch(ScatterOnceMixin):
     @contextlib.contextmanager
     def _standing_for_model(self, recorded: _RecordedModel) -> Iterator[None]:
         """In the body, the model's methods are those of ``recorded``."""
-        own = replaced(
-            self.model, forward=recorded.forward, preprocess=recorded.preprocess
-        )
-        with own, overridden(self, _recorded_model=recorded):
+        methods = {"forward": recorded.forward, "preprocess": recorded.preprocess}
+        with (
+            replaced(self.model, **methods),
+            overridden(self, _recorded_model=recorded),
+        ):
             yield
 
 
@@ -251,9 +284,8 @@ class ScatterOnceTrainer(_WholeBatch, SentenceTransformerTrainer):  # type: igno
         """
         features, labels = super().collect_features(inputs)
         if self._recorded_model is not None:
-            for column, rows in zip(
-                features, self._recorded_model.rows().values(), strict=True
-            ):
+            row_numbers = self._recorded_model.rows().values()
+            for column, rows in zip(features, row_numbers, strict=True):
                 column[_ROWS] = rows
         return features, labels
 
@@ -286,11 +318,14 @@ class ScatterOnceCrossEncoderTrainer(_WholeBatch, CrossEncoderTrainer):  # type:
         """Record the pairs that the loss passes to the model. Returns the random state
         before.
         """
-        # to log: the loss adds to them
-        components = copy.deepcopy(self.accum_loss_components)
         state = torch.get_rng_state(), random.getstate()
-        logged = overridden(self, accum_loss_components=components)
-        with torch.no_grad(), logged, self._standing_for_model(recorded):
+        # The loss adds to what is logged, and will do so again in its second run.
+        components = copy.deepcopy(self.accum_loss_components)
+        with (
+            torch.no_grad(),
+            overridden(self, accum_loss_components=components),
+            self._standing_for_model(recorded),
+        ):
             type(self).compute_loss(self, self.model, dict(on_master))
         return state
 
@@ -303,7 +338,8 @@ class _RecordedModel:
     """
 
     def __init__(self, trainer: Any) -> None:
-        self._model, self._output = trainer.model, trainer._output
+        self._model = trainer.model
+        self._output = trainer._output
         self._preprocess = trainer.model.preprocess
         self.columns: dict[Any, Any] = {}  # by number, or by their texts
         self.outputs: Tensor | None = None
@@ -311,7 +347,7 @@ class _RecordedModel:
 
     def rows(self) -> dict[Any, Tensor]:
         """For each column, the numbers of its rows in ``outputs``."""
-        sizes = [*map(num_rows, self.columns.values())]
+        sizes = [num_rows(column) for column in self.columns.values()]
         numbers = torch.arange(sum(sizes), device=self._model.device)
         return dict(zip(self.columns, numbers.split(sizes), strict=True))
 
@@ -331,7 +367,8 @@ class _RecordedModel:
 
     def forward(self, features: Mapping[str, Any], **_: Any) -> dict[str, Any]:
         """The outputs of the rows that ``features`` name, or zeros."""
-        self.was_called, rows = True, features[_ROWS]
+        self.was_called = True
+        rows = features[_ROWS]
         if self.outputs is None:
             zeros = rows.new_zeros(len(rows), self._model.num_labels).float()
             return _Outputs({self._output: zeros})
@@ -370,19 +407,20 @@ class _ReplicaInference:
         trainer = self._trainer
         model = trainer.model
         model.eval()  # as its own inference does
-        size = min(len(trainer._devices), len(inputs))
-        if size < 2:
+        num_parts = min(len(trainer._devices), len(inputs))
+        if num_parts < 2:
             return model._inference(inputs, **options)
         engine = trainer._engine_of_the_model(trainer._modules_of_evaluation())
         engine.accum = 1
-        parts = [inputs[first::size] for first in range(size)]
+        # Texts are sorted by length: part 0 of 3 has number 0, 3, 6, …
+        parts = [inputs[number::num_parts] for number in range(num_parts)]
         infer = partial(_inferred, parts, options)
         with torch.inference_mode(False), torch.no_grad():
-            results = engine(infer, numbers=Rows(range(size)))
+            results = engine(infer, numbers=Rows(range(num_parts)))
         device = torch.device("cpu") if options.get("save_to_cpu") else model.device
         outputs: list[Any] = [None] * len(inputs)
-        for first, result in enumerate(nested.atoms(results)):
-            outputs[first::size] = list(moved(result.output, device))
+        for number, result in enumerate(nested.atoms(results)):
+            outputs[number::num_parts] = list(moved(result.output, device))
         is_tensor = isinstance(outputs[0], Tensor)
         if is_tensor and options.get("output_value") != "token_embeddings":
             return torch.stack(outputs)
@@ -412,16 +450,15 @@ class _Outputs(dict[str, Any]):
 
 def _is_mean_over_rows(loss: nn.Module) -> bool:
     """Whether ``loss`` and all losses of torch in it are unweighted means over rows."""
-    is_mean = type(loss).__name__ in _OF_ROWS and getattr(loss, "size_average", True)
-    parts = [
-        part
-        for part in loss.modules()
-        if type(part).__module__ == "torch.nn.modules.loss"
-    ]
-    plain = [
-        p.reduction == "mean" and getattr(p, "weight", None) is None for p in parts
-    ]
-    return is_mean and all(plain)
+    if type(loss).__name__ not in _OF_ROWS or not getattr(loss, "size_average", True):
+        return False
+    for part in loss.modules():
+        if type(part).__module__ != "torch.nn.modules.loss":
+            continue
+        is_weighted = getattr(part, "weight", None) is not None
+        if part.reduction != "mean" or is_weighted:
+            return False
+    return True
 
 
 def _divisible(column: Mapping[str, Any]) -> Any:
@@ -429,16 +466,16 @@ def _divisible(column: Mapping[str, Any]) -> Any:
     bag.
     """
     if "offsets" in column:
-        return Rows(column["input_ids"].tensor_split(column["offsets"][1:]), _bags)
-    sizes = {
-        name: len(v) for name, v in column.items() if isinstance(v, Tensor) and v.ndim
-    }
+        bags = column["input_ids"].tensor_split(column["offsets"][1:])
+        return Rows(bags, _joined_bags)
+    sizes = {}
+    for name, value in column.items():
+        if isinstance(value, Tensor) and value.ndim > 0:
+            sizes[name] = len(value)
     if len(set(sizes.values())) > 1:
-        reason = (
-            f"the rows of a batch cannot be divided: its tensors have {sizes} of them"
-        )
         raise ValueError(
-            f"{reason}; use the stock trainer on one device, or whole_batch=False"
+            f"the rows of a batch cannot be divided: its tensors have {sizes} of them; "
+            "use the stock trainer on one device, or whole_batch=False"
         )
     return dict(column)
 
@@ -446,7 +483,8 @@ def _divisible(column: Mapping[str, Any]) -> Any:
 def _lengths(mask: Tensor) -> list[int]:
     """The positions of each row up to its last token: leading padding is kept."""
     positions = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-    lengths: list[int] = (mask.ne(0) * positions).amax(1).clamp(min=1).tolist()
+    last_positions = (mask.ne(0) * positions).amax(1)
+    lengths: list[int] = last_positions.clamp(min=1).tolist()
     return lengths
 
 
@@ -456,7 +494,8 @@ def _longest(masks: Sequence[Any]) -> list[int]:
     Raises ``ValueError`` if the columns do not show the lengths of all rows.
     """
     are_masks = [isinstance(mask, Tensor) and mask.ndim == 2 for mask in masks]
-    if not masks or not all(are_masks) or len({*map(len, masks)}) > 1:
+    are_complete = bool(masks) and all(are_masks)
+    if not are_complete or len({len(mask) for mask in masks}) > 1:
         raise ValueError(
             f"micro_batch_cost needs the lengths of all rows: each column's {_MASK!r}, "
             "of as many rows as the others; leave micro_batch_cost out"
@@ -470,9 +509,9 @@ def _costs_of(columns: Sequence[Any]) -> list[int]:
 
     A static model's column is ``Rows`` of words, and has no mask.
     """
-    masks = [
-        column.get(_MASK) if isinstance(column, Mapping) else None for column in columns
-    ]
+    masks = []
+    for column in columns:
+        masks.append(column.get(_MASK) if isinstance(column, Mapping) else None)
     return _longest(masks)
 
 
@@ -496,6 +535,8 @@ def _collated_by_cost(
     return by_lengths(collate, _longest(masks), budget, devices, rows)
 
 
-def _bags(words: Sequence[Tensor]) -> dict[str, Tensor]:
-    sizes = torch.tensor([0, *(len(bag) for bag in words[:-1])], device=words[0].device)
-    return {"input_ids": torch.cat(list(words)), "offsets": sizes.cumsum(0)}
+def _joined_bags(bags: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Bags of words as ``nn.EmbeddingBag`` takes them: joined, with their offsets."""
+    sizes = [len(bag) for bag in bags[:-1]]
+    ends = torch.tensor([0, *sizes], device=bags[0].device).cumsum(0)
+    return {"input_ids": torch.cat(list(bags)), "offsets": ends}

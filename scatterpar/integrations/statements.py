@@ -123,8 +123,7 @@ class Statements:
         if not starts:
             return 0  # the first value is a term, too
         numbers = [_number_in(source) for source in starts]
-        first, *others = numbers
-        return first if all(other == first for other in others) else None
+        return numbers[0] if len(set(numbers)) == 1 else None
 
     def _all_writes(self) -> list[Write]:
         """All statements that write something; they are read once."""
@@ -162,16 +161,17 @@ def _writes_at(path: Path, writes: Sequence[Write]) -> list[Write]:
         attribute = Target(last.name)
         return [write for write in writes if write.target == attribute]
     key = repr(last.key)
-    holder = path[-2] if len(path) > 1 else None
-    name = holder.name if isinstance(holder, Attribute) else None
-    with_key = [
-        write
-        for write in writes
-        if write.target.is_entry and write.target.key in (None, key)
-    ]
-    with_name = [write for write in with_key if write.target.name == name]
-    # a local variable may name the container
-    return with_name or [write for write in with_key if write.target.key == key]
+    container = path[-2] if len(path) > 1 else None
+    name = container.name if isinstance(container, Attribute) else None
+    by_name = []  # container[key] and container[…]
+    by_key = []  # x[key]: a local variable may name the container
+    for write in writes:
+        target = write.target
+        if target.is_entry and target.name == name and target.key in (None, key):
+            by_name.append(write)
+        if target.is_entry and target.key == key:
+            by_key.append(write)
+    return by_name or by_key
 
 
 def _functions_of(owners: Sequence[Any]) -> list[types.FunctionType]:
@@ -275,23 +275,29 @@ def _written_by_call(call: ast.Call) -> Iterator[Write]:
     ``holder.setdefault(key, value)``.
     """
     function = call.func
-    if isinstance(function, ast.Name):
-        if function.id == "setattr" and len(call.args) == 3:
-            holder, name, value = call.args
-            if isinstance(name, ast.Constant):
-                place = ast.Attribute(holder, str(name.value), ast.Load())
-                yield _write_of(Target(place.attr), place, value)
-    elif isinstance(function, ast.Attribute) and function.attr == "setdefault":
-        if len(call.args) == 2:
-            key, value = call.args
-            entry = ast.Subscript(function.value, key, ast.Load())
-            if (target := _target_of(entry)) is not None:
-                yield Write(target, False, ast.unparse(value))
-    elif isinstance(function, ast.Attribute) and function.attr.endswith("_"):
-        is_dunder = function.attr.startswith("_")
-        target = _target_of(function.value)
-        if target is not None and not is_dunder:
-            yield Write(target, function.attr in _SUMS_IN_PLACE)
+    if _is_call_of(call, "setattr") and len(call.args) == 3:
+        holder, name, value = call.args
+        if isinstance(name, ast.Constant):
+            place = ast.Attribute(holder, str(name.value), ast.Load())
+            yield _write_of(Target(place.attr), place, value)
+    if not isinstance(function, ast.Attribute):
+        return
+    method = function.attr
+    if method == "setdefault" and len(call.args) == 2:
+        key, value = call.args
+        entry = ast.Subscript(function.value, key, ast.Load())
+        target = _target_of(entry)
+        if target is not None:
+            yield Write(target, False, ast.unparse(value))
+    is_in_place = method.endswith("_") and not method.startswith("_")
+    target = _target_of(function.value)
+    if is_in_place and target is not None:
+        yield Write(target, method in _SUMS_IN_PLACE)
+
+
+def _is_call_of(call: ast.Call, *names: str) -> bool:
+    """Whether ``call`` calls one of these functions by its name."""
+    return isinstance(call.func, ast.Name) and call.func.id in names
 
 
 def _target_of(place: ast.expr) -> Target | None:
@@ -328,39 +334,49 @@ def _is_sum_with(place: ast.expr, value: ast.expr) -> bool:
         return isinstance(value.op, ast.Sub) and _is_term(place, value.left)
     if isinstance(value, ast.IfExp):  # the first value, or a sum
         return _is_sum_with(place, value.body) or _is_sum_with(place, value.orelse)
-    if not isinstance(value, ast.Call):
-        return False
-    function = value.func
-    if isinstance(function, ast.Name) and function.id in ("float", "int"):
-        return any(_is_sum_with(place, argument) for argument in value.args)
+    if isinstance(value, ast.Call):
+        return _is_call_of_sum(place, value)
+    return False
+
+
+def _is_call_of_sum(place: ast.expr, call: ast.Call) -> bool:
+    """Whether ``call`` returns a sum with the value at ``place`` as a term."""
+    if _is_call_of(call, "float", "int"):
+        return any(_is_sum_with(place, argument) for argument in call.args)
+    function = call.func
     if not isinstance(function, ast.Attribute):
         return False
     if function.attr in _SUMS:  # torch.add(place, value), place.add(value)
-        operands = [function.value, *value.args]
-        return any(_is_term(place, operand) for operand in operands)
-    if function.attr in _SAME_VALUE:
-        return _is_sum_with(place, function.value)
-    return False
+        terms = [function.value, *call.args]
+        return any(_is_term(place, term) for term in terms)
+    # (place + value).item()
+    return function.attr in _SAME_VALUE and _is_sum_with(place, function.value)
 
 
 def _is_term(place: ast.expr, term: ast.expr) -> bool:
     """Whether ``term`` is the value at ``place``, or a sum with it."""
     if ast.unparse(term) == ast.unparse(place) or _is_sum_with(place, term):
         return True
-    if not isinstance(term, ast.Call):
+    return isinstance(term, ast.Call) and _is_call_of_value(place, term)
+
+
+def _is_call_of_value(place: ast.expr, call: ast.Call) -> bool:
+    """Whether ``call`` returns the value at ``place``."""
+    if _is_call_of(call, "float", "int"):
+        return any(_is_term(place, argument) for argument in call.args)
+    arguments = [ast.unparse(argument) for argument in call.args[:2]]
+    if _is_call_of(call, "getattr"):  # getattr(self, "total", 0) for self.total
+        if not isinstance(place, ast.Attribute):
+            return False
+        return arguments == [ast.unparse(place.value), repr(place.attr)]
+    function = call.func
+    if not isinstance(function, ast.Attribute):
         return False
-    function = term.func
-    names = [ast.unparse(argument) for argument in term.args[:1]]
-    if isinstance(function, ast.Attribute):
-        if function.attr in _SAME_VALUE:
-            return _is_term(place, function.value)
-        if isinstance(place, ast.Subscript) and function.attr == "get":
-            is_same = ast.unparse(function.value) == ast.unparse(place.value)
-            return is_same and names == [ast.unparse(place.slice)]
-    if isinstance(function, ast.Name) and function.id in ("float", "int"):
-        return any(_is_term(place, argument) for argument in term.args)
-    is_getattr = isinstance(function, ast.Name) and function.id == "getattr"
-    if is_getattr and isinstance(place, ast.Attribute) and len(term.args) > 1:
-        is_name = ast.unparse(term.args[1]) == repr(place.attr)
-        return is_name and names == [ast.unparse(place.value)]
+    if function.attr in _SAME_VALUE:  # place.detach()
+        return _is_term(place, function.value)
+    if function.attr == "get" and isinstance(place, ast.Subscript):
+        # sums.get(name, 0) for sums[name]
+        container = ast.unparse(function.value)
+        is_same_container = container == ast.unparse(place.value)
+        return is_same_container and arguments[:1] == [ast.unparse(place.slice)]
     return False

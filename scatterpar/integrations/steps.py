@@ -44,8 +44,10 @@ class Step(list[Any]):
 
     def keys(self) -> Sequence[str]:
         """The names of the entries that all batches have."""
-        first, *others = self
-        return [name for name in first if all(name in other for other in others)]
+        names = list(self[0])
+        for batch in self[1:]:
+            names = [name for name in names if name in batch]
+        return names
 
     def values(self) -> Iterator[Any]:
         """The entries of all rows."""
@@ -111,10 +113,14 @@ def by_lengths(
     rows: Any,
 ) -> Step:
     """Batches of rows with similar ``costs``, replica by replica."""
-    shares = [1.0] * len(devices)
+    shares = [1.0] * len(devices)  # equal ones
     plan = plan_by_cost(len(rows), costs, devices, budget, shares)
-    numbers = chain.from_iterable(share.row_numbers for share in plan.shares)
-    return Step(collate([rows[row] for row in part]) for part in numbers)
+    batches = Step()
+    for share in plan.shares:
+        for row_numbers in share.row_numbers:
+            batch = collate([rows[number] for number in row_numbers])
+            batches.append(batch)
+    return batches
 
 
 def terms(how: How, batch: Mapping[str, Any]) -> Tensor:
@@ -122,18 +128,22 @@ def terms(how: How, batch: Mapping[str, Any]) -> Tensor:
     said row by row.
     """
     if callable(how):
-        return torch.as_tensor(how(batch)).detach().reshape(1)
+        count = torch.as_tensor(how(batch))
+        return count.detach().reshape(1)
+    one_per_row = torch.ones(num_rows(batch))
     labels = batch.get("shift_labels", batch.get("labels"))
-    ones = torch.ones(num_rows(batch))
     if not isinstance(labels, Tensor) or not labels.ndim:
-        return ones
-    is_by_row = len(labels) == len(ones)
-    if how not in (LABELS, SHIFTED):
-        return ones if is_by_row else ones.sum()[None]
-    if how == SHIFTED and "shift_labels" not in batch and labels.ndim > 1:
-        labels = labels[..., 1:]
-    counted = labels.ne(-100).reshape(len(labels), -1).sum(1)
-    return counted if is_by_row else counted.sum()[None]
+        return one_per_row
+    counts = one_per_row
+    if how in (LABELS, SHIFTED):
+        is_shifted = "shift_labels" in batch  # by the user's collator
+        if how == SHIFTED and labels.ndim > 1 and not is_shifted:
+            labels = labels[..., 1:]
+        is_counted = labels.ne(-100).reshape(len(labels), -1)
+        counts = is_counted.sum(1)
+    # Labels of packed rows are those of the batch.
+    is_by_row = len(labels) == len(one_per_row)
+    return counts if is_by_row else counts.sum()[None]
 
 
 def weights(how: How, step: Any) -> list[float]:
@@ -146,7 +156,7 @@ def weights(how: How, step: Any) -> list[float]:
         counts = [float(count) for count in terms(how, step)]
     if how == SUM:
         return [1.0] * len(counts)
-    total = sum(counts) or 1.0
+    total = sum(counts) or 1.0  # no terms: all weights are zero
     return [count / total for count in counts]
 
 
@@ -194,14 +204,19 @@ class Combination:
         ``fit(how, batch)`` tries a candidate: in steps 1, 2, 4, 8, …, and eight times
         in steps in which it matters which of them fits.
         """
-        is_scheduled = not number & (number - 1) and number not in self._looked_at
-        is_needed = len(self._looked_at) < _LOOKS and self._matters(step)
-        if (is_scheduled or is_needed) and len(weights(ROWS, step)) > 1:
+        if self._is_due(step, number) and len(weights(ROWS, step)) > 1:
             self._looked_at.append(number)
             batches = batches_of(step)
-            telling = next(filter(self._matters, batches), batches[0])
-            self._look(dict(telling), step, fit)
+            batch = next(filter(self._matters, batches), batches[0])
+            self._look(dict(batch), step, fit)
         return next(iter(self._candidates), None)
+
+    def _is_due(self, step: Any, number: int) -> bool:
+        """Whether to look at this step."""
+        is_power_of_two = not number & (number - 1)
+        if is_power_of_two and number not in self._looked_at:
+            return True
+        return len(self._looked_at) < _LOOKS and self._matters(step)
 
     def _look(
         self, batch: Any, step: Any, fit: Callable[[How, Any], bool | None]
@@ -210,16 +225,18 @@ class Combination:
         or confirmed. Warns if that leaves open how the losses of ``step`` combine.
         """
         is_single = num_rows(batch) == 1
-        tried = [how for how in self._candidates if not is_single or how == SUM]
-        answers = {how: fit(how, batch) for how in tried}
+        candidates = self._candidates
+        if is_single:  # its loss is that of all, whatever it is a mean over
+            candidates = [how for how in candidates if how == SUM]
+        answers = {how: fit(how, batch) for how in candidates}
         confirmed = [how for how, answer in answers.items() if answer]
-        open_ones = [how for how, answer in answers.items() if answer is None]
-        is_unanswered = bool(tried) and len(open_ones) == len(tried)
+        unanswered = [how for how, answer in answers.items() if answer is None]
+        is_unanswered = bool(candidates) and len(unanswered) == len(candidates)
         if SUM in confirmed:
             # a loss that divides by the items of all batches is exactly this sum
             self._candidates = [SUM]
         elif not is_single:
-            self._candidates = confirmed or open_ones
+            self._candidates = confirmed or unanswered
         if is_unanswered or self._matters(step):
             self._tell()
 
@@ -240,7 +257,8 @@ class Combination:
         """Whether candidates give the losses of this step's batches different
         weights.
         """
-        different = set()
+        weights_of_candidates = set()
         for how in self._candidates:
-            different.add(tuple(round(weight, 9) for weight in weights(how, step)))
-        return len(different) > 1
+            rounded = [round(weight, 9) for weight in weights(how, step)]
+            weights_of_candidates.add(tuple(rounded))
+        return len(weights_of_candidates) > 1

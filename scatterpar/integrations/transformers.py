@@ -84,18 +84,33 @@ _SHARED = {
 # TRL's trainers fill this in compute_loss. Each call gets one of its own.
 _METRICS = "_metrics"
 _ROWS = "per_device_train_batch_size"
-_BATCHES, _REFERENCE_ROWS = "gradient_accumulation_steps", "precompute_ref_batch_size"
+_BATCHES = "gradient_accumulation_steps"
+_REFERENCE_ROWS = "precompute_ref_batch_size"
 _ELSEWHERE = (
     "make it an attribute of the Trainer, or bind it with functools.partial("
     "compute_loss_func, name=tensor), and each replica gets a copy on its device; or "
     "move the tensor where it is used: tensor.to(logits.device)"
 )
+_PROBLEM = "the losses of batches do not combine into the loss of all, as"
+_COUNTED_OTHERWISE = (
+    f"{_PROBLEM} count= or reduction= says; use the stock class on one device"
+)
+_UNCOMBINED = (
+    f"{_PROBLEM} a mean over labels or rows or a sum (does it compare rows, is it NaN "
+    "for a single row?); pass count=, a function of a batch that gives its number of "
+    "terms, for a mean over something else, or use the stock class on one device"
+)
 # TRL's trainers whose losses of batches combine into that of all, except with these
 # loss types.
-_OF_TRL = {"SFTTrainer": [], "RewardTrainer": [], "KTOTrainer": ["kto"]}
-_OF_TRL["DPOTrainer"] = ["sft", "aot", "aot_unpaired", "bco_pair"]
-# Of these two metrics of KTO's, the third one is the difference.
-_CHOSEN, _REJECTED = "rewards/chosen", "rewards/rejected"
+_OF_TRL = {
+    "SFTTrainer": [],
+    "RewardTrainer": [],
+    "KTOTrainer": ["kto"],
+    "DPOTrainer": ["sft", "aot", "aot_unpaired", "bco_pair"],
+}
+# Metrics of KTO's: margins are chosen rewards without the rejected.
+_CHOSEN = "rewards/chosen"
+_REJECTED = "rewards/rejected"
 _MARGINS = "rewards/margins"
 _Trainer: Any = object  # the subclasses have a Trainer among their other bases
 
@@ -135,6 +150,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         if micro_batch_cost is not None:
             check_number("micro_batch_cost", micro_batch_cost)
         _check_combination(count, reduction)
+        # The stock constructor calls methods below, which read these.
         self._device_ids = device_ids
         self._shard_optimizer = shard_optimizer
         self._micro_batch_cost = micro_batch_cost
@@ -142,79 +158,81 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         self._shared = frozenset(_SHARED | {_METRICS} if self._is_of_trl else _SHARED)
         self._turns = Turns()
         self._told: set[str] = set()  # places that calls set, of which a warning told
+        copied_args = [_own_arguments(value) for value in args]
         copied_kwargs = {name: _own_arguments(v) for name, v in kwargs.items()}
-        super().__init__(*map(_own_arguments, args), **copied_kwargs)
+        super().__init__(*copied_args, **copied_kwargs)
         _refuse_losses(self)
         self._count = SUM if reduction == "sum" else count
-        labels = [LABELS, SHIFTED]
-        if self._loss_shifts_labels:
-            labels.reverse()
-        candidates: list[How] = [*labels, ROWS, SUM]
+        candidates: list[How] = [LABELS, SHIFTED, ROWS, SUM]
+        if self._loss_shifts_labels:  # the likeliest first
+            candidates = [SHIFTED, LABELS, ROWS, SUM]
         if self._count is not None:
             candidates = [self._count]
         self._combination = steps.Combination(candidates)
-        # Also a ``training_step`` of a subclass calls these.
-        attributes = {
-            "compute_loss": self._loss_of_inputs,
-            "_prepare_inputs": self._prepared,
-        }
-        self.__dict__.update(attributes)
+        # Attributes hide the methods of the class, also from a user's training_step.
+        vars(self)["compute_loss"] = self._loss_of_inputs
+        vars(self)["_prepare_inputs"] = self._prepared
 
     def create_accelerator_and_postprocess(self) -> None:
         """Do what the Trainer does, with the arguments of one device for all rows of a
         step.
         """
         _refuse(self.args, self.model)
-        device_ids, main = self._device_ids, self.args.device
-        args = self.args.__dict__
-        if device_ids is None and main.type == "cpu":
-            # the user asked for the CPU, even if there are accelerators
-            device_ids = ["cpu"]
-        self._devices = resolve(device_ids)
-        first = physical(self._devices[0])
-        if (first.type, first.index or 0) != (main.type, main.index or 0):
-            own = f"the Trainer's own device, {main}, where the model is"
-            raise ValueError(
-                f"device_ids must begin with {own}; got {self._devices[0]} first"
-            )
-        sizes = _ROWS, _BATCHES
-        self._user_args = {name: args[name] for name in sizes}
-        # in a step; one replica has each
-        self._num_batches = len(self._devices) * args[_BATCHES]
-        if not args.get(_REFERENCE_ROWS, True):  # TRL's, on the first device
-            args[_REFERENCE_ROWS] = args[_ROWS]
-        args[_ROWS] *= self._num_batches
-        args[_BATCHES] = 1
-        args["_n_gpu"] = min(self.args.n_gpu, 1)  # prevents nn.DataParallel
-        for name, size in self._user_args.items():
-            args[name] = _Changed(args[name], size)
+        self._devices = self._resolved_devices()
+        attributes = vars(self.args)
+        rows = attributes[_ROWS]
+        num_batches = attributes[_BATCHES]
+        self._user_args = {_ROWS: rows, _BATCHES: num_batches}
+        # of one step, each computed by one replica
+        self._num_batches = len(self._devices) * num_batches
+        if not attributes.get(_REFERENCE_ROWS, True):  # TRL's, on the first device
+            attributes[_REFERENCE_ROWS] = rows
+        attributes[_ROWS] = _Changed(rows * self._num_batches, rows)
+        attributes[_BATCHES] = _Changed(1, num_batches)
+        attributes["_n_gpu"] = min(self.args.n_gpu, 1)  # prevents nn.DataParallel
         self._train_batch_size = self.args.train_batch_size
         super().create_accelerator_and_postprocess()
 
+    def _resolved_devices(self) -> list[torch.device]:
+        """The replicas' devices. Raises ``ValueError`` if the Trainer's is not the
+        first.
+        """
+        main = self.args.device
+        device_ids = self._device_ids
+        if device_ids is None and main.type == "cpu":
+            # the user asked for the CPU, even if there are accelerators
+            device_ids = ["cpu"]
+        devices = resolve(device_ids)
+        first = physical(devices[0])
+        if (first.type, first.index or 0) != (main.type, main.index or 0):
+            raise ValueError(
+                f"device_ids must begin with the Trainer's own device, {main}, where "
+                f"the model is; got {devices[0]} first"
+            )
+        return devices
+
     def _hp_search_setup(self, trial: Any) -> None:
         if trial is not None:  # it sets some arguments again, for one replica
-            self.args.__dict__.update(self._user_args)
+            vars(self.args).update(self._user_args)
         super()._hp_search_setup(trial)
 
-    # The loader: all rows of a step, collated batch by batch, on the host: the engine
-    # scatters.
+    # The loader: all rows of a step, collated batch by batch. They stay on the host,
+    # because the engine scatters them.
 
     def get_train_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's loader of all rows of a step, which are collated as a list of
         batches.
         """
-        on_host = loop.overridden(self.accelerator, device_placement=False)
+        collator = self._step_collator(self.data_collator)
         with (
-            on_host,
-            loop.overridden(
-                self, data_collator=self._step_collator(self.data_collator)
-            ),
+            loop.overridden(self.accelerator, device_placement=False),
+            loop.overridden(self, data_collator=collator),
         ):
             return super().get_train_dataloader(*args, **kwargs)
 
     def _step_collator(self, collate: Any) -> Any:
         """Returns a collator of all rows of a step, whose result is a ``Step``."""
-        # which may get smaller
+        # auto_find_batch_size makes it smaller.
         size = math.ceil(self._train_batch_size / self._num_batches)
         collator: Any = partial(steps.by_number, collate, size)
         if self._micro_batch_cost is not None:
@@ -222,7 +240,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             collator = partial(
                 steps.by_cost, collate, name, self._micro_batch_cost, self._devices
             )
-        # some loaders read attributes
+        # Some loaders read attributes of the user's collator.
         vars(collator).update(getattr(collate, "__dict__", {}))
         return collator
 
@@ -241,34 +259,41 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         ``ShardedOptimizer``.
         """
         optimizer = super().create_optimizer(*args, **kwargs)
-        if self._shard_optimizer:
-            engine = self._engine_of_the_model()
-            if getattr(optimizer, "optimizer", optimizer) is not self._sharded:
-                self._sharded = self.optimizer = ShardedOptimizer(
-                    engine, lambda _: optimizer
-                )
+        if not self._shard_optimizer:
+            return self.optimizer
+        engine = self._engine_of_the_model()
+        # accelerate may have wrapped it
+        unwrapped_optimizer = getattr(optimizer, "optimizer", optimizer)
+        if unwrapped_optimizer is not self._sharded:
+            self._sharded = ShardedOptimizer(engine, lambda _: optimizer)
+            self.optimizer = self._sharded
         return self.optimizer
 
     def _engine_of_the_model(
         self, modules: Sequence[Any] | None = None
     ) -> ScatterOnceParallel:
         """The engine of these modules, the model first; by default of training's."""
-        parts, args = [*dict.fromkeys(modules or self._modules())], self.args
-        if self._engine is None or [*map(id, parts)] != [*map(id, self._parts)]:
-            self._close_engine()
-            self._parts, (model, *others) = parts, parts
-            self._statements = Statements(self)
-            if args.torch_compile:
-                backend, mode = args.torch_compile_backend, args.torch_compile_mode
-                model = torch.compile(model, backend=backend, mode=mode)
-            work = loop.Modules([model, *others])
-            # verify=False: the Trainer asks batch by batch how losses combine.
-            self._engine = ScatterOnceParallel(work, 1, self._devices, verify=False)
-            if self._sharded is not None:
-                self._sharded.engine = self._engine
+        parts = list(dict.fromkeys(modules or self._modules()))
+        ids = [id(part) for part in parts]
+        if self._engine is not None and ids == [id(part) for part in self._parts]:
+            return self._engine
+        self._close_engine()
+        self._parts = parts
+        self._statements = Statements(self)
+        model = parts[0]
+        if self.args.torch_compile:
+            backend = self.args.torch_compile_backend
+            mode = self.args.torch_compile_mode
+            model = torch.compile(model, backend=backend, mode=mode)
+        work = loop.Modules([model, *parts[1:]])
+        # verify=False: the Trainer asks batch by batch how losses combine.
+        self._engine = ScatterOnceParallel(work, 1, self._devices, verify=False)
+        if self._sharded is not None:
+            self._sharded.engine = self._engine
         return self._engine
 
     def _modules(self) -> list[Any]:
+        """The modules that ``compute_loss`` may call, the model first."""
         values = kept.kept_attributes(self, self._shared).values()
         return [self.model, *kept.modules_kept(values)]
 
@@ -291,8 +316,8 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
     ) -> Any:
         """The Trainer's step, whose loss is that of all batches."""
         prepared = inputs if self._only_moves_inputs() else self._prepared(inputs)
-        own = {"_prepare_inputs": lambda inputs: inputs, "_is_in_step": True}
-        with loop.overridden(self, **own):
+        # The stock step prepares its inputs again.
+        with loop.overridden(self, _prepare_inputs=_unchanged, _is_in_step=True):
             return super().training_step(model, prepared, *args, **kwargs)
 
     def _prepared(self, inputs: Any) -> Any:
@@ -301,12 +326,12 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         That of a step is called batch by batch. If it only moves them, the batches stay
         on the host: the engine copies each to its replica.
         """
-        prepare = partial(type(self)._prepare_inputs, self)
+        prepare = type(self)._prepare_inputs
         if not isinstance(inputs, Step):
-            return prepare(inputs)
+            return prepare(self, inputs)
         if self._only_moves_inputs():
             return inputs
-        return Step(prepare(batch) for batch in inputs)
+        return Step(prepare(self, batch) for batch in inputs)
 
     def _only_moves_inputs(self) -> bool:
         """Whether ``_prepare_inputs`` is the stock one, which moves inputs."""
@@ -320,12 +345,15 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         if not (isinstance(inputs, Step) or self._is_in_step or is_training):
             return type(self).compute_loss(self, model, inputs, *args, **options)
         returns_outputs = options.get("return_outputs", args[:1] == (True,))
-        reason = "the outputs stay on the replicas; compute what needs them there"
-        with_outputs = {"return_outputs=True in training_step": returns_outputs}
-        loop.refuse("ScatterOnceMixin", with_outputs, reason)
+        loop.refuse(
+            "ScatterOnceMixin",
+            {"return_outputs=True in training_step": returns_outputs},
+            "the outputs stay on the replicas; compute what needs them there",
+        )
         return self._loss_of_step(model, inputs)
 
     def _loss_of_step(self, model: Any, step: Any, **options: Any) -> Any:
+        """The loss of all rows of a step. Adds what the calls kept and logged."""
         batches = steps.batches_of(step)
         is_contrastive = any(batch.get("return_loss") for batch in batches)
         if is_contrastive and _towers(self.model):
@@ -334,7 +362,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         is_collated = isinstance(step, Step)
         accum = len(step) if is_collated else self._user_args[_BATCHES]
         loss, calls = self._run(_compute_loss, step, accum, how)
-        self._collect(calls, self._weights_of_metrics(how, step))
+        self._collect(calls, how, step)
         return loss
 
     def _weights_of_metrics(self, how: How, step: Any) -> list[float]:
@@ -352,18 +380,27 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         """The loss of a step, and what ``call`` returns beside the loss of each
         micro-batch.
         """
-        inputs = {
+        if isinstance(step, Step):
+            batch: Any = Rows(step, FIRST)
+        else:
+            batch = self._divisible_batch(step)
+        inputs = self._inputs(call, batch, self._items(how, step))
+        select = itemgetter("beside")
+        options = steps.options(how)
+        return self._engine_loss(inputs, accum, return_outputs=select, **options)
+
+    def _inputs(self, call: Callable[..., Any], batch: Any, items: Any) -> Any:
+        """The engine's inputs: ``_on_replica`` runs on each replica with the rest."""
+        return {
             "work": self._on_replica,
             "call": call,
-            "items": self._items(how, step),
+            "batch": batch,
+            "items": items,
         }
-        if isinstance(step, Step):
-            inputs["batch"] = Rows(step, FIRST)
-        else:
-            inputs["batch"] = _divisible(step, getattr(self.model, "config", None))
-        options = steps.options(how)
-        select = itemgetter("beside")
-        return self._engine_loss(inputs, accum, return_outputs=select, **options)
+
+    def _divisible_batch(self, batch: Any) -> Any:
+        """A batch whose rows can be divided, or ``ValueError``."""
+        return _divisible(batch, getattr(self.model, "config", None))
 
     def _items(self, how: How, step: Any) -> Any:
         """The number of items in all batches of a step, if its loss is a sum over
@@ -371,7 +408,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         """
         if how != SUM:
             return None
-        batches = [*steps.batches_of(step)]
+        batches = list(steps.batches_of(step))
         return self._get_num_items_in_batch(batches, self.args.device)
 
     def _get_num_items_in_batch(self, batches: Any, device: Any) -> Any:
@@ -381,6 +418,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         return super()._get_num_items_in_batch(batches, device)
 
     def _engine_loss(self, inputs: Any, accum: int, *args: Any, **options: Any) -> Any:
+        """``engine.loss``, by replicas that run in turn if hooks make it necessary."""
         engine = self._engine_of_the_model()
         engine.accum = accum
         scaler = self.accelerator.scaler
@@ -390,6 +428,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
     def _turns_of(
         self, engine: Any, step: str = "compute_loss"
     ) -> contextlib.AbstractContextManager[None]:
+        """In the body, replicas run ``step``, in turn if hooks make it necessary."""
         attributes = kept.kept_attributes(self, self._shared)
         function = getattr(type(self), step)
         return self._turns.in_step(engine, self, attributes, function)
@@ -415,33 +454,42 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         ``is_last`` is whether the batch of an evaluation is its last.
         """
         device = self._device_of(work)
-        replicas = dict(zip(map(id, self._parts), work, strict=True))
-        record = _CallRecord()
-        attributes = {
-            "accelerator": _Placed(self.accelerator, device, record.logs, is_last),
-            "args": _placed_arguments(self.args, device),
-            "log": partial(_record, record.logs, "Trainer"),
-            "model_wrapped": work[0],
-            "_prepare_inputs": copy.copy,  # done
-        }
-        if self._is_of_trl:
-            record.metrics = {mode: defaultdict(list) for mode in self._metrics}
-            attributes[_METRICS] = record.metrics
+        part_ids = [id(part) for part in self._parts]
+        replicas = dict(zip(part_ids, work, strict=True))
         pinned = self._turns.pinned
         copies = kept.CallCopies(device, replicas, pinned)
         # If hooks write attributes of this Trainer, the call must read them there.
         in_place = id(self) in pinned
+        record = _CallRecord()
+        attributes = self._attributes_on_replica(work, device, record, is_last)
         with (
             explained(device, _ELSEWHERE),
             standing_in(
                 self, self._shared, copies, attributes, in_place=in_place
             ) as trainer,
         ):
-            vars(trainer).pop("compute_loss")  # the step's
-            vars(trainer).pop("prediction_step", None)  # the evaluation's
+            # The class's methods again, not those of the step and the evaluation.
+            vars(trainer).pop("compute_loss")
+            vars(trainer).pop("prediction_step", None)
             state = KeptState(trainer, self._shared, self._statements)
             yield trainer, record
             record.changes = state.changes()
+
+    def _attributes_on_replica(
+        self, work: Any, device: torch.device, record: _CallRecord, is_last: bool | None
+    ) -> dict[str, Any]:
+        """What a Trainer on a replica has in the place of this one's attributes."""
+        attributes = {
+            "accelerator": _Placed(self.accelerator, device, record.logs, is_last),
+            "args": _placed_arguments(self.args, device),
+            "log": partial(_record, record.logs, "Trainer"),
+            "model_wrapped": work[0],
+            "_prepare_inputs": copy.copy,  # they are prepared
+        }
+        if self._is_of_trl:
+            record.metrics = {mode: defaultdict(list) for mode in self._metrics}
+            attributes[_METRICS] = record.metrics
+        return attributes
 
     def _device_of(self, work: Any) -> torch.device:
         """The device of a replica."""
@@ -449,7 +497,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             return torch.device(parameter.device)
         return torch.device(self.args.device)
 
-    def _collect(self, outputs: Any, weights: Sequence[float]) -> None:
+    def _collect(self, outputs: Any, how: How, step: Any) -> None:
         """Add what calls of ``compute_loss`` counted, kept, logged and measured, as if
         it had been one call.
         """
@@ -457,7 +505,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         self._transfer(calls, partial(self._tell, "compute_loss", "micro-batch"))
         if self._is_of_trl:
             metrics = [call.metrics.get("train", {}) for call in calls]
-            self._append_metrics(metrics, weights)
+            self._append_metrics(metrics, self._weights_of_metrics(how, step))
 
     def _append_metrics(
         self, metrics_of_calls: Sequence[dict[str, Any]], weights: Sequence[float]
@@ -469,13 +517,11 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             for name, appended in metrics.items():
                 values[name] += appended
                 weights_of_values[name] += [weight] * len(appended)
-        totals = {
-            name: metric_of_step(values[name], weights_of_values[name])
-            for name in values
-        }
-        if "num_tokens" in totals:  # of the whole run, in a list of one entry
-            del totals["num_tokens"]
+        if values.pop("num_tokens", None):  # of the whole run, in a list of one entry
             self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
+        totals = {}
+        for name, appended in values.items():
+            totals[name] = metric_of_step(appended, weights_of_values[name])
         if _loss_class(self, "trl.").__name__ == "KTOTrainer":
             # A call appends margins only if it has rows of both kinds.
             totals.pop(_MARGINS, None)
@@ -493,10 +539,12 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         for call in calls:
             for logger, args, options in call.logs:
                 target = self.accelerator if logger == "accelerator" else self
-                args, options = loop.moved((args, options), self.args.device)
-                target.log(*args, **options)
+                arguments = loop.moved((args, options), self.args.device)
+                moved_args, moved_options = arguments
+                target.log(*moved_args, **moved_options)
 
     def _tell(self, function: str, part: str, place: str) -> None:
+        """Warn once that calls set an attribute to different values."""
         if place in self._told or place.startswith("self._"):
             return
         self._told.add(place)
@@ -511,12 +559,11 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         """
 
         def criterion(pooled: list[list[Tensor]], _: Any) -> Any:
-            columns = zip(*pooled, strict=True)
+            towers = _towers(self.model)
+            outputs_by_tower = zip(*pooled, strict=True)
             with contextlib.ExitStack() as stack:
-                for tower, parts in zip(_towers(self.model), columns, strict=True):
-                    output = BaseModelOutputWithPooling(pooler_output=torch.cat(parts))
-                    forward = lambda *_, output=output, **__: output  # noqa: E731
-                    stack.enter_context(loop.replaced(tower, forward=forward))
+                for tower, outputs in zip(towers, outputs_by_tower, strict=True):
+                    stack.enter_context(_returning(tower, torch.cat(outputs)))
                 return type(self).compute_loss(self, self.model, dict(batches[0]))
 
         inputs = {"work": _pooled, "batch": Rows(batches, FIRST)}
@@ -525,27 +572,18 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         )
 
     def _how_losses_combine(self, step: Any) -> Any:
+        """How losses of the step's batches make that of all. Raises ``ValueError`` if
+        they do not.
+        """
         is_of_trl = _loss_class(self).__module__.startswith("trl.")
         is_mean_of_rows = is_of_trl and self.loss_is_scaled_for_ga is False
         if is_mean_of_rows and self._count is None:
             return ROWS
-        how = self._combination.of(step, self.state.global_step + 1, self._fits)
-        as_said = (
-            "as count= or reduction= says"
-            if self._count
-            else (
-                "as a mean over labels or rows or a sum (does it compare rows, is it "
-                "NaN for a single row?); pass count=, a function of a batch that "
-                "gives its number of terms, for a mean over something else, or"
-            )
-        )
-        reason = (
-            f"the losses of batches do not combine into the loss of all, {as_said}; "
-            "use the stock class on one device"
-        ).replace("or; use", "or use")
-        loop.refuse(
-            "ScatterOnceMixin", {f"{_loss_class(self).__name__} here": not how}, reason
-        )
+        number = self.state.global_step + 1
+        how = self._combination.of(step, number, self._fits)
+        name = f"{_loss_class(self).__name__} here"
+        reason = _COUNTED_OTHERWISE if self._count else _UNCOMBINED
+        loop.refuse("ScatterOnceMixin", {name: how is None}, reason)
         return how
 
     def _fits(self, how: How, batch: Any) -> bool | None:
@@ -557,32 +595,33 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             return False  # a row whose own loss is NaN looks like a sum
         if loop.num_rows(batch) == 1:
             # twice the items halve a loss that divides by them
-            rows: Any = Rows([batch] * 2, FIRST)
-            items = Rows([items] * 2, lambda few: few[0] * 2 // len(few))
+            rows: Any = Rows([batch, batch], FIRST)
+            items = Rows([items] * 2, _items_of_copies)
         else:
             try:
-                rows = _divisible(batch, getattr(self.model, "config", None))
+                rows = self._divisible_batch(batch)
             except ValueError:  # such as another number of images than of rows
                 return None
-        inputs = {
-            "work": self._on_replica,
-            "call": _compute_loss,
-            "batch": rows,
-            "items": items,
-        }
+        inputs = self._inputs(_compute_loss, rows, items)
         engine = self._engine_of_the_model()
-        training = self.model.training
-        answer = None
-        values = kept.kept_attributes(self, _SHARED).values()
+        was_training = self.model.training
         try:
-            for mode in (False, True):  # some losses fail in evaluation mode
-                if answer is None:
-                    self.model.train(mode)
-                    with loop.undone(self, values), self._turns_of(engine):
-                        answer = engine.losses_combine(inputs, **steps.options(how))
+            self.model.eval()
+            answer = self._losses_combine(engine, inputs, how)
+            if answer is None:  # some losses fail in evaluation mode
+                self.model.train()
+                answer = self._losses_combine(engine, inputs, how)
         finally:
-            self.model.train(training)
+            self.model.train(was_training)
         return answer
+
+    def _losses_combine(
+        self, engine: ScatterOnceParallel, inputs: Any, how: How
+    ) -> bool | None:
+        """Whether losses combine like this, for a few rows; nothing is left behind."""
+        attributes = kept.kept_attributes(self, self._shared)
+        with loop.undone(self, attributes.values()), self._turns_of(engine):
+            return engine.losses_combine(inputs, **steps.options(how))
 
     # Evaluation and prediction: each replica computes a batch of the stock loop.
 
@@ -593,12 +632,12 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         if len(self._devices) == 1:
             return super().evaluation_loop(dataloader, *args, **kwargs)
         groups = Groups(dataloader, len(self._devices))
-        where = groups.on_host()
-        if "inputs" in self.args.include_for_metrics:  # the loop's own reads batches
-            where = contextlib.nullcontext()
+        placement = groups.on_host()
+        if "inputs" in self.args.include_for_metrics:  # the stock loop reads batches
+            placement = contextlib.nullcontext()
         step = partial(self._prediction_in, groups)
         try:
-            with where, loop.overridden(self, prediction_step=step):
+            with placement, loop.overridden(self, prediction_step=step):
                 return super().evaluation_loop(groups, *args, **kwargs)
         finally:
             if not self.is_in_train:
@@ -611,20 +650,24 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         computed with the others of its group.
         """
         number = groups.number_of(inputs)
-        options = args, kwargs
-        is_first = groups.results is None
-        is_grouped = number is not None and len(groups.batches) > 1
+        options = (args, kwargs)
+        if groups.results is None and self._is_grouped(groups, model, number):
+            results = self._predictions(groups, args, kwargs)
+            groups.results = dict(enumerate(results))
+            groups.options = options
+        has_result = groups.results is not None and number in groups.results
+        if not has_result or groups.options != options:
+            return type(self).prediction_step(self, model, inputs, *args, **kwargs)
+        result = groups.results.pop(number)
+        # Also between virtual devices, each of which has a memory of its own.
+        move = partial(to_device, device=self._devices[0], copy=number != 0)
+        return nested.map_tensors(move, result)
+
+    def _is_grouped(self, groups: Groups, model: Any, number: int | None) -> bool:
+        """Whether replicas compute the batches of this group."""
         # The model may be one that the Trainer has compiled.
         is_replicated = unwrapped(model)[0] is self.model
-        if is_grouped and is_replicated and is_first:
-            groups.results = dict(enumerate(self._predictions(groups, args, kwargs)))
-            groups.options = options
-        results = groups.results or {}
-        if number in results and groups.options == options:
-            # Also between virtual devices, each of which has a memory of its own.
-            move = partial(to_device, device=self._devices[0], copy=number != 0)
-            return nested.map_tensors(move, results.pop(number))
-        return type(self).prediction_step(self, model, inputs, *args, **kwargs)
+        return number is not None and len(groups.batches) > 1 and is_replicated
 
     def _predictions(
         self, groups: Groups, args: Sequence[Any], options: Mapping[str, Any]
@@ -633,11 +676,13 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         engine = self._engine_of_the_model(self._modules_of_evaluation())
         engine.accum = 1
         batches = [dict(self._prepared_on_host(batch)) for batch in groups.batches]
+        inputs = {
+            "batch": Rows(batches, FIRST),
+            "is_last": Rows(groups.is_last, FIRST),
+        }
         call = partial(self._predict_on_replica, args=args, options=options)
         with torch.no_grad(), self._turns_of(engine, "prediction_step"):
-            outputs = engine(
-                call, batch=Rows(batches, FIRST), is_last=Rows(groups.is_last, FIRST)
-            )
+            outputs = engine(call, **inputs)
         records = nested.atoms(outputs)
         self._transfer(records, partial(self._tell, "prediction_step", "batch"))
         for record in records:
@@ -668,6 +713,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         it.
         """
         if self._only_moves_inputs():
+            return batch
             return batch
         return type(self)._prepare_inputs(self, batch)
 
@@ -706,23 +752,50 @@ def _compute_loss(trainer: Any, batch: Mapping[str, Any], items: Any) -> tuple[A
     return (trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=items),)
 
 
+def _unchanged(inputs: Any) -> Any:
+    return inputs
+
+
+def _items_of_copies(items: Sequence[Any]) -> Any:
+    """The items that a look names for one or both copies of a single row."""
+    return items[0] * 2 // len(items)
+
+
 def _towers(model: nn.Module) -> list[nn.Module]:
     """The encoders of a model such as CLIP, of images and of texts; empty for other
     models.
     """
-    names = ("vision_model", "text_model")
-    parts = (dict(part.named_children()) for part in model.modules())
-    return next(
-        ([part[n] for n in names] for part in parts if part.keys() >= {*names}), []
-    )
+    for part in model.modules():
+        children = dict(part.named_children())
+        if children.keys() >= {"vision_model", "text_model"}:
+            return [children["vision_model"], children["text_model"]]
+    return []
+
+
+def _returning(
+    tower: nn.Module, pooled: Tensor
+) -> contextlib.AbstractContextManager[Any]:
+    """In the body, a tower returns this pooled output."""
+    output = BaseModelOutputWithPooling(pooler_output=pooled)
+
+    def forward(*_: Any, **__: Any) -> Any:
+        return output
+
+    context: contextlib.AbstractContextManager[Any]
+    context = loop.replaced(tower, forward=forward)
+    return context
 
 
 def _pooled(work: loop.Modules, batch: Mapping[str, Any]) -> list[list[Tensor]]:
     """The pooled outputs of a replica's towers for one batch: a list with one entry per
     batch.
     """
-    towers, outputs = _towers(work[0]), dict[nn.Module, Tensor]()
-    store = lambda tower, _, output: outputs.update({tower: output.pooler_output})  # noqa: E731
+    towers = _towers(work[0])
+    outputs: dict[nn.Module, Tensor] = {}
+
+    def store(tower: nn.Module, _: Any, output: Any) -> None:
+        outputs[tower] = output.pooler_output
+
     with contextlib.ExitStack() as stack:
         for tower in towers:
             stack.enter_context(tower.register_forward_hook(store))
@@ -871,22 +944,22 @@ def _refuse(args: Any, model: Any) -> None:
     gradients.
     """
     optimizer = args.optim.lower()
+    steps_in_backward = f"the optimizer {optimizer}, which steps in the backward pass"
     device_map = getattr(model, "hf_device_map", None) or {}
     config = getattr(args, "accelerator_config", None)
     dispatches = getattr(config, "dispatch_batches", None)
-    given = {
+    conflicts = {
         "torchrun (several processes)": args.world_size > 1,
         "DeepSpeed": args.deepspeed,
         "FSDP": args.fsdp,
-        "a model spread by device_map": len({*device_map.values()}) > 1,
+        "a model spread by device_map": len(set(device_map.values())) > 1,
         "dispatch_batches=True (leave it out: one process reads all batches itself)": (
             dispatches
         ),
-        f"the optimizer {optimizer}, which steps in the backward pass": "lomo"
-        in optimizer,
+        steps_in_backward: "lomo" in optimizer,
     }
     reason = "it trains one whole model in one process; use the stock Trainer"
-    loop.refuse("ScatterOnceTrainer", given, reason)
+    loop.refuse("ScatterOnceTrainer", conflicts, reason)
 
 
 def _refuse_losses(trainer: Any) -> None:
@@ -894,37 +967,39 @@ def _refuse_losses(trainer: Any) -> None:
     of TRL's.
     """
     kind = str(getattr(trainer.model, "loss_type", None))
-    detector = (
-        f"several batches per step of {type(trainer.model).__name__} "
-        f"(loss_type={kind!r})"
-    )
-    given = {detector: "Detection" in kind and trainer._num_batches > 1}
+    model_name = type(trainer.model).__name__
+    detector = f"several batches per step of {model_name} (loss_type={kind!r})"
+    is_refused = "Detection" in kind and trainer._num_batches > 1
     reason = "its loss is divided by the boxes of a whole batch; use the stock Trainer"
-    loop.refuse("ScatterOnceTrainer", given, reason)
-    if (base := _loss_class(trainer, "trl.")) is None:
-        return
-    types = getattr(trainer, "loss_types", None) or [
-        getattr(trainer, "loss_type", None)
-    ]
-    refused = _OF_TRL.get(base.__name__, [])
-    found = {
-        f"loss_type={t!r} has terms over a whole batch": t in refused for t in types
-    }
+    loop.refuse("ScatterOnceTrainer", {detector: is_refused}, reason)
+    if trainer._is_of_trl:
+        _refuse_losses_of_trl(trainer)
+
+
+def _refuse_losses_of_trl(trainer: Any) -> None:
+    kind = _loss_class(trainer, "trl.").__name__
+    loss_types = getattr(trainer, "loss_types", None)
+    if not loss_types:
+        loss_types = [getattr(trainer, "loss_type", None)]
+    problems: dict[str, Any] = {}
+    for loss_type in loss_types:
+        words = f"loss_type={loss_type!r} has terms over a whole batch"
+        problems[words] = loss_type in _OF_TRL.get(kind, [])
     experts = "the auxiliary loss of a mixture of experts is a term over a batch"
-    found[experts] = getattr(trainer, "aux_loss_enabled", False)
-    found["its loss is not known to be made up of its batches'"] = (
-        base.__name__ not in _OF_TRL
+    problems[experts] = getattr(trainer, "aux_loss_enabled", False)
+    problems["its loss is not known to be made up of its batches'"] = (
+        kind not in _OF_TRL
     )
     name = _loss_class(trainer).__name__
-    given = {f"{name} here: {words}": is_found for words, is_found in found.items()}
-    loop.refuse("ScatterOnceMixin", given, "use the stock class on one device")
+    conflicts = {f"{name} here: {words}": is_so for words, is_so in problems.items()}
+    loop.refuse("ScatterOnceMixin", conflicts, "use the stock class on one device")
 
 
 def _loss_class(trainer: Any, module: str = "") -> Any:
     """The first class that defines ``compute_loss``, in a module whose name begins like
-    this.
+    this; ``None`` if there is none.
     """
-    of_module = [
-        base for base in type(trainer).__mro__ if base.__module__.startswith(module)
-    ]
-    return next((base for base in of_module if "compute_loss" in vars(base)), None)
+    for base in type(trainer).__mro__:
+        if base.__module__.startswith(module) and "compute_loss" in vars(base):
+            return base
+    return None

@@ -69,7 +69,7 @@ class Turns:
         self,
         engine: Any,
         owner: Any,
-        kept: Mapping[str, Any],
+        attributes: Mapping[str, Any],
         function: Any,
         *replicated: nn.Module,
     ) -> Iterator[None]:
@@ -78,14 +78,14 @@ class Turns:
         Args:
             engine: the engine, whose module is what has the hooks.
             owner: the object whose step function runs.
-            kept: its attributes that calls may write, by name.
+            attributes: its attributes that calls may write, by name.
             function: the step function.
             replicated: modules that are replicated beside the engine's.
         """
         if self._named is None:  # once: a search of a file's globals takes long
             values = reachable(function)
             self._named = [v for v in values if isinstance(v, nn.Module)]
-        modules = [engine.module, *modules_kept(kept.values()), *self._named]
+        modules = [engine.module, *modules_kept(attributes.values()), *self._named]
         hooked = _reached_by_hooks(modules)
         self.is_hooked = bool(hooked)
         if not hooked:
@@ -94,7 +94,7 @@ class Turns:
             yield
             return
         shared = _without_replicated(hooked, [engine.module, *replicated])
-        self.pinned = _kept_among(shared, owner, kept)
+        self.pinned = _kept_among(shared, owner, attributes)
         is_unwritten = not self.pinned and self._is_known(shared)
         engine._is_serial = bool(shared) and not is_unwritten
         unkept = [value for i, value in shared.items() if i not in self.pinned]
@@ -193,10 +193,10 @@ def _without_replicated(
 
 
 def _kept_among(
-    objects: Mapping[int, Any], owner: Any, kept: Mapping[str, Any]
+    objects: Mapping[int, Any], owner: Any, attributes: Mapping[str, Any]
 ) -> frozenset[int]:
     """The ``id`` of each object that ``owner`` is, or keeps."""
-    owned: Container[int] = CallCopies.ids_in(kept.values())
+    owned: Container[int] = CallCopies.ids_in(attributes.values())
     return frozenset(i for i in objects if i == id(owner) or i in owned)
 
 

@@ -101,7 +101,8 @@ class Gathered(Tensor):
             return _number(result, args[0].statistic)
         if name in _CONVERSIONS:
             return _with(result, args[0].statistic)
-        if isinstance(result, cls):  # written in place
+        if isinstance(result, cls):
+            # Written in place, it is no longer what was gathered.
             return result.as_subclass(Tensor)
         statistic = None
         if name in _DIVISIONS:
@@ -120,6 +121,7 @@ def _with(tensor: Tensor, statistic: Statistic | None) -> Tensor:
 def _reduced(kind: Aggregate, args: Sequence[Any], result: Any) -> Statistic | None:
     """What a reduction makes of gathered entries; ``None`` if that is no number."""
     entries = args[0] if args else None
+    # torch.max(gathered, limits) is no reduction.
     is_of_two_tensors = any(isinstance(argument, Tensor) for argument in args[1:])
     is_number = isinstance(result, Tensor) and result.ndim == 0
     if not isinstance(entries, Gathered) or is_of_two_tensors or not is_number:

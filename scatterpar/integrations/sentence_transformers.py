@@ -187,7 +187,8 @@ class _WholeBatch(ScatterOnceMixin):
         needs, if any.
         """
         features, _ = self.collect_features(dict(batch))
-        recorded.columns |= enumerate(map(_divisible, features))
+        for number, column in enumerate(features):
+            recorded.columns[number] = _divisible(column)
 
     @contextlib.contextmanager
     def _cut_by_cost(self, has_cost: bool) -> Iterator[None]:
@@ -200,9 +201,13 @@ class _WholeBatch(ScatterOnceMixin):
             engine.micro_batch_cost = None
 
     def _outputs_of(self, work: Any, columns: Sequence[Any]) -> tuple[Tensor, ...]:
+        """The model's outputs for a micro-batch's rows of some columns, on a
+        replica.
+        """
         if self._micro_batch_cost is not None:
             columns = [_without_padding(column) for column in columns]
-        return tuple(work[0](dict(column))[self._output] for column in columns)
+        model = work[0]
+        return tuple(model(dict(column))[self._output] for column in columns)
 
     # Evaluation: losses of whole batches, and what evaluators ask of the model.
 
@@ -225,10 +230,13 @@ class _WholeBatch(ScatterOnceMixin):
     def _transfer(self, calls: Sequence[Any], *args: Any) -> None:
         super()._transfer(calls, *args)
         for call in calls:
-            for mode, components in moved(call.components, self.args.device).items():
+            components_by_mode = moved(call.components, self.args.device)
+            for mode, components in components_by_mode.items():
                 totals = self.accum_loss_components[mode]
                 for name, value in components.items():
-                    totals[name] = totals[name] + value if name in totals else value
+                    if name in totals:
+                        value = totals[name] + value
+                    totals[name] = value
 
     def _loss_of(self, recorded: _RecordedModel, batch: Any) -> Any:
         """The user's loss of the recorded outputs, with their graph."""
@@ -349,7 +357,8 @@ class _RecordedModel:
         """For each column, the numbers of its rows in ``outputs``."""
         sizes = [num_rows(column) for column in self.columns.values()]
         numbers = torch.arange(sum(sizes), device=self._model.device)
-        return dict(zip(self.columns, numbers.split(sizes), strict=True))
+        numbers_of_columns = numbers.split(sizes)
+        return dict(zip(self.columns, numbers_of_columns, strict=True))
 
     def preprocess(self, inputs: Any, **options: Any) -> dict[str, Any]:
         """Preprocess and record a column, once. Returns the numbers of its rows."""
@@ -420,9 +429,11 @@ class _ReplicaInference:
         device = torch.device("cpu") if options.get("save_to_cpu") else model.device
         outputs: list[Any] = [None] * len(inputs)
         for number, result in enumerate(nested.atoms(results)):
-            outputs[number::num_parts] = list(moved(result.output, device))
-        is_tensor = isinstance(outputs[0], Tensor)
-        if is_tensor and options.get("output_value") != "token_embeddings":
+            outputs_of_part = moved(result.output, device)
+            outputs[number::num_parts] = list(outputs_of_part)
+        are_tensors = isinstance(outputs[0], Tensor)
+        # Token embeddings of texts have different lengths.
+        if are_tensors and options.get("output_value") != "token_embeddings":
             return torch.stack(outputs)
         return outputs
 
@@ -494,8 +505,9 @@ def _longest(masks: Sequence[Any]) -> list[int]:
     Raises ``ValueError`` if the columns do not show the lengths of all rows.
     """
     are_masks = [isinstance(mask, Tensor) and mask.ndim == 2 for mask in masks]
-    are_complete = bool(masks) and all(are_masks)
-    if not are_complete or len({len(mask) for mask in masks}) > 1:
+    has_masks = bool(masks) and all(are_masks)
+    num_sizes = len({len(mask) for mask in masks}) if has_masks else 0
+    if num_sizes != 1:
         raise ValueError(
             f"micro_batch_cost needs the lengths of all rows: each column's {_MASK!r}, "
             "of as many rows as the others; leave micro_batch_cost out"
@@ -537,6 +549,9 @@ def _collated_by_cost(
 
 def _joined_bags(bags: Sequence[Tensor]) -> dict[str, Tensor]:
     """Bags of words as ``nn.EmbeddingBag`` takes them: joined, with their offsets."""
-    sizes = [len(bag) for bag in bags[:-1]]
-    ends = torch.tensor([0, *sizes], device=bags[0].device).cumsum(0)
-    return {"input_ids": torch.cat(list(bags)), "offsets": ends}
+    sizes = [0]
+    for bag in bags[:-1]:
+        sizes.append(len(bag))
+    offsets = torch.tensor(sizes, device=bags[0].device).cumsum(0)
+    words = torch.cat(list(bags))
+    return {"input_ids": words, "offsets": offsets}

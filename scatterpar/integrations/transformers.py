@@ -235,11 +235,10 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         # auto_find_batch_size makes it smaller.
         size = math.ceil(self._train_batch_size / self._num_batches)
         collator: Any = partial(steps.by_number, collate, size)
-        if self._micro_batch_cost is not None:
+        budget = self._micro_batch_cost
+        if budget is not None:
             name = getattr(self.model, "main_input_name", "input_ids")
-            collator = partial(
-                steps.by_cost, collate, name, self._micro_batch_cost, self._devices
-            )
+            collator = partial(steps.by_cost, collate, name, budget, self._devices)
         # Some loaders read attributes of the user's collator.
         vars(collator).update(getattr(collate, "__dict__", {}))
         return collator
@@ -341,15 +340,15 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         self, model: nn.Module, inputs: Any, *args: Any, **options: Any
     ) -> Any:
         """``compute_loss`` in training: the loss of all rows, by all replicas."""
+        is_step = isinstance(inputs, Step) or self._is_in_step
+        # A user's training_step may call it with the loader's own batch.
         is_training = self.is_in_train and model.training and torch.is_grad_enabled()
-        if not (isinstance(inputs, Step) or self._is_in_step or is_training):
+        if not is_step and not is_training:
             return type(self).compute_loss(self, model, inputs, *args, **options)
         returns_outputs = options.get("return_outputs", args[:1] == (True,))
-        loop.refuse(
-            "ScatterOnceMixin",
-            {"return_outputs=True in training_step": returns_outputs},
-            "the outputs stay on the replicas; compute what needs them there",
-        )
+        conflicts = {"return_outputs=True in training_step": returns_outputs}
+        reason = "the outputs stay on the replicas; compute what needs them there"
+        loop.refuse("ScatterOnceMixin", conflicts, reason)
         return self._loss_of_step(model, inputs)
 
     def _loss_of_step(self, model: Any, step: Any, **options: Any) -> Any:
@@ -360,6 +359,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             return self._loss_of_towers(batches)
         how = self._how_losses_combine(step)
         is_collated = isinstance(step, Step)
+        # Each replica has at most one micro-batch per collated batch.
         accum = len(step) if is_collated else self._user_args[_BATCHES]
         loss, calls = self._run(_compute_loss, step, accum, how)
         self._collect(calls, how, step)
@@ -468,7 +468,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
                 self, self._shared, copies, attributes, in_place=in_place
             ) as trainer,
         ):
-            # The class's methods again, not those of the step and the evaluation.
+            # The class's own methods again, in the place of this step's.
             vars(trainer).pop("compute_loss")
             vars(trainer).pop("prediction_step", None)
             state = KeptState(trainer, self._shared, self._statements)
@@ -517,18 +517,17 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             for name, appended in metrics.items():
                 values[name] += appended
                 weights_of_values[name] += [weight] * len(appended)
-        if values.pop("num_tokens", None):  # of the whole run, in a list of one entry
-            self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
-        totals = {}
+        metrics_of_step = {}
         for name, appended in values.items():
-            totals[name] = metric_of_step(appended, weights_of_values[name])
+            metrics_of_step[name] = metric_of_step(appended, weights_of_values[name])
         if _loss_class(self, "trl.").__name__ == "KTOTrainer":
-            # A call appends margins only if it has rows of both kinds.
-            totals.pop(_MARGINS, None)
-            if totals.keys() >= {_CHOSEN, _REJECTED}:
-                totals[_MARGINS] = totals[_CHOSEN] - totals[_REJECTED]
-        for name, value in totals.items():
-            self._metrics["train"][name].append(value)
+            _replace_margins(metrics_of_step)
+        own_metrics = self._metrics["train"]
+        # The number of tokens of the whole run stands in a list of one entry.
+        if metrics_of_step.pop("num_tokens", None) is not None:
+            own_metrics["num_tokens"] = [self._total_train_tokens]
+        for name, value in metrics_of_step.items():
+            own_metrics[name].append(value)
 
     def _transfer(
         self, calls: Sequence[_CallRecord], tell: Callable[[str], None]
@@ -554,22 +553,23 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         )
 
     def _loss_of_towers(self, batches: Sequence[Any]) -> Any:
-        """The loss of a contrastive model: once, with the outputs of its towers for all
-        rows.
+        """The loss of a contrastive model, of all rows::
+
+        images, texts -> pooled outputs     both towers, on the replicas
+        pooled outputs -> loss              compute_loss, once, whose towers
+                                            return these outputs
         """
 
         def criterion(pooled: list[list[Tensor]], _: Any) -> Any:
-            towers = _towers(self.model)
-            outputs_by_tower = zip(*pooled, strict=True)
             with contextlib.ExitStack() as stack:
-                for tower, outputs in zip(towers, outputs_by_tower, strict=True):
-                    stack.enter_context(_returning(tower, torch.cat(outputs)))
+                for number, tower in enumerate(_towers(self.model)):
+                    outputs = torch.cat([batch[number] for batch in pooled])
+                    stack.enter_context(_returning(tower, outputs))
                 return type(self).compute_loss(self, self.model, dict(batches[0]))
 
         inputs = {"work": _pooled, "batch": Rows(batches, FIRST)}
-        return self._engine_loss(
-            inputs, len(batches), None, criterion, whole_batch=True
-        )
+        accum = len(batches)
+        return self._engine_loss(inputs, accum, None, criterion, whole_batch=True)
 
     def _how_losses_combine(self, step: Any) -> Any:
         """How losses of the step's batches make that of all. Raises ``ValueError`` if
@@ -676,22 +676,25 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         engine = self._engine_of_the_model(self._modules_of_evaluation())
         engine.accum = 1
         batches = [dict(self._prepared_on_host(batch)) for batch in groups.batches]
-        inputs = {
-            "batch": Rows(batches, FIRST),
-            "is_last": Rows(groups.is_last, FIRST),
-        }
+        # A batch is one row: the engine gives each replica a whole one.
+        batch = Rows(batches, FIRST)
+        is_last = Rows(groups.is_last, FIRST)
         call = partial(self._predict_on_replica, args=args, options=options)
         with torch.no_grad(), self._turns_of(engine, "prediction_step"):
-            outputs = engine(call, **inputs)
+            outputs = engine(call, batch=batch, is_last=is_last)
         records = nested.atoms(outputs)
         self._transfer(records, partial(self._tell, "prediction_step", "batch"))
         for record in records:
-            for name, values in record.metrics.get("eval", {}).items():
-                if name == "num_tokens":  # the total of the run
-                    self._metrics["eval"][name] = values
-                else:
-                    self._metrics["eval"][name] += values
+            self._add_metrics_of_evaluation(record.metrics.get("eval", {}))
         return [record.output for record in records]
+
+    def _add_metrics_of_evaluation(self, metrics: Mapping[str, Any]) -> None:
+        """Add TRL's metrics of one batch, as the stock loop does."""
+        for name, values in metrics.items():
+            if name == "num_tokens":  # the total of the run
+                self._metrics["eval"][name] = values
+            else:
+                self._metrics["eval"][name] += values
 
     def _predict_on_replica(
         self,
@@ -750,6 +753,13 @@ class ScatterOnceTrainer(ScatterOnceMixin, transformers.Trainer):
 
 def _compute_loss(trainer: Any, batch: Mapping[str, Any], items: Any) -> tuple[Any]:
     return (trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=items),)
+
+
+def _replace_margins(metrics: dict[str, Any]) -> None:
+    """Compute KTO's margins again: calls append them only for rows of both kinds."""
+    metrics.pop(_MARGINS, None)
+    if metrics.keys() >= {_CHOSEN, _REJECTED}:
+        metrics[_MARGINS] = metrics[_CHOSEN] - metrics[_REJECTED]
 
 
 def _unchanged(inputs: Any) -> Any:

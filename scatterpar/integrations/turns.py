@@ -137,9 +137,10 @@ def _reached_by_hooks(modules: Iterable[nn.Module]) -> dict[int, Any]:
     id.
     """
     reached: dict[int, Any] = {}
-    for part in dict.fromkeys(chain(*(module.modules() for module in modules))):
+    parts = chain.from_iterable(module.modules() for module in modules)
+    for part in dict.fromkeys(parts):
         functions = [*part._forward_pre_hooks.values(), *part._forward_hooks.values()]
-        if "forward" in vars(part):
+        if "forward" in vars(part):  # a replaced one may write, too
             functions.append(vars(part)["forward"])
         for function in functions:
             for value in _reached_by(function):
@@ -152,9 +153,12 @@ def _reached_by(function: Any) -> list[Any]:
     if _is_of_a_library(function):
         # Of a library's hooks only their own objects, such as fastai's ``Hook``.
         holder = getattr(function, "__self__", None)
-        root = type(holder).__module__.partition(".")[0]
-        is_written = hasattr(holder, "__dict__") and root not in _WITHOUT_STATE
-        return [holder] if is_written and not isinstance(holder, nn.Module) else []
+        library = type(holder).__module__.partition(".")[0]
+        has_attributes = hasattr(holder, "__dict__")
+        is_module = isinstance(holder, nn.Module)
+        if not has_attributes or is_module or library in _WITHOUT_STATE:
+            return []
+        return [holder]
     reached = []
     for value in reachable(function):
         if isinstance(value, types.MethodType):

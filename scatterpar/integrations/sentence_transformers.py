@@ -253,9 +253,10 @@ class _WholeBatch(ScatterOnceMixin):
     @contextlib.contextmanager
     def _standing_for_model(self, recorded: _RecordedModel) -> Iterator[None]:
         """In the body, the model's methods are those of ``recorded``."""
-        methods = {"forward": recorded.forward, "preprocess": recorded.preprocess}
         with (
-            replaced(self.model, **methods),
+            replaced(
+                self.model, forward=recorded.forward, preprocess=recorded.preprocess
+            ),
             overridden(self, _recorded_model=recorded),
         ):
             yield

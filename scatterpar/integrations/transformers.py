@@ -170,8 +170,8 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             candidates = [self._count]
         self._combination = steps.Combination(candidates)
         # Attributes hide the methods of the class, also from a user's training_step.
-        vars(self)["compute_loss"] = self._loss_of_inputs
-        vars(self)["_prepare_inputs"] = self._prepared
+        self.__dict__["compute_loss"] = self._loss_of_inputs
+        self.__dict__["_prepare_inputs"] = self._prepared
 
     def create_accelerator_and_postprocess(self) -> None:
         """Do what the Trainer does, with the arguments of one device for all rows of a
@@ -179,7 +179,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         """
         _refuse(self.args, self.model)
         self._devices = self._resolved_devices()
-        attributes = vars(self.args)
+        attributes = self.args.__dict__
         rows = attributes[_ROWS]
         num_batches = attributes[_BATCHES]
         self._user_args = {_ROWS: rows, _BATCHES: num_batches}
@@ -193,7 +193,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         self._train_batch_size = self.args.train_batch_size
         super().create_accelerator_and_postprocess()
 
-    def _resolved_devices(self) -> list[torch.device]:
+    def _resolved_devices(self) -> Sequence[torch.device]:
         """The replicas' devices. Raises ``ValueError`` if the Trainer's is not the
         first.
         """
@@ -213,7 +213,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
 
     def _hp_search_setup(self, trial: Any) -> None:
         if trial is not None:  # it sets some arguments again, for one replica
-            vars(self.args).update(self._user_args)
+            self.args.__dict__.update(self._user_args)
         super()._hp_search_setup(trial)
 
     # The loader: all rows of a step, collated batch by batch. They stay on the host,
@@ -652,13 +652,13 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         number = groups.number_of(inputs)
         options = (args, kwargs)
         if groups.results is None and self._is_grouped(groups, model, number):
-            results = self._predictions(groups, args, kwargs)
-            groups.results = dict(enumerate(results))
+            results_of_group = self._predictions(groups, args, kwargs)
+            groups.results = dict(enumerate(results_of_group))
             groups.options = options
-        has_result = groups.results is not None and number in groups.results
-        if not has_result or groups.options != options:
+        results: Any = groups.results or {}
+        if number not in results or groups.options != options:
             return type(self).prediction_step(self, model, inputs, *args, **kwargs)
-        result = groups.results.pop(number)
+        result = results.pop(number)
         # Also between virtual devices, each of which has a memory of its own.
         move = partial(to_device, device=self._devices[0], copy=number != 0)
         return nested.map_tensors(move, result)
@@ -716,7 +716,6 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         it.
         """
         if self._only_moves_inputs():
-            return batch
             return batch
         return type(self)._prepare_inputs(self, batch)
 

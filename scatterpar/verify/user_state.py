@@ -85,8 +85,8 @@ class UserState(ModuleContents):
     Roots lead to modules and functions, what these close over, globals that they name,
     objects, their classes' attributes, containers, arrays. A root may be a class. Left
     alone: containers of more than 1000 entries, objects that hold a lock, data sets,
-    loaders, trainers, files, objects of libraries. Values of parameters are saved only with ``weights``,
-    of buffers always, of other tensors up to 64 MiB.
+    loaders, trainers, files, objects of libraries. Values of parameters are saved only
+    with ``weights``, of buffers always, of other tensors up to 64 MiB.
 
     Attributes:
         drawn: whether a generator had moved at a ``restore``.

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from scatterpar.batch import nested
+from scatterpar.batch.joining import rows_at
 from scatterpar.batch.markers import Batches, Marker, count_rows
 
 
@@ -204,7 +205,7 @@ def _select(tensor: Tensor, rows: Sequence[int], dim: int) -> Tensor:
     # Rows of a plan by cost are in no order, and so no view.
     if type(rows) is range:
         return tensor.narrow(dim, rows.start, rows.stop - rows.start)
-    return tensor.index_select(dim, torch.tensor(rows, device=tensor.device))
+    return rows_at(torch.tensor(rows, device=tensor.device), tensor, dim)
 
 
 def batch_of(

@@ -151,7 +151,14 @@ def _in_order(joined: Any, order: Sequence[int], dim: int) -> Any:
     places = (first_entries + torch.arange(entries_per_row)).flatten()
     if isinstance(joined, list):
         return [joined[place] for place in to_numbers(places)]
-    return joined.index_select(dim, to_device(places, joined.device))
+    return rows_at(to_device(places, joined.device), joined, dim)
+
+
+def rows_at(places: Tensor, tensor: Tensor, dim: int) -> Tensor:
+    """The rows of ``tensor`` along ``dim`` in these places, as a copy."""
+    if tensor.ndim == 1:  # where ``index_select`` lacks unsigned integers
+        return tensor[places]
+    return tensor.index_select(dim, places)
 
 
 def _entries_per_row(atoms: Sequence[Tensor], rows: Sequence[int], dim: int) -> int:

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
 from scatterpar.batch import nested
-from scatterpar.batch.objects import unsplit_rows
+from scatterpar.batch.objects import remedy_for, unsplit_rows
 
 _SHOWN_SIZES = 3  # in the error for a batch that disagrees in its rows
 
@@ -391,6 +391,8 @@ def _problem(value: Any, dim: int, sizes: Container[int], refuse_grad: bool) -> 
         kind = str(type(value))
         if isinstance(value, Tensor):
             kind = f"a tensor of layout {value.layout}"
+            if value.is_nested:
+                kind = "a nested tensor"
         return f"{kind} cannot be split into rows; {remedy}"
     # Tensors in a list are split along their dimension 0: the channels of images.
     if isinstance(value, list) and value and dim == 0 and all(map(_is_image, value)):
@@ -416,9 +418,9 @@ def _problem(value: Any, dim: int, sizes: Container[int], refuse_grad: bool) -> 
         kind = type(value).__name__
         return (
             f"a {kind} has tensors with as many entries as there are rows, in "
-            f"{name!r}, which would go whole to every micro-batch; pass a dict of "
-            f"them, such as vars(value), and build the {kind} in forward, or pass "
-            "Rows(list) of one per row, or Replicated(value) if they are no rows"
+            f"{name!r}, which would go whole to every micro-batch; pass "
+            f"{remedy_for(value)}, or pass Rows(list) of one per row, or "
+            "Replicated(value) if they are no rows"
         )
     return ""
 

@@ -14,6 +14,7 @@ import copy
 import dataclasses
 import functools
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -165,16 +166,29 @@ def _parts(value: Any, like: Any) -> tuple[Iterable[Any], Make | None]:
 
 
 def _mapping_like(original: Any, keys: list[Any], children: Iterable[Any]) -> Any:
-    """A mapping of the original's class and attributes, with other values."""
-    pairs = zip(keys, children, strict=True)
-    # A mapping that cannot be written, such as a proxy, becomes a dict.
-    if type(original) is dict or not hasattr(original, "__setitem__"):
-        return dict(pairs)
-    # A copy keeps a default factory, and attributes of a user's class.
+    """A mapping of the original's class and attributes, with other values.
+
+    The original is never written: a copy of it may share what holds its values.
+    """
+    values = dict(zip(keys, children, strict=True))
+    if type(original) in (dict, types.MappingProxyType):
+        return values
     mapping = copy.copy(original)
+    if isinstance(original, dict) or hasattr(type(original), "__copy__"):
+        # Such a copy has values of its own, a default factory, and attributes.
+        for key, child in values.items():
+            mapping[key] = child
+        if getattr(original, "__dict__", None) is original:  # attributes are items
+            mapping.__dict__ = mapping
+    else:
+        for name, attribute in [*getattr(mapping, "__dict__", {}).items()]:
+            if type(attribute) in (dict, OrderedDict):
+                held = type(attribute)(attribute)
+                held.update((k, v) for k, v in values.items() if k in held)
+                vars(mapping)[name] = held
+        if not all(mapping[key] is child for key, child in values.items()):
+            return values
     _forget_computed(mapping)
-    for key, child in pairs:
-        mapping[key] = child
     return mapping
 
 
@@ -257,6 +271,16 @@ def refuse_distributions(output: Any) -> None:
                 f"the module's output contains a {type(atom).__name__}, a "
                 "distribution, whose tensors can be neither detached nor joined; "
                 "return the tensors that it is made of, and make it in the criterion"
+            )
+
+
+def refuse_sparse_outputs(output: Any) -> None:
+    """Refuse sparse tensors in an output: the gradients of joined rows are dense."""
+    for tensor in tensors(output):
+        if tensor.layout != torch.strided and not tensor.is_nested:
+            raise TypeError(
+                f"the module's output contains a tensor of layout {tensor.layout}, "
+                "which whole_batch=True cannot join; return it dense, by .to_dense()"
             )
 
 

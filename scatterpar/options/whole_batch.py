@@ -300,6 +300,10 @@ class WholeBatch:
         self._request = attempt.request
         self._ranks = ranks
         self._task = passes[0].task
+        # Of other replicas: the loss reaches them by the joined outputs alone.
+        self._foreign: set[int] = set()
+        for passes_of_replica in passes[1:]:
+            self._foreign.update(map(id, passes_of_replica.task.leaves))
         self._master = passes[0].share.device
         self._order = attempt.plan.order
         # Each with the device of the output, and its copy.
@@ -382,6 +386,7 @@ class WholeBatch:
         """All outputs as one. No leaves: a criterion may write them in place."""
         if len(self._pieces) > 1:
             nested.refuse_distributions(self._pieces)
+            nested.refuse_sparse_outputs(self._pieces)
         joined = join_rows(
             self._pieces,
             self._request.dim,
@@ -409,6 +414,8 @@ class WholeBatch:
         except BaseException as error:
             rows = sum(self._rows)
             add_note(error, f"in the criterion, with the outputs of all {rows} rows")
+            if len(self._pieces) > 1:
+                note_lists_of_objects(error, self._pieces[0])
             raise
         return loss.detach()
 
@@ -448,6 +455,12 @@ class WholeBatch:
         # These get their gradients anyway.
         known = {id(leaf) for leaf in (*self._task.leaves, *self._attempt.user_leaves)}
         hidden = [leaf for leaf in leaves_reached(loss, nodes) if id(leaf) not in known]
+        if not self._foreign.isdisjoint(map(id, hidden)):
+            raise TypeError(
+                "the loss reaches the module past the outputs that are joined, by "
+                "tensors in an object that forward returns, or that a hook keeps; "
+                "return these tensors from forward, in a tuple, dict or dataclass"
+            )
         if self._ranks is None:
             return hidden
         for leaf in hidden:
@@ -459,6 +472,20 @@ class WholeBatch:
                     f"nn.Module"
                 )
         return []  # the criterion itself made them, as for a gradient penalty
+
+
+def note_lists_of_objects(error: BaseException, piece: Any) -> None:
+    """Add a note to ``error`` per kind of object that was not joined."""
+    kinds: set[str] = set()
+    for atom in nested.atoms(piece):
+        if not isinstance(atom, (Tensor, *nested.PLAIN_CLASSES)):
+            kinds.add(type(atom).__name__)
+    for kind in sorted(kinds):
+        add_note(
+            error,
+            f"the output's {kind} is a list here, with one per micro-batch, since its "
+            "tensors are not joined; return them in a tuple, dict or dataclass",
+        )
 
 
 def _not_a_leaf(tensor: Tensor) -> Tensor:

@@ -68,8 +68,11 @@ def _informative(batch: Batch, most_entries: int | None) -> Iterator[Tensor]:
 def _with_all_operators(tensor: Tensor) -> Tensor:
     """The tensor in a dtype that has a minimum, and an order.
 
-    Unsigned integers of more than one byte have neither, nor has float8.
+    Unsigned integers of more than one byte have neither, nor has float8, nor have
+    quantised dtypes.
     """
+    if tensor.is_quantized:
+        return tensor.dequantize()
     dtype = tensor.dtype
     if dtype in (torch.uint16, torch.uint32, torch.uint64):
         return tensor.long()

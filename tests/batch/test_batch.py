@@ -30,6 +30,16 @@ def test_rows_selected_others_stay(rows):
     assert targets[1][1] == "mean"
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_unsigned_rows_selected(dtype):
+    labels = IDS[:, 0].to(dtype)
+    inputs, _ = batch_of((labels, IDS.to(dtype)), None, 4, 0).select([3, 0]).unwrapped()
+    assert [tensor.long().tolist() for tensor in inputs] == [
+        [9, 0],
+        [[9, 10, 11], [0, 1, 2]],
+    ]
+
+
 def test_range_gives_views_numbers_copied():
     batch = batch_of_every_kind()
     inputs, _ = batch.select(range(1, 3)).unwrapped()

@@ -8,6 +8,7 @@ import collections
 import gc
 import itertools
 import threading
+import types
 
 import pytest
 import torch
@@ -256,3 +257,38 @@ def test_loss_of_versions_needs_whole_batch():
         words = "Versions splits its rows into 3 versions.*pass whole_batch=True"
         with pytest.raises(ValueError, match=words):
             engine.forward_backward(randn(24, FEATURES), randint(3, 24), Versions())
+
+
+def in_object(logits, _):
+    return types.SimpleNamespace(logits=logits)
+
+
+def logits_of(output):
+    """Of all rows, as a criterion may join the objects itself."""
+    if isinstance(output, list):
+        return torch.cat([piece.logits for piece in output])
+    return output.logits
+
+
+UNJOINED = {
+    "object": (in_object, logits_of, "past the outputs.*tuple, dict or dataclass"),
+    "object that is read": (in_object, lambda o: o.logits, "no attribute 'logits'"),
+    "sparse": (lambda o, _: o.to_sparse(), lambda o: o.to_dense(), r"sparse.*to_dense"),
+}
+
+
+@pytest.mark.parametrize("case", UNJOINED)
+def test_outputs_not_joined_refused(devices, case):
+    wrap, read, words = UNJOINED[case]
+    model = build(lambda: Returns(wrap))
+    inputs = randn(8, model.linear.in_features)
+    with (
+        ScatterOnceParallel(model, 1, devices(2)) as engine,
+        nothing_changes(model),
+        pytest.raises((TypeError, AttributeError), match=words) as raised,
+    ):
+        engine.forward_backward(
+            inputs, None, lambda o, _: read(o).square().mean(), whole_batch=True
+        )
+    if case == "object that is read":
+        assert "the output's SimpleNamespace is a list" in raised.value.__notes__[-1]

@@ -44,6 +44,12 @@ def test_only_targets_and_labels_informative():
     assert informative(FLOATS, FLOATS) == [[[0.5], [1.5]]]
 
 
+@pytest.mark.filterwarnings("ignore:.*quantize")
+def test_quantised_rows_have_ranges():
+    rows = torch.quantize_per_tensor(torch.tensor([0.5, 2.0]), 0.5, 0, torch.qint8)
+    assert informative(rows) == [[0.5, 2.0]]
+
+
 def test_sizes_of_rows_informative():
     rows = Rows([torch.zeros(4), torch.zeros(7)], list)
     assert informative(rows) == [[4, 7]]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import deque
-from collections.abc import Container, Iterator, Mapping, MappingView, Sequence, Set
+from collections.abc import Container, Iterator, Mapping, Sequence, Set, ValuesView
 from typing import Any
 
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ def unsplit_rows(value: Any, dim: int, sizes: Container[int]) -> str | None:
 def remedy_for(value: Any) -> str:
     """What to pass in the place of an object with rows that nothing splits."""
     kind = type(value).__name__
-    if isinstance(value, (Sequence, deque, Set, MappingView)):
+    if isinstance(value, (Sequence, deque, Set, ValuesView)):
         return "a list of its items, list(value)"
     if hasattr(value, "__dict__"):
         return f"a dict of them, such as vars(value), and build the {kind} in forward"
@@ -70,7 +70,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
         for name in (slots,) if isinstance(slots, str) else slots:
             if name not in fields and hasattr(value, name):
                 yield name, getattr(value, name)
-    if isinstance(value, (deque, Set, MappingView)):
+    if isinstance(value, (deque, Set, ValuesView)):
         yield type(value).__name__, list(value)
 
 

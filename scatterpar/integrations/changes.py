@@ -184,7 +184,9 @@ class KeptState:
         if isinstance(now, PLAIN_CLASSES) and now is before:
             return
         if isinstance(before, Tensor) and now is before:
-            self._compare_values(path, before, changes)
+            if id(now) not in compared:  # added once, whatever else refers to it
+                compared.add(id(now))
+                self._compare_values(path, before, changes)
             return
         _, contents = self._saved.get(id(before), (None, None))
         if now is before and (contents is None or id(now) in compared):

@@ -14,6 +14,7 @@ On ``cuda:1`` torch raises an error about two devices. ``explained`` adds the na
 from __future__ import annotations
 
 import contextlib
+import re
 import traceback
 from collections.abc import Collection, Iterator
 from itertools import chain
@@ -26,6 +27,10 @@ from torch import Tensor, nn
 from scatterpar.integrations.kept import is_of_a_library
 from scatterpar.replicas.references import MAX_ENTRIES, WITHOUT_PARTS, parts_of
 
+_MADE_HERE = (
+    "make tensors on the device of the inputs, as torch.zeros(3, device=x.device)"
+)
+_ACCELERATOR = re.compile(r"\w+:\d+")  # such as cuda:0
 _MAX_NAMES = 3  # in an error
 _MAX_DEPTH = 4  # self.losses["rare"].weight
 _TRAINED = (
@@ -45,8 +50,15 @@ def explained(device: torch.device, remedy: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         found = _named_elsewhere(error, device)
-        if not found or "device" not in str(error):
+        if "device" not in str(error):
             raise
+        if not found and len({*_ACCELERATOR.findall(str(error))}) < 2:
+            raise
+        if not found:
+            raise RuntimeError(
+                f"a replica computes on {device}, but your code computes with a tensor "
+                f"of another device, which has no name: {_MADE_HERE}"
+            ) from error
         names = [repr(name) for name in found]
         if len(names) > _MAX_NAMES:
             names[_MAX_NAMES - 1 :] = [f"{len(names) - _MAX_NAMES + 1} more"]
@@ -98,7 +110,7 @@ def _parts(
 ) -> Iterator[tuple[str, Tensor | nn.Module]]:
     """The tensors and modules in ``value``, with their paths.
 
-    Of attributes, those that are in ``names``.
+    Of attributes, those that are in ``names``, also as properties.
     """
     if isinstance(value, (Tensor, nn.Module)):
         yield name, value
@@ -111,7 +123,7 @@ def _parts(
         for key, entry in value.items():
             yield from _parts(f"{name}[{key!r}]", entry, names, depth + 1)
     for attribute, entry in parts_of(value).attributes.items():
-        if attribute in names:
+        if attribute in names or attribute.lstrip("_") in names:
             yield from _parts(f"{name}.{attribute}", entry, names, depth + 1)
 
 

@@ -42,6 +42,7 @@ from scatterpar.integrations.elsewhere import explained
 from scatterpar.integrations.evaluation import Groups
 from scatterpar.integrations.gathered import Gathered, metric_of_step
 from scatterpar.integrations.images import images_by_row
+from scatterpar.integrations.module_state import ModuleState
 from scatterpar.integrations.statements import Statements
 from scatterpar.integrations.steps import (
     FIRST,
@@ -468,12 +469,16 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
                 self, self._shared, copies, attributes, in_place=in_place
             ) as trainer,
         ):
+            parts = [ModuleState(part) for part in work]
             # The class's own methods again, in the place of this step's.
             vars(trainer).pop("compute_loss")
             vars(trainer).pop("prediction_step", None)
             state = KeptState(trainer, self._shared, self._statements)
             yield trainer, record
             record.changes = state.changes()
+            record.moved = [
+                number for number, part in enumerate(parts) if part.is_moved()
+            ]
 
     def _attributes_on_replica(
         self, work: Any, device: torch.device, record: _CallRecord, is_last: bool | None
@@ -535,12 +540,30 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         """Add what calls counted and kept to this Trainer, and log what they logged."""
         changes = [call.changes for call in calls]
         apply_changes(self, changes, self.args.device, tell)
+        if len(calls) > 1:
+            self._tell_moved({number for call in calls for number in call.moved})
         for call in calls:
             for logger, args, options in call.logs:
                 target = self.accelerator if logger == "accelerator" else self
                 arguments = loop.moved((args, options), self.args.device)
                 moved_args, moved_options = arguments
                 target.log(*moved_args, **moved_options)
+
+    def _tell_moved(self, numbers: set[int]) -> None:
+        """Warn, once per attribute, of modules such as metrics that calls change."""
+        parts = [self._parts[number] for number in sorted(numbers)]
+        for name, value in kept.kept_attributes(self, self._shared).items():
+            modules = kept.modules_kept([value])
+            is_moved = any(module is part for module in modules for part in parts)
+            if not is_moved or name in self._told:
+                continue
+            self._told.add(name)
+            warn(
+                f"each call changes the state of the module self.{name} on its own "
+                "replica, so the Trainer's does not have it; append what it needs to a "
+                "list on self, and update it where the list is read, such as in log or "
+                "a callback"
+            )
 
     def _tell(self, function: str, part: str, place: str) -> None:
         """Warn once that calls set an attribute to different values."""
@@ -821,10 +844,12 @@ class _CallRecord:
         metrics: TRL's, by mode and name.
         components: sums of terms of sentence-transformers' losses, by mode and name.
         output: what the call returned.
+        moved: numbers of the Trainer's modules of which the call has changed state.
     """
 
     def __init__(self) -> None:
         self.changes: list[Change] = []
+        self.moved: list[int] = []
         self.logs: list[Any] = []
         self.metrics: dict[str, Any] = {}
         self.components: dict[str, dict[str, Any]] = {}

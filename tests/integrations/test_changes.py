@@ -188,6 +188,15 @@ def test_objects_copied_identity_stays():
     assert (meter.total, meter.values) == (torch.tensor(15.0), TENSORS)
 
 
+@pytest.mark.parametrize("same", [lambda kept: kept, lambda kept: [kept]])
+def test_tensor_of_two_names_is_added_once(same):
+    total = torch.tensor(1.0)
+    owner = Owner(kept=total, same=same(total))
+    assert not applied(owner, lambda o, v: o.kept.add_(v))
+    assert owner.kept is total
+    assert total == 16
+
+
 def test_graphs_are_dropped():
     weight = torch.ones((), requires_grad=True)
     owner = Owner(kept=[])

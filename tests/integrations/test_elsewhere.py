@@ -27,6 +27,14 @@ class Holder:
         self.callbacks[1].weights  # noqa: B018  names it
         raise two_devices()
 
+    @property
+    def trainer(self):
+        return self._trainer
+
+    def with_property(self):
+        self.trainer.callbacks  # noqa: B018  names it
+        raise two_devices()
+
     def with_teacher(self):
         self.nets["teacher"]
         raise two_devices()
@@ -68,6 +76,10 @@ CASES = {
         Holder(callbacks=[Holder(), Holder(weights=ELSEWHERE)]).with_callbacks,
         r"'Holder.callbacks\[1\].weights'",
     ),
+    "property": (
+        Holder(_trainer=Holder(callbacks=[ELSEWHERE])).with_property,
+        r"'Holder._trainer.callbacks\[0\]'",
+    ),
     "teacher": (
         Holder(nets={"teacher": on_meta()}).with_teacher,
         r"""Holder.nets\['teacher'\]""",
@@ -106,6 +118,17 @@ def test_trained_tensor_has_other_remedy():
     with named("'value'") as raised, explained(torch.device("cpu"), "move it"):
         TRAINS()
     assert "make it a parameter of the model" in str(raised.value)
+
+
+def test_tensor_without_name_is_told():
+    error = RuntimeError("found at least two devices, cuda:0 and cuda:1!")
+    words = "computes on cpu, but .* a tensor of another device.*, device=x.device"
+    with (
+        pytest.raises(RuntimeError, match=words) as raised,
+        explained(torch.device("cpu"), "move it"),
+    ):
+        raise error
+    assert raised.value.__cause__ is error
 
 
 def test_error_of_user_stays():

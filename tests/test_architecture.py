@@ -1,6 +1,7 @@
 """Packages import only from lower packages, in the order of docs/architecture.md."""
 
 import ast
+import functools
 import importlib
 import re
 from collections import Counter
@@ -45,9 +46,19 @@ def level_of(module):
     return TOP if is_top else LEVELS[parts[0]]
 
 
+@functools.cache
+def tree_of(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def nodes_of(path):
+    return tuple(ast.walk(tree_of(path)))
+
+
 def imports(path):
     """The modules of the package that a file imports, by their full names."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         if (
             isinstance(node, ast.ImportFrom)
             and (node.module or "").split(".")[0] == "scatterpar"
@@ -94,7 +105,7 @@ def test_page_names_all_schedules():
     found = {
         node.name: path
         for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes_of(path)
         if isinstance(node, ast.ClassDef)
         and "Schedule" in (node.name, *map(ast.unparse, node.bases))
     }
@@ -112,14 +123,14 @@ def test_code_words_defined_where_page_says():
     assert len(rows) > 15
     assert len({name for _, name, _ in rows}) == len(rows)  # one each
     for word, name, file in rows:
-        body = ast.parse((PACKAGE / file).read_text(encoding="utf-8")).body
+        body = tree_of(PACKAGE / file).body
         assert name in [getattr(node, "name", "") for node in body], word
 
 
 def test_class_name_means_one_thing():
     names = []
     for path in PACKAGE.rglob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = tree_of(path)
         names += [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
     twice = {name for name, times in Counter(names).items() if times > 1}
     assert len(names) > 200
@@ -161,6 +172,7 @@ def test_private_torch_named_in_one_file():
     assert named == ["scatterpar.torch_private"]
 
 
+@functools.cache
 def private_names_of_torch():
     """Of its objects, with one underscore: attributes, and classes beside layers."""
     layer = nn.Linear(1, 1, device="meta")
@@ -174,9 +186,10 @@ def private_names_of_torch():
 def private_attributes_in(path):
     """The private names of torch that a file reads, or has as a string."""
     private = private_names_of_torch()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self":
-            yield from {node.attr} & private
+    for node in nodes_of(path):
+        if isinstance(node, ast.Attribute):
+            if node.attr in private and ast.unparse(node.value) != "self":
+                yield node.attr
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield from {node.value} & private
 
@@ -233,7 +246,7 @@ def test_files_and_classes_of_pages_exist(page):
 
 def test_packages_say_imports_and_threads():
     for path in PACKAGE.glob("*/__init__.py"):
-        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+        text = ast.get_docstring(tree_of(path))
         assert re.search("^Imports? ", text, re.MULTILINE), path
         assert re.search("thread|process", text), path
 
@@ -245,25 +258,21 @@ def copies(path):
     """The methods named in a file that copy tensors; ``.to`` with a dtype alone does
     not.
     """
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    casts = [
-        node.func
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and is_cast(node)
-    ]
-    for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Attribute)
-            and node.attr in COPIES
-            and node not in casts
-        ):
+    casts = []
+    for node in nodes_of(path):
+        if isinstance(node, ast.Call) and is_cast(node):
+            casts.append(node.func)
+    for node in nodes_of(path):
+        is_copy = isinstance(node, ast.Attribute) and node.attr in COPIES
+        if is_copy and node not in casts:
             yield ast.unparse(node)
 
 
 def is_cast(call):
     """Whether a call gets one argument, which is a dtype by its name."""
-    names = [ast.unparse(argument) for argument in call.args]
-    return not call.keywords and len(names) == 1 and names[0].endswith("dtype")
+    if call.keywords or len(call.args) != 1:
+        return False
+    return ast.unparse(call.args[0]).endswith("dtype")
 
 
 def test_copies_made_in_one_package():

@@ -16,8 +16,8 @@ from scatterpar import ScatterOnceParallel
 
 pytestmark = pytest.mark.draws
 
-STEPS, FEATURES, LENGTH, CLASSES = 10, 7, 4, 3
-ROWS = (61, 50, 9, 61, 5)  # ragged, hardly more than replicas, and fewer
+STEPS, FEATURES, LENGTH, CLASSES = 4, 7, 4, 3
+ROWS = (61, 9, 50, 5)  # ragged, hardly more than replicas, and fewer
 CRITERION = nn.CrossEntropyLoss()
 LAYOUTS = ["00001111", "01234567", "00112234", "01111111"]
 

@@ -400,11 +400,12 @@ class Program:
         if is_autocast:
             autocast = torch.autocast("cpu", self.dtype)
         engine = ScatterOnceParallel(model, self.accum, ["cpu"] * 2, verify=verify)
-        with engine, autocast:
-            engine.forward_backward(
-                inputs, self.labels, self.criterion, **self.combination.options
-            )
-        model.train()
+        options = self.combination.options
+        try:
+            with engine, autocast:
+                engine.forward_backward(inputs, self.labels, self.criterion, **options)
+        finally:
+            model.train()
         return [parameter.grad.clone() for parameter in model.parameters()]
 
     def plain_gradients(self) -> list[Tensor]:

@@ -38,11 +38,12 @@ def test_right_half_program_not_refused(seed):
 @pytest.mark.parametrize("seed", [*seeds(2, 30), 92, 106, 119])
 def test_half_hides_no_float64_mistake(seed):
     """Of 44 wrong programs 9 were silent: their difference could have been rounding."""
+    wrong = program(seed, is_right=False)
     try:
-        program(seed, is_right=False).step(dtype=torch.float64)
+        wrong.step(dtype=torch.float64)
     except ValueError:
         with pytest.raises(ValueError, match="would be off by"):
-            program(seed, is_right=False).step()
+            wrong.step()
 
 
 # --- right programs that were refused ---

@@ -53,8 +53,8 @@ def test_refusal_does_not_wear_off(devices):
     too large.
     """
     with ScatterOnceParallel(mlp(), 4, devices(1)) as engine:
-        for number in range(21):
-            if number == 20:
+        for number in range(11):
+            if number == 10:
                 step(engine, F.mse_loss, VALUES)  # another kind
             refused = pytest.raises(ValueError, match='reduction="sum"')
             with nothing_changes(engine.module), refused:
@@ -210,18 +210,19 @@ def test_look_never_raises_accum():
 
 def test_later_looks_take_fewer_rows():
     """Looks take some micro-batches once, then a few rows, then nothing."""
-    model, inputs, targets = mlp(), randn(4000, FEATURES), randint(CLASSES, 4000)
+    rows = 2000
+    model, inputs, targets = mlp(), randn(rows, FEATURES), randint(CLASSES, rows)
     taken = []
 
     def note(_, args):
         Calls.number += len(args[0])
 
     model.register_forward_pre_hook(note)
-    with ScatterOnceParallel(model, 40, ["cpu"]) as engine:
+    with ScatterOnceParallel(model, 20, ["cpu"]) as engine:
         for _ in range(9):
             Calls.number = 0
             engine.forward_backward(inputs, targets, in_a_def)
-            taken.append(Calls.number - 4000)
+            taken.append(Calls.number - rows)
     assert 0 < taken[0] <= 4 * 100 * 1.5
     assert all(0 < taken[number - 1] <= 2 * 25 * 1.5 for number in (2, 4, 8))
     assert [taken[number - 1] for number in (3, 5, 6, 7, 9)] == [0] * 5
@@ -259,7 +260,7 @@ def test_no_look_reads_no_rows():
     few, many = (
         calls_of_a_fifth_step(num_rows, verify=True)
         - calls_of_a_fifth_step(num_rows, verify=False)
-        for num_rows in (512, 2048)
+        for num_rows in (128, 640)
     )
     assert many < few + 200
 

@@ -21,7 +21,13 @@ OUT_OF_MEMORY = [
     RuntimeError("MPS backend out of memory"),
     RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8"),
     RuntimeError("Cannot allocate memory"),
+    RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: can't allocate memory"
+    ),
+    RuntimeError("CUDA error: out of memory"),
     RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublas"),
     RuntimeError(
         "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate`"
     ),

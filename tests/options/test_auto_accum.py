@@ -96,7 +96,12 @@ def of_pairs(outputs, _):
 @pytest.mark.parametrize(
     ("form", "where", "rows", "accum", "whole_batch"),
     [
-        *((form, "forward", 24, 4, False) for form in FORMS),
+        *((form, "forward", 24, 4, False) for form in ("torch", "cuDNN")),
+        *(
+            pytest.param(form, "forward", 24, 4, False, marks=pytest.mark.slow)
+            for form in FORMS
+            if form not in ("torch", "cuDNN")
+        ),
         *(("torch", "backward", 24, 4, whole_batch) for whole_batch in (False, True)),
         # The search tries eight, one of them of a single row: batch normalisation
         # raised.

@@ -205,7 +205,8 @@ class Evidence(Losses):
     def output_differences(self) -> OutputDifferences:
         """How the outputs of the parts differ from that for all rows."""
         whole, *pieces = self.outputs
-        return compare_outputs(whole, pieces, self.parts, self.request.dim)
+        (backwards,) = self.runs.outputs([self.rows[::-1]])
+        return compare_outputs(whole, backwards, pieces, self.parts, self.request.dim)
 
     @property
     def shapes(self) -> Sequence[tuple[int, ...]]:

@@ -67,8 +67,10 @@ class JoinCheck:
             return
         rows = [0, request.rows // 2, request.rows - 1]
         parts = [rows[:-1], rows[-1:]]
-        whole, *computed = _outputs_of(attempt, request, task, [rows, *parts], compute)
-        differences = compare_outputs(whole, computed, parts, dim)
+        whole, backwards, *computed = _outputs_of(
+            attempt, request, task, [rows, rows[::-1], *parts], compute
+        )
+        differences = compare_outputs(whole, backwards, computed, parts, dim)
         if differences.misplaced:
             raise ValueError(refused_order(differences.misplaced, len(rows)).text)
         several = [

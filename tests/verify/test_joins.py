@@ -36,9 +36,9 @@ def comparisons(monkeypatch):
     made = []
     compare = joins.compare_outputs
 
-    def compare_outputs(whole, pieces, parts, dim):
+    def compare_outputs(whole, backwards, pieces, parts, dim):
         made.append(len(parts))
-        return compare(whole, pieces, parts, dim)
+        return compare(whole, backwards, pieces, parts, dim)
 
     monkeypatch.setattr(joins, "compare_outputs", compare_outputs)
     return made
@@ -54,6 +54,25 @@ def test_ordered_entries_compared_once(comparisons):
         for _ in range(3):
             torch.testing.assert_close(engine(ROWS), module(ROWS))
     assert comparisons == [2]
+
+
+def test_rows_that_depend_on_others_joined():
+    """Views from which a mean of the batch is subtracted were said to be out of order."""
+
+    class Centred(Twice):
+        def forward(self, rows):
+            return super().forward(rows - rows.mean(0))
+
+    rows = ROWS.square()
+    with engine_of(Centred(in_order=True).eval()) as engine, torch.no_grad():
+        output = engine(rows)
+        of_replicas = [engine.module(rows[:4]), engine.module(rows[4:])]
+    torch.testing.assert_close(output, torch.cat(of_replicas))
+    with (
+        engine_of(Centred(in_order=False).eval()) as engine,
+        pytest.raises(ValueError, match="not in the order of the rows"),
+    ):
+        engine(rows)
 
 
 def test_other_order_refused_each_time(comparisons):

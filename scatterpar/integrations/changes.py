@@ -5,6 +5,7 @@ A step function writes into objects that its owner, such as a Trainer, keeps::
     self.losses.append(loss)          entries are appended, in the order of the rows
     self.by_loader[0].append(loss)    also in containers in containers, and in objects
     self.seen |= {1, 2}               elements are added
+    self.all = torch.cat([self.all, rows])          also to arrays, tuples and texts
     self.total += loss                the sum of what the calls have added
     self.calls = getattr(self, "calls", 0) + 1      also a sum that has no value yet
     self.last = loss                  set, not added (``Statements`` tells them apart):
@@ -27,10 +28,12 @@ from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
 from scatterpar.batch.nested import PLAIN_CLASSES
+from scatterpar.integrations import growth
 from scatterpar.integrations.kept import (
     MAX_DEPTH,
     MAX_ELEMENTS,
@@ -131,7 +134,8 @@ class KeptState:
         self._excluded = excluded
         self._statements = statements
         self._saved: dict[int, tuple[Any, Any]] = {}  # objects and their contents
-        self._tensors: dict[int, tuple[Tensor, int, Tensor]] = {}
+        # Arrays, their versions, and their values. NumPy counts no versions.
+        self._arrays: dict[int, tuple[Any, int, Any]] = {}
         self._attributes = kept_attributes(owner, excluded)
         self._save_entries(self._attributes.values(), 0)
 
@@ -144,7 +148,11 @@ class KeptState:
         if isinstance(value, Tensor):
             if type(value) is Tensor and value.numel() <= MAX_ELEMENTS:
                 version = -1 if value.is_inference() else value._version
-                self._tensors[id(value)] = value, version, value.detach().clone()
+                self._arrays[id(value)] = value, version, value.detach().clone()
+            return
+        if type(value) is numpy.ndarray:
+            if value.size <= MAX_ELEMENTS:
+                self._arrays[id(value)] = value, -1, value.copy()
             return
         contents = _contents(value)
         if contents is None or depth > MAX_DEPTH or len(self._saved) > MAX_OBJECTS:
@@ -183,7 +191,7 @@ class KeptState:
         """Add to ``changes`` how a value was replaced, or what was added to it."""
         if isinstance(now, PLAIN_CLASSES) and now is before:
             return
-        if isinstance(before, Tensor) and now is before:
+        if isinstance(before, (Tensor, numpy.ndarray)) and now is before:
             if id(now) not in compared:  # added once, whatever else refers to it
                 compared.add(id(now))
                 self._compare_values(path, before, changes)
@@ -203,7 +211,9 @@ class KeptState:
         self, path: Path, value: Any, changes: list[Change], compared: set[int]
     ) -> None:
         """Add to ``changes`` that a call has made a value where there was none."""
-        if self._statements is not None and _is_summable(value):
+        if self._appends(path, value):
+            changes.append(Change(path, ChangeKind.APPENDED, value))
+        elif self._statements is not None and _is_summable(value):
             changes.append(_first_value(path, value, self._statements))
         elif isinstance(value, dict) and len(value) <= MAX_ENTRIES:
             # Its entries may be sums. So they are changes of their own.
@@ -214,25 +224,39 @@ class KeptState:
         else:
             changes.append(Change(path, ChangeKind.CREATED, value))
 
-    def _compare_values(
-        self, path: Path, tensor: Tensor, changes: list[Change]
-    ) -> None:
-        """Compare a tensor with its earlier values: it may be written in place."""
-        if id(tensor) not in self._tensors:
+    def _appends(self, path: Path, value: Any) -> bool:
+        """Whether a statement appends to a value like this at ``path``."""
+        is_text = isinstance(value, (tuple, str))
+        if self._statements is None or not (is_text or growth.is_array(value)):
+            return False
+        if is_text and self._statements.adds(path):
+            return True
+        return self._statements.appends(path)
+
+    def _compare_values(self, path: Path, array: Any, changes: list[Change]) -> None:
+        """Compare an array with its earlier values: it may be written in place."""
+        if id(array) not in self._arrays:
             return
-        _, version, values = self._tensors[id(tensor)]
-        if version == -1 or tensor._version != version:
-            changes += self._difference(path, values, tensor)
+        _, version, values = self._arrays[id(array)]
+        if version == -1 or array._version != version:
+            changes += self._difference(path, values, array)
 
     def _difference(self, path: Path, before: Any, now: Any) -> list[Change]:
         """The change of a value to another one: what was added, or the new value."""
+        if growth.is_equal(before, now):
+            return []
+        piece = growth.appended(before, now, is_said=self._appends(path, now))
+        if piece is not None:
+            return [Change(path, ChangeKind.APPENDED, piece)]
+        if type(before) is type(now) is frozenset and before <= now:
+            return [Change(path, ChangeKind.ELEMENTS, now - before)]
         changes = _difference(path, before, now)
         if not changes or self._statements is None:
             return changes
         if changes[0].kind is ChangeKind.DIFFERENCE and self._statements.sets(path):
             return [Change(path, ChangeKind.REPLACED, now)]
         if _are_alike(before, now) and self._statements.adds(path):
-            difference = now.detach() - before.detach()
+            difference = _detached(now) - _detached(before)
             return [Change(path, ChangeKind.DIFFERENCE, difference)]
         return changes
 
@@ -374,23 +398,26 @@ def _detached(value: Any) -> Any:
 
 
 def _is_summable(value: Any) -> bool:
-    """Whether ``value`` is a number, or a tensor of numbers."""
+    """Whether ``value`` is a number, or an array of numbers."""
     if type(value) is Tensor:
         return value.dtype != torch.bool and value.numel() <= MAX_ELEMENTS
-    return type(value) in (int, float)
+    if type(value) is numpy.ndarray:
+        is_number = numpy.issubdtype(value.dtype, numpy.number)
+        return bool(is_number and value.size <= MAX_ELEMENTS)
+    return growth.is_number(value)
 
 
 def _are_alike(before: Any, now: Any) -> bool:
-    """Whether these are tensors of numbers, of one shape and dtype."""
-    if not _is_summable(now) or type(now) is not Tensor or type(before) is not Tensor:
+    """Whether these are arrays of numbers, of one class, shape and dtype."""
+    if type(before) is not type(now) or not growth.is_array(now):
         return False
-    return before.shape == now.shape and before.dtype == now.dtype
+    is_alike = before.shape == now.shape and before.dtype == now.dtype
+    return is_alike and _is_summable(now)
 
 
 def _difference(path: Path, before: Any, now: Any) -> list[Change]:
     """The change of a number or tensor to another one, or of anything else."""
-    are_numbers = all(type(value) in (int, float) for value in (before, now))
-    if are_numbers:
+    if growth.is_number(before) and growth.is_number(now):
         if now == before:
             return []
         return [Change(path, ChangeKind.DIFFERENCE, now - before)]
@@ -471,12 +498,18 @@ def _add(
     except (LookupError, AttributeError):
         target = None
     if target is None:
-        if start is None:
+        if start is None and set(kinds) != {ChangeKind.APPENDED}:
             raise _NotAdditive
         target = start
     for kind, value in zip(kinds, values, strict=True):
-        if kind is ChangeKind.APPENDED:
+        if kind is ChangeKind.APPENDED and is_container(target):
             target.extend(value)
+        elif kind is ChangeKind.APPENDED:
+            target = growth.extended(target, value)
+            part.write(holder, target)
+        elif kind is ChangeKind.ELEMENTS and isinstance(target, frozenset):
+            target |= value
+            part.write(holder, target)
         elif kind is ChangeKind.ELEMENTS:
             target.update(value)
         elif kind is ChangeKind.DIFFERENCE:
@@ -500,23 +533,15 @@ def _same_of(values: Sequence[Any]) -> Any:
     first, *others = values
     if first is None or not isinstance(first, (*PLAIN_CLASSES, Tensor)):
         raise _NotAdditive
-    if not all(_are_equal(first, other) for other in others):
+    if not all(growth.is_equal(first, other) for other in others):
         raise _NotAdditive
     return first
-
-
-def _are_equal(value: Any, other: Any) -> bool:
-    if type(value) is not type(other):
-        return False
-    if isinstance(value, Tensor):
-        return value.dtype == other.dtype and torch.equal(value, other)
-    return bool(value == other)
 
 
 def _one_of(values: Sequence[Any], holder: Any) -> Any:
     """One value where there was none: the same in all calls, or joined containers."""
     first, *others = values
-    if _counts(holder) and all(type(value) in (int, float) for value in values):
+    if _counts(holder) and all(map(growth.is_number, values)):
         return sum(values)
     if not is_container(first):
         return _same_of(values)

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -35,12 +36,12 @@ from scatterpar.replicas.references import parts_of, walk
 MAX_ENTRIES = 1000
 MAX_DEPTH = 8
 MAX_OBJECTS = 2000  # of one owner; what goes beyond is shared by all calls
-MAX_ELEMENTS = 2**16  # of a tensor; larger ones are data, and shared
+MAX_ELEMENTS = 2**16  # of an array; larger ones are data, and shared
 _CONTAINERS = (dict, list, deque, set)
 _LOCKS = {"_thread", "threading", "queue"}
 # Classes of libraries, and of Python, whose objects step functions write, too.
 _WRITTEN = {"Namespace", "SimpleNamespace", "SimpleProfiler"}
-_WRITTEN |= {"TrainerControl", "TrainerState", "UserDict", "UserList"}
+_WRITTEN |= {"ChainMap", "TrainerControl", "TrainerState", "UserDict", "UserList"}
 # Classes of the user's, by the end of a base's name, that lead to data or to the loop.
 _NOT_COPIED = ("Dataset", "DataLoader", "DataModule", "Sampler", "Trainer", "Callback")
 
@@ -193,6 +194,9 @@ class CallCopies:
             return self._exchange(value, depth)
         if isinstance(value, Tensor):
             return self._remember(value, self._tensor(value))
+        if type(value) is numpy.ndarray:
+            is_small = value.size <= MAX_ELEMENTS
+            return self._remember(value, value.copy() if is_small else value)
         if type(value) in (tuple, functools.partial):
             return self._remade(value, depth)
         if isinstance(value, types.FunctionType):

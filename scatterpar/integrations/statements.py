@@ -45,6 +45,7 @@ from scatterpar.replicas.references import named_values
 # Methods that return the value that they are called on, in another form.
 _SAME_VALUE = {"clone", "cpu", "detach", "double", "float", "item", "to"}
 _SUMS = {"add", "sub"}
+_JOINS = {"append", "cat", "concat", "concatenate", "hstack", "vstack"}
 _SUMS_IN_PLACE = {"add_", "index_add_", "scatter_add_", "sub_"}
 
 
@@ -72,11 +73,13 @@ class Write:
         adds: whether it adds to the value that is there.
         start: the source of the value that a sum begins with, such as ``"0"``, if the
             statement has one.
+        appends: whether it joins others to the value that is there, after it.
     """
 
     target: Target
     adds: bool
     start: str | None = None
+    appends: bool = False
 
 
 class Statements:
@@ -110,6 +113,10 @@ class Statements:
                 return False
             writes += entries
         return any(write.adds for write in writes)
+
+    def appends(self, path: Path) -> bool:
+        """Whether some statement joins others to the value at ``path``."""
+        return any(write.appends for write in self._writes_at(path))
 
     def start_of(self, path: Path) -> float | None:
         """The number with which a sum at ``path`` begins that has no value yet.
@@ -253,7 +260,22 @@ def _write_of(target: Target, place: ast.expr, value: ast.expr) -> Write:
     if _is_sum_with(place, value):
         return Write(target, True, _default_in(place, value))
     is_number = _number_in(ast.unparse(value)) is not None
-    return Write(target, False, ast.unparse(value) if is_number else None)
+    start = ast.unparse(value) if is_number else None
+    return Write(target, False, start, _appends_to(place, value))
+
+
+def _appends_to(place: ast.expr, value: ast.expr) -> bool:
+    """Whether ``value`` joins the value at ``place`` with others, after it."""
+    if isinstance(value, ast.IfExp):  # the first value, or a longer one
+        return _appends_to(place, value.body) or _appends_to(place, value.orelse)
+    if not isinstance(value, ast.Call) or not value.args:
+        return False
+    if getattr(value.func, "attr", None) not in _JOINS:
+        return False
+    first = value.args[0]  # np.append(place, value), torch.cat([place, value])
+    if isinstance(first, (ast.List, ast.Tuple)) and first.elts:
+        first = first.elts[0]
+    return _is_term(place, first)
 
 
 def _default_in(place: ast.expr, value: ast.expr) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
+import numpy as np
 import pytest
 import torch
 
@@ -258,3 +259,49 @@ def test_number_without_source_is_a_sum():
 )
 def test_places_are_found_by_names(path, is_set):
     assert Statements(Owner()).sets(path) is is_set
+
+
+class Grows:
+    """Keeps arrays, tuples and texts to which its steps append or add."""
+
+    def __init__(self):
+        self.table, self.rows = np.zeros(9), np.zeros(0)
+        self.joined, self.all_rows = torch.zeros(0), None
+        self.names, self.text, self.frozen = (), "", frozenset()
+        self.of_numpy = 1.0
+        self.center, self.shape = torch.zeros(0), ()
+
+    def grow(self, value):
+        number = int(value)
+        self.table[number] += 1
+        self.rows = np.append(self.rows, number)
+        self.joined = torch.cat([self.joined, value[None]])
+        if self.all_rows is None:
+            self.all_rows = value[None]
+        else:
+            self.all_rows = torch.cat([self.all_rows, value[None]])
+        self.names += (number,)
+        self.text += f"{number},"
+        self.frozen |= {number}
+        self.of_numpy += np.float64(number)
+
+    def set(self, value):
+        self.center = value[None]
+        self.shape = (int(value),)
+
+
+def test_arrays_and_texts_are_joined():
+    """Arrays of NumPy had what looks added; tensors and tuples stayed as they were."""
+    owner, told = applied(Grows.grow, kind=Grows)
+    assert not told
+    assert owner.table.tolist() == [0, 1, 1, 0, 1, 0, 0, 0, 1]
+    assert owner.joined.tolist() == owner.all_rows.tolist() == VALUES
+    assert owner.rows.tolist() == list(owner.names) == VALUES
+    assert (owner.text, owner.frozen) == ("1,2,4,8,", {*VALUES})
+    assert owner.of_numpy == 1 + sum(VALUES)
+
+
+def test_new_arrays_and_tuples_are_told():
+    owner, told = applied(Grows.set, kind=Grows)
+    assert told == ["self.center", "self.shape"]
+    assert (len(owner.center), owner.shape) == (0, ())

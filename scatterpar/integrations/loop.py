@@ -61,10 +61,14 @@ def undone(owner: Any, values: Iterable[Any]) -> Iterator[None]:
     """In the body calls of user code leave nothing: what they changed is restored.
 
     That is what ``values``, the classes of ``owner`` and their methods lead to. Modules
-    are left to the engine.
+    are left to the engine; what the integration itself keeps stays.
     """
-    roots = [value for value in values if not isinstance(value, nn.Module)]
-    state = UserState([type(owner), *roots])
+    roots = [type(owner)]
+    for value in values:
+        is_of_integration = type(value).__module__.startswith("scatterpar.")
+        if not isinstance(value, nn.Module) and not is_of_integration:
+            roots.append(value)
+    state = UserState(roots)
     try:
         yield
     finally:

@@ -93,7 +93,7 @@ class Statements:
 
     def __init__(self, *owners: Any) -> None:
         # code and no functions: these would lead replicas to modules
-        self._codes = tuple(function.__code__ for function in _functions_of(owners))
+        self._codes = tuple(function.__code__ for function in user_functions(owners))
         self._writes: list[Write] | None = None
 
     def sets(self, path: Path) -> bool:
@@ -181,7 +181,7 @@ def _writes_at(path: Path, writes: Sequence[Write]) -> list[Write]:
     return by_name or by_key
 
 
-def _functions_of(owners: Sequence[Any]) -> list[types.FunctionType]:
+def user_functions(owners: Sequence[Any]) -> list[types.FunctionType]:
     """The user's functions: of the classes of ``owners``, and what these lead to."""
     values = [*owners]
     for owner in owners:

@@ -427,12 +427,12 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             return engine.loss(inputs, *args, scaler=scaler, **options)
 
     def _turns_of(
-        self, engine: Any, step: str = "compute_loss"
+        self, engine: Any, step: str = "compute_loss", *, is_look: bool = False
     ) -> contextlib.AbstractContextManager[None]:
         """In the body, replicas run ``step``, in turn if hooks make it necessary."""
         attributes = kept.kept_attributes(self, self._shared)
         function = getattr(type(self), step)
-        return self._turns.in_step(engine, self, attributes, function)
+        return self._turns.in_step(engine, self, attributes, function, is_look=is_look)
 
     def _on_replica(self, work: Any, call: Any, batch: Any, items: Any) -> Any:
         """What ``call`` returns for a Trainer that refers to a replica's modules."""
@@ -456,7 +456,9 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         """
         device = self._device_of(work)
         part_ids = [id(part) for part in self._parts]
-        replicas = dict(zip(part_ids, work, strict=True))
+        replicas: dict[int, Any] = dict(zip(part_ids, work, strict=True))
+        if self._engine is not None:
+            replicas |= self._turns.copies_in(work, self._engine.module)
         pinned = self._turns.pinned
         copies = kept.CallCopies(device, replicas, pinned)
         # If hooks write attributes of this Trainer, the call must read them there.
@@ -643,7 +645,8 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
     ) -> bool | None:
         """Whether losses combine like this, for a few rows; nothing is left behind."""
         attributes = kept.kept_attributes(self, self._shared)
-        with loop.undone(self, attributes.values()), self._turns_of(engine):
+        turns = self._turns_of(engine, is_look=True)
+        with loop.undone(self, attributes.values()), turns:
             return engine.losses_combine(inputs, **steps.options(how))
 
     # Evaluation and prediction: each replica computes a batch of the stock loop.

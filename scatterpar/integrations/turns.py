@@ -32,6 +32,7 @@ from scatterpar.integrations.kept import (
     is_of_a_library,
     modules_kept,
 )
+from scatterpar.integrations.statements import user_functions
 from scatterpar.replicas.module_contents import ModuleContents
 from scatterpar.replicas.references import reachable
 from scatterpar.replicas.snapshot import Snapshot
@@ -61,7 +62,7 @@ class Turns:
     is_hooked: bool = False
     # Sets of objects that hooks lead to, and did not write in a step.
     _unwritten: list[list[Any]] = field(default_factory=list)
-    _named: list[nn.Module] | None = None  # modules that the step function names
+    _named: list[nn.Module] | None = None  # modules that the owner's functions name
     _is_told: bool = False
 
     @contextlib.contextmanager
@@ -72,6 +73,7 @@ class Turns:
         attributes: Mapping[str, Any],
         function: Any,
         *replicated: nn.Module,
+        is_look: bool = False,
     ) -> Iterator[None]:
         """In the body, replicas of ``engine`` run in turn if hooks make it necessary.
 
@@ -81,9 +83,11 @@ class Turns:
             attributes: its attributes that calls may write, by name.
             function: the step function.
             replicated: modules that are replicated beside the engine's.
+            is_look: whether what hooks write is restored in the body.
         """
         if self._named is None:  # once: a search of a file's globals takes long
-            values = reachable(function)
+            functions = [function, *user_functions([owner])]
+            values = chain(*map(reachable, functions))
             self._named = [v for v in values if isinstance(v, nn.Module)]
         modules = [engine.module, *modules_kept(attributes.values()), *self._named]
         hooked = _reached_by_hooks(modules)
@@ -107,7 +111,7 @@ class Turns:
             engine._is_serial = False
             if not before.unchanged():
                 self._tell(engine)
-            elif not self.pinned and not is_unwritten:
+            elif not self.pinned and not is_unwritten and not is_look:
                 self._unwritten.append(list(shared.values()))
 
     def pinned_in(self, replica: nn.Module) -> frozenset[int]:
@@ -115,6 +119,21 @@ class Turns:
         if not self.is_hooked:
             return frozenset()
         return frozenset(_reached_by_hooks([replica])) | self.pinned
+
+    def copies_in(self, replica: nn.Module, original: nn.Module) -> dict[int, Any]:
+        """The objects that hooks of a replica lead to, by the ``id`` of the originals.
+
+        Such is a dict that a ``partial`` in the hooks binds: a replica has a copy, and
+        the original module has the original. Without pinned objects.
+        """
+        if not self.is_hooked:
+            return {}
+        copies = _reached_by_hooks([replica]).values()
+        originals = _reached_by_hooks([original]).values()
+        if [*map(type, copies)] != [*map(type, originals)]:
+            return {}
+        pairs = zip(map(id, originals), copies, strict=True)
+        return {number: copied for number, copied in pairs if number not in self.pinned}
 
     def _is_known(self, shared: Mapping[int, Any]) -> bool:
         """Whether hooks have not written these objects in an earlier step."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import time
 from collections import UserList
 from functools import partial
 from typing import ClassVar
@@ -946,6 +947,53 @@ class Hooked(OwnLoss):
         self.teacher(**inputs)
         errors = (outputs.logits - 2 * self.features["logits"] - labels[:, None]) ** 2
         return (errors.mean(), outputs) if return_outputs else errors.mean()
+
+
+FEATURES = {}  # of a teacher that only a method of the Trainer names
+TEACHER = sequence_classifier().requires_grad_(False)
+TEACHER.classifier.register_forward_hook(
+    lambda _, __, output: FEATURES.__setitem__("logits", output)
+)
+
+
+class HookedOutside(Hooked):
+    """A teacher and a dict in this file."""
+
+    def compute_loss(
+        self, model, inputs, return_outputs=False, num_items_in_batch=None
+    ):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        errors = self.errors(outputs.logits, inputs, labels)
+        return (errors.mean(), outputs) if return_outputs else errors.mean()
+
+    def errors(self, logits, inputs, labels):
+        TEACHER(**inputs)
+        time.sleep(0.002)  # what a GPU's kernels would take
+        return (logits - 2 * FEATURES["logits"] - labels[:, None]) ** 2
+
+
+def keep_logits(features, layer, inputs, output):
+    features["logits"] = output
+
+
+class HookedByPartial(Hooked):
+    """A dict that the hook binds: replicas of the hook bind copies."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.teacher.classifier._forward_hooks.clear()
+        hook = partial(keep_logits, self.features)
+        self.teacher.classifier.register_forward_hook(hook)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:forward hooks keep values")
+@pytest.mark.parametrize("kind", [HookedOutside, HookedByPartial])
+def test_features_outside_are_the_batchs(tmp_path, kind, recwarn):
+    """A race, silently; and a raw KeyError."""
+    assert_same_run(*beside(tmp_path, CLASSIFIER, classes=with_and_without(kind)))
+    assert not [w for w in recwarn if "do not show how" in str(w.message)]
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -64,6 +65,16 @@ def closes_over_dict(owner):
     )
 
 
+def is_a_partial(owner):
+    """Replicas of the hook bind copies of the dict."""
+    hook = partial(keep_hidden, owner.features)
+    owner.teacher[0].register_forward_hook(hook)
+
+
+def keep_hidden(features, layer, inputs, output):
+    features["hidden"] = output
+
+
 def is_a_method(owner):
     owner.teacher[0].register_forward_hook(owner.keeps.hook)
 
@@ -109,6 +120,7 @@ def train(owner, engine, turns):
 
     def call(work, batch):
         replicas = dict(zip(map(id, parts), work, strict=True))
+        replicas |= turns.copies_in(work, engine.module)
         copies = kept.CallCopies(torch.device("cpu"), replicas, turns.pinned)
         with standing_in(owner, (), copies, {}, in_place=False) as stand_in:
             return stand_in.loss(batch)
@@ -122,6 +134,7 @@ def train(owner, engine, turns):
 HOOKS = {
     "an object": (is_a_method, {}, True),
     "the owner's dict": (closes_over_dict, {}, True),
+    "a partial": (is_a_partial, {}, False),
     "a global dict": (names_a_global, {"of_file": True}, True),
     "a replaced forward": (replaces_forward, {}, True),
     "the hooked module": (closes_over_module, {}, False),

@@ -109,6 +109,8 @@ _OF_TRL = {
     "KTOTrainer": ["kto"],
     "DPOTrainer": ["sft", "aot", "aot_unpaired", "bco_pair"],
 }
+# Their batches are first the chosen rows of all pairs, then the rejected ones.
+_OF_PAIRS = {"DPOTrainer", "RewardTrainer"}
 # Metrics of KTO's: margins are chosen rewards without the rejected.
 _CHOSEN = "rewards/chosen"
 _REJECTED = "rewards/rejected"
@@ -401,6 +403,8 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
 
     def _divisible_batch(self, batch: Any) -> Any:
         """A batch whose rows can be divided, or ``ValueError``."""
+        if self._is_of_trl and _loss_class(self, "trl.").__name__ in _OF_PAIRS:
+            batch = _divided_by_pairs(batch)
         return _divisible(batch, getattr(self.model, "config", None))
 
     def _items(self, how: How, step: Any) -> Any:
@@ -956,6 +960,27 @@ def _check_combination(count: Any, reduction: Any) -> None:
         raise ValueError(
             'count= is the number of terms of a mean; leave it out with reduction="sum"'
         )
+
+
+def _divided_by_pairs(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch of pairs, whose rows are the pairs::
+
+    input_ids    chosen 0, chosen 1, chosen 2, rejected 0, rejected 1, rejected 2
+    rows         (chosen 0, rejected 0), (chosen 1, rejected 1), (chosen 2, …)
+    """
+    num_rows = len(batch["input_ids"])
+    divided = dict(batch)
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and value.ndim and len(value) == num_rows:
+            chosen, rejected = value.chunk(2)
+            pairs = torch.stack([chosen, rejected], 1)
+            divided[name] = Rows(list(pairs), _joined_pairs)
+    return divided
+
+
+def _joined_pairs(pairs: Sequence[Tensor]) -> Tensor:
+    """The chosen rows of pairs, then the rejected ones."""
+    return torch.stack(list(pairs), 1).flatten(0, 1)
 
 
 def _divisible(batch: Any, config: Any) -> Any:

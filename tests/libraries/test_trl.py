@@ -262,6 +262,45 @@ def test_kto_metrics_equal_stock_with_rows_alone(tmp_path, monkeypatch, layout):
     assert {"rewards/margins", "words"} <= stock.state.log_history[0].keys()
 
 
+class OwnCollator:
+    """A loader whose batches are not the Trainer's, and a loss of its own."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.own_collator = self.data_collator
+
+    def get_train_dataloader(self):
+        loader = torch.utils.data.DataLoader(
+            self.train_dataset,
+            batch_size=self.args.train_batch_size,
+            collate_fn=self.own_collator,
+        )
+        return self.accelerator.prepare(loader)
+
+
+class OwnLoss:
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        return 2 * super().compute_loss(model, inputs, *args, **kwargs)
+
+
+@pytest.mark.parametrize("own", [OwnCollator, OwnLoss])
+@pytest.mark.parametrize("kind", ["DPO", "Reward"])
+def test_pairs_stay_together_if_divided(tmp_path, monkeypatch, kind, own):
+    """Chosen rows were compared with chosen ones: 1.9 of a parameter off, silently."""
+    base = getattr(trl, f"{kind}Trainer")
+    monkeypatch.setattr(trl, f"{kind}Trainer", type("Own", (own, base), {}))
+
+    def run(devices):
+        trainer = build(kind, tmp_path, devices)
+        quietly(trainer.train)
+        return trainer
+
+    ours, stock = run(LAYOUTS["virtual"]), run(None)
+    assert_same_parameters(ours, stock, 1e-6)
+    for mine, its in zip(ours.state.log_history, stock.state.log_history, strict=True):
+        assert_same_log(mine, its, 1e-4)
+
+
 def other(
     kind, folder, devices, *, home=trl, model=language_model, rows=preferences, **extra
 ):

@@ -24,7 +24,7 @@ FIRST = f"{simulated.NAME}:0"
 GENERATOR = "generator.pt"
 # Parts of the names of tests, and why they cannot run there.
 LEFT_OUT = {
-    "test_trainer_devices_become_replicas": "Lightning numbers the CPU's devices",
+    "terms_refused[loss_func1": "fastai leaves the weights of its losses on the CPU",
 }
 _resolve = device_ids.resolve
 

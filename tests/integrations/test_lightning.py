@@ -280,7 +280,7 @@ def test_trainer_devices_become_replicas():
     strategy, module, replicas = ScatterOnceStrategy(accum=2), made(), []
     module.on_train_end = lambda: replicas.extend(strategy._engine.device_ids)
     trainer(strategy, devices=2, max_epochs=1).fit(module, loader())
-    assert replicas == [torch.device("cpu")] * 2
+    assert replicas == [strategy.root_device] * 2
 
 
 def test_evaluation_runs_on_all_replicas(devices):

@@ -17,8 +17,8 @@ CHOSEN = {
         "trainers",
         "integrations/test_transformers.py",
         "(count_and_reduction and class and virtual) or (once_per_batch and virtual) "
-        "or (hooked_features and virtual)",
-        3,
+        "or (hooked_features and virtual) or (equals_one_device and drop)",
+        4,
     ),
     "lightning": ("loops", "integrations/test_lightning.py", "sums_loggers", 1),
     "fastai": ("loops", "integrations/test_fastai.py", "parts and mixed", 1),

@@ -169,7 +169,8 @@ class ScatterOnce(Callback):  # type: ignore[misc]
             self._engine = ScatterOnceParallel(learn.model, **self._options)
             self._engine.remedies = _REMEDIES
         if not trains:
-            with torch.no_grad():
+            in_step = self._turns.in_step(self._engine, learn, {}, learn.loss_func)
+            with torch.no_grad(), in_step:
                 return self._predicted(tuple(learn.xb)), None
         mixes = any(isinstance(callback, MixedPrecision) for callback in learn.cbs)
         if getattr(self._criterion, "loss_func", None) is not learn.loss_func:
@@ -205,11 +206,14 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         """The predictions of all rows of a batch in validation."""
         name = type(self.learn.model).__name__
         num_rows = loop.num_rows(inputs)
-        if self._options.get("verify", True) and self._row_looks.is_due(name, num_rows):
+        # The loss is computed afterwards. It may read what hooks have kept of all rows.
+        is_whole = self._turns.is_hooked
+        is_checked = self._options.get("verify", True) and not is_whole
+        if is_checked and self._row_looks.is_due(name, num_rows):
             results = partial(self._results_of, inputs, num_rows)
             with loop.undone(self.learn.model, [self.learn.model.forward]):
                 self._row_looks.look(name, num_rows, results)
-        if name in self._row_looks.undivided:
+        if is_whole or name in self._row_looks.undivided:
             (prediction,) = self._predictions_of(inputs, num_rows, [range(num_rows)])
             return prediction
         return self._engine(*inputs)

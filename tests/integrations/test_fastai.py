@@ -404,3 +404,33 @@ def test_row_comparing_model_gets_whole_batch(devices, tmp_path):
         with learn.no_bar():
             found.append([*learn.validate()])
     assert found[0] == pytest.approx(found[1])
+
+
+class OfFeatures:
+    """A loss that reads what a hook on the model keeps."""
+
+    def __init__(self):
+        self.features = None
+
+    def keep(self, module, inputs, output):
+        self.features = output
+
+    def __call__(self, pred, targets):
+        loss = nn.functional.cross_entropy(pred, targets)
+        return loss + self.features.square().mean()
+
+
+@pytest.mark.parametrize("layout", [["cpu"] * 2, ["cpu:0", "cpu:1", "cpu:2"]])
+def test_loss_of_hooked_features(layout, tmp_path):
+    """The validation's loss read those of the last micro-batch."""
+
+    def run(*callbacks):
+        loss = OfFeatures()
+        learn = learner(tmp_path, *callbacks, loss_func=loss, opt_func=SGD)
+        learn.model[1].register_forward_hook(loss.keep)
+        return fitted(learn)
+
+    stock = run()
+    with pytest.warns(UserWarning, match="forward hooks keep values"):
+        ours = run(ScatterOnce(layout, 2))
+    assert_same(ours, stock)

@@ -93,6 +93,11 @@ _REMEDIES = (
     "engine.loss(inputs, targets, criterion, whole_batch=True). "
     "verify=False does not check."
 )
+_BATCH_NORM = (
+    "the model has batch normalisation, which sees one micro-batch at a time; pass "
+    'buffers="batch" for running statistics of all rows of a batch, or "master" for '
+    "those of replica 0"
+)
 _NO_METRIC = nn.Identity()  # in the place of a metric, in the module that is replicated
 _STEPS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 _REDUCTIONS: dict[Any, Any] = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}
@@ -135,16 +140,15 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         super().__init__()
-        reason = (
-            "it replays kernels without Python, and so without self.log; leave "
-            "graphs out"
-        )
         loop.refuse(
-            "ScatterOnceStrategy", {"graphs=True": options.get("graphs")}, reason
+            "ScatterOnceStrategy",
+            {"graphs=True": options.get("graphs")},
+            "it replays kernels without Python, and so without self.log; leave "
+            "graphs out",
         )
         loop.refuse_whole_batch("ScatterOnceStrategy", options)
         loop.check_count(count, ["batch"], "batch[1]")
-        # the Trainer sets its devices=
+        # The Trainer sets this to the devices that its devices= names.
         self.parallel_devices: list[torch.device] | None = None
         self._device_ids = device_ids
         self._options = {"accum": accum, **options}
@@ -152,66 +156,50 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._turns = Turns()
         self._row_looks = RowLooks()
         self._checks_rows = options.get("verify", True)
-        self._told: set[str] = set()  # places that calls set, of which a warning told
+        # Places that calls set to different values. A warning has told of each.
+        self._told: set[str] = set()
         # By the step function and the name of a logged value. Calls of looks count too:
         # they have other numbers of rows.
         self._sizes: defaultdict[tuple[str, str], _Sizes] = defaultdict(_Sizes)
-        # Names of attributes that were changed, in or between steps; and of those
-        # without modules, with the attributes that share objects with them.
+        # The LightningModule's attributes after the last step.
+        self._state: KeptState | None = None
+        # Names of attributes that were changed, in or between steps.
         self._changed: set[str] = set()
-        self._state: KeptState | None = None  # after the last step
+        # The changed names without those that lead to modules, and with the names of
+        # attributes that share objects with them.
         self._written: set[str] = set()
-        self._absent: dict[str, Any] = {}  # the latter, during a step
-        self._combined: dict[str, Any] = {"reduction": reduction}
+        # During a step: the values of the written attributes.
+        self._absent: dict[str, Any] = {}
+        # How losses combine, as options of the engine.
+        self._combination: dict[str, Any] = {"reduction": reduction}
         if count is not None:
-            self._combined["count"] = lambda inputs, _: count(inputs["batch"])
+            self._combination["count"] = lambda inputs, _: count(inputs["batch"])
         self._engine: Any = None
         self._until_teardown = contextlib.ExitStack()
 
     @property
     def root_device(self) -> torch.device:
         """The device of the LightningModule: that of the first replica."""
-        return physical(
-            resolve(self._device_ids or self.parallel_devices or ["cpu"])[0]
-        )
+        device_ids = resolve(self._device_ids or self.parallel_devices or ["cpu"])
+        return physical(device_ids[0])
 
     def setup(self, trainer: Trainer) -> None:
         """Do what ``SingleDeviceStrategy`` does, and make the engine."""
         module: Any = self.lightning_module
         if trainer.training:
             _refuse(trainer, module)
-            norms = (
-                m
-                for m in module.modules()
-                if isinstance(m, nn.modules.batchnorm._BatchNorm)
-            )
-            if "buffers" not in self._options and any(
-                m.track_running_stats for m in norms
-            ):
-                warnings.warn(
-                    "the model has batch normalisation, which sees one micro-batch at "
-                    "a time; pass "
-                    'buffers="batch" for running statistics of all rows of a batch, '
-                    'or "master" '
-                    "for those of replica 0",
-                    stacklevel=2,
-                )
+            if "buffers" not in self._options and _tracks_statistics(module):
+                warnings.warn(_BATCH_NORM, stacklevel=2)
         super().setup(trainer)
-        enter = self._until_teardown.enter_context
-        # torch.compile(module): replicas compile forward
-        if compiled := module._compiler_ctx:
-            steps = {name: compiled[f"original_{name}"] for name in _STEPS}
-            impl = compiled["dynamo_ctx"](module._call_impl)
-            own = {"_compiler_ctx": None, "_compiled_call_impl": impl}
-            enter(loop.overridden(module, **steps, **own))
-        modules, devices = (
+        if module._compiler_ctx:
+            self._until_teardown.enter_context(_replicas_compiled(module))
+        engine = ScatterOnceParallel(
             loop.Modules([module]),
-            self._device_ids or self.parallel_devices,
+            device_ids=self._device_ids or self.parallel_devices,
+            **self._options,
         )
-        self._engine = enter(
-            ScatterOnceParallel(modules, device_ids=devices, **self._options)
-        )
-        self._engine.remedies = _REMEDIES
+        engine.remedies = _REMEDIES
+        self._engine = self._until_teardown.enter_context(engine)
         self._statements = Statements(module)
 
     def teardown(self) -> None:
@@ -223,91 +211,88 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     def batch_to_device(
         self, batch: Any, device: Any = None, dataloader_idx: int = 0
     ) -> Any:
-        """Run the hooks on batch transfer, but leave the batch on the host; the engine
-        scatters.
+        """Run the hooks on batch transfer, but leave the batch on the host.
+
+        The engine copies the rows of each replica to its device.
         """
         return super().batch_to_device(batch, torch.device("cpu"), dataloader_idx)
 
-    def training_step(self, batch: Any, *rest: Any, **_: Any) -> Any:
+    def training_step(self, batch: Any, *arguments: Any, **_: Any) -> Any:
         """Compute the whole batch's loss, with ``training_step`` on the replicas."""
-        plugin = self.precision_plugin
-        scaler = getattr(plugin, "scaler", None)
-        with (
-            plugin.train_step_context(),
-            self._inputs("training_step", batch, rest) as inputs,
-        ):
-            loss, calls = self._engine.loss(
-                inputs,
-                return_outputs=itemgetter("call"),
-                scaler=scaler,
-                **self._combined,
-            )
-        return {**self._finish("training_step", calls), "loss": loss}
+        step = "training_step"
+        precision = self.precision_plugin
+        options = dict(self._combination)
+        options["scaler"] = getattr(precision, "scaler", None)
+        options["return_outputs"] = itemgetter("call")
+        inputs_of_step = self._inputs(step, batch, arguments)
+        with precision.train_step_context(), inputs_of_step as inputs:
+            loss, calls = self._engine.loss(inputs, **options)
+        outputs = self._finish(step, nested.atoms(calls))
+        outputs["loss"] = loss
+        return outputs
 
-    def _evaluate(self, step: str, batch: Any, *rest: Any, **_: Any) -> Any:
+    def _evaluate(self, step: str, batch: Any, *arguments: Any, **_: Any) -> Any:
+        """Compute a batch of validation, test or prediction on the replicas."""
         num_rows = loop.num_rows(batch)
         with self.precision_plugin.forward_context(), torch.no_grad():
             if self._checks_rows and self._row_looks.is_due(step, num_rows):
                 module = self.lightning_module
                 attributes = kept.kept_attributes(module, _OF_LIGHTNING)
-                results = partial(self._results_of, step, batch, rest)
+                results = partial(self._results_of, step, batch, arguments)
                 with loop.undone(module, attributes.values()):
                     self._row_looks.look(step, num_rows, results)
             parts = None
             if step in self._row_looks.undivided:
                 parts = [range(num_rows)]
-            calls = self._calls_of(step, batch, rest, parts)
+            calls = self._calls_of(step, batch, arguments, parts)
         return self._finish(step, calls)
 
     def _calls_of(
         self,
         step: str,
         batch: Any,
-        rest: Sequence[Any],
+        arguments: Sequence[Any],
         parts: Sequence[Sequence[int]] | None = None,
-    ) -> Any:
+    ) -> list[_Call]:
         """The calls of ``step`` for a batch, or one for each of these ``parts``."""
-        with self._inputs(step, batch, rest) as inputs:
+        with self._inputs(step, batch, arguments) as inputs:
             if parts is not None:
-                marked = inputs["batch"]
-                size = loop.num_rows(batch)
-                pieces = [rows_of(marked, part, size) for part in parts]
-                inputs["batch"] = Rows(pieces, FIRST)
+                num_rows = loop.num_rows(batch)
+                batches = [rows_of(inputs["batch"], part, num_rows) for part in parts]
+                inputs["batch"] = Rows(batches, FIRST)
                 inputs["rows"] = Rows(parts, FIRST)
-            return self._engine(inputs.pop("work"), **inputs)["call"]
+            outputs = self._engine(inputs.pop("work"), **inputs)
+        return nested.atoms(outputs["call"])
 
     def _results_of(
         self,
         step: str,
         batch: Any,
-        rest: Sequence[Any],
+        arguments: Sequence[Any],
         parts: Sequence[Sequence[int]],
     ) -> Any:
-        """The results of calls for ``parts`` of a batch, joined as those of a step:
-        what they returned and logged, and the states of metrics.
+        """What calls for ``parts`` of a batch returned, logged and measured.
+
+        It is joined, as after a step. Buffers are as before.
         """
         module = self.lightning_module
         buffers = {buffer: buffer.clone() for buffer in module.buffers()}
-        calls = nested.atoms(self._calls_of(step, batch, rest, parts))
+        calls = self._calls_of(step, batch, arguments, parts)
+        # The engine commits the buffers of replica 0, as for any forward pass.
         for buffer, values in buffers.items():
             buffer.copy_(values)
-        logged: dict[tuple[str, int], list[Any]] = defaultdict(list)
-        for call in calls:
-            for key, (value, options) in call.logged.items():
-                if not isinstance(value, _Place):
-                    logged[key].append((call, value, options))
-        values = []
-        for (name, _), entries in logged.items():
-            values.append(self._value_of(name, entries)[0])
-        states = []
+        logged = []
+        for (name, _), entries in _logged_by(calls).items():
+            if isinstance(entries[0].value, _Place):
+                continue  # a metric, whose states are compared
+            value, _ = self._value_of(name, entries)
+            logged.append(value)
+        states: list[Any] = []
         for place, metric in _single(_metrics_of(module)).items():
             merged = _emptied(metric)
-            updated = [call.metrics[place] for call in calls if place in call.metrics]
-            _merge(merged, updated, self.root_device)
-            for state in merged.metric_state.values():
-                is_list = isinstance(state, list) and all(t.ndim for t in state)
-                states.append(torch.cat(state) if is_list and state else state)
-        return [self._joined(calls, _none), values, states]
+            _merge(merged, _copies_at(place, calls), self.root_device)
+            states += map(_joined_state, merged.metric_state.values())
+        return [self._joined(calls, _none), logged, states]
 
     validation_step = partialmethod(_evaluate, "validation_step")
     test_step = partialmethod(_evaluate, "test_step")
@@ -315,29 +300,28 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _inputs(
-        self, step: str, batch: Any, rest: Sequence[Any]
+        self, step: str, batch: Any, arguments: Sequence[Any]
     ) -> Iterator[dict[str, Any]]:
-        """The engine's inputs for method ``step``; in the body the module has no
-        metrics.
+        """Yields the engine's inputs for the method ``step``.
+
+        In the body the module has no metrics, and no attributes that are written.
         """
         module = self.lightning_module
         _refuse_unequal_loaders(module.trainer, batch)
         metrics = _metrics_of(module)
+        no_metrics = dict.fromkeys(metrics, _NO_METRIC)
         attributes = kept.kept_attributes(module, _OF_LIGHTNING)
         function = getattr(type(module), step)
+        inputs = {"work": self._call, "step": step, "arguments": list(arguments)}
+        inputs["measures"] = _Metrics(metrics)
+        inputs["batch"] = loop.as_rows(batch)
+        inputs["rows"] = Rows(range(loop.num_rows(batch)))
         with (
-            _placed(module, dict.fromkeys(metrics, _NO_METRIC)),
+            _placed(module, no_metrics),
             self._turns.in_step(self._engine, module, attributes, function),
             self._without_written(module),
         ):
-            yield {
-                "work": self._call,
-                "step": step,
-                "rest": list(rest),
-                "measures": _Metrics(metrics),
-                "batch": loop.as_rows(batch),
-                "rows": Rows(range(loop.num_rows(batch))),
-            }
+            yield inputs
 
     @contextlib.contextmanager
     def _without_written(self, module: LightningModule) -> Iterator[None]:
@@ -348,9 +332,10 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """
         if self._state is not None:  # hooks between steps write, too
             self._note_written(module, [self._state.changes()])
-        attributes = kept.kept_attributes(module, _OF_LIGHTNING)
-        if not self._turns.is_hooked:  # hooks on modules may lead to them
-            self._absent = {n: v for n, v in attributes.items() if n in self._written}
+        if not self._turns.is_hooked:  # hooks on modules may lead to the attributes
+            for name, value in kept.kept_attributes(module, _OF_LIGHTNING).items():
+                if name in self._written:
+                    self._absent[name] = value
         with loop.overridden(module, **dict.fromkeys(self._absent)):
             try:
                 yield
@@ -367,63 +352,71 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             attributes = kept.kept_attributes(module, _OF_LIGHTNING)
             self._written = kept.with_shared(attributes, self._changed)
 
-    def _finish(self, step: str, outputs: Any) -> Any:
-        """Transfer what calls of ``step`` left on replicas to the module. Returns their
-        outputs, joined.
+    def _finish(self, step: str, calls: Sequence[_Call]) -> Any:
+        """Transfer to the module what calls of ``step`` left on replicas.
+
+        Returns what the calls returned, joined.
         """
-        module, device = self.lightning_module, self.root_device
-        calls = nested.atoms(outputs)
+        module = self.lightning_module
         metrics = _single(_metrics_of(module))
         for place, metric in metrics.items():
-            updated = [call.metrics[place] for call in calls if place in call.metrics]
-            _merge(metric, updated, device)
+            _merge(metric, _copies_at(place, calls), self.root_device)
+        self._apply_changes(step, calls)
+        # After the changes of the step: the next one finds those of hooks in between.
+        self._state = KeptState(module, _OF_LIGHTNING)
+        for call in calls:
+            call.trainer.replay(module.trainer, self.root_device)
+        # Metrics have been merged: the Trainer computes those that are logged.
+        for (name, _), entries in _logged_by(calls).items():
+            self._log(name, entries, metrics)
+        return self._joined(calls)
+
+    def _apply_changes(self, step: str, calls: Sequence[_Call]) -> None:
+        """Add what calls of ``step`` added to the module, the Trainer and callbacks."""
+        module = self.lightning_module
+        device = self.root_device
         tell = partial(self._tell, step)
         changes = [call.changes for call in calls]
         apply_changes(module, changes, device, tell)
         self._note_written(module, changes)
-        self._state = KeptState(module, _OF_LIGHTNING)
         for call in calls:
-            for place in call.new_in_parts:
+            for place in call.new_in_parts:  # they stay on the replica
                 tell(place)
         trainer_changes = [call.trainer.changes for call in calls]
         apply_changes(module.trainer, trainer_changes, device, tell, "self.trainer")
-        written = {id(user): user for call in calls for user, _ in call.trainer.objects}
-        for user_object in written.values():
-            of_object = [call.trainer.changes_of(user_object) for call in calls]
-            name = type(user_object).__name__
-            apply_changes(user_object, of_object, device, tell, name)
-        logged: dict[tuple[str, int], list[Any]] = defaultdict(list)
+        user_objects: dict[int, Any] = {}
         for call in calls:
-            call.trainer.replay(module.trainer, device)
-            for key, (value, options) in call.logged.items():
-                logged[key].append((call, value, options))
-        for (name, _), entries in logged.items():
-            self._log(name, entries, metrics)
-        return self._joined(calls)
+            for user_object, _ in call.trainer.objects:
+                user_objects[id(user_object)] = user_object
+        for user_object in user_objects.values():
+            object_changes = [call.trainer.changes_of(user_object) for call in calls]
+            name = type(user_object).__name__
+            apply_changes(user_object, object_changes, device, tell, name)
 
     def _joined(
-        self, calls: Sequence[Any], unjoined: Callable[[list[Any]], Any] = list
+        self, calls: Sequence[_Call], unjoined: Callable[[list[Any]], Any] = list
     ) -> Any:
         """What calls returned beside their losses, with their rows joined.
 
-        ``unjoined`` gives the value of pieces that have no rows.
+        ``unjoined`` gives the value of entries that have no rows.
         """
         outputs = [loop.moved(call.output, self.root_device) for call in calls]
         weights = [float(call.weight) for call in calls]
         rows = [call.rows for call in calls]
 
-        def joined(pieces: list[Any]) -> Any:
+        def joined(entries: list[Any]) -> Any:
             try:
-                return join_rows(pieces, 0, weights, rows, lists="if clear")
+                return join_rows(entries, 0, weights, rows, lists="if clear")
             except ValueError:  # such as tensors without rows
-                return unjoined(pieces)
+                return unjoined(entries)
 
-        def is_atom(pieces: Sequence[Any]) -> bool:
-            return not isinstance(pieces[0], Mapping)
+        def is_atom(entries: Sequence[Any]) -> bool:
+            return not isinstance(entries[0], Mapping)
 
         return nested.merge(joined, outputs, is_atom)
 
     def _tell(self, step: str, place: str) -> None:
+        """Warn once that calls of ``step`` set ``place`` to different values."""
         if place in self._told:
             return
         self._told.add(place)
@@ -434,88 +427,188 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         )
 
     def _call(
-        self, work: Any, batch: Any, rows: Any, step: str, rest: Any, measures: Any
-    ) -> Any:
-        """The loss of one micro-batch, and what the call left on its replica, without
-        graphs.
+        self, work: Any, batch: Any, rows: Any, step: str, arguments: Any, measures: Any
+    ) -> dict[str, Any]:
+        """Call the method ``step`` of a replica for one micro-batch.
+
+        Args:
+            work: the replica's modules; the LightningModule is the first.
+            batch: the micro-batch.
+            rows: the numbers of its rows.
+            step: the name of the method.
+            arguments: those of the method after the batch.
+            measures: the user's metrics, of which the call updates copies.
+
+        Returns:
+            The loss with its graph, and the ``_Call`` without graphs.
         """
         module: Any = work[0]
-        device = next((p.device for p in module.parameters()), module.device)
+        device = _device_of(module)
         metrics = {}
         for place, metric in measures.by_place.items():
             metrics[place] = _emptied(metric).to(device)
         copies = kept.CallCopies(device, pinned=self._turns.pinned_in(module))
         trainer = _TrainerInCall(module.trainer, copies, self._statements)
-        # by name, and by how often it had been logged
-        logged: dict[tuple[str, int], Any] = {}
-        places = {id(metric): place for place, metric in _single(metrics).items()}
-        own = {
-            "log": partial(_log_later, module, logged, places),
-            "_device": device,
-            "_trainer": trainer,
-        }
+        log = _LogOfCall(module, metrics)
+        attributes = {"log": log, "_device": device, "_trainer": trainer}
+        call = _Call(step, len(rows))
+        # The written attributes come back before they are copied.
         with (
             explained(device, _ELSEWHERE),
             loop.overridden(module, **self._absent),
-            standing_in(module, _OF_LIGHTNING, copies, own, in_place=True),
+            standing_in(module, _OF_LIGHTNING, copies, attributes, in_place=True),
             _placed(module, metrics),
         ):
             state = KeptState(module, _OF_LIGHTNING, self._statements)
-            output = getattr(module, step)(batch, *rest)
-            changes = state.changes()
-        new_in_parts = _new_attributes(module, self.lightning_module)
-        for (name, _), (_, options) in logged.items():
-            if options.get("batch_size") is not None:
-                self._sizes[step, name].add(len(rows), options["batch_size"])
+            output = getattr(module, step)(batch, *arguments)
+            call.changes = state.changes()
         loss = None
         if step == "training_step":
-            output = {**output} if isinstance(output, Mapping) else {"loss": output}
-            loss = output.pop("loss", None)
-            if not isinstance(loss, Tensor):
-                raise ValueError(
-                    f"training_step returned {loss!r} as the loss of a micro-batch, "
-                    "and no part of a batch can be skipped; return a loss that is "
-                    "zero, such as (output * 0).sum()"
-                )
+            loss, output = _loss_and_rest(output)
+        call.output = nested.map_tensors(Tensor.detach, output)
+        if self._count:
+            call.weight = self._count(batch)
+        call.logged = log.values
+        self._note_sizes(call)
+        call.metrics = _updated(metrics)
+        call.new_in_parts = _new_attributes(module, self.lightning_module)
         trainer.end()
-        call = SimpleNamespace(
-            changes=changes,
-            logged=logged,
-            metrics=_updated(metrics),
-            new_in_parts=new_in_parts,
-            output=nested.map_tensors(Tensor.detach, output),
-            rows=len(rows),
-            step=step,
-            trainer=trainer.calls,
-            weight=self._count(batch) if self._count else len(rows),
-        )
+        call.trainer = trainer.calls
         return {"loss": loss, "call": call}
 
+    def _note_sizes(self, call: _Call) -> None:
+        """Note ``batch_size=`` of what a call has logged, also of a look's call."""
+        for (name, _), (_, options) in call.logged.items():
+            size = options.get("batch_size")
+            if size is not None:
+                self._sizes[call.step, name].add(call.rows, size)
+
     def _log(
-        self, name: str, entries: Sequence[Any], metrics: Mapping[Any, Metric]
+        self, name: str, entries: Sequence[_Logged], metrics: Mapping[Any, Metric]
     ) -> None:
-        """Log once, for the whole batch, what calls logged under ``name``: values, or a
-        metric.
-        """
-        _, logged, options = entries[-1]
-        if isinstance(logged, _Place):
-            self.lightning_module.log(name, metrics[logged], **options)
+        """Log once what calls logged under ``name``: values, or a metric."""
+        last = entries[-1]
+        if isinstance(last.value, _Place):
+            self.lightning_module.log(name, metrics[last.value], **last.options)
             return
         value, size = self._value_of(name, entries)
-        self.lightning_module.log(name, value, **{**options, "batch_size": size})
+        options = {**last.options, "batch_size": size}
+        self.lightning_module.log(name, value, **options)
 
-    def _value_of(self, name: str, entries: Sequence[Any]) -> tuple[Tensor, int]:
+    def _value_of(self, name: str, entries: Sequence[_Logged]) -> tuple[Tensor, int]:
         """The value for the whole batch of what calls logged, and the batch size."""
-        call, _, options = entries[-1]
+        last = entries[-1]
         values = []
-        for _, value, _ in entries:
-            values.append(torch.as_tensor(value).to(self.root_device))
-        size, weights = self._sizes[call.step, name].of_batch(entries)
-        reduction = options.get("reduce_fx", "mean")
+        for entry in entries:
+            values.append(torch.as_tensor(entry.value).to(self.root_device))
+        size, weights = self._sizes[last.call.step, name].of_batch(entries)
+        reduction = last.options.get("reduce_fx", "mean")
+        # torch.sum, "sum" and Python's sum mean the same
         reduce = _REDUCTIONS.get(getattr(reduction, "__name__", reduction))
         if reduce is None:
             return join_rows(values, 0, weights), size
         return reduce(torch.stack(values)), size
+
+
+class _Call:
+    """What one call of a step function left on its replica, without graphs.
+
+    It is no dataclass, so that the engine takes it for one value.
+
+    Attributes:
+        step: the name of the step function.
+        rows: the number of rows of its micro-batch.
+        weight: the number of terms of its loss.
+        output: what it returned, without the loss.
+        logged: what it logged, with the options of ``self.log``, by the name and by how
+            often the name had been logged before.
+        metrics: the metrics that it updated.
+        changes: what it changed in the module's attributes.
+        new_in_parts: attributes that submodules did not have before.
+        trainer: what it did with the Trainer.
+    """
+
+    output: Any
+    logged: dict[tuple[str, int], tuple[Any, dict[str, Any]]]
+    metrics: dict[_Place, Metric]
+    changes: list[Change]
+    new_in_parts: list[str]
+    trainer: _TrainerCalls
+
+    def __init__(self, step: str, rows: int) -> None:
+        self.step = step
+        self.rows = rows
+        self.weight: float | Tensor = rows
+
+
+class _Logged(NamedTuple):
+    """A value that a call has logged, with the options of ``self.log``."""
+
+    call: _Call
+    value: Any
+    options: dict[str, Any]
+
+
+def _logged_by(calls: Sequence[_Call]) -> dict[tuple[str, int], list[_Logged]]:
+    """What calls have logged, by the name and by how often it had been logged."""
+    logged: dict[tuple[str, int], list[_Logged]] = defaultdict(list)
+    for call in calls:
+        for key, (value, options) in call.logged.items():
+            logged[key].append(_Logged(call, value, options))
+    return logged
+
+
+def _copies_at(place: _Place, calls: Sequence[_Call]) -> list[Metric]:
+    """The copies of the metric at ``place`` that calls have updated."""
+    return [call.metrics[place] for call in calls if place in call.metrics]
+
+
+def _joined_state(state: Any) -> Any:
+    """A metric's state; of a list of tensors with rows, all rows."""
+    if isinstance(state, list) and state and all(tensor.ndim for tensor in state):
+        return torch.cat(state)
+    return state
+
+
+def _loss_and_rest(output: Any) -> tuple[Tensor, dict[str, Any]]:
+    """The loss that ``training_step`` returned, and what it returned beside it."""
+    returned = {**output} if isinstance(output, Mapping) else {"loss": output}
+    loss = returned.pop("loss", None)
+    if not isinstance(loss, Tensor):
+        raise ValueError(
+            f"training_step returned {loss!r} as the loss of a micro-batch, and no "
+            "part of a batch can be skipped; return a loss that is zero, such as "
+            "(output * 0).sum()"
+        )
+    return loss, returned
+
+
+def _device_of(module: LightningModule) -> torch.device:
+    """The device of a replica: that of its first parameter."""
+    for parameter in module.parameters():
+        return parameter.device
+    return module.device
+
+
+def _tracks_statistics(module: nn.Module) -> bool:
+    """Whether a batch normalisation in ``module`` has running statistics."""
+    for part in module.modules():
+        is_normalisation = isinstance(part, nn.modules.batchnorm._BatchNorm)
+        if is_normalisation and part.track_running_stats:
+            return True
+    return False
+
+
+def _replicas_compiled(module: Any) -> contextlib.AbstractContextManager[None]:
+    """In the body replicas of ``torch.compile(module)`` run ``forward`` compiled."""
+    compiled = module._compiler_ctx
+    methods = {name: compiled[f"original_{name}"] for name in _STEPS}
+    return loop.overridden(
+        module,
+        **methods,
+        _compiler_ctx=None,
+        _compiled_call_impl=compiled["dynamo_ctx"](module._call_impl),
+    )
 
 
 def _new_attributes(replica: nn.Module, module: nn.Module) -> list[str]:
@@ -540,22 +633,33 @@ def _none(_: Any) -> None:
     """No value."""
 
 
-def _log_later(
-    module: Any,
-    logged: dict[tuple[str, int], Any],
-    places: Mapping[int, _Place],
-    *args: Any,
-    **options: Any,
-) -> None:
-    """``LightningModule.log`` in a call: record the value. All calls log it once."""
-    signature = inspect.signature(LightningModule.log)
-    bound = signature.bind(module, *args, **options).arguments
-    _, name, value = map(bound.pop, ("self", "name", "value"))
-    times = sum(name == other for other, _ in logged)
-    if isinstance(value, Tensor):
-        logged[name, times] = value.detach().squeeze(), bound
-    else:
-        logged[name, times] = places.get(id(value)) or float(value), bound
+class _LogOfCall:
+    """``LightningModule.log`` in a call: records values. After the step all calls log
+    them once.
+
+    Attributes:
+        values: values with their options, by the name and by how often the name had
+            been logged before.
+    """
+
+    _signature = inspect.signature(LightningModule.log)
+
+    def __init__(self, module: LightningModule, metrics: Mapping[Any, Any]) -> None:
+        self._module = module
+        self._places = {id(metric): at for at, metric in _single(metrics).items()}
+        self.values: dict[tuple[str, int], tuple[Any, dict[str, Any]]] = {}
+
+    def __call__(self, *args: Any, **options: Any) -> None:
+        arguments = self._signature.bind(self._module, *args, **options).arguments
+        arguments.pop("self")
+        name = arguments.pop("name")
+        value = arguments.pop("value")
+        times = sum(name == other for other, _ in self.values)
+        if isinstance(value, Tensor):
+            value = value.detach().squeeze()
+        else:
+            value = self._places.get(id(value)) or float(value)
+        self.values[name, times] = value, arguments
 
 
 class _Sizes:
@@ -580,39 +684,43 @@ class _Sizes:
         if len(self._sizes) < 2:
             self._sizes.add(size)
 
-    def of_batch(self, entries: Sequence[Any]) -> tuple[int, list[float]]:
+    def of_batch(self, entries: Sequence[_Logged]) -> tuple[int, list[float]]:
         """The batch size of a value that calls have logged, and each call's weight."""
-        rows = [call.rows for call, _, _ in entries]
-        sizes = [options.get("batch_size") for _, _, options in entries]
+        rows: list[int] = []
+        weights: list[float] = []
+        sizes: list[Any] = []
+        for entry in entries:
+            rows.append(entry.call.rows)
+            weights.append(float(entry.call.weight))
+            sizes.append(entry.options.get("batch_size"))
         if None in sizes:
-            return sum(rows), [float(call.weight) for call, _, _ in entries]
-        is_of_rows = sizes == rows and len(self._rows) == 1
-        if len(self._sizes) == 1 and not is_of_rows:
-            return sizes[0], [float(call.weight) for call, _, _ in entries]
-        return sum(sizes), [float(size) for size in sizes]
+            return sum(rows), weights
+        # Without calls of other sizes to compare with, a size that is the number of
+        # rows is taken for len(batch).
+        are_rows = sizes == rows and len(self._rows) == 1
+        if len(self._sizes) == 1 and not are_rows:
+            return sizes[0], weights
+        return sum(sizes), list(map(float, sizes))
 
 
 def _refuse(trainer: Trainer, module: LightningModule) -> None:
     """Raise ``ValueError`` for what this strategy does not support."""
-    options, step = trainer._accelerator_connector, module.training_step
+    settings = trainer._accelerator_connector
+    step = module.training_step
     is_manual = not module.automatic_optimization
-    given = {
-        "manual optimization (automatic_optimization=False)": is_manual,
-        "sharded parameters": any(
-            type(p).__name__ == "DTensor" for p in module.parameters()
-        ),
-        "sync_batchnorm=True": options._layer_sync is not None,
-        "num_nodes above 1": options._num_nodes_flag > 1,
-        "training_step(dataloader_iter)": is_param_in_hook_signature(
-            step, "dataloader_iter", True
-        ),
-    }
-    reason = (
-        "it trains one whole model in one process, by the losses that "
-        "training_step returns"
-    )
+    kinds = {type(parameter).__name__ for parameter in module.parameters()}
+    unsupported: dict[str, object] = {}
+    unsupported["manual optimization (automatic_optimization=False)"] = is_manual
+    unsupported["sharded parameters"] = "DTensor" in kinds
+    unsupported["sync_batchnorm=True"] = settings._layer_sync is not None
+    unsupported["num_nodes above 1"] = settings._num_nodes_flag > 1
+    takes_loader = is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
+    unsupported["training_step(dataloader_iter)"] = takes_loader
     loop.refuse(
-        "ScatterOnceStrategy", given, f"{reason}; use a strategy of Lightning's"
+        "ScatterOnceStrategy",
+        unsupported,
+        "it trains one whole model in one process, by the losses that training_step "
+        "returns; use a strategy of Lightning's",
     )
 
 
@@ -845,33 +953,38 @@ def _metrics_of(module: nn.Module) -> dict[str | kept.Path, Any]:
     By their path, such as ``"head.accuracy"``; those in a plain list or dict of the
     module's attributes by ``kept.Path``.
     """
-    kinds = Metric, MetricCollection
-    modules = dict(module.named_modules(remove_duplicate=False))
-    paths = [path for path, part in modules.items() if isinstance(part, kinds)]
-    inside = set()
-    for outer in paths:
-        inside |= {path for path in paths if path.startswith(f"{outer}.")}
-    registered = {path: modules[path] for path in paths if path not in inside}
+    kinds = (Metric, MetricCollection)
+    metrics: dict[str | kept.Path, Any] = {}
+    prefixes: tuple[str, ...] = ()
+    # A module comes before the modules in it.
+    for path, part in module.named_modules(remove_duplicate=False):
+        if isinstance(part, kinds) and not path.startswith(prefixes):
+            metrics[path] = part
+            prefixes += (f"{path}.",)
     attributes = kept.kept_attributes(module, _OF_LIGHTNING)
-    return {**registered, **kept.find(attributes, kinds)}
+    metrics.update(kept.find(attributes, kinds))
+    return metrics
 
 
 def _single(metrics: Mapping[Any, Any]) -> dict[_Place, Metric]:
     """All single metrics, including those in collections and in other metrics."""
-    found = {}
+    single = {}
     for outer, metric in metrics.items():
         for inner, part in metric.named_modules():
             if isinstance(part, Metric):
-                found[_Place(outer, inner)] = part
-    return found
+                single[_Place(outer, inner)] = part
+    return single
 
 
 @contextlib.contextmanager
 def _placed(module: nn.Module, metrics: Mapping[Any, Any]) -> Iterator[None]:
-    """In the body, ``module`` has ``metrics`` at their places, instead of what is
-    there.
+    """In the body, ``module`` has ``metrics`` at their places.
+
+    Afterwards it has what was there before.
     """
-    before = {place: _exchange(module, place, m) for place, m in metrics.items()}
+    before = {}
+    for place, metric in metrics.items():
+        before[place] = _exchange(module, place, metric)
     try:
         yield
     finally:
@@ -893,47 +1006,44 @@ def _exchange(module: nn.Module, place: str | kept.Path, metric: Any) -> Any:
 
 def _emptied(metric: Any) -> Any:
     """A copy of ``metric`` without state, which may be large and is not copied."""
+    # What deepcopy takes for the copy of an object, by the object's id.
     memo: dict[int, Any] = {}
-    for one in _single({"": metric}).values():
-        states = [getattr(one, name) for name in one._defaults]
-        memo |= {id(value): [] for value in states if isinstance(value, list)}
-        memo |= {id(value): None for value in (one._forward_cache, one._computed)}
+    for single in _single({"": metric}).values():
+        for name in single._defaults:
+            state = getattr(single, name)
+            if isinstance(state, list):
+                memo[id(state)] = []
+        memo[id(single._forward_cache)] = None
+        memo[id(single._computed)] = None
     copied = copy.deepcopy(metric, memo)
     copied.reset()
     return copied
 
 
 def _updated(metrics: Mapping[Any, Any]) -> dict[_Place, Metric]:
-    """The single metrics that were updated, by path."""
+    """The single metrics that were updated, by their places."""
     for part in nn.ModuleList(metrics.values()).modules():
         # gives all members of a group the shared state
         if isinstance(part, MetricCollection):
             part.values(copy_state=False)
-    return {
-        path: metric
-        for path, metric in _single(metrics).items()
-        if metric._update_count
-    }
+    single = _single(metrics)
+    return {place: metric for place, metric in single.items() if metric._update_count}
 
 
 def _merge(metric: Metric, copies: Sequence[Metric], device: torch.device) -> None:
-    """Merge states of ``copies`` into ``metric``. Raises ``ValueError`` if torchmetrics
-    cannot.
+    """Merge states of ``copies`` into ``metric``, in their order.
+
+    Raises:
+        ValueError: torchmetrics cannot merge a state.
     """
-    step = _emptied(metric)  # for the value of the step: with the copies' states alone
+    # For the value of the step: with the copies' states alone.
+    of_step = _emptied(metric)
     for copied in copies:
-        for name, value in copied.metric_state.items():
-            if metric._reductions[name] is None and isinstance(value, Tensor):
-                raise ValueError(
-                    f"the state {name!r} of {type(metric).__name__} cannot be merged "
-                    "with another; "
-                    "return predictions and targets, and update it in "
-                    "on_train_batch_end"
-                )
+        _check_states(metric, copied)
         states = nested.map_tensors(
-            lambda t: t.detach().to(device), copied.metric_state
+            lambda tensor: tensor.detach().to(device), copied.metric_state
         )
-        for target in (metric, step):
+        for target in (metric, of_step):
             before = target.metric_state
             for name, value in states.items():
                 setattr(target, name, value)
@@ -942,4 +1052,15 @@ def _merge(metric: Metric, copies: Sequence[Metric], device: torch.device) -> No
             target._reduce_states(before)
             target._computed = None
     if any(copied._forward_cache is not None for copied in copies):
-        metric._forward_cache = step.compute()
+        metric._forward_cache = of_step.compute()
+
+
+def _check_states(metric: Metric, copied: Metric) -> None:
+    """Raise ``ValueError`` if a state of ``copied`` cannot be merged into another."""
+    for name, value in copied.metric_state.items():
+        if metric._reductions[name] is None and isinstance(value, Tensor):
+            raise ValueError(
+                f"the state {name!r} of {type(metric).__name__} cannot be merged with "
+                "another; return predictions and targets, and update it in "
+                "on_train_batch_end"
+            )

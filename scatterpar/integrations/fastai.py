@@ -47,10 +47,10 @@ _REFUSED = {
     "GANTrainer",
     "NonNativeMixedPrecision",
     "ParallelTrainer",
+    "RNNCallback",
+    "RNNRegularizer",
 }
-_REFUSED |= {"RNNCallback", "RNNRegularizer"}
-
-
+# Attributes of every module: they are no state of the user's.
 _OF_TORCH = {*vars(nn.Module())}
 _REMEDIES = (
     "In fastai pass ScatterOnce(…, count=lambda inputs, targets: …), the number of "
@@ -109,7 +109,8 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         self._reduction = reduction
         self._turns = Turns()
         self._row_looks = RowLooks()
-        self._told: set[str] = set()  # places that calls set, of which a warning told
+        # Places that calls set to different values. A warning has told of each.
+        self._told: set[str] = set()
 
     def before_fit(self) -> None:
         """Replace the Learner's method that processes a batch."""
@@ -117,16 +118,15 @@ class ScatterOnce(Callback):  # type: ignore[misc]
 
     def before_train(self) -> None:
         """Refuse callbacks by name."""
-        names = {
-            kind.__name__
-            for callback in self.learn.cbs
-            for kind in type(callback).__mro__
-        }
-        reason = (
-            "it replicates the model, or replaces the prediction, itself; remove "
-            "the callback"
+        names: set[str] = set()
+        for callback in self.learn.cbs:
+            names.update(kind.__name__ for kind in type(callback).__mro__)
+        refuse(
+            "ScatterOnce",
+            dict.fromkeys(sorted(names & _REFUSED), True),
+            "it replicates the model, or replaces the prediction, itself; remove the "
+            "callback",
         )
-        refuse("ScatterOnce", dict.fromkeys(sorted(names & _REFUSED), True), reason)
 
     def after_fit(self) -> None:
         """Restore the Learner's own method, and close the engine."""
@@ -134,24 +134,31 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         self._close()
 
     def _do_one_batch(self, learn: Any) -> None:
-        """Do what ``Learner._do_one_batch`` does, but let the engine predict and
-        compute losses.
+        """Do what ``Learner._do_one_batch`` does, with the engine::
+
+        learn.pred = model(*xb)              by the engine
+        learn("after_pred")
+        learn.loss = loss_func(pred, *yb)    by the engine, with pred, if it trains
+        learn("after_loss")
+        learn._do_grad_opt()
         """
         if self.learn is not learn:  # the callback was removed after an error in a fit
             del vars(learn)["_do_one_batch"]
             learn._do_one_batch()
             return
         trains = learn.training and len(learn.yb) > 0
-        learn.pred, loss = self._step(learn, trains)
+        self._make_engine(learn.model)
+        loss = None
+        if trains:
+            learn.pred, loss = self._train(learn)
+        else:
+            learn.pred = self._predict(learn)
         predicted = nested.tensors(learn.pred)
         learn("after_pred")
         if trains and _places(predicted) != _places(learn.pred):
-            why = (
-                "a callback replaced learn.pred in after_pred, when the loss had "
-                "been computed"
-            )
             raise ValueError(
-                f"{why}; change the prediction in the model or in the loss function"
+                "a callback replaced learn.pred in after_pred, when the loss had been "
+                "computed; change the prediction in the model or in the loss function"
             )
         if len(learn.yb):
             learn.loss_grad = loss if trains else learn.loss_func(learn.pred, *learn.yb)
@@ -160,27 +167,23 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         if trains:
             learn._do_grad_opt()
 
-    def _step(self, learn: Any, trains: bool) -> tuple[Any, Tensor | None]:
-        """The predictions of all rows; if it trains, the loss, which carries the
-        gradient.
-        """
-        if self._engine is None or self._engine.module is not learn.model:
-            self._close()
-            self._engine = ScatterOnceParallel(learn.model, **self._options)
-            self._engine.remedies = _REMEDIES
-        if not trains:
-            in_step = self._turns.in_step(self._engine, learn, {}, learn.loss_func)
-            with torch.no_grad(), in_step:
-                return self._predicted(tuple(learn.xb)), None
+    def _make_engine(self, model: nn.Module) -> None:
+        """Make an engine of the Learner's model, unless there is one."""
+        if self._engine is not None and self._engine.module is model:
+            return
+        self._close()
+        self._engine = ScatterOnceParallel(model, **self._options)
+        self._engine.remedies = _REMEDIES
+
+    def _train(self, learn: Any) -> tuple[Any, Tensor]:
+        """The predictions of all rows, and the loss, which carries the gradient."""
         mixes = any(isinstance(callback, MixedPrecision) for callback in learn.cbs)
         if getattr(self._criterion, "loss_func", None) is not learn.loss_func:
             self._criterion = _Criterion(learn.loss_func, mixes)
         criterion = self._criterion
-        options: dict[str, Any] = {
-            "return_outputs": True,
-            "scaler": vars(learn).get("scaler"),  # MixedPrecision's
-        }
         count = self._count or criterion.count
+        options: dict[str, Any] = {"return_outputs": True}
+        options["scaler"] = vars(learn).get("scaler")  # MixedPrecision's
         if isinstance(getattr(learn.loss_func, "__self__", None), Callback):
             # the loss of MixUp, for example, refers to all rows
             options["whole_batch"] = True
@@ -188,22 +191,29 @@ class ScatterOnce(Callback):  # type: ignore[misc]
             options["reduction"] = self._reduction
             if count is not None:
                 options["count"] = _Count(count)
-        inputs, targets = tuple(learn.xb), tuple(learn.yb)
-        numbers = Rows(range(loop.num_rows((inputs, targets))))
+        inputs = tuple(learn.xb)
+        targets = tuple(learn.yb)
+        # So that calls tell which rows they had.
+        row_numbers = Rows(range(loop.num_rows((inputs, targets))))
+        targets_of_step = (*targets, row_numbers)
         criterion.calls.clear()
-        with (
-            self._turns.in_step(self._engine, learn, {}, criterion.func, criterion),
-        ):
+        with self._turns.in_step(self._engine, learn, {}, criterion.func, criterion):
             loss, outputs = self._engine.loss(
-                inputs, (*targets, numbers), criterion, **options
+                inputs, targets_of_step, criterion, **options
             )
         weights = partial(self._weights, count, inputs, targets)
         criterion.transfer(loss.device, weights, self._tell)
-        pred = gather(outputs, physical(self._engine.device_ids[0]))
-        return to_float(pred) if mixes else pred, loss
+        prediction = gather(outputs, physical(self._engine.device_ids[0]))
+        return to_float(prediction) if mixes else prediction, loss
+
+    def _predict(self, learn: Any) -> Any:
+        """The predictions of all rows of a batch in validation."""
+        in_step = self._turns.in_step(self._engine, learn, {}, learn.loss_func)
+        with torch.no_grad(), in_step:
+            return self._predicted(tuple(learn.xb))
 
     def _predicted(self, inputs: tuple[Any, ...]) -> Any:
-        """The predictions of all rows of a batch in validation."""
+        """The predictions of replicas, or of the first device, joined."""
         name = type(self.learn.model).__name__
         num_rows = loop.num_rows(inputs)
         # The loss is computed afterwards. It may read what hooks have kept of all rows.
@@ -222,8 +232,9 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         self, inputs: tuple[Any, ...], num_rows: int, parts: Sequence[Sequence[int]]
     ) -> list[Any]:
         """The predictions of each of these parts of a batch."""
-        pieces = [rows_of(inputs, part, num_rows) for part in parts]
-        calls = nested.atoms(self._engine.map(_called, inputs=Rows(pieces, FIRST)))
+        inputs_of_parts = [rows_of(inputs, part, num_rows) for part in parts]
+        marked = Rows(inputs_of_parts, FIRST)
+        calls = nested.atoms(self._engine.map(_called, inputs=marked))
         device = physical(self._engine.device_ids[0])
         return [loop.moved(call.output, device) for call in calls]
 
@@ -233,6 +244,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         """The predictions of these parts, joined. Buffers are as before."""
         buffers = {buffer: buffer.clone() for buffer in self.learn.model.buffers()}
         predictions = self._predictions_of(inputs, num_rows, parts)
+        # The engine commits the buffers of replica 0, as for any forward pass.
         for buffer, values in buffers.items():
             buffer.copy_(values)
         sizes = [len(part) for part in parts]
@@ -249,17 +261,18 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         reduction = self._reduction or self._criterion.reduction
         if reduction == "sum":
             return [1.0] * len(rows)
-        counts = [float(len(numbers)) for numbers in rows]
-        if count is not None:
-            counts = []
-            for numbers in rows:
+        counts = []
+        for numbers in rows:
+            terms: Any = len(numbers)
+            if count is not None:
                 select = partial(_selected, list(numbers))
-                batch = nested.map_tensors(select, (inputs, targets))
-                counts.append(float(count(*batch)))
-        total = sum(counts) or 1.0
-        return [terms / total for terms in counts]
+                terms = count(*nested.map_tensors(select, (inputs, targets)))
+            counts.append(float(terms))
+        total = sum(counts) or 1.0  # zero if all labels are ignored
+        return [terms_of_call / total for terms_of_call in counts]
 
     def _tell(self, place: str) -> None:
+        """Warn once that calls of the loss function set ``place`` to other values."""
         if place in self._told:
             return
         self._told.add(place)
@@ -281,6 +294,7 @@ def _called(model: nn.Module, inputs: tuple[Any, ...]) -> SimpleNamespace:
 
 
 def _selected(rows: list[int], tensor: Tensor) -> Tensor:
+    """These rows of a tensor; a tensor without dimensions itself."""
     return tensor[rows] if tensor.ndim else tensor
 
 
@@ -295,10 +309,16 @@ class _Count:
 
 
 class _LossCall(NamedTuple):
-    """What one call of the loss function left in its attributes."""
+    """What one call of the loss function left in its attributes.
+
+    Attributes:
+        rows: the numbers of the rows of the call.
+        values: numbers and tensors that it set, by the path of the part of the loss
+            function, and the attribute's name.
+        changes: all else that it changed, by the path of the part.
+    """
 
     rows: Sequence[int]
-    # By the path of the part of the loss function, and the attribute's name.
     values: Mapping[tuple[str, str], Any]
     changes: Mapping[str, Sequence[Change]]
 
@@ -307,6 +327,9 @@ class _Criterion(nn.Module):
     """A Learner's loss function as a module, so that its tensors are replicated, too.
 
     Attributes:
+        func: the module or function that computes; of fastai's losses torch's module.
+        reduction: how the loss combines, by the loss function's attribute.
+        count: the number of terms, if the loss is cross entropy.
         calls: what calls of it left in the loss function's attributes.
     """
 
@@ -328,26 +351,21 @@ class _Criterion(nn.Module):
     def forward(self, output: Any, targets: tuple[Any, ...]) -> Any:
         """Return the loss; under MixedPrecision, of predictions in single precision."""
         *targets_of_rows, rows = targets
-        loss_func = self.func  # the replica's
-        if isinstance(self.loss_func, BaseLoss):
-            loss_func = copy.copy(self.loss_func)
-            loss_func.func = self.func
-        elif kept.is_object(loss_func):  # replicas share it
-            device = nested.tensors(output)[0].device
-            loss_func = kept.CallCopies(device).of(loss_func)
-        watched = _parts_of(loss_func)
-        statements = self._statements
+        loss_func = self._loss_func_of_call(output)
+        parts = _parts_of(loss_func)
         states = {}
-        for path, part in watched.items():
-            states[path] = KeptState(part, _OF_TORCH, statements)
-        loss = loss_func(to_float(output) if self.mixes else output, *targets_of_rows)
+        for path, part in parts.items():
+            states[path] = KeptState(part, _OF_TORCH, self._statements)
+        if self.mixes:
+            output = to_float(output)
+        loss = loss_func(output, *targets_of_rows)
         values: dict[tuple[str, str], Any] = {}
         changes: dict[str, list[Change]] = {}
         for path, state in states.items():
             changes[path] = []
             for change in state.changes():
                 name = getattr(change.path[0], "name", "")
-                value = vars(watched[path]).get(name)
+                value = vars(parts[path]).get(name)
                 if len(change.path) == 1 and isinstance(value, (Tensor, float)):
                     values[path, name] = nested.map_tensors(Tensor.detach, value)
                 else:
@@ -355,16 +373,32 @@ class _Criterion(nn.Module):
         self.calls.add(_LossCall(rows, values, changes))
         return loss
 
+    def _loss_func_of_call(self, output: Any) -> Any:
+        """The replica's loss function; of an object that replicas share, a copy."""
+        if isinstance(self.loss_func, BaseLoss):
+            loss_func = copy.copy(self.loss_func)
+            loss_func.func = self.func
+            return loss_func
+        if kept.is_object(self.func):
+            device = nested.tensors(output)[0].device
+            return kept.CallCopies(device).of(self.func)
+        return self.func
+
     def transfer(
         self,
         device: torch.device,
-        weights: Callable[[Sequence[Sequence[int]]], Sequence[float]],
+        weights_of: Callable[[Sequence[Sequence[int]]], Sequence[float]],
         tell: Callable[[str], None],
     ) -> None:
         """Transfer what the calls of a step left to the user's loss function.
 
         Numbers and tensors without dimensions are averaged with the losses' weights,
         tensors with rows are joined. What is added to lists or counted is added.
+
+        Args:
+            device: where the user's loss function gets its tensors.
+            weights_of: returns the weights of losses of calls with these rows.
+            tell: gets the places of values that cannot be joined.
         """
         calls = self.calls.of_step()
         user_parts = _parts_of(self.loss_func)
@@ -373,24 +407,43 @@ class _Criterion(nn.Module):
         for path, part in user_parts.items():
             changes = [call.changes.get(path, ()) for call in calls]
             apply_changes(part, changes, device, tell)
-        places = dict.fromkeys(place for call in calls for place in call.values)
+        places: dict[tuple[str, str], None] = {}
+        for call in calls:
+            places.update(dict.fromkeys(call.values))
         if not places:
             return
-        rows = [call.rows for call in calls]
-        shares = weights(rows)
-        is_sum = sum(shares) > 1.5
+        weights = weights_of([call.rows for call in calls])
         for path, name in places:
-            pieces = [call.values.get((path, name)) for call in calls]
             try:
-                tensors = [torch.as_tensor(piece).to(device) for piece in pieces]
-                joined = join_rows(tensors, 0, shares, [len(r) for r in rows])
+                joined = _joined_value((path, name), calls, weights, device)
             except (RuntimeError, TypeError, ValueError):
                 tell(f"self.{path}.{name}" if path else f"self.{name}")
                 continue
-            if is_sum and not joined.ndim:
-                joined = torch.stack(tensors).sum()
-            is_float = all(isinstance(piece, float) for piece in pieces)
-            setattr(user_parts[path], name, float(joined) if is_float else joined)
+            setattr(user_parts[path], name, joined)
+
+
+def _joined_value(
+    place: tuple[str, str],
+    calls: Sequence[_LossCall],
+    weights: Sequence[float],
+    device: torch.device,
+) -> Any:
+    """The value of all rows that calls set at ``place``.
+
+    Raises:
+        RuntimeError, TypeError, ValueError: the values are no numbers or tensors that
+            can be averaged or joined.
+    """
+    values = [call.values.get(place) for call in calls]
+    tensors = [torch.as_tensor(value).to(device) for value in values]
+    sizes = [len(call.rows) for call in calls]
+    joined = join_rows(tensors, 0, weights, sizes)
+    is_sum = sum(weights) > 1.5  # the weights of means add up to one
+    if is_sum and not joined.ndim:
+        joined = torch.stack(tensors).sum()
+    if all(isinstance(value, float) for value in values):
+        return float(joined)
+    return joined
 
 
 class _LossCalls:
@@ -425,6 +478,7 @@ class _LossCalls:
 
 
 def _first_row(call: _LossCall) -> int:
+    """The number of the call's first row: calls are sorted by it."""
     return call.rows[0]
 
 
@@ -437,4 +491,5 @@ def _parts_of(loss_func: Any) -> dict[str, Any]:
 
 
 def _places(value: Any) -> list[Any]:
+    """What tells the tensors of ``value`` from others: their memory and shape."""
     return [(tensor.data_ptr(), tensor.shape) for tensor in nested.tensors(value)]

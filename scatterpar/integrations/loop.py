@@ -119,12 +119,16 @@ def check_count(count: Any, arguments: Sequence[str], labels: str) -> None:
         ) from None
 
 
-def refuse(integration: str, given: Mapping[str, object], reason: str) -> None:
-    """Raise ``ValueError`` for the first entry of ``given`` that is true; its key is
-    its name.
+def refuse(integration: str, options: Mapping[str, object], reason: str) -> None:
+    """Raise ``ValueError`` for the first option that is used.
+
+    Args:
+        integration: what refuses it.
+        options: whether each option is used, by its name.
+        reason: why it does not work, and what to do.
     """
-    for name, is_given in given.items():
-        if is_given:
+    for name, is_used in options.items():
+        if is_used:
             raise ValueError(
                 f"{integration} does not go together with {name}: {reason}"
             )
@@ -151,18 +155,22 @@ def num_rows(batch: Any) -> int:
 
 def known_rows(batch: Any) -> int | None:
     """``num_rows(batch)``, or ``None`` if nothing in it has rows."""
-    level, longest = [batch], 0
+    level = [batch]
+    longest = 0
     while level:
-        if sizes := [n for n in map(size_of, level) if n is not None]:
-            return sizes[0]
-        longest = longest or max((len(v) for v in level if _is_list(v)), default=0)
+        for value in level:
+            size = size_of(value)
+            if size is not None:
+                return size
+        if not longest:  # no level further out had lists
+            lengths = [len(value) for value in level if _is_list(value)]
+            longest = max(lengths, default=0)
         level = list(chain.from_iterable(map(_entries, level)))
     return longest or None
 
 
 def as_rows(batch: Any) -> Any:
-    """``batch``, with lists that have one entry per row, such as texts, marked as
-    ``Rows``.
+    """``batch`` with lists that have one entry per row, such as texts, as ``Rows``.
 
     A list of columns is not marked: all tensors and lists in it have as many rows as
     the batch.
@@ -171,20 +179,32 @@ def as_rows(batch: Any) -> Any:
 
     def is_rows(values: Sequence[Any]) -> bool:
         (value,) = values
-        if not _is_list(value) or len(value) != rows:
-            return False
-        each = [
-            nested.atoms(v, containers=True) if isinstance(v, Mapping) else [v]
-            for v in value
-        ]
-        return {len(v) if _is_list(v) else size_of(v) for v in chain(*each)} - {
-            None
-        } != {rows}
+        return _is_list(value) and len(value) == rows and not _are_columns(value)
 
-    return nested.merge(lambda v: Rows(v[0]) if is_rows(v) else v[0], [batch], is_rows)
+    def marked(values: list[Any]) -> Any:
+        (value,) = values
+        return Rows(value) if is_rows(values) else value
+
+    return nested.merge(marked, [batch], is_rows)
+
+
+def _are_columns(entries: Sequence[Any]) -> bool:
+    """Whether all tensors and lists in ``entries`` have as many rows as there are
+    entries, and there are some.
+    """
+    sizes: set[int] = set()
+    for entry in entries:
+        is_mapping = isinstance(entry, Mapping)
+        atoms = nested.atoms(entry, containers=True) if is_mapping else [entry]
+        for value in atoms:
+            size = len(value) if _is_list(value) else size_of(value)
+            if size is not None:
+                sizes.add(size)
+    return sizes == {len(entries)}
 
 
 def _is_list(value: Any) -> bool:
+    """Whether ``value`` is a list or tuple that may have an entry per row."""
     return isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
 
 

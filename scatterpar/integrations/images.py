@@ -33,26 +33,50 @@ def images_by_row(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
     if not isinstance(ids, Tensor) or ids.ndim != 2:
         return divided
     for name, (grid_name, token_names) in _KINDS.items():
-        values, grid = batch.get(name), batch.get(grid_name)
-        tokens = [getattr(config, token, None) for token in token_names]
-        token = next((token for token in tokens if token is not None), None)
-        if not isinstance(values, Tensor) or token is None:
+        values = batch.get(name)
+        token = _first_attribute(config, token_names)
+        if isinstance(values, Tensor) and token is not None:
+            placeholders = ids.eq(token).sum(1).tolist()
+            divided |= _divided(batch, name, grid_name, placeholders)
+    return divided
+
+
+def _first_attribute(config: Any, names: Sequence[str]) -> Any:
+    """The first attribute of ``config`` with one of these names; else ``None``."""
+    for name in names:
+        value = getattr(config, name, None)
+        if value is not None:
+            return value
+    return None
+
+
+def _divided(
+    batch: Mapping[str, Any], name: str, grid_name: str, placeholders: Sequence[int]
+) -> dict[str, Rows]:
+    """The entries of ``batch`` that have an entry per image or patch, as ``Rows``.
+
+    Args:
+        batch: the batch.
+        name: the name of the images or videos.
+        grid_name: the name of the numbers of their patches.
+        placeholders: the number of placeholder tokens of each row.
+    """
+    num_rows = len(placeholders)
+    values = batch[name]
+    grid = batch.get(grid_name)
+    if grid is None and len(values) == num_rows:
+        return {}  # one image per row, or as many for each row
+    patches = [1] * len(values) if grid is None else grid.prod(1).tolist()
+    images = _images_of_rows(placeholders, patches)
+    if images is None:
+        return {}
+    divided = {name: _rows_of(values.split(patches), images)}
+    for other_name, value in batch.items():  # such as the sizes of images
+        if other_name == name or not isinstance(value, Tensor) or not value.ndim:
             continue
-        if grid is None and len(values) == len(ids):
-            continue  # one image per row, or as many for each row
-        placeholders = ids.eq(token).sum(1).tolist()
-        patches = [1] * len(values) if grid is None else grid.prod(1).tolist()
-        images = _images_of_rows(placeholders, patches)
-        if images is None:
-            continue
-        by_image = values.split(patches)
-        divided[name] = _rows_of(by_image, images)
-        for other, value in batch.items():  # such as the sizes of images
-            if other == name or not isinstance(value, Tensor) or not value.ndim:
-                continue
-            is_by_image = len(value) == len(patches) != len(ids)
-            if is_by_image or other == grid_name:
-                divided[other] = _rows_of(value.split(1), images)
+        has_image_entries = len(value) == len(patches) != num_rows
+        if has_image_entries or other_name == grid_name:
+            divided[other_name] = _rows_of(value.split(1), images)
     return divided
 
 
@@ -80,10 +104,11 @@ def _images_of_rows(
 
 def _rows_of(by_image: Sequence[Tensor], images: Sequence[range]) -> Rows:
     """One entry per row: the tensors of its images, joined."""
-    empty = by_image[0][:0]
+    empty = by_image[0][:0]  # for rows without images
     entries = []
     for numbers in images:
-        entries.append(torch.cat([by_image[n] for n in numbers] or [empty]))
+        images_of_row = [by_image[number] for number in numbers]
+        entries.append(torch.cat(images_of_row or [empty]))
     return Rows(entries, _joined)
 
 

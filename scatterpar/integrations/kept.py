@@ -127,7 +127,8 @@ def is_of_a_library(module: str | None) -> bool:
 
 def kept_attributes(owner: Any, excluded: Container[str]) -> dict[str, Any]:
     """The attributes of ``owner`` by name, without those ``excluded``."""
-    return {name: v for name, v in vars(owner).items() if name not in excluded}
+    attributes = vars(owner).items()
+    return {name: value for name, value in attributes if name not in excluded}
 
 
 def modules_kept(values: Iterable[Any]) -> list[nn.Module]:
@@ -327,18 +328,20 @@ def _sharing_objects(attributes: Mapping[str, Any]) -> list[set[str]]:
 
 def find(values: Mapping[str, Any], kind: type | tuple[type, ...]) -> dict[Path, Any]:
     """The values of these classes in ``values``, also in containers, by their paths."""
-    found: dict[Path, Any] = {}
-    level: dict[Path, Any] = {(Attribute(name),): v for name, v in values.items()}
+    of_kind: dict[Path, Any] = {}
+    level: dict[Path, Any] = {}
+    for name, value in values.items():
+        level[Attribute(name),] = value
     for _ in range(MAX_DEPTH):
         inner: dict[Path, Any] = {}
         for path, value in level.items():
             if isinstance(value, kind):
-                found[path] = value
+                of_kind[path] = value
             elif isinstance(value, (dict, list)) and len(value) <= MAX_ENTRIES:
                 for key, entry in entries_of(value):
                     inner[*path, Entry(key)] = entry
         level = inner
-    return found
+    return of_kind
 
 
 def holder_of(owner: Any, path: Path) -> Any:

@@ -585,9 +585,11 @@ def _loss_and_rest(output: Any) -> tuple[Tensor, dict[str, Any]]:
 
 def _device_of(module: LightningModule) -> torch.device:
     """The device of a replica: that of its first parameter."""
+    device: torch.device = module.device
     for parameter in module.parameters():
-        return parameter.device
-    return module.device
+        device = parameter.device
+        break
+    return device
 
 
 def _tracks_statistics(module: nn.Module) -> bool:
@@ -962,7 +964,8 @@ def _metrics_of(module: nn.Module) -> dict[str | kept.Path, Any]:
             metrics[path] = part
             prefixes += (f"{path}.",)
     attributes = kept.kept_attributes(module, _OF_LIGHTNING)
-    metrics.update(kept.find(attributes, kinds))
+    for place, metric in kept.find(attributes, kinds).items():
+        metrics[place] = metric
     return metrics
 
 

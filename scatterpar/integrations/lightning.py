@@ -201,6 +201,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         engine.remedies = _REMEDIES
         self._engine = self._until_teardown.enter_context(engine)
         self._statements = Statements(module)
+        # Once: a large model has hundreds of modules, and each call looks at these.
+        self._user_parts = _user_parts(module)
 
     def teardown(self) -> None:
         """Close the engine, and do what ``SingleDeviceStrategy`` does."""
@@ -471,7 +473,9 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         call.logged = log.values
         self._note_sizes(call)
         call.metrics = _updated(metrics)
-        call.new_in_parts = _new_attributes(module, self.lightning_module)
+        call.new_in_parts = _new_attributes(
+            module, self.lightning_module, self._user_parts
+        )
         trainer.end()
         call.trainer = trainer.calls
         return {"loss": loss, "call": call}
@@ -613,18 +617,31 @@ def _replicas_compiled(module: Any) -> contextlib.AbstractContextManager[None]:
     )
 
 
-def _new_attributes(replica: nn.Module, module: nn.Module) -> list[str]:
+def _user_parts(module: nn.Module) -> list[str]:
+    """The paths of the modules in ``module`` that are of the user's classes."""
+    paths = []
+    for path, part in module.named_modules():
+        if path and not kept.is_of_a_library(type(part).__module__):
+            paths.append(path)
+    return paths
+
+
+def _new_attributes(
+    replica: nn.Module, module: nn.Module, paths: Sequence[str]
+) -> list[str]:
     """The places of numbers and tensors that modules of a replica keep since a call.
 
-    Such as ``"self.criterion.last"``. Only of modules of the user's classes, and only
-    where the user's own module has no value. They stay on the replica.
+    Such as ``"self.criterion.last"``. Only places where the user's own module has no
+    value: the engine tells of the others.
     """
     places = []
-    for path, part in replica.named_modules():
-        if not path or kept.is_of_a_library(type(part).__module__):
+    for path in paths:
+        try:
+            attributes = vars(module.get_submodule(path))
+            attributes_of_replica = vars(replica.get_submodule(path))
+        except AttributeError:  # the user has removed the module
             continue
-        attributes = vars(module.get_submodule(path))
-        for name, value in vars(part).items():
+        for name, value in attributes_of_replica.items():
             is_new = attributes.get(name) is None and not name.startswith("_")
             if is_new and isinstance(value, (int, float, Tensor)):
                 places.append(f"self.{path}.{name}")
@@ -1014,8 +1031,9 @@ def _emptied(metric: Any) -> Any:
     for single in _single({"": metric}).values():
         for name in single._defaults:
             state = getattr(single, name)
-            if isinstance(state, list):
+            if isinstance(state, list):  # such as all predictions so far
                 memo[id(state)] = []
+        # values of the last batch and of all
         memo[id(single._forward_cache)] = None
         memo[id(single._computed)] = None
     copied = copy.deepcopy(metric, memo)

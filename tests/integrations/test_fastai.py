@@ -420,7 +420,14 @@ class OfFeatures:
         return loss + self.features.square().mean()
 
 
-@pytest.mark.parametrize("layout", [["cpu"] * 2, ["cpu:0", "cpu:1", "cpu:2"]])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["cpu:0", "cpu:1", "cpu:2"],
+        pytest.param(["cpu"] * 2, marks=pytest.mark.slow),
+    ],
+    ids=["apart", "shared"],
+)
 def test_loss_of_hooked_features(layout, tmp_path):
     """The validation's loss read those of the last micro-batch."""
 

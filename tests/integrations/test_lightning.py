@@ -49,6 +49,8 @@ pytestmark = [
 ]
 
 SAME = 1e-9
+SHARED = pytest.param(["cpu"] * 2, id="shared", marks=pytest.mark.slow)
+LAYOUTS = [pytest.param(["cpu:0", "cpu:1", "cpu:2"], id="apart"), SHARED]
 ROWS, FEATURES, CLASSES = 41, 6, 3  # with batches of 12 the last one has 5 rows
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -588,8 +590,8 @@ class Begins(Plain):
         return loss
 
 
-@pytest.mark.parametrize("layout", [["cpu"] * 2, ["cpu:0", "cpu:1", "cpu:2"]])
-def test_sums_that_begin_in_a_step(layout):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sums_that_begin_in_steps(layout):
     """The first step's were those of one micro-batch."""
     ours, _ = fitted(ScatterOnceStrategy(layout, 2), made(Begins).double())
     stock, _ = fitted(None, made(Begins).double())
@@ -620,8 +622,8 @@ class LogsSizes(Plain):
         return functional.cross_entropy(scores, labels)
 
 
-@pytest.mark.parametrize("layout", [["cpu"] * 2, ["cpu:0", "cpu:1", "cpu:2"]])
-def test_logs_are_weighted_by_their_sizes(layout):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logs_weighted_by_batch_size(layout):
     """Equal numbers of terms in all micro-batches were taken for the batch's."""
     ours = made(LogsSizes).double()
     _, own = fitted(ScatterOnceStrategy(layout, 2), ours)
@@ -679,7 +681,7 @@ class WritesElsewhere(Plain):
         return loss
 
 
-def test_objects_of_the_trainer_are_written_once(recwarn):
+def test_trainer_objects_written_once(recwarn):
     """Calls of looks were counted, too; attributes of the Trainer were the last call's."""
 
     def run(strategy):
@@ -736,10 +738,8 @@ def test_combined_loaders_need_one_size(validates):
     assert "collate_fn=lambda rows: scatterpar.Replicated(" in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "collate"), [((12, 12), None), ((12, 7), whole), ((5, 12), whole)]
-)
-def test_combined_loaders_by_the_refusals_remedies(sizes, collate):
+@pytest.mark.parametrize(("sizes", "collate"), [((12, 12), None), ((5, 12), whole)])
+def test_combined_loaders_remedies(sizes, collate):
     ours = ScatterOnceStrategy(["cpu:0", "cpu:1"], 2)
     assert_same(of_two_loaders(ours, sizes, collate), of_two_loaders(None, sizes))
 

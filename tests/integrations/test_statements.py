@@ -158,7 +158,7 @@ class Begins:
         return getattr(self, "histogram", torch.zeros(size))
 
 
-def test_sums_without_a_value_begin_as_stated():
+def test_sums_begin_as_stated():
     owner, told = applied(Begins.add, kind=Begins)
     stock = Begins()
     for value in VALUES:
@@ -203,7 +203,7 @@ class Histograms:
         self.average = 0.9 * self.average + 0.1 * torch.ones(3)
 
 
-def test_tensors_that_statements_add_to_are_summed():
+def test_added_tensors_are_summed():
     owner, told = applied(Histograms.add, [*VALUES, 5.0], Histograms)
     for name in ("of_labels", "by_entry", "scattered"):
         assert getattr(owner, name).tolist() == [0, 2, 3], name

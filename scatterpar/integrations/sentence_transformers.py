@@ -96,6 +96,12 @@ class _WholeBatch(ScatterOnceMixin):
         if whole_batch is None:
             whole_batch = self._needs_all_rows(losses)
         self._sees_all = whole_batch
+        is_counted = whole_batch and self._count is not None
+        reason = (
+            "the loss sees all rows of a step; pass whole_batch=False if losses of "
+            "batches combine like this, or leave it out"
+        )
+        refuse(name, {"count= or reduction= here": is_counted}, reason)
 
     def _needs_all_rows(self, losses: Sequence[nn.Module]) -> bool:
         """Whether a step depends on which rows are in a batch."""
@@ -123,8 +129,8 @@ class _WholeBatch(ScatterOnceMixin):
         vars(collator).update(getattr(collate, "__dict__", {}))
         return collator
 
-    def _how_losses_combine(self, step: Any) -> str:
-        return ROWS
+    def _how_losses_combine(self, step: Any) -> Any:
+        return ROWS if self._count is None else self._count
 
     def _loss_of_step(self, model: Any, step: Any, **options: Any) -> Any:
         """The loss of all rows of a step::

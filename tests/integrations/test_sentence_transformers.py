@@ -283,6 +283,30 @@ def test_run_equals_one_device_with_all_rows(saved, tmp_path, name):
     assert any(not torch.equal(start[n], p) for n, p in mine.model.named_parameters())
 
 
+class WeightedScores(nn.Module):
+    """A mean over the labels: rows count by theirs."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, features, labels):
+        one, two = (self.model(part)["sentence_embedding"] for part in features)
+        errors = (torch.cosine_similarity(one, two) - labels).square()
+        return (labels * errors).sum() / labels.sum().clamp(min=1e-9)
+
+
+@pytest.mark.slow
+def test_count_weights_losses_of_batches(saved, tmp_path):
+    """It was ignored: the mean of the batches' losses, without a word."""
+    how = {"count": lambda batch: batch["label"].sum()}
+    with pytest.raises(ValueError, match=r"count= or reduction= here.*whole_batch=F"):
+        ours(saved, tmp_path, WeightedScores, SCORED, **how)
+    mine = ours(saved, tmp_path, WeightedScores, SCORED, whole_batch=False, **how)
+    stock = trained(EMBEDDINGS[1], saved, tmp_path, WeightedScores, SCORED(), size=12)
+    assert_same_run(mine, stock, logged=1e-4)
+
+
 def test_without_whole_batch_mean_of_batches(saved, tmp_path):
     extra = {"device_ids": LAYOUTS["virtual"], "whole_batch": False}
     rows = data("anchor", "positive", count=24)

@@ -6,66 +6,102 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
 
 from scatterpar.devices.fingerprints import same_bits
+from scatterpar.replicas.module_contents import CONTAINERS
 from scatterpar.replicas.replicas import Replica
 
 _OF_TORCH = vars(nn.Module()).keys()
+_PLAIN = (int, float, bool, str)
+_DEPTH = 3  # a list in a dictionary, and what it holds
+_MAX_ENTRIES = 32  # of a container: those beyond are data
+_MAX_ELEMENTS = 2**20  # of a tensor in a container
 
 State = dict[str, Any]  # values by the names that a warning tells
 
 
 def state_of(replicas: Sequence[Replica]) -> State:
-    """The buffers of replicas, and the attributes that hold state.
+    """The buffers of replicas, and the attributes that hold state: numbers, tensors,
+    lengths of lists.
 
     Running statistics do not change in a look, whose batch normalisations are in
     evaluation mode.
     """
-    return _state_of(replicas, ("buffer", "attribute"))
-
-
-def attributes_of(replicas: Sequence[Replica]) -> State:
-    """The attributes of replicas with state: numbers, tensors, lengths of lists."""
-    return _state_of(replicas, ("attribute",))
-
-
-def _state_of(replicas: Sequence[Replica], kinds: Sequence[str]) -> State:
     state: State = {}
-    for replica in replicas:
-        if not isinstance(replica.root, nn.Module):
-            continue
-        for path, module in replica.root.named_modules():
-            prefix = f"{path}." if path else ""
-            for kind, name, value in _values_of(module):
-                if kind not in kinds:
-                    continue
-                if isinstance(value, Tensor):
-                    if value.grad_fn is not None:
-                        continue
-                    value = value.detach().clone()
-                state[f"the {kind} {prefix + name!r}"] = value
+    for path, module in _modules_of(replicas):
+        for name, value in module._buffers.items():
+            if value is not None:
+                state[_name("buffer", path, name)] = value.detach().clone()
+        for name, value in _attributes_of(module):
+            if type(value) in (int, float):
+                state[_name("attribute", path, name)] = value
+            elif isinstance(value, Tensor) and value.grad_fn is None:
+                state[_name("attribute", path, name)] = value.detach().clone()
+            elif type(value) in (list, deque):
+                state[_name("attribute", path, name)] = len(value)
     return state
 
 
-def _values_of(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """Yield the kind, name and value of buffers, and of attributes that hold state.
+def attributes_of(replicas: Sequence[Replica]) -> State:
+    """The attributes of replicas that show whether calls with the same rows move them.
 
-    The value of a list or deque is its length: a forward pass that appends to it finds
-    more entries in the next one.
+    Beside numbers and tensors these are switches, words and the contents of containers,
+    which may differ between calls with other rows.
     """
-    for name, value in module._buffers.items():
-        if value is not None:
-            yield "buffer", name, value
+    state: State = {}
+    for path, module in _modules_of(replicas):
+        for name, value in _attributes_of(module):
+            contents = _contents_of(value, _DEPTH)
+            if contents is not None:
+                state[_name("attribute", path, name)] = contents
+    return state
+
+
+def _modules_of(replicas: Sequence[Replica]) -> Iterator[tuple[str, nn.Module]]:
+    for replica in replicas:
+        if isinstance(replica.root, nn.Module):
+            yield from replica.root.named_modules()
+
+
+def _attributes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, value in vars(module).items():
-        if name in _OF_TORCH:
-            continue
-        if type(value) in (int, float) or isinstance(value, Tensor):
-            yield "attribute", name, value
-        elif type(value) in (list, deque):
-            yield "attribute", name, len(value)
+        if name not in _OF_TORCH:
+            yield name, value
+
+
+def _name(kind: str, path: str, name: str) -> str:
+    prefix = f"{path}." if path else ""
+    return f"the {kind} {prefix + name!r}"
+
+
+def _contents_of(value: Any, depth: int) -> Any:
+    """What shows that a call has moved ``value``; ``None`` if nothing does.
+
+    Of a container its length and contents: a call that appends to it finds more entries
+    in the next one. What is kept with its graph is no state.
+    """
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, Tensor):
+        is_large = depth < _DEPTH and value.numel() > _MAX_ELEMENTS
+        is_state = not is_large and value.grad_fn is None
+        return value.detach().clone() if is_state else None
+    if not depth or isinstance(value, nn.Module):
+        return None
+    if type(value) in CONTAINERS and isinstance(value, dict):
+        entries = islice(value.items(), _MAX_ENTRIES)
+        contents = {key: _contents_of(entry, depth - 1) for key, entry in entries}
+        return [len(value), contents]
+    if type(value) is set:
+        return [len(value)]
+    if type(value) in CONTAINERS or type(value) is tuple:
+        items = islice(value, _MAX_ENTRIES)
+        return [len(value), *(_contents_of(item, depth - 1) for item in items)]
+    return None
 
 
 def moved_between(states: Sequence[State]) -> list[str]:
@@ -88,5 +124,10 @@ def _is_same(value: Any, other: Any) -> bool:
         return True
     if isinstance(value, Tensor):
         return same_bits(value, other)
+    if isinstance(value, dict):
+        return all(_is_same(value[key], other[key]) for key in value if key in other)
+    if isinstance(value, list):
+        pairs = zip(value, other, strict=False)  # their lengths are their first entries
+        return all(_is_same(entry, later) for entry, later in pairs)
     are_nan = value != value and other != other
     return are_nan or bool(value == other)

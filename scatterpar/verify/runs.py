@@ -333,7 +333,8 @@ class Runs:
                 self.require_time()
                 self.replica_task.output_of(self.inputs_of(rows))
                 states.append(attributes_of(self.replica_task.replicas))
-                if not moved_between([before, states[0]]):
+                is_created = before.keys() != states[0].keys()
+                if not is_created and not moved_between([before, states[0]]):
                     return []
         return moved_between(states)
 

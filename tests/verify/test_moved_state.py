@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 import math
+import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
+from harness.models import CLASSES, FEATURES, Of, linear
+from harness.oracle import randn
 from torch import nn
 
+from scatterpar import ScatterOnceParallel
 from scatterpar.verify.moved_state import attributes_of, moved_between, state_of
 
 
@@ -34,7 +39,64 @@ def test_buffers_and_attributes_named():
     assert attributes_of(replicas(Queue())).keys() == {
         "the attribute 'calls'",
         "the attribute 'last'",
+        "the attribute 'name'",
     }
+
+
+MOVES = {
+    "switch": (False, lambda m: not m.kept),
+    "word": ("a", lambda m: m.kept + "a"),
+    "dictionary": ({"calls": 0}, lambda m: {"calls": m.kept["calls"] + 1}),
+    "count": (collections.Counter(), lambda m: m.kept + collections.Counter("a")),
+    "tuple": ((), lambda m: (*m.kept, 1)),
+    "set": (set(), lambda m: m.kept | {len(m.kept)}),
+    "lists in a dictionary": ({"loss": []}, lambda m: {"loss": [*m.kept["loss"], 1]}),
+    "states of an LSTM": (
+        (torch.zeros(2), torch.zeros(2)),
+        lambda m: tuple(state + 1 for state in m.kept),
+    ),
+    "made in forward": (None, lambda m: (m.kept or 0) + 1),
+}
+
+
+@pytest.mark.parametrize("sub_steps", [1, 2])
+@pytest.mark.parametrize("case", MOVES)
+def test_moved_attribute_told_by_name(case, sub_steps):
+    initial, move = MOVES[case]
+
+    def forward(model, inputs):
+        model.kept = move(model)
+        return model.linear(inputs)
+
+    model = Of(forward, linear=linear(), kept=initial)
+    inputs = randn(8, FEATURES)
+    with (
+        ScatterOnceParallel(model, 1, ["cpu"] * sub_steps) as engine,
+        pytest.warns(UserWarning, match="forward passes move the attribute 'kept'"),
+    ):
+        engine.forward_backward(inputs, randn(8, CLASSES), nn.MSELoss())
+
+
+CONSTANT = {
+    "switch": lambda x: True,
+    "cache by size": lambda x: {x.size(1): torch.ones(x.size(1))},
+    "features": lambda x: [x.detach().clone()],
+}
+
+
+@pytest.mark.parametrize("case", CONSTANT)
+def test_equal_attribute_not_told(case):
+    def forward(model, inputs):
+        model.kept = CONSTANT[case](inputs)
+        return model.linear(inputs)
+
+    model = Of(forward, linear=linear(), kept=None)
+    with (
+        ScatterOnceParallel(model, 1, ["cpu"]) as engine,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error")
+        engine.forward_backward(randn(8, FEATURES), randn(8, CLASSES), nn.MSELoss())
 
 
 def test_state_values_are_copies():

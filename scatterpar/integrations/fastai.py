@@ -28,7 +28,7 @@ from scatterpar.devices.device_ids import DeviceLike, physical
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import warn
 from scatterpar.integrations import kept, loop
-from scatterpar.integrations.changes import Change, KeptState, apply_changes
+from scatterpar.integrations.changes import Change, ChangeKind, KeptState, apply_changes
 from scatterpar.integrations.evaluation import RowLooks, rows_of
 from scatterpar.integrations.loop import refuse
 from scatterpar.integrations.statements import Statements
@@ -366,7 +366,8 @@ class _Criterion(nn.Module):
             for change in state.changes():
                 name = getattr(change.path[0], "name", "")
                 value = vars(parts[path]).get(name)
-                if len(change.path) == 1 and isinstance(value, (Tensor, float)):
+                is_value = len(change.path) == 1 and isinstance(value, (Tensor, float))
+                if is_value and change.kind is not ChangeKind.APPENDED:
                     values[path, name] = nested.map_tensors(Tensor.detach, value)
                 else:
                     changes[path].append(change)
@@ -374,14 +375,19 @@ class _Criterion(nn.Module):
         return loss
 
     def _loss_func_of_call(self, output: Any) -> Any:
-        """The replica's loss function; of an object that replicas share, a copy."""
+        """The replica's loss function, with copies of objects that replicas share."""
+        copies = kept.CallCopies(nested.tensors(output)[0].device)
+        if isinstance(self.func, nn.Module):
+            for part in self.func.modules():
+                attributes = kept.kept_attributes(part, _OF_TORCH)
+                for name, value in attributes.items():
+                    vars(part)[name] = copies.of(value)
         if isinstance(self.loss_func, BaseLoss):
             loss_func = copy.copy(self.loss_func)
             loss_func.func = self.func
             return loss_func
         if kept.is_object(self.func):
-            device = nested.tensors(output)[0].device
-            return kept.CallCopies(device).of(self.func)
+            return copies.of(self.func)
         return self.func
 
     def transfer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from harness.optional import needed
@@ -216,6 +217,13 @@ def test_count_with_other_arguments_refused():
         ScatterOnce(["cpu"] * 2, count=lambda batch: 1)
 
 
+class Meter:
+    """An object of a loss, of which replicas have no copies."""
+
+    def __init__(self):
+        self.rows = 0
+
+
 class Parts(nn.Module):
     """A loss that leaves its parts in attributes, as many of fastai's users have."""
 
@@ -224,8 +232,14 @@ class Parts(nn.Module):
         self.ce = self.of_rows = None
         self.penalty, self.rows, self.labels = 0.0, 0, []
         self.by_kind = {"calls": 0}
+        self.meter, self.table = Meter(), np.zeros(9)
+        self.seen = torch.zeros(0)
 
     def forward(self, pred, y):
+        for label in y.tolist():
+            self.table[label] += 1
+        self.seen = torch.cat([self.seen, y])
+        self.meter.rows += len(y)
         self.ce = nn.functional.cross_entropy(pred, y)
         penalty = 0.1 * pred.square().mean()
         self.penalty = float(penalty)
@@ -264,6 +278,9 @@ def test_kept_parts_of_loss_are_the_batchs(devices, tmp_path, recwarn):
     for rows, of_stock in zip(mine.of_rows, other.of_rows, strict=True):
         torch.testing.assert_close(rows, of_stock)
     assert (parts.rows, parts.labels) == (expected.rows, expected.labels)
+    assert parts.table.tolist() == expected.table.tolist()
+    assert parts.seen.tolist() == expected.seen.tolist() == expected.labels
+    assert parts.meter.rows == expected.meter.rows == expected.rows
     # once per micro-batch: validation has one
     steps, validations = 2 * 4, 2 * 5
     assert expected.by_kind["calls"] == steps + validations

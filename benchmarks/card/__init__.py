@@ -24,9 +24,8 @@ from benchmarks.card.run import Run
 from benchmarks.card.setting import Setting, draw
 from scatterpar.devices.device_ids import parse_devices, resolve
 
-SECONDS = (
-    300.0  # the longest time of the whole, and what the number of rounds is made for
-)
+# The longest time of the whole run. Rows have rounds for it, and more for more seconds.
+SECONDS = 300.0
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -55,19 +54,19 @@ def main(arguments: Sequence[str]) -> int:
     page = Page(options.page, setting)
     run = Run(setting, page, options.seconds)
     for group in GROUPS:
-        run.take(
-            group, [row for row in group.rows if _is_chosen(row.name, options.only)]
-        )
+        rows = [row for row in group.rows if _is_chosen(row.name, options.only)]
+        run.take(group, rows)
     page.end()
     print(f"the page to paste: {options.page}")
     return int(page.has_failed)
 
 
 def _setting(options: argparse.Namespace) -> Setting:
-    names = parse_devices([options.devices] if options.devices else ()) or None
+    words = [options.devices] if options.devices else ()
+    names = parse_devices(words) or None
     if names is None and not torch.accelerator.is_available():
-        names = [f"cpu:{i}" for i in range(4)]
-    devices = tuple(dict.fromkeys(resolve(names)))
+        names = [f"cpu:{index}" for index in range(4)]
+    devices = tuple(dict.fromkeys(resolve(names)))  # each of them once
     is_real = devices[0].type != "cpu" and not options.under
     folder = options.page.resolve().with_suffix("")
     draw(folder)

@@ -1,12 +1,15 @@
-"""Looks of fifteen networks in float32: how far their difference is from what is allowed.
+"""Looks of fifteen networks in float32: their difference, of what is allowed.
 
-A look compares the engine's gradient of a few rows with plain torch's. Each network has a
-look without TF32 and one with it, where the GPU has it: TF32 rounds to 10 bits.
+A look compares the engine's gradient of a few rows with plain torch's. On GPUs each
+network has a look without TF32 and one with it: TF32 rounds to 10 bits.
 """
 
 import contextlib
+import functools
 import time
 import warnings
+from typing import NamedTuple
+from unittest import mock
 
 import torch
 from torch import nn
@@ -20,23 +23,22 @@ from scatterpar.devices.device_ids import physical
 from scatterpar.verify.look import ReplicaLook
 from scatterpar.verify.runs import Inconclusive
 
-_ROWS, _ACCUM, _CLASSES = 24, 2, 10
+_ROWS = 24
+_ACCUM = 2
+_CLASSES = 10
 _SIDE = 64  # of images
-_WORDS, _LENGTH = 100, 16
+_WORDS = 100
+_LENGTH = 16  # words of a row
 NOT_CONCLUSIVE = "inconclusive"
 
 
 def of_torchvision(setting, say):
     """Five networks for images."""
-    names = (
-        "resnet50",
-        "mobilenet_v3_small",
-        "efficientnet_b0",
-        "densenet121",
-        "convnext_tiny",
-    )
+    names = ["resnet50", "mobilenet_v3_small", "efficientnet_b0"]
+    names += ["densenet121", "convnext_tiny"]
     for name in names:
-        _look_at(setting, say, name, lambda name=name: _of_torchvision(name), _images)
+        build = functools.partial(_of_torchvision, name)
+        _look_at(setting, say, name, build, _images)
 
 
 def _of_torchvision(name):
@@ -45,42 +47,48 @@ def _of_torchvision(name):
 
 def of_transformers(setting, say):
     """Five networks for words, which compute their loss themselves."""
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    words = {"vocab_size": _WORDS, "pad_token_id": 0}
-    networks = {
-        "GPT2LMHeadModel": (
-            "GPT2Config",
-            {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, **_ENDS},
-        ),
-        "BertForMaskedLM": ("BertConfig", {**sizes, "intermediate_size": 128}),
-        "LlamaForCausalLM": ("LlamaConfig", {**sizes, "intermediate_size": 128}),
-        "T5ForConditionalGeneration": (
-            "T5Config",
-            {
-                "d_model": 64,
-                "d_kv": 16,
-                "d_ff": 128,
-                "num_layers": 2,
-                "num_heads": 4,
-                "decoder_start_token_id": 0,
-            },
-        ),
-        "MistralForCausalLM": (
-            "MistralConfig",
-            {**sizes, "intermediate_size": 128, "num_key_value_heads": 2},
-        ),
-    }
-    for name, (config, options) in networks.items():
-
-        def build(name=name, config=config, options=options):
-            transformers = library("transformers")
-            configured = getattr(transformers, config)(**words, **options)
-            return getattr(transformers, name)(configured)
-
+    for name, (config_name, options) in _TRANSFORMERS.items():
+        build = functools.partial(_of_transformers, name, config_name, options)
         _look_at(setting, say, name, build, _words_with_labels)
 
 
-_ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+def _of_transformers(name, config_name, options):
+    transformers = library("transformers")
+    make_config = getattr(transformers, config_name)
+    config = make_config(vocab_size=_WORDS, pad_token_id=0, **options)
+    return getattr(transformers, name)(config)
+
+
+_SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+}
+_GPT2_SIZES = {
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_T5_SIZES = {
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 128,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+}
+# The names of a model's configuration, and its sizes.
+_TRANSFORMERS = {
+    "GPT2LMHeadModel": ("GPT2Config", _GPT2_SIZES),
+    "BertForMaskedLM": ("BertConfig", _SIZES),
+    "LlamaForCausalLM": ("LlamaConfig", _SIZES),
+    "T5ForConditionalGeneration": ("T5Config", _T5_SIZES),
+    "MistralForCausalLM": ("MistralConfig", {**_SIZES, "num_key_value_heads": 2}),
+}
 
 
 def of_torch_and_timm(setting, say):
@@ -89,12 +97,13 @@ def of_torch_and_timm(setting, say):
     _look_at(setting, say, "TransformerEncoder", _Encoder, _words)
     _look_at(setting, say, "a U-Net", _UNet, _images_to_images)
     for name in ("vit_tiny_patch16_224", "mixer_s32_224"):
-
-        def build(name=name):
-            sizes = {"num_classes": _CLASSES, "img_size": _SIDE}
-            return library("timm").create_model(name, **sizes)
-
+        build = functools.partial(_of_timm, name)
         _look_at(setting, say, name, build, _images)
+
+
+def _of_timm(name):
+    timm = library("timm")
+    return timm.create_model(name, num_classes=_CLASSES, img_size=_SIDE)
 
 
 class _Recurrent(nn.Module):
@@ -105,7 +114,8 @@ class _Recurrent(nn.Module):
         self.head = nn.Linear(64, _CLASSES)
 
     def forward(self, words):
-        return self.head(self.body(self.words(words))[0].mean(1))
+        hidden, _ = self.body(self.words(words))
+        return self.head(hidden.mean(1))
 
 
 class _Encoder(nn.Module):
@@ -117,7 +127,8 @@ class _Encoder(nn.Module):
         self.head = nn.Linear(64, _CLASSES)
 
     def forward(self, words):
-        return self.head(self.body(self.words(words)).mean(1))
+        hidden = self.body(self.words(words))
+        return self.head(hidden.mean(1))
 
 
 class _UNet(nn.Module):
@@ -171,31 +182,39 @@ def _look_at(setting, say, name, build, batch):
 
 
 def _look(setting, build, batch, tf32, part):
-    """Take a step that is looked at. Returns result, part and verdict."""
+    """Take a step with a look. Returns result, part and verdict."""
     device = setting.devices[0]
     torch.manual_seed(0)
     module = build().to(physical(device))
     inputs, targets, criterion = batch(setting)
     with (
         _precision(device, "tf32" if tf32 else "ieee"),
-        _looks() as found,
-        warnings.catch_warnings(record=True) as told,
+        _looks() as looks,
+        warnings.catch_warnings(record=True) as caught,
         ScatterOnceParallel(module, _ACCUM, [device, device]) as engine,
     ):
         warnings.simplefilter("always")
         start = time.perf_counter()
         engine.forward_backward(inputs, targets, criterion)
         seconds = time.perf_counter() - start
-    words = [str(warning.message).splitlines()[0][:150] for warning in told]
-    warned = f"; told: {'; '.join(words)}" if words else ""
-    if isinstance(found[-1], str):
-        return f"{found[-1]}{warned}", part, NOT_CONCLUSIVE
-    difference, allowed = found[-1]
-    ratio = difference / allowed
-    result = f"{difference:.1e} of {allowed:.0e} that are allowed ({ratio:.3f})"
+    look = looks[-1]
+    if look.reason:
+        return f"{look.reason}{_warned(caught)}", part, NOT_CONCLUSIVE
+    ratio = look.difference / look.allowed
+    result = f"{look.difference:.1e} of {look.allowed:.0e} that are allowed"
+    result += f" ({ratio:.3f}), {seconds:.1f} s"
+    # What was predicted holds for GPUs that compute, without TF32.
     is_predicted = setting.is_real and not tf32
     verdict = predictions.LOOK.verdict(ratio) if is_predicted else MEASURED
-    return f"{result}, {seconds:.1f} s{warned}", part, verdict
+    return f"{result}{_warned(caught)}", part, verdict
+
+
+def _warned(caught):
+    """The first line of each warning, behind a result; empty without one."""
+    if not caught:
+        return ""
+    lines = [str(warning.message).splitlines()[0] for warning in caught]
+    return f"; told: {'; '.join(line[:150] for line in lines)}"
 
 
 @contextlib.contextmanager
@@ -206,36 +225,39 @@ def _precision(device, name):
         return
     cudnn = torch.backends.cudnn
     places = torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn
-    before = [place.fp32_precision for place in places]
+    saved = [place.fp32_precision for place in places]
     for place in places:
         place.fp32_precision = name
     try:
         yield
     finally:
-        for place, value in zip(places, before, strict=True):
-            place.fp32_precision = value
+        for place, precision in zip(places, saved, strict=True):
+            place.fp32_precision = precision
+
+
+class _Outcome(NamedTuple):
+    """The outcome of a look: a difference, or the reason why it is inconclusive."""
+
+    difference: float = 0.0
+    allowed: float = 0.0
+    reason: str = ""
 
 
 @contextlib.contextmanager
 def _looks():
-    """Yields a list of pairs: the difference that a look found, and what is allowed.
-
-    Of an inconclusive look it has the reason.
-    """
-    found = []
+    """Yields a list of the outcomes of looks."""
+    outcomes = []
     answer = ReplicaLook.answer
 
     def recording(self, *args):
         try:
             findings = answer(self, *args)
         except Inconclusive as reason:
-            found.append(str(reason))
+            outcomes.append(_Outcome(reason=str(reason)))
             raise
-        found.append((findings.difference, self.runs.rounding.tolerance))
+        allowed = self.runs.rounding.tolerance
+        outcomes.append(_Outcome(findings.difference, allowed))
         return findings
 
-    ReplicaLook.answer = recording
-    try:
-        yield found
-    finally:
-        ReplicaLook.answer = answer
+    with mock.patch.object(ReplicaLook, "answer", recording):
+        yield outcomes

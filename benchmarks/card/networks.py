@@ -29,7 +29,7 @@ def criterion(logits, targets):
 
 
 class Network:
-    """A network and its batches; a sub-step has ``rows``.
+    """A network and its batches; a sub-step has ``rows``, and the network ``sizes``.
 
     Args:
         name: "ResNet-50" of torchvision, "GPT-2" of transformers, or "GPT", the same
@@ -43,19 +43,26 @@ class Network:
         self._kind = _KINDS[name]
         self._dropout = dropout
         self._is_exact = exact
+        self.sizes = self._kind.small_sizes if setting.small else self._kind.sizes
         self.rows = self._rows_per_substep()
 
     def _rows_per_substep(self):
         if self._setting.small:
             return 2
         memory = torch.cuda.get_device_properties(self._setting.devices[0]).total_memory
-        most = 32 if memory < 20 * _GIB else 64 if memory < 40 * _GIB else 128
-        return max(1, (16 if self._is_exact else most) // self._kind.rows_divided_by)
+        if self._is_exact:
+            images = 16
+        elif memory < 20 * _GIB:
+            images = 32
+        elif memory < 40 * _GIB:
+            images = 64
+        else:
+            images = 128
+        return max(1, images // self._kind.rows_divided_by)
 
     def build(self):
         """The network without autocast, on the host."""
-        sizes = self._kind.small_sizes if self._setting.small else self._kind.sizes
-        return self._kind.build(sizes, self._dropout, self._is_exact)
+        return self._kind.build(self.sizes, self._dropout, self._is_exact)
 
     def module(self, device):
         """The module on ``device``, with the same weights every time."""
@@ -67,37 +74,38 @@ class Network:
 
     def batch(self, rows, number=0):
         """Inputs and targets on the host, other ones for each ``number``."""
+        sizes = self.sizes
         data = random_bytes(self._setting.folder).roll(1001 * number)
-        sizes = self._kind.small_sizes if self._setting.small else self._kind.sizes
         if self._kind.is_images:
+            images = _repeated(data, rows, 3, sizes.length, sizes.length)
             labels = data[:rows].long() % sizes.classes
-            return _repeated(data, rows, 3, sizes.length, sizes.length), labels
+            return images, labels
         tokens = _repeated(data.view(torch.int64), rows, sizes.length + 1)
         tokens = tokens % sizes.classes
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 class Sizes(NamedTuple):
-    """Of a network: classes or words, side of an image or number of words, and more."""
+    """The sizes of a network."""
 
-    classes: int
-    length: int
+    classes: int  # or words of the vocabulary
+    length: int  # the side of an image, or the words of a text
     width: int
     layers: int
     heads: int
 
 
 class _Kind(NamedTuple):
-    build: object
+    build: object  # called with sizes, dropout, exact
     sizes: Sizes
     small_sizes: Sizes
-    rows_divided_by: int
+    rows_divided_by: int  # the rows of images that fit, for one text
     is_images: bool
 
 
 def _resnet(sizes, dropout, exact):
     resnet = library("torchvision.models.resnet")
-    layers = [3, 4, 6, 3] if sizes.layers == 50 else [1] * 4
+    layers = [3, 4, 6, 3] if sizes.layers == 50 else [1, 1, 1, 1]
     return resnet.ResNet(resnet.Bottleneck, layers, num_classes=sizes.classes)
 
 
@@ -120,8 +128,9 @@ def _gpt2(sizes, dropout, exact):
 
 
 class _WithMask(nn.Module):
-    """GPT-2 with its mask: without one transformers reads numbers on the GPU, and takes
-    other kernels in a graph.
+    """GPT-2 with its mask.
+
+    Without one transformers reads numbers on the GPU, and takes other kernels in a graph.
     """
 
     def __init__(self, net, length):
@@ -131,7 +140,8 @@ class _WithMask(nn.Module):
         self.register_buffer("mask", mask.triu(1))
 
     def forward(self, words):
-        return self.net(words, attention_mask=self.mask, use_cache=False).logits
+        outputs = self.net(words, attention_mask=self.mask, use_cache=False)
+        return outputs.logits
 
 
 class GPT(nn.Module):
@@ -149,13 +159,14 @@ class GPT(nn.Module):
 
     def forward(self, words):
         places = torch.arange(words.shape[1], device=words.device)
-        return self.head(self.blocks(self.words(words) + self.places(places)))
+        hidden = self.words(words) + self.places(places)
+        return self.head(self.blocks(hidden))
 
 
-_GPT = Sizes(50257, 1024, 768, 12, 12)
-_SMALL_GPT = Sizes(128, 16, 32, 2, 2)
-_RESNET = Sizes(1000, 224, 64, 50, 0)
-_SMALL_RESNET = Sizes(10, 32, 64, 14, 0)
+_GPT = Sizes(classes=50257, length=1024, width=768, layers=12, heads=12)
+_SMALL_GPT = Sizes(classes=128, length=16, width=32, layers=2, heads=2)
+_RESNET = Sizes(classes=1000, length=224, width=64, layers=50, heads=0)
+_SMALL_RESNET = Sizes(classes=10, length=32, width=64, layers=14, heads=0)
 _KINDS = {
     "ResNet-50": _Kind(_resnet, _RESNET, _SMALL_RESNET, 1, True),
     "GPT-2": _Kind(_gpt2, _GPT, _SMALL_GPT, 16, False),
@@ -164,8 +175,10 @@ _KINDS = {
 
 
 def _repeated(data, *shape):
+    """As many of the numbers as the shape has, over and over."""
     count = math.prod(shape)
-    return data.repeat(-(-count // len(data)))[:count].view(shape)
+    times = math.ceil(count / len(data))
+    return data.repeat(times)[:count].view(shape)
 
 
 class _Mixed(nn.Module):

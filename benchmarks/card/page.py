@@ -11,7 +11,10 @@ import torch
 from benchmarks.card.setting import Setting
 from scatterpar import __version__
 
-NOT_REACHED, NOT_RUN, FAILED, PASSED = "not reached", "not run", "FAILED", "passed"
+NOT_REACHED = "not reached"
+NOT_RUN = "not run"
+FAILED = "FAILED"
+PASSED = "passed"
 MEASURED = "measured"  # nothing was predicted
 _COLUMNS = "| check | result | verdict |\n|---|---|---|\n"
 
@@ -39,17 +42,13 @@ class Page:
         }
         text = "".join(f"- {name}: {value}\n" for name, value in facts.items())
         if not setting.is_real:
-            text += (
-                "\n**No GPU computed this: null GPUs, or replicas on a processor.**\n"
-            )
+            who = "null GPUs, or replicas on a processor"
+            text += f"\n**No GPU computed this: {who}.**\n"
         file.write_text(f"{text}\n{_COLUMNS}", encoding="utf-8")
 
     def add(self, check: str, result: str, verdict: str) -> None:
         """Append a line, and see that it is on the disk."""
-        cells = [
-            " ".join(cell.replace("|", "/").split())
-            for cell in (check, result, verdict)
-        ]
+        cells = [_as_cell(text) for text in (check, result, verdict)]
         line = f"| {' | '.join(cells)} |\n"
         with self._lock:
             self._lines += 1
@@ -60,12 +59,16 @@ class Page:
     def end(self) -> None:
         """Say below the table how long all of it took."""
         minutes = (time.monotonic() - self._begin) / 60
-        self._append(
-            f"\n{self._lines} lines in {minutes:.1f} minutes, by `benchmarks card`.\n"
-        )
+        lines = f"{self._lines} lines in {minutes:.1f} minutes"
+        self._append(f"\n{lines}, by `benchmarks card`.\n")
 
     def _append(self, text: str) -> None:
         with self._file.open("a", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
+
+
+def _as_cell(text: str) -> str:
+    """One line without the mark between cells."""
+    return " ".join(text.replace("|", "/").split())

@@ -24,17 +24,19 @@ Say = Callable[..., None]  # (result, part of the check's name, verdict)
 def main() -> None:
     """Run the row that the first argument names."""
     arguments = json.loads(sys.argv[1])
-    found = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
+    # Lines for the page go to the old standard output, all other output to the error.
+    lines = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     os.dup2(2, 1)
     _thread.start_new_thread(_end_with_parent, ())
     seconds = arguments["until"] - time.time()
+    # A second before ``run.py`` kills this process.
     faulthandler.dump_traceback_later(max(0.5, seconds - 1.0))
     setting = Setting.from_json(arguments["setting"])
     name = arguments["row"]
 
     def say(result: str, part: str = "", verdict: str = PASSED) -> None:
         check = f"{name}, {part}" if part else name
-        found.write(json.dumps([check, result, verdict]) + "\n")
+        lines.write(json.dumps([check, result, verdict]) + "\n")
 
     try:
         if setting.under:
@@ -47,7 +49,7 @@ def main() -> None:
         words = str(error).strip().splitlines() or [""]
         kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
         say(f"{kind}{words[0][:300]}", verdict=FAILED)
-    found.flush()
+    lines.flush()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # some libraries abort in a process that ends in the usual way

@@ -38,9 +38,9 @@ class Row:
 
     def reason_not_to_run(self, setting: Setting) -> str:
         """What this machine lacks; empty if it lacks nothing."""
-        here = len(setting.devices)
-        if here < self.needs:
-            return f"{self.needs} devices are needed, and {here} are here"
+        count = len(setting.devices)
+        if count < self.needs:
+            return f"{self.needs} devices are needed, and {count} are here"
         if self.on != "any" and setting.devices[0].type == "cpu":
             return "CPU replicas have no CUDA"
         if self.on == "gpu" and not setting.is_real:
@@ -50,7 +50,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Group:
-    """Rows that run before those of the next group."""
+    """Rows that run before those of the next group.
+
+    Attributes:
+        until: the part of the whole run at which the group ends.
+        at_a_time: the number of rows that run at the same time.
+    """
 
     name: str
     until: float
@@ -74,17 +79,12 @@ def _correctness() -> Iterator[Row]:
     for count in (1, 2, 4, 8):
         for network in ("ResNet-50", "GPT-2"):
             name = f"graphs beside eager, {network}, GPUs: {count}"
-            arguments = (network, count)
-            yield Row(
-                name, "bits.graphs", 90, needs=count, on="cuda", arguments=arguments
-            )
+            yield _on_gpus(name, "bits.graphs", network, count)
     yield Row("dropout, twice", "bits.dropout_twice", 60)
-    yield Row(
-        "dropout, [0, 0, 1, 1] and [0, 1, 0, 1]", "bits.dropout_on_two", 60, needs=2
-    )
-    yield Row(
-        "dropout, [0, 0, 1, 1] and [0, 1, 2, 3]", "bits.dropout_on_four", 60, needs=4
-    )
+    name = "dropout, [0, 0, 1, 1] and [0, 1, 0, 1]"
+    yield Row(name, "bits.dropout_on_two", 60, needs=2)
+    name = "dropout, [0, 0, 1, 1] and [0, 1, 2, 3]"
+    yield Row(name, "bits.dropout_on_four", 60, needs=4)
     yield Row("new shapes are captured", "bits.new_shapes", 90, on="cuda")
     yield Row("out of memory", "failures.out_of_memory", 60, on="cuda")
     yield Row("Ctrl-C", "failures.interrupt", 60)
@@ -97,16 +97,18 @@ def _correctness() -> Iterator[Row]:
 
 def _speed() -> Iterator[Row]:
     for network in ("ResNet-50", "GPT"):
-        yield Row(
-            f"speed, {network}", "speed.steps", 90, on="cuda", arguments=(network,)
-        )
+        name = f"speed, {network}"
+        yield Row(name, "speed.steps", 90, on="cuda", arguments=(network,))
     for count in (2, 4, 8):
         for network in ("ResNet-50", "GPT-2"):
             name = f"speed beside DDP, {network}, GPUs: {count}"
-            arguments = (network, count)
-            yield Row(
-                name, "ddp.steps", 90, needs=count, on="cuda", arguments=arguments
-            )
+            yield _on_gpus(name, "ddp.steps", network, count)
+
+
+def _on_gpus(name: str, called: str, network: str, count: int) -> Row:
+    """A row of a network on so many GPUs."""
+    arguments = (network, count)
+    return Row(name, called, 90, needs=count, on="cuda", arguments=arguments)
 
 
 GROUPS = (
@@ -118,4 +120,8 @@ GROUPS = (
 
 def by_name(name: str) -> Row:
     """The row with this name."""
-    return next(row for group in GROUPS for row in group.rows if row.name == name)
+    for group in GROUPS:
+        for row in group.rows:
+            if row.name == name:
+                return row
+    raise LookupError(f"there is no row {name!r}")

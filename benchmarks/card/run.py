@@ -37,9 +37,15 @@ class Run:
         A row ends at its limit, or at the end of its group's part of the whole.
         """
         deadline = self._begin + group.until * self._seconds
-        at_a_time = min(group.at_a_time, max(1, (os.cpu_count() or 1) // 2))
+        cores = os.cpu_count() or 1
+        at_a_time = min(group.at_a_time, max(1, cores // 2))
+
+        def run(row: Row) -> None:
+            self._run(row, deadline)
+
         with ThreadPoolExecutor(at_a_time) as pool:
-            for _ in pool.map(lambda row: self._run(row, deadline), rows):
+            # After Ctrl-C the rest of the iterator is dropped, and no more rows begin.
+            for _ in pool.map(run, rows):
                 pass
 
     def _run(self, row: Row, deadline: float) -> None:
@@ -69,13 +75,11 @@ class Run:
             finally:
                 timer.cancel()
         if ended.is_set():
-            self._page.add(
-                row.name, f"ended after {seconds:.0f} s; see {log.name}", NOT_REACHED
-            )
+            result = f"ended after {seconds:.0f} s; see {log.name}"
+            self._page.add(row.name, result, NOT_REACHED)
         elif code:
-            self._page.add(
-                row.name, f"its process ended with {code}; see {log.name}", FAILED
-            )
+            result = f"its process ended with {code}; see {log.name}"
+            self._page.add(row.name, result, FAILED)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,17 @@
 """Steps of the engine on one GPU beside a plain loop and nn.DataParallel, in turns.
 
-Each round has a step of each program, so what slows the machine slows all of them. Ratios
-are medians over the rounds. The engine looks at steps 1, 2, 4, 8, …, which are not timed.
+::
+
+    for each round:
+        plain loop        for each micro-batch: (criterion(net(x), y) / accum).backward()
+        nn.DataParallel   the same, with nn.DataParallel(net)
+        [0]               engine.forward_backward(inputs, targets, criterion)
+        [0, 0]            the same with two replicas
+        graphs            the same with graphs=True
+
+Each round has a step of each program, so what slows the machine slows all of them.
+Ratios are medians over the rounds. The engine looks at steps 1, 2, 4, 8, …, which are
+not timed.
 """
 
 import contextlib
@@ -22,10 +32,15 @@ from scatterpar.devices.device_ids import physical
 _ACCUM = 16
 _FIRST_LOOKS = 8  # steps after which none is looked at before the 16th
 _ROUNDS = 5
+_HOST_ROUNDS = 3
 _HOST_ROWS = 2  # per sub-step, so few that the host's launching is the whole time
-PLAIN, DATA_PARALLEL = "plain loop", "nn.DataParallel"
-PINNED, PAGEABLE, ON_GPU = "[0], pinned", "[0], pageable", "[0], on the GPU"
-TWICE, GRAPHS = "[0, 0], pinned", "graphs, pinned"
+PLAIN = "plain loop"
+DATA_PARALLEL = "nn.DataParallel"
+PINNED = "[0], pinned"
+PAGEABLE = "[0], pageable"
+ON_GPU = "[0], on the GPU"
+TWICE = "[0, 0], pinned"
+GRAPHS = "graphs, pinned"
 
 
 class Program:
@@ -45,15 +60,17 @@ class Program:
         self._few = few
         self.seconds = []
         self.host_seconds = []
-        self.first_peak = self.peak = 0
+        self.first_peak = 0
+        self.peak = 0
 
     def run(self, device, few=False):
         """Take one step. Returns its seconds, and the most memory."""
         self.module.zero_grad()
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
+        inputs, targets = self._few if few else self._batch
         start = time.perf_counter()
-        self._step(*(self._few if few else self._batch))
+        self._step(inputs, targets)
         torch.cuda.synchronize(device)
         seconds = time.perf_counter() - start
         return seconds, torch.cuda.max_memory_allocated(device)
@@ -70,6 +87,11 @@ class Program:
         self.seconds.append(seconds)
         self.peak = max(self.peak, peak)
 
+    def take_host_turn(self, device):
+        """One timed step with few rows."""
+        seconds, _ = self.run(device, few=True)
+        self.host_seconds.append(seconds)
+
 
 def steps(setting, say, name):
     """The programs in turns, a line of the page for each."""
@@ -83,9 +105,9 @@ def steps(setting, say, name):
         for _ in range(setting.rounds(_ROUNDS, least=2)):
             for program in programs.values():
                 program.take_turn(device)
-        for _ in range(3):
+        for _ in range(_HOST_ROUNDS):
             for program in programs.values():
-                program.host_seconds.append(program.run(device, few=True)[0])
+                program.take_host_turn(device)
         for program_name, program in programs.items():
             result = _result(program, programs[PLAIN])
             verdict = _verdict(name, program_name, programs)
@@ -100,31 +122,30 @@ def _programs(net, setting, engines):
     device = setting.devices[0]
     batch = _pinned(net.batch(net.rows * _ACCUM))
     few = _pinned(net.batch(_HOST_ROWS * _ACCUM))
-
-    def engine(ids, **options):
-        module = net.module(device)
-        made = ScatterOnceParallel(module, options.pop("accum"), ids, **options)
-        engines.enter_context(made)
-        return module, functools.partial(_by_engine, made)
-
-    module, step = engine([device], accum=_ACCUM)
-    # The pair of a batch and a few rows, in each memory. One engine takes all three.
-    pageable = _copied(batch), _copied(few)
-    on_gpu = _moved(batch, device), _moved(few, device)
     plain = net.module(device)
+    plain_loop = functools.partial(_plain_loop, plain, device)
     parallel = nn.DataParallel(net.module(device), [device.index])
-    loop = functools.partial(_plain_loop, plain, device)
-    by_call = functools.partial(_plain_loop, parallel, None)
-    programs = {
-        PLAIN: Program(plain, loop, batch, few),
-        DATA_PARALLEL: Program(parallel, by_call, batch, few),
+    parallel_loop = functools.partial(_parallel_loop, parallel, device)
+
+    def by_engine(device_ids, accum, graphs=False):
+        module = net.module(device)
+        engine = ScatterOnceParallel(module, accum, device_ids, graphs=graphs)
+        engines.enter_context(engine)
+        return module, functools.partial(_by_engine, engine)
+
+    module, step = by_engine([device], _ACCUM)
+    # One engine takes rows from three kinds of memory.
+    pageable = _LikeThat(module, step, _copied(batch), _copied(few))
+    on_gpu = _LikeThat(module, step, _moved(batch, device), _moved(few, device))
+    return {
+        PLAIN: Program(plain, plain_loop, batch, few),
+        DATA_PARALLEL: Program(parallel, parallel_loop, batch, few),
         PINNED: Program(module, step, batch, few),
-        TWICE: Program(*engine([device] * 2, accum=_ACCUM // 2), batch, few),
-        GRAPHS: Program(*engine([device], accum=_ACCUM, graphs=True), batch, few),
+        TWICE: Program(*by_engine([device] * 2, _ACCUM // 2), batch, few),
+        GRAPHS: Program(*by_engine([device], _ACCUM, graphs=True), batch, few),
+        PAGEABLE: pageable,
+        ON_GPU: on_gpu,
     }
-    for name, batches in ((PAGEABLE, pageable), (ON_GPU, on_gpu)):
-        programs[name] = _LikeThat(module, step, *batches)
-    return programs
 
 
 class _LikeThat(Program):
@@ -139,13 +160,18 @@ def _by_engine(engine, inputs, targets):
 
 
 def _plain_loop(module, device, inputs, targets):
-    """The same micro-batches; without a ``device`` the module moves its inputs."""
-    where = device or torch.device("cuda", module.device_ids[0])
+    """The same micro-batches as the engine's."""
     for rows, labels in zip(inputs.chunk(_ACCUM), targets.chunk(_ACCUM), strict=True):
-        if device is not None:
-            rows = rows.to(device, non_blocking=True)
-        labels = labels.to(where, non_blocking=True)
+        rows = rows.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
         (criterion(module(rows), labels) / _ACCUM).backward()
+
+
+def _parallel_loop(parallel, device, inputs, targets):
+    """The same, with ``nn.DataParallel``, which moves its inputs itself."""
+    for rows, labels in zip(inputs.chunk(_ACCUM), targets.chunk(_ACCUM), strict=True):
+        labels = labels.to(device, non_blocking=True)
+        (criterion(parallel(rows), labels) / _ACCUM).backward()
 
 
 def _pinned(batch):
@@ -153,9 +179,12 @@ def _pinned(batch):
 
 
 def _copied(batch):
-    return [
-        torch.empty_like(tensor, pin_memory=False).copy_(tensor) for tensor in batch
-    ]
+    """In ordinary memory of the host."""
+    copies = []
+    for tensor in batch:
+        copy = torch.empty_like(tensor, pin_memory=False)
+        copies.append(copy.copy_(tensor))
+    return copies
 
 
 def _moved(batch, device):
@@ -163,8 +192,9 @@ def _moved(batch, device):
 
 
 def _ratio(program, other):
+    """The median of the ratios of their times, round by round."""
     pairs = zip(program.seconds, other.seconds, strict=True)
-    return median(one / another for one, another in pairs)
+    return median(seconds / of_other for seconds, of_other in pairs)
 
 
 def _host_ms(program):
@@ -207,7 +237,8 @@ def _say_hidden(say, program, device):
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         program.run(device)
-    copies, kernels = [], []
+    copies = []
+    kernels = []
     for event in profile.events():
         if event.device_type != torch.autograd.DeviceType.CUDA:
             continue
@@ -225,14 +256,15 @@ def _say_hidden(say, program, device):
     say(words, "copies hidden", predictions.HIDDEN.verdict(hidden))
 
 
-def overlap(spans, others):
-    """How long ``spans`` last while one of ``others`` does.
+def overlap(spans, other_spans):
+    """How long ``spans`` last while one of ``other_spans`` does.
 
     >>> overlap([(0, 4), (6, 8)], [(1, 2), (1, 3), (7, 9)])
     3
     """
+    # Merged, so that no time counts twice.
     merged = []
-    for start, end in sorted(others):
+    for start, end in sorted(other_spans):
         if merged and start <= merged[-1][1]:
             merged[-1][1] = max(end, merged[-1][1])
         else:

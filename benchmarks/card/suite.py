@@ -10,6 +10,7 @@ from benchmarks.card.page import FAILED, PASSED
 from benchmarks.card.setting import NotRun
 
 TESTS = Path(__file__).parents[2] / "tests"
+_MOST_PROCESSES = 6  # each has a context of its own in the GPU's memory
 
 
 class _Count:
@@ -25,25 +26,24 @@ class _Count:
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
             words = crash.message if crash else str(report.longrepr)
-            name = report.nodeid.rpartition("/")[2]
-            self._say(words.strip().splitlines()[0][:200], name, FAILED)
+            first_line = words.strip().splitlines()[0]
+            _, _, name = report.nodeid.rpartition("/")
+            self._say(first_line[:200], name, FAILED)
 
 
 def cuda_tests(setting, say):
     """The files that mark a test ``cuda``, in several processes if pytest-xdist is here."""
-    files = [
-        str(file)
-        for file in TESTS.rglob("test_*.py")
-        if "mark.cuda" in file.read_text()
-    ]
+    files = []
+    for file in TESTS.rglob("test_*.py"):
+        if "mark.cuda" in file.read_text():
+            files.append(str(file))
     if not files:
         raise NotRun("the tests are not here")
     count = _Count(say)
     options = ["-q", "-m", "cuda", "-p", "no:cacheprovider", "-W", "ignore"]
     if find_spec("xdist"):
-        options += ["-n", str(min(6, max(1, (os.cpu_count() or 1) // 2)))]
+        cores = os.cpu_count() or 1
+        options += ["-n", str(min(_MOST_PROCESSES, max(1, cores // 2)))]
     code = pytest.main([*options, *files], plugins=[count])
-    words = ", ".join(
-        f"{number} {outcome}" for outcome, number in count.outcomes.items()
-    )
-    say(words, "all", PASSED if code == 0 else FAILED)
+    outcomes = [f"{number} {outcome}" for outcome, number in count.outcomes.items()]
+    say(", ".join(outcomes), "all", PASSED if code == 0 else FAILED)

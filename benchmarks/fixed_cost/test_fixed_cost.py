@@ -1,9 +1,15 @@
-"""What the engine costs where there is nothing to compute: over the bare loop, in
-microseconds.
+"""What does a step cost that computes nothing? Microseconds over the bare loop.
+
+``python -m benchmarks fixed_cost`` times both in turns, on the same one-row
+micro-batches of one linear layer::
+
+    engine       engine.forward_backward(inputs, targets, criterion)
+    bare loop    for each row: (criterion(module(x), y) / sub_steps).backward()
 """
 
 import statistics
 from functools import partial
+from unittest import mock
 
 import torch
 from torch import nn
@@ -17,7 +23,7 @@ from scatterpar.threads import workers
 FEATURES = 4
 CLASSES = 2
 REPLICAS = (1, 2, 4, 8)
-CROWDS = (4, 8)  # that are also measured with all replicas started at once
+CROWDS = (4, 8)  # replicas that are also started all at once
 ACCUMS = (1, 4, 16)
 DEPTHS = (1, 10, 100, 300)
 PHASES = ("scatter", "replicate", "compute", "reduce")
@@ -66,12 +72,9 @@ def crowded(engine):
     """Steps in which all replicas start at once, however few cores there are."""
 
     def step(*batch):
-        before = workers.max_concurrency
-        workers.max_concurrency = len
-        try:
+        # As many threads at a time as there are replicas.
+        with mock.patch.object(workers, "max_concurrency", len):
             engine.forward_backward(*batch)
-        finally:
-            workers.max_concurrency = before
 
     return step
 
@@ -113,8 +116,7 @@ def microseconds_over(seconds, key):
 
 
 def pair(step, module, sub_steps, key, first):
-    """An engine's step and the loop of as many sub-steps, on the same one-row
-    micro-batches.
+    """An engine's step and the bare loop of as many sub-steps, on the same rows.
 
     Each gives the median of a burst; ``first`` collects the bursts' first steps.
     """
@@ -130,12 +132,12 @@ def pair(step, module, sub_steps, key, first):
             loss = peers.criterion(output, targets[number : number + 1])
             (loss / sub_steps).backward()
 
-    runs = {("engine", *key): by_engine, ("bare", *key): bare}
-    first.update({name: [] for name in runs})
-    return {
-        name: partial(in_a_row, run, module.zero_grad, first[name])
-        for name, run in runs.items()
-    }
+    contenders = {}
+    for kind, run in (("engine", by_engine), ("bare", bare)):
+        first[kind, *key] = []
+        contender = partial(in_a_row, run, module.zero_grad, first[kind, *key])
+        contenders[kind, *key] = contender
+    return contenders
 
 
 def noting(step, engine, phases):
@@ -156,9 +158,7 @@ def chain(depth):
 
 
 def draw(over):
-    """Microseconds over the bare loop against sub-steps, a line per
-    number of replicas.
-    """
+    """Microseconds over the bare loop against sub-steps, a line per kind of replicas."""
 
     def on(axes):
         for (replicas, start), costs in over.items():

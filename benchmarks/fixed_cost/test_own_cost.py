@@ -1,5 +1,9 @@
-"""The own cost of a step as its work grows: the time over the plain loop of the same
-sub-steps.
+"""How does a step's own cost grow with its work? The time over the plain loop.
+
+Both run the same sub-steps, in turns::
+
+    engine    engine.forward_backward(inputs, targets, criterion)
+    plain     for each micro-batch: (criterion(module(x), y) / sub_steps).backward()
 """
 
 import statistics
@@ -15,7 +19,8 @@ from scatterpar import ScatterOnceParallel
 
 ROWS = 4  # per micro-batch
 FEATURES = 8
-# Layers (two parameters each), replicas, sub-steps per replica.
+# Layers (two parameters each), replicas, sub-steps per replica. The first step is the
+# base; each of the others has more of one of them.
 STEP = (3, 2, 1)
 SUB_STEPS = (3, 2, 64)
 PARAMETERS = (401, 2, 1)
@@ -39,7 +44,8 @@ def test_own_cost(benchmark, publish, quick):
     seconds = interleaved(benchmark, contenders, 3 if quick else 21)
     costs = []
     for key in keys:
-        engine, plain = (seconds[name_of(kind, *key)] for kind in ("engine", "plain"))
+        engine = seconds[name_of("engine", *key)]
+        plain = seconds[name_of("plain", *key)]
         over = [ours - theirs for ours, theirs in zip(engine, plain, strict=True)]
         costs.append(1e6 * statistics.median(over))
     step, sub_steps, parameters, replicas = costs
@@ -66,14 +72,15 @@ def pair(layers, replicas, accum):
     module = nn.Sequential(*chain)
     sub_steps = replicas * accum
     engine = ScatterOnceParallel(module, accum, ["cpu"] * replicas)
-    inputs, targets = (torch.randn(ROWS * sub_steps, FEATURES) for _ in range(2))
+    inputs = torch.randn(ROWS * sub_steps, FEATURES)
+    targets = torch.randn(ROWS * sub_steps, FEATURES)
 
     def by_engine():
         engine.forward_backward(inputs, targets, criterion)
 
     def plain():
-        for rows, values in zip(inputs.split(ROWS), targets.split(ROWS), strict=True):
-            (criterion(module(rows), values) / sub_steps).backward()
+        for x, y in zip(inputs.split(ROWS), targets.split(ROWS), strict=True):
+            (criterion(module(x), y) / sub_steps).backward()
 
     contenders = {}
     for kind, run in (("engine", by_engine), ("plain", plain)):

@@ -39,7 +39,7 @@ def test_a_layer_in_a_sub_step(benchmark, publish, quick):
             plain = seconds[name, accum, "plain"]
             synchronised = seconds[name, accum, "synchronised"]
             pairs = zip(synchronised, plain, strict=True)
-            difference = statistics.median(one - other for one, other in pairs)
+            difference = statistics.median(ours - bare for ours, bare in pairs)
             layers = LAYERS * accum * len(layout)
             milliseconds = 1e3 * difference / layers
             ratio = statistics.median(synchronised) / statistics.median(plain)

@@ -1,5 +1,4 @@
-"""Is every wait needed? Each is taken out of a copy of the package, and a test has to
-fail.
+"""Is every wait needed? Each is taken out of a copy, and a test has to fail.
 
     tests/nullcuda/run python -m nullcuda.mutations
 
@@ -48,26 +47,34 @@ FILES = (
 class Mutation(NamedTuple):
     """What is changed in the engine, and the test that fails then, with these words."""
 
-    what: str
+    title: str
     changes: list[tuple[str, str]]  # each text, and the one in its place
     test: str
     words: str
 
 
 def read(entry: str) -> Mutation:
-    """An entry of ``TABLE``: a line that says what, a patch, a test, and the words
-    unless ``RACE``.
+    """An entry of ``TABLE``: a title, a patch, a test, and the words unless ``RACE``.
 
     A text without another one in its place becomes ``pass``.
     """
-    what, *patch, seen = entry.splitlines()
+    title, *patch, outcome = entry.splitlines()
     changes: list[tuple[str, str]] = []
     for sign, lines in groupby(patch, lambda line: line[0]):
         text = "\n".join(line[1:] for line in lines)
-        changes.append((text, "pass") if sign == "-" else (changes.pop()[0], text))
-    name, _, words = seen.partition(": ")
-    (file,) = [file for file in FILES if f"\ndef {name}(" in (ROOT / file).read_text()]
-    return Mutation(what, changes, f"{file}::{name}", words or RACE)
+        if sign == "-":
+            changes.append((text, "pass"))
+        else:
+            replaced, _ = changes.pop()
+            changes.append((replaced, text))
+    name, _, words = outcome.partition(": ")
+    return Mutation(title, changes, f"{file_of(name)}::{name}", words or RACE)
+
+
+def file_of(test: str) -> str:
+    """The one of ``FILES`` that has the test."""
+    (file,) = [file for file in FILES if f"\ndef {test}(" in (ROOT / file).read_text()]
+    return file
 
 
 TABLE = """
@@ -179,65 +186,69 @@ MUTATIONS = [read(entry) for entry in TABLE.strip().split("\n\n")]
 
 
 def main() -> None:
-    """Try all, or those whose words contain an argument, two at a time; say what found
-    each.
-    """
-    wrong = faults_of_the_table()
-    wanted = [m for m in MUTATIONS if all(word in m.what for word in sys.argv[1:])]
+    """Try all mutations, or those whose title has all arguments, two at a time."""
+    faults = faults_of_the_table()
+    words = sys.argv[1:]
+    chosen = []
+    for mutation in MUTATIONS:
+        if all(word in mutation.title for word in words):
+            chosen.append(mutation)
     with ThreadPoolExecutor(2) as pool:
-        for mutation, trouble in zip(wanted, pool.map(trial, wanted), strict=True):
-            print(f"{mutation.what}: {trouble or 'found'}", flush=True)
-            wrong += [trouble] if trouble else []
-    sys.exit("\n".join(wrong) if wrong else 0)
+        for mutation, fault in zip(chosen, pool.map(trial, chosen), strict=True):
+            print(f"{mutation.title}: {fault or 'found'}", flush=True)
+            if fault:
+                faults.append(fault)
+    sys.exit("\n".join(faults) if faults else 0)
 
 
 def sources() -> dict[Path, str]:
     """The files of the engine, relative to the repository."""
-    files = [
-        file for room in ENGINE for file in (ROOT / "scatterpar" / room).glob("*.py")
-    ]
+    files: list[Path] = []
+    for package in ENGINE:
+        files += (ROOT / "scatterpar" / package).glob("*.py")
     return {file.relative_to(ROOT): file.read_text() for file in sorted(files)}
 
 
 def faults_of_the_table() -> list[str]:
-    """Texts that are not once in the engine, and lines that wait and that nothing takes
-    out.
-    """
-    texts, found = [text for mutation in MUTATIONS for text, _ in mutation.changes], []
-    for text in texts:
-        pattern = in_any_layout(text)
-        count = sum(len(pattern.findall(source)) for source in sources().values())
+    """Texts that are not once in the engine, and waits that no mutation takes out."""
+    patterns = {}
+    for mutation in MUTATIONS:
+        for text, _ in mutation.changes:
+            patterns[text] = in_any_layout(text)
+    faults = []
+    texts_by_file = sources()
+    for text, pattern in patterns.items():
+        count = sum(len(pattern.findall(source)) for source in texts_by_file.values())
         if count != 1:
-            found.append(f"{text!r} is {count} times in the engine: mend the table")
-    for file, source in sources().items():
-        taken_out = [
-            range(*match.span())
-            for text in texts
-            for match in in_any_layout(text).finditer(source)
-        ]
+            faults.append(f"{text!r} is {count} times in the engine: mend the table")
+    for file, source in texts_by_file.items():
+        if str(file) == MEASURES:
+            continue
+        taken_out: set[int] = set()  # places of the source
+        for pattern in patterns.values():
+            for match in pattern.finditer(source):
+                taken_out.update(range(*match.span()))
         for wait in WAITS.finditer(source):
-            if str(file) != MEASURES and not any(
-                wait.start() in one for one in taken_out
-            ):
+            if wait.start() not in taken_out:
                 line = source.count("\n", 0, wait.start()) + 1
-                found.append(
-                    f"{file}:{line} waits, and nothing takes that out: mend the table"
-                )
-    return found
+                words = "waits, and nothing takes that out: mend the table"
+                faults.append(f"{file}:{line} {words}")
+    return faults
 
 
 def trial(mutation: Mutation) -> str:
-    """Why a mutation was not found as it has to be, if so."""
+    """Why a mutation was not found as it has to be; empty if it was."""
     changed = sources()
     for path, source in changed.items():
-        for text, instead in mutation.changes:
-            source = in_any_layout(text).sub(lambda _, new=instead: new, source)
+        for text, replacement in mutation.changes:
+            # A function: backslashes of the replacement mean themselves.
+            source = in_any_layout(text).sub(lambda _, new=replacement: new, source)
         changed[path] = source
     how = "-W", "ignore", "-p", "nullcuda.plugin"
-    done = run_on_copy(changed, str(ROOT / mutation.test), *how, timeout=1800)
-    if done.returncode != 1:
-        return f"{mutation.test} does not fail (pytest ends with {done.returncode})"
-    if mutation.words not in done.stdout:
+    run = run_on_copy(changed, str(ROOT / mutation.test), *how, timeout=1800)
+    if run.returncode != 1:
+        return f"{mutation.test} does not fail (pytest ends with {run.returncode})"
+    if mutation.words not in run.stdout:
         return f"{mutation.test} fails without the words {mutation.words!r}"
     return ""
 

@@ -1,8 +1,7 @@
-"""For pytest on the null CUDA (``-p nullcuda.plugin``): values for all operators, races
-in none.
+"""For pytest on the null CUDA (``-p nullcuda.plugin``): values for all operators.
 
-With it every test runs under the race checker, and fails where it finds an unordered
-pair.
+With it every test runs under the race checker, and fails if that finds a pair of
+accesses that nothing orders.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if not card.is_null():
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # torch notes that kernels are replaced
+    # Torch warns that kernels are replaced.
     with warnings.catch_warnings(action="ignore"):
         values.install()
     card.busy(_BUSY)
@@ -34,10 +33,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _tell_who_hands_work_over() -> None:
-    """The caller hands each job to the workers, and takes it over when they are
-    through.
-    """
-    begin, run, wait = Job.__init__, Job.run, Workers._wait
+    """The caller hands each job to the workers, and takes it over when they are done."""
+    begin = Job.__init__
+    run = Job.run
+    wait = Workers._wait
 
     @wraps(begin)
     def begun(job, *args):
@@ -65,7 +64,9 @@ def _tell_who_hands_work_over() -> None:
         finally:
             card.take_over(id(job))
 
-    Job.__init__, Job.run, Workers._wait = begun, taken, waited
+    Job.__init__ = begun
+    Job.run = taken
+    Workers._wait = waited
 
 
 @pytest.fixture(autouse=True)
@@ -77,11 +78,10 @@ def _no_races():
     yield
     card.trace(False)
     records = card.records()
-    found = races(records)
-    assert not found, f"accesses that nothing orders: {found[:6]}"
-    assert all(record.kind != "wrong_device" for record in records), (
-        "launched on a wrong card"
-    )
+    unordered = races(records)
+    assert not unordered, f"accesses that nothing orders: {unordered[:6]}"
+    kinds = {record.kind for record in records}
+    assert "wrong_device" not in kinds, "launched on a wrong card"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -31,14 +31,12 @@ _Clock = dict[_Stream, int]
 
 
 class Race(NamedTuple):
-    """Two accesses that nothing orders: what was done, and on which
-    device and stream.
-    """
+    """Two accesses that nothing orders: the operations, and their devices and streams."""
 
     first: str
-    on: _Stream
+    first_stream: _Stream
     second: str
-    and_on: _Stream
+    second_stream: _Stream
 
 
 class _Access(NamedTuple):
@@ -46,31 +44,39 @@ class _Access(NamedTuple):
     stop: int
     writes: bool
     stream: _Stream
-    tick: int
-    what: str
+    tick: int  # of the stream's clock
+    operation: str
 
 
 def races(records: Iterable[Record]) -> list[Race]:
     """Each kind of unordered pair once, in the order in which they were found."""
     checker = _Checker()
     for record in records:
-        checker.look_at(record)
-    return list(checker.found)
+        checker.add(record)
+    return list(checker.races)
 
 
 class _Checker:
+    """Reads a trace.
+
+    Attributes:
+        races: the unordered pairs so far; the values say nothing.
+    """
+
     def __init__(self) -> None:
-        self.found: dict[Race, None] = {}
-        self._all: _Clock = {}  # what every thread knows
-        # what each thread that takes part in hand-overs knows
-        self._own: dict[int, _Clock] = {}
-        self._handed: defaultdict[int, _Clock] = defaultdict(dict)
+        self.races: dict[Race, None] = {}
+        self._common: _Clock = {}  # of what every thread knows
+        # Of what the threads that take part in hand-overs know.
+        self._by_thread: dict[int, _Clock] = {}
+        self._handed_over: defaultdict[int, _Clock] = defaultdict(dict)  # by key
         self._streams: defaultdict[_Stream, _Clock] = defaultdict(dict)
         self._events: dict[int, _Clock] = {}
         self._pages: defaultdict[int, list[_Access]] = defaultdict(list)
 
-    def look_at(self, record: Record) -> None:
-        stream, thread = (record.device, record.stream), record.thread
+    def add(self, record: Record) -> None:
+        """Move the clocks on, and compare the record's accesses with earlier ones."""
+        stream = (record.device, record.stream)
+        thread = record.thread
         match record.kind:
             case "read" | "write":
                 self._begin(stream, thread)
@@ -79,28 +85,24 @@ class _Checker:
                     self._learn(thread, self._streams[stream])
             case "copy_in" | "copy_out" | "copy_within" | "copy_peer" | "fill":
                 self._begin(stream, thread)
-                if record.kind != "fill" and not (
-                    record.kind == "copy_in" and record.pageable
-                ):
-                    self._access(record, stream, record.source, False)
-                if record.kind != "copy_out":
-                    self._access(record, stream, record.address, True)
+                self._copy(record, stream)
                 if record.blocks:
                     self._learn(thread, self._streams[stream])
             case "event_record":
-                self._events[record.address] = dict(self._streams[stream])
+                event = dict(self._streams[stream])
+                self._events[record.address] = event
                 for clock in self._known(thread):
-                    _join(self._events[record.address], clock)
+                    _join(event, clock)
             case "event_wait":
-                _join(self._streams[stream], self._events.get(record.address, {}))
+                _join(self._streams[stream], self._event(record))
             case "event_sync":
-                self._learn(thread, self._events.get(record.address, {}))
+                self._learn(thread, self._event(record))
             case "event_query" if record.blocks:
-                _join(self._all, self._events.get(record.address, {}))
+                _join(self._common, self._event(record))
             case "stream_sync":
                 self._learn(thread, self._streams[stream])
             case "stream_query" if record.blocks:
-                _join(self._all, self._streams[stream])
+                _join(self._common, self._streams[stream])
             case "device_sync":
                 for (device, _), clock in list(self._streams.items()):
                     if device == record.device:
@@ -109,24 +111,37 @@ class _Checker:
                 for clock in list(self._streams.values()):
                     self._learn(thread, clock)
             case "hand_over":
-                self._own.setdefault(thread, {})
+                self._by_thread.setdefault(thread, {})
                 for clock in self._known(thread):
-                    _join(self._handed[record.address], clock)
+                    _join(self._handed_over[record.address], clock)
             case "take_over":
-                _join(self._own.setdefault(thread, {}), self._handed[record.address])
+                clock = self._by_thread.setdefault(thread, {})
+                _join(clock, self._handed_over[record.address])
+
+    def _copy(self, record: Record, stream: _Stream) -> None:
+        """The accesses of a copy or a fill."""
+        # Pageable memory was staged when the copy was issued: nothing reads it later.
+        is_staged = record.kind == "copy_in" and record.pageable
+        if record.kind != "fill" and not is_staged:
+            self._access(record, stream, record.source, writes=False)
+        if record.kind != "copy_out":
+            self._access(record, stream, record.address, writes=True)
+
+    def _event(self, record: Record) -> _Clock:
+        """The clock of the record's event; empty if it was never recorded."""
+        return self._events.get(record.address, {})
 
     def _known(self, thread: int) -> list[_Clock]:
         """The clocks that make up what a thread knows to be done."""
-        own = [self._own[thread]] if thread in self._own else [*self._own.values()]
-        return [self._all, *own]
+        if thread in self._by_thread:
+            return [self._common, self._by_thread[thread]]
+        return [self._common, *self._by_thread.values()]
 
     def _learn(self, thread: int, clock: _Clock) -> None:
-        _join(self._own.get(thread, self._all), clock)
+        _join(self._by_thread.get(thread, self._common), clock)
 
     def _begin(self, stream: _Stream, thread: int) -> None:
-        """A stream's next operation comes after all that the thread
-        knows to be done.
-        """
+        """The stream's next operation comes after all that the thread knows to be done."""
         clock = self._streams[stream]
         for known in self._known(thread):
             _join(clock, known)
@@ -135,32 +150,39 @@ class _Checker:
     def _access(
         self, record: Record, stream: _Stream, address: int, writes: bool
     ) -> None:
+        """Compare with earlier accesses of the same pages."""
         if not record.bytes:
             return
-        what = record.name if record.kind in ("read", "write") else record.kind
+        operation = record.name if record.kind in ("read", "write") else record.kind
         clock = self._streams[stream]
-        new = _Access(
-            address, address + record.bytes, writes, stream, clock[stream], what
-        )
-        for page in range(address >> _PAGE, (new.stop - 1 >> _PAGE) + 1):
-            before = self._pages[page]
-            kept = [old for old in before if not self._is_settled(old, new, clock)]
-            self._pages[page] = [*kept, new]
+        stop = address + record.bytes
+        access = _Access(address, stop, writes, stream, clock[stream], operation)
+        first_page = address >> _PAGE
+        last_page = (stop - 1) >> _PAGE
+        for page in range(first_page, last_page + 1):
+            unsettled = []
+            for earlier in self._pages[page]:
+                if not self._is_settled(earlier, access, clock):
+                    unsettled.append(earlier)
+            self._pages[page] = [*unsettled, access]
 
-    def _is_settled(self, old: _Access, new: _Access, clock: _Clock) -> bool:
-        """Whether nobody has to know of ``old`` any more, since ``new``
-        stands for it.
-        """
-        if old.stop <= new.start or new.stop <= old.start:
+    def _is_settled(self, earlier: _Access, access: _Access, clock: _Clock) -> bool:
+        """Whether ``access`` stands for ``earlier`` from now on; notes a race."""
+        if earlier.stop <= access.start or access.stop <= earlier.start:
             return False
-        is_ordered = old.stream == new.stream or clock.get(old.stream, 0) >= old.tick
-        if not is_ordered and (old.writes or new.writes):
-            self.found.setdefault(Race(old.what, old.stream, new.what, new.stream))
-        is_covered = new.start <= old.start and old.stop <= new.stop
-        return is_ordered and is_covered and (new.writes or not old.writes)
+        is_same_stream = earlier.stream == access.stream
+        is_ordered = is_same_stream or clock.get(earlier.stream, 0) >= earlier.tick
+        if not is_ordered and (earlier.writes or access.writes):
+            race = Race(
+                earlier.operation, earlier.stream, access.operation, access.stream
+            )
+            self.races.setdefault(race)
+        is_covered = access.start <= earlier.start and earlier.stop <= access.stop
+        return is_ordered and is_covered and (access.writes or not earlier.writes)
 
 
-def _join(into: _Clock, other: _Clock) -> None:
+def _join(clock: _Clock, other: _Clock) -> None:
+    """Let ``clock`` know what ``other`` does."""
     for stream, tick in other.items():
-        if into.get(stream, 0) < tick:
-            into[stream] = tick
+        if clock.get(stream, 0) < tick:
+            clock[stream] = tick

@@ -1,5 +1,4 @@
-"""Which stream does what, how long memory lives that a copy writes, and what graphs
-leave behind.
+"""Streams of copies and kernels, lifetimes of memory, and what graphs leave behind.
 
 The race checker looks on in every test (``plugin.py``).
 """
@@ -24,11 +23,12 @@ from scatterpar.devices.transfers import Prefetcher, to_host
 
 pytestmark = [pytest.mark.nullcuda, pytest.mark.draws]
 CARD = torch.device("cuda:0")
+WORKSPACE = 32 << 20  # cuBLAS's, on this generation of cards
 TWO = [0, 1] if torch.cuda.device_count() > 1 else [0, 0]  # replicas
 
 
 def traced(work):
-    """What happened in ``work``."""
+    """The records of ``work``."""
     card.trace(True)
     work()
     card.trace(False)
@@ -40,37 +40,38 @@ def traced(work):
 
 @pytest.mark.parametrize("place", ["pinned", "cuda:0"])
 def test_engines_take_their_streams_once(place):
-    model, given = network(), batch(place=place)
+    model = network()
+    inputs, targets = batch(place=place)
 
     def step():
         with ScatterOnceParallel(model, 2, TWO, verify=False) as engine:
-            engine.forward_backward(*given, LOSS)
+            engine.forward_backward(inputs, targets, LOSS)
 
+    expected = streams_of_copies(traced(step))
+    for _ in range(19):
+        assert streams_of_copies(traced(step)) == expected
+
+
+def streams_of_copies(records):
     kinds = ("copy_in", "copy_peer")
-    used = [
-        {(r.device, r.stream) for r in traced(step) if r.kind in kinds}
-        for _ in range(20)
-    ]
-    assert all(each == used[0] for each in used[1:])
+    return {
+        (record.device, record.stream) for record in records if record.kind in kinds
+    }
 
 
 def test_unpinned_rows_are_staged():
-    """A copy from pageable memory keeps the host, and is no copy beside the
-    computation.
-    """
-    given = batch(place="cpu")
+    """A copy from pageable memory keeps the host, and runs beside no computation."""
+    inputs, targets = batch(place="cpu")
     with ScatterOnceParallel(network(), 4, TWO, verify=False) as engine:
-        engine.forward_backward(*given, LOSS)
-        records = traced(lambda: engine.forward_backward(*given, LOSS))
-    size = given[0].nbytes // 8
+        engine.forward_backward(inputs, targets, LOSS)
+        records = traced(lambda: engine.forward_backward(inputs, targets, LOSS))
+    size = inputs.nbytes // 8
     copies = [r.pageable for r in records if r.kind == "copy_in" and r.bytes == size]
     assert copies == [False] * 8
 
 
 def test_values_read_by_host_have_arrived():
-    """A copy to pinned memory, as torch makes one that does not wait, would be read too
-    early.
-    """
+    """A copy that does not wait, to pinned memory, would be read too early."""
     values = torch.ones(4, device=CARD)
     records = traced(lambda: to_host([values]))
     assert [r.blocks for r in records if r.kind == "copy_out"] == [True]
@@ -81,9 +82,7 @@ def test_values_read_by_host_have_arrived():
 
 @pytest.mark.parametrize("is_dropped", [False, True])
 def test_memory_being_written_not_given_out(is_dropped):
-    """Nobody waits for these rows: their tensor is dropped, and so is what asked for
-    them.
-    """
+    """Nobody waits for these rows: their tensor is dropped, and the prefetcher, too."""
     source = torch.randn(2**20).pin_memory()
     torch.zeros(1, device=CARD)
     torch.cuda.synchronize(0)
@@ -103,45 +102,44 @@ def test_memory_being_written_not_given_out(is_dropped):
 
 def test_gradients_readable_during_next_replay():
     """They are the caller's own; a graph adds up in tensors that stay."""
-    model, given = network(), batch()
+    model = network()
+    inputs, targets = batch()
     engine = ScatterOnceParallel(model, 4, [0], graphs=True, verify=False)
     with engine, streams_of_the_users():
-        engine.forward_backward(*given, LOSS)
+        engine.forward_backward(inputs, targets, LOSS)
         reading = torch.cuda.Stream(0)
         reading.wait_stream(torch.cuda.current_stream(0))
-        kept = [parameter.grad for parameter in model.parameters()]
+        gradients = [parameter.grad for parameter in model.parameters()]
         model.zero_grad()
         with torch.cuda.stream(reading):
-            for gradient in kept:
+            for gradient in gradients:
                 gradient.norm()
-        engine.forward_backward(*given, LOSS)
+        engine.forward_backward(inputs, targets, LOSS)
         torch.cuda.synchronize(0)
 
 
 def reads(m, x):
     """Reads a value in the forward pass, which no graph can."""
-    return m.dropout(m.body(x) * float(x.sum().item() > -1e9))
+    is_large = x.sum().item() > -1e9
+    return m.dropout(m.body(x) * float(is_large))
 
 
 def test_failed_capture_restores_allocator():
-    """Before torch 2.13 both stayed in the capture: no draws, and memory that never
-    came back.
-    """
+    """Before torch 2.13 both stayed in the capture: no draws, and memory was lost."""
     model = Of(reads, body=nn.Linear(8, 8), dropout=nn.Dropout(0.5)).to(CARD)
     engine = ScatterOnceParallel(model, 4, [0], graphs=True, verify=False)
     with engine, pytest.warns(match="cannot be captured"):
         engine.forward_backward(torch.randn(16, 8), torch.arange(16) % 8, LOSS)
+    size = 200 << 20
     stream = torch.cuda.Stream(0)
-    block = torch.empty(200 << 20, dtype=torch.uint8, device=CARD)
+    block = torch.empty(size, dtype=torch.uint8, device=CARD)
     block.record_stream(stream)
     place = block.data_ptr()
     del block
     torch.cuda.synchronize(0)
-    assert torch.empty(200 << 20, dtype=torch.uint8, device=CARD).data_ptr() == place
-    assert set(torch.dropout(torch.ones(64, device=CARD), 0.5, True).tolist()) == {
-        0.0,
-        2.0,
-    }
+    assert torch.empty(size, dtype=torch.uint8, device=CARD).data_ptr() == place
+    dropped = torch.dropout(torch.ones(64, device=CARD), 0.5, True)
+    assert set(dropped.tolist()) == {0.0, 2.0}
 
 
 def captured_engine(criterion=LOSS, ids=(0,), accum=4):
@@ -158,13 +156,13 @@ def workspaces_in_pools():
     """
     gc.collect()
     torch.cuda.empty_cache()
-    segments = [
-        segment
-        for segment in torch.cuda.memory_snapshot()
-        if segment["segment_pool_id"] != (0, 0) and segment["total_size"] >= 32 << 20
-    ]
-    assert not any(segment["active_size"] for segment in segments)
-    return len(segments)
+    count = 0
+    for segment in torch.cuda.memory_snapshot():
+        is_of_graph = segment["segment_pool_id"] != (0, 0)
+        if is_of_graph and segment["total_size"] >= WORKSPACE:
+            assert not segment["active_size"]
+            count += 1
+    return count
 
 
 def test_closed_engine_leaves_others_workspaces():
@@ -173,11 +171,11 @@ def test_closed_engine_leaves_others_workspaces():
     """
     earlier = workspaces_in_pools()
     with captured_engine():
-        of_one = workspaces_in_pools() - earlier
-        assert of_one >= 1
+        of_engine = workspaces_in_pools() - earlier
+        assert of_engine >= 1
         with captured_engine():
-            assert workspaces_in_pools() == earlier + 2 * of_one
-        assert workspaces_in_pools() == earlier + of_one
+            assert workspaces_in_pools() == earlier + 2 * of_engine
+        assert workspaces_in_pools() == earlier + of_engine
     assert workspaces_in_pools() == earlier
 
 
@@ -220,21 +218,21 @@ def test_waiting_thread_breaks_the_capture(when, lost, is_told, monkeypatch):
         end(graph)
 
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_end", capture_end)
-    given = batch()
+    inputs, targets = batch()
     results = []
     for graphs in (False, True):
         model = network()
         engine = ScatterOnceParallel(model, 4, [0], graphs=graphs, verify=False)
-        with engine, warnings.catch_warnings(record=True) as told:
+        with engine, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(2):
-                loss = engine.forward_backward(*given, criterion)
+                loss = engine.forward_backward(inputs, targets, criterion)
         results.append([loss, *(parameter.grad for parameter in model.parameters())])
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
+    for eager, captured in zip(*results, strict=True):
+        assert torch.equal(eager, captured)
     assert len(waits) == lost
     words = "another thread waits for the device"
-    assert [words in str(warning.message) for warning in told] == [True] * is_told
+    assert [words in str(warning.message) for warning in caught] == [True] * is_told
 
 
 def test_garbage_collected_once_per_capture(monkeypatch):

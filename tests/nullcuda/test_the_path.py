@@ -1,13 +1,10 @@
-"""What only torch's own CUDA path can show: what blocks, what is launched, what memory
-it takes.
+"""What only torch's own CUDA path can show: waits, launches and memory.
 
 Counted by the null runtime, in steps after the first. The bounds hold for any model;
 the figures themselves are on the page (README.md).
 """
 
 from __future__ import annotations
-
-from collections import Counter
 
 import pytest
 import torch
@@ -24,9 +21,9 @@ pytestmark = [pytest.mark.nullcuda, pytest.mark.draws]
 
 def needing(count, *values):
     """A case of a test that needs so many cards: ``NULLCUDA_DEVICES=1`` leaves it out."""
-    here = torch.cuda.device_count()
-    few = pytest.mark.skipif(here < count, reason=f"needs {count} cards")
-    return pytest.param(*values, marks=few)
+    has_few = torch.cuda.device_count() < count
+    skip = pytest.mark.skipif(has_few, reason=f"needs {count} cards")
+    return pytest.param(*values, marks=skip)
 
 
 CARDS = [needing(count, count) for count in (1, 2, 4)]
@@ -37,51 +34,55 @@ WAITS = ("stream_sync", "device_sync", "event_sync")
 
 def network():
     torch.manual_seed(0)
-    layers = [
+    net = nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1),
         nn.BatchNorm2d(16),
         nn.ReLU(),
         nn.Flatten(),
-    ]
-    return nn.Sequential(
-        *layers, nn.Linear(16 * 64, 256), nn.ReLU(), nn.Linear(256, 4)
-    ).cuda(0)
+        nn.Linear(16 * 64, 256),
+        nn.ReLU(),
+        nn.Linear(256, 4),
+    )
+    return net.cuda(0)
 
 
 def batch(rows=64, place="pinned"):
-    inputs, targets = torch.randn(rows, 3, 8, 8), torch.arange(rows) % 4
+    inputs = torch.randn(rows, 3, 8, 8)
+    targets = torch.arange(rows) % 4
     if place == "pinned":
         return inputs.pin_memory(), targets.pin_memory()
     return inputs.to(place), targets.to(place)
 
 
 def settled(engine, rows=64, place="pinned"):
-    """What a later step did on each card, after an optimizer's step."""
+    """The counts of each card in a later step, after an optimizer's step."""
     optimizer = torch.optim.SGD(engine.module.parameters(), 0.1)
-    given = batch(rows, place)
+    inputs, targets = batch(rows, place)
+    devices = range(torch.cuda.device_count())
     for _ in range(3):
         optimizer.zero_grad()
         card.reset()
-        engine.forward_backward(*given, LOSS)
-        each = [card.counts(device) for device in range(torch.cuda.device_count())]
+        engine.forward_backward(inputs, targets, LOSS)
+        counts = [card.counts(device) for device in devices]
         optimizer.step()
-    return each
+    return counts
 
 
 def plain_loop(model):
-    """The same sub-steps on one card, without an engine."""
-    given = batch()
+    """The counts of the same sub-steps on one card, without an engine."""
+    inputs, targets = batch()
     for _ in range(2):
         card.reset()
         model.zero_grad()
-        for rows_and_labels in zip(
-            *(tensor.chunk(ACCUM) for tensor in given), strict=True
-        ):
-            x, y = (
-                tensor.to("cuda:0", non_blocking=True) for tensor in rows_and_labels
-            )
+        for x, y in zip(inputs.chunk(ACCUM), targets.chunk(ACCUM), strict=True):
+            x = x.to("cuda:0", non_blocking=True)
+            y = y.to("cuda:0", non_blocking=True)
             (LOSS(model(x), y) / ACCUM).backward()
     return card.counts(0)
+
+
+def total(counts, kinds):
+    return sum(counts[kind] for kind in kinds)
 
 
 @pytest.mark.parametrize("cards", CARDS)
@@ -90,25 +91,34 @@ def test_waits_do_not_grow_with_sub_steps(cards):
     waits = []
     for accum in (ACCUM, 4 * ACCUM):
         with ScatterOnceParallel(network(), accum, list(range(cards))) as engine:
-            each = settled(engine)
-        waits.append(sum((Counter({k: c[k] for k in WAITS}) for c in each), Counter()))
-    assert waits[0] == waits[1]
-    assert waits[0].total() <= 3 * cards + 2
+            by_card = settled(engine)
+        waits.append({kind: total_of_cards(by_card, kind) for kind in WAITS})
+    few, many = waits
+    assert few == many
+    assert sum(few.values()) <= 3 * cards + 2
+
+
+def total_of_cards(by_card, kind):
+    return sum(counts[kind] for counts in by_card)
 
 
 @pytest.mark.parametrize("cards", CARDS)
 def test_launches_equal_plain_loop(cards):
     plain = plain_loop(network())
     with ScatterOnceParallel(network(), ACCUM, list(range(cards))) as engine:
-        each, report = settled(engine, rows=64 * cards), engine.last_step
-    for counts in each[1:cards]:
-        assert sum(counts[k] for k in KERNELS) <= 1.05 * sum(plain[k] for k in KERNELS)
-    assert each[0]["library"] == plain["library"]
-    extra = sum(each[0][k] for k in KERNELS) - sum(plain[k] for k in KERNELS)
+        by_card = settled(engine, rows=64 * cards)
+        crossed = engine.last_step.bytes
+    bound = total(plain, KERNELS)
+    for counts in by_card[1:cards]:
+        assert total(counts, KERNELS) <= 1.05 * bound
+    master = by_card[0]
+    assert master["library"] == plain["library"]
+    extra = total(master, KERNELS) - bound
     parameters = len(list(engine.module.parameters()))
     assert extra <= 12 + parameters + 4 * cards, extra
-    peers = sum(card.moved(d)["copy_peer"] for d in range(torch.cuda.device_count()))
-    assert peers == report.bytes["replicate"] + report.bytes["reduce"]
+    devices = range(torch.cuda.device_count())
+    between_cards = sum(card.moved(device)["copy_peer"] for device in devices)
+    assert between_cards == crossed["replicate"] + crossed["reduce"]
 
 
 @pytest.mark.parametrize(
@@ -116,19 +126,19 @@ def test_launches_equal_plain_loop(cards):
     [needing(2, "cuda:0"), needing(2, "cuda:1"), needing(4, "cuda:3")],
 )
 def test_batch_being_computed_is_waited_for(where):
-    """On a card of a replica, and on one that has none: who sends waits until it is
-    there.
+    """On a card of a replica, and on one that has none: the sender waits for it.
 
     The loss of such targets needs no look at them, which would wait for the card.
     """
     model = nn.Linear(8, 4).cuda(0)
-    inputs, targets = torch.randn(64, 8), torch.randn(64, 4)
+    inputs = torch.randn(64, 8)
+    targets = torch.randn(64, 4)
     with ScatterOnceParallel(model, 2, [0, 1], verify=False) as engine:
         for _ in range(2):
-            made = [tensor.to(where) * 2 for tensor in (inputs, targets)]
-            loss = engine.forward_backward(*made, nn.MSELoss())
-        again = engine.forward_backward(2 * inputs, 2 * targets, nn.MSELoss())
-    assert loss == again
+            doubled = [tensor.to(where) * 2 for tensor in (inputs, targets)]
+            loss = engine.forward_backward(*doubled, nn.MSELoss())
+        expected = engine.forward_backward(2 * inputs, 2 * targets, nn.MSELoss())
+    assert loss == expected
 
 
 def test_pinned_memory_free_after_inference():
@@ -137,31 +147,31 @@ def test_pinned_memory_free_after_inference():
     The first time, the host waits for other reasons.
     """
     model = Of(lambda m, x, scale: m.linear(x) * scale, linear=nn.Linear(8, 4)).cuda(0)
-    inputs, scale = torch.randn(64, 8, device="cuda:0"), torch.randn(4).pin_memory()
+    inputs = torch.randn(64, 8, device="cuda:0")
+    scale = torch.randn(4).pin_memory()
     with ScatterOnceParallel(model, 2, [0]) as engine:
         for _ in range(2):
             engine.eval()(inputs, Replicated(scale))
-            # the race checker asks whether a copy still reads it
+            # A race, if a copy still reads it.
             card.host_writes(scale)
 
 
 def test_host_waits_before_staging_more():
-    """What is not pinned is copied to memory that is: of two micro-batches, however
-    many there are.
+    """Rows that are not pinned are staged: two micro-batches, however many there are.
 
     The host, which is faster than a card, waits for the copy of the last but one.
     """
     with ScatterOnceParallel(network(), 8, [0], verify=False) as engine:
-        (one,) = settled(engine, place="cpu")[:1]
-    assert one["event_sync"] >= 8 - 2, "more than two micro-batches may be staged"
+        counts = settled(engine, place="cpu")[0]
+    assert counts["event_sync"] >= 8 - 2, "more than two micro-batches may be staged"
 
 
 def test_host_sleeps_until_losses_arrive():
     """A copy to the host waits, too, but awake: that keeps a core from launching."""
     ids = list(range(min(2, torch.cuda.device_count())))
     with ScatterOnceParallel(network(), 2, ids, verify=False) as engine:
-        each = settled(engine)[: len(ids)]
-    assert all(counts["event_sync"] >= 2 for counts in each), "the host waits awake"
+        by_card = settled(engine)[: len(ids)]
+    assert all(counts["event_sync"] >= 2 for counts in by_card), "the host waits awake"
 
 
 def script(code, **variables):
@@ -171,15 +181,24 @@ def script(code, **variables):
     ("terminate called without an active exception") right after a backward pass, in
     plain programs, too.
     """
-    start = (
-        "import torch\nfrom torch import nn\nfrom nullcuda import card, "
-        "values\nvalues.install()\n"
-    )
-    end = "\nimport os, sys\nsys.stdout.flush()\nos._exit(0)"
     variables = {"NULLCUDA_DEVICES": "4"} | variables
-    done = run("-W", "ignore", "-c", start + code + end, silence=1800.0, **variables)
-    assert done.code == 0, done.err[-3000:]
-    return done.out.split()
+    program = START + code + END
+    outcome = run("-W", "ignore", "-c", program, silence=1800.0, **variables)
+    assert outcome.code == 0, outcome.err[-3000:]
+    return outcome.out.split()
+
+
+START = """
+import torch
+from torch import nn
+from nullcuda import card, values
+values.install()
+"""
+END = """
+import os, sys
+sys.stdout.flush()
+os._exit(0)
+"""
 
 
 def test_no_context_on_other_gpus():
@@ -198,9 +217,7 @@ print(*[card.has_context(device) for device in range(4)])
 
 
 def test_fewest_sub_steps_that_fit_a_gpu():
-    """``accum="auto"`` meets torch's own allocator: with one sub-step fewer memory runs
-    out.
-    """
+    """Under torch's own allocator memory runs out with one sub-step fewer."""
     code = """
 from scatterpar import ScatterOnceParallel
 

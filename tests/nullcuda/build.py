@@ -33,19 +33,18 @@ def main(site_packages: Path) -> None:
     torch_libraries = sorted((site_packages / "torch" / "lib").glob("*.so*"))
     wanted, sonames = undefined(torch_libraries)
     (runtime,) = (soname for soname in sonames if soname.startswith("libcudart.so."))
-    cuda = runtime.rpartition(".")[2]
+    _, _, cuda = runtime.rpartition(".")
     home = site_packages / "nvidia" / ("cuda_runtime" if cuda == "12" else f"cu{cuda}")
     build = Build(home / "lib", home / "include", runtime)
     build.runtime(wanted.pop(runtime))
-    own = {library.name for library in torch_libraries}
-    for soname in sorted((sonames | {f"libnvJitLink.so.{cuda}"}) - {runtime} - own):
+    sonames.add(f"libnvJitLink.so.{cuda}")
+    present = {runtime, *[library.name for library in torch_libraries]}
+    for soname in sorted(sonames - present):
         build.library(soname, wanted)
 
 
 def undefined(libraries: list[Path]) -> tuple[dict[str, set[str]], set[str]]:
-    """Functions that ``libraries`` take from others, by symbol version; the others'
-    names.
-    """
+    """Functions that ``libraries`` need, by symbol version, and the libraries' names."""
     wanted: dict[str, set[str]] = defaultdict(set)
     sonames: set[str] = set()
     for library in libraries:
@@ -78,7 +77,8 @@ class Build:
     """
 
     def __init__(self, out: Path, include: Path, runtime: str) -> None:
-        self._out, self._runtime = out, runtime
+        self._out = out
+        self._runtime = runtime
         self._includes = ["-I", str(HERE / "runtime"), "-I", str(include)]
         self._generated = HERE / "generated"
         self._generated.mkdir(exist_ok=True)
@@ -88,92 +88,67 @@ class Build:
         """The runtime itself: what is not written fails with cudaErrorNotSupported."""
         sources = sorted((HERE / "runtime").glob("*.c"))
         missing = sorted(wanted - set().union(*map(self._defined, sources)))
+        lines = ["int null_not_done(const char *name);"]
+        for name in missing:
+            lines.append(f'int {name}(void) {{ return null_not_done("{name}"); }}')
         stubs = self._generated / "cudart.c"
-        stubs.write_text(
-            "int null_not_done(const char *name);\n"
-            + "".join(
-                f'int {name}(void) {{ return null_not_done("{name}"); }}\n'
-                for name in missing
-            )
-        )
+        stubs.write_text("\n".join(lines) + "\n")
         print(f"{self._runtime}: {len(wanted)} functions, {len(missing)} of them fail")
         self._compile(self._runtime, [*sources, stubs], version=self._runtime)
 
     def library(self, soname: str, wanted: dict[str, set[str]]) -> None:
         """A library above it: what is not written succeeds, and does nothing."""
-        stem = soname.partition(".so")[0]
-        version = next(
-            (v for v in (soname, "NVSHMEM") if v in wanted and is_of(v, stem)), ""
-        )
+        stem, _, _ = soname.partition(".so")
+        version = ""
+        for candidate in (soname, "NVSHMEM"):
+            if candidate in wanted and is_of(candidate, stem):
+                version = candidate
+                break
         names = set(wanted[version]) if version else set()
         if stem in UNVERSIONED:
             names |= {name for name in wanted[""] if re.match(UNVERSIONED[stem], name)}
-        written = HERE / "libraries" / f"{stem.removeprefix('lib')}.c"
-        sources = [written] if written.exists() else []
-        done = set().union(*map(self._defined, sources))
+        source = HERE / "libraries" / f"{stem.removeprefix('lib')}.c"
+        sources = [source] if source.exists() else []
+        written = set().union(*map(self._defined, sources))
+        lines = ["int null_library(const char *name, void *stream, int launches);"]
+        for name in sorted(names - written):
+            lines.append(f'int {name}(void) {{ return null_library("{name}", 0, 0); }}')
         stubs = self._generated / f"{stem}.c"
-        stubs.write_text(
-            "int null_library(const char *name, void *stream, int launches);\n"
-            + "".join(
-                f'int {name}(void) {{ return null_library("{name}", 0, 0); }}\n'
-                for name in sorted(names - done)
-            )
-        )
-        print(f"{soname}: {len(names)} functions, {len(names & done)} of them written")
+        stubs.write_text("\n".join(lines) + "\n")
+        num_written = len(names & written)
+        print(f"{soname}: {len(names)} functions, {num_written} of them written")
         runtime = ["-L", str(self._out), f"-l:{self._runtime}"]
-        self._compile(soname, [stubs, *sources], version=version, more=runtime)
+        self._compile(soname, [stubs, *sources], version=version, libraries=runtime)
 
     def _compile(
         self,
         soname: str,
         sources: list[Path],
         version: str = "",
-        more: list[str] | None = None,
+        libraries: list[str] | None = None,
     ) -> None:
-        command = [
-            "gcc",
-            "-O2",
-            "-g",
-            "-shared",
-            "-fPIC",
-            "-w",
-            f"-Wl,-soname,{soname}",
-        ]
-        command += ["-Wl,-rpath,$ORIGIN", *self._includes]
-        if version:
+        command = ["gcc", "-O2", "-g", "-shared", "-fPIC", "-w"]
+        command += [f"-Wl,-soname,{soname}", "-Wl,-rpath,$ORIGIN", *self._includes]
+        if version:  # of all functions of the library
             script = self._generated / f"{soname}.map"
             script.write_text(f"{version} {{ global: *; }};\n")
             command.append(f"-Wl,--version-script={script}")
         target = self._out / soname
         target.unlink(missing_ok=True)
-        command += [
-            *map(str, sources),
-            "-o",
-            str(target),
-            *(more or []),
-            "-lpthread",
-            "-ldl",
-        ]
+        command += [*map(str, sources), "-o", str(target)]
+        command += [*(libraries or []), "-lpthread", "-ldl"]
         subprocess.run(command, check=True)
 
     def _defined(self, source: Path) -> set[str]:
-        """The functions that a file of ours defines, by the names that CUDA's headers
-        give them.
-        """
+        """The functions that a C file defines, by the names that CUDA's headers give."""
         target = self._generated / f"{source.stem}.o"
         command = ["gcc", "-c", "-w", *self._includes, str(source), "-o", str(target)]
         subprocess.run(command, check=True)
-        symbols = [
-            "nm",
-            "--defined-only",
-            "--extern-only",
-            "--format=posix",
-            str(target),
-        ]
-        listed = subprocess.run(
-            symbols, capture_output=True, text=True, check=True
-        ).stdout
-        return {line.split()[0] for line in listed.splitlines()}
+        command = ["nm", "--defined-only", "--extern-only", "--format=posix"]
+        symbols = subprocess.run(
+            [*command, str(target)], capture_output=True, text=True, check=True
+        )
+        return {line.split()[0] for line in symbols.stdout.splitlines()}
 
 
 def is_of(version: str, stem: str) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections import Counter
 from functools import cache
-from itertools import count, takewhile
 from typing import NamedTuple
 
 import torch
@@ -27,31 +26,39 @@ class Record(NamedTuple):
 
 
 class _Record(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_uint64) for name in ("address", "source", "bytes")),
+    _fields_ = (  # as in ``runtime/null.h``
+        ("address", ctypes.c_uint64),
+        ("source", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
         ("name", ctypes.c_char_p),
-        *((n, ctypes.c_int32) for n in ("thread", "kind", "device", "stream", "flags")),
-    ]
+        ("thread", ctypes.c_int32),
+        ("kind", ctypes.c_int32),
+        ("device", ctypes.c_int32),
+        ("stream", ctypes.c_int32),
+        ("flags", ctypes.c_int32),
+    )
+
+
+_BLOCKS = 1  # flags of a record
+_PAGEABLE = 2
 
 
 @cache
 def runtime() -> ctypes.CDLL:
-    """The library; an ``AttributeError`` of its functions where the runtime is another
-    one.
-    """
-    library = ctypes.CDLL(
-        f"libcudart.so.{(torch.version.cuda or '').partition('.')[0]}"
-    )
+    """The library. Raises ``AttributeError`` if the runtime is another one."""
+    cuda, _, _ = (torch.version.cuda or "").partition(".")
+    library = ctypes.CDLL(f"libcudart.so.{cuda}")
     library.null_kind.restype = ctypes.c_char_p
     for function in (library.null_count, library.null_bytes, library.null_shadow):
         function.restype = ctypes.c_uint64
     library.null_records.restype = ctypes.POINTER(_Record)
-    place = ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64
     library.null_access.argtypes = [
-        ctypes.c_char_p,
-        *place,
-        ctypes.c_uint64,
-        ctypes.c_int,
+        ctypes.c_char_p,  # the operation
+        ctypes.c_int,  # device
+        ctypes.c_void_p,  # stream
+        ctypes.c_uint64,  # address
+        ctypes.c_uint64,  # bytes
+        ctypes.c_int,  # whether it writes
     ]
     return library
 
@@ -67,9 +74,10 @@ def is_null() -> bool:
 @cache
 def kinds() -> list[str]:
     """The names of what is counted."""
-    return [
-        name.decode() for name in takewhile(bool, map(runtime().null_kind, count()))
-    ]
+    names = []
+    while name := runtime().null_kind(len(names)):
+        names.append(name.decode())
+    return names
 
 
 def reset() -> None:
@@ -79,16 +87,18 @@ def reset() -> None:
 
 def counts(device: int) -> Counter[str]:
     """How often each thing happened on a device since ``reset``."""
-    return Counter(
-        {kind: runtime().null_count(i, device) for i, kind in enumerate(kinds())}
-    )
+    counter: Counter[str] = Counter()
+    for number, kind in enumerate(kinds()):
+        counter[kind] = runtime().null_count(number, device)
+    return counter
 
 
 def moved(device: int) -> Counter[str]:
     """How many bytes each kind of thing was about."""
-    return Counter(
-        {kind: runtime().null_bytes(i, device) for i, kind in enumerate(kinds())}
-    )
+    counter: Counter[str] = Counter()
+    for number, kind in enumerate(kinds()):
+        counter[kind] = runtime().null_bytes(number, device)
+    return counter
 
 
 def has_context(device: int) -> bool:
@@ -102,23 +112,17 @@ def trace(on: bool) -> None:
 
 
 def hand_over(key: int) -> None:
-    """Tell the trace that whoever takes over this key later comes after what this
-    thread knows.
-    """
+    """Tell the trace that what takes over this key comes after what this thread knows."""
     runtime().null_hand_over(ctypes.c_uint64(key), 0)
 
 
 def take_over(key: int) -> None:
-    """Tell the trace that this thread comes after those that have handed
-    over this key.
-    """
+    """Tell the trace that this thread comes after those that handed over this key."""
     runtime().null_hand_over(ctypes.c_uint64(key), 1)
 
 
 def busy(count: int) -> None:
-    """Let each event and stream answer so many queries with "not ready"
-    before it is.
-    """
+    """Let each event and stream answer so many queries with "not ready" before it is."""
     runtime().null_busy(count)
 
 
@@ -129,18 +133,25 @@ def host_writes(tensor: torch.Tensor) -> None:
 
 def records() -> list[Record]:
     """What happened in the last trace, in order."""
-    size, most = ctypes.c_uint64(), ctypes.c_uint64()
-    found = runtime().null_records(ctypes.byref(size), ctypes.byref(most))
-    if size.value > most.value:
-        raise RuntimeError(
-            f"{size.value:,} records, and there is room for {most.value:,}"
-        )
-    names = kinds()
-    return [
-        Record(
-            names[r.kind],
-            *(r.device, r.stream, r.address, r.source, r.bytes),
-            *(bool(r.flags & 1), bool(r.flags & 2), r.thread, (r.name or b"").decode()),
-        )
-        for r in found[: size.value]
-    ]
+    size = ctypes.c_uint64()
+    room = ctypes.c_uint64()
+    array = runtime().null_records(ctypes.byref(size), ctypes.byref(room))
+    if size.value > room.value:
+        problem = f"{size.value:,} records, and there is room for {room.value:,}"
+        raise RuntimeError(problem)
+    return [_as_record(entry) for entry in array[: size.value]]
+
+
+def _as_record(entry: _Record) -> Record:
+    return Record(
+        kind=kinds()[entry.kind],
+        device=entry.device,
+        stream=entry.stream,
+        address=entry.address,
+        source=entry.source,
+        bytes=entry.bytes,
+        blocks=bool(entry.flags & _BLOCKS),
+        pageable=bool(entry.flags & _PAGEABLE),
+        thread=entry.thread,
+        name=(entry.name or b"").decode(),
+    )

@@ -1,5 +1,4 @@
-"""Numbers for the null CUDA: after a CUDA operator has run, its CPU twin fills in the
-values.
+"""Numbers for the null CUDA: after a CUDA operator, its CPU twin fills in the values.
 
 The CUDA kernel of torch runs first, with all that it allocates and launches; nothing
 computes. Then the operator is called again on CPU tensors that lie in the very same
@@ -27,26 +26,31 @@ from nullcuda import card
 __all__ = ["failures", "install"]
 
 
-# Operators that move no values (views, allocations, questions), beginnings of those
-# that are not covered, and those whose results have a size that depends on values: the
-# CPU's twin says it first.
-_SHAPES, _NOT_COVERED, _SIZED_BY_VALUES = (
-    tuple(text.split())
-    for text in (
-        """
-        empty empty_strided as_strided view set_ resize_ _reshape_alias record_stream is_pinned
-        _pin_memory pin_memory view_as_real view_as_complex unfold _local_scalar_dense is_set_to
-        _resize_output_ _assert_async _copy_from lift lift_fresh alias detach _efficientzerotensor
-        real imag resize_as_ squeeze unsqueeze transpose t permute expand select slice split
-        view_copy set_data ones zeros _zerotensor _nested_tensor_from_mask empty_quantized
-        _cudnn_init_dropout_state _scaled_dot_product_attention_math _fused_sdp_choice
-        """,
-        "_cudnn cudnn miopen _nested _sparse sparse _spd mkldnn quantize fake_quant",
-        """
-        nonzero masked_select _unique2 unique_dim unique_consecutive unique_dim_consecutive
-        _unique bincount equal is_nonzero repeat_interleave nonzero_static
-        """,
-    )
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+# Operators that move no values: views, allocations, questions.
+_SHAPES = _words(
+    """
+    empty empty_strided as_strided view set_ resize_ _reshape_alias record_stream is_pinned
+    _pin_memory pin_memory view_as_real view_as_complex unfold _local_scalar_dense is_set_to
+    _resize_output_ _assert_async _copy_from lift lift_fresh alias detach _efficientzerotensor
+    real imag resize_as_ squeeze unsqueeze transpose t permute expand select slice split
+    view_copy set_data ones zeros _zerotensor _nested_tensor_from_mask empty_quantized
+    _cudnn_init_dropout_state _scaled_dot_product_attention_math _fused_sdp_choice
+    """
+)
+# Beginnings of the names of operators that are not covered.
+_NOT_COVERED = _words(
+    "_cudnn cudnn miopen _nested _sparse sparse _spd mkldnn quantize fake_quant"
+)
+# The size of their results depends on values: the CPU's twin says it first.
+_SIZED_BY_VALUES = _words(
+    """
+    nonzero masked_select _unique2 unique_dim unique_consecutive unique_dim_consecutive
+    _unique bincount equal is_nonzero repeat_interleave nonzero_static
+    """
 )
 
 failures: dict[str, str] = {}  # operators without a twin that were called, and why
@@ -58,30 +62,30 @@ _library = torch.library.Library("aten", "IMPL")
 
 def install() -> None:
     """Give every CUDA operator its twin."""
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     for name in torch._C._dispatch_get_all_op_names():
-        namespace, _, rest = name.partition("::")
-        base, _, overload = rest.partition(".")
+        namespace, _, full_name = name.partition("::")
+        base, _, overload = full_name.partition(".")
         if namespace != "aten" or base in _SHAPES or base.startswith(_NOT_COVERED):
             continue
-        # copy_ has one for all devices
-        if not (has(name, "CUDA") or name == "aten::copy_"):
+        # ``copy_`` has one kernel for all devices.
+        if not (has_kernel(name, "CUDA") or name == "aten::copy_"):
             continue
         if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU"):
             continue
-        packet, overload = getattr(torch.ops.aten, base), overload or "default"
+        packet = getattr(torch.ops.aten, base)
+        overload = overload or "default"
         if overload in packet.overloads():
             twin = _Twin(getattr(packet, overload), base)
-            _library.impl(rest, twin, "CUDA", with_keyset=True, allow_override=True)
+            options = {"with_keyset": True, "allow_override": True}
+            _library.impl(full_name, twin, "CUDA", **options)
     torch.backends.cudnn.enabled = False
     _fused_attention(False)  # its kernels have no twins, and the plain operators have
     torch.cuda.CUDAGraph = _Graph
 
 
 class _Graph(torch.cuda.CUDAGraph):
-    """A graph that also keeps, and calls again, what the CPU computes in the place of
-    kernels.
-    """
+    """A graph that also replays what the CPU computes in the place of kernels."""
 
     def capture_begin(self, *args: Any, **kwargs: Any) -> None:
         self._device = torch.cuda.current_device()
@@ -101,9 +105,7 @@ class _Graph(torch.cuda.CUDAGraph):
 
 
 def remove() -> None:
-    """Take the twins away: from now on nothing computes, and nothing costs the host
-    more.
-    """
+    """Take the twins away: nothing computes any more, nor costs the host time."""
     _library._destroy()
     card.runtime().null_moves(0)
     torch.cuda.CUDAGraph = _Graph.__base__
@@ -121,7 +123,8 @@ class _Twin:
     """An operator on the null CUDA: torch's own kernel, then the values."""
 
     def __init__(self, operator: Any, base: str) -> None:
-        self._operator, self._base = operator, base
+        self._operator = operator
+        self._base = base
         self._kernel = torch.library.get_kernel(operator, "CUDA")
         self._schema = operator._schema
         self._name = str(operator).encode()
@@ -139,25 +142,23 @@ class _Twin:
         args = _with_tensors(args, self._tensors)
         device = _device_of(args, kwargs)
         if self._base in _SIZED_BY_VALUES and not self._schema.is_mutable:
-            found = self._operator(
-                *tree_map(_as_cpu, args), **tree_map(_as_cpu, kwargs)
-            )
+            on_cpu = tree_map(_as_cpu, args)
+            named = tree_map(_as_cpu, kwargs)
+            values = self._operator(*on_cpu, **named)
             return tree_map(
-                lambda x: x.to(device) if isinstance(x, Tensor) else x, found
+                lambda x: x.to(device) if isinstance(x, Tensor) else x, values
             )
         if getattr(_inside, "one", False):
             return self._kernel.call_boxed(keys, *args, **kwargs)
-        graph = (
-            _graphs.get(torch._C._cuda_getCurrentRawStream(device.index))
-            if _graphs
-            else None
-        )
+        graph = None  # the twins of the graph that captures the stream
+        if _graphs:
+            graph = _graphs.get(torch._C._cuda_getCurrentRawStream(device.index))
         draws = self._draws and graph is None
         generator = _host_generator(device, args, kwargs) if draws else None
         _inside.one = True
         try:
             out = self._kernel.call_boxed(keys, *args, **kwargs)
-            if graph is not None:  # the stream captures
+            if graph is not None:
                 graph.append(self._again(out, args, kwargs, len(graph)))
                 return out
             # Copies between memories are in the trace: the runtime notes them itself.
@@ -241,12 +242,12 @@ _Range = tuple[int, int, int, bool]
 def _ranges_of(value: Any, writes: bool) -> Iterator[_Range]:
     """The bytes of dense tensors on cards."""
     for leaf in tree_leaves(value):
-        is_one = isinstance(leaf, Tensor) and leaf.device.type == "cuda"
-        if is_one and leaf.layout == torch.strided and leaf.numel():
-            steps = zip(leaf.shape, leaf.stride(), strict=True)
-            size = (
-                1 + sum((count - 1) * stride for count, stride in steps)
-            ) * leaf.itemsize
+        is_on_card = isinstance(leaf, Tensor) and leaf.device.type == "cuda"
+        if is_on_card and leaf.layout == torch.strided and leaf.numel():
+            last = 0  # element, counted from the first one
+            for count, stride in zip(leaf.shape, leaf.stride(), strict=True):
+                last += (count - 1) * stride
+            size = (1 + last) * leaf.itemsize
             yield leaf.device.index, leaf.data_ptr(), size, writes
 
 
@@ -260,11 +261,10 @@ def _as_cpu(value: Any) -> Any:
         raise NotImplementedError("sparse tensors have no values here")
     storage = value.untyped_storage()
     if not storage.nbytes():
-        return torch.empty_strided(
-            value.shape, value.stride(), dtype=value.dtype, device="cpu"
-        )
-    where = storage.data_ptr() + card.runtime().null_shadow()
-    memory = (ctypes.c_char * storage.nbytes()).from_address(where)
+        options = {"dtype": value.dtype, "device": "cpu"}
+        return torch.empty_strided(value.shape, value.stride(), **options)
+    address = storage.data_ptr() + card.runtime().null_shadow()
+    memory = (ctypes.c_char * storage.nbytes()).from_address(address)
     bytes = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
     empty = torch.empty(0, dtype=value.dtype, device="cpu")
     return empty.set_(bytes, value.storage_offset(), value.shape, value.stride())
@@ -272,38 +272,38 @@ def _as_cpu(value: Any) -> Any:
 
 def _fill(out: Any, values: Any) -> None:
     if isinstance(out, (tuple, list)):
-        for one, value in zip(out, values, strict=True):
-            _fill(one, value)
-    # a normalisation in eval mode saves none
+        for output, value in zip(out, values, strict=True):
+            _fill(output, value)
+    # A normalisation in eval mode saves no statistics.
     elif isinstance(out, Tensor) and values.numel():
         if out.shape != values.shape:
-            raise RuntimeError(
-                f"the shapes are {tuple(out.shape)} and {tuple(values.shape)}"
-            )
+            shapes = f"{tuple(out.shape)} and {tuple(values.shape)}"
+            raise RuntimeError(f"the shapes are {shapes}")
         _as_cpu(out).copy_(values)
 
 
 def _with_tensors(args: tuple[Any, ...], places: list[int]) -> tuple[Any, ...]:
-    """The dispatcher hands over Python numbers where tensors are expected: they are
-    made again.
+    """The arguments with tensors in these places.
+
+    The dispatcher passes Python numbers in the place of tensors with one element.
     """
-    made = list(args)
-    for i in places:
-        if i < len(args) and isinstance(args[i], (int, float, complex)):
+    arguments = list(args)
+    for place in places:
+        if place < len(args) and isinstance(args[place], (int, float, complex)):
+            number = args[place]
             like = next((a.dtype for a in args if isinstance(a, Tensor)), None)
-            made[i] = torch.tensor(
-                args[i], dtype=_dtype_of(args[i], like), device="cpu"
-            )
-    return tuple(made)
+            dtype = _dtype_of(number, like)
+            arguments[place] = torch.tensor(number, dtype=dtype, device="cpu")
+    return tuple(arguments)
 
 
 def _dtype_of(number: complex, like: torch.dtype | None) -> torch.dtype | None:
     if like is None or isinstance(number, bool) or like == torch.bool:
         return None
-    fits = isinstance(number, int) or like.is_complex
-    return (
-        like if fits or (like.is_floating_point and isinstance(number, float)) else None
-    )
+    is_float_in_float = like.is_floating_point and isinstance(number, float)
+    if isinstance(number, int) or like.is_complex or is_float_in_float:
+        return like
+    return None
 
 
 def _device_of(args: Any, kwargs: Any) -> torch.device:
@@ -317,23 +317,26 @@ def _host_generator(
     device: torch.device, args: Any, kwargs: dict[str, Any]
 ) -> torch.Generator:
     """Numbers that depend on the seed and the offset of the card's generator alone."""
-    given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator)]
-    generator = given[0] if given else torch.cuda.default_generators[device.index]
-    return _seeded(*generator.get_state()[-16:].view(torch.int64).tolist())
+    generator = torch.cuda.default_generators[device.index]
+    for argument in (*args, *kwargs.values()):
+        if isinstance(argument, torch.Generator):
+            generator = argument
+    seed, offset = generator.get_state()[-16:].view(torch.int64).tolist()
+    return _seeded(seed, offset)
 
 
 def _seeded(seed: int, offset: int, number: int = 0) -> torch.Generator:
-    mixed = (
-        seed * 1_000_003 + offset * 7_919 + number * 104_729 + 17
-    ) & 0x7FFF_FFFF_FFFF_FFFF
-    return torch.Generator().manual_seed(mixed)
+    # Any numbers will do that keep seeds, offsets and operators of a graph apart.
+    mixed = seed * 1_000_003 + offset * 7_919 + number * 104_729 + 17
+    return torch.Generator().manual_seed(mixed & 0x7FFF_FFFF_FFFF_FFFF)
 
 
 def _dropout(
     generator: torch.Generator, x: Tensor, p: float, train: bool | None
 ) -> tuple[Tensor, Tensor]:
-    """``native_dropout`` takes no generator, so that its mask is drawn here."""
+    """``native_dropout`` takes no generator, so its mask is drawn here."""
     if train is False or p == 0:
         return x, torch.ones_like(x, dtype=torch.bool)
     mask = torch.rand(x.shape, generator=generator) >= p
-    return (x * mask / (1 - p) if p < 1 else torch.zeros_like(x)), mask
+    output = x * mask / (1 - p) if p < 1 else torch.zeros_like(x)
+    return output, mask

@@ -216,6 +216,11 @@ def _joined(statistics: Sequence[Statistic], weights: Sequence[float]) -> float:
 
 
 def _weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
-    total = sum(weights) or math.nan
-    products = [value * weight for value, weight in zip(values, weights, strict=True)]
-    return sum(products) / total
+    """The mean of values; those without weight may be NaN, as means of nothing are."""
+    total = 0.0
+    products = 0.0
+    for value, weight in zip(values, weights, strict=True):
+        if weight:
+            total += weight
+            products += value * weight
+    return products / (total or math.nan)

@@ -133,96 +133,164 @@ class KeptState:
         self._owner = owner
         self._excluded = excluded
         self._statements = statements
-        self._saved: dict[int, tuple[Any, Any]] = {}  # objects and their contents
-        # Arrays, their versions, and their values. NumPy counts no versions.
-        self._arrays: dict[int, tuple[Any, int, Any]] = {}
+        self._saved = _Saved()
         self._attributes = kept_attributes(owner, excluded)
-        self._save_entries(self._attributes.values(), 0)
-
-    def _save_entries(self, values: Iterable[Any], depth: int) -> None:
-        for value in values:
-            if not isinstance(value, PLAIN_CLASSES) and id(value) not in self._saved:
-                self._save(value, depth)
-
-    def _save(self, value: Any, depth: int) -> None:
-        if isinstance(value, Tensor):
-            if type(value) is Tensor and value.numel() <= MAX_ELEMENTS:
-                version = -1 if value.is_inference() else value._version
-                self._arrays[id(value)] = value, version, value.detach().clone()
-            return
-        if type(value) is numpy.ndarray:
-            if value.size <= MAX_ELEMENTS:
-                self._arrays[id(value)] = value, -1, value.copy()
-            return
-        contents = _contents(value)
-        if contents is None or depth > MAX_DEPTH or len(self._saved) > MAX_OBJECTS:
-            return
-        self._saved[id(value)] = value, contents
-        if len(contents) <= MAX_ENTRIES and not isinstance(contents, set):
-            is_mapping = isinstance(contents, dict)
-            entries = contents.values() if is_mapping else contents
-            self._save_entries(entries, depth + 1)
+        self._saved.add_all(self._attributes.values(), 0)
 
     def changes(self) -> list[Change]:
         """What has changed since, attribute by attribute."""
-        changes: list[Change] = []
-        now = kept_attributes(self._owner, self._excluded)
-        compared: set[int] = set()
-        before = _with_class_values(self._attributes, type(self._owner), now)
-        self._compare_mappings((), before, now, Attribute, changes, compared)
-        return changes
+        after = kept_attributes(self._owner, self._excluded)
+        before = _with_class_values(self._attributes, type(self._owner), after)
+        comparison = _Comparison(self._saved, self._statements)
+        comparison.compare_mappings((), before, after, Attribute)
+        return comparison.changes
 
     def restore(self) -> None:
         """Restore the contents of containers and objects that have changed."""
-        for value, contents in self._saved.values():
+        for value, contents in self._saved.contents.values():
             live = value if is_container(value) else vars(value)
             if not is_same(live, contents):
                 live.clear()
                 refill(live, contents)
 
-    def _compare(
+
+class _Saved:
+    """What containers, objects and small arrays held, by their ``id``.
+
+    Attributes:
+        contents: containers and objects, each with a copy of what it held.
+        arrays: tensors and arrays of NumPy, each with its version and its values. The
+            version is -1 for NumPy's and for inference tensors, which have none.
+    """
+
+    def __init__(self) -> None:
+        self.contents: dict[int, tuple[Any, Any]] = {}
+        self.arrays: dict[int, tuple[Any, int, Any]] = {}
+
+    def add_all(self, values: Iterable[Any], depth: int) -> None:
+        """Save values, and what is in them. They are ``depth`` containers deep."""
+        for value in values:
+            # Tensors first: they are no containers, whatever they have as attributes.
+            if isinstance(value, Tensor):
+                self._add_tensor(value)
+            elif type(value) is numpy.ndarray:
+                if value.size <= MAX_ELEMENTS:
+                    self.arrays[id(value)] = (value, -1, value.copy())
+            elif not isinstance(value, PLAIN_CLASSES):
+                self._add(value, depth)
+
+    def _add(self, value: Any, depth: int) -> None:
+        is_known = id(value) in self.contents
+        if is_known or depth > MAX_DEPTH or len(self.contents) > MAX_OBJECTS:
+            return
+        contents = _contents(value)
+        if contents is None:
+            return
+        self.contents[id(value)] = (value, contents)
+        if len(contents) > MAX_ENTRIES or isinstance(contents, set):
+            return  # entries are compared by identity only
+        is_mapping = isinstance(contents, dict)
+        self.add_all(contents.values() if is_mapping else contents, depth + 1)
+
+    def _add_tensor(self, tensor: Tensor) -> None:
+        if type(tensor) is Tensor and tensor.numel() <= MAX_ELEMENTS:
+            version = -1 if tensor.is_inference() else tensor._version
+            values = tensor.detach().clone()
+            self.arrays[id(tensor)] = (tensor, version, values)
+
+
+class _Comparison:
+    """Compares values with what was saved of them.
+
+    Attributes:
+        changes: the changes found so far.
+    """
+
+    def __init__(self, saved: _Saved, statements: Statements | None) -> None:
+        self.changes: list[Change] = []
+        self._saved = saved
+        self._statements = statements
+        self._compared: set[int] = set()  # ids, so that cycles end
+
+    def compare_mappings(
         self,
         path: Path,
-        before: Any,
-        now: Any,
-        changes: list[Change],
-        compared: set[int],
+        before: Mapping[Any, Any],
+        after: Mapping[Any, Any],
+        part: Callable[[Any], Attribute | Entry],
     ) -> None:
-        """Add to ``changes`` how a value was replaced, or what was added to it."""
-        if isinstance(now, PLAIN_CLASSES) and now is before:
-            return
-        if isinstance(before, (Tensor, numpy.ndarray)) and now is before:
-            if id(now) not in compared:  # added once, whatever else refers to it
-                compared.add(id(now))
-                self._compare_values(path, before, changes)
-            return
-        _, contents = self._saved.get(id(before), (None, None))
-        if now is before and (contents is None or id(now) in compared):
-            return
-        compared.add(id(now))
-        if contents is not None and type(now) is type(before):
-            self._compare_contents(path, contents, now, changes, compared)
-        elif before is None and now is not None:
-            self._add_created(path, now, changes, compared)
-        else:
-            changes += self._difference(path, before, now)
+        """Compare the entries of a mapping, or the attributes of an object.
 
-    def _add_created(
-        self, path: Path, value: Any, changes: list[Change], compared: set[int]
-    ) -> None:
-        """Add to ``changes`` that a call has made a value where there was none."""
-        if self._appends(path, value):
-            changes.append(Change(path, ChangeKind.APPENDED, value))
-        elif self._statements is not None and _is_summable(value):
-            changes.append(_first_value(path, value, self._statements))
-        elif isinstance(value, dict) and len(value) <= MAX_ENTRIES:
-            # Its entries may be sums. So they are changes of their own.
-            empty = copy.copy(value)
-            empty.clear()
-            changes.append(Change(path, ChangeKind.CREATED, empty))
-            self._compare_mappings(path, {}, value, Entry, changes, compared)
+        ``part`` makes a part of a path of a key.
+        """
+        is_searched = len(after) <= MAX_ENTRIES
+        for key, value in after.items():
+            if key not in before:
+                self._add_created((*path, part(key)), value)
+            elif is_searched or value is not before[key]:
+                self._compare((*path, part(key)), before[key], value)
+        for key in before:
+            if key not in after:
+                self._add((*path, part(key)), ChangeKind.REPLACED, None)
+
+    def _add(self, path: Path, kind: ChangeKind, value: Any) -> None:
+        self.changes.append(Change(path, kind, value))
+
+    def _compare(self, path: Path, before: Any, after: Any) -> None:
+        """Find how a value was replaced, or what was added to it."""
+        if isinstance(after, PLAIN_CLASSES) and after is before:
+            return
+        if isinstance(before, (Tensor, numpy.ndarray)) and after is before:
+            self._compare_in_place(path, before)
+            return
+        _, contents = self._saved.contents.get(id(before), (None, None))
+        # The same object has changed only if its contents have.
+        if after is before and (contents is None or id(after) in self._compared):
+            return
+        self._compared.add(id(after))
+        if contents is not None and type(after) is type(before):
+            self._compare_contents(path, contents, after)
+        elif before is None:
+            self._add_created(path, after)
         else:
-            changes.append(Change(path, ChangeKind.CREATED, value))
+            self._compare_values(path, before, after)
+
+    def _compare_in_place(self, path: Path, array: Any) -> None:
+        """Compare an array with its earlier values, if it may have been written."""
+        if id(array) in self._compared:
+            return  # added once, whatever else refers to it
+        self._compared.add(id(array))
+        if id(array) in self._saved.arrays:
+            _, version, values = self._saved.arrays[id(array)]
+            if version == -1 or array._version != version:
+                self._compare_values(path, values, array)
+
+    def _compare_values(self, path: Path, before: Any, after: Any) -> None:
+        """Find what was added to a value, or its new value."""
+        are_numbers = growth.is_number(before) and growth.is_number(after)
+        if growth.is_equal(before, after) or (are_numbers and before == after):
+            return
+        appended = growth.appended(before, after, is_said=self._appends(path, after))
+        if appended is not None:
+            self._add(path, ChangeKind.APPENDED, appended)
+        elif type(before) is type(after) is frozenset and before <= after:
+            self._add(path, ChangeKind.ELEMENTS, after - before)
+        elif self._is_sum(path, before, after):
+            difference = _detached(after) - _detached(before)
+            self._add(path, ChangeKind.DIFFERENCE, difference)
+        else:
+            self._add(path, ChangeKind.REPLACED, after)
+
+    def _is_sum(self, path: Path, before: Any, after: Any) -> bool:
+        """Whether calls add to the number or array at ``path``."""
+        are_numbers = _are_numbers(before, after)
+        if self._statements is None:
+            return are_numbers
+        if are_numbers:
+            return not self._statements.sets(path)
+        # Of arrays with dimensions only statements tell: calls may have set some
+        # entries, such as those of a queue.
+        return _are_alike(before, after) and self._statements.adds(path)
 
     def _appends(self, path: Path, value: Any) -> bool:
         """Whether a statement appends to a value like this at ``path``."""
@@ -233,118 +301,72 @@ class KeptState:
             return True
         return self._statements.appends(path)
 
-    def _compare_values(self, path: Path, array: Any, changes: list[Change]) -> None:
-        """Compare an array with its earlier values: it may be written in place."""
-        if id(array) not in self._arrays:
-            return
-        _, version, values = self._arrays[id(array)]
-        if version == -1 or array._version != version:
-            changes += self._difference(path, values, array)
-
-    def _difference(self, path: Path, before: Any, now: Any) -> list[Change]:
-        """The change of a value to another one: what was added, or the new value."""
-        if growth.is_equal(before, now):
-            return []
-        piece = growth.appended(before, now, is_said=self._appends(path, now))
-        if piece is not None:
-            return [Change(path, ChangeKind.APPENDED, piece)]
-        if type(before) is type(now) is frozenset and before <= now:
-            return [Change(path, ChangeKind.ELEMENTS, now - before)]
-        changes = _difference(path, before, now)
-        if not changes or self._statements is None:
-            return changes
-        if changes[0].kind is ChangeKind.DIFFERENCE and self._statements.sets(path):
-            return [Change(path, ChangeKind.REPLACED, now)]
-        if _are_alike(before, now) and self._statements.adds(path):
-            difference = _detached(now) - _detached(before)
-            return [Change(path, ChangeKind.DIFFERENCE, difference)]
-        return changes
-
-    def _compare_contents(
-        self,
-        path: Path,
-        before: Any,
-        now: Any,
-        changes: list[Change],
-        compared: set[int],
-    ) -> None:
-        if isinstance(now, dict):
-            self._compare_mappings(path, before, now, Entry, changes, compared)
-        elif isinstance(now, set):
-            if not before <= now:
-                changes.append(Change(path, ChangeKind.REPLACED, now))
-            elif len(now) > len(before):
-                changes.append(Change(path, ChangeKind.ELEMENTS, now - before))
-        elif is_container(now):
-            self._compare_lists(path, before, now, changes, compared)
+    def _add_created(self, path: Path, value: Any) -> None:
+        """Add that a call has made a value where there was none."""
+        if self._appends(path, value):
+            self._add(path, ChangeKind.APPENDED, value)
+        elif self._statements is not None and _is_summable(value):
+            self.changes.append(_first_value(path, value, self._statements))
+        elif isinstance(value, dict) and len(value) <= MAX_ENTRIES:
+            # Its entries may be sums. So they are changes of their own.
+            empty = copy.copy(value)
+            empty.clear()
+            self._add(path, ChangeKind.CREATED, empty)
+            self.compare_mappings(path, {}, value, Entry)
         else:
-            attributes = vars(now)
-            before = _with_class_values(before, type(now), attributes)
-            self._compare_mappings(
-                path, before, attributes, Attribute, changes, compared
-            )
+            self._add(path, ChangeKind.CREATED, value)
 
-    def _compare_mappings(
-        self,
-        path: Path,
-        before: Mapping[Any, Any],
-        now: Mapping[Any, Any],
-        part: Callable[[Any], Attribute | Entry],
-        changes: list[Change],
-        compared: set[int],
-    ) -> None:
-        for key, value in now.items():
-            if key in before:
-                if value is not before[key] or len(now) <= MAX_ENTRIES:
-                    entry_path = (*path, part(key))
-                    self._compare(entry_path, before[key], value, changes, compared)
-            else:
-                self._add_created((*path, part(key)), value, changes, compared)
-        for key in before:
-            if key not in now:
-                changes.append(Change((*path, part(key)), ChangeKind.REPLACED, None))
+    def _compare_contents(self, path: Path, before: Any, after: Any) -> None:
+        """Compare what a container or object held with what it holds."""
+        if isinstance(after, dict):
+            self.compare_mappings(path, before, after, Entry)
+        elif isinstance(after, set):
+            if not before <= after:
+                self._add(path, ChangeKind.REPLACED, after)
+            elif len(after) > len(before):
+                self._add(path, ChangeKind.ELEMENTS, after - before)
+        elif is_container(after):
+            self._compare_lists(path, before, after)
+        else:
+            attributes = vars(after)
+            before = _with_class_values(before, type(after), attributes)
+            self.compare_mappings(path, before, attributes, Attribute)
 
-    def _compare_lists(
-        self,
-        path: Path,
-        before: list[Any],
-        now: Any,
-        changes: list[Change],
-        compared: set[int],
-    ) -> None:
-        if len(now) == len(before) and isinstance(now, list):
-            for number, entry in enumerate(now):
-                if entry is not before[number] or len(now) <= MAX_ENTRIES:
-                    entry_path = (*path, Entry(number))
-                    self._compare(entry_path, before[number], entry, changes, compared)
-            return
-        kept = _num_kept(before, now)
-        if kept is None:
-            changes.append(Change(path, ChangeKind.REPLACED, now))
-            return
-        if isinstance(now, list) and kept <= MAX_ENTRIES:  # the entries before
+    def _compare_lists(self, path: Path, before: list[Any], after: Any) -> None:
+        """Find the entries that were appended to a list or deque."""
+        is_searched = len(before) <= MAX_ENTRIES
+        if isinstance(after, list) and len(after) == len(before):
             for number, entry in enumerate(before):
-                entry_path = (*path, Entry(number))
-                self._compare(entry_path, entry, now[number], changes, compared)
-        appended = list(now)[kept:]
+                if is_searched or after[number] is not entry:
+                    self._compare((*path, Entry(number)), entry, after[number])
+            return
+        num_kept = _num_kept(before, after)
+        if num_kept is None:
+            self._add(path, ChangeKind.REPLACED, after)
+            return
+        if isinstance(after, list) and is_searched:
+            for number, entry in enumerate(before):
+                self._compare((*path, Entry(number)), entry, after[number])
+        appended = list(after)[num_kept:]
         if appended:
-            changes.append(Change(path, ChangeKind.APPENDED, appended))
+            self._add(path, ChangeKind.APPENDED, appended)
 
 
 def _with_class_values(
-    before: Mapping[str, Any], kind: type, now: Mapping[str, Any]
+    before: Mapping[str, Any], kind: type, after: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """``before`` with the values of new attributes that their class has.
 
     As after ``self.calls += 1``, if ``calls = 0`` is in the class's body.
     """
-    new = [name for name in now if name not in before]
-    if not new:
+    new_names = [name for name in after if name not in before]
+    if not new_names:
         return before
     values = dict(before)
-    for name in new:
+    for name in new_names:
         value = getattr(kind, name, None)
-        if hasattr(kind, name) and type(value) in (int, float, type(None)):
+        # A property or a method of this name is no value.
+        if type(value) in (int, float) or (value is None and hasattr(kind, name)):
             values[name] = value
     return values
 
@@ -360,22 +382,24 @@ def _contents(value: Any) -> Any:
     return dict(vars(value)) if is_object(value) else None
 
 
-def _num_kept(before: list[Any], now: Any) -> int | None:
-    """How many entries at the beginning of ``now`` are from ``before``.
+def _num_kept(before: list[Any], after: Any) -> int | None:
+    """How many entries at the beginning of ``after`` are from ``before``.
 
     ``None`` if they are not the first, or for a full deque the last, of ``before``.
     """
-    entries = list(now)
-    first = 0
-    if isinstance(now, deque) and now.maxlen is not None:
+    entries = list(after)
+    dropped = 0
+    if isinstance(after, deque) and after.maxlen is not None:
         # A full deque drops entries on the left for those that are appended.
-        while not _begins_with(entries, before[first:]):
-            first += 1
-    kept = before[first:]
-    return len(kept) if _begins_with(entries, kept) else None
+        while not _begins_with(entries, before[dropped:]):
+            dropped += 1
+    if not _begins_with(entries, before[dropped:]):
+        return None
+    return len(before) - dropped
 
 
 def _begins_with(entries: list[Any], beginning: list[Any]) -> bool:
+    """Whether the first entries are those of ``beginning``, by identity."""
     if len(entries) < len(beginning):
         return False
     return all(map(is_, entries[: len(beginning)], beginning))
@@ -394,6 +418,7 @@ def _first_value(path: Path, value: Any, statements: Statements) -> Change:
 
 
 def _detached(value: Any) -> Any:
+    """A tensor without its graph; any other value itself."""
     return value.detach() if isinstance(value, Tensor) else value
 
 
@@ -407,29 +432,24 @@ def _is_summable(value: Any) -> bool:
     return growth.is_number(value)
 
 
-def _are_alike(before: Any, now: Any) -> bool:
-    """Whether these are arrays of numbers, of one class, shape and dtype."""
-    if type(before) is not type(now) or not growth.is_array(now):
+def _are_numbers(before: Any, after: Any) -> bool:
+    """Whether these are numbers, or tensors of one number, and may be added up."""
+    if growth.is_number(before) and growth.is_number(after):
+        return True
+    # A tensor that has become a number was set.
+    if type(after) is not Tensor or after.ndim or after.dtype == torch.bool:
         return False
-    is_alike = before.shape == now.shape and before.dtype == now.dtype
-    return is_alike and _is_summable(now)
+    if isinstance(before, Tensor):
+        return not before.ndim
+    return type(before) in (int, float)
 
 
-def _difference(path: Path, before: Any, now: Any) -> list[Change]:
-    """The change of a number or tensor to another one, or of anything else."""
-    if growth.is_number(before) and growth.is_number(now):
-        if now == before:
-            return []
-        return [Change(path, ChangeKind.DIFFERENCE, now - before)]
-    # Of larger tensors, calls may have set some entries, such as those of a queue.
-    is_summed = isinstance(before, Tensor) or type(before) in (int, float)
-    if type(now) is Tensor and is_summed and not now.ndim and now.dtype != torch.bool:
-        earlier = before.detach() if isinstance(before, Tensor) else before
-        if not isinstance(earlier, Tensor) or not earlier.ndim:
-            return [Change(path, ChangeKind.DIFFERENCE, now.detach() - earlier)]
-    if isinstance(now, PLAIN_CLASSES) and type(now) is type(before) and now == before:
-        return []
-    return [Change(path, ChangeKind.REPLACED, now)]
+def _are_alike(before: Any, after: Any) -> bool:
+    """Whether these are arrays of numbers, of one class, shape and dtype."""
+    if type(before) is not type(after) or not growth.is_array(after):
+        return False
+    is_alike = before.shape == after.shape and before.dtype == after.dtype
+    return is_alike and _is_summable(after)
 
 
 def apply_changes(
@@ -448,24 +468,41 @@ def apply_changes(
     for changes in calls:
         for change in changes:
             by_path[change.path].append(change)
-    for path, changes_there in by_path.items():
-        part = path[-1]
-        values = [moved(change.value, device) for change in changes_there]
-        kinds = [change.kind for change in changes_there]
-        are_values = kinds[0] in _VALUES
+    for path, changes_of_path in by_path.items():
         try:
-            holder = holder_of(owner, path)
-            if len(calls) == 1 and are_values:
-                part.write(holder, values[0])
-            elif set(kinds) == {ChangeKind.CREATED}:
-                part.write(holder, _one_of(values, holder))
-            elif set(kinds) == {ChangeKind.REPLACED}:
-                part.write(holder, _same_of(values))
-            else:
-                start = changes_there[0].start
-                _add(holder, part, kinds, values, moved(start, device))
+            _apply(owner, path, changes_of_path, len(calls), device)
         except (_NotAdditive, LookupError, TypeError, AttributeError):
             tell(owner_name + "".join(map(str, path)))
+
+
+def _apply(
+    owner: Any,
+    path: Path,
+    changes: Sequence[Change],
+    num_calls: int,
+    device: torch.device,
+) -> None:
+    """Apply the changes at one place.
+
+    Raises:
+        _NotAdditive: they cannot become one value.
+        LookupError, TypeError, AttributeError: the owner has no such place, or a value
+            there that nothing can be added to.
+    """
+    part = path[-1]
+    holder = holder_of(owner, path)
+    values = [moved(change.value, device) for change in changes]
+    kinds = [change.kind for change in changes]
+    # The only call has set what one call of the stock loop would have set.
+    if num_calls == 1 and kinds[0] in _VALUES:
+        part.write(holder, values[0])
+    elif set(kinds) == {ChangeKind.CREATED}:
+        part.write(holder, _one_of(values, holder))
+    elif set(kinds) == {ChangeKind.REPLACED}:
+        part.write(holder, _same_of(values))
+    else:
+        start = moved(changes[0].start, device)
+        _add(holder, part, kinds, values, start)
 
 
 def names_of(calls: Iterable[Iterable[Change]]) -> set[str]:
@@ -499,7 +536,7 @@ def _add(
         target = None
     if target is None:
         if start is None and set(kinds) != {ChangeKind.APPENDED}:
-            raise _NotAdditive
+            raise _NotAdditive  # there is nothing to add to
         target = start
     for kind, value in zip(kinds, values, strict=True):
         if kind is ChangeKind.APPENDED and is_container(target):
@@ -515,47 +552,70 @@ def _add(
         elif kind is ChangeKind.DIFFERENCE:
             target = _sum(target, value)
             part.write(holder, target)
-        else:
+        else:  # some calls have added, others have set
             raise _NotAdditive
 
 
 def _sum(target: Any, value: Any) -> Any:
-    is_plain = isinstance(target, Tensor) and not target.requires_grad
-    if not is_plain or target.is_inference() or not isinstance(value, Tensor):
+    """The sum, in place if possible: other objects may refer to a tensor."""
+    if not isinstance(target, Tensor) or not isinstance(value, Tensor):
+        return target + value
+    if target.requires_grad or target.is_inference():  # cannot be written
         return target + value
     if not torch.can_cast(value.dtype, target.dtype):
         return target + value
-    return target.add_(value.to(target.device))  # in place: others may refer to it
+    return target.add_(value.to(target.device))
 
 
 def _same_of(values: Sequence[Any]) -> Any:
-    """The number, text, switch or tensor that all calls have set."""
-    first, *others = values
+    """The number, text, switch or tensor that all calls have set.
+
+    Raises:
+        _NotAdditive: the calls have set different values, or objects.
+    """
+    first = values[0]
     if first is None or not isinstance(first, (*PLAIN_CLASSES, Tensor)):
         raise _NotAdditive
-    if not all(growth.is_equal(first, other) for other in others):
-        raise _NotAdditive
+    for value in values[1:]:
+        if not growth.is_equal(first, value):
+            raise _NotAdditive
     return first
 
 
 def _one_of(values: Sequence[Any], holder: Any) -> Any:
-    """One value where there was none: the same in all calls, or joined containers."""
-    first, *others = values
+    """One value where there was none: the same in all calls, or joined containers.
+
+    Raises:
+        _NotAdditive: there is no such value.
+    """
+    first = values[0]
+    kinds = set(map(type, values))
     if _counts(holder) and all(map(growth.is_number, values)):
         return sum(values)
     if not is_container(first):
         return _same_of(values)
-    if any(type(other) is not type(first) for other in others):
+    if len(kinds) > 1:
         raise _NotAdditive
-    if isinstance(first, set):
-        return first.union(*others)
-    if not isinstance(first, dict):
-        for other in others:
-            first.extend(other)
-        return first
-    for key in dict.fromkeys(key for value in values for key in value):
-        first[key] = _one_of([value[key] for value in values if key in value], first)
+    if isinstance(first, dict):
+        return _joined_dict(values)
+    for value in values[1:]:
+        if isinstance(first, set):
+            first.update(value)
+        else:
+            first.extend(value)
     return first
+
+
+def _joined_dict(values: Sequence[Any]) -> Any:
+    """A dict with the entries of all; entries of one key become one value."""
+    joined = values[0]
+    keys: dict[Any, None] = {}
+    for value in values:
+        keys.update(dict.fromkeys(value))
+    for key in keys:
+        entries = [value[key] for value in values if key in value]
+        joined[key] = _one_of(entries, joined)
+    return joined
 
 
 def _counts(holder: Any) -> bool:

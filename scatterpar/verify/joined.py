@@ -75,7 +75,7 @@ def _is_reversed(whole: Tensor, backwards: Tensor, num_rows: int, dim: int) -> b
     """Whether ``backwards`` has the rows of ``whole``, the last one first, and of each
     row the entries in one order.
     """
-    if whole.shape != backwards.shape:
+    if whole.shape != backwards.shape or whole.size(dim) % num_rows:
         return False
     by_row = whole.movedim(dim, 0).unflatten(0, (num_rows, -1))
     expected = by_row.flip(0).flatten(0, 1).movedim(0, dim)

@@ -29,6 +29,7 @@ from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import warn
 from scatterpar.integrations import kept, loop
 from scatterpar.integrations.changes import Change, ChangeKind, KeptState, apply_changes
+from scatterpar.integrations.elsewhere import explained
 from scatterpar.integrations.evaluation import RowLooks, rows_of
 from scatterpar.integrations.loop import refuse
 from scatterpar.integrations.statements import Statements
@@ -52,6 +53,10 @@ _REFUSED = {
 }
 # Attributes of every module: they are no state of the user's.
 _OF_TORCH = {*vars(nn.Module())}
+_ELSEWHERE = (
+    "make it an attribute of the loss function (an nn.Module, or an object with "
+    "__call__), and each replica gets a copy on its device"
+)
 _REMEDIES = (
     "In fastai pass ScatterOnce(…, count=lambda inputs, targets: …), the number of "
     "terms that the mean averages over, such as lambda inputs, targets: "
@@ -358,7 +363,9 @@ class _Criterion(nn.Module):
             states[path] = KeptState(part, _OF_TORCH, self._statements)
         if self.mixes:
             output = to_float(output)
-        loss = loss_func(output, *targets_of_rows)
+        device = nested.tensors(output)[0].device
+        with explained(device, _ELSEWHERE):
+            loss = loss_func(output, *targets_of_rows)
         values: dict[tuple[str, str], Any] = {}
         changes: dict[str, list[Change]] = {}
         for path, state in states.items():
@@ -375,7 +382,9 @@ class _Criterion(nn.Module):
         return loss
 
     def _loss_func_of_call(self, output: Any) -> Any:
-        """The replica's loss function, with copies of objects that replicas share."""
+        """The replica's loss function, with copies of objects and tensors that replicas
+        share.
+        """
         copies = kept.CallCopies(nested.tensors(output)[0].device)
         if isinstance(self.func, nn.Module):
             for part in self.func.modules():
@@ -386,9 +395,9 @@ class _Criterion(nn.Module):
             loss_func = copy.copy(self.loss_func)
             loss_func.func = self.func
             return loss_func
-        if kept.is_object(self.func):
-            return copies.of(self.func)
-        return self.func
+        if isinstance(self.func, nn.Module):
+            return self.func
+        return copies.of(self.func)
 
     def transfer(
         self,

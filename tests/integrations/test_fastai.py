@@ -209,6 +209,28 @@ def test_mean_over_other_terms_refused(tmp_path, loss_func, options):
     fitted(learn)  # what the refusal proposes
 
 
+def closing_over(weights):
+    return lambda scores, y: nn.functional.cross_entropy(scores, y, weights)
+
+
+def binding(weights):
+    return partial(nn.functional.cross_entropy, weight=weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("made", [closing_over, binding])
+def test_weights_of_function_are_copied(tmp_path, made):
+    """Each replica needs them on its device."""
+    count = ScatterOnce(
+        ["cpu:0", "cpu:1"], count=lambda _, y: WEIGHTS[y[0].cpu()].sum()
+    )
+    ours, stock = learner(tmp_path, count), learner(tmp_path)
+    for learn in (ours, stock):
+        learn.loss_func = made(WEIGHTS.double().to(learn.dls.device))
+        fitted(learn)
+    assert_same(ours, stock)
+
+
 def test_count_with_other_arguments_refused():
     words = (
         r"calls count\(inputs, targets\); pass count=lambda inputs, targets: targets"

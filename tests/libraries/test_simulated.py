@@ -21,7 +21,12 @@ CHOSEN = {
         4,
     ),
     "lightning": ("loops", "integrations/test_lightning.py", "sums_loggers", 1),
-    "fastai": ("loops", "integrations/test_fastai.py", "parts and mixed", 1),
+    "fastai": (
+        "loops",
+        "integrations/test_fastai.py",
+        "(parts and mixed) or weights_of_function",
+        3,
+    ),
 }
 
 

@@ -260,7 +260,7 @@ class Parts(nn.Module):
     def forward(self, pred, y):
         for label in y.tolist():
             self.table[label] += 1
-        self.seen = torch.cat([self.seen, y.cpu()])
+        self.seen = torch.cat([self.seen.to(y.device), y])
         self.meter.rows += len(y)
         self.ce = nn.functional.cross_entropy(pred, y)
         penalty = 0.1 * pred.square().mean()

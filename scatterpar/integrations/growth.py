@@ -30,7 +30,8 @@ def is_equal(value: Any, other: Any) -> bool:
     if type(value) is not type(other):
         return False
     if isinstance(value, Tensor):
-        return value.dtype == other.dtype and torch.equal(value, other)
+        is_alike = (value.dtype, value.device) == (other.dtype, other.device)
+        return is_alike and torch.equal(value, other)
     if isinstance(value, numpy.ndarray):
         return value.dtype == other.dtype and numpy.array_equal(value, other)
     return isinstance(value, PLAIN_CLASSES) and bool(value == other)

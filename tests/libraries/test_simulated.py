@@ -24,8 +24,8 @@ CHOSEN = {
     "fastai": (
         "loops",
         "integrations/test_fastai.py",
-        "(parts and mixed) or weights_of_function",
-        3,
+        "weights_of_function",
+        2,
     ),
 }
 

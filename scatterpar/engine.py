@@ -35,7 +35,7 @@ from scatterpar.devices.device_ids import DeviceLike, resolve
 from scatterpar.devices.links import check_links
 from scatterpar.devices.transfers import Transfers
 from scatterpar.distributed.ranks import Ranks
-from scatterpar.option_checks import check_int, check_shares
+from scatterpar.option_checks import check_bool, check_int, check_shares
 from scatterpar.options.arguments import explaining_keywords, read_arguments
 from scatterpar.options.assigned import FixedArgument, fixed, option
 from scatterpar.options.auto_accum import AutoAccum, Candidate, Search
@@ -77,6 +77,9 @@ from scatterpar.wrapper import ModuleT, Wrapper
 
 # per rank: rank r numbers its replicas from r * this, for their seeds
 _MAX_REPLICAS = 2**16
+
+# Options that are True or False, but ``graphs``, whose own check names it.
+_SWITCHES = ("check_finite", "measure_noise", "verify")
 
 
 class ScatterOnceParallel(Wrapper[ModuleT]):
@@ -204,6 +207,8 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         # Refused before anything is made: a failed constructor leaves no threads
         # behind.
         num_replicas = len(self.device_ids)
+        for name in _SWITCHES:
+            check_bool(name, getattr(self, name))
         check_options(self.module, dim, buffers, accumulate_dtype)
         check_cuts(accum, micro_batch_size, micro_batch_cost, num_replicas)
         check_placement(self.module, self.device_ids, lazy=True)
@@ -247,6 +252,8 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             value = check_shares(value, len(self.device_ids))
         elif name == "dim":
             check_int("dim", value)
+        elif name in _SWITCHES:
+            check_bool(name, value)
         # Set before the checks, which read the engine's attributes.
         earlier = dict(vars(self))
         vars(self)[f"_{name}"] = value

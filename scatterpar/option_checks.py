@@ -1,4 +1,4 @@
-"""Refuse values of options that are no numbers, or no numbers of the right kind."""
+"""Refuse values of options of another kind, or out of their range."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ def check_int(name: str, value: Any, least: int | None = None, also: str = "") -
         raise TypeError(f"{name} must be an int{also}, got {value!r}")
     if least is not None and value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def check_bool(name: str, value: Any) -> None:
+    """Refuse what is not ``True`` or ``False``, such as the text ``"no"``."""
+    if value not in (True, False):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def check_number(

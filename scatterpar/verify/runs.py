@@ -42,6 +42,7 @@ from scatterpar.step.task import ReplicaTask
 from scatterpar.torch_private import uncompiled
 from scatterpar.verify.comparison import Result
 from scatterpar.verify.constant_numbers import ConstantNumbers, DrawsPerRow
+from scatterpar.verify.dropped_records import records_dropped
 from scatterpar.verify.gradient_check import moved_to, uses_batch_statistics
 from scatterpar.verify.joined import cut_by_parts
 from scatterpar.verify.moved_state import (
@@ -156,7 +157,7 @@ class Runs:
         self._fixed_layers = self._layers_to_fix()
         with_graph = torch.inference_mode(False)  # also within no_grad
         where = ReplicaNote(self.replica_task.share)
-        with where, restored(self.end), uncompiled(), with_graph:
+        with where, restored(self.end), uncompiled(), with_graph, records_dropped():
             self._undo.callback(self._use_running_statistics, False)
             self._use_running_statistics(
                 True

@@ -37,6 +37,9 @@ INVALID = [
     ("shares", [1]),
     ("shares", 2),
     ("graphs", "yes"),
+    ("verify", "no"),
+    ("check_finite", 3),
+    ("measure_noise", "x"),
 ]
 
 

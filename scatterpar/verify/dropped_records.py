@@ -1,0 +1,48 @@
+"""What user code logs during a look is dropped, because the step logs it again."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+
+
+class _OfOtherThreads(logging.Filter):
+    """Lets pass what other threads than the present one log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = threading.get_ident()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.thread != self._thread
+
+
+@contextlib.contextmanager
+def records_dropped() -> Iterator[None]:
+    """In the body, no handler of ``logging`` gets what this thread logs.
+
+    Other threads of the process log as ever, so no level is set.
+    """
+    of_other_threads = _OfOtherThreads()
+    handlers = _handlers()
+    for handler in handlers:
+        handler.addFilter(of_other_threads)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(of_other_threads)
+
+
+def _handlers() -> list[logging.Handler]:
+    """The handlers of all loggers, and the one for loggers without any."""
+    handlers = [*logging.root.handlers]
+    # A copy: other threads make loggers.
+    for logger in [*logging.root.manager.loggerDict.values()]:
+        if isinstance(logger, logging.Logger):
+            handlers += logger.handlers
+    if logging.lastResort is not None:
+        handlers.append(logging.lastResort)
+    return handlers

@@ -1,0 +1,86 @@
+"""Records that user code logs during a look, and those that it logs in the step."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+import torch
+from harness.models import Of
+from harness.oracle import build, randn
+
+from scatterpar import ScatterOnceParallel
+from scatterpar.verify.dropped_records import records_dropped
+
+LOGGER = logging.getLogger("of.a.user")
+ALONE = logging.getLogger("of.a.user.alone")
+
+
+class Kept(logging.Handler):
+    """Keeps the texts of its records."""
+
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+@pytest.fixture(params=["root", "of.a.user", "of.a.user.alone"])
+def kept(request):
+    """A handler of the root, of a logger, or of one that does not propagate."""
+    logger = logging.getLogger("" if request.param == "root" else request.param)
+    handler = Kept()
+    logger.addHandler(handler)
+    ALONE.propagate = logger is not ALONE
+    yield handler
+    ALONE.propagate = True
+    logger.removeHandler(handler)
+
+
+def test_only_this_threads_records_dropped(kept):
+    with records_dropped():
+        ALONE.warning("dropped")
+        other = threading.Thread(target=ALONE.warning, args=("of another thread",))
+        other.start()
+        other.join()
+    ALONE.warning("later")
+    assert kept.texts == ["of another thread", "later"]
+    assert kept.filters == []
+
+
+def test_last_resort_writes_nothing(capsys):
+    with records_dropped():
+        LOGGER.warning("dropped")
+    assert "dropped" not in capsys.readouterr().err
+
+
+def test_filter_ends_with_an_error(kept):
+    with pytest.raises(KeyError), records_dropped():
+        raise KeyError
+    assert kept.filters == []
+
+
+@pytest.mark.parametrize("whole_batch", [False, True])
+def test_step_logs_once_per_micro_batch(kept, whole_batch):
+    """A look at the step logged its own calls, too."""
+
+    def forward(module, inputs):
+        ALONE.warning("forward of %d rows", len(inputs))
+        return module.linear(inputs)
+
+    def criterion(outputs, targets):
+        ALONE.warning("criterion")
+        return (outputs - targets).square().mean()
+
+    model = build(lambda: Of(forward, linear=torch.nn.Linear(4, 3)))
+    inputs, targets = randn(8, 4), randn(8, 3)
+    with ScatterOnceParallel(model, 2, ["cpu"] * 2) as engine:
+        engine.forward_backward(inputs, targets, criterion, whole_batch=whole_batch)
+    forwards = kept.texts.count("forward of 2 rows")
+    criteria = kept.texts.count("criterion")
+    assert len(kept.texts) == forwards + criteria
+    # The second pass calls the earlier of a replica's two micro-batches again.
+    assert (forwards, criteria) == ((6, 1) if whole_batch else (4, 4))

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from scatterpar.batch import nested
 from scatterpar.batch.markers import Marker, Rows
 from scatterpar.devices.transfers import to_device
+from scatterpar.errors import restored
 from scatterpar.step.request import check_function
+from scatterpar.verify.dropped_records import records_dropped
 from scatterpar.verify.user_state import UserState
 
 _HOOKS = (
@@ -69,10 +71,8 @@ def undone(owner: Any, values: Iterable[Any]) -> Iterator[None]:
         if not isinstance(value, nn.Module) and not is_of_integration:
             roots.append(value)
     state = UserState(roots)
-    try:
+    with restored(state.restore), records_dropped():
         yield
-    finally:
-        state.restore()
 
 
 def replaced(module: nn.Module, **methods: Callable[..., Any]) -> Any:

@@ -32,6 +32,7 @@ from scatterpar.verify.comparison import (
     LeafGradients,
     relative_difference,
 )
+from scatterpar.verify.dropped_records import records_dropped
 from scatterpar.verify.rounding import Rounding
 from scatterpar.verify.user_state import UserState
 
@@ -87,7 +88,7 @@ def compare(
         return loss.detach()
 
     try:
-        with task.isolated(generators):
+        with task.isolated(generators), records_dropped():
             before = generators.get_state(number)
             expected_loss, expected = _result(task, eager)
             # A graph draws from an offset of its own, so other numbers are no fault.

@@ -29,6 +29,7 @@ from scatterpar.step.request import Request
 from scatterpar.verify.causes import in_lines, verdict_of_combination
 from scatterpar.verify.comparison import Result, num_with_gradient, weighted_sum
 from scatterpar.verify.constant_numbers import ConstantNumbers, DrawsPerRow
+from scatterpar.verify.dropped_records import records_dropped
 from scatterpar.verify.evidence import Losses, name_of, weighted_parts
 from scatterpar.verify.gradient_check import moved_to, uses_batch_statistics
 from scatterpar.verify.joined import cut_rows
@@ -153,7 +154,12 @@ class OutputLook:
         if module is not None and any(map(uses_batch_statistics, module.modules())):
             raise Inconclusive("a batch normalisation ties rows to each other")
         state = UserState([criterion, self._of_targets.count], [self._device])
-        with torch.inference_mode(False), torch.enable_grad(), restored(state.restore):
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            restored(state.restore),
+            records_dropped(),
+        ):
             return self._refusal(parts, state)
 
     def _refusal(self, parts: Parts, state: UserState) -> str:

@@ -23,6 +23,7 @@ def outcomes():
     return {found["name"]: found for found in map(json.loads, outcome.out.splitlines())}
 
 
+@pytest.mark.slow  # waits for processes
 @pytest.mark.skipif(os.name != "posix", reason="signals and fork")
 @pytest.mark.parametrize("state", STATES)
 def test_process_ends_soon_with_own_code(outcomes, state):

@@ -170,6 +170,7 @@ def on_ranks(group, split):
     return dict(model.named_buffers()), len(collectives)
 
 
+@pytest.mark.slow
 def test_rows_of_all_ranks_pooled():
     """In the collectives that are there: the small one, the gradients, the buffers as
     bytes.

@@ -389,6 +389,7 @@ def test_half_precision_as_exact_as_torch(dtype):
     assert error(module) < 2 * error(rounded)
 
 
+@pytest.mark.slow
 def test_same_bits_on_any_layout():
     results = []
     for layout in (["cpu"] * 4, ["cpu:0", "cpu:1"] * 2, [f"cpu:{i}" for i in range(4)]):

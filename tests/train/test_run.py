@@ -19,7 +19,6 @@ import psutil
 import pytest
 import torch
 from faults.processes import finish, start_forked
-from harness.pairwise import few_of
 from harness.pictures import truncate, write_folder
 from harness.runs import (
     Small,
@@ -255,6 +254,7 @@ def test_second_signal_ends_run_at_once(tmp_path, number):
     assert torch.load(tmp_path / "checkpoint.pt")["position"]["step"] == 2
 
 
+@pytest.mark.slow
 def test_folder_of_a_run_refused(tmp_path, capsys, monkeypatch):
     """A second run once overwrote what was there."""
     options = [*EMBEDDED, "--devices", "cpu", "--batch", "1024", "--out", str(tmp_path)]
@@ -288,6 +288,7 @@ def test_two_runs_in_one_folder_refused(tmp_path, capsys):
         pass
 
 
+@pytest.mark.slow
 def test_each_epoch_ends_with_a_checkpoint(tmp_path, monkeypatch):
     """Although there are fewer steps than between two other checkpoints."""
     options = [*EMBEDDED, "--epochs", "2", "--batch", "4096", "--out", str(tmp_path)]
@@ -392,9 +393,8 @@ def test_skipped_broken_pictures_counted(tmp_path, capsys):
     assert sorted(records(out, "summary")[0]["left_out"].values()) == [3, 3]
 
 
-@pytest.mark.parametrize(
-    "where", few_of(["checkpoint.pt", "metrics.jsonl"], ["checkpoint.pt"])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["checkpoint.pt", "metrics.jsonl"])
 def test_full_disk_leaves_old_checkpoint(tmp_path, capsys, monkeypatch, where):
     def full(line, *_, **to):
         if where == "metrics.jsonl" and '"step": 5' not in line:

@@ -290,6 +290,7 @@ def test_fixmatch_not_told_whole_batch(
     assert "a sum" not in text
 
 
+@pytest.mark.slow
 def test_barrier_looked_at_by_all_replicas(devices, monkeypatch):
     """A look by one replica alone waited at the barrier for ever.
 

@@ -661,10 +661,9 @@ class _LogOfCall:
             been logged before.
     """
 
-    _signature = inspect.signature(LightningModule.log)
-
     def __init__(self, module: LightningModule, metrics: Mapping[Any, Any]) -> None:
         self._module = module
+        self._signature = inspect.signature(LightningModule.log)
         self._places = {id(metric): at for at, metric in _single(metrics).items()}
         self.values: dict[tuple[str, int], tuple[Any, dict[str, Any]]] = {}
 

@@ -95,7 +95,8 @@ def test_record_has_threads_ranks_programs(tmp_path, monkeypatch):
         ScatterOnceParallel._step: "tests/faults/test_fault_exit.py::"
         "test_process_ends_soon_with_own_code",
     }
-    assert who.make(record, ["-q", *tests.values()]) == 0
+    chosen = ["-q", "-m", "slow or not slow", *tests.values()]
+    assert who.make(record, chosen) == 0
     for function, test in tests.items():
         file = inspect.getsourcefile(function)
         line = inspect.getsourcelines(function)[1]

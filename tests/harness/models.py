@@ -81,3 +81,15 @@ class TokenClassifier(nn.Module):
 
 def token_classifier(seed=0):
     return build(TokenClassifier, seed)
+
+
+class Meter:
+    """What a loop keeps of values: their sum, and each of them."""
+
+    def __init__(self):
+        self.total = 0.0
+        self.values = []
+
+    def update(self, value):
+        self.total += value
+        self.values.append(value)

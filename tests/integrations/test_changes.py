@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from harness.models import Meter
 
 from scatterpar.integrations.changes import KeptState, apply_changes, standing_in
 from scatterpar.integrations.kept import CallCopies
@@ -18,16 +19,6 @@ VALUES = [1.0, 2.0, 4.0, 8.0]
 class Owner:
     def __init__(self, **attributes):
         vars(self).update(attributes)
-
-
-class Meter:
-    def __init__(self):
-        self.total = 0.0
-        self.values = []
-
-    def update(self, value):
-        self.total += value
-        self.values.append(value)
 
 
 def applied(owner, call, values=VALUES):

@@ -8,21 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from harness.models import Meter
 from torch import nn
 
 from scatterpar.integrations import kept
 
 CPU = torch.device("cpu")
-
-
-class Meter:
-    def __init__(self):
-        self.total = 0.0
-        self.values = []
-
-    def update(self, value):
-        self.total += value
-        self.values.append(value)
 
 
 class Mode(enum.Enum):

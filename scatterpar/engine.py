@@ -42,6 +42,7 @@ from scatterpar.options.auto_accum import AutoAccum, Candidate, Search
 from scatterpar.options.costs import Costs, has_costs_argument, plan_by_cost
 from scatterpar.options.cuda_graphs import Captured
 from scatterpar.options.gradient_noise import check_noise, noise_of, norms_of
+from scatterpar.options.loop_options import LoopOptions
 from scatterpar.options.map_rows import Mapped, RowFunction, map_rows
 from scatterpar.options.trace import Trace
 from scatterpar.options.whole_batch import TwoPasses
@@ -149,6 +150,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         shares: the relative sizes of the replicas' shares, one number per replica.
         last_step: a :class:`StepReport` of the last step; ``None`` before the first
             step.
+        loop: the options of a loop of another library; see ``LoopOptions``.
 
     The options ``accum``, ``micro_batch_size``, ``micro_batch_cost``, ``dim``,
     ``shares``, ``check_finite``, ``measure_noise``, ``verify`` and ``graphs`` may be
@@ -282,7 +284,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         "_verifier",
         "_one_pass",
         "_trace",
-        "remedies",
+        "loop",
     )
 
     def _init_transient(self) -> None:
@@ -298,11 +300,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         self._check_noise()
         self._trace: Trace | None = None
         self._step_ended = math.inf  # the first step has not waited
-        # set by a loop whose replicas share what hooks write and the loop reads
-        self._is_serial = False
-        # What a loop around the engine has in the place of the engine's arguments, for
-        # refusals; empty without such a loop.
-        self.remedies = ""
+        self.loop = LoopOptions()
 
     def _init_verifier(self) -> None:
         self._verifier = Verifier(self._ranks is not None) if self.verify else None
@@ -661,7 +659,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             with attempt.phase("compute"), user_state_guarded(attempt):  # 4
                 tasks = make_tasks(attempt, loaders)
                 if verifier is not None:
-                    verifier.check(attempt, tasks, self.remedies)
+                    verifier.check(attempt, tasks, self.loop.remedies)
                     if isinstance(schedule, Captured):
                         schedule.look(attempt, tasks[0])
                 computed = schedule.run(attempt, tasks)
@@ -694,7 +692,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             replica_offset=self._ranks.rank * _MAX_REPLICAS if self._ranks else None,
             clock=self._trace.clock if self._trace else None,
         )
-        attempt.threads.is_serial = self._is_serial
+        attempt.threads.is_serial = self.loop.takes_turns
         try:
             with attempt.undo:
                 yield attempt

@@ -178,7 +178,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
             return
         self._close()
         self._engine = ScatterOnceParallel(model, **self._options)
-        self._engine.remedies = _REMEDIES
+        self._engine.loop.remedies = _REMEDIES
 
     def _train(self, learn: Any) -> tuple[Any, Tensor]:
         """The predictions of all rows, and the loss, which carries the gradient."""

@@ -198,7 +198,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             device_ids=self._device_ids or self.parallel_devices,
             **self._options,
         )
-        engine.remedies = _REMEDIES
+        engine.loop.remedies = _REMEDIES
         self._engine = self._until_teardown.enter_context(engine)
         self._statements = Statements(module)
         # Once: a large model has hundreds of modules, and each call looks at these.

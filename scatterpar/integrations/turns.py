@@ -94,13 +94,13 @@ class Turns:
         self.is_hooked = bool(hooked)
         if not hooked:
             self.pinned = frozenset()
-            engine._is_serial = False
+            engine.loop.takes_turns = False
             yield
             return
         shared = _without_replicated(hooked, [engine.module, *replicated])
         self.pinned = _kept_among(shared, owner, attributes)
         is_unwritten = not self.pinned and self._is_known(shared)
-        engine._is_serial = bool(shared) and not is_unwritten
+        engine.loop.takes_turns = bool(shared) and not is_unwritten
         unkept = [value for i, value in shared.items() if i not in self.pinned]
         before = Snapshot(list(map(_live, unkept)))
         if self.pinned:
@@ -108,7 +108,7 @@ class Turns:
         try:
             yield
         finally:
-            engine._is_serial = False
+            engine.loop.takes_turns = False
             if not before.unchanged():
                 self._tell(engine)
             elif not self.pinned and not is_unwritten and not is_look:

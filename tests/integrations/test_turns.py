@@ -126,7 +126,7 @@ def train(owner, engine, turns):
             return stand_in.loss(batch)
 
     with turns.in_step(engine, owner, vars(owner), Owner.loss):
-        serial = engine._is_serial
+        serial = engine.loop.takes_turns
         inputs = {"work": call, "batch": ROWS}
         return engine.forward_backward(inputs), serial
 

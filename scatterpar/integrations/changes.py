@@ -7,10 +7,8 @@ A step function writes into objects that its owner, such as a Trainer, keeps::
     self.seen |= {1, 2}               elements are added
     self.all = torch.cat([self.all, rows])          also to arrays, tuples and texts
     self.total += loss                the sum of what the calls have added
-    self.calls = getattr(self, "calls", 0) + 1      also a sum that has no value yet
-    self.last = loss                  set, not added (``Statements`` tells them apart):
-                                      the same in all calls, or told once, and the
-                                      owner's value stays
+    self.last = text                  set, not added: the same in all calls, or told
+                                      once, and the owner's value stays
 
 A call gets copies (``CallCopies``). What it has changed in them is recorded as a list
 of ``Change`` (``KeptState``). After the step the changes of all calls are applied to
@@ -49,7 +47,6 @@ from scatterpar.integrations.kept import (
     kept_attributes,
 )
 from scatterpar.integrations.loop import moved
-from scatterpar.integrations.statements import Statements
 from scatterpar.replicas.snapshot import is_same, refill
 
 
@@ -60,12 +57,11 @@ class ChangeKind(enum.Enum):
     ELEMENTS = "elements were added"
     DIFFERENCE = "a number or tensor was added"
     CREATED = "there was no value before"
-    SUM = "a number or tensor was added to what does not show"
     REPLACED = "anything else"
 
 
 # Kinds of changes whose value is that of the place, not what was added to it.
-_VALUES = {ChangeKind.CREATED, ChangeKind.SUM, ChangeKind.REPLACED}
+_VALUES = {ChangeKind.CREATED, ChangeKind.REPLACED}
 
 
 @dataclass(frozen=True)
@@ -121,18 +117,11 @@ class KeptState:
     Args:
         owner: the object whose attributes are compared.
         excluded: names of attributes that are not compared.
-        statements: tell whether calls add to a number or tensor, or set it.
     """
 
-    def __init__(
-        self,
-        owner: Any,
-        excluded: Container[str],
-        statements: Statements | None = None,
-    ) -> None:
+    def __init__(self, owner: Any, excluded: Container[str]) -> None:
         self._owner = owner
         self._excluded = excluded
-        self._statements = statements
         self._saved = _Saved()
         self._attributes = kept_attributes(owner, excluded)
         self._saved.add_all(self._attributes.values(), 0)
@@ -141,7 +130,7 @@ class KeptState:
         """What has changed since, attribute by attribute."""
         after = kept_attributes(self._owner, self._excluded)
         before = _with_class_values(self._attributes, type(self._owner), after)
-        comparison = _Comparison(self._saved, self._statements)
+        comparison = _Comparison(self._saved)
         comparison.compare_mappings((), before, after, Attribute)
         return comparison.changes
 
@@ -206,10 +195,9 @@ class _Comparison:
         changes: the changes found so far.
     """
 
-    def __init__(self, saved: _Saved, statements: Statements | None) -> None:
+    def __init__(self, saved: _Saved) -> None:
         self.changes: list[Change] = []
         self._saved = saved
-        self._statements = statements
         self._compared: set[int] = set()  # ids, so that cycles end
 
     def compare_mappings(
@@ -270,44 +258,20 @@ class _Comparison:
         are_numbers = growth.is_number(before) and growth.is_number(after)
         if growth.is_equal(before, after) or (are_numbers and before == after):
             return
-        appended = growth.appended(before, after, is_said=self._appends(path, after))
+        appended = growth.appended(before, after, is_said=False)
         if appended is not None:
             self._add(path, ChangeKind.APPENDED, appended)
         elif type(before) is type(after) is frozenset and before <= after:
             self._add(path, ChangeKind.ELEMENTS, after - before)
-        elif self._is_sum(path, before, after):
+        elif _are_numbers(before, after):
             difference = _detached(after) - _detached(before)
             self._add(path, ChangeKind.DIFFERENCE, difference)
         else:
             self._add(path, ChangeKind.REPLACED, after)
 
-    def _is_sum(self, path: Path, before: Any, after: Any) -> bool:
-        """Whether calls add to the number or array at ``path``."""
-        are_numbers = _are_numbers(before, after)
-        if self._statements is None:
-            return are_numbers
-        if are_numbers:
-            return not self._statements.sets(path)
-        # Of arrays with dimensions only statements tell: calls may have set some
-        # entries, such as those of a queue.
-        return _are_alike(before, after) and self._statements.adds(path)
-
-    def _appends(self, path: Path, value: Any) -> bool:
-        """Whether a statement appends to a value like this at ``path``."""
-        is_text = isinstance(value, (tuple, str))
-        if self._statements is None or not (is_text or growth.is_array(value)):
-            return False
-        if is_text and self._statements.adds(path):
-            return True
-        return self._statements.appends(path)
-
     def _add_created(self, path: Path, value: Any) -> None:
         """Add that a call has made a value where there was none."""
-        if self._appends(path, value):
-            self._add(path, ChangeKind.APPENDED, value)
-        elif self._statements is not None and _is_summable(value):
-            self.changes.append(_first_value(path, value, self._statements))
-        elif isinstance(value, dict) and len(value) <= MAX_ENTRIES:
+        if isinstance(value, dict) and len(value) <= MAX_ENTRIES:
             # Its entries may be sums. So they are changes of their own.
             empty = copy.copy(value)
             empty.clear()
@@ -405,31 +369,9 @@ def _begins_with(entries: list[Any], beginning: list[Any]) -> bool:
     return all(map(is_, entries[: len(beginning)], beginning))
 
 
-def _first_value(path: Path, value: Any, statements: Statements) -> Change:
-    """The change to a number or tensor at ``path``, where there was no value."""
-    start = statements.start_of(path)
-    if start is not None:
-        return Change(path, ChangeKind.DIFFERENCE, _detached(value) - start, start)
-    if statements.adds(path):
-        return Change(path, ChangeKind.SUM, value)
-    if type(value) in (int, float) and statements.sets(path):
-        return Change(path, ChangeKind.REPLACED, value)
-    return Change(path, ChangeKind.CREATED, value)
-
-
 def _detached(value: Any) -> Any:
     """A tensor without its graph; any other value itself."""
     return value.detach() if isinstance(value, Tensor) else value
-
-
-def _is_summable(value: Any) -> bool:
-    """Whether ``value`` is a number, or an array of numbers."""
-    if type(value) is Tensor:
-        return value.dtype != torch.bool and value.numel() <= MAX_ELEMENTS
-    if type(value) is numpy.ndarray:
-        is_number = numpy.issubdtype(value.dtype, numpy.number)
-        return bool(is_number and value.size <= MAX_ELEMENTS)
-    return growth.is_number(value)
 
 
 def _are_numbers(before: Any, after: Any) -> bool:
@@ -442,14 +384,6 @@ def _are_numbers(before: Any, after: Any) -> bool:
     if isinstance(before, Tensor):
         return not before.ndim
     return type(before) in (int, float)
-
-
-def _are_alike(before: Any, after: Any) -> bool:
-    """Whether these are arrays of numbers, of one class, shape and dtype."""
-    if type(before) is not type(after) or not growth.is_array(after):
-        return False
-    is_alike = before.shape == after.shape and before.dtype == after.dtype
-    return is_alike and _is_summable(after)
 
 
 def apply_changes(

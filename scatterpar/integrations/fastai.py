@@ -32,7 +32,6 @@ from scatterpar.integrations.changes import Change, ChangeKind, KeptState, apply
 from scatterpar.integrations.elsewhere import explained
 from scatterpar.integrations.evaluation import RowLooks, rows_of
 from scatterpar.integrations.loop import refuse
-from scatterpar.integrations.statements import Statements
 from scatterpar.integrations.steps import FIRST
 from scatterpar.integrations.turns import Turns
 from scatterpar.pair.pair import gather
@@ -351,7 +350,6 @@ class _Criterion(nn.Module):
         if is_cross_entropy(func):
             self.count = lambda _, targets: terms_of_rows(func, targets[0], 0).sum()
         self.calls = _LossCalls()
-        self._statements = Statements(*_parts_of(loss_func).values())
 
     def forward(self, output: Any, targets: tuple[Any, ...]) -> Any:
         """Return the loss; under MixedPrecision, of predictions in single precision."""
@@ -360,7 +358,7 @@ class _Criterion(nn.Module):
         parts = _parts_of(loss_func)
         states = {}
         for path, part in parts.items():
-            states[path] = KeptState(part, _OF_TORCH, self._statements)
+            states[path] = KeptState(part, _OF_TORCH)
         if self.mixes:
             output = to_float(output)
         device = nested.tensors(output)[0].device

@@ -45,7 +45,6 @@ from scatterpar.integrations.changes import (
 )
 from scatterpar.integrations.elsewhere import explained
 from scatterpar.integrations.evaluation import RowLooks, rows_of
-from scatterpar.integrations.statements import Statements
 from scatterpar.integrations.steps import FIRST
 from scatterpar.integrations.turns import Turns
 from scatterpar.step.request import Accum, Reduction
@@ -200,7 +199,6 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         )
         engine.loop.remedies = _REMEDIES
         self._engine = self._until_teardown.enter_context(engine)
-        self._statements = Statements(module)
         # Once: a large model has hundreds of modules, and each call looks at these.
         self._user_parts = _user_parts(module)
 
@@ -450,7 +448,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         for place, metric in measures.by_place.items():
             metrics[place] = _emptied(metric).to(device)
         copies = kept.CallCopies(device, pinned=self._turns.pinned_in(module))
-        trainer = _TrainerInCall(module.trainer, copies, self._statements)
+        trainer = _TrainerInCall(module.trainer, copies)
         log = _LogOfCall(module, metrics)
         attributes = {"log": log, "_device": device, "_trainer": trainer}
         call = _Call(step, len(rows))
@@ -461,7 +459,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             standing_in(module, _OF_LIGHTNING, copies, attributes, in_place=True),
             _placed(module, metrics),
         ):
-            state = KeptState(module, _OF_LIGHTNING, self._statements)
+            state = KeptState(module, _OF_LIGHTNING)
             output = getattr(module, step)(batch, *arguments)
             call.changes = state.changes()
         loss = None
@@ -828,9 +826,7 @@ class _TrainerInCall:
         trainer.callbacks[0]       of the user's: a copy, whose changes are added
     """
 
-    def __init__(
-        self, trainer: Any, copies: kept.CallCopies, statements: Statements
-    ) -> None:
+    def __init__(self, trainer: Any, copies: kept.CallCopies) -> None:
         attributes = {}
         for name, value in vars(trainer).items():
             if not _is_of_trainer(name):
@@ -845,10 +841,9 @@ class _TrainerInCall:
             _trainer=trainer,
             calls=_TrainerCalls(),
             _copies=copies,
-            _statements=statements,
             _objects={},
             _kept=user_attributes,
-            _state=KeptState(user_attributes, (), statements),
+            _state=KeptState(user_attributes, ()),
         )
 
     @property  # type: ignore[misc]
@@ -895,7 +890,7 @@ class _TrainerInCall:
             copied = object.__new__(kind)
             for name, value in vars(user_object).items():
                 vars(copied)[name] = self._copies.of(value)
-            state = KeptState(copied, (), self._statements)
+            state = KeptState(copied, ())
             self._objects[id(user_object)] = user_object, copied, state
         _, copied, _ = self._objects[id(user_object)]
         return copied

@@ -43,7 +43,6 @@ from scatterpar.integrations.evaluation import Groups
 from scatterpar.integrations.gathered import Gathered, metric_of_step
 from scatterpar.integrations.images import images_by_row
 from scatterpar.integrations.module_state import ModuleState
-from scatterpar.integrations.statements import Statements
 from scatterpar.integrations.steps import (
     FIRST,
     LABELS,
@@ -66,7 +65,6 @@ _SHARED = {
     "accum_loss_components",
     "_engine",
     "_parts",
-    "_statements",
     "accelerator",
     "args",
     "callback_handler",
@@ -281,7 +279,6 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             return self._engine
         self._close_engine()
         self._parts = parts
-        self._statements = Statements(self)
         model = parts[0]
         if self.args.torch_compile:
             backend = self.args.torch_compile_backend
@@ -479,7 +476,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             # The class's own methods again, in the place of this step's.
             vars(trainer).pop("compute_loss")
             vars(trainer).pop("prediction_step", None)
-            state = KeptState(trainer, self._shared, self._statements)
+            state = KeptState(trainer, self._shared)
             yield trainer, record
             record.changes = state.changes()
             record.moved = [

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import types
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -31,10 +32,10 @@ from scatterpar.integrations.kept import (
     is_object,
     is_of_a_library,
     modules_kept,
+    values_kept,
 )
-from scatterpar.integrations.statements import user_functions
 from scatterpar.replicas.module_contents import ModuleContents
-from scatterpar.replicas.references import reachable
+from scatterpar.replicas.references import named_values, reachable
 from scatterpar.replicas.snapshot import Snapshot
 
 # Libraries whose hooks keep nothing that a step function reads.
@@ -86,7 +87,7 @@ class Turns:
             is_look: whether what hooks write is restored in the body.
         """
         if self._named is None:  # once: a search of a file's globals takes long
-            functions = [function, *user_functions([owner])]
+            functions = [function, *_user_functions([owner])]
             values = chain(*map(reachable, functions))
             self._named = [v for v in values if isinstance(v, nn.Module)]
         modules = [engine.module, *modules_kept(attributes.values()), *self._named]
@@ -149,6 +150,42 @@ class Turns:
             "module, and keep the values in an attribute of the module "
             "(module.features = {}), or return them from forward"
         )
+
+
+def _user_functions(owners: Sequence[Any]) -> list[types.FunctionType]:
+    """The user's functions: of the classes of ``owners``, and what these lead to."""
+    values = [*owners]
+    for owner in owners:
+        values += values_kept(vars(owner).values())
+    functions: dict[int, types.FunctionType] = {}
+    classes: set[type] = set()
+    while values:
+        value = values.pop()
+        if isinstance(value, types.MethodType):
+            value = value.__func__
+        if isinstance(value, types.FunctionType):
+            if id(value) not in functions and not is_of_a_library(value.__module__):
+                functions[id(value)] = value
+                values += named_values(value).values()
+            continue
+        kind = value if isinstance(value, type) else type(value)
+        values += _methods_of(kind, classes)
+    return list(functions.values())
+
+
+def _methods_of(kind: type, classes: set[type]) -> Iterator[types.FunctionType]:
+    """The functions that the classes of the user's among ``kind`` and its bases define.
+
+    Those of each class once: ``classes`` are known.
+    """
+    for base in kind.__mro__:
+        if base in classes or is_of_a_library(base.__module__):
+            continue
+        classes.add(base)
+        for value in vars(base).values():
+            function = inspect.unwrap(getattr(value, "__func__", value))
+            if isinstance(function, types.FunctionType):
+                yield function
 
 
 def _reached_by_hooks(modules: Iterable[nn.Module]) -> dict[int, Any]:

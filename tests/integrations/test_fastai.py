@@ -284,6 +284,7 @@ class ReadsParts(Callback):
             self.of_rows.append(torch.as_tensor(loss_func.of_rows).detach())
 
 
+@pytest.mark.xfail(reason="until step functions take turns")
 def test_kept_parts_of_loss_are_the_batchs(devices, tmp_path, recwarn):
     def run(*callbacks):
         reads, loss_func = ReadsParts(), Parts()

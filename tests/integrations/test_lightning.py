@@ -541,6 +541,7 @@ class Keeps(Classifier):
         return loss
 
 
+@pytest.mark.xfail(reason="until step functions take turns")
 def test_containers_sums_loggers_kept(recwarn, monkeypatch):
     builds = []
     build = ReplicaSet._build
@@ -590,6 +591,7 @@ class Begins(Plain):
         return loss
 
 
+@pytest.mark.xfail(reason="until step functions take turns")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sums_that_begin_in_steps(layout):
     """The first step's were those of one micro-batch."""
@@ -681,6 +683,7 @@ class WritesElsewhere(Plain):
         return loss
 
 
+@pytest.mark.xfail(reason="until step functions take turns")
 def test_trainer_objects_written_once(recwarn):
     """Calls of looks were counted, too; attributes of the Trainer were the last call's."""
 

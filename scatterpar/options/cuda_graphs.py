@@ -35,6 +35,7 @@ from scatterpar.devices.memory import is_out_of_memory
 from scatterpar.devices.transfers import to_numbers, write
 from scatterpar.errors import restored, warn
 from scatterpar.log import logger
+from scatterpar.look_steps import is_look_step
 from scatterpar.options.replay_look import (
     Comparison,
     changed_names,
@@ -313,8 +314,7 @@ class GraphedSubsteps(Substeps):
         if graph is None or graph.draws_others:
             return False
         graph.steps += 1
-        # A power of two has one bit.
-        return not graph.steps & (graph.steps - 1)
+        return is_look_step(graph.steps)
 
     def _graph_of_first(self) -> _Graph | None:
         return self._graphs.by_shape.get(self._key_of(0, self._task.weights[0]))

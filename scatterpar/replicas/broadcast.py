@@ -24,8 +24,9 @@ from scatterpar.devices.device_ids import HOST
 from scatterpar.devices.fingerprints import Fingerprints
 from scatterpar.devices.memory import empty
 from scatterpar.devices.transfers import Transfers, to_numbers
+from scatterpar.look_steps import is_look_step
 from scatterpar.replicas.checks import refuse_sparse
-from scatterpar.replicas.large_tensors import is_due, is_large, sample
+from scatterpar.replicas.large_tensors import is_large, sample
 from scatterpar.replicas.module_contents import ModuleContents
 
 _VERSION = attrgetter("_version")
@@ -158,9 +159,8 @@ class Broadcast:
                     doubtful.append(number)
             elif is_as_sent or number in self._without_version:
                 doubtful.append(number)
-                if number not in self._without_version and not is_due(
-                    self._comparisons
-                ):
+                is_read_whole = is_look_step(self._comparisons)
+                if number not in self._without_version and not is_read_whole:
                     sampled.append(number)
         self._compared: dict[_Compared, Fingerprints] = {}
         if not doubtful:  # an optimizer has updated all, and there are no buffers

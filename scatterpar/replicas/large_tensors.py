@@ -50,11 +50,6 @@ def sample(tensor: Tensor) -> Tensor:
     return torch.cat([words[:_WORDS], words[-_WORDS:], words[::step]])
 
 
-def is_due(number: int) -> bool:
-    """Whether all words are read in the step with this ``number``: 1, 2, 4, 8, …"""
-    return number & (number - 1) == 0
-
-
 class LargeCopies:
     """A replica's copies of large tensors in its own memory, on the host.
 

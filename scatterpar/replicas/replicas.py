@@ -16,6 +16,7 @@ from scatterpar.devices.device_ids import physical
 from scatterpar.devices.streams import is_async
 from scatterpar.devices.transfers import Transfers, to_host
 from scatterpar.errors import restored
+from scatterpar.look_steps import is_look_step
 from scatterpar.plan import Share
 from scatterpar.replicas.batch_statistics import (
     Layer,
@@ -30,7 +31,7 @@ from scatterpar.replicas.buffers import RUNNING, BufferValue, values_after
 from scatterpar.replicas.checks import check_placement, parameters_of
 from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.computed_weights import ComputedWeight, computed_weights
-from scatterpar.replicas.large_tensors import LargeCopies, is_due, may_stay
+from scatterpar.replicas.large_tensors import LargeCopies, may_stay
 from scatterpar.replicas.module_contents import (
     ModuleContents,
     is_leaf,
@@ -195,7 +196,7 @@ class Replicas:
             first = next(iter(replica_set.replicas), None)
             large = None if first is None else first.large
             if large is not None:
-                reads_all = is_due(replica_set.sends)
+                reads_all = is_look_step(replica_set.sends)
                 buffers += large.equal_copies(reads_all=reads_all)
         return buffers
 
@@ -275,7 +276,7 @@ class ReplicaSet:
         # Before the replicas refresh their buffers from these copies.
         self.broadcast.update(transfers, differences)
         self.sends += 1
-        reads_all = is_due(self.sends)
+        reads_all = is_look_step(self.sends)
         for replica in self.replicas:
             replica.refresh(reads_all=reads_all)
 

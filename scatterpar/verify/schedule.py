@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from scatterpar.batch.batch import Batch
 from scatterpar.devices.streams import is_async
+from scatterpar.look_steps import is_look_step
 from scatterpar.replicas.references import WITHOUT_PARTS, named_values, walk
 from scatterpar.step.request import Request
 from scatterpar.verify.ranges import read_ranges
@@ -62,12 +63,11 @@ class Kind:
     def is_due(self, ranges: Sequence[Tensor], details: Hashable) -> bool:
         """Whether this step, with these ranges and details, is looked at."""
         self.steps += 1
-        is_power_of_two = not self.steps & (self.steps - 1)
         has_news = self._has_news(details)
         is_beyond = self._is_beyond(ranges)
         if self.is_given_up:
             return False
-        return self.is_refused or is_beyond or is_power_of_two or has_news
+        return self.is_refused or is_beyond or has_news or is_look_step(self.steps)
 
     def _has_news(self, details: Hashable) -> bool:
         """Whether details are new, unless they are new in many steps."""

@@ -184,6 +184,139 @@ def test_optimizer_gets_whole_batch_gradient(title, monkeypatch):
     ).assert_passed()
 
 
+class Penalised:
+    """What a skorch user writes into ``get_loss``, all of which the stock loop
+    passes.
+    """
+
+    def get_loss(self, y_pred, y_true, X=None, training=False):
+        loss = super().get_loss(y_pred, y_true, X=X, training=training)
+        weights = [*self.module_.parameters()]
+        inputs = X["x"] if isinstance(X, dict) else X
+        loss = loss + 1e-2 * sum(weight.abs().sum() for weight in weights)
+        loss = loss + (y_pred.square().mean(1) * inputs[:, 0]).mean()
+        return loss + 0.1 * y_pred.square().mean() if training else loss
+
+
+class Scaled(nn.Module):
+    """Its ``forward`` has a parameter that ``fit`` passes, with a row per class."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = network()
+
+    def forward(self, x, gain=None):
+        logits = self.net(x)
+        return logits if gain is None else logits * gain
+
+
+# Per case: the net's additions, options of the net, X of fit, parameters of fit.
+SKORCH = {
+    "get_loss": (Penalised, {}, IMAGES.numpy(), {}),
+    "dict": (Penalised, {}, {"x": IMAGES.numpy()}, {}),
+    "parameters of fit": (
+        object,
+        {"train_split": None},
+        IMAGES.numpy(),
+        {"gain": torch.tensor([2.0, 1.0, 0.5])},
+    ),
+    "class weights": (
+        object,
+        {"criterion__weight": torch.tensor([1.0, 2.0, 5.0]).double()},
+        IMAGES.numpy(),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SKORCH)
+@needs("skorch")
+def test_skorch_snippet_trains_as_stock(name, devices):
+    import skorch
+
+    additions, options, inputs, fit = SKORCH[name]
+    code, *_ = SNIPPETS["skorch"][0].split("class Net(")
+    names = {"ScatterOnceParallel": Made, "device_ids": devices(2)}
+    exec(code, names)
+    bases = [additions, skorch.NeuralNetClassifier]
+    if additions is object:
+        bases.remove(object)
+    Made.made.clear()
+    nets = []
+    for mixin in ([], [names["ScatterOnceMixin"]]):
+        kind = type("Net", (*mixin, *bases), {})
+        options_of_all = {"batch_size": 16, "max_epochs": 2, "lr": 0.1, "verbose": 0}
+        net = kind(Scaled(), criterion=nn.CrossEntropyLoss, **options_of_all, **options)
+        nets.append(net.fit(inputs, LABELS.numpy(), **fit))
+    (engine,) = Made.made
+    engine.close()
+    stock, ours = nets
+    for parameter, expected in zip(
+        ours.module_.parameters(), stock.module_.parameters(), strict=True
+    ):
+        torch.testing.assert_close(parameter, expected, rtol=1e-9, atol=1e-12)
+    expected_losses = stock.history[:, "train_loss"]
+    assert ours.history[:, "train_loss"] == pytest.approx(expected_losses)
+
+
+@needs("monai")
+def test_monai_snippet_fires_events():
+    from monai.engines.utils import IterationEvents
+
+    code, *_ = SNIPPETS["MONAI"][0].split("trainer.run()")
+    names = {"ScatterOnceParallel": Made, "device_ids": ["cpu:0", "cpu:1"]}
+    names |= of_monai() | {"device": torch.device("cpu")}
+    names["optimizer"] = torch.optim.SGD(names["model"].parameters(), 0.1)
+    Made.made.clear()
+    exec(code, names)
+    trainer = names["trainer"]
+    fired = []
+
+    def record(trainer, name):
+        output = trainer.state.output
+        if name == "model_completed":  # MONAI has made a list of rows of it
+            output = output[0]
+        fired.append((name, {*output}))
+
+    for event in IterationEvents:
+        trainer.add_event_handler(event, record, event.value)
+    trainer.run()
+    (engine,) = Made.made
+    engine.close()
+    before_loss = {"image", "label", "pred"}
+    with_loss = before_loss | {"loss"}
+    step = [
+        ("forward_completed", before_loss),
+        ("loss_completed", with_loss),
+        ("backward_completed", with_loss),
+        ("model_completed", with_loss),
+    ]
+    assert fired == step * 2 * 3
+    assert {*trainer.state.output[0]} == with_loss
+
+
+@needs("ignite")
+def test_ignite_snippet_gives_metrics_predictions():
+    from ignite.metrics import Accuracy
+
+    code, *_ = SNIPPETS["ignite"][0].split("trainer.run(")
+    model = network()
+    names = {"ScatterOnceParallel": Made, "device_ids": ["cpu:0", "cpu:1"]}
+    names |= {"model": model, "criterion": nn.CrossEntropyLoss()}
+    names |= {"device": torch.device("cpu")}
+    names["optimizer"] = torch.optim.SGD(model.parameters(), 0.0)
+    Made.made.clear()
+    exec(code, names)
+    accuracy = Accuracy(lambda output: (output["y_pred"], output["y"]))
+    accuracy.attach(names["trainer"], "accuracy")
+    loader = DataLoader(TensorDataset(IMAGES, LABELS), 16)
+    state = names["trainer"].run(loader)
+    (engine,) = Made.made
+    engine.close()
+    right = model(IMAGES).argmax(1) == LABELS
+    assert state.metrics["accuracy"] == pytest.approx(float(right.double().mean()))
+
+
 SCRIPT = """
 import torch
 from torch import nn

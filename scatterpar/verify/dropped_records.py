@@ -1,4 +1,7 @@
-"""What user code logs during a look is dropped, because the step logs it again."""
+"""What user code logs during a look is dropped, because the step logs it again.
+
+A loop of another library asks ``is_look()``, and silences the loggers of its own.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,14 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterator
+from contextvars import ContextVar
+
+_is_look = ContextVar("is_look", default=False)
+
+
+def is_look() -> bool:
+    """Whether a look calls the present function, whose calls leave nothing."""
+    return _is_look.get()
 
 
 class _OfOtherThreads(logging.Filter):
@@ -29,9 +40,11 @@ def records_dropped() -> Iterator[None]:
     handlers = _handlers()
     for handler in handlers:
         handler.addFilter(of_other_threads)
+    token = _is_look.set(True)
     try:
         yield
     finally:
+        _is_look.reset(token)
         for handler in handlers:
             handler.removeFilter(of_other_threads)
 

@@ -11,7 +11,7 @@ from harness.models import Of
 from harness.oracle import build, randn
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.verify.dropped_records import records_dropped
+from scatterpar.verify.dropped_records import is_look, records_dropped
 
 LOGGER = logging.getLogger("of.a.user")
 ALONE = logging.getLogger("of.a.user.alone")
@@ -49,6 +49,23 @@ def test_only_this_threads_records_dropped(kept):
     ALONE.warning("later")
     assert kept.texts == ["of another thread", "later"]
     assert kept.filters == []
+
+
+def test_loop_can_ask_whether_a_look_calls():
+    """In the worker's thread of an engine's look, and nowhere else."""
+    answers = []
+
+    def criterion(output, targets):
+        answers.append(is_look())
+        return (output - targets).square().mean()
+
+    engine = ScatterOnceParallel(torch.nn.Linear(3, 2), 2, ["cpu", "cpu"])
+    for _ in range(3):  # the third step has no look
+        calls = len(answers)
+        engine.forward_backward(randn(8, 3).float(), randn(8, 2).float(), criterion)
+    assert set(answers[:calls]) == {True, False}
+    assert answers[calls:] == [False] * 4
+    assert not is_look()
 
 
 def test_last_resort_writes_nothing(capsys):

@@ -146,7 +146,7 @@ def _variables_of(
     closure |= zip(names_with_default, defaults, strict=True)
     closure |= function.__kwdefaults__ or {}
     file_globals: dict[str, Any] = {}
-    for name in _globals_named_in(code):
+    for name in globals_named_in(code):
         if name in function.__globals__:
             file_globals[name] = function.__globals__[name]
     return closure, file_globals
@@ -154,7 +154,7 @@ def _variables_of(
 
 # Reading byte code takes longer than all else here, and each step reads a criterion's.
 @functools.lru_cache(maxsize=1024)
-def _globals_named_in(code: types.CodeType) -> tuple[str, ...]:
+def globals_named_in(code: types.CodeType) -> tuple[str, ...]:
     """The globals that a code object and the code objects inside it name.
 
     Those inside it are of functions and comprehensions.
@@ -166,7 +166,7 @@ def _globals_named_in(code: types.CodeType) -> tuple[str, ...]:
             names.append(instruction.argval)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names += _globals_named_in(constant)
+            names += globals_named_in(constant)
     return tuple(names)
 
 

@@ -1,0 +1,486 @@
+"""What roots lead to, and the places that refer to it.
+
+::
+
+    value                       leads by these places to others
+    the user's object, module   ATTRIBUTE, SLOT; and CLASS, of its class
+    list, dict, deque, set      ENTRY, KEY
+    the user's function         CELL, GLOBAL; PART: its defaults
+    tuple, partial, method      PART: cannot be written, but be made again
+    tensor                      ATTRIBUTE; PART, of a quantised one
+    a library's function        CELL: functions and modules that it closes over
+    a library's object, data    nothing, unless it is a root
+
+``parts_of`` says what values are made of, ``whose`` which objects are the user's.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import enum
+import queue
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from scatterpar.replicas.quantised import is_composite, is_state, tensors_in
+from scatterpar.replicas.references import (
+    MAX_ENTRIES,
+    contents,
+    globals_named_in,
+    parts_of,
+)
+from scatterpar.replicas.snapshot import PLAIN
+from scatterpar.state.whose import (
+    Whose,
+    attributes_of,
+    is_library,
+    is_user_class,
+    whose,
+)
+from scatterpar.torch_private import is_compiled_module, unwrapped
+
+# A chain of objects is as long as this at most: a longer one is data, such as a linked
+# list. Modules begin a new chain, because networks may be deep.
+DEPTH = 16
+UNSET = object()  # the value of a place that has none
+# Classes that override this compute their items, such as a library's table of classes.
+_GETTERS = dict.__getitem__, list.__getitem__, deque.__getitem__, None
+_FUNCTIONS = types.FunctionType, types.MethodType, nn.Module
+_NAMELESS = {"_modules", "_parameters", "_buffers"}  # containers inside of modules
+
+
+class PlaceKind(enum.Enum):
+    """How a holder refers to a value."""
+
+    ATTRIBUTE = "an entry of a __dict__"
+    ENTRY = "an entry of a list, deque or dictionary"
+    KEY = "a key of a dictionary, or an element of a set"
+    SLOT = "a slot of an object"
+    CELL = "a variable that a function closes over"
+    GLOBAL = "a global variable that a function names"
+    CLASS = "an attribute of a class"
+    PART = "a part of a value that cannot be changed"
+
+
+class Place(NamedTuple):
+    """Where a value is referred to.
+
+    Attributes:
+        kind: how the holder refers to the value.
+        holder: a container, the ``__dict__`` of an object, the object with a slot, a
+            cell, a class, or the dictionary of globals.
+        key: a key, an index, a descriptor of a slot, or a name.
+        value: the value when the walk was made.
+        parent: the number of the walk's value to which this place belongs.
+    """
+
+    kind: PlaceKind
+    holder: Any
+    key: Any
+    value: Any
+    parent: int
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether another value can be written here."""
+        return self.kind not in (PlaceKind.KEY, PlaceKind.PART)
+
+    def read(self) -> Any:
+        """The present value; ``UNSET`` if there is none."""
+        try:
+            if self.kind is PlaceKind.SLOT:
+                return self.key.__get__(self.holder)
+            if self.kind is PlaceKind.CELL:
+                return self.holder.cell_contents
+            if self.kind is PlaceKind.CLASS:
+                return vars(self.holder)[self.key]
+            return self.holder[self.key]
+        except (AttributeError, LookupError, ValueError):
+            return UNSET
+
+    def write(self, value: Any) -> None:
+        """Write a value. ``UNSET`` removes the present one."""
+        if value is UNSET:
+            with contextlib.suppress(AttributeError, LookupError, ValueError):
+                self._remove()
+        elif self.kind is PlaceKind.SLOT:
+            self.key.__set__(self.holder, value)
+        elif self.kind is PlaceKind.CELL:
+            self.holder.cell_contents = value
+        elif self.kind is PlaceKind.CLASS:
+            setattr(self.holder, self.key, value)
+        else:
+            self.holder[self.key] = value
+
+    def _remove(self) -> None:
+        if self.kind is PlaceKind.SLOT:
+            self.key.__delete__(self.holder)
+        elif self.kind is PlaceKind.CELL:
+            del self.holder.cell_contents
+        elif self.kind is PlaceKind.CLASS:
+            delattr(self.holder, self.key)
+        else:
+            del self.holder[self.key]
+
+
+_wrapped_by: dict[type[nn.Module], Callable[[Any], Any]] = {}
+
+
+def register_wrapper(kind: type[nn.Module], wrapped: Callable[[Any], Any]) -> None:
+    """Walk ``wrapped(module)`` in the place of a module of this class.
+
+    An engine registers itself, because it restores its own state.
+    """
+    _wrapped_by[kind] = wrapped
+
+
+class Walk:
+    """What ``roots`` lead to, nearest first, each value once, without plain values.
+
+    Roots, and the objects of methods among them, are followed whosever they are.
+
+    Args:
+        roots: where the walk begins. A class leads to its attributes.
+        excluded: names of attributes of roots that are not followed.
+        enters_modules: whether modules that are no roots lead to what they hold.
+
+    Attributes:
+        values: all values, also those that lead to nothing.
+        places: where values are referred to. Slots, variables, globals and attributes
+            of classes are among them whatever their value is.
+        containers: containers and ``__dict__`` of objects, by the number of the value
+            that they are, or belong to.
+        classes: classes of the user, by their number.
+        modules: all modules.
+        tensors: all tensors, by ``id``.
+        weights: the ``id`` of parameters, and of tensors of quantised parameters.
+    """
+
+    def __init__(
+        self,
+        roots: Iterable[Any],
+        *,
+        excluded: Container[str] = (),
+        enters_modules: bool = True,
+    ) -> None:
+        self.values: list[Any] = []
+        self.places: list[Place] = []
+        self.containers: list[tuple[int, Any]] = []
+        self.classes: list[tuple[int, type]] = []
+        self.modules: list[nn.Module] = []
+        self.tensors: dict[int, Tensor] = {}
+        self.weights: set[int] = set()
+        self._excluded = excluded
+        self._enters_modules = enters_modules
+        self._depths: list[int] = []
+        self._first_places: list[Place | None] = []
+        self._seen: set[int] = set()
+        self._seen_globals: set[tuple[int, str]] = set()
+        self._seen_classes: set[int] = set()
+        self._root_ids: set[int] = set()
+        for root in roots:
+            self._root_ids |= {id(root), id(getattr(root, "__self__", None))}
+            self._add(root, None, 0)
+        self._follow_all()
+
+    def _follow_all(self) -> None:
+        number = 0
+        while number < len(self.values):  # which grows
+            if self._depths[number] <= DEPTH:
+                try:
+                    self._follow(number, self.values[number])
+                except Exception:  # a user's object may raise, whatever it is asked for
+                    pass
+            number += 1
+
+    def _add(self, value: Any, place: Place | None, depth: int) -> None:
+        """Add a value that a place refers to, unless it is known."""
+        if id(value) in self._seen or type(value) in PLAIN:
+            return
+        self._seen.add(id(value))
+        self.values.append(value)
+        self._depths.append(depth)
+        self._first_places.append(place)
+
+    def _refer(
+        self, kind: PlaceKind, holder: Any, key: Any, value: Any, parent: int
+    ) -> None:
+        """Record a place, and add its value."""
+        place = Place(kind, holder, key, value, parent)
+        self.places.append(place)
+        if value is not UNSET:
+            self._add(value, place, self._depths[parent] + 1)
+
+    def _follow(self, number: int, value: Any) -> None:
+        """Record the places to which a value leads."""
+        # First, because a proxy claims to be of its object's class.
+        if type(value) in weakref.ProxyTypes or isinstance(value, weakref.ref):
+            return  # it does not hold its object
+        if isinstance(value, Tensor):
+            self._follow_tensor(number, value)
+        elif isinstance(value, (dict, list, deque, set)):
+            self._follow_container(number, value)
+        elif isinstance(value, nn.Module):
+            self._follow_module(number, value)
+        elif isinstance(value, types.FunctionType):
+            self._follow_function(number, value)
+        elif isinstance(value, type):
+            if id(value) in self._root_ids or is_user_class(value):
+                self._follow_class(number, value)
+        elif isinstance(value, queue.Queue):  # of its parts only this is no lock
+            attributes = vars(value)
+            self._refer(
+                PlaceKind.ATTRIBUTE, attributes, "queue", value.queue, number
+            )
+        elif not isinstance(value, types.ModuleType):
+            self._follow_parts(number, value)
+            if not isinstance(value, types.MethodType):  # its are its function's
+                self._follow_object(number, value)
+
+    def _follow_entries(self, number: int, container: Any, kind: PlaceKind) -> None:
+        """Save a container or ``__dict__``, and follow its entries."""
+        self.containers.append((number, container))
+        if len(container) > MAX_ENTRIES:  # a log, or data
+            return
+        if isinstance(container, dict):
+            # A list, because an entry that is imported lazily may add others.
+            for key, entry in [*container.items()]:
+                if type(key) not in PLAIN:
+                    self._refer(PlaceKind.KEY, container, key, key, number)
+                if type(entry) not in PLAIN:
+                    self._refer(kind, container, key, entry, number)
+            return
+        if isinstance(container, set):
+            kind = PlaceKind.KEY
+        for index, entry in enumerate([*container]):
+            if type(entry) not in PLAIN:
+                self._refer(kind, container, index, entry, number)
+
+    def _follow_container(self, number: int, container: Any) -> None:
+        if getattr(type(container), "__getitem__", None) in _GETTERS:
+            self._follow_entries(number, container, PlaceKind.ENTRY)
+        if attributes := attributes_of(container):  # of a subclass
+            self._follow_attributes(number, attributes)
+
+    def _follow_attributes(self, number: int, attributes: dict[str, Any]) -> None:
+        """Follow the ``__dict__`` of an object, which may be a root."""
+        if self._excluded and id(self.values[number]) in self._root_ids:
+            self.containers.append((number, attributes))
+            for name, value in [*attributes.items()]:
+                if name not in self._excluded and type(value) not in PLAIN:
+                    self._refer(
+                        PlaceKind.ATTRIBUTE, attributes, name, value, number
+                    )
+            return
+        self._follow_entries(number, attributes, PlaceKind.ATTRIBUTE)
+
+    def _follow_tensor(self, number: int, tensor: Tensor) -> None:
+        is_parameter = isinstance(tensor, nn.Parameter)
+        is_weight = is_parameter or id(tensor) in self.weights
+        # The parts of a trained one are refused where replicas are made, by name.
+        if is_weight and not tensor.requires_grad:
+            self._follow_quantised(number, tensor)
+        # A weight that consists of others has no values of its own.
+        if not (is_weight and is_composite(tensor)):
+            self.tensors[id(tensor)] = tensor
+            if is_weight:
+                self.weights.add(id(tensor))
+        # What a subclass consists of is no attribute, except a parameter's.
+        if is_parameter or not is_composite(tensor):
+            self._follow_attributes(number, vars(tensor))
+
+    def _follow_quantised(self, number: int, weight: Any) -> None:
+        """Follow the tensors in a frozen quantised parameter, or in its state."""
+        for part in tensors_in(weight):
+            if isinstance(part, Tensor):
+                self.weights.add(id(part))
+            else:
+                self._root_ids.add(id(part))  # it is a library's
+            self._refer(PlaceKind.PART, weight, "quantised", part, number)
+
+    def _follow_module(self, number: int, module: nn.Module) -> None:
+        for kind, wrapped in _wrapped_by.items():
+            if isinstance(module, kind):
+                self._refer(PlaceKind.PART, module, "", wrapped(module), number)
+                return
+        if is_compiled_module(module):
+            original, _ = unwrapped(module)
+            self._refer(PlaceKind.PART, module, "", original, number)
+            return
+        self.modules.append(module)
+        if not self._enters_modules and id(module) not in self._root_ids:
+            return
+        self._depths[number] = 0
+        self._follow_attributes(number, vars(module))
+        if is_user_class(type(module)):
+            self._follow_slots(number, module)
+            self._follow_class(number, type(module))
+
+    def _follow_object(self, number: int, value: Any) -> None:
+        is_root = id(value) in self._root_ids
+        if is_state(value):
+            self._follow_quantised(number, value)
+        elif not is_root and whose(value) is not Whose.USER:
+            return
+        self._follow_attributes(number, attributes_of(value))
+        self._follow_slots(number, value)
+        if is_user_class(type(value)):
+            self._follow_class(number, type(value))
+
+    def _follow_slots(self, number: int, value: Any) -> None:
+        for base in type(value).__mro__:
+            for slot in vars(base).values():
+                if isinstance(slot, types.MemberDescriptorType):
+                    place = Place(PlaceKind.SLOT, value, slot, None, number)
+                    self._refer(PlaceKind.SLOT, value, slot, place.read(), number)
+
+    def _follow_class(self, number: int, kind: type) -> None:
+        """Follow a class and its bases of the user: values, and what methods name."""
+        bases = [base for base in kind.__mro__[1:] if is_user_class(base)]
+        for base in (kind, *bases):
+            if id(base) in self._seen_classes:
+                continue
+            self._seen_classes.add(id(base))
+            self.classes.append((number, base))
+            for name, attribute in [*vars(base).items()]:
+                function = _function_of(attribute)
+                if function is not None:
+                    self._refer(PlaceKind.PART, base, name, function, number)
+                elif not (name.startswith("__") or _is_computed(attribute)):
+                    self._refer(PlaceKind.CLASS, base, name, attribute, number)
+
+    def _follow_function(self, number: int, function: types.FunctionType) -> None:
+        is_users = not is_library(function.__module__)
+        is_users |= id(function) in self._root_ids
+        cells = function.__closure__ or ()
+        for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
+            content = contents(cell)
+            value = UNSET if content is cell else content
+            # A library's decorator leads to the user's function.
+            if is_users or isinstance(value, _FUNCTIONS):
+                self._refer(PlaceKind.CELL, cell, name, value, number)
+        if not is_users:
+            return
+        for name, value in parts_of(function).closure.items():
+            if type(value) not in PLAIN:
+                self._refer(PlaceKind.PART, function, name, value, number)
+        self._follow_attributes(number, vars(function))
+        self._follow_globals(number, function)
+
+    def _follow_globals(self, number: int, function: types.FunctionType) -> None:
+        namespace = function.__globals__
+        # functools.wraps gives a library's wrapper the user's ``__module__``.
+        if is_library(namespace.get("__name__")):
+            return
+        for name in globals_named_in(function.__code__):
+            value = namespace.get(name, UNSET)
+            is_builtin = value is UNSET and hasattr(builtins, name)
+            key = id(namespace), name
+            if not is_builtin and key not in self._seen_globals:
+                self._seen_globals.add(key)
+                self._refer(PlaceKind.GLOBAL, namespace, name, value, number)
+
+    def _follow_parts(self, number: int, value: Any) -> None:
+        """Follow what a tuple, method, partial or cached function is made of."""
+        parts = parts_of(value)
+        if isinstance(value, types.MethodType):
+            self._refer(PlaceKind.PART, value, "", parts.called, number)
+            self._refer(PlaceKind.PART, value, "self", value.__self__, number)
+            return
+        names = [*([""] if parts.called is not None else []), *parts.bound]
+        for index, part in enumerate(parts.made_of()):
+            if type(part) not in PLAIN:
+                key = names[index] if index < len(names) else index
+                self._refer(PlaceKind.PART, value, key, part, number)
+
+    # --- what a caller asks ---
+
+    def places_leading_to(self, kinds: type | tuple[type, ...]) -> Iterator[Place]:
+        """Yield the writable places whose value is, or is made of, one of these kinds.
+
+        ``exchanged`` makes the value to write there.
+        """
+        for place in self.places:
+            if place.is_writable and _is_made_of(place.value, kinds):
+                yield place
+
+    def name_of(self, number: int) -> str:
+        """The name of a value: its path from a root; empty for a root."""
+        place = self._first_places[number]
+        return "" if place is None else self.name_of_place(place)
+
+    def name_of_place(self, place: Place) -> str:
+        """The name of a place, as ``layers.0.history['loss']``, as in the user's code."""
+        if place.kind in (PlaceKind.CELL, PlaceKind.GLOBAL):
+            return str(place.key)
+        return self.name_of_entry(place.parent, place.kind, place.key)
+
+    def name_of_entry(self, parent: int, kind: PlaceKind, key: Any) -> str:
+        """The name of an entry or attribute of the value with this number."""
+        outer = self.name_of(parent)
+        key = getattr(key, "__name__", key)  # of a slot
+        above = self._first_places[parent]
+        if above is not None and above.key in _NAMELESS and kind is PlaceKind.ENTRY:
+            outer = self.name_of(above.parent)
+            kind = PlaceKind.ATTRIBUTE
+        if kind is PlaceKind.PART:
+            return outer or str(key)
+        if kind in (PlaceKind.ENTRY, PlaceKind.KEY):
+            return f"{outer}[{key!r}]"
+        return f"{outer}.{key}" if outer else str(key)
+
+
+def exchanged(value: Any, replacements: Mapping[int, Any]) -> Any:
+    """``value``, with replacements by ``id`` for what it is, or is made of.
+
+    A tuple, partial or method is made again. Returns ``value`` itself if it has no
+    replacement.
+    """
+    if id(value) in replacements:
+        return replacements[id(value)]
+    parts = _parts_made_again(value)
+    if parts is None:
+        return value
+    originals = parts.made_of()
+    others = [exchanged(original, replacements) for original in originals]
+    if all(other is part for other, part in zip(others, originals, strict=True)):
+        return value
+    assert parts.make is not None
+    return parts.make(*others)
+
+
+def _is_made_of(value: Any, kinds: type | tuple[type, ...]) -> bool:
+    if isinstance(value, kinds):
+        return True
+    parts = _parts_made_again(value)
+    return parts is not None and any(
+        _is_made_of(part, kinds) for part in parts.made_of()
+    )
+
+
+def _parts_made_again(value: Any) -> Any:
+    """The parts of a value that cannot be changed; ``None`` for any other value."""
+    is_plain = type(value) in PLAIN
+    if is_plain or isinstance(value, (Tensor, nn.Module, dict, list, weakref.ref)):
+        return None
+    parts = parts_of(value)
+    return None if parts.make is None else parts
+
+
+def _function_of(attribute: Any) -> Any:
+    """The function of a class's attribute, if it is a method or property."""
+    if isinstance(attribute, (staticmethod, classmethod)):
+        attribute = attribute.__func__
+    if isinstance(attribute, property):
+        attribute = attribute.fget
+    return attribute if isinstance(attribute, types.FunctionType) else None
+
+
+def _is_computed(attribute: Any) -> bool:
+    return callable(attribute) or hasattr(attribute, "__get__")

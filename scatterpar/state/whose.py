@@ -1,0 +1,160 @@
+"""Whose an object or a function is: the user's, a library's, data, or several threads'.
+
+User code may write the user's objects, so they are walked, saved and restored. Looks,
+and steps of other libraries' loops, ask the same question::
+
+    object                              whose       because
+    criterion = MyLoss()                user's      the user has defined its class
+    bag = SimpleNamespace(calls=0)      user's      it has what user code gave it
+    meter = timm.utils.AverageMeter()   user's      it holds values alone
+    accelerator = Accelerator()         library's   a package has defined its class
+    pairs = PairDataset()               data        its class is a ``Dataset``
+    shared = SimpleNamespace(a=Lock())  threads'    it holds a lock
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import sys
+import types
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from scatterpar.batch.nested import PLAIN_CLASSES
+
+
+class Whose(enum.Enum):
+    """Whose an object is, which says whether user code may write it."""
+
+    USER = "the user's"
+    LIBRARY = "a library's"
+    DATA = "data"
+    THREADS = "shared with other threads"
+
+
+@dataclass(frozen=True)
+class ClassRule:
+    """Classes for which a rule holds, whoever has defined them.
+
+    Attributes:
+        ending: how the name of a class, or of one of its bases, ends.
+        whose: whose objects of these classes are.
+        reason: why the rule holds.
+    """
+
+    ending: str
+    whose: Whose
+    reason: str
+
+
+# The only list of classes. The first row that fits counts.
+RULES = (
+    ClassRule("Enum", Whose.DATA, "members are constants"),
+    ClassRule("Dataset", Whose.DATA, "it leads to all rows"),
+    ClassRule("DataLoader", Whose.DATA, "it leads to a data set, and to processes"),
+    ClassRule("DataModule", Whose.DATA, "it leads to data sets"),
+    ClassRule("Sampler", Whose.DATA, "it leads to a data set"),
+    ClassRule("Trainer", Whose.DATA, "it is the loop: it leads to data, and to all else"),
+    ClassRule("Optimizer", Whose.DATA, "its state has the size of the parameters"),
+    ClassRule("IOBase", Whose.DATA, "it is a file: a journal has a row for it, or names it"),
+    ClassRule("Namespace", Whose.USER, "its attributes are those that user code sets"),
+)
+
+_ENDINGS = tuple(rule.ending for rule in RULES)
+# Modules of Python with locks, and with objects that use them.
+_MODULES_OF_LOCKS = {"_thread", "threading", "queue"}
+_VALUES = (*PLAIN_CLASSES, Tensor, dict, list, tuple, set, frozenset, deque)
+
+
+def whose(value: Any) -> Whose:
+    """Whose an object is; not for plain values, containers, tensors and modules."""
+    if holds_a_lock(value):
+        return Whose.THREADS
+    for base in type(value).__mro__:
+        if base.__name__.endswith(_ENDINGS):
+            return _rule_of(base).whose
+    if is_user_class(type(value)) or _is_record(value):
+        return Whose.USER
+    return Whose.LIBRARY
+
+
+def _rule_of(base: type) -> ClassRule:
+    return next(rule for rule in RULES if base.__name__.endswith(rule.ending))
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """The ``__dict__`` of an object; an empty one if it has none."""
+    attributes = getattr(value, "__dict__", None)
+    # A class may compute attributes of any name, and that of a class is no dict.
+    return attributes if isinstance(attributes, dict) else {}
+
+
+def holds_a_lock(value: Any) -> bool:
+    """Whether an object is, or has as an attribute, a lock or an object with locks."""
+    for part in (value, *attributes_of(value).values()):
+        if type(part).__module__ in _MODULES_OF_LOCKS:
+            return True
+    return False
+
+
+def _is_record(value: Any) -> bool:
+    """Whether all attributes of an object are values, as a library's meter has them.
+
+    Such objects are made to be written, and lead to nothing of their library.
+    """
+    attributes = attributes_of(value)
+    if not attributes or isinstance(value, BaseException):
+        return False
+    return all(isinstance(attribute, _VALUES) for attribute in attributes.values())
+
+
+@functools.lru_cache(maxsize=4096)
+def is_library(module: str | None) -> bool:
+    """Whether a module, given by its name, is torch's, Python's, or in a package."""
+    name = str(module)
+    root = name.partition(".")[0]
+    if root == "__main__":
+        return False
+    if root in sys.stdlib_module_names or root in ("torch", "scatterpar"):
+        return True
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return "-packages" in str(file)
+
+
+def is_user_class(kind: type) -> bool:
+    """Whether the user has defined a class."""
+    return not is_library(kind.__module__)
+
+
+def is_user_function(function: Any) -> bool:
+    """Whether the user has defined a function, or what it calls as its own function.
+
+    So do a method, a partial, a library's decorator around the user's function, an
+    object whose class has ``__call__``, and a module with a layer of the user's. Only
+    these write the user's objects, and take turns.
+    """
+    if isinstance(function, functools.partial):
+        return is_user_function(function.func)
+    if isinstance(function, types.MethodType):
+        return is_user_function(function.__func__)
+    if isinstance(function, nn.Module):
+        return any(map(_is_user_layer, function.modules()))
+    if isinstance(function, type):
+        return is_user_class(function)
+    if isinstance(function, types.FunctionType):
+        # Not ``__module__``: ``functools.wraps`` gives a wrapper that of the user.
+        if not is_library(function.__globals__.get("__name__")):
+            return True
+    elif is_user_class(type(function)):  # a base's ``__call__`` may call its methods
+        return True
+    wrapped = attributes_of(function).get("__wrapped__")
+    return wrapped is not None and is_user_function(wrapped)
+
+
+def _is_user_layer(layer: nn.Module) -> bool:
+    # A forward pass may be replaced in a library's layer.
+    return is_user_class(type(layer)) or is_user_function(layer.forward)

@@ -51,6 +51,7 @@ from scatterpar.replicas.checks import check_placement
 from scatterpar.replicas.compiled import compile_fn_from
 from scatterpar.replicas.replicas import ReplicaOptions, Replicas, ReplicaSet
 from scatterpar.report import StepReport
+from scatterpar.state.walk import register_wrapper
 from scatterpar.step.attempt import WHOLE_STEP, Attempt, Extent
 from scatterpar.step.commit import commit
 from scatterpar.step.loss_weights import compute_loss_weights
@@ -1049,3 +1050,6 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+register_wrapper(ScatterOnceParallel)

@@ -42,6 +42,7 @@ from scatterpar.plan import Plan, make_plan
 from scatterpar.replicas.buffers import BufferWriter
 from scatterpar.replicas.checks import check_placement
 from scatterpar.replicas.module_contents import root_to_replicate
+from scatterpar.state.walk import register_wrapper
 from scatterpar.step.loss import scalar_loss
 from scatterpar.step.loss_weights import as_sum, compute_loss_weights
 from scatterpar.step.replica_threads import Proceed, ReplicaThreads
@@ -133,6 +134,9 @@ class _OfPair(Wrapper[WrappedT]):
         generators.commit()
         BufferWriter(copies[0].changed_buffers() if copies else ()).write()
         return results
+
+
+register_wrapper(_OfPair)
 
 
 class DataParallelModel(_OfPair[ModuleT]):

@@ -23,7 +23,7 @@ import queue
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -129,15 +129,15 @@ class Place(NamedTuple):
             del self.holder[self.key]
 
 
-_wrapped_by: dict[type[nn.Module], Callable[[Any], Any]] = {}
+_wrappers: list[type[nn.Module]] = []
 
 
-def register_wrapper(kind: type[nn.Module], wrapped: Callable[[Any], Any]) -> None:
-    """Walk ``wrapped(module)`` in the place of a module of this class.
+def register_wrapper(kind: type[nn.Module]) -> None:
+    """Walk ``wrapper.module`` in the place of wrappers of this class.
 
     An engine registers itself, because it restores its own state.
     """
-    _wrapped_by[kind] = wrapped
+    _wrappers.append(kind)
 
 
 class Walk:
@@ -193,10 +193,9 @@ class Walk:
         number = 0
         while number < len(self.values):  # which grows
             if self._depths[number] <= DEPTH:
-                try:
+                # A user's object may raise, whatever it is asked for.
+                with contextlib.suppress(Exception):
                     self._follow(number, self.values[number])
-                except Exception:  # a user's object may raise, whatever it is asked for
-                    pass
             number += 1
 
     def _add(self, value: Any, place: Place | None, depth: int) -> None:
@@ -235,9 +234,7 @@ class Walk:
                 self._follow_class(number, value)
         elif isinstance(value, queue.Queue):  # of its parts only this is no lock
             attributes = vars(value)
-            self._refer(
-                PlaceKind.ATTRIBUTE, attributes, "queue", value.queue, number
-            )
+            self._refer(PlaceKind.ATTRIBUTE, attributes, "queue", value.queue, number)
         elif not isinstance(value, types.ModuleType):
             self._follow_parts(number, value)
             if not isinstance(value, types.MethodType):  # its are its function's
@@ -274,9 +271,7 @@ class Walk:
             self.containers.append((number, attributes))
             for name, value in [*attributes.items()]:
                 if name not in self._excluded and type(value) not in PLAIN:
-                    self._refer(
-                        PlaceKind.ATTRIBUTE, attributes, name, value, number
-                    )
+                    self._refer(PlaceKind.ATTRIBUTE, attributes, name, value, number)
             return
         self._follow_entries(number, attributes, PlaceKind.ATTRIBUTE)
 
@@ -305,10 +300,9 @@ class Walk:
             self._refer(PlaceKind.PART, weight, "quantised", part, number)
 
     def _follow_module(self, number: int, module: nn.Module) -> None:
-        for kind, wrapped in _wrapped_by.items():
-            if isinstance(module, kind):
-                self._refer(PlaceKind.PART, module, "", wrapped(module), number)
-                return
+        if isinstance(module, tuple(_wrappers)):
+            self._refer(PlaceKind.PART, module, "", module.module, number)
+            return
         if is_compiled_module(module):
             original, _ = unwrapped(module)
             self._refer(PlaceKind.PART, module, "", original, number)
@@ -416,7 +410,7 @@ class Walk:
         return "" if place is None else self.name_of_place(place)
 
     def name_of_place(self, place: Place) -> str:
-        """The name of a place, as ``layers.0.history['loss']``, as in the user's code."""
+        """The name of a place in the user's words, as ``layers.0.history['loss']``."""
         if place.kind in (PlaceKind.CELL, PlaceKind.GLOBAL):
             return str(place.key)
         return self.name_of_entry(place.parent, place.kind, place.key)
@@ -483,4 +477,5 @@ def _function_of(attribute: Any) -> Any:
 
 
 def _is_computed(attribute: Any) -> bool:
-    return callable(attribute) or hasattr(attribute, "__get__")
+    """Whether an attribute of a class is no value: a class, or what has a getter."""
+    return isinstance(attribute, type) or hasattr(type(attribute), "__get__")

@@ -58,9 +58,9 @@ RULES = (
     ClassRule("DataLoader", Whose.DATA, "it leads to a data set, and to processes"),
     ClassRule("DataModule", Whose.DATA, "it leads to data sets"),
     ClassRule("Sampler", Whose.DATA, "it leads to a data set"),
-    ClassRule("Trainer", Whose.DATA, "it is the loop: it leads to data, and to all else"),
+    ClassRule("Trainer", Whose.DATA, "it is the loop, and leads to data"),
     ClassRule("Optimizer", Whose.DATA, "its state has the size of the parameters"),
-    ClassRule("IOBase", Whose.DATA, "it is a file: a journal has a row for it, or names it"),
+    ClassRule("IOBase", Whose.DATA, "it is a file, which code reads or writes"),
     ClassRule("Namespace", Whose.USER, "its attributes are those that user code sets"),
 )
 

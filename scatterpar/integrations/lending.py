@@ -1,0 +1,315 @@
+"""Lend the owner of a step function the parts of a replica, for one call.
+
+A step function of the user's runs on the user's own object, such as a Trainer, one
+call at a time::
+
+    with lending.lent(parts, device):       # in a turn of the engine
+        loss = step(owner, micro_batch)     # writes stay where the user wrote them
+    lending.end_step()
+
+In the body, whatever the owner leads to refers to the replica's modules, parameters and
+buffers in the place of the user's. Its other tensors on accelerators are lent as copies
+on the replica's device, which are written back if the call has written them. Afterwards
+all references are as before. What the call has left on another device is moved to the
+user's own.
+
+A call of a library's function needs no turn, and gets a copy of the owner (``copied``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import types
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scatterpar.devices.transfers import to_device, write
+from scatterpar.replicas.broadcast import version
+from scatterpar.replicas.references import contents, parts_of
+from scatterpar.replicas.snapshot import PLAIN, is_same
+from scatterpar.state.walk import UNSET, Place, PlaceKind, Walk
+from scatterpar.state.whose import attributes_of
+from scatterpar.torch_private import is_compiled_module, unwrapped
+
+
+class Parts:
+    """Modules of the user's, and those of a replica, with all that they consist of.
+
+    Args:
+        pairs: a module of the user's and the replica's, for each module that a step
+            function may call. A look pairs modules with themselves.
+
+    Attributes:
+        modules: the pairs that differ, also of the modules inside of these.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
+        self.modules: list[tuple[nn.Module, nn.Module]] = []
+        self._pairs: list[tuple[Any, Any]] = []
+        self._seen: set[int] = set()
+        for module, replica in pairs:
+            self._add(module, replica)
+
+    def _add(self, module: nn.Module, replica: nn.Module) -> None:
+        if module is replica or id(module) in self._seen:
+            return
+        self._seen.add(id(module))
+        self._pairs.append((module, replica))
+        if is_compiled_module(module):  # a replica of the original runs compiled
+            self._add(unwrapped(module)[0], replica)
+            return
+        self.modules.append((module, replica))
+        for name, child in module._modules.items():
+            copied = replica._modules.get(name)
+            if child is not None and copied is not None:
+                self._add(child, copied)
+        for registry in ("_parameters", "_buffers"):
+            for name, tensor in vars(module)[registry].items():
+                copied = vars(replica)[registry].get(name)
+                if tensor is not None and copied is not None:
+                    self._pairs.append((tensor, copied))
+
+    def of_replica(self) -> dict[int, Any]:
+        """The replica's parts, by the ``id`` of the user's."""
+        return {id(original): part for original, part in self._pairs}
+
+    def of_user(self) -> dict[int, Any]:
+        """The user's parts, by the ``id`` of the replica's."""
+        return {id(part): original for original, part in self._pairs}
+
+
+class Lending:
+    """Lends what ``roots`` lead to, call by call.
+
+    Args:
+        roots: returns the owner, its functions, and what else calls may write.
+        excluded: names of attributes of roots that stay as they are.
+        home: the device of the user's modules.
+    """
+
+    def __init__(
+        self,
+        roots: Callable[[], Iterable[Any]],
+        excluded: Collection[str],
+        home: torch.device,
+    ) -> None:
+        self._roots = roots
+        self._excluded = excluded
+        self._home = home
+        # The last call's walk. The next call of the step needs no other.
+        self._walk: Walk | None = None
+        # By module and name: plain attributes that calls of this step have rebound.
+        self._rebound: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
+
+    @contextlib.contextmanager
+    def lent(self, parts: Parts, device: torch.device) -> Iterator[None]:
+        """In the body, roots refer to the replica's ``parts``, and to ``device``."""
+        self._set_rebound_before(parts)
+        attributes = [dict(vars(replica)) for _, replica in parts.modules]
+        exchange = _Exchange(parts.of_replica(), device)
+        if self._walk is None:
+            self._walk = self._searched()
+        exchange.apply(self._walk)
+        try:
+            yield
+        finally:
+            exchange.undo()
+            # A call may have stored parts of the replica, or tensors of its device.
+            self._walk = self._searched()
+            home = _Exchange(parts.of_user(), self._home, trained=True)
+            home.apply(self._walk)
+            self._note_rebound(parts, attributes)
+
+    def end_step(self) -> None:
+        """Set the plain attributes that calls have rebound in modules on the user's."""
+        for (_, name), (module, value) in self._rebound.items():
+            vars(module)[name] = value
+        self._rebound.clear()
+        self._walk = None
+
+    def _searched(self) -> Walk:
+        roots = self._roots()
+        return Walk(roots, excluded=self._excluded, enters_modules=False)
+
+    def _set_rebound_before(self, parts: Parts) -> None:
+        """Give the replica what earlier calls of this step have set on others."""
+        for module, replica in parts.modules if self._rebound else ():
+            for (number, name), (_, value) in self._rebound.items():
+                if number == id(module):
+                    vars(replica)[name] = value
+
+    def _note_rebound(
+        self, parts: Parts, attributes: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Note the plain attributes that the call has rebound.
+
+        Only plain ones: replicas are made again if another one changes.
+        """
+        for (module, replica), before in zip(parts.modules, attributes, strict=True):
+            after = vars(replica)
+            if is_same(after, before):
+                continue
+            for name, value in after.items():
+                if type(value) in PLAIN and value is not before.get(name, UNSET):
+                    self._rebound[id(module), name] = (module, value)
+
+
+class _Exchange:
+    """Values in the place of others, at all places of a walk.
+
+    Args:
+        values: what stands for an original, by its ``id``.
+        device: where tensors of other accelerators are copied, without their graphs.
+        trained: whether tensors that require grad are copied, too.
+    """
+
+    def __init__(
+        self, values: Mapping[int, Any], device: torch.device, *, trained: bool = False
+    ) -> None:
+        self._values = dict(values)
+        self._device = device
+        self._trained = trained
+        self._written: list[tuple[Place, Any]] = []
+        # Originals with their copies, and the versions of these.
+        self._tensors: list[tuple[Tensor, Tensor, int]] = []
+
+    def apply(self, walk: Walk) -> None:
+        """Write the values at all places that can be written."""
+        # From the innermost: a tuple is made again after what it consists of.
+        for place in reversed(walk.places):
+            if place.kind is PlaceKind.PART and self.has(place.value):
+                self._remake(walk.values[place.parent])
+        for place in walk.places:
+            if place.is_writable and self.has(place.value):
+                value = self._values[id(place.value)]
+                place.write(value)
+                self._written.append((place, value))
+
+    def undo(self) -> None:
+        """Write the originals again, except where there is something else now."""
+        for place, value in self._written:
+            if place.read() is value:
+                place.write(place.value)
+        for tensor, copied, before in self._tensors:
+            if version(copied) != before:
+                write(tensor, copied.detach())
+
+    def has(self, value: Any) -> bool:
+        """Whether another value stands for ``value``."""
+        if id(value) in self._values:
+            return True
+        if not isinstance(value, Tensor) or not self._is_elsewhere(value):
+            return False
+        copied = to_device(value.detach(), self._device)
+        self._values[id(value)] = copied
+        self._tensors.append((value, copied, version(copied)))
+        return True
+
+    def _is_elsewhere(self, tensor: Tensor) -> bool:
+        """Whether a tensor is on another accelerator, and may be copied."""
+        if tensor.requires_grad and not self._trained:
+            return False
+        return tensor.device.type != "cpu" and tensor.device != self._device
+
+    def _remake(self, value: Any) -> None:
+        """Make a tuple, method or partial again, with other parts."""
+        parts = parts_of(value)
+        if parts.make is not None:
+            originals = parts.made_of()
+            values = [self._values.get(id(part), part) for part in originals]
+            self._values[id(value)] = parts.make(*values)
+
+
+def modules_of(owner: Any, excluded: Collection[str] = ()) -> list[nn.Module]:
+    """The modules that ``owner`` refers to, each once, without those inside of these.
+
+    Not modules to which only global variables refer: most of these are of other
+    programs in the same file.
+    """
+    walk = Walk([owner], excluded=excluded, enters_modules=False)
+    named: set[int] = set()
+    for place in walk.places:
+        if place.kind is not PlaceKind.GLOBAL:
+            named.add(id(place.value))
+    return [module for module in walk.modules if id(module) in named]
+
+
+def copied(owner: Any, excluded: Collection[str], parts: Parts) -> Any:
+    """A copy of ``owner`` that refers to a replica's parts.
+
+    So do copies of the containers, objects and functions that lead to parts. The copy
+    shares everything else with ``owner``.
+    """
+    walk = Walk([owner], excluded=excluded, enters_modules=False)
+    values = parts.of_replica()
+    # Which values lead to parts, or to others that do? Until there are no more.
+    leading = {id(owner)}
+    num_leading = 0
+    while num_leading < len(leading):
+        num_leading = len(leading)
+        for place in reversed(walk.places):
+            if id(place.value) in values or id(place.value) in leading:
+                leading.add(id(walk.values[place.parent]))
+    return _OwnerCopies(values, leading).of(owner)
+
+
+class _OwnerCopies:
+    """Copies of the values that lead to parts.
+
+    Args:
+        values: what stands for an original, by its ``id``.
+        leading: the ``id`` of each value that is copied.
+    """
+
+    def __init__(self, values: dict[int, Any], leading: Collection[int]) -> None:
+        self._values = values
+        self._leading = leading
+
+    def of(self, value: Any) -> Any:
+        """The copy of ``value``, or ``value`` itself if it is shared."""
+        if id(value) in self._values:
+            return self._values[id(value)]
+        if id(value) not in self._leading or isinstance(value, nn.Module):
+            return value
+        parts = parts_of(value)
+        if parts.make is not None:
+            copy_of_parts = parts.make(*map(self.of, parts.made_of()))
+            self._values[id(value)] = copy_of_parts
+            return copy_of_parts
+        if isinstance(value, types.FunctionType):
+            return self._function(value)
+        if isinstance(value, type):
+            return value
+        shallow = copy.copy(value)
+        self._values[id(value)] = shallow
+        if isinstance(value, dict):
+            for key, entry in value.items():
+                shallow[key] = self.of(entry)
+        elif isinstance(value, (list, deque)):
+            for number, entry in enumerate(value):
+                shallow[number] = self.of(entry)
+        for name, attribute in attributes_of(value).items():
+            vars(shallow)[name] = self.of(attribute)
+        return shallow
+
+    def _function(self, function: types.FunctionType) -> Any:
+        cells = []
+        for cell in function.__closure__ or ():
+            content = contents(cell)  # the cell itself, if it is empty
+            copied_content = self.of(content)
+            if copied_content is not content:
+                cell = types.CellType(copied_content)
+            cells.append(cell)
+        made = types.FunctionType(
+            function.__code__, function.__globals__, closure=tuple(cells)
+        )
+        made.__defaults__ = function.__defaults__
+        made.__kwdefaults__ = function.__kwdefaults__
+        self._values[id(function)] = functools.update_wrapper(made, function)
+        return made

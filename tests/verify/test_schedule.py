@@ -58,7 +58,7 @@ def test_labels_beyond_range_looked_at():
         kind.note_agreement(ranges)
 
 
-def test_inconclusive_beyond_range_not_looked_at_in_every_step():
+def test_inconclusive_news_become_rare():
     """A look that stays inconclusive has seen no range: of a ResNet-50 in bfloat16, whose
     gradient is nothing but rounding there, every step was looked at once a batch had
     larger labels than the first, and took three times as long.

@@ -487,9 +487,17 @@ def compile_fn_of(function: Callable[..., Any]) -> CompileFn:
 
 
 def records_cuda_graphs(compile_fn: Callable[..., Any]) -> bool:
-    """Whether a function as from ``compile_fn_of`` records CUDA graphs on a GPU."""
+    """Whether a function as from ``compile_fn_of`` records CUDA graphs on a GPU.
+
+    Inductor does so by its option; torch's backend "cudagraphs" always does.
+    """
     config: Any = getattr(compile_fn, "compiler_config", None)
-    return isinstance(config, dict) and bool(config.get("triton.cudagraphs"))
+    if isinstance(config, dict):
+        return bool(config.get("triton.cudagraphs"))
+    backend: Any = getattr(compile_fn, "callback", None)
+    while hasattr(backend, "_torchdynamo_orig_backend"):  # torch wraps it twice
+        backend = backend._torchdynamo_orig_backend
+    return getattr(backend, "compiler_name", None) == "cudagraphs"
 
 
 def many_graphs() -> contextlib.AbstractContextManager[Any]:

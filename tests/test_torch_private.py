@@ -32,10 +32,16 @@ def test_imports_without_the_dispatch_key(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("mode", "records"), [("reduce-overhead", True), ("default", False)]
+    ("options", "records"),
+    [
+        ({"mode": "reduce-overhead"}, True),
+        ({"mode": "default"}, False),
+        ({"backend": "cudagraphs"}, True),
+        ({"backend": "eager"}, False),
+    ],
 )
-def test_compile_options_are_repeated(mode, records):
-    how = private.compile_fn_of(torch.compile(lambda x: x, mode=mode))
+def test_compile_options_are_repeated(options, records):
+    how = private.compile_fn_of(torch.compile(lambda x: x, **options))
     assert private.records_cuda_graphs(how) == records
     runs = []
     compiled = torch.compile(

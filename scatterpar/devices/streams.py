@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Hashable, Iterator, Sequence
 
@@ -12,6 +11,7 @@ import torch
 # Streams per device: kStreamsPerPool in torch's c10/cuda/CUDAStream.cpp.
 _POOL_SIZE = 32
 _streams: dict[tuple[torch.device, Hashable], torch.Stream] = {}  # by device and use
+_devices_with_streams: set[torch.device] = set()
 # Several workers may be the first to need streams.
 _streams_lock = threading.Lock()
 
@@ -25,14 +25,25 @@ def current_streams() -> tuple[torch.Stream, ...]:
     """The caller's current streams on all accelerators, except default ones.
 
     Default streams are current in every thread, and entering one creates a context on
-    an unused device.
+    an unused device. Nor has an accelerator others that nobody has used: to ask for its
+    streams would initialise it, and a forked child could not use it any more.
     """
-    if not torch.accelerator.is_available():
+    if not _is_in_use():
         return ()
     count = torch.accelerator.device_count()
     streams = [torch.accelerator.current_stream(index) for index in range(count)]
     # A default stream has the number 0.
     return tuple(stream for stream in streams if stream.stream_id)
+
+
+def _is_in_use() -> bool:
+    """Whether this process has an accelerator, and has initialised it."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return False
+    module = torch.get_device_module(accelerator)
+    is_initialized = getattr(module, "is_initialized", None)  # not every backend has it
+    return is_initialized is None or bool(is_initialized())
 
 
 @contextlib.contextmanager
@@ -47,7 +58,6 @@ def use_device(device: torch.device, streams: Sequence[torch.Stream]) -> Iterato
         yield
 
 
-@functools.cache
 def has_streams(device: torch.device) -> bool:
     """Whether ``device`` has events, and streams other than the one of its operators.
 
@@ -56,14 +66,21 @@ def has_streams(device: torch.device) -> bool:
     """
     if device.type == "cpu":
         return False
+    if device in _devices_with_streams:
+        return True
     try:
         with use_device(device, ()):  # else torch enters the caller's current device
             first = torch.Stream(device)
             second = torch.Stream(device)
             first.record_event()
+    # Nothing is remembered: a GPU without memory for its context fails, too, and has
+    # streams as soon as its memory is free.
     except RuntimeError:
         return False
-    return bool(first != second)
+    if first == second:
+        return False
+    _devices_with_streams.add(device)
+    return True
 
 
 def stream_for(use: Hashable, device: torch.device) -> torch.Stream | None:

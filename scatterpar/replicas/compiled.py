@@ -30,7 +30,7 @@ from scatterpar.torch_private import CompileFn
 
 _CUDA_GRAPHS = (
     "CUDA graphs, which replicas in threads have not been tried with; use "
-    'mode="default" or mode="max-autotune-no-cudagraphs"'
+    'mode="default", mode="max-autotune-no-cudagraphs" or another backend'
 )
 _PATIENCE_SECONDS = 10.0  # wait for a replica that neither compiles nor ends
 
@@ -150,7 +150,8 @@ def compile_fn_from(compile: bool | Mapping[str, Any]) -> CompileFn | None:
             f"{compile!r}"
         )
     is_asked = (compile.get("options") or {}).get("triton.cudagraphs", False)
-    with_graphs = compile.get("mode") in ("reduce-overhead", "max-autotune")
+    is_by_mode = compile.get("mode") in ("reduce-overhead", "max-autotune")
+    with_graphs = is_by_mode or compile.get("backend") == "cudagraphs"
     if is_asked or (with_graphs and torch.accelerator.is_available()):
         raise ValueError(f"compile={dict(compile)!r} asks for {_CUDA_GRAPHS}")
     return partial(torch.compile, **compile)

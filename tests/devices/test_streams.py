@@ -27,12 +27,39 @@ def test_host_has_no_streams():
 
 
 def test_device_of_failing_streams_has_none(monkeypatch):
-    def refused(_):
-        raise RuntimeError("Backend doesn't support streams")
+    """A GPU that is full fails at its first use, and has streams when it is free again."""
+    tries = []
 
-    monkeypatch.setattr(streams.torch, "Stream", refused)
+    def stream(*_):
+        tries.append(1)
+        if len(tries) == 1:
+            raise torch.OutOfMemoryError("CUDA error: out of memory")
+        return SimpleNamespace(record_event=lambda: None)
+
+    monkeypatch.setattr(streams.torch, "Stream", stream)
     monkeypatch.setattr(streams, "use_device", lambda *_: contextlib.nullcontext())
-    assert streams.has_streams.__wrapped__(DEVICE) is False
+    monkeypatch.setattr(streams, "_devices_with_streams", set())
+    answers = [streams.has_streams(DEVICE) for _ in range(3)]
+    assert answers == [False, True, True]
+    assert len(tries) == 3  # one that failed, and two streams
+
+
+@pytest.mark.parametrize("is_initialized", [True, False])
+def test_unused_accelerator_is_not_asked(monkeypatch, is_initialized):
+    """Asking for its streams would initialise it, and forked children could not use it."""
+    current = SimpleNamespace(stream_id=7)
+    fake = SimpleNamespace(
+        accelerator=SimpleNamespace(
+            current_accelerator=lambda **_: DEVICE,
+            device_count=lambda: 1,
+            current_stream=lambda _: current,
+        ),
+        get_device_module=lambda _: SimpleNamespace(
+            is_initialized=lambda: is_initialized
+        ),
+    )
+    monkeypatch.setattr(streams, "torch", fake)
+    assert streams.current_streams() == ((current,) if is_initialized else ())
 
 
 @pytest.fixture

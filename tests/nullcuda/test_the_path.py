@@ -201,6 +201,17 @@ os._exit(0)
 """
 
 
+def test_engine_on_the_cpu_leaves_cuda_alone():
+    """A process that has initialised CUDA cannot use it in forked children."""
+    code = """
+from scatterpar import ScatterOnceParallel
+with ScatterOnceParallel(nn.Linear(4, 2), 2, ["cpu", "cpu"]) as engine:
+    engine.forward_backward(torch.randn(8, 4), torch.randn(8, 2), nn.MSELoss())
+print(torch.cuda.is_initialized())
+"""
+    assert script(code) == ["False"]
+
+
 def test_no_context_on_other_gpus():
     """A context costs some hundred megabytes, and shows in every list of processes.
 

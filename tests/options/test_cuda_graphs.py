@@ -268,26 +268,43 @@ def test_changed_criterion_captured_again(two_places):
             scale += 1
 
 
-FLAGS = [(torch.backends.cuda.matmul, "allow_tf32")]
-FLAGS += [
-    (torch.backends.cudnn, name)
-    for name in ("allow_tf32", "benchmark", "deterministic")
-]
+CUDA = torch.backends.cuda
+CUDNN = torch.backends.cudnn
 
 
-@pytest.mark.parametrize(("holder", "name"), FLAGS)
-def test_changed_kernel_flags_captured_again(two_places, holder, name):
+def flag(holder, name):
+    """How a flag is read and set."""
+    return partial(getattr, holder, name), partial(setattr, holder, name)
+
+
+FLAGS = {
+    "allow_tf32": flag(CUDA.matmul, "allow_tf32"),
+    "reductions in float16": flag(
+        CUDA.matmul, "allow_fp16_reduced_precision_reduction"
+    ),
+    "sums in float16": flag(CUDA.matmul, "allow_fp16_accumulation"),
+    "cudnn.allow_tf32": flag(CUDNN, "allow_tf32"),
+    "cudnn.benchmark": flag(CUDNN, "benchmark"),
+    "cudnn.deterministic": flag(CUDNN, "deterministic"),
+    "flash attention": (CUDA.flash_sdp_enabled, CUDA.enable_flash_sdp),
+    "attention without kernels": (CUDA.math_sdp_enabled, CUDA.enable_math_sdp),
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_changed_kernel_flags_captured_again(two_places, name):
     """A graph keeps the kernels that it was captured with."""
     model, inputs, targets = problem()
-    calls, counts, before = [], [], getattr(holder, name)
+    read, write = FLAGS[name]
+    calls, counts, before = [], [], read()
     model.register_forward_hook(lambda *_: calls.append(1))
     with graphed(model, 1, two_places) as engine:
         for value in (before, before, not before):
-            setattr(holder, name, value)
+            write(value)
             try:
                 engine.forward_backward(inputs, targets, LOSS)
             finally:
-                setattr(holder, name, before)
+                write(before)
             counts.append(len(calls) - sum(counts))
     captured, replayed, again = counts
     assert captured == again > replayed

@@ -42,7 +42,6 @@ from scatterpar.options.auto_accum import AutoAccum, Candidate, Search
 from scatterpar.options.costs import Costs, has_costs_argument, plan_by_cost
 from scatterpar.options.cuda_graphs import Captured
 from scatterpar.options.gradient_noise import check_noise, noise_of, norms_of
-from scatterpar.options.loop_options import LoopOptions
 from scatterpar.options.map_rows import Mapped, RowFunction, map_rows
 from scatterpar.options.trace import Trace
 from scatterpar.options.whole_batch import TwoPasses
@@ -54,6 +53,7 @@ from scatterpar.report import StepReport
 from scatterpar.state.walk import register_wrapper
 from scatterpar.step.attempt import WHOLE_STEP, Attempt, Extent
 from scatterpar.step.commit import commit
+from scatterpar.step.loop_options import LoopOptions
 from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.reduce import Outcome, ReplicaNorms, reduce
 from scatterpar.step.request import (
@@ -68,7 +68,12 @@ from scatterpar.step.request import (
     check_options,
     checked,
 )
-from scatterpar.step.scatter import in_order, micro_batches, scatter
+from scatterpar.step.scatter import (
+    ShareLoader,
+    in_order,
+    micro_batches,
+    scatter,
+)
 from scatterpar.step.substeps import Schedule, returned_part, user_state_guarded
 from scatterpar.step.task import call_inputs, make_tasks
 from scatterpar.threads.workers import Workers
@@ -563,6 +568,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                 request = checked(
                     call, self.dim, self.device_ids[0], self.check_finite, backward
                 )
+                request = self._combined(request)
                 if self._auto_accum is not None and call.costs is None:
                     outcome = self._fewest_substeps(request, schedule)  # 1 to 5
                 else:
@@ -580,6 +586,17 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                 loss = commit(outcome, deferred=deferred)  # 6
             self.last_step = outcome.report(noise, waited)
         return (loss, outcome.outputs) if call.return_outputs else loss
+
+    def _combined(self, request: Request) -> Request:
+        """The request, with the candidate of a loop that looks have left."""
+        candidates = self.loop.candidates
+        self.loop.chosen = None
+        if not candidates or request.whole_batch:
+            return request
+        if self._verifier is not None:
+            candidates = self._verifier.choice.remaining(candidates)
+        self.loop.chosen = candidates[0]
+        return request.combined_by(candidates[0])
 
     @contextlib.contextmanager
     def _recorded(self) -> Iterator[float]:
@@ -646,12 +663,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         with self._attempt(request, plan, extent) as attempt:
             transfers = attempt.transfers
             with attempt.phase("scatter"):  # 2
-                data = in_order(schedule.data(request), plan)
-                pieces = micro_batches(data, plan) if have_losses else None
-                # First: it may read labels from a device, and would wait for copies in
-                # the queue.
-                attempt.weights = compute_loss_weights(request, plan, pieces)
-                loaders = scatter(data, plan, transfers)
+                loaders = self._scattered(attempt, schedule)
             with attempt.phase("replicate"):  # 3
                 number = schedule.replicas_of_criterion
                 self._replicas.refresh(
@@ -660,10 +672,14 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             with attempt.phase("compute"), user_state_guarded(attempt):  # 4
                 tasks = make_tasks(attempt, loaders)
                 if verifier is not None:
-                    verifier.check(attempt, tasks, self.loop.remedies)
+                    if verifier.check(attempt, tasks, self.loop):
+                        # Other weights, and perhaps other inputs.
+                        tasks = make_tasks(attempt, self._scattered(attempt, schedule))
                     if isinstance(schedule, Captured):
                         schedule.look(attempt, tasks[0])
                 computed = schedule.run(attempt, tasks)
+                if verifier is not None:
+                    verifier.tell()
                 # With whole_batch the schedule asks, before the criterion is called.
                 if verifier is not None and have_losses and request.return_outputs:
                     part = returned_part(attempt)
@@ -674,6 +690,16 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                 if self.measure_noise and have_losses:
                     norms = norms_of(attempt)
                 return reduce(attempt, computed, norms)
+
+    def _scattered(self, attempt: Attempt, schedule: Schedule) -> list[ShareLoader]:
+        """A loader per share; the weights of the losses are known afterwards."""
+        plan = attempt.plan
+        data = in_order(schedule.data(attempt.request), plan)
+        pieces = micro_batches(data, plan) if schedule.weights_apply() else None
+        # First: it may read labels from a device, and would wait for copies in the
+        # queue.
+        attempt.weights = compute_loss_weights(attempt.request, plan, pieces)
+        return scatter(data, plan, attempt.transfers)
 
     @contextlib.contextmanager
     def _attempt(

@@ -336,6 +336,7 @@ class DataParallelCriterion(_OfPair[Criterion]):
                     return scalar_loss(criterion(*calls[number]), "the criterion")
 
             losses = self._run(plan, range(len(calls)), loss_of, transfers)
+            self._looks.tell()
         return combine(losses, [weight for (weight,) in weights.by_share], plan)
 
     def _plan(self, outputs: Sequence[Any], targets: Any) -> Plan:

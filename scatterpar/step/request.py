@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from scatterpar.batch.batch import Batch, batches_of
+from scatterpar.batch.batch import Batch, batch_of, batches_of
 from scatterpar.devices.device_ids import physical
 from scatterpar.devices.transfers import to_numbers
 from scatterpar.option_checks import check_int, check_number
@@ -42,6 +42,24 @@ class Call:
     return_outputs: bool | Callable[[Any], Any] = False
     whole_batch: bool = False
     costs: Any = None
+
+
+@dataclass(frozen=True)
+class LossCandidate:
+    """A way in which the losses of micro-batches may combine into that of the batch.
+
+    Attributes:
+        words: the way, as texts name it, such as "a mean over rows".
+        reduction: ``"mean"`` or ``"sum"``.
+        count: the number of terms of a mean; ``None`` for rows or labels.
+        entries: what the inputs, a dict, have under these names. All candidates of a
+            list have the same names.
+    """
+
+    words: str
+    reduction: str = "mean"
+    count: Count | None = None
+    entries: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -92,10 +110,29 @@ class Request:
         largest = max(self.batches, key=lambda batch: batch.rows)
         return replace(self, batches=[largest.at_row(0)])
 
+    def combined_by(self, candidate: LossCandidate) -> Self:
+        """The request if losses combine as a candidate says."""
+        batches = self.batches
+        if candidate.entries:
+            batches = [_with_entries(batch, candidate.entries) for batch in batches]
+        return replace(
+            self,
+            batches=batches,
+            reduction=candidate.reduction,
+            count=candidate.count,
+        )
+
     @property
     def is_mean(self) -> bool:
         """Whether the loss is a mean of its terms, not a sum."""
         return self.reduction == "mean"
+
+
+def _with_entries(batch: Batch, entries: Mapping[str, Any]) -> Batch:
+    """The batch whose inputs, a dict, have these entries."""
+    inputs = {**batch.inputs, **entries}
+    dim = batch.structure.dim
+    return batch_of(inputs, batch.targets, batch.rows, dim, batch.first_row)
 
 
 def checked(

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -23,12 +22,14 @@ from threading import Event
 from typing import Any
 
 from scatterpar.devices.memory import is_out_of_memory
+from scatterpar.plan import Plan
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.request import Request
 from scatterpar.step.task import ReplicaTask
 from scatterpar.threads.workers import Overdue
 from scatterpar.verify.causes import RIGHT, Verdict, error_of_replica, verdict_of
 from scatterpar.verify.comparison import Result, num_with_gradient, weighted_sum
+from scatterpar.verify.dropped_warnings import warnings_dropped
 from scatterpar.verify.evidence import Evidence, name_of, weighted_parts
 from scatterpar.verify.moved_state import moved_between
 from scatterpar.verify.rows import Part, Parts, RowChoice, in_two
@@ -58,6 +59,7 @@ class Findings:
         shares_state: forward passes change what the criterion reads, and replicas
             share.
         difference: the relative difference between the results.
+        parts: the rows of each part.
     """
 
     verdict: Verdict
@@ -65,16 +67,20 @@ class Findings:
     lost: Sequence[tuple[int, ...]] = ()
     shares_state: bool = False
     difference: float = math.inf
+    parts: Parts = ()
 
 
 def look(
     attempt: Attempt,
     request: Request,
+    plan: Plan,
     tasks: Sequence[ReplicaTask],
     choice: RowChoice,
     most: int,
 ) -> Findings:
     """The findings of the first replica's look at up to ``most`` rows.
+
+    ``plan`` says how the step, or its loop, would divide the rows of the request.
 
     User code may wait for the other replicas, for example at a barrier. So if the look
     takes long, the others do the same with their own modules.
@@ -83,7 +89,7 @@ def look(
         Inconclusive: the look could not tell.
     """
     deadline = time.monotonic() + 2 * PATIENCE_SECONDS
-    looks = [ReplicaLook(attempt, request, task, deadline) for task in tasks]
+    looks = [ReplicaLook(attempt, request, plan, task, deadline) for task in tasks]
     has_ended = Event()
     begun: list[ReplicaLook] = []
 
@@ -103,8 +109,7 @@ def look(
     arguments = [(replica_look,) for replica_look in looks]
     limit = _WORKERS_PATIENCE * PATIENCE_SECONDS
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the user's code; the step itself warns
+        with warnings_dropped():
             functions = [run] * len(looks)
             findings: list[Any] = apply(functions, arguments, devices, seconds=limit)
         first: Findings = findings[0]
@@ -128,12 +133,17 @@ class ReplicaLook:
     """
 
     def __init__(
-        self, attempt: Attempt, request: Request, task: ReplicaTask, deadline: float
+        self,
+        attempt: Attempt,
+        request: Request,
+        plan: Plan,
+        task: ReplicaTask,
+        deadline: float,
     ) -> None:
         self.runs = Runs(attempt, request, task, deadline)
         self._request = request
         self._task = task
-        self._plan = attempt.plan
+        self._plan = plan
         self._may_widen = True
 
     def answer(self, choice: RowChoice, most: int) -> Findings:
@@ -237,6 +247,7 @@ class ReplicaLook:
     def _judge(self, parts: Parts) -> Findings:
         """Compare the engine's result for these parts of rows with the user's own."""
         rows = list(chain(*parts))
+        chosen_parts = parts
         parts, weights = weighted_parts(self._request, parts)
         expected = self._expected(rows)
         random_calls = self.runs.random_calls
@@ -252,7 +263,7 @@ class ReplicaLook:
         actual = weighted_sum(run.results)
         if not (expected.is_finite and actual.is_finite) and self.runs.scale != 1:
             self.runs.scale = 1.0  # in half precision, the scale was too large
-            return self._judge(parts)
+            return self._judge(chosen_parts)
         if not expected.is_finite:
             raise Inconclusive("a gradient is NaN or infinite")
         if not actual.is_finite and len(parts) > 2:
@@ -273,7 +284,12 @@ class ReplicaLook:
         lost = list(chain(*(state.lost() for state in self.runs.user_states)))
         verdict = self._verdict(evidence, run)
         return Findings(
-            verdict, evidence.moved, lost, self.runs.shares_state, evidence.difference
+            verdict,
+            evidence.moved,
+            lost,
+            self.runs.shares_state,
+            evidence.difference,
+            chosen_parts,
         )
 
     def _moved(self, rows: Part, run: RunResult) -> list[str]:

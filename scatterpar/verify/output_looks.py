@@ -7,7 +7,6 @@ on a few rows of the outputs, without their graph: at once and in parts.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
@@ -21,26 +20,27 @@ from scatterpar.batch.batch import batch_of
 from scatterpar.batch.joining import join_rows
 from scatterpar.devices.device_ids import physical
 from scatterpar.devices.transfers import to_device
-from scatterpar.errors import restored, warn
+from scatterpar.errors import restored
 from scatterpar.plan import Plan
 from scatterpar.replicas.references import module_of
 from scatterpar.step.loss_weights import is_cross_entropy
 from scatterpar.step.request import Request
 from scatterpar.verify.causes import in_lines, verdict_of_combination
 from scatterpar.verify.comparison import Result, num_with_gradient, weighted_sum
-from scatterpar.verify.constant_numbers import ConstantNumbers, DrawsPerRow
+from scatterpar.verify.constant_numbers import ConstantNumbers
 from scatterpar.verify.dropped_records import records_dropped
+from scatterpar.verify.dropped_warnings import warnings_dropped
 from scatterpar.verify.evidence import Losses, name_of, weighted_parts
 from scatterpar.verify.gradient_check import moved_to, uses_batch_statistics
 from scatterpar.verify.joined import cut_rows
+from scatterpar.verify.looks import Looks, shown_reason
 from scatterpar.verify.ranges import informative_tensors, ranges_of
 from scatterpar.verify.rounding import HALF_PRECISION, Rounding
 from scatterpar.verify.rows import Part, Parts, RowChoice, ignored_values, in_two
 from scatterpar.verify.runs import Inconclusive, losses_of_cuts
-from scatterpar.verify.schedule import Kind, Kinds
+from scatterpar.verify.schedule import Kind
 from scatterpar.verify.single_precision import OneDtype, SinglePrecision
 from scatterpar.verify.user_state import UserState
-from scatterpar.verify.verifier import shown_reason
 
 _MAX_ROWS = 16
 _MIN_ROWS = 2
@@ -51,11 +51,10 @@ _FACTOR_OF_ROUNDING = 4
 
 
 class OutputLooks:
-    """Looks at calls of one criterion, in calls 1, 2, 4, 8, … of a kind."""
+    """Looks at calls of one criterion."""
 
     def __init__(self) -> None:
-        self._kinds = Kinds()
-        self._warned = False
+        self._looks = Looks()
 
     def check(self, request: Request, plan: Plan, outputs: Sequence[Any]) -> None:
         """Look at a few rows of a call, if that is due.
@@ -66,28 +65,29 @@ class OutputLooks:
             ValueError: the losses of parts, weighted as in the call, do not give the
                 loss or the gradient of all their rows.
         """
-        kind, details = self._kinds.kind_of(
+        self._looks.begin()
+        kind, details = self._looks.kinds.kind_of(
             request, request.batches[0], is_divided=True, flags=()
         )
-        tensors = informative_tensors(request, _MAX_ENTRIES)
         ranges: Sequence[Tensor] = ()
         if not is_cross_entropy(request.criterion):  # the pair counts as torch does
-            ranges = ranges_of(tensors)
+            ranges = ranges_of(informative_tensors(request, _MAX_ENTRIES))
         if not kind.is_due(ranges, details):
             return
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the call itself warns
+        with self._looks.counted(kind), warnings_dropped():
+            try:
                 self._look(request, plan, outputs, kind)
-        except ValueError:
-            kind.is_refused = True
-            raise
-        except Inconclusive as error:
-            self._note_inconclusive(request, kind, error)
-        else:
-            kind.note_agreement(ranges)
-        finally:
-            kind.looks += not kind.is_refused
+            except Inconclusive as error:
+                text = ""
+                if not is_cross_entropy(request.criterion):
+                    text = _text_of_unchecked(request, error)
+                self._looks.note_inconclusive(kind, error, text)
+            else:
+                kind.note_agreement(ranges)
+
+    def tell(self) -> None:
+        """The call has succeeded: warn of an inconclusive look."""
+        self._looks.tell()
 
     def _look(
         self, of_targets: Request, plan: Plan, outputs: Sequence[Any], kind: Kind
@@ -98,31 +98,24 @@ class OutputLooks:
         parts = choice.parts(_affordable_rows(outputs, plan))
         try:
             refusal = OutputLook(of_targets, plan, outputs).refusal(parts)
-        except (Inconclusive, DrawsPerRow) as error:
-            raise Inconclusive(str(error)) from None
+        except Inconclusive:
+            raise
         except Exception as error:  # raised by user code, for these rows
             raise Inconclusive(f"{type(error).__name__}: {error}") from None
         if refusal:
             raise ValueError(refusal)
 
-    def _note_inconclusive(
-        self, request: Request, kind: Kind, error: Inconclusive
-    ) -> None:
-        kind.num_inconclusive += 1
-        if self._warned or is_cross_entropy(request.criterion):
-            return
-        if kind.num_inconclusive >= error.patience:
-            self._warned = True
-            assumed = "a mean over its terms" if request.is_mean else "a sum"
-            warn(
-                in_lines(
-                    f"could not check how {name_of(request.criterion)} combines the "
-                    f"losses of replicas: {shown_reason(error)}.",
-                    f"The pair assumes {assumed}. Pass count= or reduction= if it is "
-                    f"not, or call the plain criterion on gather(outputs, device).",
-                    "verify=False does not check.",
-                )
-            )
+
+def _text_of_unchecked(request: Request, error: Inconclusive) -> str:
+    """The warning for inconclusive looks, with the assumption and what to pass."""
+    assumed = "a mean over its terms" if request.is_mean else "a sum"
+    return in_lines(
+        f"could not check how {name_of(request.criterion)} combines the losses of "
+        f"replicas: {shown_reason(error)}.",
+        f"The pair assumes {assumed}. Pass count= or reduction= if it is not, or call "
+        f"the plain criterion on gather(outputs, device).",
+        "verify=False does not check.",
+    )
 
 
 def _affordable_rows(outputs: Sequence[Any], plan: Plan) -> int:

@@ -6,28 +6,34 @@ says so.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
+from scatterpar.batch.batch import batches_of
 from scatterpar.devices.memory import no_kernel_search
-from scatterpar.errors import warn
 from scatterpar.log import logger
+from scatterpar.plan import make_plan
 from scatterpar.replicas.references import module_of
 from scatterpar.step.attempt import Attempt
+from scatterpar.step.loop_options import LoopOptions
 from scatterpar.step.loss_weights import is_cross_entropy
-from scatterpar.step.request import Request
+from scatterpar.step.request import LossCandidate, Request
 from scatterpar.step.task import ReplicaTask
 from scatterpar.tables import shown
-from scatterpar.verify.causes import RETURN, Action, in_lines
+from scatterpar.verify.causes import RETURN, Action, Verdict, in_lines
+from scatterpar.verify.choice import Choice, is_open, rivals
 from scatterpar.verify.evidence import name_of
 from scatterpar.verify.joins import Compute, JoinCheck
 from scatterpar.verify.look import Findings, look
+from scatterpar.verify.looks import Looks, shown_reason
 from scatterpar.verify.ranges import informative_tensors, ranges_of
 from scatterpar.verify.rows import RowChoice, ignored_values
 from scatterpar.verify.runs import MAX_ELEMENTS, Inconclusive
-from scatterpar.verify.schedule import Kind, Kinds
+from scatterpar.verify.schedule import Kind
 
 _MIN_ROWS = 9  # of a look, unless a row needs much memory
 _SUBSTEPS_OF_FIRST_LOOK = 2  # as many rows as so many micro-batches have
@@ -36,100 +42,138 @@ _SHARE_OF_LARGE_MODELS = 8  # of the rows of the batch, because each row takes l
 _MAX_BYTES = 2**22  # of inputs in a look
 _MAX_ENTRIES = 128  # of ``Rows``, whose sizes are read in each step
 _LOOK_AS_IN_STEP = 1  # the second look: in the first one chosen rows tell more
-_KEY_LENGTH = 60  # beginnings of warnings that are not repeated
-_REASON_LENGTH = 120
 
 
 class Verifier:
-    """Looks at steps, and remembers results by kind of criterion and batch."""
+    """Looks at steps, and remembers results by kind of criterion and batch.
+
+    Attributes:
+        choice: the candidates of a loop that looks have not refuted.
+    """
 
     def __init__(self, is_distributed: bool) -> None:
+        self.choice = Choice()
         self._is_distributed = is_distributed
-        self._kinds = Kinds()
+        self._looks = Looks()
         self._joins = JoinCheck()
-        self._warned: set[str] = set()  # beginnings of warnings, and names of state
 
     def check(
-        self, attempt: Attempt, tasks: Sequence[ReplicaTask], remedies: str = ""
-    ) -> None:
+        self, attempt: Attempt, tasks: Sequence[ReplicaTask], loop: LoopOptions
+    ) -> bool:
         """Before the sub-steps: look at some rows, if that is due.
 
-        With ``remedies`` refusals and warnings name these, and not the engine's
-        arguments.
+        Returns whether losses combine by another candidate of the loop than assumed.
+        Then the attempt has another request.
 
         Raises:
             ValueError: a replica, in parts, gives another loss or gradient than the
                 user's own module and criterion for the same rows.
         """
+        self._looks.begin()
         with attempt.span("verify"), no_kernel_search():  # a look has other sizes
             with_criterion = tasks[: len(attempt.replicas.criteria)]
-            self._check(attempt, with_criterion, remedies)
+            return self._check(attempt, with_criterion, loop)
+
+    def tell(self) -> None:
+        """The sub-steps have succeeded: warn of what the look has found."""
+        self._looks.tell()
 
     def _check(
-        self, attempt: Attempt, tasks: Sequence[ReplicaTask], remedies: str
-    ) -> None:
+        self, attempt: Attempt, tasks: Sequence[ReplicaTask], loop: LoopOptions
+    ) -> bool:
         request = attempt.request.of_largest_batch()
         is_divided = self._is_distributed or len(attempt.plan.substep_rows) > 1
         if request.whole_batch and request.rows == 1:
             is_divided = False
-        question = Question(attempt, request, tasks, is_divided)
+        assumed = loop.chosen or _candidate_of(request)
+        candidates = [assumed]
+        if loop.chosen and is_divided:
+            candidates = self.choice.remaining(loop.candidates)
+        question = Question(attempt, request, tasks, is_divided, candidates, loop)
         flags = attempt.replicas.of_model.flags
-        kind, details = self._kinds.kind_of(request, question.batch, is_divided, flags)
+        # Of one kind are steps for which other candidates are assumed.
+        of_kind = replace(request, count=None) if loop.chosen else request
+        kind, details = self._looks.kinds.kind_of(
+            of_kind, question.batch, is_divided, flags
+        )
+        if question.is_open_between(candidates):
+            details = "open", kind.steps  # new in each step
         if kind.is_due(question.ranges, details):
             try:
-                self._ask(question, kind, remedies)
+                with self._looks.counted(kind), loop.around_looks():
+                    chosen = self._ask(question, kind)
             finally:
-                # After a refusal the same rows again: fewer may not show it.
-                kind.looks += not kind.is_refused
                 _drop_gradients(attempt)  # user code may compute some
+            if chosen is not assumed:
+                loop.chosen = chosen
+                attempt.request = attempt.request.combined_by(chosen)
         attempt.threads.is_serial |= kind.is_serial
+        return loop.chosen is not None and loop.chosen is not assumed
 
-    def _ask(self, question: Question, kind: Kind, remedies: str) -> None:
-        """Look at a step. Refuses it, or tells what the look has found."""
-        try:
-            findings = question.findings(kind.looks)
-        except Inconclusive as error:
-            logger.debug("%s is inconclusive: %s", question.title(kind.looks), error)
-            self._note_inconclusive(question, kind, error, remedies)
+    def _ask(self, question: Question, kind: Kind) -> LossCandidate:
+        """Look at a step. Refuses it, or tells what the look has found.
+
+        Returns the first candidate that fits; the first one that may fit if looks are
+        inconclusive.
+        """
+        refusals: list[Verdict] = []
+        unclear: list[tuple[LossCandidate, Inconclusive]] = []
+        for number, candidate in enumerate(question.candidates):
+            title = question.title(kind.looks)
+            try:
+                asked = question.of(candidate)
+                findings = asked.findings(kind.looks)
+            except Inconclusive as error:
+                logger.debug("%s is inconclusive: %s", title, error)
+                unclear.append((candidate, error))
+                continue
+            logger.debug("%s: %s", title, findings.verdict.action.value)
+            if findings.verdict.action is Action.REFUSE:
+                refusals.append(findings.verdict)
+                continue
+            self._agree(question, kind, findings)
+            remaining = question.candidates[number:]
+            alike = rivals(asked.request, findings.parts, remaining)
+            self._keep(alike, question, kind)
+            if question.is_open_between(alike):
+                self._looks.warn(question.text_of_assumed(alike))
+            return candidate
+        if not unclear:
+            refused = refusals[0]
+            raise ValueError(question.text_of_refusal(refused)) from refused.error
+        self._keep([candidate for candidate, _ in unclear], question, kind)
+        assumed, reason = unclear[0]
+        text = ""
+        if reason.is_final or not question.counts_as_torch:
+            text = question.text_of_unchecked(reason, assumed)
+        self._looks.note_inconclusive(kind, reason, text)
+        return assumed
+
+    def _keep(
+        self, remaining: Sequence[LossCandidate], question: Question, kind: Kind
+    ) -> None:
+        """Refute all candidates but the remaining ones; tell a change of mind."""
+        if len(question.candidates) == 1:
             return
-        verdict = findings.verdict
-        title = question.title(kind.looks)
-        logger.debug("%s: %s", title, verdict.action.value)
-        if verdict.action is Action.REFUSE:
-            kind.is_refused = True
-            if verdict.problem and remedies:
-                raise ValueError(f"{verdict.problem}\n{remedies} Nothing was changed.")
-            raise ValueError(verdict.text) from verdict.error
+        self.choice.keep(remaining)
+        logger.info("losses of micro-batches combine as %s", remaining[0].words)
+        assumed = question.candidates[0]
+        if remaining[0] is not assumed and kind.steps > 1:
+            self._looks.warn(question.text_of_change(assumed, remaining[0]))
+
+    def _agree(self, question: Question, kind: Kind, findings: Findings) -> None:
+        """Note that a look has not refused, and warn of what it has found."""
         kind.is_serial |= findings.shares_state and question.is_shared
         if kind.is_serial:
-            self._warn_once(question.text_of_serial())
-        self._tell_state(question, findings)
-        if verdict.action is Action.WARN:
-            self._warn_once(verdict.text)
-        kind.note_agreement(question.ranges)
-
-    def _note_inconclusive(
-        self, question: Question, kind: Kind, error: Inconclusive, remedies: str
-    ) -> None:
-        kind.num_inconclusive += 1
-        kind.is_given_up = error.is_final
-        is_told = kind.is_given_up or not question.counts_as_torch
-        if is_told and kind.num_inconclusive >= error.patience:
-            self._warn_once(question.text_of_unchecked(error, remedies))
-
-    def _tell_state(self, question: Question, findings: Findings) -> None:
-        """Warn of state that sub-steps move, and of large tensors that code writes."""
-        moved = [name for name in findings.moved if name not in self._warned]
+            self._looks.warn(question.text_of_serial())
+        moved = [name for name in findings.moved if name not in self._looks.told]
         if moved:
-            self._warned.update(moved)
-            self._warn_once(question.text_of_moved(moved))
+            self._looks.warn(question.text_of_moved(moved), moved)
         if findings.lost:
-            self._warn_once(_text_of_lost(findings.lost[0]))
-
-    def _warn_once(self, text: str) -> None:
-        if text[:_KEY_LENGTH] not in self._warned:
-            warn(text)
-            self._warned.add(text[:_KEY_LENGTH])
+            self._looks.warn(_text_of_lost(findings.lost[0]))
+        if findings.verdict.action is Action.WARN:
+            self._looks.warn(findings.verdict.text)
+        kind.note_agreement(question.ranges)
 
     def check_join(
         self,
@@ -157,12 +201,23 @@ def fits(attempt: Attempt, task: ReplicaTask) -> bool | None:
     The replica of ``task`` computes the rows, and all state is restored. Returns
     ``None`` if the look is inconclusive.
     """
-    question = Question(attempt, attempt.request, [task], is_divided=True)
+    request = attempt.request
+    candidates = [_candidate_of(request)]
+    question = Question(attempt, request, [task], True, candidates, LoopOptions())
     try:
         findings = question.findings(looks=1)
     except Exception:  # inconclusive, or raised by user code
         return None
     return findings.verdict.action is not Action.REFUSE
+
+
+def _candidate_of(request: Request) -> LossCandidate:
+    """How the arguments of a step say that losses combine."""
+    words = "a sum"
+    if request.is_mean:
+        terms = "rows" if request.count is None else "what count= gives"
+        words = f"a mean over {terms}"
+    return LossCandidate(words, request.reduction, request.count)
 
 
 class Question:
@@ -172,6 +227,7 @@ class Question:
         request: that of the largest batch.
         batch: that batch.
         is_divided: whether the step divides the batch into parts.
+        candidates: how losses may combine; the first one is assumed so far.
         is_shared: whether several replicas call one criterion.
         counts_as_torch: the criterion is torch's own cross entropy, of which labels do
             not matter, since the engine counts as it does.
@@ -184,12 +240,17 @@ class Question:
         request: Request,
         tasks: Sequence[ReplicaTask],
         is_divided: bool,
+        candidates: Sequence[LossCandidate],
+        loop: LoopOptions,
     ) -> None:
         self._attempt = attempt
         self._tasks = tasks
+        self._loop = loop
+        self._plan = attempt.plan
         self.request = request
         self.batch = request.batches[0]
         self.is_divided = is_divided
+        self.candidates = candidates
         self.is_shared = len(tasks) > 1 and not request.whole_batch
         kind = type(module_of(request.criterion))
         is_of_torch = kind in (nn.CrossEntropyLoss, nn.NLLLoss, type(None))
@@ -198,6 +259,33 @@ class Question:
         self.ranges: Sequence[Tensor] = ()
         if not self.counts_as_torch:
             self.ranges = ranges_of(informative_tensors(request, _MAX_ENTRIES))
+
+    def is_open_between(self, candidates: Sequence[LossCandidate]) -> bool:
+        """Whether it matters in this step which of these candidates holds."""
+        return len(candidates) > 1 and is_open(self._attempt, candidates)
+
+    def of(self, candidate: LossCandidate) -> Question:
+        """The question whether losses combine as ``candidate`` says.
+
+        Raises:
+            Inconclusive: the loop cannot divide rows of this step.
+        """
+        question = copy.copy(self)
+        request = self.request.combined_by(candidate)
+        divide = self._loop.divided
+        if divide is not None and not request.whole_batch:
+            try:
+                inputs = divide(request.batches[0].inputs)
+                batches = batches_of(inputs, None, request.dim)
+            except ValueError as error:  # such as another number of images than of rows
+                raise Inconclusive(str(error), patience=1) from None
+            request = replace(request, batches=batches)
+            devices = [share.device for share in self._plan.shares]
+            accum = 1 if len(devices) > 1 else 2
+            question._plan = make_plan(request.rows, devices, accum)
+        question.request = request
+        question.batch = request.batches[0]
+        return question
 
     def findings(self, looks: int) -> Findings:
         """What the look number ``looks`` finds.
@@ -211,11 +299,12 @@ class Question:
             self._ignored(),
             variant=looks,
             is_divided=self.is_divided,
-            has_single_rows=max(self._attempt.plan.substep_rows) == 1,
+            has_single_rows=max(self._plan.substep_rows) == 1,
             is_as_in_step=looks == _LOOK_AS_IN_STEP,
         )
         most = self._most_rows(is_first=not looks)
-        return look(self._attempt, self.request, self._tasks, choice, most)
+        attempt = self._attempt
+        return look(attempt, self.request, self._plan, self._tasks, choice, most)
 
     def _ignored(self) -> list[int]:
         """Labels that the loss may ignore."""
@@ -226,7 +315,7 @@ class Question:
 
     def _most_rows(self, is_first: bool) -> int:
         """As many rows as are cheap: fewer of a large model, and in later looks."""
-        rows_of_substep = max(self._attempt.plan.substep_rows)
+        rows_of_substep = max(self._plan.substep_rows)
         most = rows_of_substep // _SHARE_OF_LATER_LOOKS
         if is_first:
             most = rows_of_substep * _SUBSTEPS_OF_FIRST_LOOK
@@ -269,11 +358,30 @@ class Question:
             "docs/limits.md, State in modules.",
         )
 
-    def text_of_unchecked(self, error: Exception, remedies: str = "") -> str:
-        """The warning for inconclusive looks, with the assumption and what to pass.
+    def text_of_refusal(self, verdict: Verdict) -> str:
+        """The error of a refused step, with the remedies of its loop if it has any."""
+        if verdict.problem and self._loop.remedies:
+            return f"{verdict.problem}\n{self._loop.remedies} Nothing was changed."
+        return verdict.text
 
-        With ``remedies`` these, and not the engine's arguments.
-        """
+    def text_of_assumed(self, candidates: Sequence[LossCandidate]) -> str:
+        """The warning for rows that leave several candidates."""
+        ways = " or ".join(candidate.words for candidate in candidates)
+        return in_lines(
+            f"the rows of this step do not show whether {self._name} is {ways}.",
+            f"The engine assumes {candidates[0].words} until rows show it. "
+            f"{self._loop.remedies}",
+        )
+
+    def text_of_change(self, before: LossCandidate, after: LossCandidate) -> str:
+        """The warning for a run in which another candidate was assumed so far."""
+        return in_lines(
+            f"{self._name} is {after.words}, as the rows of this step show.",
+            f"Earlier steps took it for {before.words}. {self._loop.remedies}",
+        )
+
+    def text_of_unchecked(self, error: Exception, assumed: LossCandidate) -> str:
+        """The warning for inconclusive looks, with the assumption and what to pass."""
         request = self.request
         why = shown_reason(error)
         if request.whole_batch:
@@ -283,34 +391,24 @@ class Question:
                 "whole_batch=True) once, with a batch that fits on one device.",
                 "verify=False does not check.",
             )
-        assumed = "a sum"
+        problem = f"could not check how {self._name} combines micro-batches: {why}."
+        if self._loop.remedies:
+            remedy = f"The engine assumes {assumed.words}. {self._loop.remedies}"
+            return in_lines(problem, remedy)
         ways = [
             "count= for a mean over something else, such as scatterpar.count_labels()"
         ]
         if request.count is not None:
             ways = ["another count= if the loss averages over something else"]
         if request.is_mean:
-            terms = "rows" if request.count is None else "what count= gives"
-            assumed = f"a mean over {terms}"
             ways.append('reduction="sum" for a sum')
-        if remedies:
-            return in_lines(
-                f"could not check how {self._name} combines micro-batches: {why}.",
-                f"The engine assumes {assumed}. {remedies}",
-            )
         ways.append("whole_batch=True if it compares rows")
         return in_lines(
-            f"could not check how {self._name} combines micro-batches: {why}.",
-            f"The engine assumes {assumed}. Pass {', '.join(ways)}.",
+            problem,
+            f"The engine assumes {assumed.words}. Pass {', '.join(ways)}.",
             "engine.check(inputs, targets, criterion) compares all gradients of a "
             "batch that fits on one device. verify=False does not check.",
         )
-
-
-def shown_reason(error: Exception) -> str:
-    """The first line of an error, shortened."""
-    lines = str(error).strip().splitlines()
-    return lines[0][:_REASON_LENGTH].rstrip(".") if lines else type(error).__name__
 
 
 def _text_of_lost(shape: tuple[int, ...]) -> str:

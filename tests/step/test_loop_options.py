@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.options.loop_options import LoopOptions
+from scatterpar.step.loop_options import LoopOptions
 
 pytestmark = pytest.mark.draws
 

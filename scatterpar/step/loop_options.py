@@ -1,0 +1,44 @@
+"""What a loop of another library sets on the engine that computes its steps."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scatterpar.step.request import LossCandidate
+
+
+@dataclass
+class LoopOptions:
+    """The options of a loop around the engine, ``engine.loop``; read in each step.
+
+    Without such a loop they keep their defaults. Copies of an engine have defaults,
+    too, because a loop makes its own engine.
+
+    Attributes:
+        takes_turns: whether replicas call the user's function one at a time. It is the
+            module's forward pass and the criterion of a sub-step, or the function of
+            ``engine.map``.
+        remedies: sentences for the refusals of a look, which name arguments of the loop
+            in the place of the engine's. Empty: the engine's own.
+        candidates: ways in which the losses of the loop's micro-batches may combine,
+            the likeliest first. The engine takes the first one that fits a few rows.
+            Empty: the arguments of each step say how.
+        chosen: the candidate of the latest step; the engine sets it.
+        divided: returns the inputs of a look, whose rows can be divided, for those of a
+            step whose rows are whole micro-batches. It raises ``ValueError`` if they
+            cannot be divided. ``None``: the step's own inputs.
+        around_looks: makes a context manager for the calls of a look, in which the
+            loop's loggers are silent, and after which its owner is as before.
+    """
+
+    takes_turns: bool = False
+    remedies: str = ""
+    candidates: Sequence[LossCandidate] = ()
+    chosen: LossCandidate | None = None
+    divided: Callable[[Any], Any] | None = None
+    around_looks: Callable[[], contextlib.AbstractContextManager[object]] = (
+        contextlib.nullcontext
+    )

@@ -1,0 +1,92 @@
+"""Which of the candidates of a loop tells how losses of micro-batches combine.
+
+::
+
+    candidates      labels  rows  a sum     ways in which the losses may combine
+    look 1          fits    fits  refuted   rows of equal lengths: two are left, and the
+                                            first one is assumed
+    look 2          refuted fits            rows that differ: it is settled
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from scatterpar.batch.batch import Batch
+from scatterpar.step.attempt import Attempt
+from scatterpar.step.loss_weights import compute_loss_weights
+from scatterpar.step.request import LossCandidate, Request
+from scatterpar.step.scatter import in_order, micro_batches
+from scatterpar.verify.evidence import weighted_parts
+from scatterpar.verify.rows import Parts
+from scatterpar.verify.runs import Inconclusive
+
+_DIGITS = 9  # of weights that are compared
+
+
+class Choice:
+    """The candidates of one loop that looks have not refuted."""
+
+    def __init__(self) -> None:
+        self._words: list[str] = []
+
+    def remaining(self, candidates: Sequence[LossCandidate]) -> list[LossCandidate]:
+        """Those of ``candidates`` that no look has refuted; the first is assumed."""
+        known = [each for each in candidates if each.words in self._words]
+        return known or list(candidates)
+
+    def keep(self, candidates: Sequence[LossCandidate]) -> None:
+        """All other candidates are refuted."""
+        self._words = [candidate.words for candidate in candidates]
+
+
+def is_open(attempt: Attempt, candidates: Sequence[LossCandidate]) -> bool:
+    """Whether it matters in this step which of the candidates holds.
+
+    That is, whether they give its micro-batches different weights.
+    """
+    plan = attempt.plan
+    weights_of_candidates = set()
+    for candidate in candidates:
+        request = attempt.request.combined_by(candidate)
+        batches: Sequence[Batch] = in_order(request.batches, plan)
+        weights = compute_loss_weights(request, plan, micro_batches(batches, plan))
+        by_share = [_rounded(factors) for factors in weights.by_share]
+        weights_of_candidates.add(tuple(by_share))
+    return len(weights_of_candidates) > 1
+
+
+def rivals(
+    request: Request, parts: Parts, candidates: Sequence[LossCandidate]
+) -> list[LossCandidate]:
+    """The first candidate, and those that combine ``parts`` of rows in the same way.
+
+    ``request`` is of the rows that a look has compared.
+    """
+    first = candidates[0]
+    expected = _combination(request, parts, first)
+    alike = [first]
+    for candidate in candidates[1:]:
+        if not _has_same_entries(first, candidate):
+            continue
+        if _combination(request, parts, candidate) == expected:
+            alike.append(candidate)
+    return alike
+
+
+def _has_same_entries(first: LossCandidate, candidate: LossCandidate) -> bool:
+    entries = first.entries.items()
+    return all(candidate.entries.get(name) is value for name, value in entries)
+
+
+def _combination(request: Request, parts: Parts, candidate: LossCandidate) -> object:
+    """How a candidate divides and weighs parts of rows; ``None`` if it cannot."""
+    try:
+        divided, weights = weighted_parts(request.combined_by(candidate), parts)
+    except Inconclusive:
+        return None
+    return [list(part) for part in divided], _rounded(weights)
+
+
+def _rounded(weights: Sequence[float]) -> tuple[float, ...]:
+    return tuple(round(weight, _DIGITS) for weight in weights)

@@ -75,6 +75,18 @@ def undone(owner: Any, values: Iterable[Any]) -> Iterator[None]:
         yield
 
 
+def hooks_in(modules: Iterable[nn.Module]) -> list[Any]:
+    """The forward hooks of all modules in ``modules``, and replaced ``forward``s."""
+    functions: list[Any] = []
+    for module in modules:
+        for part in module.modules():
+            functions += part._forward_pre_hooks.values()
+            functions += part._forward_hooks.values()
+            if "forward" in vars(part):
+                functions.append(vars(part)["forward"])
+    return functions
+
+
 def replaced(module: nn.Module, **methods: Callable[..., Any]) -> Any:
     """In the body, the module has these methods, such as ``forward``, and no hooks."""
     return overridden(module, **methods, **{name: {} for name in _HOOKS})

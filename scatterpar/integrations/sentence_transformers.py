@@ -226,15 +226,15 @@ class _WholeBatch(ScatterOnceMixin):
         with overridden(self.model, **{_INFERENCE: _ReplicaInference(self)}):
             return super().evaluation_loop(*args, **kwargs)
 
-    @contextlib.contextmanager
-    def _standing_in(self, *args: Any) -> Iterator[tuple[Any, Any]]:
-        with super()._standing_in(*args) as (trainer, record):
-            record.components = {"train": {}, "eval": {}}
-            vars(trainer)[_COMPONENTS] = record.components
-            yield trainer, record
+    def _attributes_on_replica(
+        self, work: Any, device: Any, record: Any, *args: Any
+    ) -> Any:
+        attributes = super()._attributes_on_replica(work, device, record, *args)
+        record.components = {"train": {}, "eval": {}}
+        return {**attributes, _COMPONENTS: record.components}
 
-    def _transfer(self, calls: Sequence[Any], *args: Any) -> None:
-        super()._transfer(calls, *args)
+    def _transfer(self, calls: Sequence[Any]) -> None:
+        super()._transfer(calls)
         for call in calls:
             components_by_mode = moved(call.components, self.args.device)
             for mode, components in components_by_mode.items():

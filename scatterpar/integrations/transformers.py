@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -30,19 +31,12 @@ from scatterpar.batch.markers import Rows
 from scatterpar.devices.device_ids import DeviceLike, physical, resolve
 from scatterpar.devices.transfers import to_device
 from scatterpar.engine import ScatterOnceParallel
-from scatterpar.errors import warn
-from scatterpar.integrations import kept, loop, steps
-from scatterpar.integrations.changes import (
-    Change,
-    KeptState,
-    apply_changes,
-    standing_in,
-)
+from scatterpar.integrations import loop, steps
 from scatterpar.integrations.elsewhere import explained
 from scatterpar.integrations.evaluation import Groups
 from scatterpar.integrations.gathered import Gathered, metric_of_step
 from scatterpar.integrations.images import images_by_row
-from scatterpar.integrations.module_state import ModuleState
+from scatterpar.integrations.lending import Lending, Parts, copied, modules_of
 from scatterpar.integrations.steps import (
     FIRST,
     LABELS,
@@ -52,36 +46,21 @@ from scatterpar.integrations.steps import (
     How,
     Step,
 )
-from scatterpar.integrations.turns import Turns
+from scatterpar.log import logger
 from scatterpar.option_checks import check_number
 from scatterpar.sharded import ShardedOptimizer
-from scatterpar.step.request import Reduction
+from scatterpar.state.whose import is_user_class, is_user_function
+from scatterpar.step.request import Buffers, Reduction
 from scatterpar.torch_private import unwrapped
 
 __all__ = ["ScatterOnceMixin", "ScatterOnceTrainer"]
 
-# Attributes that every call shares: they lead to data, or are made for each call.
-_SHARED = {
-    "accum_loss_components",
-    "_engine",
-    "_parts",
-    "accelerator",
-    "args",
-    "callback_handler",
-    "compute_loss",
-    "data_collator",
-    "eval_dataset",
-    "log",
-    "lr_scheduler",
-    "model_wrapped",  # the model
-    "optimizer",
-    "prediction_step",
-    "train_dataset",
-    "_get_num_items_in_batch",
-    "_prepare_inputs",
-}
-# TRL's trainers fill this in compute_loss. Each call gets one of its own.
+# Attributes that lead to modules, and stay as they are in a call.
+_NOT_LENT = {"_engine", "_parts", "model_wrapped"}
+# TRL's trainers fill these in compute_loss. Each call gets metrics of its own.
 _METRICS = "_metrics"
+_TOKENS = "_total_train_tokens"
+_STEPS = ("compute_loss", "prediction_step")
 _ROWS = "per_device_train_batch_size"
 _BATCHES = "gradient_accumulation_steps"
 _REFERENCE_ROWS = "precompute_ref_batch_size"
@@ -121,9 +100,9 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
     base.
 
     ``class MyTrainer(ScatterOnceMixin, DPOTrainer): pass``. The other Trainer's
-    ``compute_loss`` is called for every batch, in the thread of a replica, on a copy of
-    the Trainer that refers to the replica's modules. Numbers that the call increments
-    on ``self``, and TRL's metrics, are added to the Trainer's. ``training_step`` is
+    ``compute_loss`` is called for every batch, in the thread of a replica. If you have
+    defined it, it is called on your own Trainer, for one batch at a time, in their
+    order; meanwhile the Trainer refers to the replica's modules. ``training_step`` is
     called once per step, with a list of all its batches. ``trainer.args`` is a copy:
     the arguments of one device that takes all rows of a step at once.
 
@@ -146,6 +125,8 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         micro_batch_cost: float | None = None,
         count: Callable[[Any], float | Tensor] | None = None,
         reduction: Reduction | None = None,
+        parallel: bool = False,
+        buffers: Buffers = "master",
         **kwargs: Any,
     ) -> None:
         if micro_batch_cost is not None:
@@ -156,9 +137,10 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         self._shard_optimizer = shard_optimizer
         self._micro_batch_cost = micro_batch_cost
         self._is_of_trl = _loss_class(self, "trl.") is not None
-        self._shared = frozenset(_SHARED | {_METRICS} if self._is_of_trl else _SHARED)
-        self._turns = Turns()
-        self._told: set[str] = set()  # places that calls set, of which a warning told
+        self._is_parallel = parallel
+        self._buffers = buffers
+        self._takes_turns = False  # in the present step
+        self._told: set[str] = set()  # functions that take turns, which a log has told
         copied_args = [_own_arguments(value) for value in args]
         copied_kwargs = {name: _own_arguments(v) for name, v in kwargs.items()}
         super().__init__(*copied_args, **copied_kwargs)
@@ -180,6 +162,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         """
         _refuse(self.args, self.model)
         self._devices = self._resolved_devices()
+        self._lending = Lending(self._roots, _NOT_LENT, physical(self._devices[0]))
         attributes = self.args.__dict__
         rows = attributes[_ROWS]
         num_batches = attributes[_BATCHES]
@@ -286,15 +269,22 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             model = torch.compile(model, backend=backend, mode=mode)
         work = loop.Modules([model, *parts[1:]])
         # verify=False: the Trainer asks batch by batch how losses combine.
-        self._engine = ScatterOnceParallel(work, 1, self._devices, verify=False)
+        self._engine = ScatterOnceParallel(
+            work, 1, self._devices, buffers=self._buffers, verify=False
+        )
         if self._sharded is not None:
             self._sharded.engine = self._engine
         return self._engine
 
     def _modules(self) -> list[Any]:
         """The modules that ``compute_loss`` may call, the model first."""
-        values = kept.kept_attributes(self, self._shared).values()
-        return [self.model, *kept.modules_kept(values)]
+        parts = [self.model]
+        for module in modules_of(self, _NOT_LENT):
+            # A metric is no part of a replica: calls in turn write the user's own.
+            has_parameters = next(module.parameters(), None) is not None
+            if self._is_parallel or has_parameters or not is_user_class(type(module)):
+                parts.append(module)
+        return parts
 
     def _close_engine(self) -> None:
         if self._engine is not None:
@@ -420,28 +410,65 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         return super()._get_num_items_in_batch(batches, device)
 
     def _engine_loss(self, inputs: Any, accum: int, *args: Any, **options: Any) -> Any:
-        """``engine.loss``, by replicas that run in turn if hooks make it necessary."""
+        """``engine.loss``, by replicas that call a function of the user's in turn."""
         engine = self._engine_of_the_model()
         engine.accum = accum
         scaler = self.accelerator.scaler
-        with self._turns_of(engine):
+        with self._in_step(engine, "compute_loss"):
             return engine.loss(inputs, *args, scaler=scaler, **options)
 
-    def _turns_of(
-        self, engine: Any, step: str = "compute_loss", *, is_look: bool = False
-    ) -> contextlib.AbstractContextManager[None]:
-        """In the body, replicas run ``step``, in turn if hooks make it necessary."""
-        attributes = kept.kept_attributes(self, self._shared)
-        function = getattr(type(self), step)
-        return self._turns.in_step(engine, self, attributes, function, is_look=is_look)
+    @contextlib.contextmanager
+    def _in_step(self, engine: ScatterOnceParallel, *steps: str) -> Iterator[None]:
+        """In the body, replicas call these functions in turn if they are the user's."""
+        self._takes_turns = False
+        for function in () if self._is_parallel else self._functions(steps):
+            if is_user_function(function):
+                self._takes_turns = True
+                self._tell_turns(function)
+        engine.loop.takes_turns = self._takes_turns
+        try:
+            yield
+        finally:
+            self._lending.end_step()
+
+    def _functions(self, steps: Sequence[str]) -> list[Any]:
+        """What a step calls that may write: methods, functions, hooks of modules."""
+        functions = [getattr(type(self), step) for step in steps]
+        if self.compute_loss_func is not None:
+            functions.append(self.compute_loss_func)
+        return functions + loop.hooks_in(self._parts)
+
+    def _tell_turns(self, function: Any) -> None:
+        name = getattr(function, "__qualname__", type(function).__name__)
+        if name not in self._told:
+            self._told.add(name)
+            logger.info(
+                "%s is called for one batch at a time, in their order, because it may "
+                "write; parallel=True calls it on all replicas at once",
+                name,
+            )
+
+    def _roots(self) -> list[Any]:
+        """What a function of the user's may write: this Trainer, and callbacks."""
+        parts = {id(part) for part in self._parts}
+        roots: list[Any] = [self]
+        for module in modules_of(self, _NOT_LENT):  # such as metrics
+            if id(module) not in parts:
+                roots.append(module)
+        for callback in self.callback_handler.callbacks:
+            if is_user_class(type(callback)):
+                roots.append(callback)
+        return roots
 
     def _on_replica(self, work: Any, call: Any, batch: Any, items: Any) -> Any:
         """What ``call`` returns for a Trainer that refers to a replica's modules."""
         if items is None:
             device = self._device_of(work)
             items = self._get_num_items_in_batch([batch], device)
-        with self._standing_in(work) as (trainer, record):
-            vars(trainer)["_get_num_items_in_batch"] = lambda *_: items
+        with (
+            self._standing_in(work) as (trainer, record),
+            loop.overridden(trainer, _get_num_items_in_batch=lambda *_: items),
+        ):
             loss, *outputs = call(trainer, batch, items)
         # No dict: the engine would join its entries with those of other calls.
         return {"loss": loss, "beside": (*outputs, record)}
@@ -451,37 +478,34 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         self, work: Any, is_last: bool | None = None
     ) -> Iterator[tuple[Any, _CallRecord]]:
         """Yields a Trainer that refers to a replica's modules, and the record of what
-        the body changes there. The record is complete at the end.
+        the body logs and measures there.
 
-        ``is_last`` is whether the batch of an evaluation is its last.
+        In a turn it is this Trainer, otherwise a copy. ``is_last`` is whether the batch
+        of an evaluation is its last.
         """
         device = self._device_of(work)
-        part_ids = [id(part) for part in self._parts]
-        replicas: dict[int, Any] = dict(zip(part_ids, work, strict=True))
-        if self._engine is not None:
-            replicas |= self._turns.copies_in(work, self._engine.module)
-        pinned = self._turns.pinned
-        copies = kept.CallCopies(device, replicas, pinned)
-        # If hooks write attributes of this Trainer, the call must read them there.
-        in_place = id(self) in pinned
+        parts = Parts(zip(self._parts, work, strict=True))
         record = _CallRecord()
         attributes = self._attributes_on_replica(work, device, record, is_last)
-        with (
-            explained(device, _ELSEWHERE),
-            standing_in(
-                self, self._shared, copies, attributes, in_place=in_place
-            ) as trainer,
-        ):
-            parts = [ModuleState(part) for part in work]
-            # The class's own methods again, in the place of this step's.
-            vars(trainer).pop("compute_loss")
-            vars(trainer).pop("prediction_step", None)
-            state = KeptState(trainer, self._shared)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(explained(device, _ELSEWHERE))
+            trainer: Any = self
+            if self._takes_turns:
+                stack.enter_context(self._lending.lent(parts, device))
+                # what ``args.device`` reads, a cached property
+                stack.enter_context(loop.overridden(self.args, _setup_devices=device))
+            else:
+                trainer = copied(self, _NOT_LENT, parts)
+                attributes["args"] = copy.copy(self.args)
+                vars(attributes["args"])["_setup_devices"] = device
+            for step in _STEPS:  # in the place of the methods of this step
+                method = getattr(type(self), step)
+                attributes[step] = types.MethodType(method, trainer)
+            stack.enter_context(loop.overridden(trainer, **attributes))
+            tokens = vars(trainer).get(_TOKENS, 0)
             yield trainer, record
-            record.changes = state.changes()
-            record.moved = [
-                number for number, part in enumerate(parts) if part.is_moved()
-            ]
+            if not self._takes_turns:
+                record.tokens = vars(trainer).get(_TOKENS, 0) - tokens
 
     def _attributes_on_replica(
         self, work: Any, device: torch.device, record: _CallRecord, is_last: bool | None
@@ -489,7 +513,6 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         """What a Trainer on a replica has in the place of this one's attributes."""
         attributes = {
             "accelerator": _Placed(self.accelerator, device, record.logs, is_last),
-            "args": _placed_arguments(self.args, device),
             "log": partial(_record, record.logs, "Trainer"),
             "model_wrapped": work[0],
             "_prepare_inputs": copy.copy,  # they are prepared
@@ -510,7 +533,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         it had been one call.
         """
         calls = nested.atoms(outputs)
-        self._transfer(calls, partial(self._tell, "compute_loss", "micro-batch"))
+        self._transfer(calls)
         if self._is_of_trl:
             metrics = [call.metrics.get("train", {}) for call in calls]
             self._append_metrics(metrics, self._weights_of_metrics(how, step))
@@ -537,46 +560,19 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         for name, value in metrics_of_step.items():
             own_metrics[name].append(value)
 
-    def _transfer(
-        self, calls: Sequence[_CallRecord], tell: Callable[[str], None]
-    ) -> None:
-        """Add what calls counted and kept to this Trainer, and log what they logged."""
-        changes = [call.changes for call in calls]
-        apply_changes(self, changes, self.args.device, tell)
-        if len(calls) > 1:
-            self._tell_moved({number for call in calls for number in call.moved})
+    def _transfer(self, calls: Sequence[_CallRecord]) -> None:
+        """Add the tokens that calls counted to this Trainer, and log what they logged.
+
+        Here, because some loggers know the run by the thread that has started it.
+        """
         for call in calls:
-            for logger, args, options in call.logs:
-                target = self.accelerator if logger == "accelerator" else self
+            if call.tokens:
+                self._total_train_tokens += call.tokens
+            for logger_name, args, options in call.logs:
+                target = self.accelerator if logger_name == "accelerator" else self
                 arguments = loop.moved((args, options), self.args.device)
                 moved_args, moved_options = arguments
                 target.log(*moved_args, **moved_options)
-
-    def _tell_moved(self, numbers: set[int]) -> None:
-        """Warn, once per attribute, of modules such as metrics that calls change."""
-        parts = [self._parts[number] for number in sorted(numbers)]
-        for name, value in kept.kept_attributes(self, self._shared).items():
-            modules = kept.modules_kept([value])
-            is_moved = any(module is part for module in modules for part in parts)
-            if not is_moved or name in self._told:
-                continue
-            self._told.add(name)
-            warn(
-                f"each call changes the state of the module self.{name} on its own "
-                "replica, so the Trainer's does not have it; append what it needs to a "
-                "list on self, and update it where the list is read, such as in log or "
-                "a callback"
-            )
-
-    def _tell(self, function: str, part: str, place: str) -> None:
-        """Warn once that calls set an attribute to different values."""
-        if place in self._told or place.startswith("self._"):
-            return
-        self._told.add(place)
-        warn(
-            f"{function} sets {place} to another value for each {part}, so the "
-            "Trainer's stays as it was; append to a list, add to a number, or log it"
-        )
 
     def _loss_of_towers(self, batches: Sequence[Any]) -> Any:
         """The loss of a contrastive model, of all rows::
@@ -645,9 +641,10 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         self, engine: ScatterOnceParallel, inputs: Any, how: How
     ) -> bool | None:
         """Whether losses combine like this, for a few rows; nothing is left behind."""
-        attributes = kept.kept_attributes(self, self._shared)
-        turns = self._turns_of(engine, is_look=True)
-        with loop.undone(self, attributes.values()), turns:
+        with (
+            loop.undone(self, [*vars(self).values(), *self._roots()]),
+            self._in_step(engine, "compute_loss"),
+        ):
             return engine.losses_combine(inputs, **steps.options(how))
 
     # Evaluation and prediction: each replica computes a batch of the stock loop.
@@ -707,10 +704,10 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         batch = Rows(batches, FIRST)
         is_last = Rows(groups.is_last, FIRST)
         call = partial(self._predict_on_replica, args=args, options=options)
-        with torch.no_grad(), self._turns_of(engine, "prediction_step"):
+        with torch.no_grad(), self._in_step(engine, "prediction_step", "compute_loss"):
             outputs = engine(call, batch=batch, is_last=is_last)
         records = nested.atoms(outputs)
-        self._transfer(records, partial(self._tell, "prediction_step", "batch"))
+        self._transfer(records)
         for record in records:
             self._add_metrics_of_evaluation(record.metrics.get("eval", {}))
         return [record.output for record in records]
@@ -840,22 +837,20 @@ def _pooled(work: loop.Modules, batch: Mapping[str, Any]) -> list[list[Tensor]]:
 
 
 class _CallRecord:
-    """What one call on a replica has left on its Trainer.
+    """What one call on a replica has logged and measured.
 
     Attributes:
-        changes: of the Trainer's attributes.
         logs: calls of ``log``: the logger's name and the arguments.
         metrics: TRL's, by mode and name.
+        tokens: the number that TRL's trainers have added to that of the run.
         components: sums of terms of sentence-transformers' losses, by mode and name.
         output: what the call returned.
-        moved: numbers of the Trainer's modules of which the call has changed state.
     """
 
     def __init__(self) -> None:
-        self.changes: list[Change] = []
-        self.moved: list[int] = []
         self.logs: list[Any] = []
         self.metrics: dict[str, Any] = {}
+        self.tokens = 0
         self.components: dict[str, dict[str, Any]] = {}
         self.output: Any = None
 
@@ -925,13 +920,6 @@ class _Changed(int):
 
     def __deepcopy__(self, memo: Any) -> _Changed:
         return self
-
-
-def _placed_arguments(args: Any, device: torch.device) -> Any:
-    """A copy of a Trainer's arguments, whose ``device`` is another one."""
-    placed = copy.copy(args)
-    vars(placed)["_setup_devices"] = device  # what ``device`` reads, a cached property
-    return placed
 
 
 def _own_arguments(value: Any) -> Any:

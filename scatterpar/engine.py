@@ -76,7 +76,8 @@ from scatterpar.step.scatter import (
 )
 from scatterpar.step.substeps import Schedule, returned_part, user_state_guarded
 from scatterpar.step.task import call_inputs, make_tasks
-from scatterpar.threads.workers import Workers
+from scatterpar.step.turns import Scope
+from scatterpar.threads.workers import Workers, threads_of
 from scatterpar.torch_private import unwrapped
 from scatterpar.verify.gradient_check import GradientCheck, compare
 from scatterpar.verify.verifier import Verifier, fits
@@ -647,6 +648,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             work,
             self.device_ids,
             self.shares,
+            self._threads_in_turn(),
             self._workers,
         )
 
@@ -719,7 +721,8 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             replica_offset=self._ranks.rank * _MAX_REPLICAS if self._ranks else None,
             clock=self._trace.clock if self._trace else None,
         )
-        attempt.threads.is_serial = self.loop.takes_turns
+        if self.loop.takes_turns:
+            attempt.threads.widen(Scope.FUNCTION)
         try:
             with attempt.undo:
                 yield attempt
@@ -739,16 +742,28 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         For several batches pass a list of row counts, with ``micro_batch_cost`` also
         ``costs``. With ``accum="auto"`` the number of sub-steps is that of training.
         """
+        threads = self._threads_in_turn()
         if self.micro_batch_cost is not None or costs is not None:
             budget = self.micro_batch_cost
-            return plan_by_cost(rows, costs, self.device_ids, budget, self.shares)
+            return plan_by_cost(
+                rows, costs, self.device_ids, budget, self.shares, threads
+            )
         accum = self.accum
         if accum == "auto":
             assert self._auto_accum is not None
             accum = self._auto_accum.training.accum
         return make_plan(
-            rows, self.device_ids, accum, self.micro_batch_size, self.shares
+            rows,
+            self.device_ids,
+            accum,
+            self.micro_batch_size,
+            self.shares,
+            threads,
         )
+
+    def _threads_in_turn(self) -> Sequence[int]:
+        """The replicas' threads, to which micro-batches are dealt in turns; or none."""
+        return threads_of(self.device_ids) if self.loop.takes_turns else ()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Inference: scatter once, run in micro-batches without a graph, gather to the

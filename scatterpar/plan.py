@@ -8,13 +8,14 @@ micro-batches        0:3 3:5      5:7 7:9
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain, pairwise
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -30,8 +31,8 @@ class Share:
     """The rows of the batch that one replica handles.
 
     Several batches (``Rows.from_batches``) count as one: rows between ``start`` and
-    ``stop`` may belong to other shares. If micro-batches are cut by cost, rows count in
-    the plan's order, replica by replica.
+    ``stop`` may belong to other shares, as in a plan that is dealt. If micro-batches
+    are cut by cost, rows count in the plan's order.
 
     Attributes:
         replica: the number of the replica.
@@ -83,10 +84,13 @@ class Plan(Printed):
     Attributes:
         rows: the number of rows in the batch.
         shares: one per replica that has rows.
+        is_dealt: whether micro-batches go to replicas in turn (``dealt``), so that rows
+            of one share lie between those of others.
     """
 
     rows: int
     shares: tuple[Share, ...]
+    is_dealt: bool = False
 
     @cached_property
     def order(self) -> tuple[int, ...]:
@@ -94,10 +98,11 @@ class Plan(Printed):
 
         Empty if it is the same.
         """
-        order: list[int] = []
+        pieces: list[tuple[tuple[int, int], tuple[int, ...]]] = []
         for share in self.shares:
-            order.extend(chain.from_iterable(share.row_numbers))
-        return tuple(order)
+            # Without costs there are no row numbers.
+            pieces += zip(share.micro_batches, share.row_numbers, strict=False)
+        return tuple(chain.from_iterable(numbers for _, numbers in sorted(pieces)))
 
     @cached_property
     def substep_rows(self) -> tuple[int, ...]:
@@ -137,6 +142,7 @@ def make_plan(
     accum: int = 1,
     micro_batch_size: int | Sequence[int] | None = None,
     shares: Sequence[float] | None = None,
+    threads: Sequence[int] = (),
 ) -> Plan:
     """Split ``rows`` over ``devices``, and each share into micro-batches.
 
@@ -145,7 +151,8 @@ def make_plan(
     With ``shares`` the rows are divided in proportion, with a difference of less than
     one row. A larger share is cut into more micro-batches, not into larger ones:
     ``accum`` times its size relative to an equal share, rounded up.
-    ``micro_batch_size`` may be a list with one number per replica.
+    ``micro_batch_size`` may be a list with one number per replica. With ``threads``
+    micro-batches are ``dealt``.
 
     >>> cpu = torch.device("cpu")
     >>> [share.rows for share in make_plan(9, [cpu] * 4).shares]
@@ -165,7 +172,7 @@ def make_plan(
         limits = tuple(micro_batch_size)
     if shares is None:
         shares = (1.0,) * len(devices)
-    return _plan(sizes, tuple(devices), accum, limits, tuple(shares))
+    return _plan(sizes, tuple(devices), accum, limits, tuple(shares), tuple(threads))
 
 
 @lru_cache(maxsize=64)  # training uses the same plan in every step
@@ -175,6 +182,7 @@ def _plan(
     accum: int,
     limits: tuple[Any, ...],
     shares: tuple[float, ...],
+    threads: tuple[int, ...],
 ) -> Plan:
     exact = list(map(Fraction, shares))  # rounding cannot change a plan
     parts = [share / sum(exact) for share in exact]
@@ -195,7 +203,81 @@ def _plan(
         start, _ = spans[0]
         _, stop = spans[-1]
         planned.append(Share(replica, devices[replica], start, stop, tuple(spans)))
-    return Plan(first, tuple(planned))
+    plan = Plan(first, tuple(planned))
+    return dealt(plan, sizes, threads) if threads else plan
+
+
+_PlanT = TypeVar("_PlanT", bound=Plan)
+
+
+def dealt(plan: _PlanT, sizes: Sequence[int], threads: Sequence[int]) -> _PlanT:
+    """The plan with its micro-batches dealt to the replicas in turn. ::
+
+        rows                 9                       on two replicas, with accum=2
+        micro-batches        0:3   3:5   5:7   7:9
+        replicas             0     1     0     1
+
+    Each replica has as many micro-batches as before, of the same sizes, so limits and
+    proportions hold. Replicas that share a thread compute one after the other: the
+    first ones get the first rows. Several batches, of ``sizes`` rows, are dealt one by
+    one.
+
+    Args:
+        plan: a plan whose shares have their rows in order.
+        sizes: the number of rows of each batch.
+        threads: the number of each replica's thread.
+    """
+    rounds = rounds_of(threads)
+    ends = list(accumulate(sizes))
+    pieces: list[_Piece] = []
+    for number, share in enumerate(plan.shares):
+        seen: Counter[int] = Counter()
+        for start, stop in share.micro_batches:
+            batch = bisect_right(ends, start)
+            place = batch, rounds[number], seen[batch], number
+            pieces.append(_Piece(place, stop - start))
+            seen[batch] += 1
+    spans: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    first = 0
+    for piece in sorted(pieces):
+        spans[piece.place[-1]].append((first, first + piece.rows))
+        first += piece.rows
+    shares: list[Share] = []
+    for number, share in enumerate(plan.shares):
+        start, _ = spans[number][0]
+        _, stop = spans[number][-1]
+        micro_batches = tuple(spans[number])
+        shares.append(
+            replace(share, start=start, stop=stop, micro_batches=micro_batches)
+        )
+    return replace(plan, shares=tuple(shares), is_dealt=True)
+
+
+class _Piece(NamedTuple):
+    """A micro-batch that is dealt.
+
+    Attributes:
+        place: in the order of the rows: its batch, the round of its replica, its number
+            among the replica's micro-batches of this batch, and the replica.
+        rows: the number of its rows.
+    """
+
+    place: tuple[int, int, int, int]
+    rows: int
+
+
+def rounds_of(threads: Sequence[int]) -> list[int]:
+    """For each replica the number of earlier replicas in its thread.
+
+    >>> rounds_of([0, 0, 2, 2])
+    [0, 1, 0, 1]
+    """
+    seen: Counter[int] = Counter()
+    rounds: list[int] = []
+    for thread in threads:
+        rounds.append(seen[thread])
+        seen[thread] += 1
+    return rounds
 
 
 def _divide(rows: int, parts: Sequence[Fraction]) -> tuple[tuple[int, int], ...]:

@@ -438,9 +438,9 @@ SABOTAGES = [
         name="two replicas are in one criterion at a time",
         promise="exact",
         file="step/task.py",
-        place="criterion_lock",
-        text="if is_module else threading.Lock()",
-        replacement="",
+        place="make_tasks",
+        text="attempt.threads.widen(Scope.CRITERION)",
+        replacement="pass",
         seen_by="test_shared_function_runs_one_at_a_time",
     ),
     # --- once ---

@@ -363,7 +363,8 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             return steps.weights(how, step)
         engine: Any = self._engine
         shares = engine.last_step.plan.shares
-        parts = [part for share in shares for part in share.micro_batches]
+        # Outputs are in the order of the rows.
+        parts = sorted(part for share in shares for part in share.micro_batches)
         return steps.weights_of_parts(how, step, parts)
 
     def _run(self, call: Callable[..., Any], step: Any, accum: int, how: How) -> Any:

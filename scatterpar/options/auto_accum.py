@@ -123,13 +123,16 @@ class Search:
         work: Schedule | RowFunction,
         device_ids: Sequence[torch.device],
         shares: Sequence[float],
+        threads: Sequence[int],
         workers: Workers,
     ) -> None:
+        """``threads`` are those of ``make_plan``."""
         self.retries = 0
         self._request = request
         self._work = work
         self._device_ids = device_ids
         self._shares = shares
+        self._threads = threads
         self._workers = workers
         self._rows = max(request.sizes)  # of several batches each is cut
         # Then a sub-step has one row.
@@ -227,7 +230,11 @@ class Search:
 
     def _plan(self, accum: int) -> Plan:
         return make_plan(
-            self._request.sizes, self._device_ids, accum, shares=self._shares
+            self._request.sizes,
+            self._device_ids,
+            accum,
+            shares=self._shares,
+            threads=self._threads,
         )
 
     def _goes_on(self, candidate: Candidate, error: Exception) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from scatterpar.option_checks import check_number
-from scatterpar.plan import Plan, Share, make_plan
+from scatterpar.plan import Plan, Share, dealt, make_plan
 from scatterpar.tables import shown
 
 
@@ -105,14 +105,17 @@ def plan_by_cost(
     devices: Sequence[torch.device],
     budget: float | None,
     shares: Sequence[float],
+    threads: Sequence[int] = (),
 ) -> CostPlan:
     """Cut rows, sorted by cost, into micro-batches within ``budget``.
 
     The micro-batches are dealt to ``devices``, one replica per entry. Their number is a
     multiple of the number of replicas, if there are enough rows. The cuts minimise the
     largest cost of a micro-batch. Loads are in proportion to ``shares``, up to whole
-    micro-batches. Raises ``ValueError`` without costs or budget, for costs that do not
-    fit the rows, and for several batches; ``TypeError`` for costs that are no numbers.
+    micro-batches. With ``threads`` the plan is ``dealt``.
+
+    Raises ``ValueError`` without costs or budget, for costs that do not fit the rows,
+    and for several batches; ``TypeError`` for costs that are no numbers.
 
     >>> plan = plan_by_cost(6, [1, 4, 1, 4, 1, 1], [torch.device("cpu")] * 2, 4, [1, 1])
     >>> [share.row_numbers for share in plan.shares]
@@ -137,15 +140,18 @@ def plan_by_cost(
     loads = [len(rows) * numbers[rows[0]] for rows in micro_batches]
     planned: list[Share] = []
     start = 0
-    for replica, dealt in enumerate(_deal(loads, shares[:num_replicas])):
+    for replica, numbers_of_replica in enumerate(_deal(loads, shares[:num_replicas])):
         # Sorted: within a micro-batch rows keep the order of the batch.
-        row_numbers = tuple(tuple(sorted(micro_batches[number])) for number in dealt)
+        row_numbers = tuple(
+            tuple(sorted(micro_batches[number])) for number in numbers_of_replica
+        )
         ends = list(accumulate(map(len, row_numbers), initial=start))
         spans = tuple(pairwise(ends))
         share = Share(replica, devices[replica], start, ends[-1], spans, row_numbers)
         planned.append(share)
         start = ends[-1]
-    return CostPlan(num_rows, tuple(planned), numbers)
+    plan = CostPlan(num_rows, tuple(planned), costs=numbers)
+    return dealt(plan, [num_rows], threads) if threads else plan
 
 
 def _deal(loads: Sequence[float], shares: Sequence[float]) -> list[list[int]]:

@@ -31,6 +31,7 @@ from scatterpar.step.replica_threads import Proceed
 from scatterpar.step.scatter import in_order, scatter
 from scatterpar.step.substeps import referents_of, save_referents
 from scatterpar.step.task import ReplicaTask, make_tasks
+from scatterpar.step.turns import Scope
 from scatterpar.verify.verifier import Verifier
 
 
@@ -181,7 +182,9 @@ class _Work:
         sub_steps = range(len(task.share.micro_batches))
         for sub_step in sub_steps[: self._max_substeps]:
             proceed(sub_step)
-            outputs.append(self(task, task.loader.load(sub_step)))
+            rows = task.loader.load(sub_step)
+            with task.turn(Scope.FUNCTION, sub_step):
+                outputs.append(self(task, rows))
         return outputs
 
 

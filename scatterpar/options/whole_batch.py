@@ -58,6 +58,7 @@ from scatterpar.step.substeps import (
     unalias,
 )
 from scatterpar.step.task import ReplicaTask
+from scatterpar.step.turns import Scope
 from scatterpar.threads.generators import GeneratorStates
 from scatterpar.torch_private import leaves_reached, nodes_of
 from scatterpar.verify.verifier import Verifier
@@ -268,7 +269,7 @@ def output_at(
 ) -> Any:
     """The module's output for the rows of one micro-batch."""
     before = gradient_versions(task.leaves)
-    with task.span(name, sub_step):
+    with task.turn(Scope.FUNCTION, sub_step), task.span(name, sub_step):
         output = task.output_of(rows[0])
     if gradient_versions(task.leaves) != before:
         raise inner_backward(task.leaves, before, task.replicas)

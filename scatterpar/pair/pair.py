@@ -55,7 +55,8 @@ from scatterpar.step.request import (
     check_module,
     resolve_reduction,
 )
-from scatterpar.step.task import call_inputs, criterion_lock
+from scatterpar.step.task import call_inputs, is_shared
+from scatterpar.step.turns import Scope
 from scatterpar.step.undo import Undo
 from scatterpar.threads.generators import Generators
 from scatterpar.threads.workers import Workers
@@ -98,9 +99,10 @@ class _OfPair(Wrapper[WrappedT]):
         calls: Sequence[Any],
         work: Callable[[Any, Any], Any],
         transfers: AutogradTransfers,
+        scope: Scope = Scope.NOTHING,
     ) -> list[Any]:
         """Call ``work(replica of module, call)`` for the call of each share, in
-        parallel.
+        parallel, or one at a time if ``scope`` is a sub-step.
 
         Then the module gets the buffers of replica 0. If a call raises, random state is
         restored.
@@ -117,19 +119,22 @@ class _OfPair(Wrapper[WrappedT]):
         if not copies:
             modules = [self.module] * len(devices)
 
-        def run(item: tuple[Any, Any], _: Proceed) -> Any:
-            module, call = item
-            return work(module, call)
+        def run(item: tuple[int, Any, Any], _: Proceed) -> Any:
+            replica, module, call = item
+            with threads.turn(Scope.SUBSTEP, replica, 0):
+                return work(module, call)
 
         generators = Generators(devices)
         threads = ReplicaThreads(self._workers, plan.shares, generators)
+        threads.widen(scope)
         # Checkpointing identifies recomputed tensors by the order in which they were
         # saved.
         hooks = saved_tensors_hooks()
-        if hooks is not None:
-            threads.is_serial = hooks[0].__module__ == checkpoint.__module__
+        if hooks is not None and hooks[0].__module__ == checkpoint.__module__:
+            threads.widen(Scope.SUBSTEP)
+        items = list(zip(range(len(modules)), modules, calls, strict=True))
         with Undo(generators, transfers), guard:
-            results = threads.run(run, list(zip(modules, calls, strict=True)))
+            results = threads.run(run, items)
         # Now that all calls have succeeded.
         generators.commit()
         BufferWriter(copies[0].changed_buffers() if copies else ()).write()
@@ -327,15 +332,15 @@ class DataParallelCriterion(_OfPair[Criterion]):
             calls = list(zip(outputs, pieces, strict=True))
             weights = compute_loss_weights(request, plan, calls)
             summing = [share for share, _ in weights.sums]
-            # A function that replicas share computes one loss at a time.
-            lock = criterion_lock(self.module)
+            scope = Scope.NOTHING
+            if is_shared(self.module):
+                scope = Scope.SUBSTEP  # it computes one loss at a time
 
             def loss_of(replica: Any, number: int) -> Tensor:
                 criterion = as_sum(replica) if number in summing else replica
-                with lock or nullcontext():
-                    return scalar_loss(criterion(*calls[number]), "the criterion")
+                return scalar_loss(criterion(*calls[number]), "the criterion")
 
-            losses = self._run(plan, range(len(calls)), loss_of, transfers)
+            losses = self._run(plan, range(len(calls)), loss_of, transfers, scope)
             self._looks.tell()
         return combine(losses, [weight for (weight,) in weights.by_share], plan)
 

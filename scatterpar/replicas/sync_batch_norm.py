@@ -19,7 +19,6 @@ A replica that fails, and an interrupt, set the ``Meeting``, which ends all wait
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +31,7 @@ from torch.nn import functional
 
 from scatterpar.devices.streams import has_streams, is_async, use_device
 from scatterpar.devices.transfers import Transfers, to_numbers
-from scatterpar.threads.workers import Cancelled
+from scatterpar.threads.workers import Cancellation, Cancelled
 
 Direction = Literal["forward", "backward"]
 
@@ -105,7 +104,7 @@ class SubStep:
     ended: set[int] = field(default_factory=set)
 
 
-class Meeting(threading.Event):
+class Meeting(Cancellation):
     """Where the replicas of one pass over the shares wait for each other.
 
     The event is the job's cancellation: ``set`` ends all waits at once.
@@ -116,7 +115,6 @@ class Meeting(threading.Event):
     ) -> None:
         """``seats`` and ``numbers``, of micro-batches, have one entry per replica."""
         super().__init__()
-        self._changed = threading.Condition()
         self._seats = seats
         self._transfers = transfers
         self._sub_steps: list[SubStep] = []
@@ -125,12 +123,6 @@ class Meeting(threading.Event):
             # The last sub-steps of uneven shares have fewer replicas.
             self._sub_steps.append(SubStep(replicas))
 
-    def set(self) -> None:
-        """End all waits: a replica has failed, or the caller was interrupted."""
-        super().set()
-        with self._changed:
-            self._changed.notify_all()
-
     def enter(self, replica: int, number: int | None) -> None:
         """The replica ends its sub-step and begins another; ``None``: it has no more.
 
@@ -138,9 +130,9 @@ class Meeting(threading.Event):
         """
         seat = self._seats[replica]
         if seat.meeting is self:
-            with self._changed:
+            with self.changed:
                 self._sub_steps[seat.number].ended.add(replica)
-                self._changed.notify_all()
+                self.changed.notify_all()
         seat.meeting = None
         seat.holds_lock = False
         if number is not None:
@@ -163,7 +155,7 @@ class Meeting(threading.Event):
         ``Cancelled`` if one has failed.
         """
         sub_step = self._sub_steps[number]
-        with self._changed:
+        with self.changed:
             exchange = sub_step.exchange
             exchange.contributions[replica] = brought
             if len(exchange.contributions) == len(sub_step.replicas):
@@ -195,7 +187,7 @@ class Meeting(threading.Event):
             self.set()
             raise
         finally:
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def _wait(self, sub_step: SubStep, exchange: Exchange, number: int) -> None:
         """Wait for the other replicas. A complete exchange is never cancelled, so which
@@ -209,7 +201,7 @@ class Meeting(threading.Event):
             left = sub_step.ended.intersection(absent)
             if left:
                 raise left_early(min(left), exchange, number)
-            if not self._changed.wait(PATIENCE_SECONDS):
+            if not self.changed.wait(PATIENCE_SECONDS):
                 raise never_came(absent[0], exchange, number)
         if exchange.result is None and self.is_set():
             raise Cancelled  # the last replica could not combine the contributions

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ from scatterpar.step.inner_backward import gradient_versions, inner_backward
 from scatterpar.step.loss_weights import as_sum
 from scatterpar.step.misfits import misfit_of_criterion
 from scatterpar.step.task import ReplicaTask
+from scatterpar.step.turns import Scope
 from scatterpar.torch_private import leaves_reached, nodes_of
 
 
@@ -24,7 +24,7 @@ def forward(
     """The output and loss of one micro-batch; its rows arrive now if ``rows`` is
     ``None``.
 
-    One replica at a time calls a function that they share: what a call stores in a
+    One replica at a time calls a criterion that they share: what a call stores in a
     network that it closes over, such as features that a hook keeps, the same call
     reads.
     """
@@ -34,20 +34,23 @@ def forward(
         criterion = as_sum(criterion)
     # Loaded here: a caller's stack might keep the inputs during the criterion.
     inputs, targets = task.rows_of(sub_step) if rows is None else rows
-    with task.span("forward", sub_step):
-        output = task.output_of(inputs)
-        # A backward pass that needs no inputs lets them be freed before the criterion.
-        del rows, inputs
-        if task.criterion_lock is None:
-            loss = loss_of(output, targets, criterion)
-    if task.criterion_lock is not None:
-        loss = _loss_under_lock(task, criterion, output, targets, sub_step)
+    # Turns before spans: in a trace, replicas that wait do not compute.
+    with task.turn(Scope.FUNCTION, sub_step):
+        with task.span("forward", sub_step):
+            output = task.output_of(inputs)
+            # A backward pass that needs no inputs lets them be freed before the
+            # criterion.
+            del rows, inputs
+            if task.is_loss_of_torch:
+                loss = loss_of(output, targets, criterion)
+        if not task.is_loss_of_torch:
+            loss = _loss_of_user(task, criterion, output, targets, sub_step)
     if gradient_versions(task.leaves) != before:
         raise inner_backward(task.leaves, before, task.replicas)
     return output, loss
 
 
-def _loss_under_lock(
+def _loss_of_user(
     task: ReplicaTask, criterion: Any, output: Any, targets: Any, sub_step: int
 ) -> Tensor:
     """The loss of one micro-batch, from a criterion that is no loss of torch's.
@@ -57,12 +60,9 @@ def _loss_under_lock(
     them. Leaves that are no parameters may be the criterion's own.
     """
     nodes = nodes_of(nested.tensors(output))  # first: a criterion may write outputs
-    # The lock before the span: in a trace, replicas that wait for it do not compute.
-    lock = task.criterion_lock
-    assert lock is not None
-    with lock, task.span("criterion", sub_step):
+    with task.turn(Scope.CRITERION, sub_step), task.span("criterion", sub_step):
         seat = task.replicas[0].seat
-        seat.holds_lock = not isinstance(lock, contextlib.nullcontext)
+        seat.holds_lock = task.threads.turns is not None
         loss = loss_of(output, targets, criterion)
         seat.holds_lock = False
     for leaf in leaves_reached(loss, nodes):

@@ -312,11 +312,16 @@ def join_on_master(
             if share.device != master:
                 output = nested.map_tensors(copy_to_master, output)
             pieces.append(output)
+    weights = list(chain.from_iterable(attempt.weights.by_share))
+    rows = list(plan.substep_rows)
+    # In the order of the rows: shares of a plan that is dealt lie between each other.
+    spans = list(chain.from_iterable(share.micro_batches for share in plan.shares))
+    positions = sorted(range(len(pieces)), key=spans.__getitem__)
     return join_rows(
-        pieces,
+        [pieces[position] for position in positions],
         attempt.request.dim,
-        weights=list(chain.from_iterable(attempt.weights.by_share)),
-        rows=plan.substep_rows,
+        weights=[weights[position] for position in positions],
+        rows=[rows[position] for position in positions],
         lists=lists,
         order=plan.order,
         pad=pad,
@@ -326,13 +331,13 @@ def join_on_master(
 def returned_outputs(
     attempt: Attempt, outputs: Sequence[Sequence[Any]]
 ) -> tuple[Any, ...]:
-    """What ``return_outputs`` asks for.
+    """What ``return_outputs`` asks for, in the order of the rows.
 
-    One entry per replica, or with costs one of all rows.
+    One entry per replica; with costs or in turns one of all rows.
     """
     if not attempt.request.return_outputs:
         return ()
-    if attempt.plan.order:
+    if attempt.plan.order or attempt.plan.is_dealt:
         return (join_on_master(attempt, outputs),)
     joined: list[Any] = []
     for share, outputs_of_share, weights in zip(

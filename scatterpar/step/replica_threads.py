@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -16,12 +15,15 @@ from scatterpar.devices.memory import is_out_of_memory
 from scatterpar.errors import add_note
 from scatterpar.plan import Share
 from scatterpar.replicas.sync_batch_norm import Meeting
+from scatterpar.step.turns import Scope, TurnOrder
 from scatterpar.tables import shown
 from scatterpar.threads.generators import Generators
-from scatterpar.threads.workers import Cancelled, Workers
+from scatterpar.threads.workers import Cancellation, Cancelled, Workers
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
+Context = contextlib.AbstractContextManager[object]
+_AT_ONCE = contextlib.nullcontext()
 # Called with the number of each sub-step before it begins, and with ``None`` after the
 # last one.
 Proceed = Callable[[int | None], None]
@@ -32,7 +34,8 @@ class ReplicaThreads:
 
     Attributes:
         workers: the threads.
-        is_serial: whether replicas run one after the other.
+        scope: the part of a sub-step that one replica at a time runs.
+        turns: those of the pass that runs; ``None`` without, and between passes.
         seconds: for each replica, how long its thread has worked.
     """
 
@@ -45,11 +48,16 @@ class ReplicaThreads:
     ) -> None:
         """``end_substep`` is called in a replica's thread after each sub-step."""
         self.workers = workers
-        self.is_serial = False
+        self.scope = Scope.NOTHING
+        self.turns: TurnOrder | None = None
         self.seconds = [0.0] * len(shares)
         self._shares = shares
         self._generators = generators
         self._end_substep = end_substep
+
+    def widen(self, scope: Scope) -> None:
+        """From the next pass on, a turn includes at least this."""
+        self.scope = max(self.scope, scope)
 
     def run(
         self,
@@ -62,14 +70,19 @@ class ReplicaThreads:
         ``items`` has one item per share. The function calls ``proceed`` before each
         sub-step. There it can stop: between two sub-steps ``proceed`` raises if another
         replica has failed. Every replica runs its first sub-step, so errors do not
-        depend on timing.
+        depend on timing. In turns in the order of the rows, nobody begins a turn after
+        an error: of all calls in turn, the first one that fails is the only one.
 
-        In a ``meeting``, replicas wait for each other within sub-steps, too.
+        In a ``meeting`` and in turns, replicas wait for each other within sub-steps,
+        too.
 
         Returns the results, one per share.
         """
         # A meeting is also an event: who waits in it wakes up when another one fails.
-        cancel = threading.Event() if meeting is None else meeting
+        cancel = Cancellation() if meeting is None else meeting
+        turns = None
+        if self.scope is not Scope.NOTHING:
+            turns = TurnOrder(self.scope, self._shares, cancel)
 
         def work(share: Share, item: _Item) -> _Result:
             start = time.perf_counter()
@@ -98,6 +111,8 @@ class ReplicaThreads:
                 finally:
                     if meeting is not None:
                         meeting.enter(share.replica, None)
+                    if turns is not None:
+                        turns.leave(share.replica)
                     self._end_substep()
             # Added up: two passes run in the same threads.
             self.seconds[share.replica] += time.perf_counter() - start
@@ -106,14 +121,33 @@ class ReplicaThreads:
         # Threads that run one compiled graph restore each other's value of a
         # process-wide flag. Once it stayed set after activation checkpoints, and later
         # calls of torch.export failed.
-        with fx_traceback.preserve_node_meta(fx_traceback.has_preserved_node_meta()):
-            return self.workers.parallel_apply(
-                [work] * len(items),
-                list(zip(self._shares, items, strict=True)),
-                devices=[share.device for share in self._shares],
-                cancel=cancel,
-                is_serial=self.is_serial or self._generators.must_take_turns,
-            )
+        at_once = None
+        if turns is not None and turns.is_ordered:
+            at_once = len(items)  # those that wait do not compete for cores
+        self.turns = turns
+        try:
+            with fx_traceback.preserve_node_meta(
+                fx_traceback.has_preserved_node_meta()
+            ):
+                return self.workers.parallel_apply(
+                    [work] * len(items),
+                    list(zip(self._shares, items, strict=True)),
+                    devices=[share.device for share in self._shares],
+                    cancel=cancel,
+                    at_once=at_once,
+                )
+        finally:
+            self.turns = None
+
+    def turn(self, scope: Scope, replica: int, sub_step: int) -> Context:
+        """In the body, which is this part of a sub-step, it is the replica's turn.
+
+        The body waits for its turn if turns include this part, and do not include the
+        part around it already.
+        """
+        if self.turns is None or scope > self.turns.scope:
+            return _AT_ONCE
+        return self.turns.turn(replica, sub_step)
 
     def call(self, device: torch.device, function: Callable[[], _Result]) -> _Result:
         """Call ``function()`` on ``device``, in the caller's thread."""

@@ -36,6 +36,7 @@ from scatterpar.step.loss import forward, require_trainable
 from scatterpar.step.replica_threads import Proceed
 from scatterpar.step.request import Request
 from scatterpar.step.task import ReplicaTask
+from scatterpar.step.turns import Scope
 from scatterpar.torch_private import hooks_taken_off
 
 Gradient = tuple[Tensor, "Tensor | None"]  # a leaf of the user's, and its new gradient
@@ -92,7 +93,8 @@ class Substeps:
         outputs: list[Any] = []
         for sub_step, weight in enumerate(self._task.weights[:max_substeps]):
             proceed(sub_step)
-            loss, output = self.run(sub_step, weight)
+            with self._task.turn(Scope.SUBSTEP, sub_step):
+                loss, output = self.run(sub_step, weight)
             losses.append(loss)
             outputs.append(output)
         proceed(None)
@@ -239,8 +241,8 @@ def meeting_of(attempt: Attempt, *, uses_graphs: bool = False) -> Meeting | None
     is_ragged = len({len(share.micro_batches) for share in shares}) > 1
     obstacles = {
         "graphs=True": uses_graphs,
-        "replicas that take turns, as a criterion that reads what forward passes leave "
-        "behind needs": attempt.threads.is_serial,
+        "replicas that take turns, as a step function, or a criterion that reads what "
+        "forward passes leave behind, needs": attempt.threads.scope > Scope.CRITERION,
         "whole_batch=True and unequal numbers of micro-batches": (
             attempt.request.whole_batch and is_ragged
         ),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,12 +19,13 @@ from scatterpar.plan import Share
 from scatterpar.replicas.replicas import Replica
 from scatterpar.step.attempt import Attempt, Clock
 from scatterpar.step.misfits import misfit_of_inputs
+from scatterpar.step.replica_threads import Context, ReplicaThreads
 from scatterpar.step.scatter import ShareLoader
+from scatterpar.step.turns import Scope
 from scatterpar.threads.caller_context import autocast_types
 from scatterpar.threads.generators import Generators, generator_for_backward
 from scatterpar.torch_private import backward
 
-Context = contextlib.AbstractContextManager[object]
 _UNTIMED = contextlib.nullcontext()
 _TORCHS_LOSSES = ("torch.nn.functional", "torch.nn.modules.loss")
 
@@ -43,7 +43,8 @@ class ReplicaTask:
         sums: the sub-steps whose criterion adds its terms up.
         replicas: that of the model, and that of the criterion if it needs one.
         leaves: the tensors in which backward passes accumulate gradients.
-        criterion_lock: held in calls of the criterion; ``None`` for torch's own losses.
+        threads: those of the replicas, which may run parts of a sub-step in turn.
+        is_loss_of_torch: whether the criterion is one of torch's own, or there is none.
         clock: times the parts of a sub-step; ``None`` if nobody asks for times.
         autocast: the device types for which the caller has enabled autocast.
     """
@@ -56,7 +57,8 @@ class ReplicaTask:
     sums: Sequence[int]
     replicas: Sequence[Replica]
     leaves: Sequence[Tensor]
-    criterion_lock: Context | None
+    threads: ReplicaThreads
+    is_loss_of_torch: bool
     clock: Clock | None
     autocast: Sequence[str]
 
@@ -65,6 +67,10 @@ class ReplicaTask:
         if self.clock is None:
             return _UNTIMED
         return self.clock(name, self.share, sub_step)
+
+    def turn(self, scope: Scope, sub_step: int) -> Context:
+        """In the body, which is this part of a sub-step, it is the replica's turn."""
+        return self.threads.turn(scope, self.share.replica, sub_step)
 
     def rows_of(self, sub_step: int, *, retain: bool = False) -> Any:
         """The rows of one micro-batch, as by ``ShareLoader.load``; timed."""
@@ -138,8 +144,9 @@ def make_tasks(attempt: Attempt, loaders: Sequence[ShareLoader]) -> list[Replica
     criteria = attempt.replicas.criteria
     weights = attempt.weights.by_share
     sums = attempt.weights.sums
-    # One lock for all: they share the function, or have copies of one module.
-    lock = criterion_lock(criteria[0])
+    if is_shared(criteria[0]):
+        attempt.threads.widen(Scope.CRITERION)
+    is_loss_of_torch = is_of_torch(criteria[0])
     # Asked once: all sub-steps have the caller's autocast.
     autocast = autocast_types()
     tasks: list[ReplicaTask] = []
@@ -164,7 +171,8 @@ def make_tasks(attempt: Attempt, loaders: Sequence[ShareLoader]) -> list[Replica
             sums=[sub_step for index, sub_step in sums if index == number],
             replicas=replicas,
             leaves=leaves,
-            criterion_lock=lock,
+            threads=attempt.threads,
+            is_loss_of_torch=is_loss_of_torch,
             clock=attempt.clock,
             autocast=autocast,
         )
@@ -172,17 +180,21 @@ def make_tasks(attempt: Attempt, loaders: Sequence[ShareLoader]) -> list[Replica
     return tasks
 
 
-def criterion_lock(criterion: Callable[..., Any] | None) -> Context | None:
-    """A lock that all replicas hold in calls of the criterion.
-
-    A function is shared, with all that it refers to; of a module each replica has a
-    copy, and the lock locks nothing. Returns ``None`` for torch's own losses.
-    """
+def is_of_torch(criterion: Callable[..., Any] | None) -> bool:
+    """Whether the criterion is one of torch's losses, or there is none."""
     is_module = isinstance(criterion, nn.Module)
     definition = type(criterion) if is_module else criterion
-    if criterion is None or getattr(definition, "__module__", None) in _TORCHS_LOSSES:
-        return None
-    return contextlib.nullcontext() if is_module else threading.Lock()
+    module_name = getattr(definition, "__module__", None)
+    return criterion is None or module_name in _TORCHS_LOSSES
+
+
+def is_shared(criterion: Callable[..., Any] | None) -> bool:
+    """Whether replicas share the criterion, with all that it refers to.
+
+    It is a function; of a module each replica has a copy, and torch's own losses keep
+    nothing.
+    """
+    return not (isinstance(criterion, nn.Module) or is_of_torch(criterion))
 
 
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

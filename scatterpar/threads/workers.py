@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from scatterpar import torch_private
 from scatterpar.devices import memory, streams
 from scatterpar.errors import Refusal, add_note
 from scatterpar.threads.caller_context import CallerContext, no_autocast_cache
@@ -49,6 +50,24 @@ class Cancelled(Exception):
 
     Users never see it.
     """
+
+
+class Cancellation(threading.Event):
+    """Set when a call of a job has failed, or the caller was interrupted.
+
+    Attributes:
+        changed: notified when it is set. Calls that wait for each other wait here.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changed = threading.Condition()
+
+    def set(self) -> None:
+        """End all waits."""
+        super().set()
+        with self.changed:
+            self.changed.notify_all()
 
 
 def max_concurrency(devices: Sequence[torch.device]) -> int:
@@ -237,15 +256,16 @@ class Workers:
         inputs: Sequence[tuple[Any, ...]],
         devices: Sequence[torch.device],
         cancel: threading.Event | None = None,
-        is_serial: bool = False,
+        at_once: int | None = None,
         seconds: float | None = None,
     ) -> list[Any]:
         """Call ``modules[i](*inputs[i])`` on ``devices[i]``, in parallel.
 
         A single call runs in the caller's thread. On the CPU as many calls start as
         there are cores: short calls that compete for cores and for the GIL cost several
-        times as much. But calls may wait for each other, so all start soon. Calls on
-        the same accelerator run one after the other, and all with ``is_serial``.
+        times as much. But calls may wait for each other, so all start soon: after
+        ``at_once`` calls the next ones start 10 ms later. Calls that share a thread
+        (``threads_of``) run one after the other.
 
         If a call fails, ``cancel`` is set, the others are waited for, and the error of
         the lowest replica is raised, with the others in its notes. So is an interrupt.
@@ -266,11 +286,13 @@ class Workers:
             partial(context.run, device, partial(module, *args))
             for module, args, device in zip(modules, inputs, devices, strict=True)
         ]
-        job = Job(calls, max_concurrency(devices), cancel or threading.Event())
+        if at_once is None:
+            at_once = max_concurrency(devices)
+        job = Job(calls, at_once, cancel or threading.Event())
         deadline = math.inf if seconds is None else time.monotonic() + seconds
         settings = read_settings()
         try:
-            self._post(job, [0] * len(calls) if is_serial else _threads_of(devices))
+            self._post(job, threads_of(devices))
             self._wait(job, deadline)
             error = job.first_error()
             if error is not None:
@@ -418,16 +440,24 @@ class Workers:
         return self._queues
 
 
-def _threads_of(devices: Sequence[torch.device]) -> list[int]:
+def threads_of(devices: Sequence[torch.device]) -> list[int]:
     """The number of the thread for each call.
 
     Calls on one accelerator draw from its one generator, so they run in order: in the
-    thread of the first.
+    thread of the first. So do calls on the host if torch cannot tell their draws apart.
     """
-    return [
-        devices.index(device) if streams.is_async(device) else number
-        for number, device in enumerate(devices)
-    ]
+    threads: list[int] = []
+    first_on_host: int | None = None
+    for number, device in enumerate(devices):
+        thread = number
+        if streams.is_async(device):
+            thread = devices.index(device)
+        elif not torch_private.HAS_RANDOM_KEY:
+            if first_on_host is None:
+                first_on_host = number
+            thread = first_on_host
+        threads.append(thread)
+    return threads
 
 
 def _described(error: BaseException) -> str:

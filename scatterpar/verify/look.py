@@ -26,6 +26,7 @@ from scatterpar.plan import Plan
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.request import Request
 from scatterpar.step.task import ReplicaTask
+from scatterpar.step.turns import Scope
 from scatterpar.threads.workers import Overdue
 from scatterpar.verify.causes import RIGHT, Verdict, error_of_replica, verdict_of
 from scatterpar.verify.comparison import Result, num_with_gradient, weighted_sum
@@ -56,8 +57,7 @@ class Findings:
         verdict: what becomes of the step.
         moved: the names of state that each part moves.
         lost: the shapes of large tensors that user code has written.
-        shares_state: forward passes change what the criterion reads, and replicas
-            share.
+        scope: the part of a sub-step that one replica at a time must run.
         difference: the relative difference between the results.
         parts: the rows of each part.
     """
@@ -65,7 +65,7 @@ class Findings:
     verdict: Verdict
     moved: Sequence[str] = ()
     lost: Sequence[tuple[int, ...]] = ()
-    shares_state: bool = False
+    scope: Scope = Scope.NOTHING
     difference: float = math.inf
     parts: Parts = ()
 
@@ -145,6 +145,7 @@ class ReplicaLook:
         self._task = task
         self._plan = plan
         self._may_widen = True
+        self._takes_turns = attempt.threads.scope is Scope.FUNCTION
 
     def answer(self, choice: RowChoice, most: int) -> Findings:
         """The findings for chosen rows, or for others if user code fails for them.
@@ -287,10 +288,19 @@ class ReplicaLook:
             verdict,
             evidence.moved,
             lost,
-            self.runs.shares_state,
+            self._scope(),
             evidence.difference,
             chosen_parts,
         )
+
+    def _scope(self) -> Scope:
+        """The part of a sub-step that one replica at a time must run."""
+        calls = self.runs.backward_calls
+        if self.runs.shares_state and not self._request.whole_batch:
+            return Scope.SUBSTEP if calls.calls_modules else Scope.FUNCTION
+        if self._takes_turns and calls.disturbs:
+            return Scope.SUBSTEP
+        return Scope.NOTHING
 
     def _moved(self, rows: Part, run: RunResult) -> list[str]:
         """The names of state that each part moves, or each step's only call."""

@@ -40,6 +40,7 @@ from scatterpar.step.replica_threads import ReplicaNote
 from scatterpar.step.request import Request
 from scatterpar.step.task import ReplicaTask
 from scatterpar.torch_private import uncompiled
+from scatterpar.verify.backward_calls import BackwardCalls
 from scatterpar.verify.comparison import Result
 from scatterpar.verify.constant_numbers import ConstantNumbers, DrawsPerRow
 from scatterpar.verify.dropped_records import records_dropped
@@ -112,6 +113,7 @@ class Runs:
         is_widened: whether half precision is computed in single precision.
         shares_state: whether a forward pass has changed what a criterion reads that
             replicas share.
+        backward_calls: the modules that the replica's backward passes have called.
         user_states: what user code may change; the criterion's first.
     """
 
@@ -136,6 +138,10 @@ class Runs:
         self.draws_numbers = False
         self.is_widened = False
         self.shares_state = False
+        modules_of_user: list[nn.Module] = []
+        for replica_set in replica_sets:
+            modules_of_user += replica_set.contents.modules.values()
+        self.backward_calls = BackwardCalls(modules_of_user)
         self.user_states: list[UserState] = []
         self._deadline = deadline
         self._halfway = (time.monotonic() + deadline) / 2
@@ -454,15 +460,25 @@ class Runs:
                 # multiplied: for a gradient that it is given, torch imports sympy, in
                 # 0.3 s.
                 scaled = loss * (self.scale * weight)
-                rounded = torch.autograd.grad(scaled, leaves, allow_unused=True)
+                with self._watching_backward(task):
+                    rounded = torch.autograd.grad(scaled, leaves, allow_unused=True)
                 gradients = [self._unrounded(gradient) for gradient in rounded]
             except RuntimeError as error:
                 # Reentrant checkpoints refuse autograd.grad: only losses are compared.
                 if "checkpoint" not in str(error).lower():
                     raise
                 self._leaves = []
+                self.backward_calls.note_unknown()
         value = float(loss.detach()) * weight if weight else 0.0
         return Result(value, self._gradients_by_leaf(gradients))
+
+    def _watching_backward(
+        self, task: ReplicaTask
+    ) -> contextlib.AbstractContextManager[None]:
+        """In the body, a backward pass of the replica is watched."""
+        if task is self.replica_task:
+            return self.backward_calls
+        return contextlib.nullcontext()
 
     def _unrounded(self, gradient: Tensor | None) -> Tensor | None:
         if gradient is None or self._single is None:

@@ -23,6 +23,7 @@ from scatterpar.devices.streams import is_async
 from scatterpar.look_steps import is_look_step
 from scatterpar.replicas.references import WITHOUT_PARTS, named_values, walk
 from scatterpar.step.request import Request
+from scatterpar.step.turns import Scope
 from scatterpar.verify.ranges import read_ranges
 
 _MAX_VALUES = 64  # of those that a criterion refers to
@@ -45,7 +46,7 @@ class Kind:
         details: hashes of the switches, numbers and words that were seen.
         was_steady: the last step had nothing new.
         is_refused: a look has refused, and none has agreed since.
-        is_serial: replicas run one at a time.
+        scope: the part of a sub-step that one replica at a time runs.
         is_given_up: a look waited for ever.
     """
 
@@ -57,7 +58,7 @@ class Kind:
     details: set[Hashable] = field(default_factory=set)
     was_steady: bool = False
     is_refused: bool = False
-    is_serial: bool = False
+    scope: Scope = Scope.NOTHING
     is_given_up: bool = False
 
     def is_due(self, ranges: Sequence[Tensor], details: Hashable) -> bool:

@@ -23,6 +23,7 @@ from scatterpar.step.loop_options import LoopOptions
 from scatterpar.step.loss_weights import is_cross_entropy
 from scatterpar.step.request import LossCandidate, Request
 from scatterpar.step.task import ReplicaTask
+from scatterpar.step.turns import Scope
 from scatterpar.tables import shown
 from scatterpar.verify.causes import RETURN, Action, Verdict, in_lines
 from scatterpar.verify.choice import Choice, is_open, rivals
@@ -107,7 +108,7 @@ class Verifier:
             if chosen is not assumed:
                 loop.chosen = chosen
                 attempt.request = attempt.request.combined_by(chosen)
-        attempt.threads.is_serial |= kind.is_serial
+        attempt.threads.widen(kind.scope)
         return loop.chosen is not None and loop.chosen is not assumed
 
     def _ask(self, question: Question, kind: Kind) -> LossCandidate:
@@ -163,9 +164,7 @@ class Verifier:
 
     def _agree(self, question: Question, kind: Kind, findings: Findings) -> None:
         """Note that a look has not refused, and warn of what it has found."""
-        kind.is_serial |= findings.shares_state and question.is_shared
-        if kind.is_serial:
-            self._looks.warn(question.text_of_serial())
+        self._widen_turns(question, kind, findings.scope)
         moved = [name for name in findings.moved if name not in self._looks.told]
         if moved:
             self._looks.warn(question.text_of_moved(moved), moved)
@@ -174,6 +173,16 @@ class Verifier:
         if findings.verdict.action is Action.WARN:
             self._looks.warn(findings.verdict.text)
         kind.note_agreement(question.ranges)
+
+    def _widen_turns(self, question: Question, kind: Kind, scope: Scope) -> None:
+        """From now on a turn of steps of this kind includes ``scope``."""
+        is_alone = not question.is_shared and question.scope < Scope.FUNCTION
+        if is_alone or scope <= max(kind.scope, question.scope):
+            return
+        kind.scope = scope
+        if question.scope < Scope.FUNCTION:  # else the loop has said so
+            self._looks.warn(question.text_of_turns())
+        logger.info("%s: a turn is %s", question.title(kind.looks), scope.name)
 
     def check_join(
         self,
@@ -229,6 +238,7 @@ class Question:
         is_divided: whether the step divides the batch into parts.
         candidates: how losses may combine; the first one is assumed so far.
         is_shared: whether several replicas call one criterion.
+        scope: the part of a sub-step that one replica at a time runs, without the look.
         counts_as_torch: the criterion is torch's own cross entropy, of which labels do
             not matter, since the engine counts as it does.
         ranges: those of labels, masks, lengths.
@@ -252,6 +262,7 @@ class Question:
         self.is_divided = is_divided
         self.candidates = candidates
         self.is_shared = len(tasks) > 1 and not request.whole_batch
+        self.scope = attempt.threads.scope
         kind = type(module_of(request.criterion))
         is_of_torch = kind in (nn.CrossEntropyLoss, nn.NLLLoss, type(None))
         is_counted = is_of_torch and is_cross_entropy(request.criterion)
@@ -336,7 +347,7 @@ class Question:
         """The look after so many ``looks``, as the log names it."""
         return f"look {looks + 1} at {self._name}, {self.request.rows} rows"
 
-    def text_of_serial(self) -> str:
+    def text_of_turns(self) -> str:
         """The warning for a criterion that reads what forward passes leave behind."""
         return in_lines(
             f"{self._name} reads what forward passes leave behind (a hook?), which "

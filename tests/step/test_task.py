@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 from torch import nn
@@ -11,7 +9,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence
 
 from scatterpar import Rows
-from scatterpar.step.task import as_call, call_inputs, criterion_lock
+from scatterpar.step.task import as_call, call_inputs, is_of_torch, is_shared
 
 IDS = torch.ones(2, 3)
 PACKED = pack_sequence([torch.ones(2)])
@@ -43,15 +41,16 @@ def test_collated_marker_gives_arguments():
     assert call_inputs((rows, 1), {}) == ((rows, 1), {})
 
 
-def test_functions_share_lock_modules_none():
+def test_replicas_share_functions_alone():
     def criterion(output, targets):
         return output.sum()
 
     class Loss(nn.Module):
         pass
 
-    assert criterion_lock(nn.MSELoss()) is None
-    assert criterion_lock(F.mse_loss) is None
-    assert isinstance(criterion_lock(Loss()), contextlib.nullcontext)
-    with criterion_lock(criterion) as is_held:
-        assert is_held
+    assert is_of_torch(nn.MSELoss())
+    assert is_of_torch(F.mse_loss)
+    assert is_of_torch(None)
+    assert not is_of_torch(Loss())
+    assert is_shared(criterion)
+    assert not any(map(is_shared, [None, Loss(), nn.MSELoss(), F.mse_loss]))

@@ -1,0 +1,150 @@
+"""Turns: one replica at a time runs a part of its sub-step, in the order of the rows.
+
+::
+
+    replica 0    call 0   backward 0        call 2   backward 2
+    replica 1             call 1   backward 1        call 3   backward 3
+
+A replica that has failed, that was cancelled, or that has no more sub-steps holds
+nobody up: its turns are dropped, or waits end with ``Cancelled``. No call of the user's
+function begins after an earlier one has failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+from scatterpar.plan import Share, rounds_of
+from scatterpar.threads.workers import Cancellation, Cancelled, threads_of
+
+_Value = TypeVar("_Value")
+# ``contexts`` are those that end with the turn of the replica that runs in this thread.
+_present = threading.local()
+
+
+class Scope(enum.IntEnum):
+    """The part of a sub-step that one replica at a time runs; each includes the last.
+
+    Attributes:
+        NOTHING: replicas do not wait for each other.
+        CRITERION: the criterion, in any order of the replicas.
+        FUNCTION: the user's function, in the order of the rows: the forward pass and
+            the criterion, or the function of ``engine.map``. Backward passes overlap.
+        SUBSTEP: the whole sub-step, in the order of the rows.
+    """
+
+    NOTHING = 0
+    CRITERION = 1
+    FUNCTION = 2
+    SUBSTEP = 3
+
+
+class TurnOrder:
+    """The turns of the replicas in one pass over their shares.
+
+    Attributes:
+        scope: what a turn includes.
+        is_ordered: whether turns come in the order of the rows.
+    """
+
+    def __init__(
+        self, scope: Scope, shares: Sequence[Share], cancel: Cancellation
+    ) -> None:
+        """``cancel`` ends all waits."""
+        self.scope = scope
+        self._cancel = cancel
+        self.is_ordered = scope > Scope.CRITERION
+        self._holder: tuple[int, int] | None = None
+        # Numbers of replicas and sub-steps whose turn has not ended, the next first.
+        self._pending = dict.fromkeys(_in_order(shares))
+
+    def leave(self, replica: int) -> None:
+        """The replica has no more sub-steps, so nobody waits for its turns."""
+        with self._cancel.changed:
+            for turn in list(self._pending):
+                if turn[0] == replica:
+                    del self._pending[turn]
+            self._cancel.changed.notify_all()
+
+    @contextlib.contextmanager
+    def turn(self, replica: int, sub_step: int) -> Iterator[None]:
+        """In the body it is the turn of this replica and sub-step.
+
+        Raises ``Cancelled`` in place of the body if another replica has failed.
+        """
+        turn = replica, sub_step
+        if self._holder == turn:  # a part of what is this replica's turn already
+            yield
+            return
+        self._begin(turn)
+        try:
+            with contextlib.ExitStack() as contexts:
+                _present.contexts = contexts
+                yield
+        except BaseException:
+            self._cancel.set()  # before the next replica has its turn
+            raise
+        finally:
+            _present.contexts = None
+            self._end(turn)
+
+    def _begin(self, turn: tuple[int, int]) -> None:
+        def may_begin() -> bool:
+            return self._is_cancelled() or self._is_next(turn)
+
+        with self._cancel.changed:
+            self._cancel.changed.wait_for(may_begin)
+            if self._is_cancelled():
+                raise Cancelled
+            self._holder = turn
+
+    def _end(self, turn: tuple[int, int]) -> None:
+        with self._cancel.changed:
+            self._holder = None
+            del self._pending[turn]
+            self._cancel.changed.notify_all()
+
+    def _is_cancelled(self) -> bool:
+        # Without an order all replicas call the criterion of their first sub-step, so
+        # errors do not depend on timing.
+        return self.is_ordered and self._cancel.is_set()
+
+    def _is_next(self, turn: tuple[int, int]) -> bool:
+        if self.is_ordered:
+            return turn == next(iter(self._pending))
+        return self._holder is None
+
+
+def _in_order(shares: Sequence[Share]) -> list[tuple[int, int]]:
+    """The replica and sub-step of each turn.
+
+    In the order of the rows, unless replicas share a thread: there the second replica
+    begins when the first one has ended, so all others wait for that, too.
+    """
+    rounds = rounds_of(threads_of([share.device for share in shares]))
+    starts: dict[tuple[int, int], tuple[int, int]] = {}
+    for round_of_share, share in zip(rounds, shares, strict=True):
+        for sub_step, (start, _) in enumerate(share.micro_batches):
+            starts[share.replica, sub_step] = round_of_share, start
+    return sorted(starts, key=starts.__getitem__)
+
+
+@contextlib.contextmanager
+def lasting_a_turn(
+    context: contextlib.AbstractContextManager[_Value],
+) -> Iterator[_Value]:
+    """Enter ``context`` until the turn of this thread's replica ends.
+
+    Outside of a turn it ends with the body. For what a backward pass needs, too, if
+    turns last the whole sub-step.
+    """
+    contexts: contextlib.ExitStack | None = getattr(_present, "contexts", None)
+    if contexts is not None:
+        yield contexts.enter_context(context)
+        return
+    with context as value:
+        yield value

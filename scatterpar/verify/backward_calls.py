@@ -1,0 +1,50 @@
+"""Which modules a backward pass calls, such as activation checkpoints do.
+
+Replicas that take turns call the user's function one at a time, and their backward
+passes overlap. A backward pass that calls modules again may disturb the call of another
+replica, in two cases:
+
+- the module is the user's own: it was reached by an object that has a replica's modules
+  during calls, and has them no longer, or another replica's;
+- it has hooks, which may write what a call reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+
+class BackwardCalls:
+    """In the body, a backward pass runs; notes the modules that it calls.
+
+    Autograd may call them in threads of its own.
+
+    Attributes:
+        calls_modules: whether it has called any module.
+        disturbs: whether it has called one in a way that may disturb another replica.
+    """
+
+    def __init__(self, modules_of_user: Iterable[nn.Module]) -> None:
+        self.calls_modules = False
+        self.disturbs = False
+        self._modules_of_user = {*map(id, modules_of_user)}
+
+    def note_unknown(self) -> None:
+        """A backward pass cannot be looked at: it may call anything."""
+        self.calls_modules = True
+        self.disturbs = True
+
+    def _note(self, module: nn.Module, _: Any) -> None:
+        self.calls_modules = True
+        has_hooks = bool(module._forward_hooks or module._forward_pre_hooks)
+        self.disturbs |= has_hooks or id(module) in self._modules_of_user
+
+    def __enter__(self) -> None:
+        self._handle = register_module_forward_pre_hook(self._note)
+
+    def __exit__(self, *_: object) -> None:
+        self._handle.remove()

@@ -1,0 +1,440 @@
+"""Turns: the user's function is entered in the order of the rows, whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from scatterpar import Rows, ScatterOnceParallel
+from scatterpar.step.turns import Scope, lasting_a_turn
+
+pytestmark = [pytest.mark.core, pytest.mark.draws]
+
+LAYOUTS = {
+    "shared": lambda number: ["cpu"] * number,
+    "virtual": lambda number: [f"cpu:{i}" for i in range(number)],
+}
+
+
+class SlowBackward(torch.autograd.Function):
+    """The identity; its backward pass calls a function with the rows."""
+
+    @staticmethod
+    def forward(context, rows, call):
+        context.rows = numbers(rows)
+        context.call = call
+        return rows.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        context.call(context.rows)
+        return gradient, None
+
+
+class Model(nn.Module):
+    """One weight; records the rows of each call, and those of each backward pass."""
+
+    def __init__(self, on_call=lambda rows: None, on_backward=lambda rows: None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, 1, dtype=torch.float64))
+        self.on_call = on_call
+        self.on_backward = on_backward
+
+    def forward(self, rows):
+        self.on_call(numbers(rows))
+        rows = rows.clone().requires_grad_()
+        rows = SlowBackward.apply(rows, self.on_backward)
+        return (rows * self.weight).square().mean()
+
+
+def numbers(rows):
+    return [int(row) for row in rows.detach().flatten()]
+
+
+def column(rows):
+    return torch.arange(float(rows), dtype=torch.float64).view(-1, 1)
+
+
+def engine_in_turns(model, devices, accum=2, **options):
+    options.setdefault("verify", False)
+    engine = ScatterOnceParallel(model, accum, devices, **options)
+    engine.loop.takes_turns = True
+    return engine
+
+
+def gradient_of_plain(rows):
+    model = Model()
+    model(rows).backward()
+    return model.weight.grad
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("replicas", "accum", "rows"),
+    [(1, 3, 7), (2, 2, 9), (2, 4, 5), (3, 3, 10), (4, 2, 3), (4, 3, 29), (2, 1, 2)],
+)
+def test_calls_in_order_of_rows(replicas, accum, rows, layout):
+    seen = []
+
+    def on_call(numbers_of_rows):
+        time.sleep(0.001 * (rows % 3))
+        seen.extend(numbers_of_rows)
+
+    devices = LAYOUTS[layout](replicas)
+    engine = engine_in_turns(Model(on_call), devices, accum)
+    engine.forward_backward(column(rows))
+    assert seen == list(range(rows))
+    gradient = engine.module.weight.grad
+    torch.testing.assert_close(gradient, gradient_of_plain(column(rows)))
+
+
+CUTS = {
+    "shares": {"shares": [3, 1], "accum": 2},
+    "unequal limits": {"micro_batch_size": [3, 2]},
+    "one limit": {"micro_batch_size": 3},
+    "auto": {"accum": "auto"},
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_order_with_every_cut(cut):
+    seen = []
+    options = {"accum": 1, **CUTS[cut]}
+    engine = engine_in_turns(Model(seen.extend), LAYOUTS["virtual"](2), **options)
+    engine.forward_backward(column(13))
+    assert seen == list(range(13))
+    torch.testing.assert_close(engine.module.weight.grad, gradient_of_plain(column(13)))
+
+
+@pytest.mark.parametrize("sizes", [[4, 3], [1, 1, 4], [2, 9, 1]])
+def test_order_of_several_batches(sizes):
+    seen = []
+    engine = engine_in_turns(Model(seen.extend), LAYOUTS["shared"](2), verify=True)
+    batches = column(sum(sizes)).split(sizes)
+    engine.forward_backward(Rows.from_batches(batches))
+    assert seen[-sum(sizes) :] == list(range(sum(sizes)))
+
+
+def test_order_by_cost_is_that_of_the_plan():
+    """Rows of similar cost are together, and returned outputs have the batch's order."""
+    seen = []
+    devices = LAYOUTS["virtual"](2)
+    engine = engine_in_turns(Model(seen.append), devices, 1, micro_batch_cost=2.0)
+    costs = [2.0, 1.0, 2.0, 1.0, 1.0]
+    plan = engine.plan(5, costs)
+    pieces = []
+    for share in plan.shares:
+        pieces += zip(share.micro_batches, share.row_numbers, strict=True)
+    engine.forward_backward(column(5), costs=costs)
+    assert seen == [list(rows) for _, rows in sorted(pieces)]
+    assert len(seen) == 4
+    doubled = engine.map(lambda _, rows: rows * 2, column(5), costs=costs)
+    torch.testing.assert_close(doubled, column(5) * 2)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_map_and_outputs_in_order_of_rows(layout):
+    seen = []
+    engine = engine_in_turns(nn.Identity(), LAYOUTS[layout](3), 2)
+
+    def function(_, rows):
+        seen.extend(numbers(rows))
+        return rows + 1
+
+    torch.testing.assert_close(engine.map(function, column(11)), column(11) + 1)
+    assert seen == list(range(11))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_returned_outputs_are_one_entry_in_order(layout):
+    model = nn.Linear(1, 1, dtype=torch.float64)
+    engine = engine_in_turns(model, LAYOUTS[layout](2), 3, verify=True)
+    _, outputs = engine.forward_backward(
+        column(11), column(11), nn.MSELoss(), return_outputs=True
+    )
+    (output,) = outputs
+    torch.testing.assert_close(output, model(column(11)).detach())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_whole_batch_in_order_of_rows(layout):
+    """The second pass calls the function again, in the same order."""
+    seen = []
+
+    class Rowwise(Model):
+        def forward(self, rows):
+            self.on_call(numbers(rows))
+            return rows * self.weight
+
+    def criterion(output, targets):
+        return (output.softmax(0) * targets).sum()
+
+    engine = engine_in_turns(Rowwise(seen.extend), LAYOUTS[layout](2), 3)
+    targets = column(11).flip(0)
+    engine.forward_backward(column(11) / 11, targets, criterion, whole_batch=True)
+    # Those of the last sub-steps have their graph, and are not called again.
+    assert len(seen) > 11
+    plain = nn.Parameter(torch.ones(1, 1, dtype=torch.float64))
+    criterion(column(11) / 11 * plain, targets).backward()
+    torch.testing.assert_close(engine.module.weight.grad, plain.grad)
+
+
+def test_whole_batch_calls_both_passes_in_order():
+    seen = []
+
+    class Rowwise(Model):
+        def forward(self, rows):
+            self.on_call(numbers(rows))
+            return rows * self.weight
+
+    engine = engine_in_turns(Rowwise(seen.extend), LAYOUTS["virtual"](2), 2)
+    engine.forward_backward(
+        column(8), criterion=lambda output, _: output.square().mean(), whole_batch=True
+    )
+    assert seen == [*range(8), *range(4)]
+
+
+# --- what fails ---
+
+
+class Failure(Exception):
+    pass
+
+
+def fails_at(row):
+    def function(rows):
+        if row in rows:
+            raise Failure
+        seen.extend(rows)
+
+    seen = []
+    function.seen = seen
+    return function
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("row", range(9))
+def test_no_call_after_one_that_fails(row, layout):
+    on_call = fails_at(row)
+    engine = engine_in_turns(Model(on_call), LAYOUTS[layout](3), 3)
+    with pytest.raises(Failure) as caught:
+        engine.forward_backward(column(9))
+    assert on_call.seen == list(range(row))
+    assert engine.module.weight.grad is None
+    assert f"row {row}, counted from 0" in caught.value.__notes__[0]
+    assert len(caught.value.__notes__) == 1  # no other replica failed
+    engine.module.on_call = lambda rows: None
+    engine.forward_backward(column(9))
+
+
+@pytest.mark.parametrize("row", range(9))
+def test_backward_that_fails_ends_the_step(row):
+    on_backward = fails_at(row)
+    seen = []
+    engine = engine_in_turns(Model(seen.extend, on_backward), LAYOUTS["virtual"](3), 3)
+    with pytest.raises(Failure):
+        engine.forward_backward(column(9))
+    assert seen == list(range(len(seen)))
+    assert row in seen
+    assert engine.module.weight.grad is None
+
+
+@pytest.mark.parametrize("row", range(6))
+def test_rows_that_cannot_be_loaded_end_the_step(row):
+    """Rows are loaded before the turn."""
+    seen = []
+
+    def collate(entries):
+        if row in entries:
+            raise Failure
+        return torch.tensor(entries, dtype=torch.float64).view(-1, 1)
+
+    engine = engine_in_turns(Model(seen.extend), LAYOUTS["virtual"](3), 2)
+    with pytest.raises(Failure):
+        engine.forward_backward(Rows(list(range(6)), collate))
+    assert seen == list(range(len(seen)))
+    assert row not in seen
+    assert engine.module.weight.grad is None
+
+
+def test_look_that_refuses_ends_the_step():
+    """A look calls the function outside of turns."""
+
+    class Sums(Model):
+        def forward(self, rows):
+            return super().forward(rows) * len(rows)
+
+    engine = engine_in_turns(Sums(), LAYOUTS["virtual"](2), verify=True)
+    with pytest.raises(ValueError, match="reduction"):
+        engine.forward_backward(column(8))
+    assert engine.module.weight.grad is None
+
+
+def test_criterion_in_the_turn_of_its_function():
+    """It reads what the forward pass of the same rows has written."""
+    written = []
+
+    class Writes(nn.Linear):
+        def forward(self, rows):
+            written.append(numbers(rows))
+            return super().forward(rows)
+
+    read = []
+
+    def criterion(output, _):
+        time.sleep(0.001)
+        read.append(written[-1])
+        return output.square().mean()
+
+    model = Writes(1, 1, dtype=torch.float64)
+    engine = engine_in_turns(model, LAYOUTS["shared"](3), 2)
+    engine.forward_backward(column(12), criterion=criterion)
+    assert read == written
+    assert read == [[i, i + 1] for i in range(0, 12, 2)]
+
+
+def test_retries_call_in_order():
+    seen = []
+
+    def on_call(rows):
+        if len(rows) > 2:
+            raise torch.OutOfMemoryError
+        seen.append(rows)
+
+    engine = engine_in_turns(Model(on_call), LAYOUTS["virtual"](2), "auto")
+    with pytest.warns(UserWarning, match="is the smallest that fits"):
+        engine.forward_backward(column(12))
+    assert seen[-6:] == [[i, i + 1] for i in range(0, 12, 2)]
+
+
+# --- what overlaps ---
+
+
+def test_backward_passes_overlap_calls():
+    """The call of the next rows begins while a backward pass runs."""
+    in_backward = threading.Event()
+    called = threading.Event()
+    met = []
+
+    def on_call(rows):
+        if rows == [1]:
+            met.append(in_backward.wait(60))
+            called.set()
+
+    def on_backward(rows):
+        if rows == [0]:
+            in_backward.set()
+            met.append(called.wait(60))
+
+    engine = engine_in_turns(Model(on_call, on_backward), LAYOUTS["shared"](2), 1)
+    engine.forward_backward(column(2))
+    assert met == [True, True]
+
+
+def test_calls_of_plain_engine_overlap():
+    """Without turns the forward passes of two replicas meet."""
+    barrier = threading.Barrier(2, timeout=60)
+    engine = ScatterOnceParallel(
+        Model(lambda rows: barrier.wait()), 1, ["cpu"] * 2, verify=False
+    )
+    engine.forward_backward(column(2))
+
+
+# --- turns that last the whole sub-step ---
+
+
+class Owner:
+    """An object whose module is a replica's while its function runs."""
+
+    def __init__(self, module):
+        self.module = module
+        self.events = []
+
+    @contextlib.contextmanager
+    def lent(self, module):
+        own = self.module
+        self.module = module
+        self.events.append("lent")
+        try:
+            yield
+        finally:
+            self.events.append("back")
+            self.module = own
+
+    def block(self, rows):
+        return self.module.layer(rows)
+
+    def step(self, replica, rows):
+        with lasting_a_turn(self.lent(replica)):
+            hidden = checkpoint(self.block, rows, use_reentrant=False)
+            self.events.append("called")
+            return hidden.square().mean()
+
+
+class Loop(nn.Module):
+    """A module with a layer, whose forward pass is a function of an owner."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1, 1, dtype=torch.float64)
+
+    def forward(self, step, rows):
+        return step(self, rows)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_checkpoint_of_owner_has_replica_in_backward(replicas, layout):
+    """A look sees it: then a turn, and what it lends, lasts until the backward pass."""
+    model = Loop()
+    engine = engine_in_turns(model, LAYOUTS[layout](replicas), 2, verify=True)
+    owner = Owner(model)
+    for _ in range(3):
+        model.zero_grad()
+        engine.forward_backward({"step": owner.step, "rows": column(7)})
+        gradients = [parameter.grad for parameter in model.parameters()]
+        model.zero_grad()
+        model.layer(column(7)).square().mean().backward()
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            torch.testing.assert_close(gradient, parameter.grad)
+    assert owner.module is model
+    step = owner.events[-3 * len(engine.last_step.plan.substep_rows) :]
+    assert step == ["lent", "called", "back"] * (len(step) // 3)
+
+
+def test_checkpoint_of_replica_needs_no_longer_turns():
+    """Its own layer is called again, whatever others have lent."""
+    attempts = []
+
+    class Checkpointed(Loop):
+        def forward(self, rows):
+            return checkpoint(self.layer, rows, use_reentrant=False).square().mean()
+
+    engine = engine_in_turns(Checkpointed(), LAYOUTS["shared"](2), 2, verify=True)
+    verifier = engine._verifier
+    check = verifier.check
+
+    def checked(attempt, *arguments):
+        check(attempt, *arguments)
+        attempts.append(attempt.threads.scope)
+
+    verifier.check = checked
+    engine.forward_backward(column(8))
+    assert attempts == [Scope.FUNCTION]
+
+
+# --- what is refused ---
+
+
+def test_synchronised_batch_norm_refused():
+    model = nn.Sequential(nn.SyncBatchNorm(1), nn.Linear(1, 1))
+    engine = engine_in_turns(model, LAYOUTS["shared"](2))
+    with pytest.raises(ValueError, match=r"take turns.*BatchNorm2d"):
+        engine.forward_backward(column(8).float(), column(8).float(), nn.MSELoss())
+    assert all(parameter.grad is None for parameter in model.parameters())

@@ -11,6 +11,7 @@ from torch import nn
 from scatterpar.option_checks import check_int, check_number
 from scatterpar.splitting.causes import Cause, explain
 from scatterpar.splitting.gradients import joined, largest_error
+from scatterpar.splitting.parts import hides_counts
 from scatterpar.splitting.process_state import refers_to_accelerator
 from scatterpar.splitting.step_run import StepFunction
 from scatterpar.splitting.trial import Loss, Trial, described
@@ -157,7 +158,12 @@ def splitcheck(
             f" But step draws from the generator of {generators}, whose numbers may "
             f"differ between parts: draw before splitcheck."
         )
-    note = "; ".join(trial.hidden_terms())
+    note = ""
+    if hides_counts(trial.tensors, len(trial.rows)):
+        note = (
+            "whether labels are counted right, since all rows have equally many; give "
+            "some rows labels of -100"
+        )
     return SplitCheck(
         rows=len(trial.rows),
         sizes=described(trial.split()),

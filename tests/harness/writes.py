@@ -1,0 +1,246 @@
+"""Kinds of writes of a step function, which three loops' tests compare with the stock
+loop's with gradient accumulation.
+
+``prepare`` gives an owner, such as a Trainer, what the calls write. ``write`` is called
+by its step function, once per micro-batch. ``read`` returns what is compared.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import heapq
+import io
+import itertools
+import queue
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+HISTORY: list[float] = []  # a global variable that calls append to
+
+
+@dataclasses.dataclass
+class Best:
+    value: float = 99.0
+    call: int = -1
+
+
+class Slots:
+    __slots__ = ("total",)
+
+    def __init__(self) -> None:
+        self.total = 1.0
+
+
+class Registry(dict):
+    """A dict with an attribute."""
+
+    written = 0
+
+
+class Node(NamedTuple):
+    value: float
+    before: Any
+
+
+class Write(NamedTuple):
+    """A kind of writes.
+
+    Attributes:
+        prepare: returns what the owner has as ``owner.kept``, before the first call.
+        write: gets the owner, the loss as a number, the first number of the rows.
+        read: returns what is compared, from the owner.
+    """
+
+    prepare: Callable[[], Any]
+    write: Callable[[Any, float, float], Any]
+    read: Callable[[Any], Any] = lambda owner: owner.kept
+
+
+def counted(owner):
+    """The number of the call, from 0."""
+    owner.calls = getattr(owner, "calls", -1) + 1
+    return owner.calls
+
+
+def write_ring(owner, loss, _):
+    owner.kept[counted(owner) % 5] = loss
+
+
+def write_best(owner, loss, _):
+    call = counted(owner)
+    if loss < owner.kept.value:
+        owner.kept = dataclasses.replace(owner.kept, value=loss, call=call)
+
+
+def write_window(owner, loss, _):
+    owner.kept.append(loss)
+    owner.kept[:] = owner.kept[-3:]
+
+
+def write_recent(owner, _, first):
+    owner.kept[first > 0] = counted(owner)
+    owner.kept.move_to_end(first > 0)
+
+
+def write_registry(owner, loss, _):
+    owner.kept[owner.kept.written] = loss
+    owner.kept.written += 1
+
+
+def write_rows(owner, _, first):
+    owner.kept = torch.cat([owner.kept, torch.tensor([first])])
+
+
+def write_smallest(owner, loss, _):
+    heapq.heappush(owner.kept, -loss)
+    if len(owner.kept) > 3:
+        heapq.heappop(owner.kept)
+
+
+def write_class(owner, loss, _):
+    type(owner).total = getattr(type(owner), "total", 0.0) + loss
+
+
+def set_(owner, value):
+    owner.kept = value
+
+
+# What a look can put back, so that it calls the function.
+RESTORABLE = {
+    "full deque": Write(
+        lambda: collections.deque(maxlen=5), lambda o, loss, x: o.kept.append(loss)
+    ),
+    "counter": Write(collections.Counter, lambda o, loss, x: o.kept.update([x > 0])),
+    "ring of numpy": Write(lambda: np.zeros(5), write_ring),
+    "running average": Write(
+        lambda: 1.0, lambda o, loss, x: set_(o, 0.9 * o.kept + 0.1 * loss)
+    ),
+    "global list": Write(
+        HISTORY.clear, lambda o, loss, x: HISTORY.append(loss), lambda o: [*HISTORY]
+    ),
+    "count": Write(
+        lambda: (itertools.count(5), []),
+        lambda o, loss, x: o.kept[1].append(next(o.kept[0])),
+        lambda o: o.kept[1],
+    ),
+    "own random numbers": Write(
+        lambda: (random.Random(3), []),
+        lambda o, loss, x: o.kept[1].append(o.kept[0].random()),
+        lambda o: o.kept[1],
+    ),
+    "memory bank": Write(lambda: torch.zeros(5), write_ring),
+    "dict of lists": Write(
+        dict, lambda o, loss, x: o.kept.setdefault(x > 0, []).append(loss)
+    ),
+    "dataclass": Write(Best, write_best),
+    # Nobody reported these.
+    "growing tensor": Write(lambda: torch.zeros(0), write_rows),
+    "bytes": Write(bytearray, lambda o, loss, x: o.kept.extend(str(loss).encode())),
+    "text file in memory": Write(
+        io.StringIO,
+        lambda o, loss, x: o.kept.write(f"{loss}\n"),
+        lambda o: o.kept.getvalue(),
+    ),
+    "attribute of a dict": Write(
+        Registry, write_registry, lambda o: [*o.kept.values(), o.kept.written]
+    ),
+    "heap": Write(list, write_smallest),
+    "text": Write(str, lambda o, loss, x: set_(o, f"{o.kept}{loss:.3f}, ")),
+    "slot": Write(
+        Slots,
+        lambda o, loss, x: setattr(o.kept, "total", o.kept.total * loss),
+        lambda o: o.kept.total,
+    ),
+    "window": Write(list, write_window),
+    "ordered dict": Write(
+        collections.OrderedDict, write_recent, lambda o: [*o.kept.items()]
+    ),
+    "class attribute": Write(lambda: None, write_class, lambda o: type(o).total),
+    "generator of torch": Write(
+        lambda: (torch.Generator().manual_seed(1), []),
+        lambda o, loss, x: o.kept[1].append(float(torch.rand((), generator=o.kept[0]))),
+        lambda o: o.kept[1],
+    ),
+    "linked list": Write(lambda: None, lambda o, loss, x: set_(o, Node(loss, o.kept))),
+    "last": Write(lambda: 0.0, lambda o, loss, x: set_(o, loss)),
+    "queue": Write(
+        queue.Queue,
+        lambda o, loss, x: o.kept.put(loss),
+        lambda o: [*o.kept.queue],
+    ),
+}
+# What no look can put back: it leaves the function out.
+IRREVOCABLE = {
+    "open file": Write(
+        lambda: tempfile.TemporaryFile("w+"),  # noqa: SIM115
+        lambda o, loss, x: o.kept.write(f"{loss}\n"),
+        lambda o: (o.kept.seek(0), o.kept.read())[1],
+    ),
+    "iterator": Write(
+        lambda: (iter(range(100)), []),
+        lambda o, loss, x: o.kept[1].append(next(o.kept[0])),
+        lambda o: o.kept[1],
+    ),
+    "generator": Write(
+        lambda: ((n * n for n in range(100)), []),
+        lambda o, loss, x: o.kept[1].append(next(o.kept[0])),
+        lambda o: o.kept[1],
+    ),
+}
+WRITES = RESTORABLE | IRREVOCABLE
+
+
+class Written:
+    """Writes of some kinds, each into an object of its own."""
+
+    def __init__(self, kinds: dict[str, Write]) -> None:
+        self._kinds = kinds
+        self._owners = {}
+        for name, kind in kinds.items():
+            # of a class of its own, because one kind writes it
+            self._owners[name] = type("Owner", (), {"__module__": __name__})()
+            self._owners[name].kept = kind.prepare()
+
+    def write(self, loss: float, first: float) -> None:
+        """What a step function does in each call."""
+        for name, kind in self._kinds.items():
+            kind.write(self._owners[name], loss, first)
+
+    def values(self) -> dict[str, list[Any]]:
+        """What calls have left, by kind."""
+        values = {}
+        for name, kind in self._kinds.items():
+            values[name] = list(atoms(kind.read(self._owners[name])))
+        return values
+
+
+def atoms(value: Any) -> Iterator[Any]:
+    """The numbers and texts in a value, in order."""
+    if isinstance(value, (np.ndarray, torch.Tensor)):
+        value = value.tolist()
+    if isinstance(value, dict):
+        value = list(value.items())
+    if dataclasses.is_dataclass(value):
+        value = dataclasses.astuple(value)
+    if isinstance(value, (list, tuple, collections.deque)):
+        for entry in value:
+            yield from atoms(entry)
+    else:
+        yield round(value, 9) if isinstance(value, float) else value
+
+
+def assert_same_writes(
+    values: dict[str, list[Any]], expected: dict[str, list[Any]]
+) -> None:
+    """Assert that calls have left the same, kind by kind."""
+    differing = {}
+    for name, kept in expected.items():
+        if values[name] != kept:
+            differing[name] = f"{values[name]} beside {kept}"
+    assert not differing, "\n".join(f"{k}: {v}" for k, v in differing.items())

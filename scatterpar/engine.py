@@ -109,7 +109,9 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             or ``torch.device``. Replicas with equal entries share one memory: ``["cpu"]
             * 4`` are four in host memory, ``["cpu:0", "cpu:1"]`` two virtual devices
             with separate memories. Default: every visible accelerator, or a single CPU
-            replica if there is none.
+            replica if there is none; in one of several processes that a launcher
+            started on this machine (``torchrun --nproc-per-node 2``) its even part of
+            the accelerators.
         micro_batch_size: maximal number of rows per sub-step, instead of ``accum``: one
             number, or one per replica for devices of unequal memory.
         micro_batch_cost: maximal cost of a sub-step, instead of ``accum``, for rows of
@@ -230,7 +232,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             self._ranks = Ranks(
                 process_group,
                 self.module,
-                self.device_ids[0],
+                self.device_ids,
                 buffers,
                 accumulate_dtype,
             )

@@ -8,9 +8,12 @@ and counts the copies that several GPUs would need. Equal devices share one memo
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 
 import torch
+
+from scatterpar.errors import warn
 
 DeviceLike = int | str | torch.device
 HOST = torch.device("cpu")
@@ -19,7 +22,9 @@ HOST = torch.device("cpu")
 def resolve(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:
     """Turn ``device_ids`` into devices.
 
-    ``None`` means all accelerators, or one CPU replica on a machine without any.
+    ``None`` means all accelerators, or one CPU replica on a machine without any. In one
+    of several processes of a launcher such as ``torchrun --nproc-per-node 2`` it means
+    this process's part of them.
 
     >>> resolve(["cpu:0", "cpu:1"])
     (device(type='cpu', index=0), device(type='cpu', index=1))
@@ -42,8 +47,54 @@ def resolve(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]
 
 
 def _all_devices(accelerator: torch.device | None) -> Sequence[DeviceLike]:
-    count = 0 if accelerator is None else torch.accelerator.device_count()
-    return range(count) or ["cpu"]
+    if accelerator is None:
+        return ["cpu"]
+    return _part_of_process(torch.accelerator.device_count())
+
+
+def _part_of_process(count: int) -> range:
+    """The numbers of this process's accelerators, of the ``count`` that are visible.
+
+    Each process that a launcher started on this machine has an even part, in order.
+
+    Raises ``ValueError`` if there are fewer accelerators than processes.
+    """
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if processes < 2 or "LOCAL_RANK" not in os.environ:
+        return range(count)
+    if count < processes:
+        raise ValueError(
+            f"device_ids: {processes} processes run on this machine "
+            f"(LOCAL_WORLD_SIZE), and {count} accelerators are visible here, so that "
+            "two processes would have the same one; start fewer processes, or pass "
+            "device_ids="
+        )
+    number = int(os.environ["LOCAL_RANK"])
+    part = range(count * number // processes, count * (number + 1) // processes)
+    if count % processes:
+        warn(
+            f"device_ids: {count} accelerators do not divide evenly among the "
+            f"{processes} processes of this machine; this one, number {number}, takes "
+            f"{part.start} to {part.stop - 1}. In each step the others wait for the "
+            "process with the most rows per accelerator; start a number of processes "
+            "that divides, or give each process rows in proportion"
+        )
+    return part
+
+
+def identity_of(device: torch.device) -> str | None:
+    """A name for the accelerator that no other one in the world has.
+
+    ``None`` for the host, and for backends that name none.
+    """
+    if device.type == "cpu":
+        return None
+    module = torch.get_device_module(device.type)
+    properties = getattr(module, "get_device_properties", None)
+    if properties is None:
+        return None
+    uuid = getattr(properties(device), "uuid", None)
+    return None if uuid is None else str(uuid)
 
 
 def _resolve_one(entry: DeviceLike, accelerator: torch.device | None) -> torch.device:

@@ -89,11 +89,17 @@ class Collectives:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
-    def require_same(self, module: nn.Module, options: str) -> None:
-        """Raise the same ``ValueError`` on all ranks if modules or options differ."""
+    def require_same(
+        self, module: nn.Module, options: str, accelerators: Sequence[str]
+    ) -> None:
+        """Raise the same ``ValueError`` on all ranks if modules or options differ, or
+        if two ranks have one of their ``accelerators`` in common.
+        """
         tensors = _named_tensors(module)
-        description = "\n".join([options, *map(str, tensors)])
-        first, *later = [text.split("\n") for text in self._texts(description)]
+        description = "\n".join([" ".join(accelerators), options, *map(str, tensors)])
+        by_rank = [text.split("\n") for text in self._texts(description)]
+        _refuse_common_accelerators([lines.pop(0).split() for lines in by_rank])
+        first, *later = by_rank
         for rank, lines in enumerate(later, 1):
             # A module may have more tensors than the other.
             for expected, line in zip_longest(first, lines, fillvalue="nothing more"):
@@ -227,6 +233,20 @@ class Collectives:
         values = to_numbers(flat)
         sums = values[: len(summands)]
         return sums, [int(value) for value in values[len(summands) :]]
+
+
+def _refuse_common_accelerators(by_rank: Sequence[Sequence[str]]) -> None:
+    """Raise ``ValueError`` if two ranks have the same accelerator."""
+    rank_of: dict[str, int] = {}
+    for rank, accelerators in enumerate(by_rank):
+        for accelerator in accelerators:
+            other = rank_of.setdefault(accelerator, rank)
+            if other != rank:
+                raise ValueError(
+                    f"device_ids: ranks {other} and {rank} have the same accelerator, "
+                    f"{accelerator}; leave device_ids out, and each process of "
+                    "torchrun takes its part, or pass other ones in each process"
+                )
 
 
 def _failed(statuses: Sequence[int]) -> list[int]:

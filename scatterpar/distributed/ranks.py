@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from scatterpar.batch import nested
 from scatterpar.batch.joining import join_rows
 from scatterpar.batch.markers import unwrap_markers
-from scatterpar.devices.device_ids import physical
+from scatterpar.devices.device_ids import identity_of, physical
 from scatterpar.devices.transfers import as_bytes, to_device, to_numbers, write
 from scatterpar.distributed.collectives import Collectives
 from scatterpar.errors import add_note, warn
@@ -45,9 +45,9 @@ _OTHER_OUTPUTS = "whole_batch=, or on the kinds and shapes of the outputs or tar
 class Ranks:
     """The processes that train one module together.
 
-    At construction all ranks check that they have the same module and options, which
-    else raise the same ``ValueError`` on every rank, and copy rank 0's parameters and
-    buffers.
+    At construction all ranks check that they have the same module and options, and no
+    accelerator in common, which else raise the same ``ValueError`` on every rank. They
+    copy rank 0's parameters and buffers.
 
     Attributes:
         rank: the number of this process.
@@ -58,7 +58,7 @@ class Ranks:
         self,
         group: dist.ProcessGroup,
         module: nn.Module,
-        device: torch.device,
+        devices: Sequence[torch.device],
         buffers: str,
         accumulate_dtype: torch.dtype | None = None,
     ) -> None:
@@ -74,6 +74,7 @@ class Ranks:
         self._error_is_common = False
         # As in "cpu:gloo,cuda:nccl".
         has_host_backend = "cpu:" in str(dist.get_backend_config(group))
+        device = devices[0]
         control = torch.device("cpu") if has_host_backend else physical(device)
         self._collectives = Collectives(group, control)
         self.rank = self._collectives.rank
@@ -87,7 +88,9 @@ class Ranks:
                 f'init_process_group("cpu:gloo,{device.type}:{backend}")'
             )
         options = f"buffers={buffers!r}\naccumulate_dtype={accumulate_dtype}"
-        self._collectives.require_same(module, options)
+        identities = map(identity_of, dict.fromkeys(devices))
+        accelerators = [identity for identity in identities if identity is not None]
+        self._collectives.require_same(module, options, accelerators)
         self._collectives.broadcast_from_rank_0(module)
         logger.info("rank %d of %d has the values of rank 0", self.rank, self.size)
 

@@ -2,7 +2,7 @@
 
 The engine has no part in it.
 
-Imports ``verify`` and the packages below it.
+Imports ``verify``, ``causes`` and the packages below them.
 
 Runs in the caller's thread, or in processes of its own.
 
@@ -10,8 +10,8 @@ Runs in the caller's thread, or in processes of its own.
 - ``parts`` cuts the rows of the batch;
 - ``trial`` runs the step on any split: in this process, which ``process_state``
   restores, or in the processes of ``ranks``. Both call ``step_run``;
-- ``causes`` tests which of the usual mistakes explains a difference, on the numbers
-  that ``evidence`` computes with ``gradients``.
+- ``evidence`` computes the figures on which causes are tested, with ``gradients``;
+  ``causes`` has the words.
 """
 
 from scatterpar.splitting.check import SplitCheck, splitcheck

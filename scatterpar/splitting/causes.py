@@ -1,4 +1,4 @@
-"""Which of the usual mistakes explains a wrong gradient: an ordered list of hypotheses.
+"""What a cause of a wrong gradient is called for the user of a loop, and its remedy.
 
 The verdict that a gradient is wrong does not depend on it. A cause is a hint.
 """
@@ -6,27 +6,18 @@ The verdict that a gradient is wrong does not depend on it. A cause is a hint.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
+from scatterpar.causes.evidence import CauseKind, Finding, Weights
+from scatterpar.causes.ordered import CLOSE, first_finding
+from scatterpar.causes.vectors import factor_between, is_close
 from scatterpar.splitting.evidence import GradientEvidence
-from scatterpar.splitting.gradients import (
-    Gradients,
-    differing,
-    factor_between,
-    is_close,
-    joined,
-    largest_error,
-)
+from scatterpar.splitting.gradients import Gradients, joined, largest_error
 from scatterpar.splitting.step_run import StepResult, layers_with_batch_statistics
 from scatterpar.splitting.trial import Trial
-
-_CLOSE = 1e-3  # how far weights may be from those of a hypothesis
-_ALIKE = 0.9  # the cosine of two differences that have one reason
-_ROUGHLY = 0.3  # how far a growth may be from that of a term per part
 
 
 @dataclass(frozen=True)
@@ -39,12 +30,12 @@ class Cause:
 
 
 def explain(trial: Trial, expected: Gradients, results: list[StepResult]) -> Cause:
-    """The first hypothesis that fits.
+    """The first cause that fits.
 
-    A hypothesis runs the step in other ways. If that fails, as with a part without
-    labels, the next hypothesis is tested.
+    A cause is tested on runs of the step in other ways. If such a run fails, as with a
+    part without labels, the next cause is tested.
     """
-    failures = []
+    failures: list[Exception] = []
     prefix = ""
     if layers_with_batch_statistics(trial.model):
         trial.settings = replace(trial.settings, running_statistics=True)
@@ -63,133 +54,107 @@ def explain(trial: Trial, expected: Gradients, results: list[StepResult]) -> Cau
                 return _BATCH_NORM
             prefix = "Also with the running statistics of batch normalisation: "
     evidence = GradientEvidence(trial, expected, results)
-    for hypothesis in _HYPOTHESES:
-        try:
-            cause = hypothesis(evidence)
-        except Exception as error:
-            failures.append(error)
-            continue
-        if cause is not None:
-            return replace(cause, why=prefix + cause.why)
-    why = prefix + _UNKNOWN.why
-    if failures:
+    finding, errors_of_causes = first_finding(evidence)
+    failures += errors_of_causes
+    cause = _cause_of(finding, evidence)
+    why = prefix + cause.why
+    if failures and finding.kind is CauseKind.UNKNOWN:
         problem = f"{type(failures[0]).__name__}: {failures[0]}".splitlines()[0]
         why += f" Some causes could not be tested: step raised {problem}"
-    return replace(_UNKNOWN, why=why)
+    return replace(cause, why=why)
 
 
-# --- hypotheses, in the order in which they are tested ---
+def _cause_of(finding: Finding, evidence: GradientEvidence) -> Cause:
+    """The words for a finding."""
+    kind = finding.kind
+    if finding.factor is not None:
+        return _factor_in_words(finding, evidence)
+    if finding.weights is not None:
+        return _weights_in_words(finding, finding.weights, evidence)
+    if kind is CauseKind.NOT_FINITE:
+        return _not_finite(evidence)
+    if kind is CauseKind.WRONG_WITH_ONE_PART:
+        return _wrong_with_one_part(evidence)
+    if kind is CauseKind.RANKS_DIFFER:
+        return _ranks_differ(finding, evidence)
+    if kind is CauseKind.ONCE_PER_PART:
+        return _once_per_part(finding, evidence)
+    if kind is CauseKind.MEAN_OF_MEANS:
+        return _mean_of_means_in_a_term(finding, evidence)
+    if kind is CauseKind.ROWS_ARE_COMPARED:
+        return _rows_are_compared(evidence)
+    return _STATE if kind is CauseKind.STATE_BETWEEN_PARTS else _UNKNOWN
 
 
-def _not_finite(evidence: GradientEvidence) -> Cause | None:
+def _not_finite(evidence: GradientEvidence) -> Cause:
     if not joined(evidence.expected).isfinite().all():
         why = "The gradient of the whole batch has NaN or infinite entries."
-        return Cause("not finite", why, "check the step with one batch first.")
-    if not joined(evidence.actual).isfinite().all():
+        remedy = "check the step with one batch first."
+    else:
         why = "Only in parts, the gradient has NaN or infinite entries."
         remedy = "skip the mean of a part without labels: it divides by zero."
-        return Cause("not finite", why, remedy)
-    return None
+    return Cause(CauseKind.NOT_FINITE.value, why, remedy)
 
 
-def _wrong_with_one_part(evidence: GradientEvidence) -> Cause | None:
-    """With ``loss=``: the step is wrong for a single part, too."""
-    if not evidence.trial.has_loss:
-        return None
-    if evidence.error_with_one_part() <= evidence.trial.limit:
-        return None
+def _wrong_with_one_part(evidence: GradientEvidence) -> Cause:
     actual = joined(evidence.with_one_part)
     factor = factor_between(actual, joined(evidence.expected), evidence.tolerance)
     size = "not" if factor is None else f"{factor:.4g} times"
     return Cause(
-        "wrong with one part",
+        CauseKind.WRONG_WITH_ONE_PART.value,
         f"Already with the whole batch as one part, the gradient is {size} that of "
         f"loss=.",
         "compare the two losses; write len(batches) for a constant in the loop.",
     )
 
 
-def _ranks_differ(evidence: GradientEvidence) -> Cause | None:
-    unequal: dict[str, None] = {}
-    for gradients in evidence.others:
-        names = differing(gradients, evidence.actual, evidence.trial.limit)
-        unequal.update(dict.fromkeys(names))
-    if not unequal:
-        return None
+def _ranks_differ(finding: Finding, evidence: GradientEvidence) -> Cause:
     place = "any parameter"
-    if not evidence.is_everything(list(unequal)):
-        place = _listed(list(unequal))
+    if not evidence.is_everything(finding.names):
+        place = _listed(finding.names)
     return Cause(
-        "ranks differ",
+        CauseKind.RANKS_DIFFER.value,
         f"The ranks end with different gradients of {place}: they were not averaged.",
         "call the DDP module, not model.module or parameters outside of it, and keep "
         "the last backward() out of no_sync().",
     )
 
 
-def _factor_or_weights(evidence: GradientEvidence) -> Cause | None:
-    """In all parameters, or in all that are wrong."""
-    scopes = [evidence.names]
-    if len(evidence.wrong) < len(evidence.names):
-        scopes.append(evidence.wrong)
-    for names in scopes:
-        cause = _constant_factor(evidence, names) or _other_weights(evidence, names)
-        if cause is not None:
-            return cause
-    return None
-
-
-def _state_between_parts(evidence: GradientEvidence) -> Cause | None:
-    """A part changes what the next one computes: a running mean, a counter."""
-    if not evidence.order_matters():
-        return None
+def _once_per_part(finding: Finding, evidence: GradientEvidence) -> Cause:
+    growth = finding.growth
+    assert growth is not None
+    unit = growth.unit
+    number = f"number of {unit}s"
+    is_of_all = evidence.trial.parts > 1 and evidence.trial.ranks > 1
+    if is_of_all:
+        number = "number of parts of all ranks"
     return Cause(
-        "state between parts",
-        "The same parts in reverse order give another gradient.",
-        "update buffers, attributes and counters once per step, not once per part.",
-    )
-
-
-def _once_per_part(evidence: GradientEvidence) -> Cause | None:
-    """A term of the loss counts in each part."""
-    measured = evidence.growth_per_part()
-    if measured is None:
-        return None
-    growth, cosine = measured
-    if cosine < _ALIKE or abs(growth - 2) > _ROUGHLY:
-        return None
-    unit = evidence.unit
-    return Cause(
-        "once per part",
+        CauseKind.ONCE_PER_PART.value,
         f"A term of the loss counts once for each {unit}: from 2 to 3 {unit}s, the "
-        f"difference grows {growth:.3g}-fold.{_shows_in(evidence)}",
-        f"divide a penalty or a balance loss by the number of {unit}s, or add it once.",
+        f"difference grows {growth.factor:.3g}-fold.{_shows_in(evidence)}",
+        f"divide a penalty or a balance loss by the {number}, or add it once.",
     )
 
 
-def _one_parameter(evidence: GradientEvidence) -> Cause | None:
-    """One of several losses is wrong: it shows in the parameters that only it sees."""
-    for name in evidence.wrong:
-        cause = _constant_factor(evidence, [name]) or _other_weights(evidence, [name])
-        if cause is not None:
-            return cause
-    return None
+def _mean_of_means_in_a_term(finding: Finding, evidence: GradientEvidence) -> Cause:
+    assert finding.count is not None
+    return Cause(
+        CauseKind.MEAN_OF_MEANS.value,
+        f"Rows with equally many {finding.count.words} give the right gradient, others "
+        f"do not: one of several terms of the loss is a mean over these in each part."
+        f"{_shows_in(evidence)}",
+        f"{_BY_TERMS}, for each term of the loss by itself.",
+    )
 
 
-def _rows_are_compared(evidence: GradientEvidence) -> Cause | None:
-    """No weights of the parts' gradients make up that of the batch."""
-    if evidence.weights_of_batch(evidence.names) is not None:
-        return None
-    expected = joined(evidence.expected)
-    if evidence.is_undefined or len(expected) < 2 * len(evidence.parts):
-        return None
+def _rows_are_compared(evidence: GradientEvidence) -> Cause:
     ranks = evidence.trial.ranks
-    ratio = float(joined(evidence.actual).norm() / expected.norm())
+    ratio = float(joined(evidence.actual).norm() / joined(evidence.expected).norm())
     also = ""
     if ranks > 1 and math.isclose(ratio, 1 / ranks, rel_tol=0.1):
         also = " By its norm, it is also divided by the number of ranks once too often."
     return Cause(
-        "rows are compared",
+        CauseKind.ROWS_ARE_COMPARED.value,
         "No weights of the gradients of the parts give that of the batch: the loss or "
         f"the module ties rows to each other.{_shows_in(evidence)}{also}",
         "compute a contrastive loss, a product of means, or batch statistics for all "
@@ -198,17 +163,6 @@ def _rows_are_compared(evidence: GradientEvidence) -> Cause | None:
     )
 
 
-_HYPOTHESES: tuple[Callable[[GradientEvidence], Cause | None], ...] = (
-    _not_finite,
-    _wrong_with_one_part,
-    _ranks_differ,
-    _factor_or_weights,
-    _state_between_parts,
-    _once_per_part,
-    _one_parameter,
-    _rows_are_compared,
-)
-
 _BATCH_NORM = Cause(
     "batch normalisation",
     "It normalises each part by itself. With its running statistics only rounding "
@@ -216,8 +170,13 @@ _BATCH_NORM = Cause(
     "call model.eval() before splitcheck; to be exact in training, use GroupNorm, or "
     "over ranks nn.SyncBatchNorm.",
 )
+_STATE = Cause(
+    CauseKind.STATE_BETWEEN_PARTS.value,
+    "The same parts in reverse order give another gradient.",
+    "update buffers, attributes and counters once per step, not once per part.",
+)
 _UNKNOWN = Cause(
-    "unknown",
+    CauseKind.UNKNOWN.value,
     "It is no constant factor, no other weights of the parts, and no term that counts "
     "once per part.",
     "compare the parameters one by one, and look for state that one part changes for "
@@ -243,27 +202,38 @@ _DIVIDED = (
     f"{_CONSTANT}."
 )
 _ADDED = f"divide each loss by len(batches); {_CONSTANT}."
+_ADDED_IN_SOME = (
+    "these parameters get the gradient of the whole loss in each part, the others that "
+    "of the part: divide the gradient of these alone by len(batches), or detach them "
+    "in all parts but one; dividing the loss would make the others wrong."
+)
 
 
-def _constant_factor(evidence: GradientEvidence, names: Sequence[str]) -> Cause | None:
-    factor = evidence.factor(names)
-    if factor is None or math.isclose(factor, 1, rel_tol=evidence.tolerance):
-        return None
-    place = _place(evidence, names)
+def _factor_in_words(finding: Finding, evidence: GradientEvidence) -> Cause:
+    factor = finding.factor
+    assert factor is not None
+    place = _place(evidence, finding.names)
     if not factor:
         why = f"{place} no gradient arrives in parts."
         remedy = "do not leave out or detach in parts what these parameters compute."
-        return Cause("no gradient", why, remedy)
-    meaning, remedy = _meaning(factor, evidence.trial.ranks, evidence.trial.parts)
+        return Cause(finding.kind.value, why, remedy)
+    trial = evidence.trial
+    meaning, remedy = _meaning(factor, trial.ranks, trial.parts)
+    is_partial = not evidence.is_everything(finding.names)
+    is_of_whole_loss = math.isclose(factor, trial.parts, rel_tol=CLOSE)
+    if is_partial and trial.parts > 1 and is_of_whole_loss:
+        remedy = _ADDED_IN_SOME
     why = f"{place} the gradient is {factor:.4g} times the right one{meaning}."
-    return Cause("constant factor", why, remedy)
+    return Cause(finding.kind.value, why, remedy)
 
 
 def _meaning(factor: float, ranks: int, parts: int) -> tuple[str, str]:
-    """What a factor may come from, and what to do."""
+    """All that a factor may come from, and what to do."""
     all_parts = ranks * parts
     divided = _DIVIDED_BY_RANKS
     added = _ADDED_OVER_RANKS
+    # With one rank, or one part, the number of all parts means nothing more.
+    all_parts = all_parts if min(ranks, parts) > 1 else 1
     known = (
         (ranks, 1 / ranks, "divided by the number of ranks once too often", divided),
         (
@@ -283,22 +253,33 @@ def _meaning(factor: float, ranks: int, parts: int) -> tuple[str, str]:
         ),
         (all_parts, all_parts, "divided by neither ranks nor parts", added),
     )
+    meanings: dict[str, None] = {}
+    remedies: dict[str, None] = {}
     for number, value, meaning, remedy in known:
-        if number > 1 and math.isclose(factor, value, rel_tol=_CLOSE):
-            return f": {meaning}", remedy
-    return "", f"look for a division or a second backward(); {_CONSTANT}."
+        if number > 1 and math.isclose(factor, value, rel_tol=CLOSE):
+            meanings[meaning] = None
+            remedies[remedy] = None
+    if not meanings:
+        return "", f"look for a division or a second backward(); {_CONSTANT}."
+    return f": {', or '.join(meanings)}", " Or ".join(remedies)
 
 
 # --- other weights of the parts ---
 
 _BY_TERMS = "divide the sum of the losses by the number of terms in all parts"
 _REMEDIES = {
-    "mean of means": f"{_BY_TERMS}.",
-    "sum of means": f"multiply each loss by its part of all terms; {_CONSTANT}.",
-    "only some parts": "call zero_grad() before the first part only, backward() for "
-    "each part, and optimizer.step() after the last one.",
-    "running sum": "call backward() on the loss of each part, not on a running sum.",
-    "other weights": f"{_BY_TERMS}.",
+    CauseKind.MEAN_OF_MEANS: f"{_BY_TERMS}.",
+    CauseKind.SUM_OF_MEANS: (
+        f"multiply each loss by its part of all terms; {_CONSTANT}."
+    ),
+    CauseKind.ONLY_SOME_PARTS: (
+        "call zero_grad() before the first part only, backward() for each part, and "
+        "optimizer.step() after the last one."
+    ),
+    CauseKind.RUNNING_SUM: (
+        "call backward() on the loss of each part, not on a running sum."
+    ),
+    CauseKind.OTHER_WEIGHTS: f"{_BY_TERMS}.",
 }
 _ALL_RANKS = "give each rank's loss its weight, and average the gradients of all ranks."
 _NOT_A_MEAN = (
@@ -311,60 +292,36 @@ _REPEATED = (
 )
 
 
-def _other_weights(evidence: GradientEvidence, names: Sequence[str]) -> Cause | None:
+def _weights_in_words(
+    finding: Finding, weights: Weights, evidence: GradientEvidence
+) -> Cause:
     """The gradient is a sum of those of the parts, with other weights than right."""
-    actual = evidence.weights_of_loop(names)
-    expected = evidence.weights_of_batch(names)
-    if (
-        actual is None
-        or expected is None
-        or is_close(actual, expected, evidence.tolerance)
-    ):
-        return None
-    has_terms = (
-        expected.abs() > _CLOSE * expected.abs().max()
-    )  # not a part without labels
-    name = _name_of_weights(actual[has_terms], expected[has_terms], len(evidence.parts))
-    remedy = _REMEDIES[name]
-    ratio = _ratio_of_neighbours(actual / expected, evidence.trial.ranks)
-    ratio = ratio or _ratio_of_neighbours(actual, evidence.trial.ranks)
+    ranks = evidence.trial.ranks
+    kind = finding.kind
+    remedy = _REMEDIES[kind]
+    ratio = _ratio_of_neighbours(weights.computed / weights.right, ranks)
+    ratio = ratio or _ratio_of_neighbours(weights.computed, ranks)
+    counted = evidence.counted_as(weights.right)
     repeated = ""
-    if name == "other weights" and ratio is not None:
+    if kind is CauseKind.OTHER_WEIGHTS and ratio is not None:
         repeated = f" Each part multiplies the sum of those before it by {ratio:.4g}."
         remedy = _REPEATED
-    elif not evidence.counted_as(expected):
+    elif counted is None:
         remedy = _NOT_A_MEAN
-    elif name == "only some parts" and evidence.trial.ranks > 1:
+    elif kind is CauseKind.ONLY_SOME_PARTS and ranks > 1:
         remedy = _ALL_RANKS
-    elif evidence.trial.ranks > 1:
+    elif ranks > 1:
         remedy += (
             " Add that number over the ranks, and undo DDP's division by their number."
         )
-    elif name == "mean of means" and evidence.counted_as(expected) == "rows":
+    elif kind is CauseKind.MEAN_OF_MEANS and counted.words == "rows":
         remedy += " If your loader gives equal parts only (drop_last), pass equal=True."
     why = (
-        f"{_place(evidence, names)} the loop weighs the parts "
-        f"{_weights_in_words(evidence, actual)}, the whole batch "
-        f"{_weights_in_words(evidence, expected)}.{repeated}"
+        f"{_place(evidence, finding.names)} the loop weighs the parts "
+        f"{_shown(evidence, weights.computed)}, the whole batch "
+        f"{_shown(evidence, weights.right)}.{repeated}"
     )
-    return Cause(name, why, remedy)
-
-
-def _name_of_weights(actual: Tensor, expected: Tensor, num_parts: int) -> str:
-    """The name of the loop's weights for parts with terms, among ``num_parts``."""
-    count = len(actual)
-    if actual.abs().min() < _CLOSE * actual.abs().max():
-        return "only some parts"
-    for divisor in (count, num_parts):
-        if is_close(actual, torch.full_like(actual, 1 / divisor), _CLOSE):
-            return "mean of means"
-    if is_close(actual, torch.ones_like(actual), _CLOSE):
-        return "sum of means"
-    times = torch.arange(count, 0, -1, dtype=actual.dtype)  # that a part is added
-    for weights in (actual, actual / expected):
-        if count > 1 and is_close(weights / weights[-1], times, _CLOSE):
-            return "running sum"
-    return "other weights"
+    return Cause(kind.value, why, remedy)
 
 
 def _ratio_of_neighbours(weights: Tensor, ranks: int) -> float | None:
@@ -374,17 +331,20 @@ def _ratio_of_neighbours(weights: Tensor, ranks: int) -> float | None:
     if len(ratios) < 2:
         return None
     ratio = float(ratios[0])
-    is_one = math.isclose(ratio, 1, rel_tol=_CLOSE)
-    return None if is_one or not is_close(ratios, ratios[:1], _CLOSE) else ratio
+    is_one = math.isclose(ratio, 1, rel_tol=CLOSE)
+    return None if is_one or not is_close(ratios, ratios[:1], CLOSE) else ratio
 
 
-def _weights_in_words(evidence: GradientEvidence, weights: Tensor) -> str:
+def _shown(evidence: GradientEvidence, weights: Tensor) -> str:
+    """Weights of the parts, with what they count."""
     numbers = ", ".join(f"{float(weight):.3g}" for weight in weights)
     used = weights[weights != 0]
-    if is_close(used, used[:1], _CLOSE):
+    if is_close(used, used[:1], CLOSE):
         return f"equally ({numbers})"
     counted = evidence.counted_as(weights)
-    return f"by their {counted} ({numbers})" if counted else f"({numbers})"
+    return (
+        f"({numbers})" if counted is None else f"by their {counted.words} ({numbers})"
+    )
 
 
 # --- names of parameters ---
@@ -399,8 +359,9 @@ def _place(evidence: GradientEvidence, names: Sequence[str]) -> str:
 
 def _shows_in(evidence: GradientEvidence) -> str:
     """A sentence about which parameters are wrong, if others are right."""
-    names = evidence.shows_in()
-    return f" It shows in {_listed(names)} alone: an auxiliary loss." if names else ""
+    if evidence.is_everything(evidence.wrong):
+        return ""
+    return f" It shows in {_listed(evidence.wrong)} alone: an auxiliary loss."
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -11,7 +11,6 @@ from torch import nn
 from scatterpar.option_checks import check_int, check_number
 from scatterpar.splitting.causes import Cause, explain
 from scatterpar.splitting.gradients import joined, largest_error
-from scatterpar.splitting.parts import hides_counts
 from scatterpar.splitting.process_state import refers_to_accelerator
 from scatterpar.splitting.step_run import StepFunction
 from scatterpar.splitting.trial import Loss, Trial, described
@@ -158,12 +157,7 @@ def splitcheck(
             f" But step draws from the generator of {generators}, whose numbers may "
             f"differ between parts: draw before splitcheck."
         )
-    note = ""
-    if hides_counts(trial.tensors, len(trial.rows)):
-        note = (
-            "whether labels are counted right, since all rows have equally many; give "
-            "some rows labels of -100"
-        )
+    note = "; ".join(trial.hidden_terms())
     return SplitCheck(
         rows=len(trial.rows),
         sizes=described(trial.split()),

@@ -1,4 +1,4 @@
-"""Numbers on which a hypothesis about a wrong gradient is tested."""
+"""The gradients of several splits of a batch, on which causes are tested."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from scatterpar.splitting import parts as row_parts
+from scatterpar.causes.counts import Count
+from scatterpar.causes.evidence import Growth, SplitEvidence, Weights
+from scatterpar.causes.vectors import factor_between, weights_of_parts
 from scatterpar.splitting.gradients import (
     Gradients,
     differing,
-    factor_between,
-    is_close,
     joined,
     largest_error,
-    weights_of_parts,
 )
 from scatterpar.splitting.step_run import StepResult
 from scatterpar.splitting.trial import Trial
 
 _FITS = 1e-4  # the largest relative error of an explanation
-_PER_PART = (2, 3)  # numbers of parts, to see how a difference grows
+_LEFT_OVER = 1e-2  # of the difference, by an explanation
+_UNITS = (2, 3)  # numbers of parts or ranks, to see how a difference grows
 _ROUNDING = 1e-9  # of the largest entry
 _LEAST_NUMBERS = 3  # of a gradient that is a multiple of another one
 
 
-class GradientEvidence:
+class GradientEvidence(SplitEvidence):
     """The gradients of a trial, compared in several ways.
 
     Attributes:
@@ -36,8 +36,6 @@ class GradientEvidence:
         others: the gradients on the other ranks.
         names: all parameters.
         wrong: the parameters whose gradients differ.
-        parts: the rows of all parts, rank by rank.
-        unit: what the batch is cut into: parts, or ranks.
         is_undefined: whether ``of_parts`` replaced one that is not finite.
     """
 
@@ -51,25 +49,53 @@ class GradientEvidence:
         self.names = list(expected)
         self.wrong = differing(self.actual, expected, trial.limit)
         self.parts = [part for share in trial.split() for part in share]
-        self.unit = "part" if trial.ranks == 1 else "rank"
+        self.counts = trial.counts
         self.is_undefined = False
-        self.tolerance = max(_FITS, trial.limit)
+        # An explanation explains nearly all of the difference.
+        worst, _ = largest_error(self.actual, expected)
+        self.tolerance = max(min(_FITS, _LEFT_OVER * worst), trial.limit)
 
-    def error_with_one_part(self) -> float:
-        """The largest error of the step with the whole batch as one part."""
-        return largest_error(self.with_one_part, self.expected)[0]
+    def is_finite(self) -> bool:
+        """Whether the gradients of the whole batch and in parts are finite."""
+        vectors = joined(self.expected), joined(self.actual)
+        return all(bool(vector.isfinite().all()) for vector in vectors)
+
+    def is_wrong_with_one_part(self) -> bool:
+        """With ``loss=``: whether the step is wrong for a single part, too."""
+        if not self.trial.has_loss:
+            return False
+        error, _ = largest_error(self.with_one_part, self.expected)
+        return error > self.trial.limit
 
     @cached_property
     def with_one_part(self) -> Gradients:
         """The gradient that the step itself computes for one part."""
         return self.trial.results([[self.trial.rows]])[0].gradients
 
+    def differing_ranks(self) -> Sequence[str]:
+        """The parameters whose gradients differ between ranks."""
+        unequal: dict[str, None] = {}
+        for gradients in self.others:
+            names = differing(gradients, self.actual, self.trial.limit)
+            unequal.update(dict.fromkeys(names))
+        return list(unequal)
+
+    def scopes(self) -> Sequence[Sequence[str]]:
+        """All parameters, and all that are wrong."""
+        if len(self.wrong) < len(self.names):
+            return self.names, self.wrong
+        return (self.names,)
+
+    def single_scopes(self) -> Sequence[Sequence[str]]:
+        """The wrong parameters, one by one."""
+        return [[name] for name in self.wrong]
+
     @cached_property
     def of_parts(self) -> list[Gradients]:
         """The gradient of each part by itself; zero for a part that has none."""
         gradients = []
         for part in self.parts:
-            result = self.trial.results([[part]])[0]
+            result = self.trial.results([[list(part)]])[0]
             for name, gradient in result.gradients.items():
                 if not gradient.isfinite().all():  # 0 / 0 of a part without labels
                     result.gradients[name] = torch.zeros_like(gradient)
@@ -84,29 +110,17 @@ class GradientEvidence:
             return None
         return factor_between(actual, joined(self.expected, names), self.tolerance)
 
-    def weights_of_loop(self, names: Sequence[str]) -> Tensor | None:
-        """The weights of the parts, if the loop adds up their gradients."""
-        return self._weights(self.actual, names)
-
-    def weights_of_batch(self, names: Sequence[str]) -> Tensor | None:
-        """The weights with which the parts add up to the whole batch."""
-        return self._weights(self.expected, names)
+    def weights(self, names: Sequence[str]) -> Weights | None:
+        """The weights of the parts in the loop, and in the whole batch."""
+        computed = self._weights(self.actual, names)
+        if computed is None:
+            return None
+        right = self._weights(self.expected, names)
+        return None if right is None else Weights(computed, right)
 
     def _weights(self, total: Gradients, names: Sequence[str]) -> Tensor | None:
         parts = [joined(gradients, names) for gradients in self.of_parts]
         return weights_of_parts(parts, joined(total, names), self.tolerance)
-
-    def counted_as(self, weights: Tensor) -> str:
-        """What weights are proportional to: rows, labels, or nothing known."""
-        trial = self.trial
-        for name, counts in row_parts.counts_of_rows(trial.tensors, len(trial.rows)):
-            terms = [sum(counts[row] for row in part) for part in self.parts]
-            shares = torch.tensor(terms, dtype=weights.dtype)
-            if not shares.sum() or not weights.sum():
-                continue
-            if is_close(weights / weights.sum(), shares / shares.sum(), 1e-3):
-                return name
-        return ""
 
     def order_matters(self) -> bool:
         """Whether the parts of each rank in reverse order give another gradient."""
@@ -114,35 +128,87 @@ class GradientEvidence:
         actual = self.trial.results(backwards)[0].gradients
         return largest_error(actual, self.actual)[0] > self.trial.limit
 
-    def growth_per_part(self) -> tuple[float, float] | None:
-        """How the difference grows from two parts to three, and the cosine of both.
+    def growths(self) -> Sequence[Growth]:
+        """How the difference grows from two parts to three, and from two ranks.
 
-        A term that counts in each part grows two-fold: once too often, then twice. The
-        parts are alike, so that the term is. ``None`` for too few rows, or no
-        difference.
+        A term that counts in each part grows two-fold: once too often, then twice. With
+        ranks, it may count in each part of all ranks, too: from 2 ranks of 3 parts to 3
+        ranks, it grows from 5 times too often to 8 times.
+        """
+        ranks, parts = self.trial.ranks, self.trial.parts
+        if ranks == 1:
+            return self._growth("part", [(1, number) for number in _UNITS], 1)
+        growths = self._growth("rank", [(number, parts) for number in _UNITS], parts)
+        if parts > 1:
+            growths += self._growth("part", [(ranks, n) for n in _UNITS], ranks)
+        return growths
+
+    def _growth(
+        self, unit: str, splits: Sequence[tuple[int, int]], others: int
+    ) -> list[Growth]:
+        """The growth between two splits, with what a term may make of it.
+
+        The parts are alike, so that the term is. Empty for too few rows, or no
+        difference. ``others`` is the number of ranks for parts, and of parts for ranks.
         """
         trial = self.trial
-        per_unit = 1 if trial.ranks == 1 else trial.parts
-        multiple = _PER_PART[0] * _PER_PART[1] * per_unit
+        multiple = _UNITS[0] * _UNITS[1] * others
         rows = trial.rows[: len(trial.rows) // multiple * multiple]
         if not rows:
-            return None
+            return []
         expected = joined(trial.reference(rows).gradients)
         differences = []
-        for number in _PER_PART:
+        for number, (ranks, parts) in zip(_UNITS, splits, strict=True):
             dealt = [row for start in range(number) for row in rows[start::number]]
-            ranks, parts = (1, number) if trial.ranks == 1 else (number, trial.parts)
             results = trial.results(trial.cut(dealt, ranks, parts, equal=True))
             differences.append(joined(results[0].gradients) - expected)
         two, three = differences
         if not two.any() or not three.any():
-            return None
-        growth = float(three.norm() / two.norm())
-        return growth, float(torch.cosine_similarity(two, three, dim=0))
+            return []
+        factor = float(three.norm() / two.norm())
+        cosine = float(torch.cosine_similarity(two, three, dim=0))
+        growths = []
+        for times in sorted({1, others}):
+            growth = (_UNITS[1] * times - 1) / (_UNITS[0] * times - 1)
+            growths.append(Growth(unit, factor, growth, cosine))
+        return growths
 
-    def shows_in(self) -> list[str]:
-        """The wrong parameters, if others that have a gradient are right."""
-        return [] if self.is_everything(self.wrong) else self.wrong
+    def count_that_decides(self) -> Count | None:
+        """The count whose equal rows are treated right, though others are not.
+
+        A loss that compares rows is wrong for rows with equal counts, too.
+        """
+        for count in self.counts:
+            if count.is_constant:
+                continue
+            rows = self._rows_with_equal(count)
+            if rows and self._error_in_parts(rows) <= self.trial.limit:
+                return count
+        return None
+
+    def _rows_with_equal(self, count: Count) -> list[int]:
+        """Rows with equally many terms, for one part per rank, or two; or none."""
+        by_terms: dict[float, list[int]] = {}
+        for row in self.trial.rows:
+            by_terms.setdefault(count.per_row[row], []).append(row)
+        num_parts = max(2, self.trial.ranks)
+        by_terms.pop(0, None)  # rows without terms show nothing
+        rows = max(by_terms.values(), key=len, default=[])
+        return rows[: len(rows) // num_parts * num_parts]
+
+    def _error_in_parts(self, rows: list[int]) -> float:
+        trial = self.trial
+        parts = 2 if trial.ranks == 1 else 1
+        split = trial.cut(rows, trial.ranks, parts, equal=True)
+        actual = trial.results(split)[0].gradients
+        return largest_error(actual, trial.reference(rows).gradients)[0]
+
+    def do_rows_meet(self) -> bool:
+        """Whether no weights of the parts' gradients make up that of the batch."""
+        if self._weights(self.expected, self.names) is not None:
+            return False
+        num_numbers = len(joined(self.expected))
+        return not self.is_undefined and num_numbers >= 2 * len(self.parts)
 
     def is_everything(self, names: Sequence[str]) -> bool:
         """Whether these are all parameters that have a gradient."""

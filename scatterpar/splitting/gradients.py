@@ -12,9 +12,6 @@ from scatterpar.verify.comparison import SMALLEST_SCALE
 
 Gradients = dict[str, Tensor]  # in float64 on the host, zeros where there is none
 
-# The condition number above which several weights explain a gradient equally well.
-_WORST_CONDITION = 1e9
-
 
 def relative_errors(actual: Gradients, expected: Gradients) -> dict[str, float]:
     """For each parameter the largest difference over the largest entry.
@@ -62,45 +59,6 @@ def joined(gradients: Gradients, names: Sequence[str] | None = None) -> Tensor:
     """The gradients of the named parameters, or of all, as one vector."""
     selected = gradients if names is None else names
     return torch.cat([gradients[name].flatten() for name in selected])
-
-
-def is_close(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
-    """Whether no entry is further off than ``tolerance`` times the largest."""
-    error = (actual - expected).abs().max()
-    return bool(error <= tolerance * expected.abs().max())
-
-
-def factor_between(actual: Tensor, expected: Tensor, tolerance: float) -> float | None:
-    """The number that turns ``expected`` into ``actual``; ``None`` if there is none."""
-    square = float(expected @ expected)
-    if not square:
-        return None
-    factor = float(actual @ expected) / square
-    return factor if is_close(factor * expected, actual, tolerance) else None
-
-
-def weights_of_parts(
-    parts: Sequence[Tensor], total: Tensor, tolerance: float
-) -> Tensor | None:
-    """The weights with which gradients of parts add up to ``total``.
-
-    ``None`` if no weights do, or if several do, as in a model with few parameters.
-    """
-    used = [number for number, part in enumerate(parts) if part.any()]
-    if not used or len(total) < 2 * len(parts):
-        return None
-    columns = torch.stack([parts[number] for number in used], 1)
-    q, r = torch.linalg.qr(columns)
-    sizes = torch.linalg.svdvals(r)
-    if sizes[0] > _WORST_CONDITION * sizes[-1]:
-        return None
-    solved = torch.linalg.solve_triangular(r, (q.T @ total)[:, None], upper=True)
-    if not is_close(columns @ solved[:, 0], total, tolerance):
-        return None
-    weights = torch.zeros(len(parts), dtype=total.dtype)
-    weights[used] = solved[:, 0]
-    is_rounding = weights.abs() < tolerance**2 * weights.abs().max()
-    return weights.masked_fill(is_rounding, 0)
 
 
 def _largest(tensor: Tensor) -> float:

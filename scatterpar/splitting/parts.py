@@ -2,64 +2,63 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import Any
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from scatterpar.batch import nested
-from scatterpar.batch.markers import Marker
+from scatterpar.causes.counts import IGNORED, Count, NamedTensor, rank_of_labels
 
 Part = list[int]  # the numbers of its rows
 Split = list[list[Part]]  # the parts of each rank
+Groups = Sequence[int]  # the numbers of rows of successive parts, or ranks
 
-_IGNORED = (-100, 255, -1)  # labels that losses leave out, the most usual first
+_LEAST_SPREAD = 0.02  # of a count, between the parts, for it to show
+_NUM_ORDERS = 256  # that are tried if some count does not show
+_ROUNDING = 1e-9
 
 
-def tensors_with_rows(batch: Any) -> list[Tensor]:
-    """The tensors of a batch, rows first; for ``Rows`` the size of each entry.
+def order_rows(
+    tensors: Sequence[NamedTensor], counts: Sequence[Count], groups: Sequence[Groups]
+) -> list[int]:
+    """The numbers of all rows, ordered so that every count differs between groups.
 
-    Tensors that may hold labels come first.
+    Rows with the most labels come first, then the largest. So the first of several
+    parts has the most labels per row, and other classes than the last one. If this
+    order hides a count, as that of a mask that alternates, other orders are tried:
+    those by each count, and by sums of counts. The order whose most similar count
+    differs most is taken.
+
+    ``groups`` has the sizes of parts, and those of ranks.
     """
-    labels: list[Tensor] = []
-    numbers: list[Tensor] = []
-    for atom in nested.atoms(batch):
-        if isinstance(atom, Marker) and atom.num_rows is not None:
-            numbers.append(_sizes_of_entries(atom))
-        elif isinstance(atom, Tensor) and atom.ndim and not atom.is_complex():
-            tensor = atom.detach()
-            is_ignored = any(bool((tensor == value).any()) for value in _IGNORED)
-            if tensor.is_floating_point():
-                numbers.append(tensor)
-            elif is_ignored:
-                labels.insert(0, tensor)
-            else:
-                labels.append(tensor)
-    return labels + numbers
+    usual = _order_by_labels(tensors, sum(groups[0]))
+    per_row = {count.per_row for count in counts if not count.is_constant}
+    if not per_row or all(len(sizes) == 1 for sizes in groups):
+        return usual
+    table = torch.tensor(sorted(per_row), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    scaled = (table - table.mean(1, keepdim=True)) / table.std(1, keepdim=True)
+    factors = torch.randn(
+        _NUM_ORDERS, len(table), generator=generator, dtype=torch.float64
+    )
+    keys = torch.cat([scaled, factors @ scaled])
+    orders = torch.cat([torch.tensor([usual]), keys.argsort(1, descending=True)])
+    spreads = _spreads(table, orders, groups).amin(1)
+    best = 0 if spreads[0] >= _LEAST_SPREAD else int(spreads.argmax())
+    order: list[int] = orders[best].tolist()
+    return order
 
 
-def _sizes_of_entries(rows: Marker) -> Tensor:
-    """The number of elements in each entry of ``Rows``."""
-    sizes = []
-    for row in range(rows.num_rows or 0):
-        atoms = rows.select([row]).atoms()
-        sizes.append(sum(atom.numel() for atom in atoms if isinstance(atom, Tensor)))
-    return torch.tensor(sizes)
-
-
-def order_rows(tensors: Sequence[Tensor], num_rows: int) -> list[int]:
-    """The numbers of all rows: those with the most labels first, then the largest.
-
-    So the first of several parts has the most labels per row, and other classes than
-    the last one.
-    """
+def _order_by_labels(tensors: Sequence[NamedTensor], num_rows: int) -> list[int]:
     features = []
-    for tensor in tensors:
+    in_order = sorted(tensors, key=rank_of_labels)
+    for _, tensor in in_order:
         if not tensor.is_floating_point():
-            features.append(_count_labels(tensor, _IGNORED[0]))
-    for tensor in tensors:
+            is_label = tensor != IGNORED[0]
+            features.append(is_label.reshape(num_rows, -1).sum(1))
+    for _, tensor in in_order:
         flat = tensor.reshape(num_rows, -1)
         features.append(flat.double().nan_to_num().mean(1))
     columns = [feature.tolist() for feature in features]
@@ -68,6 +67,43 @@ def order_rows(tensors: Sequence[Tensor], num_rows: int) -> list[int]:
         key=lambda row: [column[row] for column in columns],
         reverse=True,
     )
+
+
+def _spreads(table: Tensor, orders: Tensor, groups: Sequence[Groups]) -> Tensor:
+    """By order and count, how much the count differs between groups of rows.
+
+    The smallest over parts and ranks, for the terms of a group and for those per row:
+    a loop may weigh groups equally, or by rows.
+    """
+    sums = table[:, orders].transpose(0, 1).cumsum(2)
+    sums = torch.nn.functional.pad(sums, (1, 0))
+    spreads = []
+    for sizes in groups:
+        if len(sizes) == 1:
+            continue
+        stops = torch.tensor([0, *accumulate(sizes)])
+        terms = sums[:, :, stops].diff(dim=2)
+        for numbers in (terms, terms / torch.tensor(sizes)):
+            spread = numbers.amax(2) - numbers.amin(2)
+            spreads.append(spread / numbers.abs().mean(2).clamp_min(math.ulp(1.0)))
+    return torch.stack(spreads).amin(0)
+
+
+def hidden_counts(
+    counts: Sequence[Count], rows: Sequence[int], groups: Sequence[Groups]
+) -> list[Count]:
+    """The counts of labels or a mask that are the same in all groups, per row."""
+    if all(len(sizes) == 1 for sizes in groups):
+        return []
+    hidden = []
+    for count in counts:
+        if not count.is_selective or not any(count.per_row):
+            continue
+        table = torch.tensor([count.per_row], dtype=torch.float64)
+        spread = _spreads(table, torch.tensor([list(rows)]), groups)
+        if float(spread) < _ROUNDING:
+            hidden.append(count)
+    return hidden
 
 
 def cut(rows: Sequence[int], count: int, *, equal: bool) -> list[Part]:
@@ -97,33 +133,3 @@ def cut(rows: Sequence[int], count: int, *, equal: bool) -> list[Part]:
         parts.append(list(rows[start : start + size]))
         start += size
     return parts
-
-
-def counts_of_rows(
-    tensors: Sequence[Tensor], num_rows: int
-) -> list[tuple[str, list[float]]]:
-    """Numbers that a loss may divide by, for each row, with what they count."""
-    counts = [("rows", torch.ones(num_rows))]
-    for tensor in tensors:
-        for value in _IGNORED:
-            name = f"labels that are not {value}"
-            counts.append((name, _count_labels(tensor, value)))
-            if tensor.ndim > 1:
-                later = _count_labels(tensor[:, 1:], value)
-                counts.append((f"{name}, without the first of a row", later))
-        counts.append(("entries that are not 0", _count_labels(tensor, 0)))
-    return [(name, count.tolist()) for name, count in counts]
-
-
-def hides_counts(tensors: Sequence[Tensor], num_rows: int) -> bool:
-    """Whether all rows have equally many labels, though labels could be left out."""
-    has_sequences = any(
-        tensor.ndim > 1 and not tensor.is_floating_point() for tensor in tensors
-    )
-    counts = counts_of_rows(tensors, num_rows)
-    return has_sequences and all(len(set(count)) == 1 for _, count in counts)
-
-
-def _count_labels(tensor: Tensor, ignored: int) -> Tensor:
-    """The number of entries of each row that are not ``ignored``."""
-    return (tensor != ignored).reshape(len(tensor), -1).sum(1)

@@ -164,8 +164,8 @@ def _rank(
         answer = run_step(
             job.step, job.model, job.shares[rank], job.settings, list(tensors)
         )
-    except BaseException:  # also SystemExit: the parent shall know
-        answer = _Failure(traceback.format_exc(), time.monotonic())
+    except BaseException as error:  # also SystemExit: the parent shall know
+        answer = _Failure(_described(error), time.monotonic())
     unfinished = folder / f"{rank}.part"
     torch.save(answer, unfinished)
     unfinished.rename(_answer_file(folder, rank))
@@ -175,6 +175,13 @@ def _rank(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # without waiting for threads that the step has started
+
+
+def _described(error: BaseException) -> str:
+    """The exception, and then its traceback."""
+    (*_, last) = traceback.format_exception_only(error)
+    lines = traceback.format_exception(error)
+    return f"{last.strip()}\n\n{''.join(lines)}"
 
 
 def _received(sent: RankJob | bytes) -> RankJob:

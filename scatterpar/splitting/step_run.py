@@ -20,6 +20,9 @@ from scatterpar.splitting.gradients import Gradients
 from scatterpar.splitting.operator_modes import CoarsestDtype, RepeatedNumbers
 from scatterpar.torch_private import clipping_replaced
 
+# Of a Mersenne Twister, which has used all of them when it is seeded.
+_WORDS_OF_STATE = 624
+
 StepFunction = Callable[[Any, list[Any]], Any]  # of a module of the user's class
 
 
@@ -302,6 +305,21 @@ def _generator_states() -> dict[str, Any]:
 
 
 def _drawn_since(before: dict[str, Any]) -> frozenset[str]:
-    """The generators that have moved."""
+    """The generators that have moved, and were not only seeded."""
     after = _generator_states()
-    return frozenset(name for name, state in before.items() if after[name] != state)
+    moved = {name for name, state in before.items() if after[name] != state}
+    return frozenset(moved - _generators_at_start())
+
+
+def _generators_at_start() -> set[str]:
+    """The generators whose next number is the first one after they were seeded."""
+    names = set()
+    seeded = torch.Generator().manual_seed(torch.initial_seed())
+    if torch.equal(seeded.get_state(), torch.get_rng_state()):
+        names.add("torch")
+    if random.getstate()[1][-1] == _WORDS_OF_STATE:
+        names.add("Python")
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None and numpy.get_state()[2] == _WORDS_OF_STATE:
+        names.add("NumPy")
+    return names

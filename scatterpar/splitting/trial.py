@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from scatterpar.batch import nested
 from scatterpar.batch.batch import batch_of
 from scatterpar.batch.markers import count_rows
+from scatterpar.causes.counts import counts_of, named_tensors
 from scatterpar.splitting import parts as row_parts
 from scatterpar.splitting.gradients import is_usable, is_zero
 from scatterpar.splitting.parts import Part, Split
@@ -41,7 +42,7 @@ class Trial:
 
     Attributes:
         rows: the numbers of all rows, in the order in which they are cut.
-        tensors: those with rows, which may tell how many terms a loss has.
+        counts: what a loss may divide by, for each row.
         settings: how the step is run; found out by ``first_reference``.
         limit: the largest relative difference that rounding explains.
     """
@@ -76,8 +77,13 @@ class Trial:
                 f"at least {least} rows"
             )
         self._batch = batch_of(batch, None, num_rows, 0)
-        self.tensors = row_parts.tensors_with_rows(batch)
-        self.rows = row_parts.order_rows(self.tensors, num_rows)
+        tensors = named_tensors(batch)
+        self.counts = counts_of(tensors, num_rows)
+        self.has_sequences = any(_is_sequence(named.tensor) for named in tensors)
+        # The sizes of parts and ranks do not depend on the order of rows.
+        self.rows = list(range(num_rows))
+        self._groups = self._sizes_of_groups()
+        self.rows = row_parts.order_rows(tensors, self.counts, self._groups)
         self._state = ProcessState(model, (step, loss))
 
     # --- cutting ---
@@ -92,6 +98,30 @@ class Trial:
         """Rows in parts: equally many for ranks, unless ``equal`` says otherwise."""
         shares = row_parts.cut(rows, ranks, equal=equal is not False)
         return [row_parts.cut(share, parts, equal=equal is True) for share in shares]
+
+    def _sizes_of_groups(self) -> list[list[int]]:
+        """The numbers of rows of all parts, and of all ranks."""
+        split = self.split()
+        parts = [len(part) for share in split for part in share]
+        ranks = [sum(map(len, share)) for share in split]
+        return [parts] if len(parts) == len(ranks) else [parts, ranks]
+
+    def hidden_terms(self) -> list[str]:
+        """Sentences about counts that this batch cannot show."""
+        if self.has_sequences and all(count.is_constant for count in self.counts):
+            return [
+                "whether labels are counted right, since all rows have equally many; "
+                "give some rows labels of -100"
+            ]
+        hidden = row_parts.hidden_counts(self.counts, self.rows, self._groups)
+        sentences = []
+        for path in dict.fromkeys(count.path for count in hidden):
+            words = [count.words for count in hidden if count.path == path]
+            sentences.append(
+                f"whether {words[0]} are counted right in {path}, since all parts have "
+                f"equally many per row"
+            )
+        return sentences
 
     # --- running ---
 
@@ -187,3 +217,7 @@ def described(split: Split) -> str:
     for share in split:
         shares.append(" + ".join(str(len(part)) for part in share))
     return " | ".join(shares)
+
+
+def _is_sequence(tensor: Tensor) -> bool:
+    return tensor.ndim > 1 and not tensor.is_floating_point()

@@ -55,39 +55,68 @@ class Result:
         return max(of_losses, of_gradients)
 
 
+class Total:
+    """The sum of results, without their gradients: a look has no memory for those.
+
+    Attributes:
+        loss: the sum of the losses.
+        num_with_gradient: the number of results of which a gradient is not zero.
+    """
+
+    def __init__(self) -> None:
+        self.loss = 0.0
+        self.num_with_gradient = 0
+        self._gradients: list[Tensor] = []
+        self._errors: list[float] = []  # of each gradient, by rounding of the summands
+
+    def add(self, result: Result) -> None:
+        """Add the loss and the gradients of a result."""
+        self.loss += result.loss
+        self.num_with_gradient += result.has_gradient
+        sizes = magnitudes(result.gradients)
+        errors = [
+            torch.finfo(gradient.dtype).eps * size
+            for gradient, size in zip(result.gradients, sizes, strict=True)
+        ]
+        if not self._gradients:
+            self._gradients = list(result.gradients)
+            self._errors = errors
+            return
+        for number, gradient in enumerate(result.gradients):
+            # Not in place: the first one may be expanded, or the caller's.
+            self._gradients[number] = self._gradients[number] + gradient
+            self._errors[number] += errors[number]
+
+    @property
+    def result(self) -> Result:
+        """The sum as one result."""
+        return Result(self.loss, self._gradients)
+
+    def difference_by_rounding(self, expected: Result) -> float:
+        """The relative difference that rounding of the summands makes in their sum.
+
+        Each gradient is rounded to its dtype. If they cancel, the errors stay.
+        """
+        scales = magnitudes(expected.gradients)
+        floor = _smallest_scale(scales)
+        relative = [
+            error / max(scale, floor)
+            for error, scale in zip(self._errors, scales, strict=True)
+        ]
+        return max(relative, default=0.0)
+
+
 def weighted_sum(results: Sequence[Result], weights: Sequence[float] = ()) -> Result:
     """The sum of the results times their weights; all 1 by default.
 
     A result whose weight is zero adds nothing, even if it has NaN.
     """
-    loss = 0.0
-    terms: list[list[Tensor]] = []  # one list per gradient
+    total = Total()
     for result, weight in zip(results, weights or [1.0] * len(results), strict=True):
-        if not weight:
-            continue
-        loss += weight * result.loss
-        terms = terms or [[] for _ in result.gradients]
-        for summands, gradient in zip(terms, result.gradients, strict=True):
-            summands.append(weight * gradient)
-    return Result(loss, [torch.stack(summands).sum(0) for summands in terms])
-
-
-def rounding_of_summands(summands: Sequence[Result], expected: Result) -> float:
-    """The relative difference that rounding of summands makes in their sum.
-
-    Each gradient is rounded to its dtype. If they cancel, the errors stay.
-    """
-    scales = magnitudes(expected.gradients)
-    floor = _smallest_scale(scales)
-    errors = [0.0] * len(scales)
-    for summand in summands:
-        for number, magnitude in enumerate(magnitudes(summand.gradients)):
-            eps = torch.finfo(summand.gradients[number].dtype).eps
-            errors[number] += eps * magnitude
-    relative = [
-        error / max(scale, floor) for error, scale in zip(errors, scales, strict=True)
-    ]
-    return max(relative, default=0.0)
+        if weight:
+            gradients = [weight * gradient for gradient in result.gradients]
+            total.add(Result(weight * result.loss, gradients))
+    return total.result
 
 
 def num_with_gradient(results: Sequence[Result]) -> int:

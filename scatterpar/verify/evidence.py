@@ -15,8 +15,8 @@ from scatterpar.step.loss_weights import is_smoothed, term_counts
 from scatterpar.step.request import Request
 from scatterpar.verify.comparison import (
     Result,
+    Total,
     num_with_gradient,
-    rounding_of_summands,
     weighted_sum,
 )
 from scatterpar.verify.joined import OutputDifferences, compare_outputs
@@ -127,7 +127,7 @@ class Evidence(Losses):
 
     Attributes:
         runs: makes further runs.
-        summands: the results of the parts, times their weights.
+        total: the sum of the results of the parts, times their weights.
         draws_steadily: the parts drew as many random numbers as all rows at once did.
         moved: the names of state that each part has moved.
     """
@@ -138,14 +138,13 @@ class Evidence(Losses):
         parts: Parts,
         weights: Sequence[float],
         expected: Result,
-        summands: Sequence[Result],
+        total: Total,
         *,
         draws_steadily: bool,
         moved: Sequence[str],
     ) -> None:
-        actual = weighted_sum(summands)
-        super().__init__(runs.request, parts, weights, expected, actual)
-        self.summands = summands
+        super().__init__(runs.request, parts, weights, expected, total.result)
+        self.total = total
         self.runs = runs
         self.rows: Part = list(chain(*parts))
         self.draws_steadily = draws_steadily
@@ -194,7 +193,7 @@ class Evidence(Losses):
         run = self.runs.run(
             self.parts, self.runs.replica_task, self.weights, between=between
         )
-        return weighted_sum(run.results)
+        return run.total.result
 
     @cached_property
     def outputs(self) -> Sequence[Any]:
@@ -228,7 +227,7 @@ class Evidence(Losses):
 
     def difference_by_summands(self) -> float:
         """The difference that rounding of the parts' gradients makes in their sum."""
-        by_rounding = rounding_of_summands(self.summands, self.expected)
+        by_rounding = self.total.difference_by_rounding(self.expected)
         return self.runs.rounding.tolerance + by_rounding
 
     def difference_by_rounding(self) -> float:

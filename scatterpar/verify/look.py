@@ -29,7 +29,7 @@ from scatterpar.step.task import ReplicaTask
 from scatterpar.step.turns import Scope
 from scatterpar.threads.workers import Overdue
 from scatterpar.verify.causes import RIGHT, Verdict, error_of_replica, verdict_of
-from scatterpar.verify.comparison import Result, num_with_gradient, weighted_sum
+from scatterpar.verify.comparison import Result
 from scatterpar.verify.dropped_warnings import warnings_dropped
 from scatterpar.verify.evidence import Evidence, name_of, weighted_parts
 from scatterpar.verify.moved_state import moved_between
@@ -43,7 +43,7 @@ PATIENCE_SECONDS = 20.0
 _WORKERS_PATIENCE = 2.2
 _MIN_ROWS = 2
 _PATIENCE = 4  # with code that fails for a few rows
-# Of the graph of rows beyond two micro-batches: so much memory is always there.
+# Of the graph of rows beyond a micro-batch: so much memory is always there.
 _MAX_BYTES = 2**22
 _MAX_ROWS_OF_BATCH = 256
 _MAX_PARTS_OF_STEP = 16  # a look at all of them costs as much as a step
@@ -170,17 +170,17 @@ class ReplicaLook:
         raise Inconclusive(why, patience)
 
     def _affordable(self, most: int) -> int:
-        """Up to ``most`` rows, whose graph fits into the memory of two sub-steps."""
-        rows_of_substep = max(self._plan.substep_rows)
-        two_substeps = max(_MIN_ROWS, 2 * rows_of_substep)
+        """Up to ``most`` rows, whose graph fits into the memory of a sub-step."""
+        rows = range(max(self._plan.substep_rows))
+        affordable = len(rows)
         if self.runs.has_half_precision:  # single precision takes twice the memory
-            two_substeps = max(_MIN_ROWS, rows_of_substep)
-        if most <= two_substeps:
+            affordable //= 2
+        affordable = max(_MIN_ROWS, affordable)
+        if most <= affordable:
             return most
         # Micro-batches are small: because memory is short, or because the batch is.
-        rows = range(rows_of_substep)
         is_small = self.runs.bytes_per_row(rows) * most <= _MAX_BYTES
-        return most if is_small else two_substeps
+        return most if is_small else affordable
 
     def _attempts(self, choice: RowChoice, most: int) -> Iterator[Parts]:
         """Yield parts of rows until user code computes some; ``_error`` is its last
@@ -261,7 +261,7 @@ class ReplicaLook:
             name = name_of(self._request.criterion)
             return Findings(error_of_replica(name, len(rows), expected.loss, error))
         calls_in_parts = self.runs.random_calls - random_calls
-        actual = weighted_sum(run.results)
+        actual = run.total.result
         if not (expected.is_finite and actual.is_finite) and self.runs.scale != 1:
             self.runs.scale = 1.0  # in half precision, the scale was too large
             return self._judge(chosen_parts)
@@ -271,14 +271,15 @@ class ReplicaLook:
             findings = self._of_larger_parts(rows)
             if findings is not None:
                 return findings
-        if expected.gradients and not num_with_gradient([*run.results, expected]):
+        has_gradient = run.total.num_with_gradient or expected.has_gradient
+        if expected.gradients and not has_gradient:
             raise Inconclusive("all gradients are zero")
         evidence = Evidence(
             self.runs,
             parts,
             weights,
             expected,
-            run.results,
+            run.total,
             draws_steadily=calls_in_parts == random_calls * len(parts),
             moved=self._moved(rows, run),
         )
@@ -356,7 +357,7 @@ class ReplicaLook:
         if evidence.difference > evidence.limit:
             return verdict_of(evidence)
         is_sum = not (self._request.is_mean or self._request.whole_batch)
-        if is_sum and num_with_gradient(run.results) < len(evidence.parts):
+        if is_sum and run.total.num_with_gradient < len(evidence.parts):
             why = "some parts have no gradient: it may be a mean or a sum"
             raise Inconclusive(why)
         return RIGHT

@@ -41,7 +41,7 @@ from scatterpar.step.request import Request
 from scatterpar.step.task import ReplicaTask
 from scatterpar.torch_private import uncompiled
 from scatterpar.verify.backward_calls import BackwardCalls
-from scatterpar.verify.comparison import Result
+from scatterpar.verify.comparison import Result, Total
 from scatterpar.verify.constant_numbers import ConstantNumbers, DrawsPerRow
 from scatterpar.verify.dropped_records import records_dropped
 from scatterpar.verify.gradient_check import moved_to, uses_batch_statistics
@@ -87,12 +87,14 @@ class RunResult:
     """What one run gave.
 
     Attributes:
-        results: the result of each part, times its weight; one of all parts with
-            ``whole_batch``.
+        results: the result of each part; one of all parts with ``whole_batch``. None if
+            the run has weights.
+        total: the sum of the results times their weights, if the run has weights.
         states: the state of the replicas after each part.
     """
 
     results: list[Result] = field(default_factory=list)
+    total: Total = field(default_factory=Total)
     states: list[State] = field(default_factory=list)
 
 
@@ -291,7 +293,8 @@ class Runs:
     ) -> RunResult:
         """Loss and gradients of parts of rows, one after the other, times ``weights``.
 
-        With ``whole_batch`` the joined outputs of all parts have one loss.
+        With ``weights`` the run has the sum of the results in the place of these. With
+        ``whole_batch`` the joined outputs of all parts have one loss.
 
         Args:
             parts: the rows of each part.
@@ -318,13 +321,14 @@ class Runs:
                     self.shares_state |= self.user_states[0].is_changed()
                 if not joins:
                     weight = weights[number] if weights else 1.0
-                    run.results.append(self._result(outputs.pop(), rows, task, weight))
+                    result = self._result(outputs.pop(), rows, task, weight)
+                    _add_result(run, result, weights)
+                    del result  # its gradients are freed before the next part's
                 run.states.append(state_of(task.replicas))
             if joins:
                 all_rows = list(chain(*parts))
-                run.results.append(
-                    self._result(self._joined(outputs, parts), all_rows, task)
-                )
+                joined = self._joined(outputs, parts)
+                _add_result(run, self._result(joined, all_rows, task), weights)
         return run
 
     def attributes_that_calls_move(self, rows: Part) -> list[str]:
@@ -559,6 +563,14 @@ class Runs:
             return SinglePrecision()
         leaves = filter(self._is_widened_leaf, self._copies_of_leaves())
         return SinglePrecision(partial(self._nudged, number=nudge), leaves)
+
+
+def _add_result(run: RunResult, result: Result, weights: Sequence[float]) -> None:
+    """Add a result to those of a run, or to their sum if the run has weights."""
+    if weights:
+        run.total.add(result)
+    else:
+        run.results.append(result)
 
 
 def _smallest_leaves(attempt: Attempt, task: ReplicaTask) -> list[list[Tensor]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
@@ -43,6 +45,46 @@ WITH_TWO = {
 def test_names_with_two_accelerators(two_accelerators, name):
     entries, expected = WITH_TWO[name]
     assert resolve(entries) == tuple(map(torch.device, expected))
+
+
+@pytest.mark.parametrize(
+    ("count", "processes", "parts"),
+    [
+        (8, 2, ["0 to 3", "4 to 7"]),
+        (8, 1, ["0 to 7"]),
+        (4, 4, ["0 to 0", "1 to 1", "2 to 2", "3 to 3"]),
+        (5, 2, ["0 to 1", "2 to 4"]),
+    ],
+)
+def test_process_of_a_launcher_takes_its_part(
+    two_accelerators, monkeypatch, count, processes, parts
+):
+    """With two launchers for eight GPUs every process had all eight of them."""
+    monkeypatch.setattr(device_ids.torch.accelerator, "device_count", lambda: count)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    warned = "do not divide evenly" if count % processes else None
+    for number, part in enumerate(parts):
+        monkeypatch.setenv("LOCAL_RANK", str(number))
+        with pytest.warns(match=warned) if warned else contextlib.nullcontext():
+            devices = resolve(None)
+        assert f"{devices[0].index} to {devices[-1].index}" == part
+    assert resolve([1, 0]) == (torch.device("cuda:1"), torch.device("cuda:0"))
+
+
+def test_more_processes_than_accelerators_refused(two_accelerators, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(
+        ValueError, match=r"3 processes .* 2 accelerators .* device_ids="
+    ):
+        resolve(None)
+    assert resolve([0]) == (torch.device("cuda:0"),)
+
+
+def test_processes_without_accelerators_have_the_host(no_accelerator, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert resolve(None) == (HOST,)
 
 
 def test_no_accelerator_means_the_host(no_accelerator):

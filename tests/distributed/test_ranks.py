@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -304,6 +305,33 @@ def construct(group, modules, options):
     return failure(
         ScatterOnceParallel, module, process_group=group, **options[group.rank()]
     )
+
+
+def construct_on(group, by_rank):
+    """What an engine says whose ranks have these accelerators, played by the host's."""
+    devices = ["cpu:0", "cpu:1"]
+    names = dict(zip(map(torch.device, devices), by_rank[group.rank()], strict=True))
+    with mock.patch("scatterpar.distributed.ranks.identity_of", names.get):
+        return failure(ScatterOnceParallel, linear(), 1, devices, process_group=group)
+
+
+@pytest.mark.parametrize(
+    ("by_rank", "is_refused"),
+    [
+        ([("GPU-a", "GPU-b"), ("GPU-c", "GPU-b")], True),
+        ([("GPU-a", "GPU-a"), ("GPU-b", "GPU-b")], False),  # two replicas on one
+        ([(None, None), (None, None)], False),
+    ],
+)
+def test_accelerator_of_two_ranks_refused(by_rank, is_refused):
+    """NCCL ends or hangs there: two processes were given the same GPU."""
+    for words in run_on_ranks(2, construct_on, by_rank):
+        if not is_refused:
+            assert words is None
+            continue
+        kind, text = words
+        assert kind == "ValueError"
+        assert re.search("ranks 0 and 1 have the same accelerator, GPU-b; leave", text)
 
 
 DIFFER = "the ranks' modules differ: rank 0 has "

@@ -44,21 +44,14 @@ def test_one_rank_explains_no_factor():
     assert causes._meaning(1, ranks=1, parts=2)[0] == ""
 
 
-@pytest.mark.parametrize(
-    ("actual", "expected", "name"),
-    [
-        ([0, 0, 1], [0.5, 0.3, 0.2], "only some parts"),
-        ([1 / 3, 1 / 3, 1 / 3], [0.5, 0.3, 0.2], "mean of means"),
-        ([1 / 4, 1 / 4, 1 / 4], [0.5, 0.3, 0.2], "mean of means"),  # one has no terms
-        ([1, 1, 1], [0.5, 0.3, 0.2], "sum of means"),
-        ([3, 2, 1], [0.5, 0.3, 0.2], "running sum"),
-        ([1.5, 0.6, 0.2], [0.5, 0.3, 0.2], "running sum"),  # of sums
-        ([0.2, 0.3, 0.6], [0.5, 0.3, 0.2], "other weights"),
-    ],
-)
-def test_weights_of_parts_are_named(actual, expected, name):
-    numbers = torch.tensor(actual, dtype=torch.float64), torch.tensor(expected)
-    assert causes._name_of_weights(*numbers, num_parts=4) == name
+def test_all_readings_of_a_factor_are_listed():
+    meaning, remedy = causes._meaning(1 / 4, ranks=2, parts=2)
+    assert "number of ranks twice too often, or " in meaning
+    assert meaning.endswith("divided by ranks and parts once too often")
+    meaning, remedy = causes._meaning(2, ranks=2, parts=2)
+    assert "added over the ranks" in meaning
+    assert "not divided by the number of parts" in meaning
+    assert " Or divide each loss by len(batches)" in remedy
 
 
 @pytest.mark.parametrize(

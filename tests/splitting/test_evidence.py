@@ -59,32 +59,17 @@ def test_part_has_gradient_of_its_rows():
     of_parts = [gradients["weight"].tolist() for gradients in evidence.of_parts]
     assert of_parts == [[row] for row in OF_PARTS]
     assert evidence.wrong == []
-    assert evidence.shows_in() == []
 
 
 def test_mean_of_means_weighs_parts_alike():
     evidence = evidence_of(mean_of_means)
-    of_loop = evidence.weights_of_loop(["weight"])
-    of_batch = evidence.weights_of_batch(["weight"])
+    of_loop, of_batch = evidence.weights(["weight"])
     torch.testing.assert_close(of_loop, torch.tensor([0.5, 0.5]).double())
     torch.testing.assert_close(of_batch, torch.tensor([4 / 6, 2 / 6]).double())
-    assert evidence.counted_as(of_batch) == "rows"
-    assert evidence.counted_as(of_loop) == ""
+    assert evidence.counted_as(of_batch).words == "rows"
+    assert evidence.counted_as(of_loop) is None
     assert evidence.wrong == evidence.names == ["weight"]
-    assert evidence.shows_in() == []  # there is no other parameter
-
-
-def test_weights_by_labels_are_named():
-    """One of the first four rows has a label, and both of the others."""
-    labels = torch.tensor([1, -100, -100, -100, 1, 1])
-
-    def step(model, batches):
-        sum_of_sums(model, [rows for rows, _ in batches])
-
-    evidence = evidence_of(step, batch=(ROWS, labels))
-    evidence.parts = [[0, 1, 2, 3], [4, 5]]
-    assert evidence.counted_as(torch.tensor([1.0, 2.0])) == "labels that are not -100"
-    assert evidence.counted_as(torch.tensor([0.0, 0.0])) == ""
+    assert evidence.is_everything(evidence.wrong)  # there is no other parameter
 
 
 def test_factor_of_all_named_parameters():
@@ -108,7 +93,9 @@ def test_one_part_compared_with_a_loss():
             (model(batch).sum() / 2).backward()
 
     evidence = evidence_of(half, loss=lambda model, batch: model(batch).sum())
-    assert evidence.error_with_one_part() == 0.5
+    assert evidence.is_wrong_with_one_part()
+    right = evidence_of(sum_of_sums, loss=lambda model, batch: model(batch).sum())
+    assert not right.is_wrong_with_one_part()
 
 
 def test_part_that_is_nan_counts_as_nothing():
@@ -149,14 +136,15 @@ def test_penalty_per_part_doubles_at_3_parts():
         for batch in batches:
             (model(batch).sum() + model.weight.sum()).backward()
 
-    growth, cosine = evidence_of(step).growth_per_part()
-    assert growth == pytest.approx(2)
-    assert cosine == pytest.approx(1)
+    (growth,) = evidence_of(step).growths()
+    assert growth.factor == pytest.approx(2)
+    assert growth.expected == 2
+    assert growth.cosine == pytest.approx(1)
 
 
 def test_no_growth_without_difference_or_rows():
-    assert evidence_of(sum_of_sums).growth_per_part() is None
-    assert evidence_of(mean_of_means, batch=ROWS[:5]).growth_per_part() is None
+    assert evidence_of(sum_of_sums).growths() == []
+    assert evidence_of(mean_of_means, batch=ROWS[:5]).growths() == []
 
 
 def test_wrong_parameters_are_named():
@@ -168,6 +156,7 @@ def test_wrong_parameters_are_named():
             (len(batches) * model["wrong"](batch).sum()).backward()
 
     evidence = evidence_of(step, model)
-    assert evidence.wrong == evidence.shows_in() == ["wrong.weight"]
+    assert evidence.wrong == ["wrong.weight"]
+    assert not evidence.is_everything(evidence.wrong)
     assert evidence.factor(["wrong.weight"]) == pytest.approx(2)
     assert evidence.is_everything(["wrong.weight", "right.weight"])

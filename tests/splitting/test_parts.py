@@ -5,35 +5,57 @@ from __future__ import annotations
 import pytest
 import torch
 
-from scatterpar import Rows
-from scatterpar.splitting import parts
-from scatterpar.splitting.parts import (
-    counts_of_rows,
-    cut,
-    order_rows,
-    tensors_with_rows,
-)
+from scatterpar.causes.counts import NamedTensor, counts_of, named_tensors
+from scatterpar.splitting.parts import cut, hidden_counts, order_rows
 
 LABELS = torch.tensor([[1, -100, -100], [1, 2, 3], [-100, 4, -100]])
 WEIGHTS = torch.tensor([0.5, 0.0, 0.9])
 
 
-def test_labels_before_integers_before_floats():
-    ids = torch.zeros(3, 2, dtype=torch.long)
-    found = tensors_with_rows({"weights": WEIGHTS, "ids": ids, "labels": LABELS})
-    assert [tensor.dtype for tensor in found] == [torch.long, torch.long, torch.float]
-    assert torch.equal(found[0], LABELS)
-
-
-def test_rows_count_elements_of_entries():
-    (sizes,) = tensors_with_rows(Rows([torch.ones(3), torch.ones(2, 2)], list))
-    assert sizes.tolist() == [3, 4]
+def ordered(tensor, *groups):
+    """The order of rows, and the counts that it hides."""
+    tensors = [NamedTensor("batch", tensor)]
+    counts = counts_of(tensors, len(tensor))
+    rows = order_rows(tensors, counts, groups)
+    return rows, [count.words for count in hidden_counts(counts, rows, groups)]
 
 
 def test_rows_with_most_labels_come_first():
     """Row 1 has three labels. Rows 0 and 2 have one each, and 2 the larger ones."""
-    assert order_rows([LABELS], 3) == [1, 2, 0]
-    assert order_rows([WEIGHTS], 3) == [2, 0, 1]
+    assert ordered(LABELS, [3])[0] == [1, 2, 0]
+    assert ordered(WEIGHTS, [3])[0] == [2, 0, 1]
+
+
+@pytest.mark.parametrize("kind", [torch.long, torch.bool, torch.float32])
+@pytest.mark.parametrize("groups", [[[2] * 4], [[4] * 4, [8, 8]], [[5, 3, 2]]])
+def test_masks_differ_between_parts_and_ranks(kind, groups):
+    """Rows with two and with six entries alternate, in any order of their ids."""
+    num_rows = sum(groups[0])
+    lengths = torch.where(torch.arange(num_rows) % 2 == 0, 2, 6)
+    mask = (torch.arange(6) < lengths[:, None]).to(kind)
+    ids = torch.arange(num_rows)[:, None].expand(num_rows, 6)
+    batch = {"ids": ids, "mask": mask}
+    tensors = named_tensors(batch)
+    counts = counts_of(tensors, num_rows)
+    rows = order_rows(tensors, counts, groups)
+    for sizes in groups:
+        terms = mask[rows].double().sum(1).split(sizes)
+        assert len({float(part.mean()) for part in terms}) > 1
+        assert len({float(part.sum()) for part in terms}) > 1
+    assert not hidden_counts(counts, rows, groups)
+
+
+def test_count_without_first_entry_differs_too():
+    """The first entry makes up for the others, so that whole rows count alike."""
+    mask = torch.zeros(8, 5, dtype=torch.long)
+    mask[::2, 0] = 1
+    mask[::2, 1:3] = 1
+    mask[1::2, 1:4] = 1
+    rows, hidden = ordered(mask, [2] * 4)
+    later = mask[rows, 1:].sum(1).split(2)
+    assert len({int(part.sum()) for part in later}) > 1
+    assert "entries that are not 0" in hidden  # three in each row
+    assert "entries that are not 0, without the first of a row" not in hidden
 
 
 @pytest.mark.parametrize(
@@ -67,22 +89,3 @@ def test_parts_cut_in_order_none_empty(parts, equal):
 def test_equal_parts_with_rest_refused():
     with pytest.raises(ValueError, match="7 rows cannot be cut into 2 equal parts"):
         cut(range(7), 2, equal=True)
-
-
-def test_terms_are_counted_by_row():
-    counts = dict(counts_of_rows([LABELS], 3))
-    assert counts["rows"] == [1, 1, 1]
-    assert counts["labels that are not -100"] == [1, 3, 1]
-    assert counts["labels that are not -100, without the first of a row"] == [0, 2, 1]
-    assert counts["labels that are not 255"] == [3, 3, 3]
-
-
-def test_nonzero_entries_are_counted():
-    mask = torch.tensor([[1, 1], [1, 0], [0, 0]])
-    assert dict(counts_of_rows([mask], 3))["entries that are not 0"] == [2, 1, 0]
-
-
-def test_equal_label_counts_hide_terms():
-    assert parts.hides_counts([torch.tensor([[1, 2], [3, 4]])], 2)
-    assert not parts.hides_counts([LABELS], 3)
-    assert not parts.hides_counts([torch.tensor([1, 2])], 2)  # one label per row

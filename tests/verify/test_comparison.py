@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -105,3 +106,26 @@ def test_integers_equal_or_infinitely_off():
     one, other = torch.tensor([1, 2]), torch.tensor([1, 3])
     assert comparison.difference_of_outputs(one, one.clone()) == 0
     assert comparison.difference_of_outputs(one, other) == math.inf
+
+
+def test_total_keeps_no_gradient_of_a_summand():
+    total = comparison.Total()
+    gradients = []
+    for number in range(3):
+        summand = result(1.0 + number, number, 2)
+        gradients.append(weakref.ref(summand.gradients[0]))
+        total.add(summand)
+        del summand
+    assert total.result.loss == 6
+    assert total.result.gradients[0].tolist() == [3, 6]
+    assert total.num_with_gradient == 3
+    assert [gradient() for gradient in gradients[1:]] == [None, None]
+
+
+def test_rounding_of_summands_that_cancel():
+    total = comparison.Total()
+    for size in (1e6, -1e6, 1.0):
+        total.add(result(0.0, size))
+    eps = torch.finfo(total.result.gradients[0].dtype).eps
+    difference = total.difference_by_rounding(result(0.0, 1.0))
+    assert difference == pytest.approx(2e6 * eps, rel=1e-3)

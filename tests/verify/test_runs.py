@@ -90,11 +90,11 @@ def test_parts_continue_unless_restarted(monkeypatch):
 
 def test_weight_multiplies_zero_skips(monkeypatch):
     def question(runs):
-        return runs.run([[0], [1]], runs.replica_task, [0.5, 0.0]).results
+        return runs.run([[0], [1]], runs.replica_task, [0.5, 0.0]).total
 
-    half, nothing = asked(monkeypatch, question)
-    assert (half.loss, half.gradients[0].item()) == (1.5, 0.5)
-    assert (nothing.loss, nothing.gradients[0].item()) == (0, 0)
+    total = asked(monkeypatch, question)
+    assert (total.loss, total.result.gradients[0].item()) == (1.5, 0.5)
+    assert total.num_with_gradient == 1
 
 
 def test_nudge_is_rounding_that_grows(monkeypatch):

@@ -1,0 +1,144 @@
+"""Candidates for the number of terms that a loss averages over, per row of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from scatterpar.batch import nested
+from scatterpar.batch.markers import Marker
+from scatterpar.devices.transfers import to_numbers
+
+IGNORED = (-100, 255, -1)  # labels that losses leave out, the most usual first
+_EDGES = ("", "first", "last")  # entries of a row that a loss may leave out
+
+
+class NamedTensor(NamedTuple):
+    """A tensor of a batch, and the expression that leads to it: ``batch["mask"]``."""
+
+    path: str
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class Count:
+    """A number of terms per row, such as its labels that are not -100.
+
+    Attributes:
+        words: the terms that count.
+        path: the expression of the tensor whose entries count; empty for rows.
+        per_row: the number of terms of each row.
+        ignored: the value of entries that do not count; ``None`` for rows and sums.
+        without: ``first`` or ``last`` if this entry of each row does not count either.
+        is_selective: whether the batch has entries that do not count, or a mask.
+    """
+
+    words: str
+    path: str
+    per_row: tuple[float, ...]
+    ignored: int | None = None
+    without: str = ""
+    is_selective: bool = False
+
+    def of(self, rows: Iterable[int]) -> float:
+        """The number of terms of some rows together."""
+        return sum(self.per_row[row] for row in rows)
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether all rows have equally many terms."""
+        return len(set(self.per_row)) <= 1
+
+
+def named_tensors(batch: Any, path: str = "batch") -> list[NamedTensor]:
+    """The tensors of a batch, rows first; for ``Rows`` the size of each entry."""
+    if isinstance(batch, Mapping):
+        children = [(f"{path}[{key!r}]", value) for key, value in batch.items()]
+    elif type(batch) in (tuple, list):
+        children = [(f"{path}[{number}]", value) for number, value in enumerate(batch)]
+    else:
+        return _tensors_of_atoms(batch, path)
+    tensors = []
+    for child_path, value in children:
+        tensors += named_tensors(value, child_path.replace("'", '"'))
+    return tensors
+
+
+def _tensors_of_atoms(value: Any, path: str) -> list[NamedTensor]:
+    tensors = []
+    for atom in nested.atoms(value):
+        if isinstance(atom, Marker) and atom.num_rows is not None:
+            tensors.append(NamedTensor(path, _sizes_of_entries(atom)))
+        elif isinstance(atom, Tensor) and atom.ndim and not atom.is_complex():
+            tensors.append(NamedTensor(path, atom.detach()))
+    return tensors
+
+
+def _sizes_of_entries(rows: Marker) -> Tensor:
+    """The number of elements in each entry of ``Rows``."""
+    sizes = []
+    for row in range(rows.num_rows or 0):
+        atoms = rows.select([row]).atoms()
+        sizes.append(sum(atom.numel() for atom in atoms if isinstance(atom, Tensor)))
+    return torch.tensor(sizes)
+
+
+def counts_of(tensors: Sequence[NamedTensor], num_rows: int) -> list[Count]:
+    """All candidates, the most usual first."""
+    counts = [Count("rows", "", (1.0,) * num_rows)]
+    for path, tensor in sorted(tensors, key=rank_of_labels):
+        for value in IGNORED:
+            words = f"labels that are not {value}"
+            counts += _with_edges(words, path, tensor, value)
+        counts += _with_edges("entries that are not 0", path, tensor, 0)
+        if is_mask(tensor):
+            counts += _with_edges("entries that are 0", path, tensor, 1)
+        if _may_be_weights(tensor):
+            sums = tensor.double().nan_to_num().reshape(num_rows, -1).sum(1)
+            counts.append(Count(f"sum of {path}", path, tuple(to_numbers(sums))))
+    return counts
+
+
+def _with_edges(words: str, path: str, tensor: Tensor, ignored: int) -> list[Count]:
+    """Counts of entries that are not ``ignored``: all, or without a row's edge."""
+    counts = []
+    is_counted = tensor != ignored
+    for edge in _EDGES if tensor.ndim > 1 and tensor.shape[1] > 1 else _EDGES[:1]:
+        text = f"{words}, without the {edge} of a row" if edge else words
+        entries = is_counted
+        if edge:
+            entries = is_counted[:, 1:] if edge == "first" else is_counted[:, :-1]
+        per_row = to_numbers(entries.reshape(len(entries), -1).sum(1))
+        is_selective = not bool(entries.all()) or (ignored == 0 and is_mask(tensor))
+        counts.append(Count(text, path, tuple(per_row), ignored, edge, is_selective))
+    return counts
+
+
+def is_mask(tensor: Tensor) -> bool:
+    """Whether a tensor has no entries but 0 and 1."""
+    return bool(((tensor == 0) | (tensor == 1)).all())
+
+
+def may_be_labels(tensor: Tensor) -> bool:
+    """Whether a tensor has a label that losses leave out."""
+    if tensor.is_floating_point():
+        return False
+    return any(bool((tensor == value).any()) for value in IGNORED)
+
+
+def rank_of_labels(named: NamedTensor) -> int:
+    """Tensors that may be labels come first, floating-point numbers last."""
+    if named.tensor.is_floating_point():
+        return 2
+    return 0 if may_be_labels(named.tensor) else 1
+
+
+def _may_be_weights(tensor: Tensor) -> bool:
+    """Whether entries may be weights of terms, or the lengths of rows."""
+    if tensor.dtype == torch.bool or bool((tensor < 0).any()):
+        return False
+    return tensor.ndim == 1 or (tensor.ndim == 2 and tensor.is_floating_point())

@@ -1,0 +1,159 @@
+"""The causes, in the order in which they are tested. The first that fits counts.
+
+::
+
+    not finite, wrong with one part, ranks differ    no split explains these
+    a factor, other weights of the parts             in all results, or all wrong ones
+    state between parts                              the order of parts matters
+    once per part                                    it grows with their number
+    a factor, other weights                          in one of the wrong results
+    mean of means in one of several terms            equal counts are treated right
+    rows are compared                                no weights make up the whole batch
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from scatterpar.causes.evidence import CauseKind, Finding, SplitEvidence
+from scatterpar.causes.vectors import is_close
+
+CLOSE = 1e-3  # how far weights may be from those of a cause
+_ALIKE = 0.9  # the cosine of two differences that have one reason
+_ROUGHLY = 0.15  # how far a growth may be from that of a term per part, relatively
+_SAME_GROWTH = 0.05  # two growths that cannot be told apart
+
+
+def not_finite(evidence: SplitEvidence) -> Finding | None:
+    """One of the two results has NaN or infinite entries."""
+    return None if evidence.is_finite() else Finding(CauseKind.NOT_FINITE)
+
+
+def wrong_with_one_part(evidence: SplitEvidence) -> Finding | None:
+    """The result is wrong without a split, too."""
+    if not evidence.is_wrong_with_one_part():
+        return None
+    return Finding(CauseKind.WRONG_WITH_ONE_PART)
+
+
+def ranks_differ(evidence: SplitEvidence) -> Finding | None:
+    """Processes end with different results."""
+    names = evidence.differing_ranks()
+    return Finding(CauseKind.RANKS_DIFFER, names) if names else None
+
+
+def factor_or_weights(evidence: SplitEvidence) -> Finding | None:
+    """In all results, or in all that are wrong."""
+    return _first_in(evidence, evidence.scopes())
+
+
+def one_result(evidence: SplitEvidence) -> Finding | None:
+    """One of several losses is wrong: it shows in the results that only it reaches."""
+    return _first_in(evidence, evidence.single_scopes())
+
+
+def state_between_parts(evidence: SplitEvidence) -> Finding | None:
+    """A part changes what the next one computes: a running mean, a counter."""
+    return Finding(CauseKind.STATE_BETWEEN_PARTS) if evidence.order_matters() else None
+
+
+def once_per_part(evidence: SplitEvidence) -> Finding | None:
+    """A term of the loss counts in each part."""
+    for growth in evidence.growths():
+        is_flat = math.isclose(growth.expected, 1, abs_tol=_SAME_GROWTH)
+        is_expected = math.isclose(growth.factor, growth.expected, rel_tol=_ROUGHLY)
+        if is_expected and not is_flat and growth.cosine >= _ALIKE:
+            return Finding(CauseKind.ONCE_PER_PART, growth=growth)
+    return None
+
+
+def mean_of_means_in_a_term(evidence: SplitEvidence) -> Finding | None:
+    """One of several terms is a mean of means; the others are right."""
+    count = evidence.count_that_decides()
+    return None if count is None else Finding(CauseKind.MEAN_OF_MEANS, count=count)
+
+
+def rows_are_compared(evidence: SplitEvidence) -> Finding | None:
+    """The loss or the module ties rows to each other."""
+    return Finding(CauseKind.ROWS_ARE_COMPARED) if evidence.do_rows_meet() else None
+
+
+CauseFunction = Callable[[SplitEvidence], Finding | None]
+CAUSES: Sequence[CauseFunction] = (
+    not_finite,
+    wrong_with_one_part,
+    ranks_differ,
+    factor_or_weights,
+    state_between_parts,
+    once_per_part,
+    one_result,
+    mean_of_means_in_a_term,
+    rows_are_compared,
+)
+
+
+def first_finding(evidence: SplitEvidence) -> tuple[Finding, list[Exception]]:
+    """The first cause that fits, and the errors of causes that could not be tested."""
+    failures = []
+    for cause in CAUSES:
+        try:
+            finding = cause(evidence)
+        except Exception as error:  # raised by the user's code, in another split
+            failures.append(error)
+            continue
+        if finding is not None:
+            return finding, failures
+    return Finding(CauseKind.UNKNOWN), failures
+
+
+def _first_in(
+    evidence: SplitEvidence, scopes: Sequence[Sequence[str]]
+) -> Finding | None:
+    for names in scopes:
+        finding = constant_factor(evidence, names) or other_weights(evidence, names)
+        if finding is not None:
+            return finding
+    return None
+
+
+def constant_factor(evidence: SplitEvidence, names: Sequence[str]) -> Finding | None:
+    """The results with these names are a multiple of the right ones, or zero."""
+    factor = evidence.factor(names)
+    if factor is None or math.isclose(factor, 1, rel_tol=evidence.tolerance):
+        return None
+    kind = CauseKind.CONSTANT_FACTOR if factor else CauseKind.NO_GRADIENT
+    return Finding(kind, names, factor=factor)
+
+
+def other_weights(evidence: SplitEvidence, names: Sequence[str]) -> Finding | None:
+    """The results are those of the parts, with other weights than right."""
+    weights = evidence.weights(names)
+    if weights is None or is_close(weights.computed, weights.right, CLOSE):
+        return None
+    # Not those of a part without labels.
+    has_terms = weights.right.abs() > CLOSE * weights.right.abs().max()
+    kind = kind_of_weights(
+        weights.computed[has_terms], weights.right[has_terms], len(evidence.parts)
+    )
+    return Finding(kind, names, weights=weights)
+
+
+def kind_of_weights(computed: Tensor, right: Tensor, num_parts: int) -> CauseKind:
+    """The kind of the weights of parts with terms, among ``num_parts``."""
+    size = len(computed)
+    if computed.abs().min() < CLOSE * computed.abs().max():
+        return CauseKind.ONLY_SOME_PARTS
+    for divisor in (size, num_parts):
+        if is_close(computed, torch.full_like(computed, 1 / divisor), CLOSE):
+            return CauseKind.MEAN_OF_MEANS
+    if is_close(computed, torch.ones_like(computed), CLOSE):
+        return CauseKind.SUM_OF_MEANS
+    times = torch.arange(size, 0, -1, dtype=computed.dtype)  # that a part is added
+    for weights in (computed, computed / right):
+        if size > 1 and is_close(weights / weights[-1], times, CLOSE):
+            return CauseKind.RUNNING_SUM
+    return CauseKind.OTHER_WEIGHTS

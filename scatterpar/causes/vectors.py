@@ -1,0 +1,50 @@
+"""Vectors beside each other: factors, and weights with which parts add up to a sum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# The condition number above which several weights explain a vector equally well.
+_WORST_CONDITION = 1e9
+
+
+def is_close(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
+    """Whether no entry is further off than ``tolerance`` times the largest."""
+    error = (actual - expected).abs().max()
+    return bool(error <= tolerance * expected.abs().max())
+
+
+def factor_between(actual: Tensor, expected: Tensor, tolerance: float) -> float | None:
+    """The number that turns ``expected`` into ``actual``; ``None`` if there is none."""
+    square = float(expected @ expected)
+    if not square:
+        return None
+    factor = float(actual @ expected) / square
+    return factor if is_close(factor * expected, actual, tolerance) else None
+
+
+def weights_of_parts(
+    parts: Sequence[Tensor], total: Tensor, tolerance: float
+) -> Tensor | None:
+    """The weights with which vectors of parts add up to ``total``.
+
+    ``None`` if no weights do, or if several do, as in a model with few parameters.
+    """
+    used = [number for number, part in enumerate(parts) if part.any()]
+    if not used or len(total) < 2 * len(parts):
+        return None
+    columns = torch.stack([parts[number] for number in used], 1)
+    q, r = torch.linalg.qr(columns)
+    sizes = torch.linalg.svdvals(r)
+    if sizes[0] > _WORST_CONDITION * sizes[-1]:
+        return None
+    solved = torch.linalg.solve_triangular(r, (q.T @ total)[:, None], upper=True)
+    if not is_close(columns @ solved[:, 0], total, tolerance):
+        return None
+    weights = torch.zeros(len(parts), dtype=total.dtype)
+    weights[used] = solved[:, 0]
+    is_rounding = weights.abs() < tolerance**2 * weights.abs().max()
+    return weights.masked_fill(is_rounding, 0)

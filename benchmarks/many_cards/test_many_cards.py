@@ -2,7 +2,8 @@
 
 ``python -m benchmarks many_cards`` steps on simulated cards, in a process for each
 number of them: memory and messages (``count.py``), arriving rows (``arrival.py``), the
-optimizer's state (``sharded.py``), and the host's time (``host.py``).
+optimizer's state (``sharded.py``), and the host's time (``host.py``). It also divides
+eight replicas among processes (``launchers.py``).
 """
 
 import json
@@ -15,7 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.many_cards import launchers
 from benchmarks.tables import Table
+from benchmarks.timing import ratio
 
 ROOT = Path(__file__).parents[2]
 DEVICES = (2, 4, 8)
@@ -196,3 +199,17 @@ def test_host_time(benchmark, publish, quick, ask, sizes, name):
     threads = ["the caller in all", "the replicas' threads"]
     columns = ["cards", "step", *PHASES, *threads]
     publish(f"host-{name}", Table(columns, rows), {"seconds": rounds})
+
+
+def test_launchers(benchmark, publish, quick):
+    counts = [1, 2] if quick else [1, 2, 4]
+    arguments = counts, 2 if quick else 11, 2 if quick else 8
+    seconds = benchmark.pedantic(launchers.measure, args=arguments, rounds=1)
+    rows = []
+    for count, times in seconds.items():
+        milliseconds = f"{1e3 * statistics.median(times):.0f}"
+        beside = "1" if count == 1 else str(ratio(times, seconds[1]))
+        replicas = launchers.REPLICAS // count
+        rows.append([count, replicas, milliseconds, beside])
+    columns = ["processes", "replicas of each", "step, ms", "beside one process"]
+    publish("launchers", Table(columns, rows), {"seconds": seconds})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.fx import traceback as fx_traceback
 
 from scatterpar.devices.memory import is_out_of_memory
+from scatterpar.devices.streams import is_async
 from scatterpar.errors import add_note
 from scatterpar.plan import Share
 from scatterpar.replicas.sync_batch_norm import Meeting
@@ -24,6 +26,10 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 Context = contextlib.AbstractContextManager[object]
 _AT_ONCE = contextlib.nullcontext()
+# Held by the step whose replicas meet on accelerators. Autograd has one thread per
+# accelerator for all backward passes of the process. A replica that waits in it for
+# another one holds up those of other engines, whose replicas it may wait for in turn.
+_MEETING = threading.Lock()
 # Called with the number of each sub-step before it begins, and with ``None`` after the
 # last one.
 Proceed = Callable[[int | None], None]
@@ -124,10 +130,14 @@ class ReplicaThreads:
         at_once = None
         if turns is not None and turns.is_ordered:
             at_once = len(items)  # those that wait do not compete for cores
+        alone: Context = contextlib.nullcontext()
+        if meeting is not None and any(is_async(s.device) for s in self._shares):
+            alone = _MEETING
         self.turns = turns
         try:
-            with fx_traceback.preserve_node_meta(
-                fx_traceback.has_preserved_node_meta()
+            with (
+                alone,
+                fx_traceback.preserve_node_meta(fx_traceback.has_preserved_node_meta()),
             ):
                 return self.workers.parallel_apply(
                     [work] * len(items),

@@ -538,6 +538,39 @@ def test_interrupt_ends_the_waits(monkeypatch):
         engine.forward_backward(inputs, targets, nn.MSELoss())
 
 
+def test_two_engines_on_accelerators_meet_in_turn(monkeypatch):
+    """Each might wait for the other in autograd's one thread per accelerator, until a
+    ``TimeoutError`` that named a lock.
+    """
+    monkeypatch.setattr("scatterpar.step.replica_threads.is_async", lambda _: True)
+    monkeypatch.setattr("scatterpar.replicas.sync_batch_norm.PATIENCE_SECONDS", 20.0)
+    calls = []
+
+    def stepping(name):
+        _, module = models()
+
+        def called(*_):
+            calls.append(name)
+            time.sleep(0.01)
+
+        module.register_forward_hook(called)
+
+        def steps():
+            with ScatterOnceParallel(
+                module, 3, LAYOUTS["mixed 3"], verify=False
+            ) as engine:
+                for _ in range(3):
+                    engine.forward_backward(*batch(18), nn.MSELoss())
+
+        return steps
+
+    assert in_threads(stepping("first"), stepping("second")) == [None, None]
+    per_step = 9  # three sub-steps of three replicas
+    assert len(calls) == 6 * per_step
+    for start in range(0, len(calls), per_step):
+        assert len(set(calls[start : start + per_step])) == 1, "two meetings at once"
+
+
 # --- refusals ---
 
 

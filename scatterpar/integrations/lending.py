@@ -88,7 +88,8 @@ class Lending:
     """Lends what ``roots`` lead to, call by call.
 
     Args:
-        roots: returns the owner, its functions, and what else calls may write.
+        roots: returns the owner, its functions, and what else calls may write. It is
+            called once per step.
         excluded: names of attributes of roots that stay as they are.
         home: the device of the user's modules.
     """
@@ -99,7 +100,8 @@ class Lending:
         excluded: Collection[str],
         home: torch.device,
     ) -> None:
-        self._roots = roots
+        self._find_roots = roots
+        self._roots: list[Any] = []  # of this step
         self._excluded = excluded
         self._home = home
         # The last call's walk. The next call of the step needs no other.
@@ -114,6 +116,7 @@ class Lending:
         attributes = [dict(vars(replica)) for _, replica in parts.modules]
         exchange = _Exchange(parts.of_replica(), device)
         if self._walk is None:
+            self._roots = list(self._find_roots())
             self._walk = self._searched()
         exchange.apply(self._walk)
         try:
@@ -132,10 +135,10 @@ class Lending:
             vars(module)[name] = value
         self._rebound.clear()
         self._walk = None
+        self._roots = []
 
     def _searched(self) -> Walk:
-        roots = self._roots()
-        return Walk(roots, excluded=self._excluded, enters_modules=False)
+        return Walk(self._roots, excluded=self._excluded, enters_modules=False)
 
     def _set_rebound_before(self, parts: Parts) -> None:
         """Give the replica what earlier calls of this step have set on others."""

@@ -55,8 +55,15 @@ from scatterpar.torch_private import unwrapped
 
 __all__ = ["ScatterOnceMixin", "ScatterOnceTrainer"]
 
-# Attributes that lead to modules, and stay as they are in a call.
-_NOT_LENT = {"_engine", "_parts", "model_wrapped"}
+# Attributes that stay as they are in a call. They lead to data, or to modules that are
+# exchanged otherwise.
+_NOT_LENT = {
+    "_engine",
+    "_parts",
+    "eval_dataset",
+    "model_wrapped",
+    "train_dataset",
+}
 # TRL's trainers fill these in compute_loss. Each call gets metrics of its own.
 _METRICS = "_metrics"
 _TOKENS = "_total_train_tokens"
@@ -282,7 +289,8 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         for module in modules_of(self, _NOT_LENT):
             # A metric is no part of a replica: calls in turn write the user's own.
             has_parameters = next(module.parameters(), None) is not None
-            if self._is_parallel or has_parameters or not is_user_class(type(module)):
+            is_of_torch = type(module).__module__.startswith("torch.")
+            if self._is_parallel or has_parameters or is_of_torch:
                 parts.append(module)
         return parts
 
@@ -902,8 +910,8 @@ def _record(logs: list[Any], logger: str, *args: Any, **options: Any) -> None:
 class _Changed(int):
     """A number of ``TrainingArguments`` that a Trainer of this module has changed.
 
-    So arguments can be used again, also by ``dataclasses.replace``. In files it is a
-    plain number.
+    So arguments can be used again, also by ``dataclasses.replace``. In files it is the
+    user's number, as a plain one.
     """
 
     user_value: int
@@ -914,7 +922,7 @@ class _Changed(int):
         return number
 
     def __reduce__(self) -> tuple[type, tuple[int]]:
-        return int, (int(self),)
+        return int, (self.user_value,)
 
     def __copy__(self) -> _Changed:
         return self

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import pickle
 import time
 from collections import UserList
 from functools import partial
@@ -1167,3 +1168,77 @@ def test_writes_equal_gradient_accumulation(tmp_path, kinds, own, layout):
         quietly(trainer.train if own is WritesOfTrainer else trainer.evaluate)
         values.append(trainer.values())
     assert_same_writes(*values)
+
+
+class Metric(nn.Module):
+    """Counts rows, as metrics do: it has no parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(()))
+        self.seen = torch.zeros(())
+
+    def update(self, labels):
+        self.rows += len(labels)
+        self.seen = self.seen + labels.sum()
+
+
+class Anneals:
+    """Sets a number of its model by the step, and reads another module's."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.metric = Metric()
+        self.weights = {"classes": nn.Parameter(torch.ones(3)).requires_grad_(False)}
+
+    def compute_loss(self, model, inputs, return_outputs=False, **options):
+        if model.training:
+            model.line.scale = 2.0**-self.state.global_step
+            model.steps = getattr(model, "steps", 0) + 1
+            self.metric.update(inputs["labels"])
+        return super().compute_loss(model, inputs, return_outputs, **options)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_modules_in_turns_are_the_users(tmp_path, layout):
+    """``model.scale`` was set on a replica, and metrics were each replica's own."""
+    trainers = []
+    for cls in with_and_without(Anneals):
+        is_ours = issubclass(cls, ScatterOnceMixin)
+        options = sizes(3, 2 if is_ours else 4)
+        args = arguments(tmp_path, max_steps=3, **options)
+        given = {"device_ids": LAYOUTS[layout]} if is_ours else {}
+        trainer = cls(Line(), args, train_dataset=lines(36), **given)
+        quietly(trainer.train)
+        trainers.append(trainer)
+    ours, stock = trainers
+    assert ours.model.line.scale == stock.model.line.scale == 0.25
+    assert ours.model.steps == stock.model.steps == 12
+    assert ours.metric.rows == stock.metric.rows == 36
+    assert ours.metric.seen == stock.metric.seen
+
+
+def test_parallel_calls_copies_at_once(tmp_path, caplog):
+    """What a function writes on ``self`` is lost: the user's word is that it does not."""
+    caplog.set_level("INFO", "scatterpar")
+    seen = []
+    for parallel in (False, True):
+        own = with_and_without(Anneals)[0]
+        args = arguments(tmp_path, max_steps=1, **sizes(3, 2))
+        trainer = own(
+            Line(), args, train_dataset=lines(12), device_ids=VIRTUAL, parallel=parallel
+        )
+        quietly(trainer.train)
+        seen.append(float(trainer.metric.seen))
+    assert seen == [12, 0]
+    told = [text for text in caplog.messages if "one batch at a time" in text]
+    assert len(told) == 1
+    assert "Anneals.compute_loss" in told[0]
+
+
+def test_arguments_in_files_are_the_users(tmp_path):
+    """A trainer that was made with them had twice as many rows in a step."""
+    trainer = ours(tmp_path, CLASSIFIER, **sizes(3, 2))
+    loaded = pickle.loads(pickle.dumps(trainer.args))
+    numbers = loaded.per_device_train_batch_size, loaded.gradient_accumulation_steps
+    assert numbers == (3, 2)

@@ -80,7 +80,7 @@ from scatterpar.step.turns import Scope
 from scatterpar.threads.workers import Workers, threads_of
 from scatterpar.torch_private import unwrapped
 from scatterpar.verify.gradient_check import GradientCheck, compare
-from scatterpar.verify.verifier import Verifier, fits
+from scatterpar.verify.verifier import Verifier
 from scatterpar.wrapper import ModuleT, Wrapper
 
 # per rank: rank r numbers its replicas from r * this, for their seeds
@@ -626,7 +626,8 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         """How the shares of a call become gradients."""
         if not call.whole_batch:
             return self._one_pass
-        return TwoPasses(call, self._ranks, self._verifier, self.graphs)
+        verifier = self._verifier if self.loop.is_checked else None
+        return TwoPasses(call, self._ranks, verifier, self.graphs)
 
     def _fewest_substeps(self, request: Request, schedule: Schedule) -> Outcome:
         """Parts 1 to 5 with the fewest sub-steps that fit into memory."""
@@ -662,7 +663,8 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         extent: Extent = WHOLE_STEP,
     ) -> Outcome:
         """Parts 2 to 5 of the step: all except the plan and the commit."""
-        verifier = None if extent.is_trial else self._verifier
+        is_checked = self.loop.is_checked and not extent.is_trial
+        verifier = self._verifier if is_checked else None
         have_losses = schedule.weights_apply()
         with self._attempt(request, plan, extent) as attempt:
             transfers = attempt.transfers
@@ -961,34 +963,6 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             # A trial is of this rank only.
             outcome = self._compute(request, plan, schedule, Extent(is_trial=True))
             return compare(self.module, outcome, master)
-
-    @explaining_keywords
-    def losses_combine(
-        self,
-        inputs: Any,
-        targets: Any = None,
-        criterion: Criterion | None = None,
-        *,
-        reduction: Reduction | None = None,
-        count: Count | None = None,
-    ) -> bool | None:
-        """Whether losses combine as ``reduction`` and ``count`` say, for a few rows.
-
-        Takes the arguments of ``forward_backward``. The first replica computes the
-        rows, and all state is restored. Returns ``None`` if the look is inconclusive.
-
-        Raises:
-            ValueError: as ``forward_backward``, for arguments that it refuses.
-        """
-        # One batch is enough, and its largest one shows most.
-        call = Call(inputs, targets, criterion, reduction, count)
-        request = checked(call, self.dim, self.device_ids[0]).of_largest_batch()
-        plan = self.plan(request.sizes)
-        with self._workers.exclusive(), self._attempt(request, plan) as attempt:
-            self._replicas.refresh(self.module, criterion, attempt.transfers)
-            loaders = scatter(request.batches, plan, attempt.transfers)
-            tasks = make_tasks(attempt, loaders)
-            return fits(attempt, tasks[0])
 
     @contextlib.contextmanager
     def trace(self) -> Iterator[Trace]:

@@ -137,6 +137,11 @@ class Lending:
         self._walk = None
         self._roots = []
 
+    def forget(self) -> None:
+        """Drop what calls of a look have rebound."""
+        self._rebound.clear()
+        self._walk = None
+
     def _searched(self) -> Walk:
         return Walk(self._roots, excluded=self._excluded, enters_modules=False)
 

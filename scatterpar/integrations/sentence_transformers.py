@@ -93,8 +93,11 @@ class _WholeBatch(ScatterOnceMixin):
             is_divided = whole_batch is False
             refuse(name, {"micro_batch_cost and whole_batch=False": is_divided}, reason)
             whole_batch = True
+        is_checked = whole_batch is not False
         if whole_batch is None:
             whole_batch = self._needs_all_rows(losses)
+        # The user asks for the mean of batches, also if these compare rows.
+        self._is_checked = is_checked
         self._sees_all = whole_batch
         is_counted = whole_batch and self._count is not None
         reason = (
@@ -129,8 +132,8 @@ class _WholeBatch(ScatterOnceMixin):
         vars(collator).update(getattr(collate, "__dict__", {}))
         return collator
 
-    def _how_losses_combine(self, step: Any) -> Any:
-        return ROWS if self._count is None else self._count
+    def _hows(self) -> Sequence[Any]:
+        return [ROWS if self._count is None else self._count]
 
     def _loss_of_step(self, model: Any, step: Any, **options: Any) -> Any:
         """The loss of all rows of a step::

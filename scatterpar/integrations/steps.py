@@ -5,7 +5,6 @@ combine.
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -15,17 +14,17 @@ from torch import Tensor
 
 from scatterpar.integrations.loop import num_rows
 from scatterpar.options.costs import plan_by_cost
+from scatterpar.step.request import LossCandidate
 
 # How losses of batches combine into that of all: as means over these numbers, or as a
 # sum. A function of a batch is a user's ``count=``.
 LABELS = "labels"
 SHIFTED = "labels without the first of each row"
 ROWS = "rows"
-SUM = "sum"
+SUM = "a sum, divided by the items of all batches"
 How = str | Callable[[Any], Any]
 
 FIRST = operator.itemgetter(0)  # collates a batch that is a micro-batch: it is not cut
-_LOOKS = 8  # in steps that are not 1, 2, 4, 8, …
 
 
 class Step(list[Any]):
@@ -171,94 +170,26 @@ def weights_of_parts(
     return [sum(by_row[start:stop]) for start, stop in parts]
 
 
-def options(how: How) -> dict[str, Any]:
-    """The engine's options for losses that combine like this."""
+def candidate(how: How, items: Any) -> LossCandidate:
+    """What an engine tries: losses of batches combine like this.
+
+    ``items`` are those of all batches, by which a loss that is a sum is divided.
+    """
     if how == SUM:
-        return {"reduction": "sum"}
+        return LossCandidate(SUM, "sum", entries={"items": items})
 
     def count(inputs: Mapping[str, Any], _: Any) -> Tensor:
         return terms(how, inputs["batch"]).sum()
 
-    return {"count": count}
+    words = "what count= says" if callable(how) else f"a mean over {how}"
+    return LossCandidate(words, "mean", count, {"items": None})
 
 
-class Combination:
-    """How the losses of a Trainer's batches combine: the first candidate that fits a
-    few rows.
+def telling_batch(step: Step) -> Any:
+    """The batch of a step whose rows tell most of how losses combine."""
 
-    Args:
-        candidates: what is tried, the most likely first.
-    """
+    def variety(batch: Any) -> tuple[int, int]:
+        counts = terms(LABELS, batch).tolist()
+        return len(set(counts)), len(counts)
 
-    def __init__(self, candidates: Sequence[How]) -> None:
-        self._candidates = candidates
-        self._looked_at: list[int] = []  # numbers of steps
-        self._is_told = False
-
-    def of(
-        self, step: Any, number: int, fit: Callable[[How, Any], bool | None]
-    ) -> How | None:
-        """How losses of a step's batches, or of parts of its only batch, combine, if
-        anything fits.
-
-        ``fit(how, batch)`` tries a candidate: in steps 1, 2, 4, 8, …, and eight times
-        in steps in which it matters which of them fits.
-        """
-        if self._is_due(step, number) and len(weights(ROWS, step)) > 1:
-            self._looked_at.append(number)
-            batches = batches_of(step)
-            batch = next(filter(self._matters, batches), batches[0])
-            self._look(dict(batch), step, fit)
-        return next(iter(self._candidates), None)
-
-    def _is_due(self, step: Any, number: int) -> bool:
-        """Whether to look at this step."""
-        is_power_of_two = not number & (number - 1)
-        if is_power_of_two and number not in self._looked_at:
-            return True
-        return len(self._looked_at) < _LOOKS and self._matters(step)
-
-    def _look(
-        self, batch: Any, step: Any, fit: Callable[[How, Any], bool | None]
-    ) -> None:
-        """Keep the candidates that fit a few rows of ``batch``; all if none is refuted
-        or confirmed. Warns if that leaves open how the losses of ``step`` combine.
-        """
-        is_single = num_rows(batch) == 1
-        candidates = self._candidates
-        if is_single:  # its loss is that of all, whatever it is a mean over
-            candidates = [how for how in candidates if how == SUM]
-        answers = {how: fit(how, batch) for how in candidates}
-        confirmed = [how for how, answer in answers.items() if answer]
-        unanswered = [how for how, answer in answers.items() if answer is None]
-        is_unanswered = bool(candidates) and len(unanswered) == len(candidates)
-        if SUM in confirmed:
-            # a loss that divides by the items of all batches is exactly this sum
-            self._candidates = [SUM]
-        elif not is_single:
-            self._candidates = confirmed or unanswered
-        if is_unanswered or self._matters(step):
-            self._tell()
-
-    def _tell(self) -> None:
-        if self._is_told:
-            return
-        self._is_told = True
-        warnings.warn(
-            "this step's rows do not show how the losses of batches combine (a batch "
-            "of one row does not, nor does a loss that fails for a few rows); they are "
-            "averaged, weighted by labels, or else by rows. That is wrong for a loss "
-            "that compares rows, such as one with in-batch negatives: pass count= or "
-            "reduction= if it combines, or use the stock class on one device",
-            stacklevel=5,
-        )
-
-    def _matters(self, step: Any) -> bool:
-        """Whether candidates give the losses of this step's batches different
-        weights.
-        """
-        weights_of_candidates = set()
-        for how in self._candidates:
-            rounded = [round(weight, 9) for weight in weights(how, step)]
-            weights_of_candidates.add(tuple(rounded))
-        return len(weights_of_candidates) > 1
+    return max(step, key=variety)

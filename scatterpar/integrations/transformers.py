@@ -76,14 +76,11 @@ _ELSEWHERE = (
     "compute_loss_func, name=tensor), and each replica gets a copy on its device; or "
     "move the tensor where it is used: tensor.to(logits.device)"
 )
-_PROBLEM = "the losses of batches do not combine into the loss of all, as"
-_COUNTED_OTHERWISE = (
-    f"{_PROBLEM} count= or reduction= says; use the stock class on one device"
-)
-_UNCOMBINED = (
-    f"{_PROBLEM} a mean over labels or rows or a sum (does it compare rows, is it NaN "
-    "for a single row?); pass count=, a function of a batch that gives its number of "
-    "terms, for a mean over something else, or use the stock class on one device"
+_REMEDIES = (
+    "Pass count= to the Trainer, a function of a batch that gives its number of terms, "
+    'for a mean over something else, or reduction="sum" for a sum. If it compares '
+    "rows with each other, or is a ratio of sums, train with the stock class on one "
+    "device."
 )
 # TRL's trainers whose losses of batches combine into that of all, except with these
 # loss types.
@@ -123,6 +120,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
     _parts: Sequence[nn.Module] = ()
     _sharded: ShardedOptimizer | None = None
     _is_in_step = False
+    _is_checked = True  # whether losses of batches have to combine
 
     def __init__(
         self,
@@ -153,12 +151,6 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         super().__init__(*copied_args, **copied_kwargs)
         _refuse_losses(self)
         self._count = SUM if reduction == "sum" else count
-        candidates: list[How] = [LABELS, SHIFTED, ROWS, SUM]
-        if self._loss_shifts_labels:  # the likeliest first
-            candidates = [SHIFTED, LABELS, ROWS, SUM]
-        if self._count is not None:
-            candidates = [self._count]
-        self._combination = steps.Combination(candidates)
         # Attributes hide the methods of the class, also from a user's training_step.
         self.__dict__["compute_loss"] = self._loss_of_inputs
         self.__dict__["_prepare_inputs"] = self._prepared
@@ -275,10 +267,12 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             mode = self.args.torch_compile_mode
             model = torch.compile(model, backend=backend, mode=mode)
         work = loop.Modules([model, *parts[1:]])
-        # verify=False: the Trainer asks batch by batch how losses combine.
         self._engine = ScatterOnceParallel(
-            work, 1, self._devices, buffers=self._buffers, verify=False
+            work, 1, self._devices, buffers=self._buffers
         )
+        self._engine.loop.remedies = _REMEDIES
+        self._engine.loop.divided = self._divided_inputs
+        self._engine.loop.around_looks = self._around_looks
         if self._sharded is not None:
             self._sharded.engine = self._engine
         return self._engine
@@ -355,13 +349,56 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         is_contrastive = any(batch.get("return_loss") for batch in batches)
         if is_contrastive and _towers(self.model):
             return self._loss_of_towers(batches)
-        how = self._how_losses_combine(step)
         is_collated = isinstance(step, Step)
+        batch = Rows(step, FIRST) if is_collated else self._divisible_batch(step)
         # Each replica has at most one micro-batch per collated batch.
         accum = len(step) if is_collated else self._user_args[_BATCHES]
-        loss, calls = self._run(_compute_loss, step, accum, how)
-        self._collect(calls, how, step)
+        inputs = {"work": self._on_replica, "batch": batch, "items": None}
+        candidates = self._candidates(batches)
+        loop_options = self._engine_of_the_model().loop
+        loop_options.candidates = list(candidates)
+        select = itemgetter("beside")
+        loss, calls = self._engine_loss(inputs, accum, return_outputs=select)
+        self._collect(calls, candidates[loop_options.chosen], step)
         return loss
+
+    def _candidates(self, batches: Sequence[Any]) -> dict[Any, How]:
+        """Ways in which losses of the batches may combine, the likeliest first."""
+        items = None
+        hows = self._hows()
+        if SUM in hows:
+            items = self._get_num_items_in_batch(list(batches), self.args.device)
+        if items is None and self._count is None:
+            # A row whose own loss is NaN looks like a sum.
+            hows = [how for how in hows if how != SUM]
+        return {steps.candidate(how, items): how for how in hows}
+
+    def _hows(self) -> Sequence[How]:
+        """How losses of batches may combine, the likeliest way first."""
+        is_of_trl = _loss_class(self).__module__.startswith("trl.")
+        if self._count is not None:
+            return [self._count]
+        if is_of_trl and self.loss_is_scaled_for_ga is False:
+            return [ROWS]
+        of_labels = [LABELS, SHIFTED]
+        if self._loss_shifts_labels:
+            of_labels.reverse()
+        # First the items: the stock loop divides by them if the model takes them.
+        return [SUM, *of_labels, ROWS]
+
+    def _divided_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The inputs of a look: rows of one batch, which can be divided."""
+        batch = inputs["batch"]
+        if isinstance(batch, Rows):
+            batch = self._divisible_batch(steps.telling_batch(batch.entries))
+        return {**inputs, "batch": batch}
+
+    @contextlib.contextmanager
+    def _around_looks(self) -> Iterator[None]:
+        """In the body, calls of ``compute_loss`` leave nothing."""
+        with loop.undone(self, [*vars(self).values(), *self._roots()]):
+            yield
+        self._lending.forget()
 
     def _weights_of_metrics(self, how: How, step: Any) -> list[float]:
         """The weight of each micro-batch in metrics that are means: as in the loss."""
@@ -375,42 +412,11 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         parts = sorted(part for share in shares for part in share.micro_batches)
         return steps.weights_of_parts(how, step, parts)
 
-    def _run(self, call: Callable[..., Any], step: Any, accum: int, how: How) -> Any:
-        """The loss of a step, and what ``call`` returns beside the loss of each
-        micro-batch.
-        """
-        if isinstance(step, Step):
-            batch: Any = Rows(step, FIRST)
-        else:
-            batch = self._divisible_batch(step)
-        inputs = self._inputs(call, batch, self._items(how, step))
-        select = itemgetter("beside")
-        options = steps.options(how)
-        return self._engine_loss(inputs, accum, return_outputs=select, **options)
-
-    def _inputs(self, call: Callable[..., Any], batch: Any, items: Any) -> Any:
-        """The engine's inputs: ``_on_replica`` runs on each replica with the rest."""
-        return {
-            "work": self._on_replica,
-            "call": call,
-            "batch": batch,
-            "items": items,
-        }
-
     def _divisible_batch(self, batch: Any) -> Any:
         """A batch whose rows can be divided, or ``ValueError``."""
         if self._is_of_trl and _loss_class(self, "trl.").__name__ in _OF_PAIRS:
             batch = _divided_by_pairs(batch)
         return _divisible(batch, getattr(self.model, "config", None))
-
-    def _items(self, how: How, step: Any) -> Any:
-        """The number of items in all batches of a step, if its loss is a sum over
-        them.
-        """
-        if how != SUM:
-            return None
-        batches = list(steps.batches_of(step))
-        return self._get_num_items_in_batch(batches, self.args.device)
 
     def _get_num_items_in_batch(self, batches: Any, device: Any) -> Any:
         """The Trainer's number; ``None`` for a ``Step``: each batch has its own."""
@@ -423,6 +429,8 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         engine = self._engine_of_the_model()
         engine.accum = accum
         scaler = self.accelerator.scaler
+        # A criterion of all rows knows more of the step than a few outputs.
+        engine.loop.is_checked = self._is_checked and not options.get("whole_batch")
         with self._in_step(engine, "compute_loss"):
             return engine.loss(inputs, *args, scaler=scaler, **options)
 
@@ -469,8 +477,8 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
                 roots.append(callback)
         return roots
 
-    def _on_replica(self, work: Any, call: Any, batch: Any, items: Any) -> Any:
-        """What ``call`` returns for a Trainer that refers to a replica's modules."""
+    def _on_replica(self, work: Any, batch: Any, items: Any) -> Any:
+        """The loss of a Trainer that refers to a replica's modules."""
         if items is None:
             device = self._device_of(work)
             items = self._get_num_items_in_batch([batch], device)
@@ -478,9 +486,10 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             self._standing_in(work) as (trainer, record),
             loop.overridden(trainer, _get_num_items_in_batch=lambda *_: items),
         ):
-            loss, *outputs = call(trainer, batch, items)
-        # No dict: the engine would join its entries with those of other calls.
-        return {"loss": loss, "beside": (*outputs, record)}
+            loss = trainer.compute_loss(
+                trainer.model, dict(batch), num_items_in_batch=items
+            )
+        return {"loss": loss, "beside": record}
 
     @contextlib.contextmanager
     def _standing_in(
@@ -601,60 +610,6 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         inputs = {"work": _pooled, "batch": Rows(batches, FIRST)}
         accum = len(batches)
         return self._engine_loss(inputs, accum, None, criterion, whole_batch=True)
-
-    def _how_losses_combine(self, step: Any) -> Any:
-        """How losses of the step's batches make that of all. Raises ``ValueError`` if
-        they do not.
-        """
-        is_of_trl = _loss_class(self).__module__.startswith("trl.")
-        is_mean_of_rows = is_of_trl and self.loss_is_scaled_for_ga is False
-        if is_mean_of_rows and self._count is None:
-            return ROWS
-        number = self.state.global_step + 1
-        how = self._combination.of(step, number, self._fits)
-        name = f"{_loss_class(self).__name__} here"
-        reason = _COUNTED_OTHERWISE if self._count else _UNCOMBINED
-        loop.refuse("ScatterOnceMixin", {name: how is None}, reason)
-        return how
-
-    def _fits(self, how: How, batch: Any) -> bool | None:
-        """Whether losses of rows of a batch combine like this; ``None`` if that cannot
-        be seen.
-        """
-        items = self._items(how, batch)
-        if how == SUM and items is None and self._count is None:
-            return False  # a row whose own loss is NaN looks like a sum
-        if loop.num_rows(batch) == 1:
-            # twice the items halve a loss that divides by them
-            rows: Any = Rows([batch, batch], FIRST)
-            items = Rows([items] * 2, _items_of_copies)
-        else:
-            try:
-                rows = self._divisible_batch(batch)
-            except ValueError:  # such as another number of images than of rows
-                return None
-        inputs = self._inputs(_compute_loss, rows, items)
-        engine = self._engine_of_the_model()
-        was_training = self.model.training
-        try:
-            self.model.eval()
-            answer = self._losses_combine(engine, inputs, how)
-            if answer is None:  # some losses fail in evaluation mode
-                self.model.train()
-                answer = self._losses_combine(engine, inputs, how)
-        finally:
-            self.model.train(was_training)
-        return answer
-
-    def _losses_combine(
-        self, engine: ScatterOnceParallel, inputs: Any, how: How
-    ) -> bool | None:
-        """Whether losses combine like this, for a few rows; nothing is left behind."""
-        with (
-            loop.undone(self, [*vars(self).values(), *self._roots()]),
-            self._in_step(engine, "compute_loss"),
-        ):
-            return engine.losses_combine(inputs, **steps.options(how))
 
     # Evaluation and prediction: each replica computes a batch of the stock loop.
 
@@ -783,10 +738,6 @@ class ScatterOnceTrainer(ScatterOnceMixin, transformers.Trainer):
     """
 
 
-def _compute_loss(trainer: Any, batch: Mapping[str, Any], items: Any) -> tuple[Any]:
-    return (trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=items),)
-
-
 def _replace_margins(metrics: dict[str, Any]) -> None:
     """Compute KTO's margins again: calls append them only for rows of both kinds."""
     metrics.pop(_MARGINS, None)
@@ -796,11 +747,6 @@ def _replace_margins(metrics: dict[str, Any]) -> None:
 
 def _unchanged(inputs: Any) -> Any:
     return inputs
-
-
-def _items_of_copies(items: Sequence[Any]) -> Any:
-    """The items that a look names for one or both copies of a single row."""
-    return items[0] * 2 // len(items)
 
 
 def _towers(model: nn.Module) -> list[nn.Module]:

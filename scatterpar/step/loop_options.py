@@ -18,6 +18,8 @@ class LoopOptions:
     too, because a loop makes its own engine.
 
     Attributes:
+        is_checked: whether a step may have looks. Not if its criterion reads more than
+            the outputs and targets that it gets.
         takes_turns: whether replicas call the user's function one at a time. It is the
             module's forward pass and the criterion of a sub-step, or the function of
             ``engine.map``.
@@ -34,6 +36,7 @@ class LoopOptions:
             loop's loggers are silent, and after which its owner is as before.
     """
 
+    is_checked: bool = True
     takes_turns: bool = False
     remedies: str = ""
     candidates: Sequence[LossCandidate] = ()

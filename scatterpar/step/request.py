@@ -44,7 +44,7 @@ class Call:
     costs: Any = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LossCandidate:
     """A way in which the losses of micro-batches may combine into that of the batch.
 

@@ -140,10 +140,13 @@ class Verifier:
                 self._looks.warn(question.text_of_assumed(alike))
             return candidate
         if not unclear:
-            refused = refusals[0]
+            refused = refusals[-1]
             raise ValueError(question.text_of_refusal(refused)) from refused.error
-        self._keep([candidate for candidate, _ in unclear], question, kind)
+        remaining = [candidate for candidate, _ in unclear]
+        self._keep(remaining, question, kind)
         assumed, reason = unclear[0]
+        if len(remaining) > 1:
+            reason.patience = 1  # the user can say which one holds
         text = ""
         if reason.is_final or not question.counts_as_torch:
             text = question.text_of_unchecked(reason, assumed)
@@ -202,22 +205,6 @@ class Verifier:
         """
         request = attempt.request.of_largest_batch()
         self._joins.check(attempt, request, task, outputs, compute, function)
-
-
-def fits(attempt: Attempt, task: ReplicaTask) -> bool | None:
-    """Whether losses combine as the request says, for a few rows of its only batch.
-
-    The replica of ``task`` computes the rows, and all state is restored. Returns
-    ``None`` if the look is inconclusive.
-    """
-    request = attempt.request
-    candidates = [_candidate_of(request)]
-    question = Question(attempt, request, [task], True, candidates, LoopOptions())
-    try:
-        findings = question.findings(looks=1)
-    except Exception:  # inconclusive, or raised by user code
-        return None
-    return findings.verdict.action is not Action.REFUSE
 
 
 def _candidate_of(request: Request) -> LossCandidate:
@@ -371,9 +358,13 @@ class Question:
 
     def text_of_refusal(self, verdict: Verdict) -> str:
         """The error of a refused step, with the remedies of its loop if it has any."""
-        if verdict.problem and self._loop.remedies:
-            return f"{verdict.problem}\n{self._loop.remedies} Nothing was changed."
-        return verdict.text
+        if not (verdict.problem and self._loop.remedies):
+            return verdict.text
+        problem = verdict.problem
+        if len(self.candidates) > 1:
+            ways = ", ".join(candidate.words for candidate in self.candidates)
+            problem += f" It is none of these: {ways}."
+        return f"{problem}\n{self._loop.remedies} Nothing was changed."
 
     def text_of_assumed(self, candidates: Sequence[LossCandidate]) -> str:
         """The warning for rows that leave several candidates."""

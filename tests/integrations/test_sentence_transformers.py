@@ -630,7 +630,7 @@ def test_sparse_encoder_loss_refused(tmp_path):
     trainer = mixed(
         model, args, train_dataset=PAIRS(), loss=loss, device_ids=LAYOUTS["virtual"]
     )
-    with pytest.raises(ValueError, match="the losses of batches do not combine"):
+    with pytest.raises(ValueError, match="It is none of these: a mean over labels"):
         quietly(trainer.train)
     assert_same_bits(model, before)
     stock = st.SparseEncoderTrainer(model, args, train_dataset=PAIRS(), loss=loss)

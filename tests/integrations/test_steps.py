@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 
 from scatterpar.integrations import steps
-from scatterpar.integrations.steps import LABELS, ROWS, SHIFTED, SUM, Combination, Step
+from scatterpar.integrations.steps import LABELS, ROWS, SHIFTED, SUM, Step
 
 # Two batches: labels of 2 and 1 rows, of which 3 and 1 count; 2 and 1 after a shift.
 FIRST = {"labels": torch.tensor([[4, 5, -100], [6, -100, -100]]), "text": ["a", "b"]}
@@ -116,43 +114,18 @@ def test_no_labels_no_weights():
 
 
 def test_engine_counts_as_the_weights():
-    assert steps.options(SUM) == {"reduction": "sum"}
-    count = steps.options(LABELS)["count"]
-    assert float(count({"batch": FIRST}, None)) == 3
+    summed = steps.candidate(SUM, 7)
+    assert (summed.reduction, summed.count, summed.entries) == (
+        "sum",
+        None,
+        {"items": 7},
+    )
+    by_labels = steps.candidate(LABELS, 7)
+    assert float(by_labels.count({"batch": FIRST}, None)) == 3
+    assert by_labels.entries == {"items": None}
 
 
-def combination(step, number, answers):
-    """Asks which of labels and rows fits; ``answers`` by candidate."""
-    asked = []
-
-    def fit(how, _):
-        asked.append(how)
-        return answers.get(how)
-
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        how = Combination([LABELS, ROWS]).of(step, number, fit)
-    return how, asked, [str(warning.message) for warning in told]
-
-
-@pytest.mark.parametrize("of_labels", [False, None])
-def test_fitting_candidate_is_taken(of_labels):
-    answers = {LABELS: of_labels, ROWS: True}
-    assert combination(STEP, 1, answers) == (ROWS, [LABELS, ROWS], [])
-
-
-def test_no_answer_takes_likeliest_and_warns():
-    how, _, (words,) = combination(STEP, 1, {})
-    assert how == LABELS
-    assert "weighted by labels, or else by rows" in words
-
-
-def test_all_refuted_takes_none():
-    assert combination(STEP, 1, {LABELS: False, ROWS: False})[0] is None
-
-
-def test_agreeing_step_looked_at_at_1_2_4_8():
-    batch = {"labels": torch.tensor([[1], [2]]), "text": ["a", "b"]}
-    alike = Step([batch, batch])
-    looked_at = [number for number in range(1, 10) if combination(alike, number, {})[1]]
-    assert looked_at == [1, 2, 4, 8]
+def test_batch_with_most_lengths_tells_most():
+    equal = {"labels": torch.ones(5, 2)}
+    padded = {"labels": torch.tensor([[1, 2], [3, -100]])}
+    assert steps.telling_batch(Step([equal, padded, equal])) is padded

@@ -88,6 +88,7 @@ torch.manual_seed(0)
 model = Slow(2, 1)
 inputs = torch.arange(240.0).reshape(120, 2)
 engine = ScatterOnceParallel(model, 60, {devices}, verify=False)  # one replica looks
+engine.loop.takes_turns = {in_turns}
 signal.signal(signal.SIGINT, hear)
 threading.Thread(target=interrupt, args=({times},)).start()
 begun = time.monotonic()
@@ -116,11 +117,12 @@ print("exact")
 SHARED, ALONE, VIRTUAL = '["cpu"] * 2', '["cpu"]', '["cpu:0", "cpu:1"]'
 
 
-def visits_before(times, devices, pause):
+def visits_before(times, devices, pause, *, in_turns=False):
     """How many sub-steps had begun when Ctrl-C had come so often; the next step is
     exact.
     """
-    outcome = run_forked("-c", LONG.format(pause=pause, devices=devices, times=times))
+    script = LONG.format(pause=pause, devices=devices, times=times, in_turns=in_turns)
+    outcome = run_forked("-c", script)
     assert outcome.code == 0, outcome.err
     assert "terminate called" not in outcome.err
     first, last = outcome.out.splitlines()
@@ -142,3 +144,16 @@ def test_long_step_ends_at_next_sub_step(devices):
 )
 def test_second_ctrl_c_leaves_stuck_replica(devices):
     assert visits_before(2, devices, "release.wait(1000)") == 2
+
+
+@pytest.mark.parametrize(
+    "devices", [SHARED, pytest.param(VIRTUAL, marks=pytest.mark.slow)]
+)
+def test_replica_that_waits_for_its_turn_ends(devices):
+    assert visits_before(1, devices, "time.sleep(0.1)", in_turns=True) < 60
+
+
+def test_second_ctrl_c_leaves_stuck_turn():
+    """The other replica waits for it, and ends at the first Ctrl-C."""
+    pause = "len(visits) == 1 or release.wait(1000)"
+    assert visits_before(2, VIRTUAL, pause, in_turns=True) == 2

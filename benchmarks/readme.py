@@ -114,9 +114,21 @@ def _mean_error(runs: list[dict[str, Any]], recipe: str) -> str:
     return f"{statistics.mean(errors):.2f} ± {statistics.stdev(errors):.2f}"
 
 
+def turns() -> str:
+    """The time of a step whose function takes turns, by the number of replicas."""
+    lines = [
+        "| replicas | in parallel | in turns | one after the other |",
+        "|---|---:|---:|---:|",
+    ]
+    for cells in _read("turns/turns.json")["rows"]:
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
     "figures": (ROOT / "docs" / "benchmarks.md", figures),
     "accuracy": (ROOT / "docs" / "large-batches.md", accuracy),
+    "turns": (ROOT / "docs" / "other-loops.md", turns),
 }
 
 

@@ -216,6 +216,9 @@ class Schedule:
                 attempt.extent.max_substeps, proceed
             )
 
+        if self.uses_graphs and attempt.threads.scope is Scope.FUNCTION:
+            # A capture calls the function several times, a replay not at all.
+            attempt.threads.widen(Scope.SUBSTEP)
         # A new one for each pass: replicas count its sub-steps from 0.
         meeting = meeting_of(attempt, uses_graphs=self.uses_graphs)
         with parameter_writes_refused(attempt.replicas.replica_sets):

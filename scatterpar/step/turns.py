@@ -60,7 +60,9 @@ class TurnOrder:
         self.is_ordered = scope > Scope.CRITERION
         self._holder: tuple[int, int] | None = None
         # Numbers of replicas and sub-steps whose turn has not ended, the next first.
-        self._pending = dict.fromkeys(_in_order(shares))
+        self._pending: dict[tuple[int, int], None] = {}
+        if self.is_ordered:
+            self._pending = dict.fromkeys(_in_order(shares))
 
     def leave(self, replica: int) -> None:
         """The replica has no more sub-steps, so nobody waits for its turns."""
@@ -105,7 +107,7 @@ class TurnOrder:
     def _end(self, turn: tuple[int, int]) -> None:
         with self._cancel.changed:
             self._holder = None
-            del self._pending[turn]
+            self._pending.pop(turn, None)
             self._cancel.changed.notify_all()
 
     def _is_cancelled(self) -> bool:
@@ -115,7 +117,7 @@ class TurnOrder:
 
     def _is_next(self, turn: tuple[int, int]) -> bool:
         if self.is_ordered:
-            return turn == next(iter(self._pending))
+            return turn == next(iter(self._pending), turn)
         return self._holder is None
 
 

@@ -200,6 +200,19 @@ def test_whole_batch_calls_both_passes_in_order():
     assert seen == [*range(8), *range(4)]
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_graphs_in_order_of_rows(layout):
+    """On the CPU, which captures nothing, a replay calls the function again."""
+    seen = []
+    engine = engine_in_turns(Model(seen.extend), LAYOUTS[layout](2), graphs=True)
+    for _ in range(3):
+        seen.clear()
+        engine.module.zero_grad()
+        engine.forward_backward(column(8))
+    assert seen == list(range(8))
+    torch.testing.assert_close(engine.module.weight.grad, gradient_of_plain(column(8)))
+
+
 # --- what fails ---
 
 

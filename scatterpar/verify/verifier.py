@@ -126,7 +126,8 @@ class Verifier:
                 findings = asked.findings(kind.looks)
             except Inconclusive as error:
                 logger.debug("%s is inconclusive: %s", title, error)
-                unclear.append((candidate, error))
+                # Without its frames: one of them holds this list.
+                unclear.append((candidate, error.with_traceback(None)))
                 continue
             logger.debug("%s: %s", title, findings.verdict.action.value)
             if findings.verdict.action is Action.REFUSE:
@@ -338,7 +339,7 @@ class Question:
         """The warning for a criterion that reads what forward passes leave behind."""
         return in_lines(
             f"{self._name} reads what forward passes leave behind (a hook?), which "
-            "replicas share, so they run one after the other, which is slower.",
+            "replicas share, so they take turns, which is slower.",
             f"To run them together, {RETURN}.",
             "Or pass verify=False.",
         )

@@ -367,20 +367,22 @@ class Owner:
 
     def __init__(self, module):
         self.module = module
+        self.own_module = module
         self.events = []
 
     @contextlib.contextmanager
     def lent(self, module):
-        own = self.module
         self.module = module
         self.events.append("lent")
         try:
             yield
         finally:
             self.events.append("back")
-            self.module = own
+            self.module = self.own_module
 
     def block(self, rows):
+        is_replica = self.module is not self.own_module
+        self.events.append("replica" if is_replica else "own")
         return self.module.layer(rows)
 
     def step(self, replica, rows):
@@ -403,7 +405,7 @@ class Loop(nn.Module):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_checkpoint_of_owner_has_replica_in_backward(replicas, layout):
+def test_checkpoint_of_owner_has_replica(replicas, layout):
     """A look sees it: then a turn, and what it lends, lasts until the backward pass."""
     model = Loop()
     engine = engine_in_turns(model, LAYOUTS[layout](replicas), 2, verify=True)
@@ -417,8 +419,10 @@ def test_checkpoint_of_owner_has_replica_in_backward(replicas, layout):
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             torch.testing.assert_close(gradient, parameter.grad)
     assert owner.module is model
-    step = owner.events[-3 * len(engine.last_step.plan.substep_rows) :]
-    assert step == ["lent", "called", "back"] * (len(step) // 3)
+    # The block is called in the forward pass, and again in the backward pass.
+    substep = ["lent", "replica", "called", "replica", "back"]
+    step = substep * len(engine.last_step.plan.substep_rows)
+    assert owner.events[-len(step) :] == step
 
 
 def test_checkpoint_of_replica_needs_no_longer_turns():

@@ -76,7 +76,6 @@ from scatterpar.step.scatter import (
 )
 from scatterpar.step.substeps import Schedule, returned_part, user_state_guarded
 from scatterpar.step.task import call_inputs, make_tasks
-from scatterpar.step.turns import Scope
 from scatterpar.threads.workers import Workers, threads_of
 from scatterpar.torch_private import unwrapped
 from scatterpar.verify.gradient_check import GradientCheck, compare
@@ -726,7 +725,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             clock=self._trace.clock if self._trace else None,
         )
         if self.loop.takes_turns:
-            attempt.threads.widen(Scope.FUNCTION)
+            attempt.threads.widen(self.loop.turn)
         try:
             with attempt.undo:
                 yield attempt

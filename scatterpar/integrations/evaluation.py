@@ -13,9 +13,6 @@ the first batch, the replicas compute all of them::
 
 No batch is divided. So the results are those of the stock loop, whatever it computes:
 losses that compare rows, outputs without rows, generated texts.
-
-Loops in which a batch is that of all devices divide it instead. ``RowLooks`` finds the
-step functions whose results are not those of parts.
 """
 
 from __future__ import annotations
@@ -23,6 +20,8 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -30,10 +29,12 @@ import torch
 from torch import Tensor
 
 from scatterpar.batch import nested
-from scatterpar.batch.markers import Marker
+from scatterpar.batch.markers import Marker, Rows
 from scatterpar.devices.fingerprints import same_bits
+from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import warn
 from scatterpar.integrations import loop
+from scatterpar.integrations.steps import FIRST
 
 
 class Groups:
@@ -43,37 +44,46 @@ class Groups:
     Args:
         loader: the stock loader, for example accelerate's.
         size: the number of batches in a group.
+        prepare: is applied to each batch that is read.
 
     Attributes:
+        size: the number of batches in the next group.
         batches: the group in which the loop is.
+        number: the number, in the group, of the batch at which the loop is.
         is_last: for each batch of the group, whether the loader has no more.
         results: results of batches, by their numbers in the group; ``None`` if they
             have not been computed.
         options: the arguments with which they were computed.
     """
 
-    def __init__(self, loader: Any, size: int) -> None:
-        self._loader = loader
-        self._size = size
+    def __init__(
+        self, loader: Any, size: int, prepare: Callable[[Any], Any] | None = None
+    ) -> None:
+        self.loader = loader
+        self._prepare = prepare
+        self.size = size
         self.batches: list[Any] = []
+        self.number = 0
         self.is_last: list[bool] = []
         self.results: dict[int, Any] | None = None
         self.options: Any = None
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
+        return getattr(self.loader, name)
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
         """The loader's batches, one by one."""
-        batches = iter(self._loader)
+        batches = iter(self.loader)
         try:
             while self._read(batches):
-                for batch, is_last in zip(self.batches, self.is_last, strict=True):
+                for number, batch in enumerate(self.batches):
+                    is_last = self.is_last[number]
                     if is_last or self._is_at_end():
-                        self._loader.end_of_dataloader = is_last
+                        self.loader.end_of_dataloader = is_last
+                    self.number = number
                     yield batch
         finally:
             self._clear()
@@ -91,19 +101,21 @@ class Groups:
         """In the body, accelerate's loader does not move batches to its device: the
         engine copies each to its replica.
         """
-        if not hasattr(self._loader, "end_of_dataloader"):
+        if not hasattr(self.loader, "end_of_dataloader"):
             return contextlib.nullcontext()
-        return loop.overridden(self._loader, device=None)
+        return loop.overridden(self.loader, device=None)
 
     def _read(self, batches: Iterator[Any]) -> bool:
         """Read the next group. Returns whether there is one."""
         self._clear()
         for batch in batches:
+            if self._prepare is not None:
+                batch = self._prepare(batch)
             self.batches.append(batch)
             # accelerate's loader says so before its last batch. To ask for one more
             # ends its iteration, which the loop must do.
             self.is_last.append(self._is_at_end())
-            if self.is_last[-1] or len(self.batches) == self._size:
+            if self.is_last[-1] or len(self.batches) == self.size:
                 break
         return bool(self.batches)
 
@@ -113,7 +125,29 @@ class Groups:
         self.results = None
 
     def _is_at_end(self) -> bool:
-        return bool(getattr(self._loader, "end_of_dataloader", False))
+        return bool(getattr(self.loader, "end_of_dataloader", False))
+
+
+def outputs_of_batches(
+    engine: ScatterOnceParallel,
+    function: Callable[[Any, Any], Any],
+    batches: Sequence[Any],
+) -> list[Any]:
+    """``function(replica, batch)`` of each batch, computed by a replica of its own.
+
+    Nothing is joined. Each output is on its replica's device.
+    """
+    # A batch is one row: the engine gives each replica a whole one.
+    rows = Rows(batches, FIRST)
+    boxes = engine.map(partial(_boxed, function=function), batch=rows)
+    return [box.output for box in nested.atoms(boxes)]
+
+
+def _boxed(
+    replica: Any, function: Callable[[Any, Any], Any], batch: Any
+) -> SimpleNamespace:
+    """An output in an object, which the engine does not join with others."""
+    return SimpleNamespace(output=function(replica, batch))
 
 
 def rows_of(batch: Any, rows: Sequence[int], num_rows: int) -> Any:

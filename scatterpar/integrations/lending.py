@@ -44,14 +44,19 @@ class Parts:
     Args:
         pairs: a module of the user's and the replica's, for each module that a step
             function may call. A look pairs modules with themselves.
+        tensors: pairs of parameters, whose modules stay the user's.
 
     Attributes:
         modules: the pairs that differ, also of the modules inside of these.
     """
 
-    def __init__(self, pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
+    def __init__(
+        self,
+        pairs: Iterable[tuple[nn.Module, nn.Module]],
+        tensors: Iterable[tuple[Tensor, Tensor]] = (),
+    ) -> None:
         self.modules: list[tuple[nn.Module, nn.Module]] = []
-        self._pairs: list[tuple[Any, Any]] = []
+        self._pairs: list[tuple[Any, Any]] = [*tensors]
         self._seen: set[int] = set()
         for module, replica in pairs:
             self._add(module, replica)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scatterpar.step.request import LossCandidate
+from scatterpar.step.turns import Scope
 
 
 @dataclass
@@ -20,9 +21,9 @@ class LoopOptions:
     Attributes:
         is_checked: whether a step may have looks. Not if its criterion reads more than
             the outputs and targets that it gets.
-        takes_turns: whether replicas call the user's function one at a time. It is the
-            module's forward pass and the criterion of a sub-step, or the function of
-            ``engine.map``.
+        takes_turns: whether replicas call the user's function one at a time.
+        turn: the part of a sub-step that is the user's function. By default the
+            module's forward pass and the criterion, or the function of ``engine.map``.
         remedies: sentences for the refusals of a look, which name arguments of the loop
             in the place of the engine's. Empty: the engine's own.
         candidates: ways in which the losses of the loop's micro-batches may combine,
@@ -38,6 +39,7 @@ class LoopOptions:
 
     is_checked: bool = True
     takes_turns: bool = False
+    turn: Scope = Scope.FUNCTION
     remedies: str = ""
     candidates: Sequence[LossCandidate] = ()
     chosen: LossCandidate | None = None

@@ -32,6 +32,7 @@ class Scope(enum.IntEnum):
     Attributes:
         NOTHING: replicas do not wait for each other.
         CRITERION: the criterion, in any order of the replicas.
+        LOSS: the criterion, in the order of the rows. Forward passes overlap.
         FUNCTION: the user's function, in the order of the rows: the forward pass and
             the criterion, or the function of ``engine.map``. Backward passes overlap.
         SUBSTEP: the whole sub-step, in the order of the rows.
@@ -39,8 +40,9 @@ class Scope(enum.IntEnum):
 
     NOTHING = 0
     CRITERION = 1
-    FUNCTION = 2
-    SUBSTEP = 3
+    LOSS = 2
+    FUNCTION = 3
+    SUBSTEP = 4
 
 
 class TurnOrder:

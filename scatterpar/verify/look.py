@@ -145,7 +145,7 @@ class ReplicaLook:
         self._task = task
         self._plan = plan
         self._may_widen = True
-        self._takes_turns = attempt.threads.scope is Scope.FUNCTION
+        self._takes_turns = attempt.threads.scope in (Scope.LOSS, Scope.FUNCTION)
 
     def answer(self, choice: RowChoice, most: int) -> Findings:
         """The findings for chosen rows, or for others if user code fails for them.

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import itertools
+import random
+import threading
+from collections import Counter, deque
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +21,11 @@ from torch import nn
 
 needed("fastai.basics", "'.[fastai]'")
 
-from fastai.callback.core import Callback  # noqa: E402
+from fastai.callback.core import (  # noqa: E402
+    Callback,
+    CancelBatchException,
+    CancelValidException,
+)
 from fastai.callback.fp16 import MixedPrecision  # noqa: E402
 from fastai.callback.mixup import CutMix, MixUp  # noqa: E402
 from fastai.callback.rnn import RNNCallback  # noqa: E402
@@ -23,12 +34,13 @@ from fastai.callback.tracker import SaveModelCallback  # noqa: E402
 from fastai.callback.training import GradientAccumulation, GradientClip  # noqa: E402
 from fastai.data.core import DataLoaders  # noqa: E402
 from fastai.data.load import DataLoader  # noqa: E402
-from fastai.learner import AvgSmoothLoss, Learner, load_learner  # noqa: E402
+from fastai.learner import AvgSmoothLoss, Learner, Metric, load_learner  # noqa: E402
 from fastai.losses import (  # noqa: E402
     CrossEntropyLossFlat,
+    DiceLoss,
     LabelSmoothingCrossEntropyFlat,
 )
-from fastai.metrics import LossMetrics, accuracy  # noqa: E402
+from fastai.metrics import accuracy  # noqa: E402
 from fastai.optimizer import SGD  # noqa: E402
 from fastai.torch_core import params  # noqa: E402
 
@@ -203,10 +215,71 @@ def test_mean_over_other_terms_refused(tmp_path, loss_func, options):
         fitted(learn)
     text = str(refused.value)
     assert "In fastai pass ScatterOnce(…, count=lambda inputs, targets: …)" in text
-    assert "on one device without this callback" in text
+    assert "pass ScatterOnce(…, whole_batch=True)" in text
+    assert "_Criterion" not in text
     assert "count_labels" not in text
-    learn.remove_cb(ScatterOnce)
-    fitted(learn)  # what the refusal proposes
+
+
+def contrastive(pred, target):
+    """Each row against all others."""
+    scores = pred @ pred.T
+    return nn.functional.cross_entropy(scores, torch.arange(len(pred)))
+
+
+class Sparse:
+    """A loss with a penalty of weights that it closes over."""
+
+    def __init__(self, model):
+        self.model = model
+        self.calls = 0
+
+    def __call__(self, pred, target):
+        self.calls += 1
+        weights = [*self.model.parameters()]
+        penalty = sum(weight.abs().sum() for weight in weights)
+        return nn.functional.cross_entropy(pred, target) + 1e-2 * penalty
+
+
+# What refusals propose for losses that are no means over rows, and for others.
+WHOLE = {
+    "another mean": {"loss_func": halves},
+    "weighted smoothing": SINGLE | {"loss_func": weighted_smoothing()},
+    "rows compared": {"loss_func": contrastive},
+    "ratio of sums": SINGLE | {"loss_func": DiceLoss()},
+    "cross entropy": {"loss_func": nn.CrossEntropyLoss(WEIGHTS.double())},
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_loss_of_whole_batch_equals_one_device(name, devices, tmp_path):
+    options = dict(WHOLE[name])
+    tolerance = options.pop("tolerance", SAME)
+    new = ScatterOnce(devices(2), 2, whole_batch=True)
+    ours = fitted(learner(tmp_path, new, **options))
+    assert_same(ours, fitted(learner(tmp_path, **options)), tolerance)
+
+
+def test_whole_batch_with_number_of_terms_refused():
+    with pytest.raises(ValueError, match="does not go together with count"):
+        ScatterOnce(["cpu"] * 2, whole_batch=True, count=lambda inputs, targets: 1)
+
+
+@pytest.mark.parametrize("options", [{}, {"whole_batch": True}])
+def test_penalty_of_the_models_weights(options, devices, tmp_path):
+    """The loss refers to the model, of which replicas have the weights."""
+
+    def run(*callbacks):
+        learn = learner(tmp_path, *callbacks)
+        learn.loss_func = Sparse(learn.model)
+        return fitted(learn)
+
+    ours = run(ScatterOnce(devices(2), 2, **options))
+    stock = run()
+    assert_same(ours, stock)
+    steps, validations = 2 * 4, 2 * 5
+    assert stock.loss_func.calls == steps + validations
+    factor = 1 if options else 4  # micro-batches
+    assert ours.loss_func.calls == factor * steps + validations
 
 
 def closing_over(weights):
@@ -239,88 +312,442 @@ def test_count_with_other_arguments_refused():
         ScatterOnce(["cpu"] * 2, count=lambda batch: 1)
 
 
-class Meter:
-    """An object of a loss, of which replicas have no copies."""
+@dataclasses.dataclass
+class Best:
+    value: float = 9.0
+    at: int = -1
 
+
+class Meter:
     def __init__(self):
         self.rows = 0
 
 
-class Parts(nn.Module):
-    """A loss that leaves its parts in attributes, as many of fastai's users have."""
+def opened(folder):
+    return open(folder / "losses.txt", "w")
+
+
+def written(loss):
+    loss.file.flush()
+    return Path(loss.file.name).read_text()
+
+
+def remember(loss, value):
+    if value < loss.best.value:
+        loss.best.value, loss.best.at = value, loss.number
+
+
+SHARED_LIST = []
+
+# What a loss function writes: what it has first, what a call does with (loss function,
+# loss as a number, labels, loss), what it has afterwards.
+KINDS = {
+    "number": (
+        {"n": 0},
+        lambda o, f, y, loss: setattr(o, "n", o.n + len(y)),
+        lambda o: o.n,
+    ),
+    "list": ({"a": []}, lambda o, f, y, loss: o.a.append(f), lambda o: o.a),
+    "last": (
+        {},
+        lambda o, f, y, loss: setattr(o, "last", y),
+        lambda o: o.last.tolist(),
+    ),
+    "last loss": (
+        {},
+        lambda o, f, y, loss: setattr(o, "last", loss),
+        lambda o: float(o.last),
+    ),
+    "joined": (
+        {"seen": torch.zeros(0)},
+        lambda o, f, y, loss: setattr(o, "seen", torch.cat([o.seen, y])),
+        lambda o: o.seen.tolist(),
+    ),
+    "average": (
+        {"a": 1.0},
+        lambda o, f, y, loss: setattr(o, "a", 0.9 * o.a + 0.1 * f),
+        lambda o: o.a,
+    ),
+    "deque": (
+        {"d": deque(maxlen=5)},
+        lambda o, f, y, loss: o.d.append(f),
+        lambda o: [*o.d],
+    ),
+    "Counter": (
+        {"c": Counter()},
+        lambda o, f, y, loss: o.c.update(y.tolist()),
+        lambda o: sorted(o.c.items()),
+    ),
+    "dict of lists": (
+        {"by": {}},
+        lambda o, f, y, loss: o.by.setdefault(int(y[0]), []).append(f),
+        lambda o: sorted(o.by.items()),
+    ),
+    "array in place": (
+        {"t": np.zeros(CLASSES)},
+        lambda o, f, y, loss: np.add.at(o.t, y.numpy(), f),
+        lambda o: o.t.tolist(),
+    ),
+    "tensor in place": (
+        {"t": torch.zeros(CLASSES)},
+        lambda o, f, y, loss: o.t.mul_(0.9).index_add_(0, y, torch.ones(len(y))),
+        lambda o: o.t.tolist(),
+    ),
+    "object": (
+        {"m": Meter()},
+        lambda o, f, y, loss: vars(o.m).update(rows=f),
+        lambda o: o.m.rows,
+    ),
+    "dataclass": (
+        {"best": Best(), "number": 0},
+        lambda o, f, y, loss: (setattr(o, "number", o.number + 1), remember(o, f)),
+        lambda o: [o.best.value, o.best.at],
+    ),
+    "module's list": (
+        {},
+        lambda o, f, y, loss: SHARED_LIST.append(f),
+        lambda o: [*SHARED_LIST],
+    ),
+    "own random numbers": (
+        {"r": random.Random(3), "a": []},
+        lambda o, f, y, loss: o.a.append(o.r.random()),
+        lambda o: o.a,
+    ),
+    "iterator": (
+        {"it": itertools.count(), "a": []},
+        lambda o, f, y, loss: o.a.append((next(o.it), f)),
+        lambda o: o.a,
+    ),
+    "file": (
+        {"file": opened},
+        lambda o, f, y, loss: print(f"{f:.9f}", file=o.file),
+        written,
+    ),
+    "attribute of a part": (
+        {"soft": nn.Softmax(1)},
+        lambda o, f, y, loss: setattr(o.soft, "tau", f),
+        lambda o: o.soft.tau,
+    ),
+    "buffer of a part": (
+        {"norm": nn.BatchNorm1d(1, affine=False)},
+        lambda o, f, y, loss: o.norm(y.view(-1, 1).float()),
+        lambda o: [float(o.norm.running_mean), int(o.norm.num_batches_tracked)],
+    ),
+    "new object": (
+        {},
+        lambda o, f, y, loss: setattr(o, "summary", {"rows": len(y), "loss": f}),
+        lambda o: [*o.summary.values()],
+    ),
+}
+
+
+class Writes:
+    """A loss function that writes; as an object of the user's."""
+
+    def __init__(self, kind, folder):
+        before, self.write, self.read = KINDS[kind]
+        for name, value in copy.deepcopy(before).items():
+            setattr(
+                self,
+                name,
+                value(folder) if callable(value) and name == "file" else value,
+            )
+
+    def __call__(self, pred, target):
+        loss = nn.functional.cross_entropy(pred, target)
+        self.write(self, loss.item(), target, loss)
+        return loss
+
+
+class WritesInModule(nn.Module):
+    """The same as a module, with a weight that is trained."""
+
+    def __init__(self, kind, folder):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+        Writes.__init__(self, kind, folder)
+
+    def forward(self, pred, target):
+        return Writes.__call__(self, pred * self.scale, target)
+
+
+STEPS, ROWS_OF_CALL, PARTS = 3, 3, 4
+
+
+# What a look cannot put back yet.
+LEFT_BY_LOOKS = pytest.mark.xfail(reason="looks leave an iterator and a file moved")
+NAMES = [
+    pytest.param(name, marks=LEFT_BY_LOOKS) if name in ("iterator", "file") else name
+    for name in KINDS
+]
+
+
+@pytest.mark.parametrize(
+    "made", [Writes, pytest.param(WritesInModule, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("kind", NAMES)
+def test_loss_leaves_what_accumulation_leaves(kind, made, devices, tmp_path):
+    """Same values, in the same order, as in the stock loop that accumulates."""
+    number = STEPS * ROWS_OF_CALL * PARTS
+    rows = [*zip(randn(number, 4), randint(CLASSES, number), strict=True)]
+
+    def run(batch_size, *callbacks):
+        SHARED_LIST.clear()
+        loss = made(kind, tmp_path)
+        with seeded(3):
+            model = nn.Linear(4, CLASSES).double()
+        loader = DataLoader(rows, bs=batch_size)
+        loaders = DataLoaders(loader, DataLoader(rows[:2], bs=2), device="cpu")
+        learn = Learner(
+            loaders, model, loss, opt_func=SGD, cbs=[*callbacks], path=tmp_path
+        )
+        learn.recorder.smooth_loss = Smooth()
+        learn.splitter = lambda model: [*model.parameters(), *_weights(loss)]
+        fitted(learn, lambda learn: learn.fit(1, 0.1))
+        return learn, loss.read(loss)
+
+    stock, expected = run(ROWS_OF_CALL, GradientAccumulation(ROWS_OF_CALL * PARTS))
+    ours, values = run(ROWS_OF_CALL * PARTS, ScatterOnce(devices(2), PARTS // 2))
+    assert flat(values) == pytest.approx(flat(expected), rel=1e-9)
+    weights = [
+        _weights(learn.model) + _weights(learn.loss_func) for learn in (ours, stock)
+    ]
+    for one, other in zip(*weights, strict=True):
+        torch.testing.assert_close(one, other, rtol=SAME, atol=SAME)
+
+
+def _weights(value):
+    return [*value.parameters()] if isinstance(value, nn.Module) else []
+
+
+def flat(value):
+    if isinstance(value, str):
+        value = [*map(float, value.split())]
+    if isinstance(value, (list, tuple)):
+        return [number for entry in value for number in flat(entry)]
+    return [value]
+
+
+def assert_same_values(mine, theirs):
+    """Tensors to rounding, and all else, in nested values."""
+    if isinstance(theirs, (tuple, list)):
+        assert len(mine) == len(theirs)
+        for one, other in zip(mine, theirs, strict=True):
+            assert_same_values(one, other)
+    elif isinstance(theirs, torch.Tensor):
+        assert type(mine) is type(theirs)
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-9)
+    else:
+        assert mine == theirs
+
+
+PREDICTIONS = {
+    "plain": {},
+    "losses": {"with_loss": True},
+    "inputs": {"with_input": True},
+    "decoded": {"with_decoded": True, "with_loss": True, "with_input": True},
+    "of the training data": {"ds_idx": 0, "with_loss": True},
+    "activation": {"act": torch.sigmoid},
+    "targets alone": {"with_preds": False},
+}
+
+
+@pytest.mark.parametrize("name", PREDICTIONS)
+def test_predictions_as_stock(name, devices, tmp_path):
+    loss = CrossEntropyLossFlat()
+    results = []
+    for callbacks in ([ScatterOnce(devices(2), 2)], []):
+        learn = learner(tmp_path, *callbacks, loss_func=loss, dtype=torch.float32)
+        with learn.no_bar():
+            results.append(learn.get_preds(**PREDICTIONS[name]))
+    assert_same_values(*results)
+
+
+class Ratio(Metric):
+    """A ratio of sums, which no mean over batches gives; and the order of batches."""
+
+    def reset(self):
+        self.right, self.rows, self.firsts = 0, 0, []
+
+    def accumulate(self, learn):
+        self.right += int((learn.pred.argmax(1) == 1).sum())
+        self.rows += int((learn.y != 1).sum())
+        self.firsts.append((learn.iter, len(learn.y), float(learn.loss)))
+
+    @property
+    def value(self):
+        return self.right / self.rows
+
+    @property
+    def name(self):
+        return "ratio"
+
+
+class Records(Callback):
+    """Writes batch by batch."""
+
+    def before_fit(self):
+        self.seen, self.lasts = [], []
+
+    def after_batch(self):
+        if not self.training:
+            self.seen.append((self.iter, len(self.xb[0]), float(self.loss)))
+            self.lasts.append(self.learn.pred[-1])
+
+
+class Named(nn.Module):
+    """A model whose batches are dictionaries with texts."""
+
+    def __init__(self, classes=CLASSES):
+        super().__init__()
+        with seeded(3):
+            self.line = nn.Linear(16, classes).double()
+
+    def forward(self, batch):
+        lengths = torch.tensor([float(len(text)) for text in batch["texts"]])
+        scores = self.line(batch["image"].flatten(1)) * lengths.double()[:, None]
+        return scores - scores.mean(0)  # compares rows
+
+
+def of_texts(rows):
+    images, labels = randn(rows, 1, 4, 4), randint(CLASSES, rows)
+    texts = ["a" * (1 + i % 5) for i in range(rows)]
+    return [
+        ({"image": image, "texts": text}, label)
+        for image, text, label in zip(images, texts, labels, strict=True)
+    ]
+
+
+def of_images(rows):
+    return [*zip(randn(rows, 1, 4, 4), randint(CLASSES, rows), strict=True)]
+
+
+def classifier():
+    with seeded(3):
+        return nn.Sequential(nn.Flatten(), nn.Linear(16, CLASSES)).double()
+
+
+def normalising():
+    """Batch statistics in evaluation, of all rows of a batch."""
+    with seeded(3):
+        norm = nn.BatchNorm1d(16, track_running_stats=False)
+        return nn.Sequential(nn.Flatten(), norm, nn.Linear(16, CLASSES)).double()
+
+
+class Pairs(nn.Module):
+    """Outputs without rows, beside some with rows."""
 
     def __init__(self):
         super().__init__()
-        self.ce = self.of_rows = None
-        self.penalty, self.rows, self.labels = 0.0, 0, []
-        self.by_kind = {"calls": 0}
-        self.meter, self.table = Meter(), np.zeros(9)
-        self.seen = torch.zeros(0)
+        self.inner = classifier()
 
-    def forward(self, pred, y):
-        for label in y.tolist():
-            self.table[label] += 1
-        self.seen = torch.cat([self.seen.to(y.device), y])
-        self.meter.rows += len(y)
-        self.ce = nn.functional.cross_entropy(pred, y)
-        penalty = 0.1 * pred.square().mean()
-        self.penalty = float(penalty)
-        self.of_rows = pred.square().mean(1)
-        self.rows += len(y)
-        self.labels.extend(y.tolist())
-        self.by_kind["calls"] += 1
-        self.last = int(y[-1])
-        return self.ce + penalty
+    def forward(self, images):
+        scores = self.inner(images)
+        return scores, scores.square().mean()
 
 
-class ReadsParts(Callback):
-    def before_fit(self):
-        self.seen, self.of_rows = [], []
+class Noises(Callback):
+    """Changes the batches of an evaluation."""
 
-    def after_loss(self):
-        if self.training:
-            loss_func = self.learn.loss_func
-            self.seen += [float(loss_func.ce), loss_func.penalty]
-            self.of_rows.append(torch.as_tensor(loss_func.of_rows).detach())
+    order = -1
 
-
-@pytest.mark.xfail(reason="until step functions take turns")
-def test_kept_parts_of_loss_are_the_batchs(devices, tmp_path, recwarn):
-    def run(*callbacks):
-        reads, loss_func = ReadsParts(), Parts()
-        learn = learner(tmp_path, reads, *callbacks, loss_func=loss_func, opt_func=SGD)
-        learn.recorder.train_metrics = True
-        learn.metrics = [*LossMetrics("ce,penalty"), *learn.metrics]
-        fitted(learn)
-        return learn, reads, loss_func
-
-    ours, mine, parts = run(ScatterOnce(devices(2), accum=2))
-    stock, other, expected = run()
-    assert_same(ours, stock)
-    assert mine.seen == pytest.approx(other.seen)
-    for rows, of_stock in zip(mine.of_rows, other.of_rows, strict=True):
-        torch.testing.assert_close(rows, of_stock)
-    assert (parts.rows, parts.labels) == (expected.rows, expected.labels)
-    assert parts.table.tolist() == expected.table.tolist()
-    assert parts.seen.tolist() == expected.seen.tolist() == expected.labels
-    assert parts.meter.rows == expected.meter.rows == expected.rows
-    # once per micro-batch: validation has one
-    steps, validations = 2 * 4, 2 * 5
-    assert expected.by_kind["calls"] == steps + validations
-    assert parts.by_kind["calls"] == 4 * steps + validations
-    told = [str(w.message) for w in recwarn if "loss function sets" in str(w.message)]
-    assert [text.split()[4] for text in told] == ["self.last"]
+    def before_batch(self):
+        if not self.training:
+            self.learn.xb = tuple(x + self.iter for x in self.xb)
 
 
-def test_predictions_and_validation_as_stock(devices, tmp_path):
-    ours, stock = learner(tmp_path, ScatterOnce(devices(2), 2)), learner(tmp_path)
-    for learn in (ours, stock):
-        learn.no_bar().__enter__()
-    for one, other in zip(
-        ours.get_preds(with_loss=True), stock.get_preds(with_loss=True), strict=True
-    ):
-        torch.testing.assert_close(torch.as_tensor(one), torch.as_tensor(other))
-    assert [*ours.validate()] == pytest.approx([*stock.validate()])
+class Doubles(Callback):
+    """Writes into the batches of an evaluation."""
+
+    def before_batch(self):
+        if not self.training:
+            self.xb[0].mul_(2)
+
+
+class Skips(Callback):
+    def before_batch(self):
+        if not self.training and self.iter in (1, 3):
+            raise CancelBatchException
+
+
+class Stops(Callback):
+    def after_batch(self):
+        if not self.training and self.iter == 2:
+            raise CancelValidException
+
+
+def first_of(loss_func):
+    return lambda pred, target: loss_func(pred[0], target) + pred[1]
+
+
+# The model, its data, rows, the size of a batch; callbacks and the loss function.
+VALIDATIONS = {
+    "even": (classifier, of_images, 24, 6, [], None),
+    "smaller last batch": (classifier, of_images, 23, 6, [], None),
+    "last batch of one row": (classifier, of_images, 19, 6, [], None),
+    "one batch": (classifier, of_images, 5, 6, [], None),
+    "batches of one row": (classifier, of_images, 3, 1, [], None),
+    "dictionaries and texts": (Named, of_texts, 23, 5, [], None),
+    "rows compared": (normalising, of_images, 23, 6, [], None),
+    "no rows": (Pairs, of_images, 23, 6, [], first_of(nn.functional.cross_entropy)),
+    "changed batches": (classifier, of_images, 23, 6, [Noises], None),
+    "batches written": (classifier, of_images, 23, 6, [Doubles], None),
+    "batches skipped": (classifier, of_images, 23, 5, [Skips], None),
+    "ended early": (classifier, of_images, 31, 5, [Stops], None),
+}
+
+
+@pytest.mark.parametrize("name", VALIDATIONS)
+def test_validation_as_stock(name, devices, tmp_path):
+    """Same values, and callbacks see the batches in the same order."""
+    make, data, rows, size, callbacks, loss_func = VALIDATIONS[name]
+    found = []
+    for place in ([ScatterOnce(devices(3), 2)], []):
+        loaders = [DataLoader(data(rows), bs=size, drop_last=False) for _ in range(2)]
+        records = Records()
+        learn = Learner(
+            DataLoaders(*loaders, device="cpu"),
+            make(),
+            loss_func or nn.CrossEntropyLoss(),
+            metrics=[Ratio()] if loss_func is None else [],
+            cbs=[*place, records, *(make() for make in callbacks)],
+            path=tmp_path,
+        )
+        with seeded(5), learn.no_bar():
+            values = [*learn.validate()]
+            assert learn.dl is loaders[1]
+        lasts = [] if loss_func else records.lasts
+        found.append([values, records.seen, lasts])
+    mine, theirs = found
+    assert mine[0] == pytest.approx(theirs[0], rel=1e-6)
+    assert [seen[:2] for seen in mine[1]] == [seen[:2] for seen in theirs[1]]
+    assert flat(mine[1]) == pytest.approx(flat(theirs[1]), rel=1e-6)
+    assert_same_values(mine[2], theirs[2])
+
+
+def test_replicas_predict_at_the_same_time(tmp_path):
+    """Three replicas compute three batches, each in a thread of its own."""
+    barrier = threading.Barrier(3, timeout=60)
+
+    class Meets(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = classifier()
+
+        def forward(self, images):
+            barrier.wait()
+            return self.inner(images)
+
+    loader = DataLoader(of_images(18), bs=3)
+    learn = Learner(
+        DataLoaders(loader, loader, device="cpu"),
+        Meets(),
+        nn.CrossEntropyLoss(),
+        cbs=ScatterOnce(["cpu:0", "cpu:1", "cpu:2"]),
+        path=tmp_path,
+    )
+    with learn.no_bar():
+        learn.validate()
 
 
 def test_plain_model_is_saved_and_exported(tmp_path):
@@ -372,14 +799,14 @@ def test_error_leaves_learner_unchanged(event, tmp_path):
     fitted(learn.add_cb(NEW()))
 
 
-class Doubles(Callback):
+class DoublesPredictions(Callback):
     def after_pred(self):
         self.learn.pred = 2 * self.learn.pred
 
 
 @pytest.mark.parametrize(
     ("callback", "words"),
-    [(RNNCallback, "RNNCallback"), (Doubles, r"replaced learn\.pred")],
+    [(RNNCallback, "RNNCallback"), (DoublesPredictions, r"replaced learn\.pred")],
 )
 def test_replicating_callbacks_refused(tmp_path, callback, words):
     with pytest.raises(ValueError, match=words):
@@ -427,25 +854,6 @@ def test_optimizer_gets_whole_batch_gradient(tmp_path):
     splitcheck(step, model, batch, parts=3, equal=True, loss=loss).assert_passed()
 
 
-def test_row_comparing_model_gets_whole_batch(devices, tmp_path):
-    """Batch statistics in evaluation, of micro-batches: predictions were others."""
-
-    def normalising():
-        with seeded(3):
-            norm = nn.BatchNorm1d(16, track_running_stats=False)
-            last = nn.Linear(16, CLASSES)
-            return nn.Sequential(nn.Flatten(), norm, last).double()
-
-    ours = learner(tmp_path, ScatterOnce(devices(2), 2))
-    stock = learner(tmp_path)
-    found = []
-    for learn in (ours, stock):
-        learn.model = normalising()
-        with learn.no_bar():
-            found.append([*learn.validate()])
-    assert found[0] == pytest.approx(found[1])
-
-
 class OfFeatures:
     """A loss that reads what a hook on the model keeps."""
 
@@ -477,7 +885,4 @@ def test_loss_of_hooked_features(layout, tmp_path):
         learn.model[1].register_forward_hook(loss.keep)
         return fitted(learn)
 
-    stock = run()
-    with pytest.warns(UserWarning, match="forward hooks keep values"):
-        ours = run(ScatterOnce(layout, 2))
-    assert_same(ours, stock)
+    assert_same(run(ScatterOnce(layout, 2)), run())

@@ -11,7 +11,8 @@ found by counting::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -26,9 +27,11 @@ _KINDS = {
 }
 
 
-def images_by_row(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
+def images_by_row(batch: Any, config: Any) -> Any:
     """``batch`` with images marked as ``Rows``, if its texts say whose they are."""
-    divided = dict(batch)
+    if not isinstance(batch, MutableMapping):
+        return batch
+    divided = copy.copy(batch)
     ids = batch.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2:
         return divided
@@ -37,7 +40,7 @@ def images_by_row(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
         token = _first_attribute(config, token_names)
         if isinstance(values, Tensor) and token is not None:
             placeholders = ids.eq(token).sum(1).tolist()
-            divided |= _divided(batch, name, grid_name, placeholders)
+            divided.update(_divided(batch, name, grid_name, placeholders))
     return divided
 
 

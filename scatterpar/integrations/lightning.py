@@ -13,7 +13,6 @@ import copy
 import inspect
 import os
 import types
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, partialmethod
@@ -91,11 +90,6 @@ _REMEDIES = (
     "on one device with a strategy of Lightning's, or in a loop of your own with "
     "engine.loss(inputs, targets, criterion, whole_batch=True). "
     "verify=False does not check."
-)
-_BATCH_NORM = (
-    "the model has batch normalisation, which sees one micro-batch at a time; pass "
-    'buffers="batch" for running statistics of all rows of a batch, or "master" for '
-    "those of replica 0"
 )
 _NO_METRIC = nn.Identity()  # in the place of a metric, in the module that is replicated
 _STEPS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
@@ -187,8 +181,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         module: Any = self.lightning_module
         if trainer.training:
             _refuse(trainer, module)
-            if "buffers" not in self._options and _tracks_statistics(module):
-                warnings.warn(_BATCH_NORM, stacklevel=2)
+            if "buffers" not in self._options:
+                loop.warn_of_batch_norm(module)
         super().setup(trainer)
         if module._compiler_ctx:
             self._until_teardown.enter_context(_replicas_compiled(module))
@@ -592,15 +586,6 @@ def _device_of(module: LightningModule) -> torch.device:
         device = parameter.device
         break
     return device
-
-
-def _tracks_statistics(module: nn.Module) -> bool:
-    """Whether a batch normalisation in ``module`` has running statistics."""
-    for part in module.modules():
-        is_normalisation = isinstance(part, nn.modules.batchnorm._BatchNorm)
-        if is_normalisation and part.track_running_stats:
-            return True
-    return False
 
 
 def _replicas_compiled(module: Any) -> contextlib.AbstractContextManager[None]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from scatterpar.batch import nested
 from scatterpar.batch.markers import Marker, Rows
 from scatterpar.devices.transfers import to_device
-from scatterpar.errors import restored
+from scatterpar.errors import restored, warn
 from scatterpar.step.request import check_function
 from scatterpar.verify.dropped_records import records_dropped
 from scatterpar.verify.user_state import UserState
@@ -90,6 +90,19 @@ def hooks_in(modules: Iterable[nn.Module]) -> list[Any]:
 def replaced(module: nn.Module, **methods: Callable[..., Any]) -> Any:
     """In the body, the module has these methods, such as ``forward``, and no hooks."""
     return overridden(module, **methods, **{name: {} for name in _HOOKS})
+
+
+def warn_of_batch_norm(module: nn.Module) -> None:
+    """Warn if a batch normalisation in ``module`` has running statistics."""
+    for part in module.modules():
+        is_normalisation = isinstance(part, nn.modules.batchnorm._BatchNorm)
+        if is_normalisation and part.track_running_stats:
+            warn(
+                "the model has batch normalisation, which sees one micro-batch at a "
+                'time; pass buffers="batch" for running statistics of all rows of a '
+                'batch, or "master" for those of replica 0'
+            )
+            return
 
 
 def refuse_whole_batch(integration: str, options: Mapping[str, Any]) -> None:

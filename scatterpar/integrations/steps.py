@@ -31,8 +31,8 @@ class Step(list[Any]):
     """The batches of a step: each is a micro-batch of one replica. Others are cut by
     rows.
 
-    An entry of all batches is read by its name: ``step["labels"]`` has the rows of the
-    whole step.
+    An entry of all batches is read and set by its name: ``step["labels"]`` has the rows
+    of the whole step.
     """
 
     def __getitem__(self, key: Any) -> Any:
@@ -40,6 +40,22 @@ class Step(list[Any]):
         if not isinstance(key, str):
             return super().__getitem__(key)
         return _joined(key, [batch[key] for batch in self])
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Set the batch of this number; or the entry of this name, in each batch.
+
+        A tensor or list with all rows of the step is divided among the batches.
+        """
+        if not isinstance(key, str):
+            super().__setitem__(key, value)
+            return
+        sizes = [num_rows(batch) for batch in self]
+        has_rows = isinstance(value, list) or (isinstance(value, Tensor) and value.ndim)
+        has_all_rows = has_rows and len(value) == sum(sizes)
+        start = 0
+        for batch, size in zip(self, sizes, strict=True):
+            batch[key] = value[start : start + size] if has_all_rows else value
+            start += size
 
     def keys(self) -> Sequence[str]:
         """The names of the entries that all batches have."""
@@ -75,6 +91,11 @@ def _joined(name: str, entries: Sequence[Any]) -> Any:
             f"cannot be joined; read it batch by batch, such as step[0][{name!r}]"
         )
     return torch.cat(list(entries))
+
+
+def entry_of(batch: Any, name: str) -> Any:
+    """The entry of this name; ``None`` if there is none, or if the batch is a tuple."""
+    return batch.get(name) if isinstance(batch, Mapping) else None
 
 
 def batches_of(step: Any) -> Sequence[Any]:
@@ -122,7 +143,7 @@ def by_lengths(
     return batches
 
 
-def terms(how: How, batch: Mapping[str, Any]) -> Tensor:
+def terms(how: How, batch: Any) -> Tensor:
     """The number of terms in each row's loss; in that of the batch, if it cannot be
     said row by row.
     """
@@ -130,13 +151,15 @@ def terms(how: How, batch: Mapping[str, Any]) -> Tensor:
         count = torch.as_tensor(how(batch))
         return count.detach().reshape(1)
     one_per_row = torch.ones(num_rows(batch))
-    labels = batch.get("shift_labels", batch.get("labels"))
+    shifted_labels = entry_of(batch, "shift_labels")  # by the user's collator
+    labels = shifted_labels
+    if labels is None:
+        labels = entry_of(batch, "labels")
     if not isinstance(labels, Tensor) or not labels.ndim:
         return one_per_row
     counts = one_per_row
     if how in (LABELS, SHIFTED):
-        is_shifted = "shift_labels" in batch  # by the user's collator
-        if how == SHIFTED and labels.ndim > 1 and not is_shifted:
+        if how == SHIFTED and labels.ndim > 1 and shifted_labels is None:
             labels = labels[..., 1:]
         is_counted = labels.ne(-100).reshape(len(labels), -1)
         counts = is_counted.sum(1)
@@ -185,7 +208,7 @@ def candidate(how: How, items: Any) -> LossCandidate:
     return LossCandidate(words, "mean", count, {"items": None})
 
 
-def telling_batch(step: Step) -> Any:
+def telling_batch(step: Sequence[Any]) -> Any:
     """The batch of a step whose rows tell most of how losses combine."""
 
     def variety(batch: Any) -> tuple[int, int]:

@@ -31,9 +31,10 @@ from scatterpar.batch.markers import Rows
 from scatterpar.devices.device_ids import DeviceLike, physical, resolve
 from scatterpar.devices.transfers import to_device
 from scatterpar.engine import ScatterOnceParallel
+from scatterpar.errors import warn
 from scatterpar.integrations import loop, steps
 from scatterpar.integrations.elsewhere import explained
-from scatterpar.integrations.evaluation import Groups
+from scatterpar.integrations.evaluation import Groups, rows_of
 from scatterpar.integrations.gathered import Gathered, metric_of_step
 from scatterpar.integrations.images import images_by_row
 from scatterpar.integrations.lending import Lending, Parts, copied, modules_of
@@ -120,6 +121,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
     _parts: Sequence[nn.Module] = ()
     _sharded: ShardedOptimizer | None = None
     _is_in_step = False
+    _is_preparation_asked = False
     _is_checked = True  # whether losses of batches have to combine
 
     def __init__(
@@ -295,6 +297,8 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does, and close the engine at the end."""
+        if self._buffers == "master" and self._num_batches > 1:
+            loop.warn_of_batch_norm(self.model)
         try:
             return super().train(*args, **kwargs)
         finally:
@@ -322,7 +326,30 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             return prepare(self, inputs)
         if self._only_moves_inputs():
             return inputs
+        if not self._is_preparation_asked:
+            self._is_preparation_asked = True
+            self._warn_if_rows_mix(inputs)
         return Step(prepare(self, batch) for batch in inputs)
+
+    def _warn_if_rows_mix(self, step: Step) -> None:
+        """Warn if ``_prepare_inputs`` gives other results for some rows of a batch."""
+        size = loop.num_rows(step[0])
+        rows = range(size - 1)
+        marked = loop.as_rows(step[0])
+        prepare = type(self)._prepare_inputs
+        with loop.undone(self, [*vars(self).values(), *self._roots()]):
+            try:
+                whole = prepare(self, rows_of(marked, range(size), size))
+                part = prepare(self, rows_of(marked, rows, size))
+            except Exception:  # the call itself raises it, or one for fewer rows
+                return
+        if len(step) > 1 and not _begins_with(whole, part):
+            warn(
+                f"{prepare.__qualname__} mixes rows, or draws random numbers: it gets "
+                f"the {size} rows of a batch, as with gradient accumulation, and not "
+                f"those of all {len(step)} batches of a step; to mix more, raise "
+                "per_device_train_batch_size"
+            )
 
     def _only_moves_inputs(self) -> bool:
         """Whether ``_prepare_inputs`` is the stock one, which moves inputs."""
@@ -346,7 +373,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
     def _loss_of_step(self, model: Any, step: Any, **options: Any) -> Any:
         """The loss of all rows of a step. Adds what the calls kept and logged."""
         batches = steps.batches_of(step)
-        is_contrastive = any(batch.get("return_loss") for batch in batches)
+        is_contrastive = any(steps.entry_of(batch, "return_loss") for batch in batches)
         if is_contrastive and _towers(self.model):
             return self._loss_of_towers(batches)
         is_collated = isinstance(step, Step)
@@ -487,7 +514,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             loop.overridden(trainer, _get_num_items_in_batch=lambda *_: items),
         ):
             loss = trainer.compute_loss(
-                trainer.model, dict(batch), num_items_in_batch=items
+                trainer.model, copy.copy(batch), num_items_in_batch=items
             )
         return {"loss": loss, "beside": record}
 
@@ -663,7 +690,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         """The results of ``prediction_step`` for all batches of a group."""
         engine = self._engine_of_the_model(self._modules_of_evaluation())
         engine.accum = 1
-        batches = [dict(self._prepared_on_host(batch)) for batch in groups.batches]
+        batches = [self._prepared_on_host(batch) for batch in groups.batches]
         # A batch is one row: the engine gives each replica a whole one.
         batch = Rows(batches, FIRST)
         is_last = Rows(groups.is_last, FIRST)
@@ -695,7 +722,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         """The Trainer's own ``prediction_step`` for one batch, on a replica."""
         with self._standing_in(work, is_last) as (trainer, record):
             record.output = trainer.prediction_step(
-                trainer.model, batch, *args, **options
+                trainer.model, copy.copy(batch), *args, **options
             )
         return record
 
@@ -747,6 +774,21 @@ def _replace_margins(metrics: dict[str, Any]) -> None:
 
 def _unchanged(inputs: Any) -> Any:
     return inputs
+
+
+def _begins_with(whole: Any, part: Any) -> bool:
+    """Whether tensors of a batch begin with those of some of its rows, but for
+    rounding.
+    """
+    pairs = zip(nested.tensors(whole), nested.tensors(part), strict=True)
+    for tensor, beginning in pairs:
+        if tensor.ndim:
+            rows = tensor[: len(beginning)]
+            if rows.shape != beginning.shape:
+                return False
+            if not torch.allclose(rows.double(), beginning.double(), rtol=1e-3):
+                return False
+    return True
 
 
 def _towers(model: nn.Module) -> list[nn.Module]:
@@ -925,9 +967,10 @@ def _joined_pairs(pairs: Sequence[Tensor]) -> Tensor:
 
 def _divisible(batch: Any, config: Any) -> Any:
     """A batch whose rows can be divided: images too, if their number differs."""
-    rows = loop.as_rows(images_by_row(dict(batch), config))
+    rows = loop.as_rows(images_by_row(batch, config))
     sizes = {}
-    for name, value in rows.items():
+    entries = rows.items() if isinstance(rows, Mapping) else enumerate(rows)
+    for name, value in entries:
         size = loop.size_of(value)
         if size is not None:
             sizes[name] = size

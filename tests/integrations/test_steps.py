@@ -21,6 +21,19 @@ def test_step_entry_has_rows_of_all_batches():
     assert dict(STEP.items())["text"] == STEP.get("text") == list(STEP.values())[1]
 
 
+def test_entry_set_by_name_is_divided_by_rows():
+    """A loader that told each batch its task raised a TypeError."""
+    step = Step([dict(FIRST), dict(SECOND)])
+    step["task"] = "a"
+    step["weights"] = torch.arange(3)
+    step["names"] = ["x", "y", "z"]
+    assert [batch["task"] for batch in step] == ["a", "a"]
+    assert [batch["weights"].tolist() for batch in step] == [[0, 1], [2]]
+    assert [batch["names"] for batch in step] == [["x", "y"], ["z"]]
+    step[1] = SECOND
+    assert step[1] is SECOND
+
+
 def test_entry_missing_in_one_batch_left_out():
     step = Step([{"x": 1, "y": 2}, {"y": 2}])
     assert list(step.keys()) == ["y"]

@@ -41,7 +41,7 @@ from harness.trainers import (
 )
 from harness.writes import IRREVOCABLE, RESTORABLE, Written, assert_same_writes
 from torch import nn
-from transformers import TrainerCallback
+from transformers import TrainerCallback, default_data_collator
 
 from scatterpar import count_labels, splitcheck
 from scatterpar.integrations.transformers import ScatterOnceMixin, ScatterOnceTrainer
@@ -1246,3 +1246,94 @@ def test_arguments_in_files_are_the_users(tmp_path):
     loaded = pickle.loads(pickle.dumps(trainer.args))
     numbers = loaded.per_device_train_batch_size, loaded.gradient_accumulation_steps
     assert numbers == (3, 2)
+
+
+class ByAttribute:
+    """Reads its batch as transformers' processors return it."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **_):
+        outputs = model(inputs.x, inputs.labels)
+        return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+
+
+class ByPosition:
+    def compute_loss(self, model, inputs, return_outputs=False, **_):
+        x, labels = inputs
+        outputs = model(x, labels)
+        return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+
+
+class AttributeDict(dict):
+    def __getattr__(self, name):
+        if name not in self:
+            raise AttributeError(name)
+        return self[name]
+
+
+def encoded(kind, rows):
+    return kind(default_data_collator(rows))
+
+
+COLLATED = {
+    "BatchEncoding": (ByAttribute, partial(encoded, transformers.BatchEncoding)),
+    "BatchFeature": (ByAttribute, partial(encoded, transformers.BatchFeature)),
+    "a class of dicts": (ByAttribute, partial(encoded, AttributeDict)),
+    "a tuple": (ByPosition, lambda rows: (*default_data_collator(rows).values(),)),
+}
+
+
+@pytest.mark.parametrize("layout", few_of(LAYOUTS, ["virtual"]))
+@pytest.mark.parametrize("name", COLLATED)
+def test_batches_keep_their_class(tmp_path, name, layout):
+    """``inputs.labels`` raised an AttributeError: a replica got a plain dict."""
+    own, collate = COLLATED[name]
+    trainers = []
+    for cls in with_and_without(own):
+        is_ours = issubclass(cls, ScatterOnceMixin)
+        options = sizes(3, 2) if is_ours else sizes(12)
+        args = arguments(tmp_path, max_steps=3, **options)
+        given = {"device_ids": LAYOUTS[layout]} if is_ours else {}
+        trainer = cls(
+            Line(), args, train_dataset=lines(36), data_collator=collate, **given
+        )
+        quietly(trainer.train)
+        trainers.append(trainer)
+    assert_same_parameters(*trainers, SAME)
+
+
+class Mixes:
+    """MixUp of a row and its neighbour; another way only scales rows."""
+
+    is_mixing = True
+
+    def _prepare_inputs(self, inputs):
+        prepared = super()._prepare_inputs(inputs)
+        others = prepared["x"].roll(1, 0) if self.is_mixing else prepared["x"]
+        prepared["x"] = 0.7 * prepared["x"] + 0.3 * others
+        return prepared
+
+
+@pytest.mark.parametrize("is_mixing", [True, False])
+def test_rows_mixed_as_batches_are_prepared(tmp_path, recwarn, is_mixing):
+    """The neighbour was one of 3 rows in the place of 12, and nothing was told."""
+    own = with_and_without(type("Own", (Mixes,), {"is_mixing": is_mixing}))[0]
+    args = arguments(tmp_path, max_steps=2, **sizes(3, 2))
+    trainer = own(Line(), args, train_dataset=lines(24), device_ids=VIRTUAL)
+    quietly(trainer.train)
+    told = [w for w in recwarn if "_prepare_inputs mixes rows" in str(w.message)]
+    assert len(told) == is_mixing
+
+
+def test_batch_normalisation_is_told_once(tmp_path, recwarn):
+    counts = []
+    for buffers in ("master", "batch"):
+        model = Line()
+        model.line = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+        args = arguments(tmp_path, max_steps=2, **sizes(3, 2))
+        trainer = ScatterOnceTrainer(
+            model, args, train_dataset=lines(24), device_ids=VIRTUAL, buffers=buffers
+        )
+        quietly(trainer.train)
+        counts.append(sum("batch normalisation" in str(w.message) for w in recwarn))
+        assert model.line[0].num_batches_tracked > 0
+    assert counts == [1, 1]

@@ -87,11 +87,13 @@ def _sizes_of_entries(rows: Marker) -> Tensor:
     return torch.tensor(sizes)
 
 
-def counts_of(tensors: Sequence[NamedTensor], num_rows: int) -> list[Count]:
-    """All candidates, the most usual first."""
+def counts_of(
+    tensors: Sequence[NamedTensor], num_rows: int, labels: Sequence[int] = IGNORED
+) -> list[Count]:
+    """All candidates, the most usual first. A loss may leave out these ``labels``."""
     counts = [Count("rows", "", (1.0,) * num_rows)]
     for path, tensor in sorted(tensors, key=rank_of_labels):
-        for value in IGNORED:
+        for value in labels:
             words = f"labels that are not {value}"
             counts += _with_edges(words, path, tensor, value)
         counts += _with_edges("entries that are not 0", path, tensor, 0)

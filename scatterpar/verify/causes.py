@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
-from torch import Tensor
-
-from scatterpar.step.loss_weights import count_labels
+from scatterpar.causes.counts import IGNORED, Count
 from scatterpar.verify.comparison import weighted_sum
 from scatterpar.verify.evidence import Evidence, Losses
-from scatterpar.verify.runs import Inconclusive, pieces_of_parts
+from scatterpar.verify.runs import Inconclusive
 
 _MAX_SIZES = 6  # of parts, in a text
+_KEY = re.compile(r'(?:inputs|targets)\["(\w+)"\]')
+_ENTRIES = {"": "", "first": "[:, 1:]", "last": "[:, :-1]"}
 
 
 class Action(enum.Enum):
@@ -247,47 +247,46 @@ def sum_of_terms(losses: Losses) -> Verdict | None:
     return _refused_combination(losses, remedy)
 
 
-def mean_over_labels(losses: Losses) -> Verdict | None:
-    """The loss is a mean over the labels that are not ignored."""
-    for label, call, terms in _counts_of_labels(losses):
-        if losses.fits([count / sum(terms) for count in terms]):
+def mean_over_terms(losses: Losses) -> Verdict | None:
+    """The loss is a mean over labels that are not ignored, a mask, lengths, weights."""
+    for count in losses.counts:
+        terms = losses.terms_of(count)
+        if count.is_constant or not sum(terms):
+            continue
+        if losses.fits([number / sum(terms) for number in terms]):
             return _refused_combination(
                 losses,
-                f"It seems to be a mean over the labels that are not {label}: pass "
-                f'reduction="mean" and count={call}.',
+                f"It seems to be a mean over the {count.words}: pass "
+                f'reduction="mean" and count={_expression(losses, count)}.',
             )
     return None
 
 
-def _counts_of_labels(losses: Losses) -> Iterator[tuple[int, str, list[int]]]:
-    """Yield ignored labels, a ``count=`` for them, and its results for the parts."""
-    pieces = pieces_of_parts(losses.request, losses.parts)
-    inputs, targets = pieces[0]
-    pattern = "scatterpar.count_labels({})"
-    if targets is None and isinstance(inputs, Tensor):  # such as tokens
-        pieces = [(None, tokens) for tokens, _ in pieces]
-        pattern = f"lambda ids, _: {pattern}(None, ids)"
-    keys = ["labels", *(targets if isinstance(targets, Mapping) else ())]
-    for key, label, shifted in product(keys, losses.ignored, (False, True)):
-        try:
-            count = count_labels(label, shifted=shifted, key=key)
-            terms = [int(count(*piece)) for piece in pieces]
-        except (TypeError, ValueError):  # there are no such labels
-            continue
-        if sum(terms):
-            yield label, pattern.format(_arguments(label, shifted, key)), terms
+def _expression(losses: Losses, count: Count) -> str:
+    """An expression for ``count=``."""
+    is_of_labels = count.ignored is not None and count.without in ("", "first")
+    key = _KEY.fullmatch(count.path)
+    if is_of_labels and count.path == "inputs" and not losses.has_targets:  # tokens
+        counted = _count_labels(count, "labels")
+        return f"lambda ids, _: {counted}(None, ids)"
+    if is_of_labels and (count.path == "targets" or key):
+        return _count_labels(count, key[1] if key else "labels")
+    entries = count.path + _ENTRIES[count.without]
+    if count.ignored is not None:
+        entries += f".ne({count.ignored})"
+    return f"lambda inputs, targets: {entries}.sum()"
 
 
-def _arguments(label: int, shifted: bool, key: str) -> str:
-    """The arguments of ``count_labels``, without those that are its defaults."""
+def _count_labels(count: Count, key: str) -> str:
+    """A call of ``count_labels``, without arguments that are its defaults."""
     arguments = []
-    if label != -100:
-        arguments.append(str(label))
-    if shifted:
+    if count.ignored != IGNORED[0]:
+        arguments.append(str(count.ignored))
+    if count.without:
         arguments.append("shifted=True")
     if key != "labels":
         arguments.append(f"key={key!r}")
-    return ", ".join(arguments)
+    return f"scatterpar.count_labels({', '.join(arguments)})"
 
 
 def broadcast(losses: Losses) -> Verdict | None:
@@ -333,7 +332,7 @@ CombinationCause = Callable[[Losses], Verdict | None]
 COMBINATIONS: Sequence[CombinationCause] = (
     mean_over_rows,
     sum_of_terms,
-    mean_over_labels,
+    mean_over_terms,
     broadcast,
     penalty,
     unknown,

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from scatterpar.batch.batch import batch_of
+from scatterpar.causes.counts import Count, NamedTensor, counts_of, named_tensors
 from scatterpar.step.loss_weights import is_smoothed, term_counts
 from scatterpar.step.request import Request
 from scatterpar.verify.comparison import (
@@ -83,6 +84,39 @@ class Losses:
     def results_of_parts(self) -> Sequence[Result]:
         """The result of each part from the same state, without weights."""
         raise NotImplementedError
+
+    # Whether labels may be among the inputs, too.
+    counts_inputs = True
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether there are targets beside the inputs."""
+        return bool(self.request.batches[0].without_inputs().atoms != [None])
+
+    @cached_property
+    def counts(self) -> list[Count]:
+        """What the loss may divide by, the most usual first."""
+        rows = list(chain(*self.parts))
+        inputs, targets = self.request.batches[0].select(rows).unwrapped(copy=True)
+        tensors = named_tensors(targets, "targets")
+        if self.counts_inputs:
+            tensors += named_tensors(inputs, "inputs")
+        dim = self.request.dim
+        by_row = [
+            NamedTensor(path, tensor.movedim(dim, 0))
+            for path, tensor in tensors
+            if -tensor.ndim <= dim < tensor.ndim and tensor.size(dim) == len(rows)
+        ]
+        return counts_of(by_row, len(rows), self.ignored)
+
+    def terms_of(self, count: Count) -> list[float]:
+        """The number of terms in each part."""
+        terms = []
+        start = 0
+        for part in self.parts:
+            terms.append(count.of(range(start, start + len(part))))
+            start += len(part)
+        return terms
 
     # What to do with a loss that compares rows.
     compares_rows = "pass whole_batch=True"

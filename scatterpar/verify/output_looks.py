@@ -217,6 +217,7 @@ class _LossesOfOutputs(Losses):
     """The losses of rows of outputs, at once and in parts."""
 
     compares_rows = "call the plain criterion on gather(outputs, device)"
+    counts_inputs = False  # they are outputs
 
     def __init__(
         self,

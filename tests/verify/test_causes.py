@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from scatterpar import ScatterOnceParallel
 from scatterpar.batch.batch import batch_of
+from scatterpar.causes.counts import Count
 from scatterpar.step.request import Request
 from scatterpar.verify import causes
 from scatterpar.verify.causes import Action, verdict_of_combination
@@ -101,15 +103,24 @@ def test_one_part_shows_no_weights(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "call"),
+    ("path", "ignored", "without", "expression"),
     [
-        ((-100, False, "labels"), ""),
-        ((255, False, "labels"), "255"),
-        ((-100, True, "y"), "shifted=True, key='y'"),
+        ("targets", -100, "", "scatterpar.count_labels()"),
+        ('inputs["labels"]', 255, "", "scatterpar.count_labels(255)"),
+        (
+            'targets["y"]',
+            -100,
+            "first",
+            "scatterpar.count_labels(shifted=True, key='y')",
+        ),
+        ("inputs[1]", -1, "", "lambda inputs, targets: inputs[1].ne(-1).sum()"),
+        ("inputs", 0, "last", "lambda inputs, targets: inputs[:, :-1].ne(0).sum()"),
+        ('inputs["size"]', None, "", 'lambda inputs, targets: inputs["size"].sum()'),
     ],
 )
-def test_count_labels_defaults_left_out(arguments, call):
-    assert causes._arguments(*arguments) == call
+def test_count_is_told_as_an_expression(path, ignored, without, expression):
+    count = Count("terms", path, (1.0,) * 4, ignored, without)
+    assert causes._expression(ByHand([1, 1]), count) == expression
 
 
 def test_text_has_problem_remedy_notes():
@@ -129,3 +140,37 @@ def test_replica_error_told_beside_loss():
     assert verdict.error is error
     assert "the loss of 3 rows is 0.25 with your own module" in verdict.text
     assert "KeyError: 'auxiliary'" in verdict.text
+
+
+class Finished(nn.Module):
+    """Returns its loss: the mean over entries of ``chosen`` of the second input."""
+
+    def __init__(self, chosen):
+        super().__init__()
+        self.body = nn.Linear(3, 4).double()
+        self.chosen = chosen
+
+    def forward(self, rows, marks):
+        chosen = self.chosen(marks)
+        losses = self.body(rows).square().sum(-1, keepdim=True) * chosen
+        return losses.sum() / chosen.sum()
+
+
+MARKS = torch.arange(24).view(12, 2) % 5 % 3 - 1
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize(
+    ("chosen", "words"),
+    [
+        (lambda marks: marks != -1, r"inputs\[1\]\.ne\(-1\)\.sum\(\)"),
+        (lambda marks: marks != 0, r"inputs\[1\]\.ne\(0\)\.sum\(\)"),
+        (lambda marks: marks + 1.5, "reduction=.sum. for a sum"),
+    ],
+)
+def test_finished_loss_is_told_labels_that_count(chosen, words):
+    """Labels were among the inputs, and the advice was ``whole_batch=True``."""
+    inputs = torch.randn(12, 3).double(), MARKS
+    engine = ScatterOnceParallel(Finished(chosen), 2, ["cpu"] * 2)
+    with engine, pytest.raises(ValueError, match=words):
+        engine.forward_backward(inputs)

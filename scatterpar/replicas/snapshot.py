@@ -81,7 +81,7 @@ class Snapshot:
         """
         return hash(tuple(value for value in self._values if type(value) in _SWITCHES))
 
-    def _changed(self) -> Iterator[tuple[int, Any, Any]]:
+    def changed(self) -> Iterator[tuple[int, Any, Any]]:
         """Yield number, container and saved contents of each that has changed."""
         pairs = zip(self._containers, self._saved, strict=True)
         for number, (container, saved) in enumerate(pairs):
@@ -94,7 +94,7 @@ class Snapshot:
 
         What torch's compiler has set stays: it would compile again without it.
         """
-        for _, container, saved in self._changed():
+        for _, container, saved in self.changed():
             if isinstance(saved, dict):
                 for key, value in container.items():
                     if isinstance(key, str) and key.startswith("_dynamo"):
@@ -110,7 +110,7 @@ class Snapshot:
         Returns ``None`` if anything else has changed.
         """
         changes: list[ValueChange] = []
-        for number, container, saved in self._changed():
+        for number, container, saved in self.changed():
             if not isinstance(saved, dict) or len(container) != len(saved):
                 return None
             if not all(map(is_, container, saved)):  # by identity: keys may be tensors

@@ -48,6 +48,7 @@ from scatterpar.torch_private import is_compiled_module, unwrapped
 # A chain of objects is as long as this at most: a longer one is data, such as a linked
 # list. Modules begin a new chain, because networks may be deep.
 DEPTH = 16
+_MAX_SAVED_ENTRIES = 2**20  # of a container: a longer one is data
 UNSET = object()  # the value of a place that has none
 # Classes that override this compute their items, such as a library's table of classes.
 _GETTERS = dict.__getitem__, list.__getitem__, deque.__getitem__, None
@@ -242,8 +243,10 @@ class Walk:
 
     def _follow_entries(self, number: int, container: Any, kind: PlaceKind) -> None:
         """Save a container or ``__dict__``, and follow its entries."""
+        if len(container) > _MAX_SAVED_ENTRIES:
+            return
         self.containers.append((number, container))
-        if len(container) > MAX_ENTRIES:  # a log, or data
+        if len(container) > MAX_ENTRIES:  # its entries are those of a log
             return
         if isinstance(container, dict):
             # A list, because an entry that is imported lazily may add others.

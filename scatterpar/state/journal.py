@@ -1,0 +1,279 @@
+"""What each variable was, to compare it, and to restore it after calls of user code.
+
+::
+
+    journal = Journal(Walk(roots))
+    …                      # calls of user code
+    journal.same()         # is everything what it was?
+    journal.changed()      # the names of what is not
+    journal.restore()      # everything is what it was
+
+What refers to objects is saved by identity: containers, attributes, variables. What is
+written in place is saved by the rows of ``SAVERS``, up to 64 MiB.
+
+Three others know what has changed, because each is cheaper for its question: ``Undo``
+(tensors of a step, in the hot path), ``Snapshot`` (which replicas are stale), and
+``Fingerprints`` (bytes, without a copy).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scatterpar.devices.device_ids import HOST, physical
+from scatterpar.replicas.broadcast import version
+from scatterpar.replicas.snapshot import Snapshot
+from scatterpar.state.savers import (
+    STORAGE,
+    VALUES,
+    CannotSaveError,
+    GENERATOR,
+    Saver,
+    copy_of_iterator,
+    has_no_row,
+    is_at_same_position,
+    moves_by_calls,
+    saver_of,
+)
+from scatterpar.state.walk import Place, PlaceKind, Walk
+from scatterpar.threads.generators import default_of
+
+_MAX_BYTES = (
+    2**26
+)  # of tensors that are no buffers, and of arrays; larger ones are data
+# Places that no container saves.
+_VARIABLES = {PlaceKind.SLOT, PlaceKind.CELL, PlaceKind.GLOBAL, PlaceKind.CLASS}
+
+
+@dataclass(frozen=True)
+class SavedValue:
+    """A value that is written in place, and what was saved of it."""
+
+    name: str
+    value: Any
+    saver: Saver
+    saved: Any
+
+    @classmethod
+    def of(cls, name: str, value: Any, saver: Saver) -> SavedValue:
+        """Save a value. Raises ``CannotSaveError``."""
+        return cls(name, value, saver, saver.save(value))
+
+    def is_same(self) -> bool:
+        """Whether the value is what was saved."""
+        return self.saver.is_same(self.value, self.saved)
+
+    def restore(self) -> None:
+        """Make the value what was saved."""
+        self.saver.restore(self.value, self.saved)
+
+
+class SavedIterator:
+    """An iterator in the places that refer to it, and a copy at its position."""
+
+    def __init__(self, name: str, iterator: Any, places: Sequence[Place]) -> None:
+        if not places or not all(place.is_writable for place in places):
+            raise CannotSaveError
+        self.name = name
+        self._iterator = iterator
+        self._places = places
+        self._saved = copy_of_iterator(iterator)
+
+    def is_same(self) -> bool:
+        """Whether the iterator is at the saved position."""
+        return is_at_same_position(self._iterator, self._saved)
+
+    def restore(self) -> None:
+        """Put a copy into the places of the iterator, which cannot be set back."""
+        self._iterator = copy_of_iterator(self._saved)
+        for place in self._places:
+            place.write(self._iterator)
+
+
+class Journal:
+    """All that a walk has found, and all random generators: saved now.
+
+    Values of parameters are saved only with ``weights``; those of buffers always.
+
+    Attributes:
+        walk: the walk.
+        unsaved: the names of values that calls may move, and that cannot be restored:
+            files that are written, sockets, generators, iterators of libraries.
+        drawn: whether a generator had moved at a ``rewind`` or ``restore``.
+    """
+
+    def __init__(
+        self,
+        walk: Walk,
+        devices: Sequence[torch.device] = (),
+        *,
+        weights: bool = False,
+    ) -> None:
+        self.walk = walk
+        self.unsaved: list[str] = []
+        self.drawn = False
+        self._generators: list[SavedValue] = []
+        self._values: list[SavedValue] = []
+        self._iterators: list[SavedIterator] = []
+        # Tensors whose values are not saved, with their versions.
+        self._large: list[tuple[Tensor, int]] = []
+        self._variables = [place for place in walk.places if place.kind in _VARIABLES]
+        self._class_names = [(kind, {*vars(kind)}) for _, kind in walk.classes]
+        self._save_default_generators(devices)
+        self._save_values()
+        self._save_tensors(weights)
+        self._save_references()
+
+    def _save_default_generators(self, devices: Sequence[torch.device]) -> None:
+        generators = [default_of(device) for device in {HOST, *map(physical, devices)}]
+        if numpy_random := sys.modules.get("numpy.random"):
+            generators.append(numpy_random)
+        for generator in generators:
+            self._generators.append(SavedValue.of("", generator, GENERATOR))
+        # ``random.getstate`` is a method of Python's generator.
+        python_random: Any = random.getstate
+        self._save("", python_random.__self__)
+
+    def _save_values(self) -> None:
+        """Save values other than tensors that are written in place."""
+        kinds: dict[type, bool] = {}  # whether values of a class are saved
+        for number, value in enumerate(self.walk.values):
+            kind = type(value)
+            is_saved = kinds.get(kind)
+            if is_saved is None:
+                is_saved = moves_by_calls(kind) or saver_of(kind) is not None
+                kinds[kind] = is_saved
+            if is_saved:
+                self._save(self.walk.name_of(number), value)
+
+    def _save(self, name: str, value: Any) -> None:
+        saver = saver_of(type(value))
+        try:
+            if saver is not None and saver.size(value) <= _MAX_BYTES:
+                saved = SavedValue.of(name, value, saver)
+                (self._generators if saver.draws else self._values).append(saved)
+            elif has_no_row(value):
+                places = [place for place in self.walk.places if place.value is value]
+                self._iterators.append(SavedIterator(name, value, places))
+        except Exception:  # also of a user's object
+            self.unsaved.append(f"{name} ({type(value).__name__})")
+
+    def _save_tensors(self, weights: bool) -> None:
+        """Save where tensors are stored, and the values that user code may write."""
+        buffers: set[int] = set()
+        for module in self.walk.modules:
+            buffers |= {id(buffer) for buffer in module._buffers.values()}
+        bytes_left = _MAX_BYTES
+        for number, tensor in enumerate(self.walk.values):
+            key = id(tensor)
+            if key not in self.walk.tensors or tensor.is_meta:
+                continue
+            is_weight = key in self.walk.weights
+            is_buffer = key in buffers
+            # The error of a chunk of a weight that was written since.
+            with contextlib.suppress(RuntimeError):
+                name = self.walk.name_of(number)
+                if not (is_weight or is_buffer):
+                    bytes_left -= VALUES.size(tensor)
+                is_dense = tensor.layout == torch.strided and STORAGE.fits(type(tensor))
+                if is_dense and tensor.is_leaf:
+                    self._values.append(SavedValue.of(name, tensor, STORAGE))
+                if weights if is_weight else is_buffer or bytes_left >= 0:
+                    self._values.append(SavedValue.of(name, tensor, VALUES))
+                elif not is_weight:
+                    self._large.append((tensor, version(tensor)))
+
+    def _save_references(self) -> None:
+        """Save what containers and variables refer to."""
+        self._containers = Snapshot(
+            [container for _, container in self.walk.containers]
+        )
+        self._referents = [place.read() for place in self._variables]
+
+    # --- what a caller asks ---
+
+    def refers_to_same(self) -> bool:
+        """Whether containers and variables refer to the same objects."""
+        return self._containers.unchanged() and not any(self._changed_variables())
+
+    def same(self) -> bool:
+        """Whether everything is what it was, except random generators."""
+        values = [*self._values, *self._iterators]
+        return self.refers_to_same() and all(value.is_same() for value in values)
+
+    def changed(self) -> list[str]:
+        """The names of what is not what it was, each once."""
+        names = [*self._changed_entries()]
+        names += [
+            self.walk.name_of_place(place) for place, _ in self._changed_variables()
+        ]
+        values = [*self._values, *self._iterators]
+        names += [value.name for value in values if not value.is_same()]
+        return list(dict.fromkeys(names))
+
+    def _changed_variables(self) -> Iterator[tuple[Place, Any]]:
+        """Yield the variables that refer to other objects, with the saved ones."""
+        for place, referent in zip(self._variables, self._referents, strict=True):
+            if place.read() is not referent:
+                yield place, referent
+
+    def _changed_entries(self) -> Iterator[str]:
+        """Yield the names of entries and attributes that differ."""
+        for position, container, saved in self._containers.changed():
+            number, _ = self.walk.containers[position]
+            is_value = self.walk.values[number] is container
+            kind = PlaceKind.ENTRY if is_value else PlaceKind.ATTRIBUTE
+            if not isinstance(saved, dict):
+                yield self.walk.name_of(number)
+                continue
+            for key in {**saved, **container}:
+                is_same = key in saved and key in container
+                if not (is_same and saved[key] is container[key]):
+                    yield self.walk.name_of_entry(number, kind, key)
+
+    def lost(self) -> list[tuple[int, ...]]:
+        """The shapes of large tensors that were written, whose values are not saved."""
+        return [
+            tuple(tensor.shape)
+            for tensor, saved in self._large
+            if version(tensor) != saved
+        ]
+
+    def rewind(self) -> None:
+        """Restore the random generators."""
+        self.drawn |= _restore(self._generators)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore everything that has changed."""
+        self.rewind()
+        if not self._containers.unchanged():
+            self._containers.restore()
+        for place, referent in [*self._changed_variables()]:
+            place.write(referent)
+        self._restore_classes()
+        _restore(self._values)
+        if _restore(self._iterators):
+            self._save_references()  # from now on the copies are in these places
+
+    def _restore_classes(self) -> None:
+        """Remove attributes that calls have given to classes."""
+        for kind, names in self._class_names:
+            for name in vars(kind).keys() - names:
+                delattr(kind, name)
+
+
+def _restore(values: Sequence[SavedValue | SavedIterator]) -> bool:
+    """Restore values that have changed. Returns whether there were any."""
+    changed = [value for value in values if not value.is_same()]
+    for value in changed:
+        value.restore()
+    return bool(changed)

@@ -1,0 +1,305 @@
+"""How values that are written in place are saved, compared and restored.
+
+``SAVERS`` is the table, by class; ``STORAGE`` and ``VALUES`` are its rows for tensors. An
+iterator cannot be set back, so a copy takes its place.
+"""
+
+from __future__ import annotations
+
+import array
+import io
+import pickle
+import random
+import sys
+import types
+import warnings
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scatterpar.devices.fingerprints import same_bits
+from scatterpar.devices.transfers import write
+from scatterpar.replicas.snapshot import PLAIN
+from scatterpar.state.whose import Whose, whose
+
+
+class CannotSaveError(Exception):
+    """A value has no row in the table, or cannot be saved in its present state."""
+
+
+class Saver:
+    """A row of the table.
+
+    Attributes:
+        draws: whether the values are sources of random numbers.
+    """
+
+    draws = False
+
+    def fits(self, kind: type) -> bool:
+        """Whether this row is for values of a class."""
+        raise NotImplementedError
+
+    def size(self, value: Any) -> int:
+        """The bytes that are saved, if they may be many."""
+        return 0
+
+    def save(self, value: Any) -> Any:
+        """What is saved of a value. Raises ``CannotSaveError``."""
+        raise NotImplementedError
+
+    def is_same(self, value: Any, saved: Any) -> bool:
+        """Whether a value is what was saved."""
+        return bool(self.save(value) == saved)
+
+    def restore(self, value: Any, saved: Any) -> None:
+        """Make a value what was saved."""
+        raise NotImplementedError
+
+
+class _PythonRandom(Saver):
+    draws = True
+
+    def fits(self, kind: type) -> bool:
+        return issubclass(kind, random.Random)
+
+    def save(self, value: Any) -> Any:
+        return value.getstate()
+
+    def restore(self, value: Any, saved: Any) -> None:
+        value.setstate(saved)
+
+
+class _GeneratorState(Saver):
+    """torch's generators, and NumPy's with a Mersenne twister."""
+
+    draws = True
+
+    def fits(self, kind: type) -> bool:
+        return issubclass(kind, torch.Generator) or _is_numpy_random(kind, "set_state")
+
+    def save(self, value: Any) -> Any:
+        return value.get_state()
+
+    def is_same(self, value: Any, saved: Any) -> bool:
+        state = value.get_state()
+        if isinstance(state, Tensor):
+            return same_bits(state, saved)
+        return pickle.dumps(state) == pickle.dumps(saved)  # there are arrays in it
+
+    def restore(self, value: Any, saved: Any) -> None:
+        value.set_state(saved)
+
+
+class _NumpyGenerator(Saver):
+    draws = True
+
+    def fits(self, kind: type) -> bool:
+        return _is_numpy_random(kind, "bit_generator")
+
+    def save(self, value: Any) -> Any:
+        return value.bit_generator.state
+
+    def is_same(self, value: Any, saved: Any) -> bool:
+        return pickle.dumps(value.bit_generator.state) == pickle.dumps(saved)
+
+    def restore(self, value: Any, saved: Any) -> None:
+        value.bit_generator.state = saved
+
+
+def _is_numpy_random(kind: type, method: str) -> bool:
+    return kind.__module__.startswith("numpy.random") and hasattr(kind, method)
+
+
+class _NumpyArray(Saver):
+    def fits(self, kind: type) -> bool:
+        return hasattr(kind, "__array_interface__") and hasattr(kind, "flags")
+
+    def size(self, value: Any) -> int:
+        return int(value.nbytes)
+
+    def save(self, value: Any) -> Any:
+        return value.copy()
+
+    def is_same(self, value: Any, saved: Any) -> bool:
+        if value.dtype.hasobject:
+            return all(map(is_, value.flat, saved.flat))
+        return bool(value.tobytes() == saved.tobytes())  # a NaN equals itself
+
+    def restore(self, value: Any, saved: Any) -> None:
+        value[...] = saved
+
+
+class _Bytes(Saver):
+    def fits(self, kind: type) -> bool:
+        return issubclass(kind, (bytearray, array.array))
+
+    def size(self, value: Any) -> int:
+        return memoryview(value).nbytes
+
+    def save(self, value: Any) -> Any:
+        return value[:]
+
+    def restore(self, value: Any, saved: Any) -> None:
+        value[:] = saved
+
+
+class _TextInMemory(Saver):
+    def fits(self, kind: type) -> bool:
+        return issubclass(kind, (io.StringIO, io.BytesIO))
+
+    def save(self, value: Any) -> Any:
+        return value.getvalue(), value.tell()
+
+    def restore(self, value: Any, saved: Any) -> None:
+        text, position = saved
+        value.seek(0)
+        value.truncate()
+        value.write(text)
+        value.seek(position)
+
+
+class _FileThatIsRead(Saver):
+    """A file that cannot be written: its position."""
+
+    def fits(self, kind: type) -> bool:
+        return issubclass(kind, io.IOBase)
+
+    def save(self, value: Any) -> Any:
+        if value.closed or value in (sys.stdin, sys.stdout, sys.stderr):
+            return None
+        if value.writable() or not value.seekable():
+            raise CannotSaveError
+        return value.tell()
+
+    def restore(self, value: Any, saved: Any) -> None:
+        if saved is not None:
+            value.seek(saved)
+
+
+class _Storage(Saver):
+    """Where a leaf is stored: a forward pass may exchange its memory."""
+
+    def fits(self, kind: type) -> bool:
+        return kind in (Tensor, nn.Parameter, nn.Buffer)
+
+    def save(self, value: Any) -> Any:
+        return value.data
+
+    def is_same(self, value: Any, saved: Any) -> bool:
+        return bool(value.data.is_set_to(saved))
+
+    def restore(self, value: Any, saved: Any) -> None:
+        value.data = saved
+
+
+class _Values(Saver):
+    """The values of a tensor, in the memory that it has now."""
+
+    def fits(self, kind: type) -> bool:
+        return issubclass(kind, Tensor)
+
+    def size(self, value: Any) -> int:
+        return int(value.numel() * value.element_size())
+
+    def save(self, value: Any) -> Any:
+        values = value.detach()
+        return values, values.clone()
+
+    def is_same(self, value: Any, saved: Any) -> bool:
+        return same_bits(*saved)
+
+    def restore(self, value: Any, saved: Any) -> None:
+        write(*saved)
+
+
+STORAGE = _Storage()
+VALUES = _Values()
+
+GENERATOR = _GeneratorState()
+
+# The first row that fits counts.
+SAVERS: tuple[Saver, ...] = (
+    _PythonRandom(),
+    GENERATOR,
+    _NumpyGenerator(),
+    _NumpyArray(),
+    _Bytes(),
+    _TextInMemory(),
+    _FileThatIsRead(),
+)
+
+
+def saver_of(kind: type) -> Saver | None:
+    """The row for values of a class; ``None`` if there is none."""
+    return next((saver for saver in SAVERS if saver.fits(kind)), None)
+
+
+def has_no_row(value: Any) -> bool:
+    """Whether calls move a value that nothing here restores, such as a generator."""
+    return moves_by_calls(type(value)) and whose(value) is not Whose.USER
+
+
+def moves_by_calls(kind: type) -> bool:
+    """Whether values of a class are iterators, coroutines or sockets."""
+    if hasattr(kind, "__next__") or issubclass(kind, types.CoroutineType):
+        return True
+    sockets = sys.modules.get("_socket")
+    return sockets is not None and issubclass(kind, sockets.socket)
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether a value is an iterator whose position no attribute of the user's has."""
+    return hasattr(type(value), "__next__") and whose(value) is not Whose.USER
+
+
+def copy_of_iterator(iterator: Any) -> Any:
+    """An iterator of Python at the same position, with copies of those inside it.
+
+    Raises:
+        CannotSaveError: it cannot be copied, as a generator, or another library's.
+    """
+    make, args, *state = _position(iterator)
+    args = [copy_of_iterator(arg) if is_iterator(arg) else arg for arg in args]
+    copied = make(*args)
+    for value in state:
+        if value is not None:
+            copied.__setstate__(value)
+    return copied
+
+
+def is_at_same_position(iterator: Any, other: Any) -> bool:
+    """Whether two iterators, one of which is a copy, give the same items from here."""
+    if type(iterator) is not type(other):
+        return False
+    return _are_same(_position(iterator), _position(other))
+
+
+def _are_same(values: Any, others: Any) -> bool:
+    if len(values) != len(others):
+        return False
+    for value, other in zip(values, others, strict=True):
+        if value is other or (type(value) in PLAIN and value == other):
+            continue
+        if is_iterator(value) and is_at_same_position(value, other):
+            continue
+        are_lists = type(value) is type(other) and isinstance(value, (list, tuple))
+        if not are_lists or not _are_same(value, other):
+            return False  # else the items that remain are in new lists
+    return True
+
+
+def _position(iterator: Any) -> tuple[Any, ...]:
+    """How to make an iterator of the same items, and the state that it then gets."""
+    is_of_python = type(iterator).__module__ in ("builtins", "itertools")
+    if not is_of_python or isinstance(iterator, types.GeneratorType):
+        raise CannotSaveError
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of itertools, in 3.12
+        try:
+            position: tuple[Any, ...] = iterator.__reduce__()
+        except TypeError:  # as of itertools in Python 3.14
+            raise CannotSaveError from None
+    return position

@@ -22,9 +22,10 @@ from scatterpar.batch import nested
 from scatterpar.batch.markers import Marker, Rows
 from scatterpar.devices.transfers import to_device
 from scatterpar.errors import restored, warn
+from scatterpar.state.journal import Journal
+from scatterpar.state.walk import Walk
 from scatterpar.step.request import check_function
 from scatterpar.verify.dropped_records import records_dropped
-from scatterpar.verify.user_state import UserState
 
 _HOOKS = (
     "_forward_pre_hooks",
@@ -70,7 +71,7 @@ def undone(owner: Any, values: Iterable[Any]) -> Iterator[None]:
         is_of_integration = type(value).__module__.startswith("scatterpar.")
         if not isinstance(value, nn.Module) and not is_of_integration:
             roots.append(value)
-    state = UserState(roots)
+    state = Journal(Walk(roots))
     with restored(state.restore), records_dropped():
         yield
 

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from scatterpar.batch import nested
 from scatterpar.devices.transfers import to_numbers
 from scatterpar.replicas.references import parts_of
+from scatterpar.state.journal import Journal
+from scatterpar.state.walk import Walk
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss import forward
 from scatterpar.step.substeps import set_aside
@@ -34,7 +36,6 @@ from scatterpar.verify.comparison import (
 )
 from scatterpar.verify.dropped_records import records_dropped
 from scatterpar.verify.rounding import Rounding
-from scatterpar.verify.user_state import UserState
 
 _MAX_DEPTH = 4  # of containers and objects within each other
 _MAX_VALUES = 2000
@@ -74,7 +75,7 @@ def compare(
     module = attempt.replicas.of_model.root
     roots = module, task.criterion, request.criterion, request.count
     # The eager run is one call of user code more than the step has.
-    state = UserState(roots, [task.share.device])
+    state = Journal(Walk(roots), [task.share.device])
     rounding = Rounding(task.share.device)
     number = task.share.replica
     generators = attempt.generators

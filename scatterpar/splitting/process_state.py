@@ -20,8 +20,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from scatterpar.replicas.references import reachable
 from scatterpar.replicas.snapshot import refill
+from scatterpar.state.journal import Journal
+from scatterpar.state.walk import Walk
 from scatterpar.threads.interrupts import Interrupts
-from scatterpar.verify.user_state import UserState
 
 
 def _excepthook() -> Any:
@@ -51,7 +52,7 @@ _SINGLETONS = ("PartialState", "AcceleratorState", "GradientState")
 class ProcessState:
     """The state of a user's model and step, and of this process.
 
-    - what ``UserState`` finds: parameters, buffers, attributes, closures, random state;
+    - what a ``Journal`` saves: parameters, buffers, attributes, closures, random state;
     - of tensors among these, ``.grad``, hooks, and whether they require grad;
     - optimizers, schedulers and gradient scalers that ``step`` refers to;
     - switches of torch, environment variables, accelerate's singletons;
@@ -65,8 +66,9 @@ class ProcessState:
         helpers = _training_helpers(step)
         roots = [model, step, *(vars(helper) for helper in helpers)]
         devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-        self._user = UserState(roots, list(devices), weights=True)
-        self.tensors = list(self._user.tensors.values())
+        walk = Walk(roots)
+        self._user = Journal(walk, list(devices), weights=True)
+        self.tensors = list(walk.tensors.values())
         self._leaves = [_Leaf(tensor) for tensor in self.tensors if tensor.is_leaf]
         self._switches = [(read(), read, write) for read, write in _SWITCHES]
         self._environment = dict(os.environ)

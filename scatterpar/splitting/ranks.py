@@ -31,10 +31,10 @@ from torch import nn
 
 from scatterpar.splitting.process_state import reset_accelerate
 from scatterpar.splitting.step_run import Settings, StepFunction, StepResult, run_step
+from scatterpar.state.walk import Walk
 from scatterpar.threads.interrupts import Interrupts
 from scatterpar.threads.workers import call_in_new_thread
 from scatterpar.torch_private import import_compiler
-from scatterpar.verify.user_state import UserState
 
 # Asks a rank for its stack. Not a timer of faulthandler: if the parent has one, as
 # under pytest, its forked child would wait for it forever.
@@ -160,7 +160,7 @@ def _rank(
         # Kept until the end: gloo's destructor may wait for a thread that waits for the
         # GIL, if the step calls ``destroy_process_group()``.
         group = dist.group.WORLD
-        tensors = UserState([job.model, job.step]).tensors.values()
+        tensors = Walk([job.model, job.step]).tensors.values()
         answer = run_step(
             job.step, job.model, job.shares[rank], job.settings, list(tensors)
         )

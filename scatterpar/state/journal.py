@@ -32,10 +32,10 @@ from scatterpar.devices.device_ids import HOST, physical
 from scatterpar.replicas.broadcast import version
 from scatterpar.replicas.snapshot import Snapshot
 from scatterpar.state.savers import (
+    GENERATOR,
     STORAGE,
     VALUES,
     CannotSaveError,
-    GENERATOR,
     Saver,
     copy_of_iterator,
     has_no_row,

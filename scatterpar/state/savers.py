@@ -1,7 +1,7 @@
 """How values that are written in place are saved, compared and restored.
 
-``SAVERS`` is the table, by class; ``STORAGE`` and ``VALUES`` are its rows for tensors. An
-iterator cannot be set back, so a copy takes its place.
+``SAVERS`` is the table, by class; ``STORAGE`` and ``VALUES`` are its rows for tensors.
+An iterator cannot be set back, so a copy takes its place.
 """
 
 from __future__ import annotations

@@ -231,7 +231,7 @@ class Walk:
         elif isinstance(value, types.FunctionType):
             self._follow_function(number, value)
         elif isinstance(value, type):
-            if id(value) in self._root_ids or is_user_class(value):
+            if id(value) in self._root_ids:  # else the class of no object
                 self._follow_class(number, value)
         elif isinstance(value, queue.Queue):  # of its parts only this is no lock
             attributes = vars(value)
@@ -332,10 +332,12 @@ class Walk:
 
     def _follow_slots(self, number: int, value: Any) -> None:
         for base in type(value).__mro__:
-            for slot in vars(base).values():
-                if isinstance(slot, types.MemberDescriptorType):
-                    place = Place(PlaceKind.SLOT, value, slot, None, number)
-                    self._refer(PlaceKind.SLOT, value, slot, place.read(), number)
+            for name, slot in vars(base).items():
+                # Python's own members, such as a partial's, have no values of the user.
+                is_slot = isinstance(slot, types.MemberDescriptorType)
+                if is_slot and not name.startswith("__"):
+                    content = Place(PlaceKind.SLOT, value, slot, None, number).read()
+                    self._refer(PlaceKind.SLOT, value, slot, content, number)
 
     def _follow_class(self, number: int, kind: type) -> None:
         """Follow a class and its bases of the user: values, and what methods name."""

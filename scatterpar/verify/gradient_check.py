@@ -15,6 +15,8 @@ from scatterpar.batch.batch import Batch
 from scatterpar.devices.transfers import Transfers
 from scatterpar.errors import restored
 from scatterpar.replicas.references import module_of
+from scatterpar.state.journal import Journal
+from scatterpar.state.walk import Walk
 from scatterpar.step.loss import loss_of
 from scatterpar.step.reduce import Outcome
 from scatterpar.step.request import Request
@@ -25,7 +27,6 @@ from scatterpar.threads.caller_context import autocast_types
 from scatterpar.torch_private import hooks_taken_off, uncompiled
 from scatterpar.verify.comparison import LeafGradients, magnitudes, relative_difference
 from scatterpar.verify.rounding import Rounding
-from scatterpar.verify.user_state import UserState
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ def compare(module: nn.Module, outcome: Outcome, device: torch.device) -> Gradie
     if criterion_module is not None:
         roots["criterion."] = criterion_module
     rounding = Rounding(device)
-    state = UserState([*roots.values(), request.criterion], [device], weights=True)
+    walk = Walk([*roots.values(), request.criterion])
+    state = Journal(walk, [device], weights=True)
     plain = partial(_plain, module, request, device, leaves, rounding)
     with restored(state.restore), uncompiled(), hooks_taken_off(leaves):
         expected = attempt.threads.call(device, plain)

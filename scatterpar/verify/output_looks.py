@@ -23,6 +23,8 @@ from scatterpar.devices.transfers import to_device
 from scatterpar.errors import restored
 from scatterpar.plan import Plan
 from scatterpar.replicas.references import module_of
+from scatterpar.state.journal import Journal
+from scatterpar.state.walk import Walk
 from scatterpar.step.loss_weights import is_cross_entropy
 from scatterpar.step.request import Request
 from scatterpar.verify.causes import in_lines, verdict_of_combination
@@ -40,7 +42,6 @@ from scatterpar.verify.rows import Part, Parts, RowChoice, ignored_values, in_tw
 from scatterpar.verify.runs import Inconclusive, losses_of_cuts
 from scatterpar.verify.schedule import Kind
 from scatterpar.verify.single_precision import OneDtype, SinglePrecision
-from scatterpar.verify.user_state import UserState
 
 _MAX_ROWS = 16
 _MIN_ROWS = 2
@@ -146,7 +147,8 @@ class OutputLook:
         module = module_of(criterion)
         if module is not None and any(map(uses_batch_statistics, module.modules())):
             raise Inconclusive("a batch normalisation ties rows to each other")
-        state = UserState([criterion, self._of_targets.count], [self._device])
+        roots = criterion, self._of_targets.count
+        state = Journal(Walk(roots), [self._device])
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
@@ -155,7 +157,7 @@ class OutputLook:
         ):
             return self._refusal(parts, state)
 
-    def _refusal(self, parts: Parts, state: UserState) -> str:
+    def _refusal(self, parts: Parts, state: Journal) -> str:
         losses = self._losses_of(parts, state)
         if losses.difference <= losses.limit:
             return ""
@@ -172,7 +174,7 @@ class OutputLook:
             raise Inconclusive("its gradient may be nothing but rounding")
         return verdict_of_combination(losses).text
 
-    def _losses_of(self, parts: Parts, state: UserState) -> _LossesOfOutputs:
+    def _losses_of(self, parts: Parts, state: Journal) -> _LossesOfOutputs:
         """The losses of the rows of these parts, computed.
 
         Raises:
@@ -224,7 +226,7 @@ class _LossesOfOutputs(Losses):
         request: Request,
         parts: Parts,
         weights: Sequence[float],
-        state: UserState,
+        state: Journal,
         device: torch.device,
     ) -> None:
         nothing = Result(0.0, ())

@@ -33,6 +33,8 @@ from scatterpar.batch.joining import join_rows
 from scatterpar.errors import restored
 from scatterpar.replicas.module_contents import root_to_replicate
 from scatterpar.replicas.references import module_of
+from scatterpar.state.journal import Journal
+from scatterpar.state.walk import Walk
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.criterion_closure import closure_contents
 from scatterpar.step.loss import loss_of
@@ -55,7 +57,6 @@ from scatterpar.verify.moved_state import (
 from scatterpar.verify.rounding import HALF_PRECISION, Rounding
 from scatterpar.verify.rows import Part, Parts
 from scatterpar.verify.single_precision import OneDtype, SinglePrecision
-from scatterpar.verify.user_state import UserState
 
 MAX_ELEMENTS = (
     2**20
@@ -144,7 +145,7 @@ class Runs:
         for replica_set in replica_sets:
             modules_of_user += replica_set.contents.modules.values()
         self.backward_calls = BackwardCalls(modules_of_user)
-        self.user_states: list[UserState] = []
+        self.user_states: list[Journal] = []
         self._deadline = deadline
         self._halfway = (time.monotonic() + deadline) / 2
         self._step_rows = set(attempt.plan.substep_rows)
@@ -199,15 +200,15 @@ class Runs:
         for layer in self._fixed_layers:
             layer.training = not value
 
-    def _saved_states(self) -> list[UserState]:
+    def _saved_states(self) -> list[Journal]:
         """The state of user code. The criterion's tells whether numbers were drawn."""
         task, request = self.replica_task, self.request
         collates = [
             marker.collate for batch in request.batches for marker in batch.markers
         ]
-        of_module = UserState([self.own_task.module, *collates])
+        of_module = Journal(Walk([self.own_task.module, *collates]))
         criteria = task.criterion, request.criterion, request.count
-        of_criterion = UserState(criteria, [task.share.device])
+        of_criterion = Journal(Walk(criteria), [task.share.device])
         return [of_criterion, of_module]
 
     def end(self) -> None:
@@ -239,10 +240,10 @@ class Runs:
         self.rounding = Rounding(self.replica_task.share.device)
         self.autocast = self.replica_task.autocast
 
-    def restore(self, generators_only: bool = False) -> None:
+    def restore(self) -> None:
         """Undo what user code has changed, except in replicas."""
         for state in self.user_states:
-            state.restore(generators_only)
+            state.restore()
 
     def restart(self) -> None:
         """Undo what user code has changed, in replicas, too."""
@@ -259,7 +260,8 @@ class Runs:
 
     def restore_generators(self) -> None:
         """Let random generators draw the same numbers again."""
-        self.restore(generators_only=True)
+        for state in self.user_states:
+            state.rewind()
 
     def require_time(self) -> None:
         """Raise ``Inconclusive`` after the deadline."""
@@ -318,7 +320,7 @@ class Runs:
                     self._nudge(nudge)
                 outputs.append(task.output_of(self.inputs_of(rows)))
                 if not number and task is self.replica_task and self._shares_criterion:
-                    self.shares_state |= self.user_states[0].is_changed()
+                    self.shares_state |= not self.user_states[0].refers_to_same()
                 if not joins:
                     weight = weights[number] if weights else 1.0
                     result = self._result(outputs.pop(), rows, task, weight)

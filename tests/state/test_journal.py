@@ -21,7 +21,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from scatterpar import Rows, ScatterOnceParallel
-from scatterpar.verify.user_state import UserState
+from scatterpar.state.journal import Journal
+from scatterpar.state.walk import Walk
 
 # --- outputs that are joined ---
 
@@ -191,7 +192,7 @@ HOLDERS = {  # what user code writes, how, what it holds
 def test_what_code_writes_is_restored(name):
     value, change, read = HOLDERS[name]
     before = repr(read(value))
-    state = UserState([partial(change, value)])
+    state = Journal(Walk([partial(change, value)]))
     change(value)
     assert repr(read(value)) != before
     state.restore()

@@ -9,7 +9,7 @@ on its question::
                       It warns of globals, which it cannot exchange
     reachable         closures, globals, attributes. Not inside of modules and torch's
                       objects, nor weak references, which lead to trainers and loops
-    UserState         closures, globals, attributes, slots, classes: all that a call may
+    Walk              closures, globals, attributes, slots, classes: all that a call may
                       write, with a function that restores each
     Kinds             as ``reachable``, and the plain attributes of modules: what tells
                       programs apart

@@ -24,6 +24,8 @@ from scatterpar.devices.transfers import write
 from scatterpar.replicas.snapshot import PLAIN
 from scatterpar.state.whose import Whose, whose
 
+_COMPARED = {*PLAIN, range}
+
 
 class CannotSaveError(Exception):
     """A value has no row in the table, or cannot be saved in its present state."""
@@ -261,13 +263,19 @@ def copy_of_iterator(iterator: Any) -> Any:
     Raises:
         CannotSaveError: it cannot be copied, as a generator, or another library's.
     """
-    make, args, *state = _position(iterator)
-    args = [copy_of_iterator(arg) if is_iterator(arg) else arg for arg in args]
-    copied = make(*args)
-    for value in state:
-        if value is not None:
-            copied.__setstate__(value)
+    make, args, *states = _position(iterator)
+    copied = make(*_copied(args))
+    for state in states:
+        if state is not None:
+            copied.__setstate__(_copied(state))
     return copied
+
+
+def _copied(state: Any) -> Any:
+    """A state with copies of the iterators in it."""
+    if isinstance(state, tuple):
+        return tuple(map(_copied, state))
+    return copy_of_iterator(state) if is_iterator(state) else state
 
 
 def is_at_same_position(iterator: Any, other: Any) -> bool:
@@ -281,7 +289,7 @@ def _are_same(values: Any, others: Any) -> bool:
     if len(values) != len(others):
         return False
     for value, other in zip(values, others, strict=True):
-        if value is other or (type(value) in PLAIN and value == other):
+        if value is other or (type(value) in _COMPARED and value == other):
             continue
         if is_iterator(value) and is_at_same_position(value, other):
             continue
@@ -294,7 +302,9 @@ def _are_same(values: Any, others: Any) -> bool:
 def _position(iterator: Any) -> tuple[Any, ...]:
     """How to make an iterator of the same items, and the state that it then gets."""
     is_of_python = type(iterator).__module__ in ("builtins", "itertools")
-    if not is_of_python or isinstance(iterator, types.GeneratorType):
+    # A copy of a dictionary's or set's iterator is one of a list.
+    is_other = type(iterator).__name__.startswith(("dict", "odict", "set", "generator"))
+    if is_other or not is_of_python:
         raise CannotSaveError
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of itertools, in 3.12

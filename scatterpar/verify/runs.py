@@ -173,7 +173,15 @@ class Runs:
             )  # before state is saved: no change of the user's
             self.user_states = self._saved_states()
             self._undo.callback(self.restart)
+            self._require_restorable()
             yield
+
+    def _require_restorable(self) -> None:
+        """Raise ``Inconclusive`` if calls may move what cannot be restored."""
+        names = [name for state in self.user_states for name in state.unsaved]
+        if names:
+            why = f"a look could not put back {', '.join(names)}"
+            raise Inconclusive(why, patience=1, is_final=True)
 
     def _layers_to_fix(self) -> list[nn.Module]:
         """Batch normalisations: with batch statistics they tie rows together."""

@@ -4,6 +4,10 @@ refused.
 
 from __future__ import annotations
 
+import itertools
+import os
+import socket
+import types
 import warnings
 from collections import UserDict, UserList
 from functools import partial
@@ -17,12 +21,15 @@ import torch
 from harness.looks import INPUTS, LABELS, ROWS, VALUES, net
 from harness.models import CLASSES, Classifier, mlp
 from harness.oracle import assert_close, assert_step, build
+from state.test_whose import OBJECTS
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from scatterpar import Rows, ScatterOnceParallel
 from scatterpar.state.journal import Journal
 from scatterpar.state.walk import Walk
+from scatterpar.state.whose import Whose
 
 # --- outputs that are joined ---
 
@@ -172,6 +179,7 @@ class Derived(Base):
         Derived.made = getattr(Derived, "made", 0) + 1
 
 
+NUMBERS = itertools.count(1)
 HOLDERS = {  # what user code writes, how, what it holds
     "base class": (
         Derived(),
@@ -197,6 +205,146 @@ def test_what_code_writes_is_restored(name):
     assert repr(read(value)) != before
     state.restore()
     assert repr(read(value)) == before
+
+
+def closing_over(value):
+    def function():
+        return value
+
+    return function
+
+
+def test_changed_names_are_those_of_the_code():
+    model = mlp()
+    model[0].history = {"loss": [1]}
+    count, seen = 0, []
+
+    def criterion():
+        nonlocal count
+        count += 1
+        seen.append(count)
+        model[0].history["loss"].append(2)
+        model[0].history["norm"] = 3
+        model[0].calls = 1
+        with torch.no_grad():
+            model[0].bias.add_(1)
+
+    journal = Journal(Walk([criterion]), weights=True)
+    assert journal.same()
+    assert journal.changed() == []
+    criterion()
+    assert not journal.same()
+    assert {*journal.changed()} == {
+        *("count", "seen", "model.0.history['norm']", "model.0.history['loss']"),
+        *("model.0.calls", "model.0.bias"),
+    }
+    journal.restore()
+    assert journal.same()
+    assert (count, seen) == (0, [])
+
+
+def test_values_are_compared_by_content():
+    """Not in a journal of references alone: an array that is written is another value."""
+    array = np.zeros(2)
+    journal = Journal(Walk([closing_over(array)]))
+    array += 1
+    assert journal.refers_to_same()
+    assert not journal.same()
+    assert journal.changed() == ["value"]
+
+
+def test_classes_lose_attributes_that_calls_made():
+    journal = Journal(Walk([Derived()]))
+    Derived.made = 1
+    journal.restore()
+    assert not hasattr(Derived, "made")
+
+
+def test_first_global_of_a_function_is_removed():
+    function = types.FunctionType(
+        compile("def f():\n global made\n made = 1", "f", "exec").co_consts[0],
+        {"__name__": "of_a_user"},
+    )
+    journal = Journal(Walk([function]))
+    function()
+    assert function.__globals__["made"] == 1
+    journal.restore()
+    assert "made" not in function.__globals__
+
+
+def test_iterator_stays_in_its_places():
+    """A copy takes its place; two names of one iterator stay two names of one."""
+    bag = SimpleNamespace(first=itertools.count(), pair=[None])
+    bag.pair[0] = bag.first
+    journal = Journal(Walk([bag]))
+    for _ in range(3):
+        assert [next(bag.first), next(bag.pair[0])] == [0, 1]
+        assert not journal.same()
+        journal.restore()
+        assert bag.first is bag.pair[0]
+    assert journal.same()
+
+
+def generator():
+    yield from range(3)
+
+
+UNSAVED = {
+    "a generator": generator,
+    "an iterator over a generator": lambda: enumerate(generator()),
+    "a file": lambda: open(os.devnull, "w"),  # noqa: SIM115
+    "an iterator of a loader": lambda: iter(DataLoader([1, 2, 3])),
+    "a socket": socket.socket,
+}
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("name", UNSAVED)
+def test_what_has_no_row_is_named(name):
+    value = UNSAVED[name]()
+    journal = Journal(Walk([closing_over(SimpleNamespace(source=value))]))
+    kind = type(value).__name__
+    assert journal.unsaved == [f"value.source ({kind})"]
+    getattr(value, "close", int)()
+
+
+def test_look_does_not_draw_from_a_generator():
+    """The step needs three numbers, and has three; the warning names the generator."""
+    numbers = generator()
+    model = mlp()
+    model.numbers = numbers
+
+    def criterion(output, targets):
+        return F.mse_loss(output, targets) * (1 + 0 * next(numbers))
+
+    with (
+        ScatterOnceParallel(model, 3, ["cpu"]) as engine,
+        pytest.warns(UserWarning, match=r"could not put back.*numbers \(generator\)"),
+    ):
+        engine.forward_backward(INPUTS, VALUES, criterion)
+    assert next(numbers, None) is None
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_look_and_step_agree_on_whose_it_is(name):
+    """A look restores, and a step lends, what is the user's, and no other object."""
+    value, owner = OBJECTS[name]
+    number = next(NUMBERS)
+    try:
+        value.number_of_test = 0
+    except (AttributeError, TypeError):
+        pytest.skip("objects of this class have no attributes of the user's")
+    holder = SimpleNamespace(value=value)
+    net = nn.Identity()
+    value.nets_of_test = [net]
+    walk = Walk([closing_over(holder)], enters_modules=False)
+    journal = Journal(walk)
+    value.number_of_test = number
+    journal.restore()
+    is_lent = net in [place.value for place in walk.places]
+    is_restored = value.number_of_test == 0
+    del value.number_of_test, value.nets_of_test
+    assert is_restored == is_lent == (owner is Whose.USER)
 
 
 def test_look_leaves_no_count():

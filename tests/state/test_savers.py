@@ -1,0 +1,196 @@
+"""Each row of the table: a value is moved, named, and put back."""
+
+from __future__ import annotations
+
+import array
+import copy
+import io
+import itertools
+import random
+import zipfile
+from collections import Counter, OrderedDict, deque
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from scatterpar.state import savers
+from scatterpar.state.journal import Journal
+from scatterpar.state.walk import Walk
+
+pytestmark = pytest.mark.draws
+
+
+class Log(list):
+    """A list with attributes."""
+
+
+class Slots:
+    __slots__ = ("unset",)
+
+
+def log():
+    value = Log([1])
+    value.calls = 0
+    return value
+
+
+def text():
+    value = io.StringIO("first")
+    value.seek(0, 2)
+    return value
+
+
+def file_that_is_read():
+    return open(__file__, encoding="utf-8")
+
+
+def buffered():
+    layer = nn.Module()
+    layer.register_buffer("steps", torch.zeros(2))
+    return layer
+
+
+def write_all(value):
+    value[...] = 7
+
+
+def with_rows(value):
+    value.resize_(4)
+    value.fill_(1)
+
+
+VALUES = {  # what it is, how a call moves it, what shows that
+    "tensor": (lambda: torch.zeros(2), lambda v: v.add_(1), torch.Tensor.tolist),
+    "tensor's memory": (
+        lambda: torch.zeros(2),
+        lambda v: setattr(v, "data", torch.ones(3)),
+        torch.Tensor.tolist,
+    ),
+    "buffer": (buffered, lambda v: v.steps.add_(1), lambda v: v.steps.tolist()),
+    "list": (lambda: [1], lambda v: v.append(2), list),
+    "long list": (lambda: [1] * 2000, lambda v: v.append(2), len),
+    "dict": (lambda: {1: 2}, lambda v: v.clear(), dict),
+    "ordered dict": (
+        lambda: OrderedDict(a=1, b=2),
+        lambda v: v.move_to_end("a"),
+        lambda v: [*v],
+    ),
+    "counter": (lambda: Counter("ab"), lambda v: v.update("b"), dict),
+    "set": (lambda: {1}, lambda v: v.add(2), set),
+    "deque": (lambda: deque([1, 2], maxlen=2), lambda v: v.append(3), list),
+    "list's attributes": (log, lambda v: setattr(v, "calls", 1), lambda v: v.calls),
+    "unset slot": (
+        Slots,
+        lambda v: setattr(v, "unset", 1),
+        lambda v: hasattr(v, "unset"),
+    ),
+    "array": (lambda: np.zeros(2), write_all, np.ndarray.tolist),
+    "array of NaN": (lambda: np.full(2, np.nan), write_all, repr),
+    "array of objects": (
+        lambda: np.array([None, []], object),
+        write_all,
+        np.ndarray.tolist,
+    ),
+    "bytes": (lambda: bytearray(b"ab"), lambda v: v.extend(b"c"), bytes),
+    "array of bytes": (lambda: array.array("d", [1]), lambda v: v.append(2), list),
+    "text": (text, lambda v: v.write("second"), lambda v: (v.getvalue(), v.tell())),
+    "bytes in memory": (
+        lambda: io.BytesIO(b"ab"),
+        lambda v: v.write(b"c"),
+        io.BytesIO.getvalue,
+    ),
+    "file that is read": (file_that_is_read, lambda v: v.read(3), lambda v: v.tell()),
+    "Python's numbers": (
+        lambda: random.Random(0),
+        lambda v: v.random(),
+        lambda v: v.getstate(),
+    ),
+    "torch's numbers": (
+        torch.Generator,
+        lambda v: torch.rand(1, generator=v),
+        lambda v: v.get_state().tolist(),
+    ),
+    "NumPy's numbers": (
+        lambda: np.random.default_rng(0),
+        lambda v: v.random(),
+        lambda v: str(v.bit_generator.state),
+    ),
+    "NumPy's older numbers": (
+        lambda: np.random.RandomState(0),
+        lambda v: v.rand(),
+        lambda v: str(v.get_state()),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_value_is_put_back(name):
+    make, move, shown = VALUES[name]
+    value = make()
+    before = shown(value)
+    journal = Journal(Walk([[value]]))
+    assert journal.same()
+    for _ in range(2):
+        move(value)
+        assert shown(value) != before
+        is_generator = any(saved.value is value for saved in journal._generators)
+        assert journal.same() == is_generator  # those are asked by ``drawn``
+        journal.restore()
+        assert shown(value) == before
+        assert journal.drawn == is_generator
+    getattr(value, "close", int)()
+
+
+def test_each_row_has_a_value():
+    rows = {type(savers.saver_of(type(make()))) for make, _, _ in VALUES.values()}
+    assert {type(saver) for saver in savers.SAVERS} <= rows
+
+
+ITERATORS = {
+    "list": lambda: iter([1, 2, 3]),
+    "range": lambda: iter(range(5)),
+    "count": lambda: itertools.count(3, 2),
+    "cycle": lambda: itertools.cycle([1, 2]),
+    "zip": lambda: zip([1, 2, 3], itertools.count()),
+    "enumerate": lambda: enumerate("abcd"),
+    "map": lambda: map(abs, [-1, -2, -3]),
+    "islice": lambda: itertools.islice(itertools.count(), 2, 9),
+    "chain": lambda: itertools.chain([1], iter([2, 3, 4])),
+}
+
+
+@pytest.mark.parametrize("name", ITERATORS)
+@pytest.mark.parametrize("position", [0, 1])
+def test_iterator_is_put_back(name, position):
+    iterator, twin = ITERATORS[name](), ITERATORS[name]()
+    for _ in range(position):
+        next(iterator), next(twin)
+    holder = {"numbers": iterator}
+    journal = Journal(Walk([holder]))
+    assert journal.same()
+    for _ in range(2):
+        next(holder["numbers"]), next(holder["numbers"])
+        assert journal.changed()[-1:] == ["['numbers']"]
+        journal.restore()
+    assert [next(holder["numbers"]) for _ in range(2)] == [next(twin) for _ in range(2)]
+
+
+def test_file_in_an_archive_cannot_be_copied(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("a", "text")
+    with zipfile.ZipFile(tmp_path / "a.zip") as archive, archive.open("a") as file:
+        journal = Journal(Walk([[file]]))
+        file.read(2)
+        journal.restore()
+        assert file.read() == b"text"
+
+
+def test_other_iterators_cannot_be_copied():
+    with pytest.raises(savers.CannotSaveError):
+        savers.copy_of_iterator(iter(np.nditer(np.zeros(2))))
+    with pytest.raises(savers.CannotSaveError):  # a copy would have another class
+        savers.copy_of_iterator(iter({1: 2}))
+    assert savers.is_at_same_position(iter([1]), iter((1,))) is False
+    assert copy.copy(iter([1])).__length_hint__() == 1

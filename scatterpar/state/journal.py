@@ -206,8 +206,8 @@ class Journal:
 
     def same(self) -> bool:
         """Whether everything is what it was, except random generators."""
-        values = [*self._values, *self._iterators]
-        return self.refers_to_same() and all(value.is_same() for value in values)
+        is_same = all(value.is_same() for value in self._written())
+        return is_same and self.refers_to_same()
 
     def changed(self) -> list[str]:
         """The names of what is not what it was, each once."""
@@ -215,9 +215,11 @@ class Journal:
         names += [
             self.walk.name_of_place(place) for place, _ in self._changed_variables()
         ]
-        values = [*self._values, *self._iterators]
-        names += [value.name for value in values if not value.is_same()]
+        names += [value.name for value in self._written() if not value.is_same()]
         return list(dict.fromkeys(names))
+
+    def _written(self) -> list[SavedValue | SavedIterator]:
+        return [*self._values, *self._iterators]
 
     def _changed_variables(self) -> Iterator[tuple[Place, Any]]:
         """Yield the variables that refer to other objects, with the saved ones."""

@@ -367,7 +367,8 @@ class Walk:
         if not is_users:
             return
         for name, value in parts_of(function).closure.items():
-            if type(value) not in PLAIN:
+            is_default = name not in function.__code__.co_freevars
+            if is_default and type(value) not in PLAIN:
                 self._refer(PlaceKind.PART, function, name, value, number)
         self._follow_attributes(number, vars(function))
         self._follow_globals(number, function)

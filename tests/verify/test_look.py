@@ -4,7 +4,6 @@ computes it.
 
 from __future__ import annotations
 
-import itertools
 from functools import partial
 
 import pytest
@@ -261,10 +260,11 @@ def test_rounding_at_relu_edge_not_refused(size):
 
 def test_drifting_loss_not_refused():
     """It is not told right from wrong by chance: that it cannot be checked is said."""
-    calls = itertools.count()  # which nothing restores
+    Seen.sizes = set()  # which nothing restores
 
     def drifts(output, targets):
-        return F.mse_loss(output, targets) * (1 + 0.01 * (next(calls) % 7))
+        Seen.sizes.add(len(Seen.sizes))
+        return F.mse_loss(output, targets) * (1 + 0.01 * (len(Seen.sizes) % 7))
 
     with ScatterOnceParallel(mlp(), 3, ["cpu"]) as engine:
         step(engine, drifts, VALUES)

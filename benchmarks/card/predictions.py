@@ -1,4 +1,4 @@
-"""What the page's figures should be. README.md shows this table; nobody has measured it."""
+"""What the page's figures should be. README.md shows this table."""
 
 from typing import NamedTuple
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -26,6 +26,7 @@ from scatterpar.state.journal import Journal
 from scatterpar.state.walk import Walk
 from scatterpar.step.request import check_function
 from scatterpar.verify.dropped_records import records_dropped
+from scatterpar.verify.runs import Inconclusive
 
 _HOOKS = (
     "_forward_pre_hooks",
@@ -74,6 +75,24 @@ def undone(owner: Any, values: Iterable[Any]) -> Iterator[None]:
     state = Journal(Walk(roots))
     with restored(state.restore), records_dropped():
         yield
+
+
+@contextlib.contextmanager
+def looking(roots: Iterable[Any], excluded: Container[str] = ()) -> Iterator[Journal]:
+    """In the body calls of user code leave nothing: what ``roots`` lead to is restored.
+
+    Modules are left to the engine, except roots. ``excluded`` are names of attributes
+    of roots. Yields what was saved.
+
+    Raises:
+        Inconclusive: the calls may write what cannot be restored.
+    """
+    journal = Journal(Walk(roots, excluded=excluded, enters_modules=False))
+    if journal.unsaved:
+        names = ", ".join(journal.unsaved)
+        raise Inconclusive(f"a look could not put back {names}", 1, is_final=True)
+    with restored(journal.restore), records_dropped():
+        yield journal
 
 
 def hooks_in(modules: Iterable[nn.Module]) -> list[Any]:

@@ -50,6 +50,7 @@ from scatterpar.integrations.steps import (
 from scatterpar.log import logger
 from scatterpar.option_checks import check_number
 from scatterpar.sharded import ShardedOptimizer
+from scatterpar.state.journal import Journal
 from scatterpar.state.whose import is_user_class, is_user_function
 from scatterpar.step.request import Buffers, Reduction
 from scatterpar.torch_private import unwrapped
@@ -122,6 +123,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
     _sharded: ShardedOptimizer | None = None
     _is_in_step = False
     _is_preparation_asked = False
+    _numbers: Sequence[str] = ()  # that calls of a look have written
     _is_checked = True  # whether losses of batches have to combine
 
     def __init__(
@@ -147,7 +149,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         self._is_parallel = parallel
         self._buffers = buffers
         self._takes_turns = False  # in the present step
-        self._told: set[str] = set()  # functions that take turns, which a log has told
+        self._told: set[str] = set()  # names of functions and numbers
         copied_args = [_own_arguments(value) for value in args]
         copied_kwargs = {name: _own_arguments(v) for name, v in kwargs.items()}
         super().__init__(*copied_args, **copied_kwargs)
@@ -333,23 +335,28 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
 
     def _warn_if_rows_mix(self, step: Step) -> None:
         """Warn if ``_prepare_inputs`` gives other results for some rows of a batch."""
-        size = loop.num_rows(step[0])
-        rows = range(size - 1)
-        marked = loop.as_rows(step[0])
         prepare = type(self)._prepare_inputs
-        with loop.undone(self, [*vars(self).values(), *self._roots()]):
-            try:
-                whole = prepare(self, rows_of(marked, range(size), size))
-                part = prepare(self, rows_of(marked, rows, size))
-            except Exception:  # the call itself raises it, or one for fewer rows
-                return
-        if len(step) > 1 and not _begins_with(whole, part):
+        try:
+            with self._looking():
+                mixes = any(map(self._mixes_rows, step))
+        except Exception:  # the call itself raises it, or one for fewer rows
+            return
+        if mixes and len(step) > 1:
             warn(
                 f"{prepare.__qualname__} mixes rows, or draws random numbers: it gets "
-                f"the {size} rows of a batch, as with gradient accumulation, and not "
-                f"those of all {len(step)} batches of a step; to mix more, raise "
-                "per_device_train_batch_size"
+                f"the {loop.num_rows(step[0])} rows of a batch, as with gradient "
+                f"accumulation, and not those of all {len(step)} batches of a step; to "
+                "mix more, raise per_device_train_batch_size"
             )
+
+    def _mixes_rows(self, batch: Any) -> bool:
+        """Whether the rows of a batch are prepared otherwise without the last one."""
+        size = loop.num_rows(batch)
+        prepare = type(self)._prepare_inputs
+        marked = loop.as_rows(batch)
+        whole = prepare(self, rows_of(marked, range(size), size))
+        part = prepare(self, rows_of(marked, range(size - 1), size))
+        return not _begins_with(whole, part)
 
     def _only_moves_inputs(self) -> bool:
         """Whether ``_prepare_inputs`` is the stock one, which moves inputs."""
@@ -387,6 +394,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         select = itemgetter("beside")
         loss, calls = self._engine_loss(inputs, accum, return_outputs=select)
         self._collect(calls, candidates[loop_options.chosen], step)
+        self._tell_numbers()
         return loss
 
     def _candidates(self, batches: Sequence[Any]) -> dict[Any, How]:
@@ -423,9 +431,37 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
     @contextlib.contextmanager
     def _around_looks(self) -> Iterator[None]:
         """In the body, calls of ``compute_loss`` leave nothing."""
-        with loop.undone(self, [*vars(self).values(), *self._roots()]):
-            yield
-        self._lending.forget()
+        numbers: list[str] = []
+        try:
+            with self._looking() as journal:
+                yield
+                if self._takes_turns:
+                    numbers = journal.changed_numbers()
+        finally:
+            self._lending.forget()
+            self._numbers = numbers  # after attributes were restored
+
+    def _looking(self) -> contextlib.AbstractContextManager[Journal]:
+        """In the body, calls of functions of the user's leave nothing."""
+        roots = self._roots()
+        for dataset in (self.train_dataset, self.eval_dataset):
+            if is_user_class(type(dataset)):  # it may have statistics
+                roots.append(dataset)
+        return loop.looking(roots, _NOT_LENT)
+
+    def _tell_numbers(self) -> None:
+        """Warn once of numbers that calls write, as the last look has seen."""
+        names = [name for name in self._numbers if not name.startswith("_")]
+        self._numbers = []
+        if names and not self._told.issuperset(names):
+            self._told |= {*names}
+            engine: Any = self._engine
+            calls = len(engine.last_step.plan.substep_rows)
+            warn(
+                f"compute_loss writes {', '.join(names)} in each call, {calls} times "
+                "in this step, as with gradient accumulation; self.state.global_step "
+                "counts steps"
+            )
 
     def _weights_of_metrics(self, how: How, step: Any) -> list[float]:
         """The weight of each micro-batch in metrics that are means: as in the loss."""
@@ -1032,7 +1068,7 @@ def _refuse_losses_of_trl(trainer: Any) -> None:
         problems[words] = loss_type in _OF_TRL.get(kind, [])
     experts = "the auxiliary loss of a mixture of experts is a term over a batch"
     problems[experts] = getattr(trainer, "aux_loss_enabled", False)
-    problems["its loss is not known to be made up of its batches'"] = (
+    problems["its loss is not known to be that of its batches together"] = (
         kind not in _OF_TRL
     )
     name = _loss_class(trainer).__name__

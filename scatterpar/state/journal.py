@@ -211,7 +211,7 @@ class Journal:
 
     def changed(self) -> list[str]:
         """The names of what is not what it was, each once."""
-        names = [*self._changed_entries()]
+        names = [name for name, _ in self._changed_entries()]
         names += [
             self.walk.name_of_place(place) for place, _ in self._changed_variables()
         ]
@@ -221,25 +221,34 @@ class Journal:
     def _written(self) -> list[SavedValue | SavedIterator]:
         return [*self._values, *self._iterators]
 
+    def changed_numbers(self) -> list[str]:
+        """The names of variables, attributes and entries with another number now."""
+        values = [*self._changed_entries()]
+        for place, _ in self._changed_variables():
+            values.append((self.walk.name_of_place(place), place.read()))
+        names = [name for name, value in values if type(value) in (int, float)]
+        return list(dict.fromkeys(names))
+
     def _changed_variables(self) -> Iterator[tuple[Place, Any]]:
         """Yield the variables that refer to other objects, with the saved ones."""
         for place, referent in zip(self._variables, self._referents, strict=True):
             if place.read() is not referent:
                 yield place, referent
 
-    def _changed_entries(self) -> Iterator[str]:
-        """Yield the names of entries and attributes that differ."""
+    def _changed_entries(self) -> Iterator[tuple[str, Any]]:
+        """Yield the names of entries and attributes that differ, with their values."""
         for position, container, saved in self._containers.changed():
             number, _ = self.walk.containers[position]
             is_value = self.walk.values[number] is container
             kind = PlaceKind.ENTRY if is_value else PlaceKind.ATTRIBUTE
             if not isinstance(saved, dict):
-                yield self.walk.name_of(number)
+                yield self.walk.name_of(number), container
                 continue
             for key in {**saved, **container}:
                 is_same = key in saved and key in container
                 if not (is_same and saved[key] is container[key]):
-                    yield self.walk.name_of_entry(number, kind, key)
+                    name = self.walk.name_of_entry(number, kind, key)
+                    yield name, container.get(key)
 
     def lost(self) -> list[tuple[int, ...]]:
         """The shapes of large tensors that were written, whose values are not saved."""

@@ -265,8 +265,8 @@ class Walk:
     def _follow_container(self, number: int, container: Any) -> None:
         if getattr(type(container), "__getitem__", None) in _GETTERS:
             self._follow_entries(number, container, PlaceKind.ENTRY)
-        if attributes := attributes_of(container):  # of a subclass
-            self._follow_attributes(number, attributes)
+        if hasattr(container, "__dict__"):  # of a subclass
+            self._follow_attributes(number, attributes_of(container))
 
     def _follow_attributes(self, number: int, attributes: dict[str, Any]) -> None:
         """Follow the ``__dict__`` of an object, which may be a root."""

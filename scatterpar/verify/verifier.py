@@ -101,8 +101,8 @@ class Verifier:
             details = "open", kind.steps  # new in each step
         if kind.is_due(question.ranges, details):
             try:
-                with self._looks.counted(kind), loop.around_looks():
-                    chosen = self._ask(question, kind)
+                with self._looks.counted(kind):
+                    chosen = self._ask(question, kind, loop)
             finally:
                 _drop_gradients(attempt)  # user code may compute some
             if chosen is not assumed:
@@ -111,7 +111,7 @@ class Verifier:
         attempt.threads.widen(kind.scope)
         return loop.chosen is not None and loop.chosen is not assumed
 
-    def _ask(self, question: Question, kind: Kind) -> LossCandidate:
+    def _ask(self, question: Question, kind: Kind, loop: LoopOptions) -> LossCandidate:
         """Look at a step. Refuses it, or tells what the look has found.
 
         Returns the first candidate that fits; the first one that may fit if looks are
@@ -123,7 +123,8 @@ class Verifier:
             title = question.title(kind.looks)
             try:
                 asked = question.of(candidate)
-                findings = asked.findings(kind.looks)
+                with loop.around_looks():
+                    findings = asked.findings(kind.looks)
             except Inconclusive as error:
                 logger.debug("%s is inconclusive: %s", title, error)
                 # Without its frames: one of them holds this list.

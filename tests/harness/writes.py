@@ -12,7 +12,6 @@ import dataclasses
 import heapq
 import io
 import itertools
-import queue
 import random
 import tempfile
 from collections.abc import Callable, Iterator
@@ -169,11 +168,6 @@ RESTORABLE = {
     ),
     "linked list": Write(lambda: None, lambda o, loss, x: set_(o, Node(loss, o.kept))),
     "last": Write(lambda: 0.0, lambda o, loss, x: set_(o, loss)),
-    "queue": Write(
-        queue.Queue,
-        lambda o, loss, x: o.kept.put(loss),
-        lambda o: [*o.kept.queue],
-    ),
 }
 # What no look can put back: it leaves the function out.
 IRREVOCABLE = {

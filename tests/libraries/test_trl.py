@@ -315,7 +315,7 @@ def experts():
 
 REWARDS = {"reward_funcs": lambda completions, **_: [0.0] * len(completions)}
 SFT_ROWS = {"rows": lambda: data_of("SFT")}
-UNKNOWN = "its loss is not known to be made up of its batches'"
+UNKNOWN = "its loss is not known to be that of its batches together"
 REFUSED = {
     "KTO": (
         partial(build, "KTO", loss_type="kto"),

@@ -238,6 +238,9 @@ def test_changed_names_are_those_of_the_code():
         *("count", "seen", "model.0.history['norm']", "model.0.history['loss']"),
         *("model.0.calls", "model.0.bias"),
     }
+    assert {*journal.changed_numbers()} == {
+        *("count", "model.0.history['norm']", "model.0.calls"),
+    }
     journal.restore()
     assert journal.same()
     assert (count, seen) == (0, [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -95,7 +96,8 @@ def splitcheck(
 
     Calls ``step(model, [batch])`` and ``step(model, [part, part, …])``, and compares
     the gradients that the optimizer would receive. If they differ, the report names
-    the usual mistake that explains it. Afterwards everything is as before.
+    the usual mistake that explains it. Afterwards everything is as before, except for
+    numbers that ``step`` sets on itself, as ``step.largest = 1.0``.
 
     Args:
         step: your loop over micro-batches: ``step(model, batches)`` runs forward and
@@ -120,7 +122,8 @@ def splitcheck(
 
     Raises:
         ValueError: for too few rows, a comparison of a step with itself, a step that
-            leaves no gradient, and with ``ranks`` an ``Accelerator`` from outside.
+            leaves no gradient or is for one batch, and with ``ranks`` an
+            ``Accelerator`` from outside.
         RuntimeError: if the step fails on a rank, with its traceback.
         TimeoutError: if ranks wait for each other, with the lines where they do.
     """
@@ -137,40 +140,45 @@ def splitcheck(
         loss=loss,
         seconds=timeout,
     )
-    reference = trial.first_reference()
+    reference, results = trial.compare()
     expected = reference.gradients
-    results = trial.results(trial.split())
     errors = [largest_error(result.gradients, expected) for result in results]
     worst, parameter = max(errors)
-    trial.allow_casts(worst)
-    other_generators = sorted(reference.drawn - {"torch"})
-    limit = trial.limit
-    actual = joined(results[0].gradients)
-    whole = joined(expected)
     cause = Cause()
-    if worst > limit:
+    if worst > trial.limit:
         cause = explain(trial, expected, results)
     why = cause.why
+    other_generators = sorted(reference.drawn - {"torch"})
     if cause.name and other_generators:
         generators = " and ".join(other_generators)
         why += (
             f" But step draws from the generator of {generators}, whose numbers may "
             f"differ between parts: draw before splitcheck."
         )
-    note = "; ".join(trial.hidden_terms())
+    actual = joined(results[0].gradients)
+    whole = joined(expected)
+    uncompared = dict.fromkeys((*reference.uncompared, *results[0].uncompared))
+    unseen = [*trial.hidden_terms(), *trial.unseen]
+    if uncompared:
+        unseen.append(
+            f"the gradient of {', '.join(uncompared)}: not compared, because no "
+            f"optimizer in step has it"
+        )
+    if isinstance(step, FunctionType):
+        vars(step).update(trial.probes)
     return SplitCheck(
         rows=len(trial.rows),
         sizes=described(trial.split()),
         ranks=ranks,
         worst=worst,
         parameter=parameter,
-        limit=limit,
+        limit=trial.limit,
         ratio=float(actual.norm() / whole.norm()),
         cosine=float(torch.cosine_similarity(actual, whole, dim=0)),
         cause=cause.name,
         why=why,
         remedy=cause.remedy,
-        note=note,
+        note="; ".join(unseen),
     )
 
 

@@ -29,6 +29,23 @@ def relative_errors(actual: Gradients, expected: Gradients) -> dict[str, float]:
     return errors
 
 
+def zeros_of_all(results: Sequence[Gradients]) -> Gradients:
+    """Zeros for each gradient that any result has.
+
+    A gradient whose shapes differ, as a shard of a flat parameter, is left out.
+    """
+    zeros: Gradients = {}
+    differing_shapes = set()
+    for gradients in results:
+        for name, gradient in gradients.items():
+            if (
+                zeros.setdefault(name, torch.zeros_like(gradient)).shape
+                != gradient.shape
+            ):
+                differing_shapes.add(name)
+    return {name: zero for name, zero in zeros.items() if name not in differing_shapes}
+
+
 def largest_error(actual: Gradients, expected: Gradients) -> tuple[float, str]:
     """The largest relative error, and the name of the parameter."""
     errors = relative_errors(actual, expected)
@@ -45,14 +62,6 @@ def differing(actual: Gradients, expected: Gradients, limit: float) -> list[str]
 def is_zero(gradients: Gradients) -> bool:
     """Whether no parameter has a gradient."""
     return not any(bool(gradient.any()) for gradient in gradients.values())
-
-
-def is_usable(gradients: Gradients) -> bool:
-    """Whether any parameter has a gradient, and all are finite."""
-    for gradient in gradients.values():
-        if not gradient.isfinite().all():
-            return False
-    return not is_zero(gradients)
 
 
 def joined(gradients: Gradients, names: Sequence[str] | None = None) -> Tensor:

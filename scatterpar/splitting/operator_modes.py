@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,26 +13,43 @@ from torch import Tensor
 from scatterpar.torch_private import OperatorMode
 from scatterpar.verify.constant_numbers import ConstantNumbers
 
-_DOUBLE = (torch.float64, torch.complex128)
+Shape = tuple[int, ...]
 
+_DOUBLE = (torch.float64, torch.complex128)
 
 # Multiples of the golden ratio, without their integers, are spread evenly over [0, 1).
 _GOLDEN = 0.6180339887498949
 
 
+class Numbers(enum.Enum):
+    """What random operators give."""
+
+    AS_DRAWN = enum.auto()
+    CONSTANT = enum.auto()
+    BY_COLUMN = enum.auto()  # each row gets the same
+    BY_ENTRY = enum.auto()  # also the rows of weights differ
+
+
 class RepeatedNumbers(ConstantNumbers):
     """Random operators that give each row the same, in every call.
 
-    All numbers of a call are equal. With ``by_column`` they differ along the dimensions
-    after the first, so that ``torch.rand(rows, width) < 0.15`` is true for some.
+    With ``CONSTANT`` all numbers of a call are equal. With ``BY_COLUMN`` they differ
+    along the dimensions after the first, so that ``torch.rand(rows, width) < 0.15`` is
+    true for some. With ``BY_ENTRY`` all numbers of a draw with one of ``fixed_shapes``
+    differ: those are of weights that the step makes, and have no rows.
 
     A permutation is the identity: mixup mixes a row with itself, and a sampler keeps
     the order. A sample has the categories of the highest probability.
+
+    Attributes:
+        shapes: of what has been drawn.
     """
 
-    def __init__(self, by_column: bool) -> None:
+    def __init__(self, numbers: Numbers, fixed_shapes: frozenset[Shape]) -> None:
         super().__init__()
-        self._by_column = by_column
+        self.shapes: set[Shape] = set()
+        self._numbers = numbers
+        self._fixed_shapes = fixed_shapes
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -46,9 +65,18 @@ class RepeatedNumbers(ConstantNumbers):
         # The first number of each call is the same; integers repeat it.
         _generator(kwargs).manual_seed(0)
         drawn = super().__torch_dispatch__(func, types, args, kwargs)
-        if self._by_column and isinstance(drawn, Tensor) and drawn.ndim > 1:
-            _fill_by_column(drawn)
+        if isinstance(drawn, Tensor) and drawn.is_floating_point():
+            self._fill(drawn)
         return drawn
+
+    def _fill(self, drawn: Tensor) -> None:
+        shape = tuple(drawn.shape)
+        self.shapes.add(shape)
+        is_fixed = self._numbers is Numbers.BY_ENTRY and shape in self._fixed_shapes
+        if is_fixed:
+            _fill_evenly(drawn, shape)
+        elif self._numbers is not Numbers.CONSTANT and drawn.ndim > 1:
+            _fill_evenly(drawn, shape[1:])
 
 
 def _generator(kwargs: dict[str, Any] | None) -> torch.Generator:
@@ -57,12 +85,10 @@ def _generator(kwargs: dict[str, Any] | None) -> torch.Generator:
     return torch.default_generator if generator is None else generator
 
 
-def _fill_by_column(drawn: Tensor) -> None:
-    """Fill each row with the same numbers between 0 and 1."""
-    if not drawn.is_floating_point():
-        return
-    numbers = torch.arange(1, drawn[0].numel() + 1, device=drawn.device)
-    drawn.copy_((numbers * _GOLDEN % 1).reshape(drawn[0].shape))
+def _fill_evenly(drawn: Tensor, shape: Shape) -> None:
+    """Fill a draw with numbers between 0 and 1, the same for each part of a shape."""
+    numbers = torch.arange(1, math.prod(shape) + 1, device=drawn.device)
+    drawn.copy_((numbers * _GOLDEN % 1).reshape(shape))
 
 
 def _most_likely(
@@ -73,6 +99,26 @@ def _most_likely(
         best = probabilities.argmax(-1, keepdim=True)
         return best.expand(*best.shape[:-1], count).clone()
     return probabilities.topk(count, -1).indices
+
+
+class CastsInDouble(OperatorMode):
+    """Casts to a lower dtype give float64, and so do tensors made in a lower dtype.
+
+    So one limit holds for steps that compute in half precision, too.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run ``func`` with another ``dtype``."""
+        arguments = dict(kwargs or {})
+        dtype = arguments.get("dtype")
+        if dtype is not None and (dtype.is_floating_point or dtype.is_complex):
+            arguments["dtype"] = _DOUBLE[dtype.is_complex]
+        result = func(*args, **arguments)
+        if func is torch.ops.aten.lift_fresh.default and result.is_floating_point():
+            return result.double()  # of ``torch.tensor(…, dtype=torch.float32)``
+        return result
 
 
 class CoarsestDtype(OperatorMode):

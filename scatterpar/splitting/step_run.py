@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import enum
+import numbers
 import pickle
 import random
 import sys
@@ -16,22 +16,28 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from scatterpar.batch import nested
 from scatterpar.splitting.gradients import Gradients
-from scatterpar.splitting.operator_modes import CoarsestDtype, RepeatedNumbers
+from scatterpar.splitting.operator_modes import (
+    CastsInDouble,
+    CoarsestDtype,
+    Numbers,
+    RepeatedNumbers,
+    Shape,
+)
+from scatterpar.splitting.terms import Terms
+from scatterpar.splitting.trained import (
+    TrainedGradients,
+    as_double,
+    leaves_outside,
+    whole,
+)
 from scatterpar.torch_private import clipping_replaced
 
 # Of a Mersenne Twister, which has used all of them when it is seeded.
 _WORDS_OF_STATE = 624
 
 StepFunction = Callable[[Any, list[Any]], Any]  # of a module of the user's class
-
-
-class Numbers(enum.Enum):
-    """What random operators give."""
-
-    AS_DRAWN = enum.auto()
-    CONSTANT = enum.auto()
-    BY_COLUMN = enum.auto()  # each row gets the same
 
 
 @dataclass(frozen=True)
@@ -41,14 +47,24 @@ class Settings:
     Attributes:
         in_double: parameters, buffers and new tensors are in float64.
         numbers: what random operators give.
+        fixed_shapes: shapes of draws that have no rows, for ``Numbers.BY_ENTRY``.
         running_statistics: batch normalisation does not use the statistics of a part.
         watch_dtypes: look for the coarsest dtype to which the step casts.
+        casts_in_double: a cast to a lower dtype gives float64.
+        without_term: the term of the loss that is left out.
+        watch_modules: keep the outputs of modules.
+        returns_values: ``step`` returns numbers in the place of gradients.
     """
 
     in_double: bool = True
     numbers: Numbers = Numbers.AS_DRAWN
+    fixed_shapes: frozenset[Shape] = frozenset()
     running_statistics: bool = False
     watch_dtypes: bool = False
+    casts_in_double: bool = False
+    without_term: str = ""
+    watch_modules: bool = False
+    returns_values: bool = False
 
 
 @dataclass
@@ -60,12 +76,20 @@ class StepResult:
         loss: what the step returned, if that is a number.
         drawn: which generators it drew from: torch, Python, NumPy.
         coarsest: the coarsest dtype to which it casts, if ``watch_dtypes``.
+        shapes: of what random operators drew, unless numbers are as drawn.
+        uncompared: parameters that got a gradient, and cannot be compared.
+        terms: the names of the terms of the loss.
+        outputs: of modules, in the order in which they end, if ``watch_modules``.
     """
 
     gradients: Gradients
     loss: float | None
     drawn: frozenset[str]
     coarsest: torch.dtype | None
+    shapes: frozenset[Shape]
+    uncompared: tuple[str, ...]
+    terms: tuple[str, ...]
+    outputs: list[tuple[str, Tensor]]
 
 
 def run_step(
@@ -89,25 +113,44 @@ def run_step(
     for name, parameter in model.named_parameters():
         before[name] = parameter.detach().clone()
     generators = _generator_states()
-    optimizers = OptimizersWithoutGradients(model)
+    gradients = TrainedGradients(model, leaves_outside(model, step))
+    optimizers = OptimizersWithoutGradients(gradients)
+    terms = Terms(settings.without_term)
+    repeated = RepeatedNumbers(settings.numbers, settings.fixed_shapes)
     dtypes = CoarsestDtype()  # type: ignore[no-untyped-call]
+    outputs: list[tuple[str, Tensor]] = []
     with contextlib.ExitStack() as stack:
         if settings.running_statistics:
             stack.enter_context(running_statistics(model))
+        if settings.watch_modules:
+            stack.enter_context(outputs_kept(model, outputs))
         if settings.numbers is not Numbers.AS_DRAWN:
-            by_column = settings.numbers is Numbers.BY_COLUMN
-            stack.enter_context(RepeatedNumbers(by_column))
+            stack.enter_context(repeated)
         if settings.watch_dtypes:
             stack.enter_context(dtypes)
+        if settings.casts_in_double:
+            stack.enter_context(CastsInDouble())  # type: ignore[no-untyped-call]
         stack.enter_context(clipping_replaced(Clippings()))
+        stack.enter_context(gradients)
+        stack.enter_context(terms)
         stack.enter_context(optimizers)
         value = step(model, batches)
         optimizers.returned = value
+        if not gradients.has_run_backward and not settings.returns_values:
+            terms.run_backward(value)
+    if settings.returns_values:
+        result = values_of(optimizers.returned)
+    else:
+        result = gradients.result(before)
     return StepResult(
-        gradients=_gradients_of(model, before, optimizers.received),
+        gradients=result,
         loss=_as_number(optimizers.returned),
         drawn=_drawn_since(generators),
         coarsest=dtypes.coarsest,
+        shapes=frozenset(repeated.shapes),
+        uncompared=tuple(gradients.uncompared()),
+        terms=tuple(terms.names),
+        outputs=outputs,
     )
 
 
@@ -116,13 +159,6 @@ def _convert_to_double(tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
         if tensor.is_leaf and tensor.layout == torch.strided and not tensor.is_meta:
             tensor.data = as_double(tensor.data)
-
-
-def as_double(tensor: Tensor) -> Tensor:
-    """The tensor in float64 or complex128; others stay as they are."""
-    if tensor.is_complex():
-        return tensor.to(torch.complex128)
-    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 # --- where the step ends ---
@@ -147,10 +183,9 @@ class OptimizersWithoutGradients:
     A closure that is passed to ``optimizer.step`` runs first, as Lightning's does.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.received: Gradients = {}
+    def __init__(self, gradients: TrainedGradients) -> None:
         self.returned: Any = None
-        self._model = model
+        self._gradients = gradients
 
     def __enter__(self) -> None:
         self._hook = register_optimizer_step_pre_hook(self._receive)
@@ -168,15 +203,10 @@ class OptimizersWithoutGradients:
         if callable(closure):
             with torch.enable_grad():
                 self.returned = closure()
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        owned = {id(parameter) for parameter in parameters}
-        missing = False
-        for name, parameter in self._model.named_parameters():
-            if id(parameter) in owned and name not in self.received:
-                self.received[name] = _copy_of_gradient(parameter)
-            missing |= parameter.requires_grad and name not in self.received
-        if not missing:
+        self._gradients.receive(optimizer)
+        if not self._gradients.is_one_missing():
             raise _EndOfStep
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for parameter in parameters:
             parameter.grad = None
         if callable(closure):
@@ -218,47 +248,31 @@ class Clippings:
                 self._clipped[id(parameter)] = gradient, gradient.clone()
 
 
-def _copy_of_gradient(parameter: Tensor) -> Tensor:
-    """The whole gradient in float64 on the host; zeros if there is none."""
-    if parameter.grad is None:
-        return torch.zeros_like(_whole(parameter))
-    return _whole(parameter.grad)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """A dense copy in float64 on the host; of a ``DTensor`` with all its shards."""
-    tensor = tensor.detach()
-    if hasattr(tensor, "full_tensor"):
-        tensor = tensor.full_tensor()
-    dense = as_double(tensor.to_dense().cpu()).clone()
-    return torch.view_as_real(dense) if dense.is_complex() else dense
-
-
-def _gradients_of(
-    model: nn.Module, before: dict[str, Tensor], received: Gradients
-) -> Gradients:
-    """The gradients that optimizers received, or that are left on the model.
-
-    A parameter without a gradient that has changed was updated by hand, as in
-    ``parameter -= 0.1 * parameter.grad``. Then the change counts as its gradient.
-    """
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        gradient = received.get(name)
-        if gradient is None:
-            gradient = _copy_of_gradient(parameter)
-            if parameter.requires_grad and not gradient.any():
-                gradient = _whole(before[name]) - _whole(parameter)
-        gradients[name] = gradient
-    return gradients
-
-
 def _as_number(value: Any) -> float | None:
     if isinstance(value, dict):
         value = value.get("loss")
     if isinstance(value, Tensor) and value.numel() == 1:
         return float(value.detach())
-    return float(value) if type(value) in (int, float) else None
+    is_number = isinstance(value, numbers.Real)
+    return float(value) if is_number else None  # NumPy's are numbers, too
+
+
+def values_of(returned: Any) -> Gradients:
+    """The numbers that an evaluation returns, by name, in the place of gradients.
+
+    Raises ``TypeError`` for anything else.
+    """
+    named = returned if isinstance(returned, dict) else {"value": returned}
+    values = {}
+    for name, number in named.items():
+        value = _as_number(number)
+        if value is not None:
+            values[str(name)] = torch.tensor([value], dtype=torch.float64)
+    if not values:
+        raise TypeError(
+            f"evaluate must return a number or a dict of numbers, got {returned!r}"
+        )
+    return values
 
 
 # --- batch normalisation, random numbers ---
@@ -287,6 +301,23 @@ def running_statistics(model: nn.Module) -> Iterator[None]:
     hooks = []
     for layer in layers_with_batch_statistics(model):
         hooks.append(layer.register_forward_pre_hook(evaluate))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextlib.contextmanager
+def outputs_kept(model: nn.Module, outputs: list[tuple[str, Tensor]]) -> Iterator[None]:
+    """In the body, modules add their names and outputs, as they end."""
+    names = {module: name for name, module in model.named_modules()}
+
+    def keep(module: nn.Module, _: Any, output: Any) -> None:
+        for tensor in nested.tensors(output):
+            outputs.append((names[module] or "the module", whole(tensor)))
+
+    hooks = [module.register_forward_hook(keep) for module in names]
     try:
         yield
     finally:

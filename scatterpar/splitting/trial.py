@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,20 +13,26 @@ from torch import Tensor, nn
 from scatterpar.batch import nested
 from scatterpar.batch.batch import batch_of
 from scatterpar.batch.markers import count_rows
+from scatterpar.batch.nested import PLAIN_CLASSES
 from scatterpar.causes.counts import counts_of, named_tensors
 from scatterpar.splitting import parts as row_parts
-from scatterpar.splitting.gradients import is_usable, is_zero
+from scatterpar.splitting.gradients import (
+    Gradients,
+    is_zero,
+    largest_error,
+    zeros_of_all,
+)
+from scatterpar.splitting.operator_modes import Numbers
 from scatterpar.splitting.parts import Part, Split
 from scatterpar.splitting.process_state import ProcessState
 from scatterpar.splitting.ranks import RankJob, run_on_ranks
 from scatterpar.splitting.step_run import (
-    Numbers,
     Settings,
     StepFunction,
     StepResult,
-    as_double,
     run_step,
 )
+from scatterpar.splitting.trained import as_double
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -34,6 +41,7 @@ Loss = Callable[[Any, Any], Tensor]
 _EXACT = 1e-6
 _CAST = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _SINGLE = 1e-3
+_VANISHED = 1e-3  # of the limit: a gradient below it is rounding
 _LARGEST_LIMIT = max(_CAST.values())
 
 
@@ -45,6 +53,8 @@ class Trial:
         counts: what a loss may divide by, for each row.
         settings: how the step is run; found out by ``first_reference``.
         limit: the largest relative difference that rounding explains.
+        unseen: sentences about what the comparison cannot show.
+        probes: numbers and texts that ``step`` has set on itself, in its last run.
     """
 
     def __init__(
@@ -66,6 +76,10 @@ class Trial:
         self.has_loss = loss is not None
         self.settings = Settings()
         self.limit = _EXACT
+        self.unseen: list[str] = []
+        self._attributes = set(getattr(step, "__dict__", ()))
+        self.probes: dict[str, Any] = {}
+        self._zeros: Gradients = {}  # for each gradient, once all names are known
         self._reference_step = step if loss is None else _PlainStep(loss)
         self._equal = equal
         self._seconds = seconds
@@ -125,8 +139,77 @@ class Trial:
 
     # --- running ---
 
+    def compare(self) -> tuple[StepResult, list[StepResult]]:
+        """The results of the whole batch, and of the batch in parts.
+
+        Finds out the settings, and the limit.
+
+        Raises ``ValueError`` if the step leaves no gradient, or is for one batch.
+        """
+        try:
+            reference = self.first_reference()
+            results = self.results(self.split())
+            self._align([reference, *results])
+        except TimeoutError:
+            raise
+        except Exception as error:
+            if self._takes_one_batch():
+                raise ValueError(
+                    "step was written for one batch, and gets a list of them; write "
+                    "`for batch in batches:` around its forward and backward pass"
+                ) from error
+            raise
+        if not self.settings.in_double:
+            return reference, results
+        errors = [
+            largest_error(result.gradients, reference.gradients)[0]
+            for result in results
+        ]
+        if max(errors) <= self.limit:
+            return reference, results
+        coarsest = self._coarsest_cast()
+        if coarsest is None:
+            return reference, results
+        settings = self.settings
+        self.settings = replace(settings, casts_in_double=True)
+        try:
+            coarsest = self._coarsest_cast()
+            sharper = self.reference(self.rows), self.results(self.split())
+        except TimeoutError:
+            raise
+        except Exception:  # something insists on a lower dtype
+            self.settings = settings
+        else:
+            reference, results = sharper
+        if coarsest is not None:
+            self.limit = _CAST.get(coarsest, _LARGEST_LIMIT)
+            self._tell_limit(f"the step computes in {coarsest}")
+        return reference, results
+
+    def _align(self, results: Sequence[StepResult]) -> None:
+        """Give all results the same gradients: zeros for one that they lack."""
+        if not self._zeros:
+            self._zeros = zeros_of_all([result.gradients for result in results])
+        for result in results:
+            gradients = result.gradients
+            result.gradients = {
+                name: gradients.get(name, zero) for name, zero in self._zeros.items()
+            }
+
+    def _tell_limit(self, reason: str) -> None:
+        reason = f"an error below {self.limit:.0e} of a gradient, since {reason}"
+        self.unseen.append(reason.removeprefix("torch."))
+
+    def _takes_one_batch(self) -> bool:
+        """Whether the step runs for a batch in the place of a list of batches."""
+        try:
+            (result, *_) = self._run(_StepOfOneBatch(self.step), [[self.rows]])
+        except Exception:
+            return False
+        return not is_zero(result.gradients)
+
     def first_reference(self) -> StepResult:
-        """The gradient of the whole batch. Finds out the settings.
+        """The gradient of the whole batch. Finds out how random numbers are replaced.
 
         Raises ``ValueError`` if the step leaves no gradient.
         """
@@ -134,39 +217,76 @@ class Trial:
             result = self.reference(self.rows)
         except TimeoutError:
             raise
-        except Exception:  # a dtype in the user's code? If not, it fails again
+        except Exception as error:  # a dtype in the user's code? If not, it fails again
             self.settings = replace(self.settings, in_double=False)
             self.limit = max(_SINGLE, self._limit_of_model())
             result = self.reference(self.rows)
-        if "torch" in result.drawn:
-            for numbers in (Numbers.CONSTANT, Numbers.BY_COLUMN):
-                self.settings = replace(self.settings, numbers=numbers)
-                result = self.reference(self.rows)
-                if is_usable(result.gradients):
-                    break
+            problem = str(error).partition("\n")[0]
+            self._tell_limit(f"the step does not run in float64 ({problem})")
         if is_zero(result.gradients):
             raise ValueError(
                 "step left no gradient on a parameter of the model; call backward() "
                 "for the model that step gets, and do not end with zero_grad()"
             )
+        if "torch" in result.drawn:
+            result = self._with_steady_numbers(result)
         return result
+
+    def _with_steady_numbers(self, as_drawn: StepResult) -> StepResult:
+        """The result with random numbers that do not depend on the split.
+
+        The first kind of numbers with which no gradient vanishes is taken. Constant
+        weights of a classifier, for one, leave no gradient on what is below it.
+        """
+        results = []
+        for numbers in (Numbers.CONSTANT, Numbers.BY_COLUMN, Numbers.BY_ENTRY):
+            self.settings = replace(self.settings, numbers=numbers)
+            if numbers is Numbers.BY_ENTRY:
+                # Draws that a batch of fewer rows has as well.
+                fewer = self.reference(self.rows[: len(self.rows) // 2])
+                shapes = results[-1][1].shapes & fewer.shapes
+                self.settings = replace(self.settings, fixed_shapes=shapes)
+            result = self.reference(self.rows)
+            vanished = self._vanished(result.gradients, as_drawn.gradients)
+            results.append((vanished, result, self.settings))
+            if not vanished:
+                break
+        vanished, result, self.settings = min(results, key=_num_vanished)
+        if len(vanished) == len(as_drawn.gradients) or is_zero(result.gradients):
+            raise ValueError(
+                "the gradient is zero with the constant numbers that random operators "
+                "give in splitcheck, so nothing can be compared; draw what step draws "
+                "before, and pass it in batch"
+            )
+        if vanished:
+            self.unseen.append(
+                f"the gradient of {', '.join(vanished[:3])}, which is zero with "
+                f"constant random numbers"
+            )
+        return result
+
+    def _vanished(self, gradients: Gradients, as_drawn: Gradients) -> list[str]:
+        """The parameters whose gradient is not finite, or rounding beside another."""
+        vanished = []
+        for name, gradient in as_drawn.items():
+            size = float(gradients[name].norm()) if name in gradients else 0.0
+            is_rounding = size <= _VANISHED * self.limit * float(gradient.norm())
+            if (is_rounding and gradient.any()) or not math.isfinite(size):
+                vanished.append(name)
+        return vanished
 
     def _limit_of_model(self) -> float:
         dtypes = {parameter.dtype for parameter in self.model.parameters()}
         return max(_CAST.get(dtype, 0.0) for dtype in dtypes)
 
-    def allow_casts(self, worst: float) -> None:
-        """Raise the limit for a ``worst`` difference that a cast explains."""
-        if not self.limit < worst <= _LARGEST_LIMIT or not self.settings.in_double:
-            return
+    def _coarsest_cast(self) -> torch.dtype | None:
+        """The coarsest dtype below float64 to which the step casts."""
         settings = self.settings
         self.settings = replace(settings, watch_dtypes=True)
         try:
-            coarsest = self.reference(self.rows).coarsest
+            return self.reference(self.rows).coarsest
         finally:
             self.settings = settings
-        if coarsest is not None:
-            self.limit = _CAST.get(coarsest, _LARGEST_LIMIT)
 
     def reference(self, rows: Part) -> StepResult:
         """The result for rows as one part of one rank, or of ``loss=``."""
@@ -183,13 +303,27 @@ class Trial:
         try:
             if self.ranks > 1:
                 job = RankJob(step, self.model, shares, self.settings)
-                return run_on_ranks(job, self._seconds)
-            tensors = self._state.tensors
-            with self._state.restored():
-                return [run_step(step, self.model, shares[0], self.settings, tensors)]
+                results = run_on_ranks(job, self._seconds)
+            else:
+                tensors = self._state.tensors
+                with self._state.restored():
+                    result = run_step(
+                        step, self.model, shares[0], self.settings, tensors
+                    )
+                    self._note_probes()
+                results = [result]
         except Exception as error:
             error.add_note(f"splitcheck called step with {described(split)} rows")
             raise
+        if self._zeros:
+            self._align(results)
+        return results
+
+    def _note_probes(self) -> None:
+        """Note numbers that ``step`` has set on itself: they are there to be read."""
+        for name, value in getattr(self.step, "__dict__", {}).items():
+            if name not in self._attributes and type(value) in PLAIN_CLASSES:
+                self.probes[name] = value
 
     def _select(self, part: Part) -> Any:
         batch, _ = self._batch.select(part).unwrapped(copy=True)
@@ -209,6 +343,21 @@ class _PlainStep:
         value = self.loss(model, batch)
         value.backward()
         return value
+
+
+@dataclass(frozen=True)
+class _StepOfOneBatch:
+    """A step that gets the only batch, not a list of batches."""
+
+    step: StepFunction
+
+    def __call__(self, model: nn.Module, batches: list[Any]) -> Any:
+        (batch,) = batches
+        return self.step(model, batch)
+
+
+def _num_vanished(result: tuple[list[str], StepResult, Settings]) -> int:
+    return len(result[0])
 
 
 def described(split: Split) -> str:

@@ -45,14 +45,18 @@ def test_parameters_beyond_limit_are_named():
     assert gradients.differing(actual, RIGHT, 0.0001) == ["weight", "bias"]
 
 
-@pytest.mark.parametrize(
-    ("bias", "is_zero", "is_usable"),
-    [(0.0, True, False), (1.0, False, True), (math.nan, False, False)],
-)
-def test_usable_if_finite_and_not_zero(bias, is_zero, is_usable):
-    found = {"weight": numbers(0, 0), "bias": numbers(bias)}
-    assert gradients.is_zero(found) == is_zero
-    assert gradients.is_usable(found) == is_usable
+def test_zero_if_no_gradient_has_an_entry():
+    assert gradients.is_zero({"weight": numbers(0, 0), "bias": numbers(0)})
+    assert not gradients.is_zero({"weight": numbers(0, 0), "bias": numbers(math.nan)})
+
+
+def test_zeros_for_all_that_any_result_has():
+    """A shard differs in its shape, so it cannot be compared."""
+    other = {"weight": numbers(1, 2), "scale": numbers(3)}
+    assert gradients.zeros_of_all([RIGHT, other]).keys() == {"weight", "bias", "scale"}
+    shards = {"weight": numbers(1)}
+    zeros = gradients.zeros_of_all([RIGHT, shards])
+    assert {name: zero.tolist() for name, zero in zeros.items()} == {"bias": [0]}
 
 
 def test_joined_in_order_of_names():

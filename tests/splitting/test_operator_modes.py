@@ -5,20 +5,29 @@ from __future__ import annotations
 import pytest
 import torch
 
-from scatterpar.splitting.operator_modes import CoarsestDtype, RepeatedNumbers
+from scatterpar.splitting.operator_modes import (
+    CastsInDouble,
+    CoarsestDtype,
+    Numbers,
+    RepeatedNumbers,
+)
 
 pytestmark = pytest.mark.draws
 
 
+def repeated(numbers, *fixed_shapes):
+    return RepeatedNumbers(numbers, frozenset(fixed_shapes))
+
+
 def test_calls_give_rows_the_same_number():
-    with RepeatedNumbers(by_column=False):
+    with repeated(Numbers.CONSTANT):
         few, many = torch.rand(2, 3), torch.randn(5, 3)
     assert few.unique().tolist() == many.unique().tolist()
     assert len(few.unique()) == 1
 
 
 def test_by_column_rows_alike_columns_differ():
-    with RepeatedNumbers(by_column=True):
+    with repeated(Numbers.BY_COLUMN):
         mask = torch.rand(3, 4)
     assert torch.equal(mask[0], mask[2])
     first_multiples = [0.618, 0.236, 0.854, 0.472]  # of the golden ratio, modulo one
@@ -28,13 +37,13 @@ def test_by_column_rows_alike_columns_differ():
 
 
 def test_integers_are_the_same_in_every_call():
-    with RepeatedNumbers(by_column=False):
+    with repeated(Numbers.CONSTANT):
         first, second = torch.randint(1000, (3,)), torch.randint(1000, (5,))
     assert {*first.tolist()} == {*second.tolist()}
 
 
 def test_permutation_keeps_the_order():
-    with RepeatedNumbers(by_column=False):
+    with repeated(Numbers.CONSTANT):
         assert torch.randperm(4).tolist() == [0, 1, 2, 3]
 
 
@@ -43,12 +52,12 @@ def test_permutation_keeps_the_order():
 )
 def test_sample_has_most_likely_categories(replacement, drawn):
     probabilities = torch.tensor([[0.3, 0.6, 0.1], [0.1, 0.2, 0.7]])
-    with RepeatedNumbers(by_column=False):
+    with repeated(Numbers.CONSTANT):
         assert torch.multinomial(probabilities, 2, replacement).tolist() == drawn
 
 
 def test_other_operators_unchanged():
-    with RepeatedNumbers(by_column=True):
+    with repeated(Numbers.BY_COLUMN):
         assert (torch.arange(3) * 2).tolist() == [0, 2, 4]
 
 
@@ -72,3 +81,45 @@ def test_coarsest_dtype_of_casts(compute, coarsest):
     with CoarsestDtype() as dtypes:
         compute(torch.ones(2, dtype=torch.float64))
     assert dtypes.coarsest == coarsest
+
+
+def test_by_entry_weights_differ_and_rows_do_not():
+    with repeated(Numbers.BY_ENTRY, (3, 4)) as numbers:
+        weights, rows = torch.rand(3, 4), torch.rand(5, 4)
+    assert len(weights.unique()) == 12
+    assert torch.equal(rows[0], rows[4])
+    assert numbers.shapes == {(3, 4), (5, 4)}
+
+
+def double():
+    return torch.ones(3, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    "cast",
+    [
+        lambda x: x.to(torch.bfloat16),
+        lambda x: x.half(),
+        lambda x: x.float().type(torch.float16),
+        lambda x: x.new_zeros(3, dtype=torch.float32) + x,
+        lambda x: torch.tensor([1.0], dtype=torch.float32),
+        lambda x: x.sum(dtype=torch.float32),
+        lambda x: torch.nn.Linear(3, 3).bfloat16()(x),
+    ],
+)
+def test_casts_give_float64(cast):
+    with CastsInDouble():
+        torch.set_default_dtype(torch.float64)
+        try:
+            result = cast(double())
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert result.dtype == torch.float64
+
+
+def test_gradient_passes_a_cast_in_float64():
+    numbers = double()
+    with CastsInDouble():
+        (numbers / 3).to(torch.bfloat16).float().sum().backward()
+        assert torch.arange(3).to(torch.int32).dtype == torch.int32
+    assert numbers.grad.tolist() == [1 / 3] * 3

@@ -5,6 +5,8 @@ import pytest
 import torch
 from splitting.loop_models import (
     Net,
+    Tagger,
+    average,
     backward_sums,
     class_loss,
     images,
@@ -123,3 +125,229 @@ def test_ipython_shows_the_report():
 def test_ranks_need_a_model_on_the_cpu():
     with pytest.raises(ValueError, match="on meta; with ranks= pass it on the CPU"):
         splitcheck(backward_sums, new(Net).to("meta"), pairs(), ranks=2)
+
+
+# --- what could hide a difference ---
+
+
+def masked_rows(alternating=True):
+    """Ids that rise, targets, and masks of two and of eight entries."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.arange(16)[:, None] * 3 + torch.arange(8) % 3
+    targets = torch.randint(0, 50, (16, 8), generator=generator)
+    is_short = torch.arange(16) % 2 == 0 if alternating else torch.arange(16) < 0
+    lengths = torch.where(is_short, 2, 8)
+    return ids, targets, torch.arange(8) < lengths[:, None]
+
+
+def mean_over_the_mask(model, batches):
+    for ids, targets, mask in batches:
+        logits = model(ids).flatten(0, 1)
+        losses = cross_entropy(logits, targets.flatten(), reduction="none")
+        loss = (losses * mask.flatten()).sum() / mask.sum()
+        (loss / len(batches)).backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+@pytest.mark.parametrize(
+    "options", [{}, {"parts": 2}, pytest.param({"ranks": 2}, marks=pytest.mark.slow)]
+)
+def test_mask_that_alternates_is_seen(dtype, options):
+    ids, targets, mask = masked_rows()
+    batch = ids, targets, mask.to(dtype)
+    if "ranks" in options:
+        report = splitcheck(averaged_means, new(Tagger), batch, equal=True, **options)
+    else:
+        step = mean_over_the_mask
+        report = splitcheck(step, new(Tagger), batch, equal=True, **options)
+    assert report.cause == "mean of means"
+
+
+def averaged_means(model, batches):
+    mean_over_the_mask(model, batches)
+    average(model)
+
+
+def test_mask_of_ones_is_noted():
+    batch = masked_rows(alternating=False)
+    report = splitcheck(mean_over_the_mask, new(Tagger), batch, equal=True)
+    report.assert_passed()
+    assert "entries that are not 0 are counted right in batch[2]" in report.note
+
+
+class Proxies(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proxies = nn.Parameter(torch.randn(5, 4))
+
+    def forward(self, outputs, classes):
+        return cross_entropy(outputs @ self.proxies.T, classes)
+
+
+def trained_with(criterion, *, optimizers=1, factor=1):
+    """A step whose criterion counts ``factor`` times; the model is right."""
+
+    def step(model, batches):
+        for pixels, classes in batches:
+            outputs = model(pixels)
+            frozen = [parameter.detach() for parameter in criterion.parameters()]
+            loss = cross_entropy(outputs @ frozen[0].T, classes) / len(batches)
+            (
+                loss + factor / len(batches) * criterion(outputs.detach(), classes)
+            ).backward()
+        model_parameters = list(model.parameters())
+        if optimizers == 1:
+            torch.optim.SGD([*model_parameters, *criterion.parameters()], 0.1).step()
+        if optimizers == 2:
+            torch.optim.Adam(model_parameters).step()
+            torch.optim.SGD(criterion.parameters(), 0.1).step()
+
+    return step
+
+
+@pytest.mark.parametrize("optimizers", [0, 1, 2])
+def test_parameters_of_criterion_are_compared(optimizers):
+    criterion = new(Proxies)
+    step = trained_with(criterion, optimizers=optimizers)
+    splitcheck(step, new(Net), images(), equal=True).assert_passed()
+    step = trained_with(criterion, optimizers=optimizers, factor=0)
+    splitcheck(step, new(Net), images(), equal=True).assert_passed()
+
+    def wrong(model, batches):
+        trained_with(criterion, optimizers=optimizers, factor=len(batches))(
+            model, batches
+        )
+
+    report = splitcheck(wrong, new(Net), images(), equal=True)
+    assert report.cause == "constant factor"
+    assert "In step.criterion.proxies the gradient is 4 times" in report.why
+    assert criterion.proxies.grad is None
+
+
+def test_head_in_the_optimizer_is_compared():
+    def step(model, batches):
+        head = nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()])
+        for pixels, classes in batches:
+            outputs = model(pixels)
+            loss = cross_entropy(head(outputs), classes) / len(batches)
+            (loss + head.weight.square().sum()).backward()
+        optimizer.step()
+
+    report = splitcheck(step, new(Net), images(), equal=True)
+    assert report.cause == "once per part"
+    assert "step.AdamW.0.4" in report.why
+
+
+def test_parameter_without_optimizer_is_noted():
+    criterion = new(Proxies)
+
+    def step(model, batches):
+        for pixels, classes in batches:
+            (criterion(model(pixels), classes) / len(batches)).backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+
+    report = splitcheck(step, new(Net), images(), equal=True)
+    report.assert_passed()
+    assert "the gradient of step.criterion.proxies: not compared" in report.note
+
+
+CASTS = {
+    "to": lambda outputs: outputs.to(torch.bfloat16).float(),
+    "half": lambda outputs: outputs.half().float(),
+    "twice": lambda outputs: outputs.float().to(torch.float16).float(),
+}
+
+
+@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS.keys())
+def test_small_mistake_beside_a_cast_is_found(cast):
+    def step(model, batches, factor=1):
+        for pixels, classes in batches:
+            loss = cross_entropy(cast(model(pixels)), classes)
+            penalty = 1e-5 * sum(p.square().sum() for p in model.parameters())
+            (loss / len(batches) + factor * penalty).backward()
+
+    def right(model, batches):
+        step(model, batches, 1 / len(batches))
+
+    report = splitcheck(step, new(Net), images(), equal=True)
+    assert report.cause == "once per part"
+    assert report.limit == 1e-6
+    report = splitcheck(right, new(Net), images(), equal=True)
+    report.assert_passed()
+    assert report.worst < 1e-9
+
+
+class SinglePrecisionKernel(torch.autograd.Function):
+    """A kernel that takes no float64, as many of those for GPUs."""
+
+    @staticmethod
+    def forward(ctx, numbers):
+        if numbers.dtype != torch.float32:
+            raise TypeError(f"expected float32, got {numbers.dtype}")
+        return numbers * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+@pytest.mark.parametrize("casts", [True, False])
+def test_kernel_without_float64_widens_limit_and_says_so(casts):
+    def step(model, batches):
+        for pixels, classes in batches:
+            outputs = model(pixels)
+            if casts:
+                outputs = outputs.float()
+            outputs = SinglePrecisionKernel.apply(outputs)
+            loss = cross_entropy(outputs, classes) / len(batches)
+            loss.backward()
+
+    report = splitcheck(step, new(Net), images(), equal=True)
+    report.assert_passed()
+    if report.limit > 1e-6:
+        assert f"an error below {report.limit:.0e} of a gradient" in report.note
+
+
+def test_constant_weights_leave_a_gradient():
+    def step(model, batches):
+        head = nn.Linear(4, 3)
+        for pixels, classes in batches:
+            loss = cross_entropy(head(model(pixels)), classes.clamp_max(2))
+            (loss / len(batches)).backward()
+        step.largest = max(float(p.grad.abs().max()) for p in model.parameters())
+
+    report = splitcheck(step, new(Net), images(), equal=True)
+    report.assert_passed()
+    assert report.cosine > 0.99
+    assert step.largest > 1e-6
+
+
+def test_comparison_of_nothing_refused():
+    def step(model, batches):
+        for pixels, _ in batches:
+            outputs = model(pixels)
+            noise = torch.randn(len(pixels), 1)
+            (outputs * (noise - noise.mean())).sum().backward()
+
+    with pytest.raises(ValueError, match="the gradient is zero with the constant"):
+        splitcheck(step, new(Net), images(), equal=True)
+
+
+# --- what a user is told ---
+
+
+def test_step_for_one_batch_is_told_so():
+    def step(model, batch):
+        class_loss(model, batch).backward()
+
+    with pytest.raises(ValueError, match="written for one batch, and gets a list"):
+        splitcheck(step, new(Net), images())
+
+
+def test_error_of_a_step_is_raised():
+    def step(model, batches):
+        raise ZeroDivisionError("of the step")
+
+    with pytest.raises(ZeroDivisionError, match="of the step"):
+        splitcheck(step, new(Net), images())

@@ -1,0 +1,161 @@
+"""The gradients of all that a step trains: the model, and what the step leads to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from scatterpar.splitting.gradients import Gradients
+from scatterpar.state.walk import Walk
+from scatterpar.torch_private import leaves_reached
+
+
+def leaves_outside(model: nn.Module, step: Any) -> dict[str, Tensor]:
+    """Trained leaves that ``step`` leads to, and ``model`` does not have, by name.
+
+    A closure over ``proxies`` is named ``step.proxies``.
+    """
+    inside = {id(parameter) for parameter in model.parameters()}
+    root = getattr(step, "loss", step)  # of a step made of ``loss=``
+    walk = Walk([root])
+    leaves = {}
+    for number, value in enumerate(walk.values):
+        if not isinstance(value, Tensor) or id(value) in inside:
+            continue
+        if value.is_leaf and value.requires_grad:
+            leaves[f"step.{walk.name_of(number)}"] = value
+    return leaves
+
+
+class TrainedGradients:
+    """Collects gradients: what optimizers receive, else what is left in ``.grad``.
+
+    In the body it sees which leaves backward passes reach.
+
+    Leaves outside of the model count if an optimizer receives them, or if none steps:
+    then all that have a gradient are trained. Those that only optimizers hold, as a
+    head that the step makes, are named by their place: ``step.AdamW.0.2``.
+
+    Attributes:
+        has_run_backward: whether the body has run a backward pass.
+    """
+
+    def __init__(self, model: nn.Module, outside: Mapping[str, Tensor]) -> None:
+        self.has_run_backward = False
+        self._model = model
+        self._outside = outside
+        self._received: Gradients = {}
+        self._received_ids: set[int] = set()
+        self._reached: dict[int, Tensor] = {}
+        self._optimizers: list[Optimizer] = []
+
+    def __enter__(self) -> None:
+        self._backward = torch.autograd.backward
+        torch.autograd.backward = self._run_backward
+
+    def __exit__(self, *_: object) -> None:
+        torch.autograd.backward = self._backward
+
+    def _run_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
+        """Runs in the place of ``torch.autograd.backward``."""
+        self.has_run_backward = True
+        for root in [tensors] if isinstance(tensors, Tensor) else tensors:
+            if not isinstance(root, Tensor):  # an edge of the graph
+                continue
+            for leaf in leaves_reached(root, ()):
+                if isinstance(leaf, nn.Parameter):
+                    self._reached[id(leaf)] = leaf
+        self._backward(tensors, *args, **kwargs)
+
+    def receive(self, optimizer: Optimizer) -> None:
+        """Copy the gradients of an optimizer that is about to step."""
+        names = self._names()
+        if not any(optimizer is other for other in self._optimizers):
+            self._optimizers.append(optimizer)
+        for index, group in enumerate(optimizer.param_groups):
+            for number, parameter in enumerate(group["params"]):
+                place = f"step.{type(optimizer).__name__}.{index}.{number}"
+                name = names.get(id(parameter), place)
+                self._received_ids.add(id(parameter))
+                self._received.setdefault(name, copy_of_gradient(parameter))
+
+    def _names(self) -> dict[int, str]:
+        """The names of the leaves of the model and of the step, by id."""
+        names = {id(leaf): name for name, leaf in self._outside.items()}
+        for name, parameter in self._model.named_parameters():
+            names[id(parameter)] = name
+        return names
+
+    def is_one_missing(self) -> bool:
+        """Whether a trained leaf has a gradient that no optimizer has received."""
+        for parameter in self._model.parameters():
+            if parameter.requires_grad and id(parameter) not in self._received_ids:
+                return True
+        for leaf in (*self._outside.values(), *self._reached.values()):
+            if leaf.grad is not None and id(leaf) not in self._received_ids:
+                return True
+        return False
+
+    def result(self, before: Mapping[str, Tensor]) -> Gradients:
+        """All gradients by name, of the model first. ``before`` has earlier values.
+
+        A parameter without a gradient that has changed was updated by hand, as in
+        ``parameter -= 0.1 * parameter.grad``. Then the change counts as its gradient.
+        """
+        gradients = {}
+        for name, parameter in self._model.named_parameters():
+            gradient = self._received.get(name)
+            if gradient is None:
+                gradient = copy_of_gradient(parameter)
+                if parameter.requires_grad and not gradient.any():
+                    gradient = whole(before[name]) - whole(parameter)
+            gradients[name] = gradient
+        for name, gradient in self._received.items():
+            if gradient.any():
+                gradients.setdefault(name, gradient)
+        if not self._optimizers:
+            for name, leaf in self._outside.items():
+                if leaf.grad is not None:
+                    gradients[name] = copy_of_gradient(leaf)
+        return gradients
+
+    def uncompared(self) -> list[str]:
+        """The names of parameters that got a gradient, and are not in ``result``."""
+        names = self._names()
+        uncompared = []
+        for leaf in self._reached.values():
+            name = names.get(id(leaf), "")
+            is_compared = bool(name) and not self._optimizers
+            is_of_model = name and name not in self._outside
+            if is_compared or is_of_model or id(leaf) in self._received_ids:
+                continue
+            shape = tuple(leaf.shape)
+            uncompared.append(name or f"a parameter of shape {shape} that step makes")
+        return uncompared
+
+
+def copy_of_gradient(parameter: Tensor) -> Tensor:
+    """The whole gradient in float64 on the host; zeros if there is none."""
+    if parameter.grad is None:
+        return torch.zeros_like(whole(parameter))
+    return whole(parameter.grad)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A dense copy in float64 on the host; of a ``DTensor`` with all its shards."""
+    tensor = tensor.detach()
+    if hasattr(tensor, "full_tensor"):
+        tensor = tensor.full_tensor()
+    dense = as_double(tensor.to_dense().cpu()).clone()
+    return torch.view_as_real(dense) if dense.is_complex() else dense
+
+
+def as_double(tensor: Tensor) -> Tensor:
+    """The tensor in float64 or complex128; others stay as they are."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor

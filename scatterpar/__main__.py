@@ -1,4 +1,7 @@
-"""The command line, `python -m scatterpar`: `train`, `predict`, `doctor` or `demo`."""
+"""The command line, `python -m scatterpar`: `train`, `predict`, `doctor`, ….
+
+The others are `splitcheck` and `demo`.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ from typing import NoReturn
 import scatterpar
 
 _USAGE = (
-    "usage: python -m scatterpar {train, predict, doctor, demo} [options] (each has a "
-    "--help); --version"
+    "usage: python -m scatterpar {train, predict, doctor, splitcheck, demo} [options] "
+    "(each has a --help); --version"
 )
 _HELP = f"""{_USAGE}
 
@@ -23,11 +26,15 @@ _HELP = f"""{_USAGE}
   predict  write the classes of images, with what a run of train has learned, as CSV
   doctor   what this machine has, whether copies between its devices arrive intact, and
            whether a step is exact
+  splitcheck
+           is the gradient of a training loop in parts, or on several processes, that of
+           the whole batch? FILE:FUNCTION returns step, model, batch
   demo     one batch, accumulated by hand, refused, and counted"""
 _MODULES = {
     "train": "train.run",
     "predict": "train.predict",
     "doctor": "checkup.doctor",
+    "splitcheck": "splitting.command",
     "demo": "checkup.demo",
 }
 _TOOL = ("train", "predict")

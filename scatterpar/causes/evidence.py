@@ -32,6 +32,7 @@ class CauseKind(enum.Enum):
     STATE_BETWEEN_PARTS = "state between parts"
     ONCE_PER_PART = "once per part"
     ROWS_ARE_COMPARED = "rows are compared"
+    MEAN_OF_RATIOS = "mean of ratios"
     UNKNOWN = "unknown"
 
 

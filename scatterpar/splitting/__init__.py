@@ -6,7 +6,9 @@ Imports ``verify``, ``causes`` and the packages below them.
 
 Runs in the caller's thread, or in processes of its own.
 
-- ``check`` compares, and reports;
+- ``check`` compares, and reports; ``grid`` checks several splits, ``command`` from a
+  shell; ``values`` compares numbers in the place of gradients;
+- ``trainers`` runs a library's trainer as a step;
 - ``parts`` cuts the rows of the batch;
 - ``trial`` runs the step on any split: in this process, which ``process_state``
   restores, or in the processes of ``ranks``. Both call ``step_run``;
@@ -15,5 +17,18 @@ Runs in the caller's thread, or in processes of its own.
 """
 
 from scatterpar.splitting.check import SplitCheck, splitcheck
+from scatterpar.splitting.grid import SplitGrid, splitgrid
+from scatterpar.splitting.terms import term
+from scatterpar.splitting.trainers import of_trainer
+from scatterpar.splitting.values import ValueCheck, valuecheck
 
-__all__ = ["SplitCheck", "splitcheck"]
+__all__ = [
+    "SplitCheck",
+    "SplitGrid",
+    "ValueCheck",
+    "of_trainer",
+    "splitcheck",
+    "splitgrid",
+    "term",
+    "valuecheck",
+]

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from scatterpar.causes.evidence import CauseKind, Finding, Weights
@@ -18,6 +19,8 @@ from scatterpar.splitting.evidence import GradientEvidence
 from scatterpar.splitting.gradients import Gradients, joined, largest_error
 from scatterpar.splitting.step_run import StepResult, layers_with_batch_statistics
 from scatterpar.splitting.trial import Trial
+
+EXACT = "exact"  # of a term of the loss whose gradient is right
 
 
 @dataclass(frozen=True)
@@ -57,11 +60,31 @@ def explain(trial: Trial, expected: Gradients, results: list[StepResult]) -> Cau
     finding, errors_of_causes = first_finding(evidence)
     failures += errors_of_causes
     cause = _cause_of(finding, evidence)
-    why = prefix + cause.why
+    why = prefix + cause.why + _effect_on_optimizers(finding, evidence)
     if failures and finding.kind is CauseKind.UNKNOWN:
         problem = f"{type(failures[0]).__name__}: {failures[0]}".splitlines()[0]
         why += f" Some causes could not be tested: step raised {problem}"
     return replace(cause, why=why)
+
+
+def explain_terms(trial: Trial, names: Sequence[str]) -> dict[str, Cause]:
+    """For each term of the loss why its gradient differs; ``EXACT`` if it does not."""
+    causes = {}
+    for name in names:
+        trial.term = name
+        try:
+            expected = trial.reference(trial.rows).gradients
+            results = trial.results(trial.split())
+            errors = [
+                largest_error(result.gradients, expected)[0] for result in results
+            ]
+            if max(errors) <= trial.limit:
+                causes[name] = Cause(EXACT)
+            else:
+                causes[name] = explain(trial, expected, results)
+        finally:
+            trial.term = ""
+    return causes
 
 
 def _cause_of(finding: Finding, evidence: GradientEvidence) -> Cause:
@@ -155,12 +178,45 @@ def _rows_are_compared(evidence: GradientEvidence) -> Cause:
         also = " By its norm, it is also divided by the number of ranks once too often."
     return Cause(
         CauseKind.ROWS_ARE_COMPARED.value,
-        "No weights of the gradients of the parts give that of the batch: the loss or "
-        f"the module ties rows to each other.{_shows_in(evidence)}{also}",
+        f"No weights of the gradients of the parts give that of the batch: "
+        f"{_where_rows_meet(evidence)}.{_shows_in(evidence)}{also}",
         "compute a contrastive loss, a product of means, or batch statistics for all "
         "rows at once, from outputs gathered with their gradient or cached "
         "(GradCache); mask padding.",
     )
+
+
+def _where_rows_meet(evidence: GradientEvidence) -> str:
+    try:
+        module = evidence.trial.first_meeting()
+    except Exception:  # raised by the step for a single part
+        return "the loss or the module ties rows to each other"
+    if module:
+        return f"rows first meet in {module}, whose outputs depend on the other rows"
+    return "the loss ties rows to each other, for modules do not"
+
+
+def _effect_on_optimizers(finding: Finding, evidence: GradientEvidence) -> str:
+    """A sentence about what Adam and clipping make of the difference.
+
+    Adam divides by the size of the gradient, so that a factor vanishes.
+    """
+    actual, expected = joined(evidence.actual), joined(evidence.expected)
+    if not (evidence.is_finite() and actual.any() and expected.any()):
+        return ""
+    norms = f"norm {float(actual.norm()):.3g}, not {float(expected.norm()):.3g}"
+    clipped = " Clipping by norm 1 does not"
+    is_of_all = finding.factor is not None and evidence.is_everything(finding.names)
+    if is_of_all and min(float(actual.norm()), float(expected.norm())) >= 1:
+        clipped = " Clipping by norm 1 does, too, while norms are larger"
+    if finding.factor:
+        return (
+            f" Adam hides the factor, and a second term shows it.{clipped} ({norms})."
+        )
+    if finding.kind in (CauseKind.RANKS_DIFFER, CauseKind.NO_GRADIENT):
+        return ""
+    cosine = float(torch.cosine_similarity(actual, expected, dim=0))
+    return f" Adam does not hide it: the direction differs (cosine {cosine:.3f})."
 
 
 _BATCH_NORM = Cause(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any
 
@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from scatterpar.option_checks import check_int, check_number
-from scatterpar.splitting.causes import Cause, explain
-from scatterpar.splitting.gradients import joined, largest_error
+from scatterpar.splitting.causes import EXACT, Cause, explain, explain_terms
+from scatterpar.splitting.gradients import differing, joined, largest_error
 from scatterpar.splitting.process_state import refers_to_accelerator
 from scatterpar.splitting.step_run import StepFunction
 from scatterpar.splitting.trial import Loss, Trial, described
@@ -30,6 +30,7 @@ class SplitCheck(Printed):
         ranks: the number of processes.
         worst: the largest relative difference of a parameter, as in ``engine.check``.
         parameter: the name of this parameter.
+        wrong: the names of all parameters that differ by more than ``limit``.
         limit: the largest difference that rounding explains.
         ratio: the norm of the gradient in parts over that of the whole batch.
         cosine: of the angle between the two.
@@ -37,6 +38,8 @@ class SplitCheck(Printed):
         why: a sentence with the numbers that show it.
         remedy: what to write instead.
         note: what this batch cannot show.
+        terms: for each term of the loss its cause, or ``exact``; empty without terms,
+            or if only rounding differs.
     """
 
     rows: int
@@ -51,6 +54,8 @@ class SplitCheck(Printed):
     why: str
     remedy: str
     note: str
+    wrong: list[str] = field(default_factory=list)
+    terms: dict[str, str] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -127,6 +132,32 @@ def splitcheck(
         RuntimeError: if the step fails on a rank, with its traceback.
         TimeoutError: if ranks wait for each other, with the lines where they do.
     """
+    return check_split(
+        step,
+        model,
+        batch,
+        parts=parts,
+        ranks=ranks,
+        equal=equal,
+        loss=loss,
+        timeout=timeout,
+        counted=batch,
+    )
+
+
+def check_split(
+    step: StepFunction,
+    model: nn.Module,
+    batch: Any,
+    *,
+    parts: int | None,
+    ranks: int,
+    equal: bool | None,
+    loss: Loss | None,
+    timeout: float,
+    counted: Any,
+) -> SplitCheck:
+    """Check as ``splitcheck``. ``counted`` has tensors in which a loss may count."""
     _check_arguments(step, model, parts, ranks, loss, timeout)
     if parts is None:
         parts = _PARTS if ranks == 1 else 1
@@ -139,14 +170,23 @@ def splitcheck(
         equal=equal,
         loss=loss,
         seconds=timeout,
+        counted=counted,
     )
     reference, results = trial.compare()
     expected = reference.gradients
     errors = [largest_error(result.gradients, expected) for result in results]
     worst, parameter = max(errors)
     cause = Cause()
+    of_terms: dict[str, Cause] = {}
     if worst > trial.limit:
         cause = explain(trial, expected, results)
+        if reference.terms:
+            of_terms = explain_terms(trial, reference.terms)
+            cause = _with_terms(cause, of_terms)
+    wrong: dict[str, None] = {}
+    for result in results:
+        names = differing(result.gradients, expected, trial.limit)
+        wrong.update(dict.fromkeys(names))
     why = cause.why
     other_generators = sorted(reference.drawn - {"torch"})
     if cause.name and other_generators:
@@ -179,7 +219,18 @@ def splitcheck(
         why=why,
         remedy=cause.remedy,
         note="; ".join(unseen),
+        wrong=list(wrong),
+        terms={name: cause_of_term.name for name, cause_of_term in of_terms.items()},
     )
+
+
+def _with_terms(cause: Cause, of_terms: dict[str, Cause]) -> Cause:
+    """The cause of the first wrong term, with a list of the causes of all terms."""
+    listed = "; ".join(f"{name}: {term.name}" for name, term in of_terms.items())
+    for name, term in of_terms.items():
+        if term.name != EXACT:
+            return replace(term, why=f"{listed}. In {name}: {term.why}")
+    return replace(cause, why=f"{listed}. {cause.why}")
 
 
 def _check_arguments(

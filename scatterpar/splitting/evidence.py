@@ -10,7 +10,8 @@ from torch import Tensor
 
 from scatterpar.causes.counts import Count
 from scatterpar.causes.evidence import Growth, SplitEvidence, Weights
-from scatterpar.causes.vectors import factor_between, weights_of_parts
+from scatterpar.causes.ordered import CLOSE
+from scatterpar.causes.vectors import factor_between, is_close, weights_of_parts
 from scatterpar.splitting.gradients import (
     Gradients,
     differing,
@@ -204,9 +205,15 @@ class GradientEvidence(SplitEvidence):
         return largest_error(actual, trial.reference(rows).gradients)[0]
 
     def do_rows_meet(self) -> bool:
-        """Whether no weights of the parts' gradients make up that of the batch."""
-        if self._weights(self.expected, self.names) is not None:
-            return False
+        """Whether no weights of the parts' gradients make up that of the batch.
+
+        Also if the weights of the loop and of the batch are the same, and still the
+        gradients differ: rows are tied to each other a little.
+        """
+        right = self._weights(self.expected, self.names)
+        if right is not None:
+            computed = self._weights(self.actual, self.names)
+            return computed is not None and is_close(computed, right, CLOSE)
         num_numbers = len(joined(self.expected))
         return not self.is_undefined and num_numbers >= 2 * len(self.parts)
 

@@ -315,7 +315,8 @@ def outputs_kept(model: nn.Module, outputs: list[tuple[str, Tensor]]) -> Iterato
 
     def keep(module: nn.Module, _: Any, output: Any) -> None:
         for tensor in nested.tensors(output):
-            outputs.append((names[module] or "the module", whole(tensor)))
+            if tensor.ndim and tensor.is_floating_point():
+                outputs.append((names[module] or "the module", whole(tensor)))
 
     hooks = [module.register_forward_hook(keep) for module in names]
     try:

@@ -15,6 +15,7 @@ from scatterpar.batch.batch import batch_of
 from scatterpar.batch.markers import count_rows
 from scatterpar.batch.nested import PLAIN_CLASSES
 from scatterpar.causes.counts import counts_of, named_tensors
+from scatterpar.causes.vectors import is_close
 from scatterpar.splitting import parts as row_parts
 from scatterpar.splitting.gradients import (
     Gradients,
@@ -53,6 +54,7 @@ class Trial:
         counts: what a loss may divide by, for each row.
         settings: how the step is run; found out by ``first_reference``.
         limit: the largest relative difference that rounding explains.
+        term: the term of the loss whose gradients are compared; empty for all.
         unseen: sentences about what the comparison cannot show.
         probes: numbers and texts that ``step`` has set on itself, in its last run.
     """
@@ -68,14 +70,17 @@ class Trial:
         equal: bool | None,
         loss: Loss | None,
         seconds: float,
+        counted: Any = None,
+        returns_values: bool = False,
     ) -> None:
         self.step = step
         self.model = model
         self.parts = parts
         self.ranks = ranks
         self.has_loss = loss is not None
-        self.settings = Settings()
+        self.settings = Settings(returns_values=returns_values)
         self.limit = _EXACT
+        self.term = ""
         self.unseen: list[str] = []
         self._attributes = set(getattr(step, "__dict__", ()))
         self.probes: dict[str, Any] = {}
@@ -91,7 +96,7 @@ class Trial:
                 f"at least {least} rows"
             )
         self._batch = batch_of(batch, None, num_rows, 0)
-        tensors = named_tensors(batch)
+        tensors = named_tensors(batch if counted is None else counted)
         self.counts = counts_of(tensors, num_rows)
         self.has_sequences = any(_is_sequence(named.tensor) for named in tensors)
         # The sizes of parts and ranks do not depend on the order of rows.
@@ -223,7 +228,7 @@ class Trial:
             result = self.reference(self.rows)
             problem = str(error).partition("\n")[0]
             self._tell_limit(f"the step does not run in float64 ({problem})")
-        if is_zero(result.gradients):
+        if is_zero(result.gradients) and not self.settings.returns_values:
             raise ValueError(
                 "step left no gradient on a parameter of the model; call backward() "
                 "for the model that step gets, and do not end with zero_grad()"
@@ -297,6 +302,47 @@ class Trial:
         return self._run(self.step, split)
 
     def _run(self, step: StepFunction, split: Split) -> list[StepResult]:
+        """Results with the gradients of ``term`` alone, if there is one."""
+        results = self._run_once(step, split)
+        if not self.term:
+            return results
+        settings = self.settings
+        self.settings = replace(settings, without_term=self.term)
+        try:
+            results_without = self._run_once(step, split)
+        finally:
+            self.settings = settings
+        for result, without in zip(results, results_without, strict=True):
+            for name, gradient in without.gradients.items():
+                result.gradients[name] = result.gradients[name] - gradient
+        return results
+
+    def first_meeting(self) -> str:
+        """The first module whose outputs for some rows depend on the other rows.
+
+        Empty if there is none.
+        """
+        settings = self.settings
+        self.settings = replace(settings, watch_modules=True)
+        first_part = self.split()[0][0]
+        try:
+            of_all = self.reference(self.rows).outputs
+            of_part = self.reference(first_part).outputs
+        finally:
+            self.settings = settings
+        for (name, expected), (name_in_part, actual) in zip(
+            of_all, of_part, strict=False
+        ):
+            if name != name_in_part:
+                break
+            has_rows = len(expected) * len(first_part) == len(actual) * len(self.rows)
+            if not has_rows or expected.shape[1:] != actual.shape[1:]:
+                continue
+            if not is_close(actual, expected[: len(actual)], self.limit):
+                return name
+        return ""
+
+    def _run_once(self, step: StepFunction, split: Split) -> list[StepResult]:
         shares = []
         for share in split:
             shares.append([self._select(part) for part in share])

@@ -5,10 +5,26 @@ Whole loops are in ``test_check.py``.
 
 from __future__ import annotations
 
+import random
+
+import numpy
 import pytest
 import torch
 from harness.oracle import seeded
+from splitting.loop_models import (
+    Net,
+    Tagger,
+    average,
+    class_loss,
+    images,
+    info_nce_of_pairs,
+    new,
+    num_rows,
+    pairs,
+    tokens,
+)
 from torch import nn
+from torch.nn.functional import cross_entropy, softplus
 
 from scatterpar import splitcheck
 from scatterpar.splitting import causes
@@ -129,3 +145,156 @@ def test_mistake_found_beside_batch_norm():
     report = splitcheck(step, with_norm(), ROWS, parts=2)
     assert report.cause == "mean of means"
     assert report.why.startswith("Also with the running statistics")
+
+
+class Meeting(nn.Module):
+    """Rows meet in ``head.norm``, which subtracts their mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(10, 8)
+        self.head = nn.ModuleDict({"norm": RowMean(), "last": nn.Linear(8, 4)})
+
+    def forward(self, pixels):
+        hidden = torch.relu(self.body(pixels))
+        return self.head["last"](self.head["norm"](hidden))
+
+
+class RowMean(nn.Module):
+    def forward(self, hidden):
+        return hidden - hidden.mean(0)
+
+
+def summed(model, batches):
+    for pixels, classes in batches:
+        loss = cross_entropy(model(pixels), classes, reduction="sum")
+        (loss / num_rows(batches)).backward()
+
+
+def contrastive(model, batches):
+    for batch in batches:
+        (info_nce_of_pairs(model, batch) / len(batches)).backward()
+
+
+def test_module_where_rows_first_meet_is_named():
+    report = splitcheck(summed, new(Meeting), images(), equal=True)
+    assert report.cause == "rows are compared"
+    assert "rows first meet in head.norm" in report.why
+    report = splitcheck(contrastive, new(Net), pairs(), equal=True)
+    assert "the loss ties rows to each other, for modules do not" in report.why
+
+
+class TwoTowers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = Net()
+        self.second = Net()
+        self.scale = nn.Parameter(torch.tensor([2.0, 1.0, 0.5]))
+
+
+def scale_of_whole_loss(model, batches):
+    """GradCache, in which the scale gets the gradient of the whole loss each time."""
+    with torch.no_grad():
+        firsts = [model.first(first) for first, _ in batches]
+        seconds = [model.second(second) for _, second in batches]
+    for number, (first, second) in enumerate(batches):
+        all_firsts = torch.cat(
+            [*firsts[:number], model.first(first), *firsts[number + 1 :]]
+        )
+        all_seconds = torch.cat(
+            [*seconds[:number], model.second(second), *seconds[number + 1 :]]
+        )
+        logits = (all_firsts @ all_seconds.T) * model.scale.sum()
+        cross_entropy(logits, torch.arange(len(logits))).backward()
+
+
+def test_scale_of_the_whole_loss_has_its_remedy():
+    report = splitcheck(scale_of_whole_loss, new(TwoTowers), pairs(), equal=True)
+    assert report.cause == "constant factor"
+    assert "In scale the gradient is 4 times" in report.why
+    assert "dividing the loss would make the others wrong" in report.remedy
+
+
+def entropy_bonus(model, batches):
+    """The policy's loss is a mean over tokens; the bonus, over rows."""
+    for ids, labels in batches:
+        logits = model(ids)
+        policy = cross_entropy(logits.flatten(0, 1), labels.flatten())
+        entropy = torch.distributions.Categorical(logits=logits).entropy().mean()
+        ((policy - 0.1 * entropy) / len(batches)).backward()
+
+
+def test_mean_of_means_in_one_of_two_terms():
+    report = splitcheck(entropy_bonus, new(Tagger), tokens(), equal=True)
+    assert report.cause == "mean of means"
+    assert "labels that are not -100" in report.why
+    assert "GradCache" not in report.remedy
+
+
+def nearly_equal(model, batches):
+    """The loss ties rows, though so little that weights print alike."""
+    for pixels, _ in batches:
+        outputs = model(pixels)
+        centred = outputs - 1e-3 * outputs.detach().mean()
+        (softplus(centred).square().mean() / len(batches)).backward()
+
+
+def test_weights_that_print_alike_are_no_cause():
+    report = splitcheck(nearly_equal, new(Net), images(), equal=True)
+    assert report.cause == "rows are compared"
+    assert "0.25, 0.25" not in report.why
+
+
+SEEDS = {
+    "torch": lambda: torch.manual_seed(42),
+    "Python": lambda: random.seed(42),
+    "NumPy": lambda: numpy.random.seed(42),
+}
+
+
+@pytest.mark.parametrize("seed", SEEDS.values(), ids=SEEDS.keys())
+def test_seeding_is_not_drawing(seed):
+    def step(model, batches):
+        seed()
+        for batch in batches:
+            class_loss(model, batch).backward()
+
+    report = splitcheck(step, new(Net), images())
+    assert report.cause == "sum of means"
+    assert "draws" not in report.why
+
+
+def test_adam_hides_a_factor_but_no_second_term():
+    def twice(model, batches):
+        for batch in batches:
+            (class_loss(model, batch) / 2).backward()
+
+    report = splitcheck(twice, new(Net), images(), equal=True)
+    assert "Adam hides the factor, and a second term shows it" in report.why
+    assert "Clipping by norm 1 does" in report.why
+    report = splitcheck(entropy_bonus, new(Tagger), tokens(), equal=True)
+    assert "Adam does not hide it: the direction differs" in report.why
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [1, 3])
+def test_penalty_of_each_part_of_each_rank(parts):
+    def step(model, batches):
+        world = torch.distributed.get_world_size()
+        for batch in batches:
+            loss = class_loss(model, batch) / len(batches)
+            penalty = sum(weight.square().sum() for weight in model.parameters())
+            (loss + 0.1 * world * penalty).backward()
+        average(model)
+
+    report = splitcheck(step, new(Net), images(36), ranks=2, parts=parts, equal=True)
+    assert report.cause == "once per part"
+
+
+@pytest.mark.slow
+def test_error_of_a_rank_begins_with_exception():
+    def step(model, batches):
+        raise ZeroDivisionError("of a rank")
+
+    with pytest.raises(RuntimeError, match=r"of 1: ZeroDivisionError: of a rank\n"):
+        splitcheck(step, new(Net), images(), ranks=2)

@@ -293,7 +293,7 @@ class SinglePrecisionKernel(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("casts", [True, False])
-def test_kernel_without_float64_widens_limit_and_says_so(casts):
+def test_kernel_without_float64_widens_the_limit(casts):
     def step(model, batches):
         for pixels, classes in batches:
             outputs = model(pixels)

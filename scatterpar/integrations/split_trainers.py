@@ -1,0 +1,139 @@
+"""One optimizer step of a library's trainer on given parts, for ``of_trainer``.
+
+Each library has a function of a few lines, and is not imported before a user has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.utils.data import DataLoader, default_collate
+
+# What a trainer that generates its batches needs in the place of prompts.
+_GENERATED = ("completion_ids", "completion_mask")
+
+
+def run_one_step(trainer: Any, model: nn.Module, batches: Sequence[Any]) -> None:
+    """Train one optimizer step. Raises ``TypeError`` for an unknown trainer."""
+    for kind in type(trainer).__mro__:
+        library = kind.__module__.partition(".")[0]
+        run = _STEPS.get((library, kind.__name__))
+        if run is not None:
+            run(trainer, model, batches)
+            return
+    kinds = ", ".join(f"{library}'s {name}" for library, name in _STEPS)
+    raise TypeError(
+        f"make must return a trainer ({kinds}), got {type(trainer).__name__}; pass a "
+        f"step(model, batches) to splitcheck for another loop"
+    )
+
+
+def _collated(batches: Sequence[Any], collate: Callable[[Any], Any]) -> list[Any]:
+    """The parts; those that are lists of samples are collated."""
+    parts = []
+    for batch in batches:
+        parts.append(collate(batch) if type(batch) is list else batch)
+    return parts
+
+
+def _check_steps(given: int, steps: int, keyword: str) -> None:
+    if given != steps:
+        raise ValueError(
+            f"the trainer accumulates {given} micro-batches, not {steps}; pass "
+            f"{keyword}=steps in make(model, steps)"
+        )
+
+
+def _of_transformers(trainer: Any, _: nn.Module, batches: Sequence[Any]) -> None:
+    """Also trainers of TRL and sentence-transformers, which are derived from it."""
+    arguments = trainer.args
+    steps = arguments.gradient_accumulation_steps
+    _check_steps(steps, len(batches), "gradient_accumulation_steps")
+    parts = _collated(batches, trainer.data_collator)
+    if hasattr(trainer, "_generate_and_score_completions"):
+        _use_generated(trainer, parts)
+    arguments.max_steps = 1
+    arguments.save_strategy = "no"
+    arguments.eval_strategy = "no"
+    arguments.logging_strategy = "no"
+    arguments.report_to = []
+    flow = [c for c in trainer.callback_handler.callbacks if _is_flow(c)]
+    trainer.callback_handler.callbacks = flow
+    trainer.get_train_dataloader = lambda: DataLoader(parts, batch_size=None)
+    trainer.train()
+
+
+def _is_flow(callback: Any) -> bool:
+    """Whether a callback decides when the stock loop ends; others log and save."""
+    return type(callback).__name__ == "DefaultFlowCallback"
+
+
+def _use_generated(trainer: Any, parts: Sequence[Any]) -> None:
+    """Train on completions as they are: a trainer would draw others for each split."""
+    for part in parts:
+        if not isinstance(part, Mapping) or not set(_GENERATED) <= part.keys():
+            raise ValueError(
+                f"{type(trainer).__name__} generates its batches, differently for "
+                f"each split; pass as batch what its _prepare_inputs returns, a dict "
+                f"with {', '.join(_GENERATED)} and advantages"
+            )
+    trainer._prepare_inputs = lambda inputs: inputs
+
+
+def _of_lightning(trainer: Any, module: nn.Module, batches: Sequence[Any]) -> None:
+    steps = trainer.accumulate_grad_batches
+    _check_steps(steps, len(batches), "accumulate_grad_batches")
+    parts = _collated(batches, default_collate)
+    trainer.fit_loop.epoch_loop.max_steps = 1
+    trainer.limit_train_batches = len(parts)
+    trainer.limit_val_batches = 0
+    trainer.num_sanity_val_steps = 0
+    trainer.loggers = []
+    checkpoints = trainer.checkpoint_callbacks
+    trainer.callbacks = [c for c in trainer.callbacks if c not in checkpoints]
+    # Each process has its own parts already.
+    trainer._accelerator_connector.use_distributed_sampler = False
+    trainer.fit(module, DataLoader(parts, batch_size=None))
+
+
+class _Parts:
+    """A loader of fastai that gives the parts."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self.parts = parts
+        self.dataset = parts
+        self.n = len(parts)
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __iter__(self) -> Any:
+        return iter(self.parts)
+
+
+def _of_fastai(learner: Any, _: nn.Module, batches: Sequence[Any]) -> None:
+    from fastai.callback.core import CancelFitException
+
+    def end() -> None:
+        raise CancelFitException  # gradients are known, and not yet set to zero
+
+    parts = _collated(batches, default_collate)
+    # Its means are in float32, beside a loss in float64.
+    recorders = [c for c in learner.cbs if type(c).__name__ == "Recorder"]
+    learner.remove_cbs(recorders)
+    learner.dls.loaders = [_Parts(parts)]
+    learner.create_opt()
+    learner.opt.step = end
+    learner._do_epoch_validate = lambda *_: None
+    with learner.no_bar(), learner.no_logging():
+        learner.fit(1)
+
+
+_STEPS: Mapping[tuple[str, str], Callable[[Any, nn.Module, Sequence[Any]], None]] = {
+    ("transformers", "Trainer"): _of_transformers,
+    ("lightning", "Trainer"): _of_lightning,
+    ("pytorch_lightning", "Trainer"): _of_lightning,
+    ("fastai", "Learner"): _of_fastai,
+}

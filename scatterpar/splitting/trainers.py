@@ -1,0 +1,112 @@
+"""``of_trainer``: a library's trainer, as its user makes it, in the place of a step."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from scatterpar.batch.markers import Rows
+from scatterpar.splitting.check import SplitCheck, check_split
+from scatterpar.splitting.trial import Loss
+
+MakeTrainer = Callable[[Any, int], Any]
+
+# Each library's lines are above this package: they import the library's own classes.
+_INTEGRATION = "scatterpar.integrations.split_trainers"
+
+
+def of_trainer(
+    make: MakeTrainer,
+    model: nn.Module,
+    batch: Any,
+    *,
+    parts: int | None = None,
+    ranks: int = 1,
+    equal: bool | None = True,
+    loss: Loss | None = None,
+    timeout: float = 240.0,
+) -> SplitCheck:
+    """Check a trainer as ``splitcheck`` checks a loop.
+
+    The trainer gets the parts in the place of its loader, runs one optimizer step, and
+    saves and logs nothing.
+
+    Args:
+        make: ``make(model, steps)`` returns your trainer of transformers, TRL,
+            sentence-transformers, Lightning or fastai. It passes ``steps`` on as the
+            number of micro-batches, such as ``gradient_accumulation_steps=steps``.
+        model: the module that the trainer trains.
+        batch: rows of the trainer's data set, in a list: its own collator makes the
+            parts. Or a collated batch.
+        parts: micro-batches of each rank: 4, or 1 with ``ranks``.
+        ranks: processes, each with a trainer of its own.
+        equal: whether all parts have equally many rows, as a loader gives them.
+        loss: as in ``splitcheck``.
+        timeout: seconds after which ranks are killed.
+
+    Raises:
+        TypeError: for a trainer of another library.
+        ValueError: if the trainer ignores ``steps``, or makes its batches by itself:
+            the error says what to pass.
+    """
+    counted = batch
+    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes, tuple)):
+        samples = list(batch)
+        counted = as_tensors(samples)
+        batch = Rows(samples, list)
+    return check_split(
+        TrainerStep(make),
+        model,
+        batch,
+        parts=parts,
+        ranks=ranks,
+        equal=equal,
+        loss=loss,
+        timeout=timeout,
+        counted=counted,
+    )
+
+
+@dataclass(frozen=True)
+class TrainerStep:
+    """One optimizer step of the trainer that ``make`` returns."""
+
+    make: MakeTrainer
+
+    def __call__(self, model: nn.Module, batches: list[Any]) -> None:
+        """Train on the batches."""
+        trainer = self.make(model, len(batches))
+        integration = importlib.import_module(_INTEGRATION)
+        integration.run_one_step(trainer, model, batches)
+
+
+def as_tensors(samples: Sequence[Any]) -> Any:
+    """The columns of samples as padded tensors: what a loss may count in each sample.
+
+    A text counts with its number of characters.
+    """
+    if not samples or not isinstance(samples[0], Mapping):
+        return torch.ones(len(samples))
+    columns = {}
+    for name in samples[0]:
+        values = [_as_tensor(sample.get(name)) for sample in samples]
+        if all(value is not None and value.ndim == 1 for value in values):
+            filler = -100 if "label" in str(name) else 0
+            columns[name] = pad_sequence(values, True, filler)
+    return columns or torch.ones(len(samples))
+
+
+def _as_tensor(value: Any) -> Tensor | None:
+    if isinstance(value, str):
+        return torch.tensor([len(value)])
+    try:
+        tensor = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    return tensor.reshape(-1)

@@ -1,0 +1,77 @@
+"""A check from a shell: its exit codes, its table, its file."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from scatterpar.splitting.command import main
+
+PROGRAM = """
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+
+def step(model, batches):
+    for rows, targets in batches:
+        (mse_loss(model(rows), targets) / DIVISOR).backward()
+
+
+def check():
+    generator = torch.Generator().manual_seed(0)
+    batch = torch.randn(16, 3, generator=generator), torch.zeros(16, 2)
+    return step, nn.Linear(3, 2), batch
+
+
+def nothing():
+    return None
+"""
+
+
+@pytest.fixture
+def program(tmp_path, request):
+    def write(divisor):
+        # Files of one name would be one module.
+        path = tmp_path / f"program_{abs(hash(request.node.name))}.py"
+        path.write_text(PROGRAM.replace("DIVISOR", divisor), encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize(("divisor", "code"), [("len(batches)", 0), ("1", 1)])
+def test_exit_code_is_that_of_the_grid(program, divisor, code, tmp_path, capsys):
+    file = tmp_path / "split.json"
+    target = f"{program(divisor)}:check"
+    arguments = [target, "--parts", "1,4", "--ranks", "1", "--json", str(file)]
+    assert main(arguments) == code
+    printed = capsys.readouterr().out
+    assert "4 + 4 + 4 + 4" in printed
+    assert ("constant factor" in printed) == bool(code)
+    assert json.loads(file.read_text(encoding="utf-8"))["passed"] == (not code)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("check:missing", "names no function of a file"),
+        ("missing", "has no function 'missing'"),
+        ("nothing", "nothing must return step, model, batch"),
+    ],
+)
+def test_wrong_arguments_end_with_2(program, function, words, capsys):
+    assert main([f"{program('1')}:{function}"]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.draws
+def test_rows_that_do_not_divide_end_with_2(program, capsys):
+    target = f"{program('1')}:check"
+    assert main([target, "--parts", "5", "--ranks", "1"]) == 2
+    assert "16 rows cannot be cut into 5 equal parts" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main([target, "--parts", "x"])
+    assert ended.value.code == 2

@@ -34,7 +34,8 @@ class Count:
         per_row: the number of terms of each row.
         ignored: the value of entries that do not count; ``None`` for rows and sums.
         without: ``first`` or ``last`` if this entry of each row does not count either.
-        is_selective: whether the batch has entries that do not count, or a mask.
+        is_selective: whether some entries seem to be left out: ignored labels, padding,
+            or what a mask excludes.
     """
 
     words: str
@@ -115,7 +116,9 @@ def _with_edges(words: str, path: str, tensor: Tensor, ignored: int) -> list[Cou
         if edge:
             entries = is_counted[:, 1:] if edge == "first" else is_counted[:, :-1]
         per_row = to_numbers(entries.reshape(len(entries), -1).sum(1))
-        is_selective = not bool(entries.all()) or (ignored == 0 and is_mask(tensor))
+        is_selective = not bool(entries.all())
+        if ignored == 0:
+            is_selective = is_mask(tensor) or (is_selective and _is_padding(is_counted))
         counts.append(Count(text, path, tuple(per_row), ignored, edge, is_selective))
     return counts
 
@@ -123,6 +126,14 @@ def _with_edges(words: str, path: str, tensor: Tensor, ignored: int) -> list[Cou
 def is_mask(tensor: Tensor) -> bool:
     """Whether a tensor has no entries but 0 and 1."""
     return bool(((tensor == 0) | (tensor == 1)).all())
+
+
+def _is_padding(is_counted: Tensor) -> bool:
+    """Whether the entries that do not count are at one end of each row."""
+    if is_counted.ndim < 2:
+        return False
+    changes = is_counted.long().diff(dim=1)
+    return bool((changes <= 0).all()) or bool((changes >= 0).all())
 
 
 def may_be_labels(tensor: Tensor) -> bool:

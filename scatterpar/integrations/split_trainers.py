@@ -38,6 +38,10 @@ def _collated(batches: Sequence[Any], collate: Callable[[Any], Any]) -> list[Any
     return parts
 
 
+def _loader(parts: Any) -> DataLoader[Any]:
+    return DataLoader(parts, batch_size=None)
+
+
 def _check_steps(given: int, steps: int, keyword: str) -> None:
     if given != steps:
         raise ValueError(
@@ -61,7 +65,7 @@ def _of_transformers(trainer: Any, _: nn.Module, batches: Sequence[Any]) -> None
     arguments.report_to = []
     flow = [c for c in trainer.callback_handler.callbacks if _is_flow(c)]
     trainer.callback_handler.callbacks = flow
-    trainer.get_train_dataloader = lambda: DataLoader(parts, batch_size=None)
+    trainer.get_train_dataloader = lambda: _loader(parts)
     trainer.train()
 
 
@@ -95,7 +99,7 @@ def _of_lightning(trainer: Any, module: nn.Module, batches: Sequence[Any]) -> No
     trainer.callbacks = [c for c in trainer.callbacks if c not in checkpoints]
     # Each process has its own parts already.
     trainer._accelerator_connector.use_distributed_sampler = False
-    trainer.fit(module, DataLoader(parts, batch_size=None))
+    trainer.fit(module, _loader(parts))
 
 
 class _Parts:

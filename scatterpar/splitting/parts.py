@@ -34,7 +34,10 @@ def order_rows(
     ``groups`` has the sizes of parts, and those of ranks.
     """
     usual = _order_by_labels(tensors, sum(groups[0]))
-    per_row = {count.per_row for count in counts if not count.is_constant}
+    per_row = set()
+    for count in counts:
+        if count.is_selective and not count.is_constant:
+            per_row.add(count.per_row)
     if not per_row or all(len(sizes) == 1 for sizes in groups):
         return usual
     table = torch.tensor(sorted(per_row), dtype=torch.float64)

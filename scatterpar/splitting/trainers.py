@@ -95,8 +95,12 @@ def as_tensors(samples: Sequence[Any]) -> Any:
         return torch.ones(len(samples))
     columns = {}
     for name in samples[0]:
-        values = [_as_tensor(sample.get(name)) for sample in samples]
-        if all(value is not None and value.ndim == 1 for value in values):
+        values = []
+        for sample in samples:
+            value = _as_tensor(sample.get(name))
+            if value is not None:
+                values.append(value)
+        if len(values) == len(samples):
             filler = -100 if "label" in str(name) else 0
             columns[name] = pad_sequence(values, True, filler)
     return columns or torch.ones(len(samples))

@@ -243,7 +243,7 @@ class Trial:
         The first kind of numbers with which no gradient vanishes is taken. Constant
         weights of a classifier, for one, leave no gradient on what is below it.
         """
-        results = []
+        results: list[tuple[list[str], StepResult, Settings]] = []
         for numbers in (Numbers.CONSTANT, Numbers.BY_COLUMN, Numbers.BY_ENTRY):
             self.settings = replace(self.settings, numbers=numbers)
             if numbers is Numbers.BY_ENTRY:

@@ -172,14 +172,14 @@ def _explain(
             why = f"The ranks end with different values of {name}."
             return Cause(CauseKind.RANKS_DIFFER.value, why, _RANKS)
     all_parts = [part for share in trial.split() for part in share]
-    values = []
+    of_parts = []
     for part in all_parts:
         result = trial.results([[list(part)]])[0]
-        values.append(float(result.gradients[name]))
+        of_parts.append(float(result.gradients[name]))
     ways = _ways_to_combine(trial, all_parts)
     tolerance = trial.limit / 10
-    actual = _first_fit(ways, values, float(of_ranks[0][name]), tolerance)
-    right = _first_fit(ways, values, float(whole[name]), tolerance)
+    actual = _first_fit(ways, of_parts, float(of_ranks[0][name]), tolerance)
+    right = _first_fit(ways, of_parts, float(whole[name]), tolerance)
     if right is None:
         if actual is None:
             why = f"No weights of the values of the parts give {name}."

@@ -27,9 +27,9 @@ from benchmarks.timing import timed
 from scatterpar import ScatterOnceParallel
 from scatterpar.train.data import BatchRequest, Source, open_data
 from scatterpar.train.feed import Feed
-from scatterpar.train.folders import TRAIN
 from scatterpar.train.models import build_model
 from scatterpar.train.options import Options
+from scatterpar.train.parts import TRAIN
 from scatterpar.train.training import choose_devices
 
 Step = Callable[[Tensor, Tensor], object]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gzip
-import os
 import random
 import statistics
 import sys
@@ -22,19 +21,23 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from scatterpar.train.folders import (
-    HAS_TESTS,
+from scatterpar.train.csv_files import ENDINGS, read_table
+from scatterpar.train.folders import read_folders
+from scatterpar.train.hub import is_saved, read_hub
+from scatterpar.train.libraries import library, suggestion
+from scatterpar.train.options import EMBEDDED, Options, UsageError, words_of
+from scatterpar.train.parts import (
+    FINAL,
     TEST,
     TRAIN,
     Files,
+    Parts,
+    Unused,
     first_names,
-    read_folders,
+    make_parts,
 )
-from scatterpar.train.libraries import INSTALL, library
-from scatterpar.train.options import EMBEDDED, Options, UsageError, words_of
 from scatterpar.train.pictures import as_rgb, open_picture
 
-FINAL = "final"  # the part that is tested once, at the end, if there is one
 Shape = tuple[int, int, int]  # channels, height, width
 _FASHION = (
     "T-shirt/top",
@@ -99,7 +102,7 @@ class Source:
         std: the standard deviation of the pixels, per channel.
         options: the options that say how pictures are read and varied.
         final: the part to test on once, at the end, or None.
-        unused: the files that are not read, in words.
+        notes: what else a reader of the results has to know, a line each.
     """
 
     name: str
@@ -111,7 +114,7 @@ class Source:
     std: Tensor
     options: Options = field(default_factory=Options)
     final: Any = None
-    unused: str = ""
+    notes: list[str] = field(default_factory=list)
 
     @property
     def parts(self) -> dict[str, Any]:
@@ -154,13 +157,14 @@ class Source:
         broken = list[tuple[str, str]]()
         for row in rows:
             try:
-                picture, label = self._read(pairs, row)
+                opened, label = pairs[row]
+                picture = as_rgb(open_picture(opened))
             except Exception as error:  # Pillow's decoders raise many kinds
                 broken.append((self._name_of(request.part, row), words_of(error)))
                 continue
             seed_host("image", seed, request.epoch, row)
             images[len(labels)] = transform(picture)
-            labels.append(label)
+            labels.append(int(label))
         images = images[: len(labels)]
         targets = torch.tensor(labels, dtype=torch.int64)
         if varied and transforms.mix is not None and labels:
@@ -168,10 +172,6 @@ class Source:
             mixed, targets = transforms.mix(images.float(), targets)
             images = mixed.round_().to(torch.uint8)
         return Images(images, targets, broken)
-
-    def _read(self, pairs: Any, row: int) -> tuple[Any, int]:
-        source, label = pairs[row]
-        return as_rgb(open_picture(source)), int(label)
 
     def _name_of(self, part: str, row: int) -> str:
         pairs = self.parts[part]
@@ -205,9 +205,10 @@ class Source:
 def _labels(part: Any) -> Tensor | None:
     if isinstance(part, TensorDataset):
         return part.tensors[1]
-    if isinstance(part, Files):
-        return part.labels
-    return None
+    labels = getattr(part, "labels", None)
+    if labels is None:
+        labels = getattr(part, "targets", None)  # of torchvision
+    return None if labels is None else torch.as_tensor(labels)
 
 
 def seed_of(*parts: object) -> int:
@@ -294,6 +295,14 @@ def _transforms(size: int, options: Options, classes: int) -> Transforms:
     return Transforms(plain, varied, mix)
 
 
+def read_picture(source: Any, size: int) -> Tensor:
+    """Return a file, or a picture of Pillow, as a model of that size takes it: uint8,
+    (3, size, size). Testing and `predict` use the same transform.
+    """
+    transform = _transforms(size, Options(augment="none"), 0).plain
+    return transform(as_rgb(open_picture(source)))
+
+
 def _augmentation(create: Callable[..., Any], augment: str) -> Any:
     """Build timm's transform of a random crop, and its policy if one is named."""
     policy = None if augment == "crop" else augment
@@ -329,12 +338,41 @@ def open_data(options: Options) -> Source:
         if options.data == EMBEDDED:
             _refuse_options_of_files(options)
             return load()
-        folder = Path(options.data).expanduser()
-        if folder.is_dir():
-            return _of_folder(folder, options)
-        return _of_library(options)
+        parts = _open_parts(options)
     except (UsageError, OSError) as error:
         raise UsageError(f"--data {options.data}: {words_of(error)}") from error
+    source = make_pictures(options, parts.train, parts.test, parts.class_names)
+    source.final = parts.final
+    source.notes = list(parts.notes)
+    if str(parts.unused):
+        source.notes.append(f"not read: images or files {parts.unused}")
+    return source
+
+
+def _open_parts(options: Options) -> Parts:
+    path = Path(options.data).expanduser()
+    if path.is_dir():
+        if is_saved(path):
+            return read_hub(str(path), options)
+        return read_folders(path, options)
+    library_name, _, name = options.data.partition("/")
+    if path.is_file():
+        if path.suffix.lower() in ENDINGS:
+            return read_table(path, options)
+        raise UsageError(f"it is no folder and no table ({', '.join(ENDINGS)})")
+    if library_name == "hfds":
+        return read_hub(name, options)
+    if library_name == "torch":
+        return _of_torchvision(options)
+    near = suggestion(path.name, [entry.name for entry in _beside(path)])
+    raise UsageError(
+        f"there is no such folder{near}; known by name are {EMBEDDED}, torch/NAME and "
+        "hfds/NAME"
+    )
+
+
+def _beside(path: Path) -> list[Path]:
+    return list(path.parent.iterdir()) if path.parent.is_dir() else []
 
 
 def _refuse_options_of_files(options: Options) -> None:
@@ -342,14 +380,6 @@ def _refuse_options_of_files(options: Options) -> None:
         if getattr(options, name) not in (None, 0.0, "crop", "none"):
             option = "--" + name.replace("_", "-")
             raise UsageError(f"it is used as it is: {option} is for pictures in files")
-
-
-def _of_folder(folder: Path, options: Options) -> Source:
-    folders = read_folders(folder, options.val)
-    source = make_pictures(options, folders.train, folders.test, folders.class_names)
-    source.final = folders.final
-    source.unused = str(folders.unused)
-    return source
 
 
 def make_pictures(
@@ -390,39 +420,25 @@ def _default_size(model: str, pairs: Any) -> int:
     return max(_SMALLEST_SIDE, min(median, _LARGEST_SIDE))
 
 
-def _of_library(options: Options) -> Source:
-    """Open a data set of torchvision or of Hugging Face's datasets, by timm's names."""
-    if not options.data.startswith(("torch/", "hfds/")):
-        raise UsageError(
-            "there is no folder with train/ and test/ (or val/), nor one of classes "
-            f"for --val; known by name are {EMBEDDED}, torch/NAME and hfds/NAME"
-        )
-    if options.val is not None:
-        raise UsageError(HAS_TESTS)
-    if not options.download:
-        # The library reads this variable when it is imported.
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    train = _open_split(options, [TRAIN])
-    test = _open_split(options, [TEST, "validation", "val"])
+def _of_torchvision(options: Options) -> Parts:
+    """Open a data set of torchvision by timm's name."""
+    pictures = {part: _open_split(options, part) for part in (TRAIN, TEST)}
+    train = pictures[TRAIN]
     names = getattr(train, "classes", None) or getattr(train, "class_to_idx", None)
     if not names:
         raise UsageError("it does not say what its classes are called")
-    return make_pictures(options, train, test, [str(name) for name in names])
+    class_names = [str(name) for name in names]
+    return make_parts(pictures, class_names, Unused(), options.val)
 
 
-def _open_split(options: Options, names: list[str]) -> Any:
-    """Open the first split that there is. Returns pairs of a picture and a label."""
+def _open_split(options: Options, part: str) -> Any:
+    """Return pairs of a picture and a label."""
     create_dataset = library("timm.data").create_dataset
     root = options.data_root
     try:
-        dataset = create_dataset(
-            options.data, str(root), names[0], download=options.download
-        )
+        return create_dataset(options.data, str(root), part, download=options.download)
     except Exception as error:
-        if len(names) > 1:
-            return _open_split(options, names[1:])
-        remedy = f"looked in --data-root {root}; --download fetches it"
-        if isinstance(error, ImportError):
-            remedy = f"{INSTALL} -e '.[datasets]' where you cloned scatterpar"
-        raise UsageError(f"{words_of(error):.300} ({remedy})") from error
-    return getattr(dataset, "reader", dataset)
+        raise UsageError(
+            f"{words_of(error):.300} (looked in --data-root {root}; --download fetches "
+            "it)"
+        ) from error

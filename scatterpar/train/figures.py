@@ -14,9 +14,11 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from torch import Tensor
 
 from scatterpar.train.records import Metrics, written
+from scatterpar.train.results import Mistake
 
 _TILES = 48  # images of a mosaic
 _TILES_PER_LINE = 8
+_TILE_INCHES = 1.5
 _GAP = 0.06  # between tiles, of an image's width
 _NAME_HEIGHT = 0.14  # of the line below an image
 _NAMED_CLASSES = 40  # of a confusion matrix; with more, names would overlap
@@ -79,7 +81,7 @@ def _heights(records: Sequence[dict[str, Any]], name: str) -> list[float]:
 def draw_confusion(
     confusion: Tensor, class_names: Sequence[str], title: str, path: Path
 ) -> None:
-    """Draw which classes were taken for which: a row per class, with its images."""
+    """Draw which classes were predicted: a row per true class, with its images."""
     classes = len(class_names)
     side = min(4 + 0.35 * classes, 14)
     figure = Figure(figsize=(side + 1, side), layout="constrained")
@@ -89,7 +91,7 @@ def draw_confusion(
     image = axes.imshow(parts.numpy(), cmap="Blues", vmin=0, vmax=1)
     bar = figure.colorbar(image, shrink=0.8)
     bar.ax.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.set(title=title, xlabel="chosen class", ylabel="class")
+    axes.set(title=title, xlabel="predicted", ylabel="true")
     if classes <= _NAMED_CLASSES:
         places = range(classes)
         names = [_escaped(name) for name in class_names]
@@ -119,25 +121,45 @@ def draw_first_batch(
 ) -> None:
     """Draw the first images of a batch as the network sees them, above their
     classes.
+    """
+    names = _names_of(labels[:_TILES], class_names)
+    _draw_images(list(images[:_TILES]), names, path)
+
+
+def draw_mistakes(
+    mistakes: Sequence[Mistake], class_names: Sequence[str], path: Path
+) -> None:
+    """Draw the images whose wrong class has the highest scores."""
+    texts = []
+    for mistake in mistakes:
+        true = _short(class_names[mistake.true])
+        predicted = _short(class_names[mistake.predicted])
+        texts.append(f"true {true}\npredicted {predicted} {mistake.score:.0%}")
+    _draw_images([mistake.image for mistake in mistakes], texts, path)
+
+
+def _draw_images(images: Sequence[Tensor], texts: Sequence[str], path: Path) -> None:
+    """Draw images above texts.
 
     All images are in one pair of axes, because 48 pairs take twice as long to draw. An
-    image is 1 wide, and its tile is larger by a gap and the line of its class.
+    image is 1 wide, and its tile is larger by a gap and the lines of its text.
     """
-    images = images[:_TILES].cpu()
-    names = _names_of(labels[:_TILES], class_names)
-    columns = min(_TILES_PER_LINE, len(images))
+    lines_of_text = 1 + texts[0].count("\n")
+    columns = _TILES_PER_LINE // lines_of_text  # longer texts need wider tiles
+    columns = min(columns, len(images))
     lines = -(-len(images) // columns)
-    height = images.shape[-2] / images.shape[-1]
+    height = images[0].shape[-2] / images[0].shape[-1]
     tile_width = 1 + _GAP
     tile_height = height + _GAP + _NAME_HEIGHT
-    size = 1.5 * columns * tile_width, 1.5 * lines * tile_height
+    width = _TILE_INCHES * lines_of_text
+    size = width * columns * tile_width, width * lines * tile_height
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
-    for number, (image, name) in enumerate(zip(images, names, strict=True)):
+    for number, (image, text) in enumerate(zip(images, texts, strict=True)):
         line, column = divmod(number, columns)
         left = column * tile_width
         bottom = -line * tile_height - height
-        pixels = image.permute(1, 2, 0)
+        pixels = image.cpu().permute(1, 2, 0)
         axes.imshow(
             pixels.squeeze(2).numpy(),  # of one channel
             cmap="gray",
@@ -151,7 +173,7 @@ def draw_first_batch(
             "fontsize": 8,
             "parse_math": False,
         }
-        axes.text(left + 0.5, bottom - _GAP / 2, name, **style)
+        axes.text(left + 0.5, bottom - _GAP / 2, text, **style)
     axes.set_axis_off()
     axes.set_xlim(-_GAP, columns * tile_width)
     axes.set_ylim(-lines * tile_height, _GAP)

@@ -8,180 +8,183 @@ photos/test/cat/3.jpg
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
 
-import torch
-
 from scatterpar.train.libraries import library
-from scatterpar.train.options import UsageError
-
-TRAIN = "train"
-VAL = "val"
-TEST = "test"
-# As in Hugging Face's datasets, data_files.SPLIT_KEYWORDS.
-_PART_NAMES = {
-    TRAIN: ("train", "training"),
-    VAL: ("val", "valid", "validation", "dev"),
-    TEST: ("test", "testing", "eval", "evaluation"),
-}
-HAS_TESTS = "it has images to test on; leave out --val"
-_NO_SPLIT = (
-    "class folders, no split: --val 0.1 tests on a tenth of each class; or make train/ "
-    "and test/ (or val/) with the classes in each"
+from scatterpar.train.options import Options, UsageError
+from scatterpar.train.parts import (
+    TEST,
+    TRAIN,
+    UNKNOWN_CLASS,
+    UNLABELLED,
+    VAL,
+    Files,
+    Parts,
+    Unused,
+    first_names,
+    is_part_name,
+    make_parts,
+    part_of,
 )
+
 _MAC_COPY = "__MACOSX"  # a folder that macOS adds to its archives
-_SHOWN_NAMES = 10
 # Reasons for which files are not read.
 _HIDDEN = "hidden"
 _OTHER_ENDINGS = "with other endings"
 _NO_CLASS = "outside of the folders of classes"
-_UNKNOWN_CLASS = "of classes that the training images lack"
 _OTHER_FOLDERS = "in other folders"
+_WHICH = (
+    "--train-folder NAME and --val-folder NAME say which is which (--train-folder . "
+    "if all are classes)"
+)
 
-Pairs = list[tuple[str, int]]  # names of files and their labels
-
-
-class Files:
-    """Names of files, and their labels: two tensors, which worker processes share."""
-
-    def __init__(self, pairs: Pairs) -> None:
-        encoded = [os.fsencode(name) for name, _ in pairs]
-        width = max(map(len, encoded))
-        padded = bytearray(b"".join(name.ljust(width, b"\0") for name in encoded))
-        letters = torch.frombuffer(padded, dtype=torch.uint8)
-        self._names = letters.view(len(encoded), width)
-        self.labels = torch.tensor([label for _, label in pairs], dtype=torch.int32)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, row: int) -> tuple[str, int]:
-        letters = bytes(self._names[row].tolist())
-        return os.fsdecode(letters.rstrip(b"\0")), int(self.labels[row])
+_MOST_PARTS = 10  # of a data set, such as folds
+_Pairs = list[tuple[str, int]]  # names of files and their labels
 
 
-@dataclass
-class Unused:
-    """How many files are not read, by reason, with their endings or folders."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    names: dict[str, set[str]] = field(default_factory=dict)
-
-    def add(self, reason: str, name: str = "") -> None:
-        """Count a file that is not read."""
-        self.counts[reason] += 1
-        if name:
-            self.names.setdefault(reason, set()).add(name)
-
-    def __str__(self) -> str:
-        reasons = []
-        for reason, number in self.counts.items():
-            text = f"{number:,} {reason}"
-            if reason in self.names:
-                text += f" ({first_names(sorted(self.names[reason]))})"
-            reasons.append(text)
-        return ", ".join(reasons)
-
-
-def first_names(names: Sequence[str], most: int = _SHOWN_NAMES) -> str:
-    """Return a list of names as text: the first ones, and how many follow."""
-    text = ", ".join(names[:most])
-    if len(names) > most:
-        text += f", and {len(names) - most:,} more"
-    return text
-
-
-@dataclass
-class Folders:
-    """The files of a data set, by part, and its classes.
-
-    Attributes:
-        train: the files to train on.
-        test: the files to test on after each epoch.
-        final: the files to test on once, at the end, or None.
-        class_names: the names of the classes, sorted; a label is the place of a name.
-        unused: the files that are not read.
-    """
-
-    train: Files
-    test: Files
-    final: Files | None
-    class_names: list[str]
-    unused: Unused
-
-
-def read_folders(path: Path, val: float | None) -> Folders:
-    """Find the files of a data set in the folders of `path`. With `val` there is no
-    split yet, and that part of each class is for testing.
-    """
-    parts = _find_parts(path)
-    has_tests = len(parts) > 1
-    if has_tests and val is not None:
-        raise UsageError(HAS_TESTS)
-    if not has_tests and val is None:
-        raise UsageError(_NO_SPLIT + _only_folder(path))
-    unused = Unused()
+def read_folders(path: Path, options: Options) -> Parts:
+    """Find the files of a data set in the folders of `path`."""
+    parts = _chosen_parts(path, options) or _find_parts(path)
     train = parts.get(TRAIN, path)
-    class_names = [folder.name for folder in visible_folders(train)]
-    if len(class_names) < 2:
+    class_folders = visible_folders(train)
+    if len(class_folders) < 2:
         raise UsageError(
             f"{train} needs a folder for each class, two at least; it has "
-            f"{class_names}{_only_folder(train)}"
+            f"{[folder.name for folder in class_folders]}{_hint(train)}"
         )
-    pairs = _pairs_of_part(train, class_names, unused)
-    if val is not None:
-        held_in, held_out = split(Files(pairs), val)
-        return Folders(held_in, held_out, None, class_names, unused)
-    for folder in visible_folders(path):
-        if folder not in parts.values():
-            for _ in files_below(folder, unused):
-                unused.add(_OTHER_FOLDERS, f"{folder.name}/")
-    files = dict[str, Files]()
-    for part in (VAL, TEST):
-        if part in parts:
-            files[part] = Files(_pairs_of_part(parts[part], class_names, unused))
-    first = files.get(VAL) or files[TEST]
-    final = files.get(TEST) if VAL in files else None
-    return Folders(Files(pairs), first, final, class_names, unused)
-
-
-def _find_parts(path: Path) -> dict[str, Path]:
-    """Return the folders of `path` that are parts of a data set, in upper or lower
-    case. There are none if the folders of `path` are classes.
-    """
-    parts = dict[str, Path]()
-    for folder in visible_folders(path):
-        for part, names in _PART_NAMES.items():
-            if folder.name.lower() in names:
-                if part in parts:
-                    names_of_both = f"{parts[part].name}/ and {folder.name}/"
-                    raise UsageError(
-                        f"{names_of_both} are both for {part}; rename one of them"
-                    )
-                parts[part] = folder
+    class_names = [folder.name for folder in class_folders]
     if TRAIN not in parts:
-        for folder in parts.values():
-            if len(visible_folders(folder)) > 1:
-                folder_names = [entry.name for entry in visible_folders(path)]
-                raise UsageError(
-                    f"it has {folder.name}/, but no train/ or training/; its folders "
-                    f"are {folder_names}"
-                )
-        return {}
-    if len(parts) == 1 and not visible_folders(parts[TRAIN]):
-        return {}  # the class of trains, beside other classes
+        _refuse_unnamed_parts(class_folders)
+    unused = Unused()
+    pictures = {
+        TRAIN: Files(pairs_of_part(train, class_names, unused, is_training=True))
+    }
+    for part, folder in parts.items():
+        if part == TRAIN:
+            continue
+        # Competitions keep the labels of test/ to themselves, or call all "unknown".
+        if len(visible_folders(folder)) < 2 and part == TEST:
+            number = len(list(files_below(folder, Unused())))
+            unused.add(UNLABELLED, f"{folder.name}/", number)
+            continue
+        pairs = pairs_of_part(folder, class_names, unused)
+        if not pairs:
+            raise UsageError(
+                f"{folder} has none of the classes of {train}: {class_names}"
+            )
+        pictures[part] = Files(pairs)
+    if TRAIN in parts and train != path:
+        for folder in visible_folders(path):
+            if folder not in parts.values():
+                for _ in files_below(folder, unused):
+                    unused.add(_OTHER_FOLDERS, f"{folder.name}/")
+    return make_parts(pictures, class_names, unused, options.val)
+
+
+def _chosen_parts(path: Path, options: Options) -> dict[str, Path]:
+    """Return the folders that the options name."""
+    chosen = {
+        TRAIN: options.train_folder,
+        VAL: options.val_folder,
+        TEST: options.test_folder,
+    }
+    parts = {}
+    for part, folder in chosen.items():
+        if folder is None:
+            continue
+        parts[part] = path / folder
+        if not parts[part].is_dir():
+            raise UsageError(f"--{part}-folder: there is no folder {parts[part]}")
+    if parts and TRAIN not in parts:
+        raise UsageError("--train-folder is missing, beside --val-folder")
     return parts
 
 
-def _only_folder(path: Path) -> str:
-    """Return a hint if the folders of classes are one level deeper."""
+def _find_parts(path: Path) -> dict[str, Path]:
+    """Return the folders of `path` whose names are those of parts. There are none if
+    the folders are classes.
+    """
+    folders = visible_folders(path)
+    candidates: dict[str, list[Path]] = {TRAIN: [], VAL: [], TEST: []}
+    for folder in folders:
+        part = part_of(folder.name)
+        if part is not None:
+            candidates[part].append(folder)
+    parts = dict[str, Path]()
+    for part, named in candidates.items():
+        # train/ is meant, if there is train_masks/, too.
+        exact = [folder for folder in named if is_part_name(folder.name)]
+        chosen = exact or named
+        if len(chosen) > 1 and not any(map(visible_folders, chosen)):
+            continue  # classes, such as fast_train and slow_train
+        if len(chosen) > 1:
+            names = " and ".join(f"{folder.name}/" for folder in chosen)
+            raise UsageError(
+                f"{names} are both for {part}; rename one of them, or {_WHICH}"
+            )
+        if chosen:
+            parts[part] = chosen[0]
+    if not parts:
+        return {}
+    others = [folder for folder in folders if folder not in parts.values()]
+    listed = [folder.name for folder in folders]
+    with_classes = [folder for folder in parts.values() if visible_folders(folder)]
+    if TRAIN in parts and parts[TRAIN] in with_classes:
+        if len(parts) == 1 and others:
+            raise UsageError(f"it has {parts[TRAIN].name}/ beside {listed}: {_WHICH}")
+        return parts
+    if with_classes:
+        raise UsageError(
+            f"it has {with_classes[0].name}/, but no train/ with folders of classes; "
+            f"its folders are {listed}: {_WHICH}"
+        )
+    if others and not all(is_part_name(folder.name) for folder in parts.values()):
+        return {}  # a class of crash tests, beside other classes
+    if len(parts) == 1 and others:
+        return {}  # the class of trains, beside other classes
+    raise UsageError(
+        f"the pictures in {listed} are in no folders of classes, as train/cat/1.jpg; "
+        f"{_labels_elsewhere(path)}"
+    )
+
+
+def _refuse_unnamed_parts(folders: Sequence[Path]) -> None:
+    """Raise a `UsageError` if folders that would be classes have the same folders."""
+    if len(folders) > _MOST_PARTS:
+        return
+    names_below = []
+    for folder in folders:
+        below = {entry.name.lower() for entry in visible_folders(folder)}
+        names_below.append((folder.name, below))
+    for (first, names), (second, other_names) in combinations(names_below, 2):
+        common = sorted(names & other_names)
+        if len(common) > 1:
+            raise UsageError(
+                f"its folders {first}/ and {second}/ have the same folders "
+                f"({first_names(common)}), so they are no classes: {_WHICH}"
+            )
+
+
+def _hint(path: Path) -> str:
+    """Return what may be meant by a folder without folders of classes."""
     folders = visible_folders(path)
     if len(folders) == 1 and visible_folders(folders[0]):
         return f"; did you mean {folders[0]}?"
+    pictures = [name for name in os.listdir(path) if is_picture(name)]
+    if pictures and not folders:
+        return f"; {len(pictures):,} pictures are in no folder of a class; " + (
+            _labels_elsewhere(path)
+        )
     return ""
+
+
+def _labels_elsewhere(path: Path) -> str:
+    tables = sorted([*path.glob("*.csv"), *path.glob("*.tsv")])
+    if tables:
+        return f"if a table has their labels, pass --data {tables[0]}"
+    return "make a folder for each class, or pass a table of files and labels: x.csv"
 
 
 def visible_folders(path: Path) -> list[Path]:
@@ -197,28 +200,42 @@ def _is_hidden(name: str) -> bool:
     return name.startswith(".") or name == _MAC_COPY
 
 
-def _pairs_of_part(folder: Path, class_names: Sequence[str], unused: Unused) -> Pairs:
-    """Find the pictures of a part, and count its files that are not read."""
-    pairs = Pairs()
+def pairs_of_part(
+    folder: Path,
+    class_names: Sequence[str],
+    unused: Unused,
+    *,
+    is_training: bool = False,
+) -> _Pairs:
+    """Find the pictures of a part, and count its files that are not read. A part to
+    train on has pictures of all classes.
+    """
+    pairs = _Pairs()
     empty = []
-    for label, class_name in enumerate(class_names):
-        names = list(find_pictures(folder / class_name, unused))
-        pairs += [(name, label) for name in names]
-        if not names:
-            empty.append(class_name)
-    if empty:
-        raise UsageError(
-            f"{folder} lacks pictures of {first_names(empty)}; it is searched for "
-            f"files that end in {', '.join(endings())}"
-        )
+    by_lower_case = {name.lower(): name for name in class_names}
     for entry in sorted(folder.iterdir()):
         if _is_hidden(entry.name):
             unused.add(_HIDDEN)
         elif entry.is_file():
             unused.add(_NO_CLASS)
-        elif entry.name not in class_names:
-            for _ in files_below(entry, unused):
-                unused.add(_UNKNOWN_CLASS, entry.name)
+        else:
+            name = entry.name
+            if name not in class_names:
+                name = by_lower_case.get(name.lower(), "")
+            if not name:
+                for _ in files_below(entry, unused):
+                    unused.add(UNKNOWN_CLASS, entry.name)
+                continue
+            label = class_names.index(name)
+            files = list(find_pictures(entry, unused))
+            pairs += [(file, label) for file in files]
+            if not files:
+                empty.append(entry.name)
+    if empty and is_training:
+        raise UsageError(
+            f"{folder} lacks pictures of {first_names(empty)}; it is searched for "
+            f"files that end in {', '.join(endings())}"
+        )
     return pairs
 
 
@@ -228,11 +245,15 @@ def endings() -> tuple[str, ...]:
     return extensions
 
 
+def is_picture(name: str) -> bool:
+    """Whether the name of a file is that of a picture."""
+    return name.lower().endswith(endings())
+
+
 def find_pictures(folder: Path, unused: Unused) -> Iterator[str]:
     """Yield the pictures in a folder, at any depth, sorted. Count other files."""
-    extensions = endings()
     for name in files_below(folder, unused):
-        if name.lower().endswith(extensions):
+        if is_picture(name):
             yield name
         else:
             unused.add(_OTHER_ENDINGS, os.path.splitext(name)[1] or "none")
@@ -259,23 +280,3 @@ def _leads_up(folder: str) -> bool:
     target = os.path.realpath(folder)
     parent = os.path.realpath(os.path.dirname(folder))
     return os.path.commonpath([target, parent]) == target
-
-
-def split(files: Files, val: float) -> tuple[Files, Files]:
-    """Hold out every so many files of each class, whose files are shuffled in the same
-    way in every run. Returns the files to train on, and those to test on.
-    """
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randperm(len(files), generator=generator)
-    rows = rows[files.labels[rows].argsort(stable=True)]
-    numbers = torch.arange(len(files) + 1, dtype=torch.float64)
-    tenths = (numbers * val + 1e-9).long()  # 1e-9: products that rounding made smaller
-    is_test = tenths.diff() > 0
-    if not is_test.any():
-        raise UsageError(f"it has too few pictures ({len(files)}) for --val {val}")
-    held_in = rows[~is_test].sort().values.tolist()
-    held_out = rows[is_test].sort().values.tolist()
-    return (
-        Files([files[row] for row in held_in]),
-        Files([files[row] for row in held_out]),
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scatterpar.train.data import Shape
+from scatterpar.train.data import Shape, read_picture
 from scatterpar.train.libraries import library, suggestion
 from scatterpar.train.options import UsageError, words_of
 from scatterpar.train.records import BEST_FILE, load
@@ -66,7 +67,16 @@ class OnPixels(nn.Module):
         self.register_buffer("std", _per_channel(std), persistent=False)
 
     def forward(self, images: Tensor) -> Any:
-        """Compute the network's output for pixels: (rows, channels, height, width)."""
+        """Compute the network's output for pixels: (rows, channels, height, width).
+
+        Raises a `TypeError` if they are no bytes, whose range is known.
+        """
+        if images.dtype != torch.uint8:
+            raise TypeError(
+                f"images: {images.dtype}, and the model takes bytes (torch.uint8) from "
+                "0 to 255, which it standardises; read files with about['transform'], "
+                "or convert floats from 0 to 1 by (255 * images).round().byte()"
+            )
         if images.shape[1] > len(self.mean) == 1:
             images = images.float().mean(1, keepdim=True).round_()
         images = (images - self.mean) / self.std
@@ -135,13 +145,17 @@ def _find_network(name: str, shape: Shape, classes: int, pretrained: bool) -> An
         return SmallCNN(shape, classes)
     if not (place and attribute):
         raise UsageError(
-            f"neither {BUILT_IN} nor timm:NAME nor package.module:callable; did you "
-            f"mean timm:{name}?"
+            f"neither {BUILT_IN} nor timm:NAME nor package.module:callable"
+            f"{_near_model(name)}"
         )
     if place == "timm":
         return _create_timm_model(attribute, shape, classes, pretrained)
     is_torchvision = place.startswith("torchvision")
-    module = library(place) if is_torchvision else importlib.import_module(place)
+    try:
+        module = library(place) if is_torchvision else importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        near = suggestion(place, _KNOWN)
+        raise ModuleNotFoundError(f"{words_of(error)}{near}") from error
     try:
         factory = operator.attrgetter(attribute)(module)
     except AttributeError as error:
@@ -150,6 +164,14 @@ def _find_network(name: str, shape: Shape, classes: int, pretrained: bool) -> An
     if _takes_number_of_classes(factory):
         return factory(num_classes=classes)
     return factory()
+
+
+def _near_model(name: str) -> str:
+    """Return a hint with the models that have similar names."""
+    near = suggestion(name, [BUILT_IN])
+    with contextlib.suppress(UsageError):  # timm is not installed
+        near = near or suggestion(name, library("timm.models").list_models(), "timm:")
+    return near
 
 
 def _create_timm_model(
@@ -189,7 +211,8 @@ def load_model(
     run would test.
 
     Returns the model, which takes images as bytes: uint8, (rows, channels, height,
-    width); and a dict with ``class_names`` and ``image_shape``, among others.
+    width); and a dict. Its ``transform`` turns a file, or a picture of Pillow, into
+    such an image, and its ``class_names`` are the columns of the scores.
 
     Args:
         path: the folder of a run, of which ``best.pt`` is loaded, or a checkpoint.
@@ -215,6 +238,7 @@ def load_model(
     except RuntimeError as error:
         message = f"{words_of(error):.200}"
         raise UsageError(f"{path} does not fit {name}: {message}") from error
+    about["transform"] = functools.partial(read_picture, size=shape[1])
     return built.eval(), about
 
 

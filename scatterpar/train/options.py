@@ -22,6 +22,11 @@ EMBEDDED = "embedded"
 _DECISIVE = (
     "data",
     "val",
+    "train_folder",
+    "val_folder",
+    "test_folder",
+    "column_image",
+    "column_label",
     "image_size",
     "augment",
     "erase",
@@ -68,6 +73,13 @@ _INSTEAD = {
     "learningrate": "--base-lr X is the learning rate for batches of 256 images",
     "numworkers": "--workers N is the number of reading processes",
     "imgsize": "--image-size N is the side of a picture",
+    "imgsz": "--image-size N is the side of a picture",
+    "gpus": "--devices cuda:0,cuda:1 names them (default: every GPU)",
+    "gpu": "--devices cuda:0 names it (default: every GPU)",
+    "device": "--devices cuda:0,cuda:1 names all (default: every GPU)",
+    "amp": "--autocast bfloat16 (or float16) computes in that precision",
+    "fp16": "--autocast float16 computes in that precision",
+    "bf16": "--autocast bfloat16 computes in that precision",
     "measurenoise": "removed in 0.3.0; --batch auto measures the noise scale, and "
     "follows it",
     "shardoptimizer": "removed in 0.3.0; the engine has it: "
@@ -108,9 +120,17 @@ class _Images:
     # folder with train/CLASS/ and test/CLASS/ or val/CLASS/ (with both, val chooses the
     # best epoch, and test is tested at the end), or with CLASS/ and --val; torch/NAME
     # of torchvision, such as torch/fashion_mnist; hfds/NAME of Hugging Face's hub, or a
-    # folder for its datasets; or embedded: Fashion-MNIST's test set, in two parts
+    # folder of its datasets; a table of files and labels, x.csv; or embedded:
+    # Fashion-MNIST's test set, in two parts
     data: str = EMBEDDED
     val: Rate = None  # part of each class to test on, such as 0.1, if there is no split
+    train_folder: Name = None  # the folder in --data to train on, if its name differs
+    val_folder: Name = None  # the folder in --data that chooses the best epoch
+    test_folder: Name = None  # the folder in --data to test on
+    # column of the pictures, in a table or data set of Hugging Face (default: by type
+    # and name)
+    column_image: Name = None
+    column_label: Name = None  # column of their classes
     data_root: Path = Path("data")  # where the sets of libraries are stored
     download: bool = False  # fetch the library's set if it is missing
     # sides of pictures (default: the median of the shorter sides of a sample, from 32
@@ -124,7 +144,7 @@ class _Images:
     cutmix: float = 0.0  # the same by CutMix
     # reading processes (default: one per core, at most 16; 0: none)
     workers: Number = None
-    # leave out so many pictures that cannot be read, rather than stop
+    # the number of pictures that may be left out because they cannot be read
     skip_broken: int = 0
 
 
@@ -141,8 +161,10 @@ class _Training:
     batch: BatchSize = None
     # how often all images are used (default: 20; for the included images 15)
     epochs: Number = None
-    # learning rate for batches of 256; scaled for the images of a step
-    base_lr: float = 0.0125
+    # learning rate for batches of 256, scaled for the images of a step: linearly for
+    # SGD and LARS, by the square root for others (default: 0.0125 for SGD, for others
+    # that of the optimizer's class)
+    base_lr: Rate = None
     # epochs until the rate is reached; a cosine follows (default: a fifth of all, at
     # most 5; with --batch auto 0)
     warmup_epochs: Number = None
@@ -276,7 +298,8 @@ def _defaults(saved: Mapping[str, Any]) -> _Groups:
 def _refuse_other_options(options: Options, saved: Mapping[str, Any]) -> None:
     for name in _DECISIVE:
         value = getattr(options, name)
-        if name not in saved or value == saved[name]:
+        # Data that has moved is compared by its classes and the number of its files.
+        if name == "data" or name not in saved or value == saved[name]:
             continue
         option = "--" + name.replace("_", "-")
         remedy = f"leave out {option}"
@@ -333,6 +356,8 @@ def read(
         default: the options that are taken if the command line has no others.
     """
     words = _words(arguments)
+    if command == "train" and words and not words[0].startswith("-"):
+        raise UsageError(f"{words[0]}: --data {words[0]} names the images")
     for word in words:
         if word.startswith("--"):
             name = word[2:].replace("-", "").replace("_", "").lower()

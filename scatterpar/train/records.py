@@ -8,8 +8,10 @@ import contextlib
 import importlib
 import json
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any, BinaryIO
 
 import torch
@@ -202,3 +204,31 @@ def _open_board(folder: Path, earlier_steps: int) -> Any:
         return None
     # TensorBoard drops the steps from `purge_step` on.
     return tensorboard.SummaryWriter(str(folder), purge_step=earlier_steps + 1)
+
+
+@contextlib.contextmanager
+def stoppable(announcement: str) -> Iterator[list[int]]:
+    """In the body, Ctrl-C and SIGTERM print the announcement, and are added to a list.
+    A second one ends the process.
+    """
+    received = list[int]()
+
+    def receive(number: int, _: FrameType | None) -> None:
+        if received:
+            os._exit(128 + number)
+        received.append(number)
+        name = signal.Signals(number).name
+        line = f"\n{name}: {announcement}; again: ending now\n"
+        # Not print: the signal may have interrupted a print.
+        os.write(2, line.encode())
+
+    handlers_before = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # A background job of a shell ignores SIGINT.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            handlers_before[number] = signal.signal(number, receive)
+    try:
+        yield received
+    finally:
+        for number, handler in handlers_before.items():
+            signal.signal(number, handler)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +15,23 @@ from scatterpar.tables import as_text
 TOP_5_CLASSES = 10  # with fewer, top-5 accuracy says little
 CONFUSION_CLASSES = 1000  # with more, the matrix would take more than 8 MB
 _SHOWN_CLASSES = 20
+_MISTAKES = 24  # that are kept to be drawn
+
+
+class Mistake(NamedTuple):
+    """An image whose class was not predicted, and the score of the predicted one."""
+
+    score: float
+    true: int
+    predicted: int
+    image: Tensor
 
 
 class Tally:
     """Sums over the images of a test.
 
     Attributes:
+        mistakes: the mistakes with the highest scores, the highest first.
         confusion: the number of images by class and by the class that the model chose;
             None for very many classes.
     """
@@ -29,20 +41,34 @@ class Tally:
         self.confusion: Tensor | None = None
         if classes <= CONFUSION_CLASSES:
             self.confusion = torch.zeros(classes, classes, dtype=torch.int64)
-        self._images = 0
+        self.mistakes: list[Mistake] = []
+        self.images = 0
         self._sums = torch.zeros(3, dtype=torch.float64)  # loss, right, right in top 5
 
-    def add(self, scores: Tensor, labels: Tensor) -> None:
-        """Add the images of a batch."""
+    def add(self, scores: Tensor, labels: Tensor, images: Tensor) -> None:
+        """Add the images of a batch, with their scores and labels."""
         chosen = scores.topk(min(5, self.classes)).indices
         right = chosen == labels[:, None]
         loss = F.cross_entropy(scores, labels, reduction="sum")
         self._sums += torch.stack([loss.double(), right[:, 0].sum(), right.sum()])
-        self._images += len(labels)
+        self.images += len(labels)
         if self.confusion is not None:
             places = labels * self.classes + chosen[:, 0]
             counts = torch.bincount(places, minlength=self.classes**2)
             self.confusion += counts.view(self.classes, self.classes)
+        confidence = scores.softmax(1).amax(1)
+        confidence[right[:, 0]] = 0
+        for row in confidence.topk(min(_MISTAKES, len(labels))).indices.tolist():
+            if not right[row, 0]:
+                mistake = Mistake(
+                    float(confidence[row]),
+                    int(labels[row]),
+                    int(chosen[row, 0]),
+                    images[row].clone(),  # the batch is freed
+                )
+                self.mistakes.append(mistake)
+        self.mistakes.sort(key=lambda mistake: -mistake.score)
+        del self.mistakes[_MISTAKES:]
 
     @property
     def loss(self) -> float:
@@ -60,25 +86,30 @@ class Tally:
         return self._mean(2)
 
     def _mean(self, number: int) -> float:
-        return float(self._sums[number]) / max(1, self._images)
+        return float(self._sums[number]) / max(1, self.images)
 
 
 def accuracy_per_class(
     confusion: Tensor, class_names: Sequence[str]
-) -> dict[str, float]:
-    """Return the accuracy of each class that has images, the lowest first."""
+) -> dict[str, float | None]:
+    """Return the accuracy of each class, the lowest first; None, at the end, of classes
+    that have no images.
+    """
     images = confusion.sum(1)
     right = confusion.diagonal()
-    accuracies = {}
-    for name, correct, total in zip(class_names, right, images, strict=True):
-        if total:
-            accuracies[name] = float(correct / total)
-    return dict(sorted(accuracies.items(), key=lambda item: item[1]))
+    accuracies: dict[str, float | None] = {}
+    for row in (right / images).nan_to_num(nan=2.0).argsort(stable=True).tolist():
+        has_images = bool(images[row])
+        accuracy = float(right[row] / images[row]) if has_images else None
+        accuracies[class_names[row]] = accuracy
+    return accuracies
 
 
-def accuracies_in_words(accuracies: dict[str, float]) -> str:
+def accuracies_in_words(accuracies: Mapping[str, float | None]) -> str:
     """Return a line with the accuracy of each class; of very many, the lowest ones."""
-    texts = [f"{name} {accuracy:.1%}" for name, accuracy in accuracies.items()]
+    texts = []
+    for name, accuracy in accuracies.items():
+        texts.append(f"{name} {'-' if accuracy is None else f'{accuracy:.1%}'}")
     title = "accuracy per class"
     if len(texts) > _SHOWN_CLASSES:
         title = f"lowest accuracies of {len(texts):,} classes"

@@ -4,7 +4,6 @@ asked to.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import importlib.metadata
 import os
@@ -12,18 +11,22 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from types import FrameType
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
 from tqdm import tqdm
 
 from scatterpar import StepReport
 from scatterpar.train import records
-from scatterpar.train.data import FINAL, Images, open_data
+from scatterpar.train.data import Images, open_data
 from scatterpar.train.feed import BrokenError, Feed, FeedError, broken_in_words
-from scatterpar.train.figures import draw_confusion, draw_curves, draw_first_batch
-from scatterpar.train.folders import TEST, VAL, first_names
+from scatterpar.train.figures import (
+    draw_confusion,
+    draw_curves,
+    draw_first_batch,
+    draw_mistakes,
+)
 from scatterpar.train.options import (
     Options,
     UsageError,
@@ -31,7 +34,16 @@ from scatterpar.train.options import (
     parse,
     printable,
 )
-from scatterpar.train.records import BEST_FILE, FILE, FINISHED, METRICS_FILE, Metrics
+from scatterpar.train.parts import FINAL, TEST, VAL, first_names
+from scatterpar.train.progress import Progress
+from scatterpar.train.records import (
+    BEST_FILE,
+    FILE,
+    FINISHED,
+    METRICS_FILE,
+    Metrics,
+    stoppable,
+)
 from scatterpar.train.results import (
     TOP_5_CLASSES,
     Tally,
@@ -43,8 +55,19 @@ from scatterpar.train.training import Training, choose_devices
 
 CURVES_FILE = "curves.png"
 CONFUSION_FILE = "confusion.png"
+MISTAKES_FILE = "mistakes.png"
 FIRST_BATCH_FILE = "first_batch.png"
-_LINE_SECONDS = 10.0  # between lines, without a progress bar
+_STOPPING = "saving at the end of this step"
+# Drawing takes at most this part of the time; half a second of an epoch is nothing
+# unless the epoch takes a second.
+_DRAWING = 0.1
+_WRITTEN = (
+    METRICS_FILE,
+    CURVES_FILE,
+    CONFUSION_FILE,
+    MISTAKES_FILE,
+    FIRST_BATCH_FILE,
+)
 _RECORDED = (
     "scatterpar",
     "torch",
@@ -70,7 +93,6 @@ def run(arguments: Sequence[str]) -> int:
             "one process trains on all GPUs of this machine: start it without torchrun "
             "(for several machines: docs/several-machines.md)"
         )
-    tqdm.monitor_interval = 0  # tqdm starts no thread: every step updates the bar
     options = parse(arguments)
     checkpoint: dict[str, Any] | None = None
     if options.resume:
@@ -174,34 +196,6 @@ def _compare_data(
         )
 
 
-@contextlib.contextmanager
-def stoppable() -> Iterator[list[int]]:
-    """In the body, Ctrl-C and SIGTERM are added to a list. A second one ends the
-    process.
-    """
-    received = list[int]()
-
-    def receive(number: int, _: FrameType | None) -> None:
-        if received:
-            os._exit(128 + number)
-        received.append(number)
-        name = signal.Signals(number).name
-        line = f"\n{name}: saving at the end of this step; again: ending now\n"
-        # Not print: the signal may have interrupted a print.
-        os.write(2, line.encode())
-
-    handlers_before = {}
-    for number in (signal.SIGINT, signal.SIGTERM):
-        # A background job of a shell ignores SIGINT.
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            handlers_before[number] = signal.signal(number, receive)
-    try:
-        yield received
-    finally:
-        for number, handler in handlers_before.items():
-            signal.signal(number, handler)
-
-
 class Run:
     """The epochs of one run, and its results so far.
 
@@ -225,7 +219,10 @@ class Run:
         self._saved = training.position.step
         self._final: Tally | None = None  # the test at the end
         self._last_step: StepReport | None = None
-        self._bar: Any = None
+        self._progress: Progress
+        self._images_read = 0  # of the first batch
+        self._drawn = 0.0  # when the pictures were drawn last
+        self._seconds_of_drawing = 0.0
         # The start of the first session, as if sessions followed each other at once.
         earlier = [record.get("elapsed", 0.0) for record in metrics.records]
         self._start = time.perf_counter() - max(earlier, default=0.0)
@@ -242,17 +239,23 @@ class Run:
             if error.errno in _FULL_DISK:
                 raise UsageError(f"{error.strerror}; {self._kept()}") from error
             raise
-        finally:
-            if self._bar is not None:
-                self._bar.close()
 
     def _train(self) -> int:
         code = 0
         ending = FINISHED
+        training = self.training
         self._announce()
-        self.feed.request(self.training.requests())
+        total = training.epochs * training.images
+        self.feed.on_read = self._show_reading
+        self.feed.request(training.requests())
         try:
-            with stoppable() as self._signals:
+            with (
+                Progress(
+                    total, training.position.consumed, file=sys.stdout
+                ) as self._progress,
+                stoppable(_STOPPING) as self._signals,
+            ):
+                training.criterion.register_forward_hook(self._progress.add)
                 self._train_epochs()
         except FloatingPointError as error:
             code = 1
@@ -264,9 +267,6 @@ class Run:
             name = signal.Signals(self._signals[0]).name
             ending = "interrupted" if name == "SIGINT" else f"ended by {name}"
             code = 128 + self._signals[0]
-            self._say_how_to_resume()
-        if self._bar is not None:
-            self._bar.close()
         self._finish(ending)
         return code
 
@@ -327,8 +327,8 @@ class Run:
         self._say(f"writing to {self.options.out}")
         self._say(str(source))
         self._say(source.classes_in_words())
-        if source.unused:
-            self._say(f"not read: files {source.unused}")
+        for note in source.notes:
+            self._say(note)
         parameters = sum(tensor.numel() for tensor in training.model.parameters())
         self._say(f"{self.options.model}: {parameters:,} parameters")
         rows = training.rows_per_step
@@ -343,6 +343,7 @@ class Run:
         if training.noise:
             reason = "the gradient's noise scale doubles it"
         self._say(f"batches of {rows:,}, for {steps}; {reason}")
+        self._say(training.rates_in_words())
 
     def _train_epoch(self) -> None:
         training = self.training
@@ -352,6 +353,7 @@ class Run:
             rate = training.rate()
             request, batch = self.feed.take()
             self._draw_first_batch(batch)
+            self._progress.begin(len(request.rows))
             report = training.step(len(request.rows), batch)
             if report is None:
                 continue  # no picture of the batch can be read
@@ -394,41 +396,26 @@ class Run:
         self._last_step = report
         self._show_progress(epoch, report.loss, self.feed.waited / seconds)
 
+    def _show_reading(self, images: int) -> None:
+        """Show that the first batch is being read, which takes a while if it is
+        large.
+        """
+        if self._last_step is None:
+            self._images_read += images
+            rows = self.training.rows_per_step
+            words = f"reading {min(self._images_read, rows):,} of {rows:,}"
+            self._progress.describe(words)
+
     def _show_progress(self, epoch: int, loss: float, waiting: float) -> None:
         """Move the bar; without a terminal, print a line now and then within an
         epoch.
         """
         training = self.training
-        now = time.perf_counter()
-        consumed = training.position.consumed
-        total = training.epochs * training.images
-        if self._bar is None:
-            # The first step sets up the engine: estimates begin after it.
-            self._consumed_before = consumed
-            self._timed_from = now
-            self._said = now
-            self._bar = tqdm(
-                total=total,
-                initial=consumed,
-                disable=None,
-                unit=" images",
-                unit_scale=True,
-                leave=False,
-                miniters=1,
-            )
-        self._bar.set_description(f"epoch {epoch}/{training.epochs}", refresh=False)
-        self._bar.set_postfix(
-            loss=f"{loss:.4f}", waiting=f"{waiting:.0%}", refresh=False
-        )
-        self._bar.update(consumed - self._bar.n)
-        is_within = training.epoch < epoch
-        if self._bar.disable and is_within and now - self._said > _LINE_SECONDS:
-            self._said = now
-            speed = (consumed - self._consumed_before) / (now - self._timed_from)
-            left = tqdm.format_interval((total - consumed) / speed)
-            part = consumed / training.images % 1
-            where = f"epoch {epoch}/{training.epochs}, {part:.0%}"
-            self._say(f"{where}: loss {loss:.4f}, {speed:,.0f} images/s, {left} left")
+        number = f"epoch {epoch}/{training.epochs}"
+        self._progress.describe(number, loss=f"{loss:.4f}", waiting=f"{waiting:.0%}")
+        part = training.position.consumed / training.images % 1
+        words = f"{number}, {part:.0%}: loss {loss:.4f}" if part else ""
+        self._progress.report(training.position.consumed, words)
 
     def _end_epoch(self) -> None:
         """Test, record and print the results, keep the best weights, and let the batch
@@ -449,6 +436,9 @@ class Run:
                 confusion=tally.confusion,
                 about=training.about,
             )
+            if training.source.final is None:
+                self._draw_mistakes(tally)
+        self._draw()
         if number < training.epochs and training.grow():
             self.feed.request(training.requests())
             self._say(f"  batches of {position.batch:,} images from here on")
@@ -517,29 +507,65 @@ class Run:
             )
             self._saved = step
 
+    def _draw(self) -> None:
+        """Draw the curves and the confusion matrix, unless the last drawing has just
+        been.
+        """
+        start = time.perf_counter()
+        if start - self._drawn < self._seconds_of_drawing / _DRAWING:
+            return
+        draw_curves(
+            self.metrics,
+            self.options.out / CURVES_FILE,
+            images=self.training.images,
+            tested=self.tested,
+            has_top5=self._has_top5,
+        )
+        confusion = self._confusion()
+        if confusion is not None:
+            part = self.tested if self._final is None else TEST
+            title = f"Images of {part}, best epoch"
+            path = self.options.out / CONFUSION_FILE
+            draw_confusion(confusion, self.training.source.class_names, title, path)
+        self._drawn = time.perf_counter()
+        self._seconds_of_drawing = self._drawn - start
+
+    def _draw_mistakes(self, tally: Tally) -> None:
+        if tally.mistakes:
+            names = self.training.source.class_names
+            draw_mistakes(tally.mistakes, names, self.options.out / MISTAKES_FILE)
+
+    def _confusion(self) -> Tensor | None:
+        """Return the confusion matrix of the best epoch."""
+        if self._final is not None:
+            return self._final.confusion
+        if not self.training.position.tested:
+            return None
+        confusion: Tensor | None = records.load(self.options.out / BEST_FILE).get(
+            "confusion"
+        )
+        return confusion
+
     def _finish(self, ending: str) -> None:
-        """Print and record the results, and draw them, even if the run ended early."""
+        """Print and record the results, and draw them, even if the run ended early.
+        The last lines are the result, where it is, and the next command.
+        """
         training = self.training
         out = self.options.out
         epochs = self.metrics.of_kind("epoch")
-        if epochs:
-            self._say_best_epoch(epochs)
         seconds = time.perf_counter() - self._start
         sessions = len(self.metrics.of_kind("run"))
         in_sessions = f" in {sessions} sessions" if sessions > 1 else ""
         steps = training.position.step
         reached = f"{training.epoch} of {training.epochs} epochs, {steps} steps"
         self._say(f"{ending} after {reached}, {seconds:.1f} s{in_sessions}")
-        accuracies = self._say_accuracies(epochs)
         if self._last_step is not None:
             self._say(traffic(self._last_step))
-        draw_curves(
-            self.metrics,
-            out / CURVES_FILE,
-            images=training.images,
-            tested=self.tested,
-            has_top5=self._has_top5,
-        )
+        accuracies = self._say_accuracies(epochs)
+        self._seconds_of_drawing = 0.0
+        self._draw()
+        if self._final is not None:
+            self._draw_mistakes(self._final)
         # The last record: a run with it has written all results.
         self.metrics.write(
             "summary",
@@ -551,10 +577,14 @@ class Run:
             left_out=dict(self.feed.broken),
         )
         names = []
-        for name in (METRICS_FILE, CURVES_FILE, CONFUSION_FILE, FIRST_BATCH_FILE):
+        for name in _WRITTEN:
             if (out / name).exists():
                 names.append(name)
         self._say(f"wrote {', '.join(names)} in {out}")
+        if epochs:
+            self._say_best_epoch(epochs)
+        if ending != FINISHED:
+            self._say_how_to_resume()
 
     def _say_best_epoch(self, epochs: list[dict[str, Any]]) -> None:
         out = self.options.out
@@ -566,9 +596,7 @@ class Run:
         self._say(f"to use it: python -m scatterpar predict {out} PICTURES")
 
     def _say_accuracies(self, epochs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Print the accuracies, and draw the confusion matrix. Returns the accuracies
-        for the summary.
-        """
+        """Print the accuracies. Returns them for the summary."""
         accuracies: dict[str, Any] = {"test_accuracy": None}
         measured = "not measured, no epoch was finished"
         if epochs:
@@ -576,21 +604,13 @@ class Run:
             accuracies[f"{self.tested}_accuracy"] = accuracy
             measured = f"{accuracy:.2%}"
         self._say(f"{self.tested} accuracy: {measured}")
-        confusion = None
         if self._final is not None:
             accuracy = self._final.accuracy
             accuracies["test_accuracy"] = accuracy
             self._say(f"test accuracy: {accuracy:.2%}, of the best epoch's weights")
-            confusion = self._final.confusion
-        elif epochs:
-            best = records.load(self.options.out / BEST_FILE)
-            confusion = best.get("confusion")
+        confusion = self._confusion()
         if confusion is not None:
-            names = self.training.source.class_names
-            per_class = accuracy_per_class(confusion, names)
+            per_class = accuracy_per_class(confusion, self.training.source.class_names)
             accuracies["accuracy_per_class"] = per_class
             self._say(accuracies_in_words(per_class))
-            part = self.tested if self._final is None else TEST
-            title = f"Images of {part}, best epoch"
-            draw_confusion(confusion, names, title, self.options.out / CONFUSION_FILE)
         return accuracies

@@ -30,7 +30,6 @@ from scatterpar.devices.device_ids import parse_devices, resolve
 from scatterpar.recipe import NoiseScale
 from scatterpar.train.data import BatchRequest, Images, Source, seed_host, seed_of
 from scatterpar.train.feed import Feed
-from scatterpar.train.folders import TEST, TRAIN
 from scatterpar.train.libraries import library, suggestion
 from scatterpar.train.models import OnPixels, build_model
 from scatterpar.train.options import (
@@ -40,11 +39,17 @@ from scatterpar.train.options import (
     UsageError,
     words_of,
 )
+from scatterpar.train.parts import TEST, TRAIN
 from scatterpar.train.results import Tally
 
 FIRST = 256  # images; `--base-lr` is the rate for them
 _SMALLEST_BATCH = 32  # by default
 _STEPS_PER_EPOCH = 50  # by default, at least
+# Rates for 256 images, where the default of a class is for other programs. SGD's peak
+# is 0.2 for the included images; RMSprop divides by the gradient's size, as Adam does.
+_RATES = {"sgd": 0.0125, "rmsprop": 0.001}
+# Classes of torch.optim for other programs: they need sparse gradients, or closures.
+_UNFIT = ("Optimizer", "SparseAdam", "LBFGS")
 _FEWEST_UPDATES = 8  # per epoch; with fewer, training has too few updates
 
 
@@ -86,6 +91,7 @@ class Training:
         # A step has at most all images.
         self.position = Position(min(first_batch(options, self.images), self.images))
         self.optimizer = make_optimizer(self.model, options)
+        self.base_lr: float = self.optimizer.defaults["lr"]
         kind = devices[0].type
         self.precision = make_precision(options, kind)
         self.scaler = GradScaler(kind, enabled=options.autocast == "float16")
@@ -138,6 +144,37 @@ class Training:
         for batch in rows.split(max(FIRST, self.position.batch)):
             yield BatchRequest(part, batch)
 
+    def peak_rate(self) -> float:
+        """Return the learning rate for the images of a step, after the warm-up.
+
+        It grows with the batch for SGD, and with the square root of the batch for
+        optimizers that divide by the gradient's size (arXiv:2205.10287), as in timm's
+        train.py.
+        """
+        batches = self.images / self.steps_per_epoch / FIRST
+        if is_scaled_linearly(self.options.optimizer):
+            return self.base_lr * batches
+        return self.base_lr * math.sqrt(batches)
+
+    def rates_in_words(self) -> str:
+        """Return the optimizer with its rate, and the average of the weights."""
+        name = self.options.optimizer
+        scaled = "linearly"
+        if not is_scaled_linearly(name):
+            scaled = "by the square root"
+        rate = f"a learning rate of {self.peak_rate():.3g}"
+        words = f"{name} with {rate}: {self.base_lr:g} for {FIRST} images, scaled"
+        words += f" {scaled}; --base-lr sets it"
+        steps = self.epochs * self.steps_per_epoch
+        reached = warmed_up_decay(steps)
+        if self.options.ema and reached < self.options.ema:
+            words += (
+                f"\nwarning: --ema {self.options.ema} averages over "
+                f"{1 / (1 - self.options.ema):,.0f} steps, and the run has {steps:,}: "
+                f"its decay grows to {reached:.3g} only"
+            )
+        return words
+
     def rate(self) -> float:
         """Return the learning rate of the next step: warm-up, then a cosine to zero or
         drops.
@@ -145,7 +182,7 @@ class Training:
         epochs = self.position.consumed / self.images
         epochs_per_step = 1 / self.steps_per_epoch
         warmup = self.options.warmup_epochs or 0
-        peak = self.options.base_lr * self.images / self.steps_per_epoch / FIRST
+        peak = self.peak_rate()
         if epochs < warmup:
             return peak * (epochs + epochs_per_step) / (warmup + epochs_per_step)
         if self.options.drop_at:
@@ -216,8 +253,8 @@ class Training:
         rows = len(self.source.parts[part])
         self.engine.eval()
         with self._replaced_weights(weights), self.precision:
-            for batch, scores in scored(self.engine, feed, rows, self.classes):
-                tally.add(scores, batch.labels)
+            for _, batch, scores in scored(self.engine, feed, rows, self.classes):
+                tally.add(scores, batch.labels, batch.images)
                 between()
         return tally
 
@@ -303,16 +340,17 @@ def default_batch(images: int) -> int:
 
 def scored(
     engine: Any, feed: Feed, rows: int, classes: int
-) -> Iterator[tuple[Images, Tensor]]:
-    """Yield the readable images of the next `rows` rows, batch by batch, with their
-    scores.
+) -> Iterator[tuple[BatchRequest, Images, Tensor]]:
+    """Yield the next `rows` rows, batch by batch: each request, its readable images,
+    and their scores.
     """
     while rows:
         request, batch = feed.take()
         rows -= len(request.rows)
+        scores = torch.empty(0, classes)
         if len(batch.labels):
-            scores = engine(batch.images).float().cpu()
-            yield batch, scores[:, :classes]
+            scores = engine(batch.images).float().cpu()[:, :classes]
+        yield request, batch, scores
 
 
 def choose_devices(words: str | Sequence[str] | None) -> list[torch.device]:
@@ -373,9 +411,23 @@ def make_average(model: nn.Module, options: Options) -> AveragedModel | None:
     """Build the moving average of the weights; `None` without `--ema`."""
     if options.ema is None:
         return None
-    return AveragedModel(
-        model, multi_avg_fn=get_ema_multi_avg_fn(options.ema), use_buffers=True
-    )
+
+    def update(averages: Any, values: Any, updates: Any) -> None:
+        decay = min(decay_limit, warmed_up_decay(int(updates)))
+        get_ema_multi_avg_fn(decay)(averages, values, updates)
+
+    decay_limit = options.ema
+    return AveragedModel(model, multi_avg_fn=update, use_buffers=True)
+
+
+def warmed_up_decay(updates: int) -> float:
+    """Return the decay of an average after so many updates: the initial weights, which
+    are random, do not stay in it.
+
+    >>> [round(warmed_up_decay(updates), 3) for updates in (1, 30, 1000)]
+    [0.182, 0.775, 0.991]
+    """
+    return (1 + updates) / (10 + updates)
 
 
 def describe(model: OnPixels, options: Options, source: Source) -> dict[str, Any]:
@@ -391,13 +443,22 @@ def describe(model: OnPixels, options: Options, source: Source) -> dict[str, Any
     }
 
 
+def is_scaled_linearly(optimizer: str) -> bool:
+    """Whether the rate grows with the batch itself, by the optimizer's name."""
+    name = optimizer.lower()
+    return any(kind in name for kind in ("sgd", "momentum", "nesterov", "lars", "larc"))
+
+
 def make_optimizer(model: nn.Module, options: Options) -> Optimizer:
     """Build torch's optimizer of a name, or timm's; biases and norms have no weight
-    decay.
+    decay. Without `--base-lr` its rate is the default of its class, with exceptions.
     """
     name = options.optimizer.lower()
     groups = weight_decay_groups(model, options.weight_decay)
-    keywords: dict[str, Any] = {"lr": options.base_lr}
+    keywords: dict[str, Any] = {}
+    base_lr = options.base_lr or _RATES.get(name)
+    if base_lr is not None:
+        keywords["lr"] = base_lr
     if name == "sgd":
         keywords["momentum"] = options.momentum
         keywords["nesterov"] = options.momentum > 0
@@ -414,6 +475,8 @@ def make_optimizer(model: nn.Module, options: Options) -> Optimizer:
             f"--optimizer {options.optimizer}: {words_of(error)} (it is a class of "
             f"torch.optim, or one of timm's names{similar})"
         ) from error
+    if not isinstance(optimizer.defaults.get("lr"), float):
+        raise UsageError(f"--optimizer {options.optimizer}: it needs a --base-lr")
     return optimizer
 
 
@@ -422,5 +485,5 @@ def _torch_optimizers() -> dict[str, Any]:
     return {
         name.lower(): value
         for name, value in vars(torch.optim).items()
-        if isinstance(value, type)
+        if isinstance(value, type) and name not in _UNFIT
     }

@@ -12,9 +12,9 @@ from harness.pictures import CLASSES, write_folder
 from PIL import Image
 
 from scatterpar.train import data as data_module
-from scatterpar.train.data import FINAL, BatchRequest, load, open_data
-from scatterpar.train.folders import TEST, TRAIN
+from scatterpar.train.data import BatchRequest, load, open_data
 from scatterpar.train.options import Options, UsageError
+from scatterpar.train.parts import FINAL, TEST, TRAIN
 
 pytestmark = pytest.mark.draws
 EMBEDDED = Path(data_module.__file__).with_name("embedded")
@@ -65,11 +65,14 @@ def test_folder_gives_parts_and_classes(folder):
         ),
         ("embedded: it is used as it is: --val is for", "embedded", {"val": 0.1}),
         ("torch/absent: Unknown torchvision dataset absent", "torch/absent", {}),
-        ("it has images to test on; leave out --val", "torch/absent", {"val": 0.1}),
+        (r"absent: there is no such folder; known by name are", "absent", {}),
+        (r"did you mean scatterpar\?", "scatterpr", {}),
+        ("setup.cfg: it is no folder and no table", "setup.cfg", {}),
         ("is neither none, nor crop, nor a policy", None, {"augment": "nonsense"}),
     ],
 )
-def test_wrong_data_refused_in_one_line(folder, words, data, options):
+def test_wrong_data_refused_in_one_line(folder, words, data, options, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2])
     refused(words, data or folder, **options)
 
 

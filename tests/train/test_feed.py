@@ -17,8 +17,8 @@ from scatterpar.train.feed import (
     FeedError,
     broken_in_words,
 )
-from scatterpar.train.folders import TEST, TRAIN
 from scatterpar.train.options import Options
+from scatterpar.train.parts import TEST, TRAIN
 
 pytestmark = [pytest.mark.pictures, pytest.mark.draws]
 

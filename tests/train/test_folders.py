@@ -10,16 +10,16 @@ import pytest
 from harness.pictures import CLASSES, write_folder
 from PIL import Image
 
-from scatterpar.train.folders import (
-    Files,
-    Unused,
-    files_below,
-    first_names,
-    read_folders,
-)
-from scatterpar.train.options import UsageError
+from scatterpar.train.folders import files_below
+from scatterpar.train.folders import read_folders as read
+from scatterpar.train.options import Options, UsageError
+from scatterpar.train.parts import Unused
 
 LISTED = sorted(CLASSES)
+
+
+def read_folders(path, val=None, **options):
+    return read(path, Options(val=val, **options))
 
 
 def make(folder, *names):
@@ -44,18 +44,10 @@ def parts(folder, *names, classes=("cat", "dog"), pictures=2):
     return folder
 
 
-def refused(words, folder, val=None):
+def refused(words, folder, val=None, **options):
     with pytest.raises(UsageError, match=words) as caught:
-        read_folders(folder, val)
+        read_folders(folder, val, **options)
     assert "\n" not in str(caught.value)
-
-
-def test_any_file_name_is_kept():
-    listed = ["a/ü x.jpg", os.fsdecode(b"b/\xff.png"), "c.jpg", "n01/n01_17.JPEG"]
-    files = Files([(name, label) for label, name in enumerate(listed)])
-    assert [files[row] for row in range(4)] == [
-        (name, row) for row, name in enumerate(listed)
-    ]
 
 
 @pytest.mark.pictures
@@ -65,12 +57,15 @@ def test_any_file_name_is_kept():
         *[("train", "test"), ("train", "val"), ("Train", "Test"), ("TRAIN", "VAL")],
         *[("train", "valid"), ("training", "validation"), ("Training", "Testing")],
         *[("train", "dev"), ("train", "eval"), ("training", "evaluation")],
+        *[("training_set", "test_set"), ("seg_train", "seg_test")],
+        *[("train_images", "val_images"), ("TrainSet", "ValSet")],
+        *[("train2017", "val2017"), ("trainset", "testset"), ("my-train", "my-dev")],
     ],
 )
 def test_part_names_ignore_case(tmp_path, train, test):
     parts(tmp_path, train, pictures=3)
     parts(tmp_path, test, pictures=2)
-    folders = read_folders(tmp_path, None)
+    folders = read_folders(tmp_path)
     assert folders.class_names == ["cat", "dog"]
     assert (len(folders.train), len(folders.test), folders.final) == (6, 4, None)
     assert folders.train[0] == (str(tmp_path / train / "cat" / "0.png"), 0)
@@ -83,19 +78,22 @@ def test_val_tested_each_epoch_test_at_end(tmp_path, val):
     parts(tmp_path, "train", pictures=5)
     parts(tmp_path, val, pictures=3)
     parts(tmp_path, "Test", pictures=2)
-    folders = read_folders(tmp_path, None)
+    folders = read_folders(tmp_path)
     assert (len(folders.test), len(folders.final)) == (6, 4)
     assert f"{os.sep}{val}{os.sep}" in folders.test[0][0]
 
 
+WHICH = "--train-folder NAME and --val-folder NAME say which is which"
+
+
 @pytest.mark.pictures
 def test_unknown_layout_refused(tmp_path):
-    refused("class folders, no split: --val 0.1", parts(tmp_path / "a", "."))
-    refused("class folders, no split: --val 0.1", parts(tmp_path / "b", "train"))
+    refused("no images to test on: --val 0.1", parts(tmp_path / "a", "."))
+    refused("no images to test on: --val 0.1", parts(tmp_path / "b", "train"))
     twice = parts(tmp_path / "c", "train", "Train", "val")
     refused(r"(train/ and Train/|Train/ and train/) are both for train", twice)
     refused(
-        r"val/ and valid/ are both for val",
+        rf"val/ and valid/ are both for val; rename one of them, or {WHICH}",
         parts(tmp_path / "d", "train", "val", "valid"),
     )
     without = parts(tmp_path / "e", "learn", "test")
@@ -103,29 +101,89 @@ def test_unknown_layout_refused(tmp_path):
         refused(r"it has test/, but no train/ .*\['learn', 'test'\]", without, val)
     deeper = parts(tmp_path / "f" / "photos", "train", "test")
     refused(rf"; did you mean {deeper}\?", deeper.parent)
-    refused("two at least", make(tmp_path / "g", "train/1.png", "test/cat/1.png"))
+    flat = make(tmp_path / "g", "train/1.png", "test/1.png")
+    refused(r"\['test', 'train'\] are in no folders of classes", flat, 0.1)
     refused(
         "it has images to test on; leave out --val",
         parts(tmp_path / "h", "train", "test"),
         0.1,
     )
+    for val in (None, 0.1):
+        beside = parts(tmp_path / "i", "train", "bus")
+        refused(rf"it has train/ beside \['bus', 'train'\]: {WHICH}", beside, val)
 
 
 @pytest.mark.pictures
-def test_class_may_be_called_train(tmp_path):
-    make(tmp_path, *(f"{name}/{n}.png" for name in ("bus", "train") for n in range(4)))
+@pytest.mark.parametrize("names", [("day1", "day2"), ("entrenar", "prueba", "otro")])
+def test_unnamed_parts_are_no_classes(tmp_path, names):
+    """Folders with the same folders are refused, and options tell them apart."""
+    parts(tmp_path, *names, pictures=3)
+    words = rf"{names[0]}/ and .* the same folders \(cat, dog\).*: {WHICH}"
+    refused(words, tmp_path, 0.1)
+    folders = read_folders(tmp_path, train_folder=names[0], val_folder=names[1])
+    assert folders.class_names == ["cat", "dog"]
+    assert (len(folders.train), len(folders.test)) == (6, 6)
+    all_classes = read_folders(tmp_path, 0.2, train_folder=".")
+    assert all_classes.class_names == sorted(names)
+    refused("there is no folder .*absent", tmp_path, train_folder="absent")
+    refused("--train-folder is missing", tmp_path, val_folder=names[0])
+
+
+@pytest.mark.pictures
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("bus", "train"),
+        ("bus", "crash test"),
+        ("fast_train", "slow_train"),
+        ("bus", "test tube", "train station"),
+    ],
+)
+def test_class_may_be_called_like_a_part(tmp_path, names):
+    make(tmp_path, *(f"{name}/{n}.png" for name in names for n in range(4)))
     folders = read_folders(tmp_path, 0.25)
-    assert folders.class_names == ["bus", "train"]
-    assert (len(folders.train), len(folders.test)) == (6, 2)
+    assert folders.class_names == sorted(names)
+    assert (len(folders.train), len(folders.test)) == (3 * len(names), len(names))
 
 
 @pytest.mark.pictures
-def test_part_without_a_class_refused(tmp_path):
+@pytest.mark.parametrize("unlabelled", ["test/1.png", "Test/unknown/1.png"])
+def test_unlabelled_test_folder_left_aside(tmp_path, unlabelled):
+    parts(tmp_path, "train", pictures=4)
+    make(tmp_path, unlabelled)
+    refused("no images to test on: --val 0.1", tmp_path)
+    folders = read_folders(tmp_path, 0.25)
+    assert (len(folders.train), len(folders.test)) == (6, 2)
+    assert "1 without a label" in str(folders.unused)
+    parts(tmp_path, "val")
+    assert len(read_folders(tmp_path).test) == 4
+
+
+@pytest.mark.pictures
+def test_pictures_without_classes_refused(tmp_path):
+    make(tmp_path, "1.png", "2.jpg")
+    refused("2 pictures are in no folder of a class; make a folder for", tmp_path)
+    make(tmp_path, "labels.csv")
+    refused(f"pass --data {tmp_path / 'labels.csv'}", tmp_path, 0.1)
+
+
+@pytest.mark.pictures
+def test_missing_class_refused_in_train_told_in_val(tmp_path):
     parts(tmp_path, "train", "test")
     (tmp_path / "train" / "hat").mkdir()
     refused(r"train lacks pictures of hat; it is searched .*\.jpg, ", tmp_path)
     make(tmp_path, "train/hat/1.png", "test/hat/1.gif")
-    refused(r"test lacks pictures of hat", tmp_path)
+    assert "no picture for it: hat" in read_folders(tmp_path).notes[0]
+    parts(tmp_path, "val", classes=("other", "names"))
+    refused(r"val has none of the classes of .*\['cat', 'dog', 'hat'\]", tmp_path)
+
+
+@pytest.mark.pictures
+def test_class_names_ignore_case_in_val(tmp_path):
+    parts(tmp_path, "train")
+    parts(tmp_path, "val", classes=("Cat", "DOG"))
+    folders = read_folders(tmp_path)
+    assert folders.test.labels.tolist() == [0, 0, 1, 1]
 
 
 @pytest.mark.pictures
@@ -141,7 +199,7 @@ def test_unread_files_are_counted(tmp_path):
     make(tmp_path, "train/cat/.DS_Store", "train/cat/._1.png", "train/.cache/1.png")
     make(tmp_path, "train/labels.csv", "train/1.png")
     make(tmp_path, "test/hat/1.png", "test/hat/2.png", "train/__MACOSX/cat/1.png")
-    folders = read_folders(tmp_path, None)
+    folders = read_folders(tmp_path)
     assert folders.class_names == ["cat", "dog"]
     assert (len(folders.train), len(folders.test)) == (4, 4)
     said = str(folders.unused)
@@ -177,7 +235,8 @@ def test_link_to_parent_not_followed(tmp_path):
 def test_unsplit_classes_split_by_val(tmp_path):
     write_folder(tmp_path, train=20, test=1)
     refused("has too few pictures", tmp_path / "test", 0.1)
-    folders, again = (read_folders(tmp_path / "train", 0.1) for _ in range(2))
+    place = tmp_path / "train"
+    folders, again = (read_folders(place, 0.1, train_folder=".") for _ in range(2))
     assert names(folders.train) == names(again.train)
     assert names(folders.test) == names(again.test)
     listed = sorted(map(str, tmp_path.glob("train/*/*.png")))
@@ -187,10 +246,3 @@ def test_unsplit_classes_split_by_val(tmp_path):
 
 def names(files):
     return [files[row][0] for row in range(len(files))]
-
-
-def test_long_list_is_cut():
-    assert first_names(["a", "b"]) == "a, b"
-    assert first_names([str(number) for number in range(12)]).endswith(
-        "8, 9, and 2 more"
-    )

@@ -36,7 +36,7 @@ def test_callable_gets_number_of_classes(name, classes):
     """And grey images as colour, if it takes colour."""
     model = build_model(f"{__name__}:Zoo.{name}", GREY, classes)
     assert model.training
-    assert model(torch.zeros(2, *GREY)).shape == (2, classes)
+    assert model(torch.zeros(2, *GREY, dtype=torch.uint8)).shape == (2, classes)
 
 
 @pytest.mark.pictures
@@ -54,6 +54,8 @@ def test_timm_model_takes_grey_images():
         ("timm:ResNet5O", "did you mean .*timm:resnet50"),
         ("timm:qqqqqqqq", r"timm has no model qqqqqqqq \(with"),
         ("torchvision.models:resnet1", "did you mean .*torchvision.models:resnet18"),
+        ("resnet1", "package.module:callable; did you mean .*timm:resnet18"),
+        ("nothing", r"package.module:callable \(with an image"),
     ],
 )
 def test_near_name_answered_with_right_ones(name, words):
@@ -79,6 +81,8 @@ def test_pretrained_weights_set_pixel_scale(shape, channels):
     ("name", "words"),
     [
         ("zoo:", "neither cnn nor timm:NAME nor package.module:callable"),
+        ("cnm", r"package.module:callable; did you mean cnn\?"),
+        ("torchvison.models:resnet18", r"did you mean torchvision.models\?"),
         ("no_such_zoo:net", "ModuleNotFoundError: No module named"),
         (f"{__name__}:absent", "AttributeError: .*absent"),
         (f"{__name__}:Zoo.failing", "RuntimeError: no luck"),
@@ -89,7 +93,17 @@ def test_pretrained_weights_set_pixel_scale(shape, channels):
             r"a score for each of 10 classes; of one image it makes \(1, 3\)",
         ),
     ],
-    ids=["no name", "no file", "absent", "failing", "dictionary", "wrong", "flat"],
+    ids=[
+        "no name",
+        "near name",
+        "near module",
+        "no file",
+        "absent",
+        "failing",
+        "dictionary",
+        "wrong",
+        "flat",
+    ],
 )
 def test_wrong_model_refused_in_one_line(name, words):
     with pytest.raises(UsageError, match=f"^--model {name}.*{words}") as caught:
@@ -104,6 +118,8 @@ def test_checkpoint_loaded_in_eval_mode(tmp_path):
     save(tmp_path / "best.pt", model=model.network.state_dict(), about=about)
     images = torch.randint(256, (4, *GREY), dtype=torch.uint8)
     expected = model.eval()(images)
+    with pytest.raises(TypeError, match="float32, and the model takes bytes"):
+        model(images / 255)
     for path in (tmp_path, str(tmp_path / "best.pt")):
         loaded, found = load_model(path)
         assert not loaded.training

@@ -2,6 +2,7 @@
 
 import csv
 import re
+import signal
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from harness.runs import records
 from PIL import Image
 
 from scatterpar.__main__ import main as command
+from scatterpar.train import predict as predict_module
 
 pytestmark = [pytest.mark.pictures, pytest.mark.draws]
 ALONE = ["--workers", "0"]
@@ -100,6 +102,44 @@ def test_predict_reads_grey_images(folder, tmp_path, capsys):
     assert command(["train", *options, "--out", str(tmp_path)]) == 0
     found = predicted(capsys, tmp_path, folder / "train", *ALONE)
     assert accuracy(found) > 2 / 3
+
+
+def test_lines_stay_and_resume_adds_the_others(folder, finished, tmp_path, capsys):
+    """A file that was broken off keeps its whole lines."""
+    whole, out = tmp_path / "whole.csv", tmp_path / "part.csv"
+    (tmp_path / "note.txt").touch()
+    words = ["predict", str(finished), str(folder / "test"), *ALONE, "--out"]
+    assert command([*words, str(whole)]) == 0
+    lines = whole.read_text().splitlines(keepends=True)
+    out.write_text("".join(lines[:9]) + lines[9][:7])
+    assert command([*words, str(out), "--resume"]) == 0
+    assert out.read_text() == whole.read_text()
+    assert command([*words, str(out), "--resume"]) == 0  # there are no others
+    assert out.read_text() == whole.read_text()
+    assert command([*words, str(out), "--resume", "--top", "2"]) == 2
+    assert "part.csv has the columns file, class, score, err" in capsys.readouterr().err
+
+
+def test_ctrl_c_keeps_what_is_written(folder, finished, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "part.csv"
+    monkeypatch.setattr("scatterpar.train.predict._ROWS", 8)
+    whole = predict_module.Table.write
+
+    def interrupted(self, names, reasons):
+        whole(self, names, reasons)
+        if self.lines == 16:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("scatterpar.train.predict.Table.write", interrupted)
+    words = ["predict", str(finished), str(folder / "test"), *ALONE, "--out", str(out)]
+    assert command(words) == 130
+    assert len(out.read_text().splitlines()) == 1 + 16
+    said = capsys.readouterr().err
+    assert (
+        f"16 of 24 files have a line in {out}; the same command with --resume" in said
+    )
+    assert command([*words, "--resume"]) == 0
+    assert len(out.read_text().splitlines()) == 1 + 24
 
 
 def test_wrong_arguments_told_in_words(folder, finished, tmp_path, capsys):

@@ -24,7 +24,7 @@ def test_tally_counts_batches_as_one(classes):
     labels = torch.randint(classes, (50,), generator=generator)
     tally = Tally(classes)
     for rows in torch.arange(50).split(17):
-        tally.add(scores[rows], labels[rows])
+        tally.add(scores[rows], labels[rows], rows[:, None])
     chosen = scores.argmax(1)
     assert tally.loss == pytest.approx(float(nn.CrossEntropyLoss()(scores, labels)))
     assert tally.accuracy == pytest.approx(float((chosen == labels).float().mean()))
@@ -34,14 +34,20 @@ def test_tally_counts_batches_as_one(classes):
         for choice in range(classes):
             number = int(((labels == label) & (chosen == choice)).sum())
             assert tally.confusion[label, choice] == number
+    wrong = (chosen != labels).nonzero().flatten().tolist()
+    confidence = scores.softmax(1).amax(1)
+    wrong.sort(key=lambda row: -confidence[row])
+    assert [int(mistake.image) for mistake in tally.mistakes] == wrong[:24]
+    assert tally.mistakes[0].predicted == chosen[wrong[0]]
     assert Tally(CONFUSION_CLASSES + 1).confusion is None
 
 
 def test_lowest_class_accuracies_first():
     confusion = torch.tensor([[3, 1, 0], [0, 0, 0], [2, 0, 0]])
     found = accuracy_per_class(confusion, ["a", "without images", "c"])
-    assert list(found.items()) == [("c", 0.0), ("a", 0.75)]
-    assert accuracies_in_words(found) == "accuracy per class: c 0.0%, a 75.0%"
+    assert list(found.items()) == [("c", 0.0), ("a", 0.75), ("without images", None)]
+    said = "accuracy per class: c 0.0%, a 75.0%, without images -"
+    assert accuracies_in_words(found) == said
     many = {str(number): number / 100 for number in range(50)}
     assert accuracies_in_words(many).startswith(
         "lowest accuracies of 50 classes: 0 0.0%"

@@ -32,7 +32,6 @@ from harness.runs import (
 
 from scatterpar.__main__ import main as command
 from scatterpar.train import records as record_module
-from scatterpar.train import run as tool
 from scatterpar.train import training
 from scatterpar.train.data import load
 from scatterpar.train.run import main
@@ -461,7 +460,7 @@ def test_run_reports_and_opens_no_port(tmp_path, capsys, monkeypatch):
         raise AssertionError(f"a port was opened: {address}")
 
     monkeypatch.setattr("socket.socket.bind", opened)
-    monkeypatch.setattr(tool, "_LINE_SECONDS", 0.0)
+    monkeypatch.setattr("scatterpar.train.progress._LINE_SECONDS", 0.0)
     devices = ["--devices", "cpu:0,cpu:1", "--batch", "1024"]
     assert main([*EMBEDDED, *devices, "--out", str(tmp_path)]) == 0
     printed, accuracy = (
@@ -479,7 +478,7 @@ def test_run_reports_and_opens_no_port(tmp_path, capsys, monkeypatch):
         "images of each class: T-shirt/top 809 + 191, Trouser 792 + 208, ",
         "copied per step, bytes",
         "nn.DataParallel, 4 sub-steps",
-        "wrote metrics.jsonl, curves.png, confusion.png, first_batch.png in",
+        "wrote metrics.jsonl, curves.png, confusion.png, mistakes.png, first_batch.png",
     ):
         assert words in printed.out
     line = r"^epoch 1/1, 25%: loss \d+\.\d{4}, [\d,]+ images/s, \d+:\d\d left$"
@@ -569,7 +568,7 @@ def test_training_options_reach_the_run(folder, tmp_path, capsys):
     assert train(folder, tmp_path, *options) == 0
     printed = capsys.readouterr().out
     rates = [r["learning_rate"] for r in steps(tmp_path)]
-    peak = 0.003 * 40 / 256  # 120 images in three steps
+    peak = 0.003 * (40 / 256) ** 0.5  # 120 images in three steps
     assert rates == pytest.approx([peak] * 3 + [peak / 10] * 3 + [peak / 100] * 3)
     state, best = (torch.load(tmp_path / name) for name in ("checkpoint.pt", "best.pt"))
     assert state["scaler"]["scale"] > 0

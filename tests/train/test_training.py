@@ -193,6 +193,43 @@ def test_included_images_use_large_batches(options, batch):
     assert first_batch(parse(options), 8192) == batch
 
 
+def test_average_forgets_initial_weights(toy):
+    """In few steps a fixed decay of 0.999 keeps them; the decay is warmed up."""
+    training = toy("--ema", "0.999", "--base-lr", "1")
+    feed = Feed(toy_data(), training.requests())
+    expected = None
+    for updates in range(3):
+        request, batch = feed.take()
+        training.step(len(request.rows), batch)
+        weight = training.model.network[1].weight.detach().clone()
+        decay = (1 + updates) / (10 + updates)
+        if expected is None:
+            expected = weight
+        else:
+            expected = decay * expected + (1 - decay) * weight
+    found = training.average.module.network[1].weight
+    torch.testing.assert_close(found, expected)
+    assert "averages over 1,000 steps, and the run has 6" in training.rates_in_words()
+    assert "warning" not in toy("--ema", "0.3").rates_in_words()
+
+
+@pytest.mark.parametrize(
+    ("name", "rate"),
+    [
+        *[("SGD", 0.0125 * 16), ("AdamW", 0.001 * 4), ("nadam", 0.002 * 4)],
+        *[("ASGD", 0.01 * 16), ("RMSprop", 0.001 * 4), ("Adagrad", 0.01 * 4)],
+    ],
+)
+def test_rate_fits_optimizer_and_batch(name, rate):
+    """Linear for SGD, by the square root for what divides by the gradient's size."""
+    options = ["--model", f"{__name__}:Toy", "--optimizer", name, "--epochs", "1"]
+    options += ["--batch", "4096", "--micro-batch-size", "4096"]
+    training = Training(parse(options), toy_data(4096), [torch.device("cpu")])
+    with training.engine:
+        assert training.peak_rate() == pytest.approx(rate)
+        assert f"a learning rate of {rate:.3g}" in training.rates_in_words()
+
+
 # --- the batch that grows ---
 
 

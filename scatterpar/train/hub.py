@@ -1,0 +1,154 @@
+"""Data sets of Hugging Face: of the hub, saved by `save_to_disk`, or parquet files."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scatterpar.train.libraries import INSTALL
+from scatterpar.train.options import Options, UsageError, words_of
+from scatterpar.train.parts import (
+    IMAGE_COLUMNS,
+    LABEL_COLUMNS,
+    TRAIN,
+    Parts,
+    Unused,
+    choose_column,
+    class_names_of,
+    labelled_rows,
+    make_parts,
+    part_of,
+)
+
+_SAVED = ("dataset_dict.json", "state.json")  # files of `save_to_disk`
+
+
+class HubRows:
+    """Rows of a data set: pictures and their labels."""
+
+    def __init__(self, pictures: Any, rows: Tensor, labels: Tensor) -> None:
+        self._pictures = pictures  # a data set of one column
+        self._rows = rows
+        self.labels = labels
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: int) -> tuple[Any, int]:
+        (picture,) = self._pictures[int(self._rows[row])].values()
+        return picture, int(self.labels[row])
+
+    def select(self, rows: Tensor) -> HubRows:
+        """Return these rows only."""
+        return HubRows(self._pictures, self._rows[rows], self.labels[rows])
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether a folder has a data set of `save_to_disk`, or parquet files."""
+    if any((folder / name).exists() for name in _SAVED):
+        return True
+    return any(folder.glob("*.parquet")) or any(folder.glob("*/*.parquet"))
+
+
+def read_hub(name: str, options: Options) -> Parts:
+    """Open a data set by its name on the hub, or by its folder."""
+    parts = dict[str, Any]()
+    unused = Unused()
+    splits = _load(name, options)
+    for split_name, dataset in splits.items():
+        part = part_of(split_name) if len(splits) > 1 else TRAIN
+        if part is None or part in parts:
+            unused.add("in other splits", split_name, len(dataset))
+        else:
+            parts[part] = dataset
+    if TRAIN not in parts:
+        raise UsageError(f"it has no split to train on; its splits are {list(splits)}")
+    train = parts[TRAIN]
+    image, label = _columns(train.features, options)
+    datasets = importlib.import_module("datasets")
+    names = getattr(train.features[label], "names", None)
+    labels_of_parts = {
+        part: _labels(dataset, label, names) for part, dataset in parts.items()
+    }
+    class_names = names or class_names_of(labels_of_parts[TRAIN], label)
+    pictures = {}
+    for part, dataset in parts.items():
+        pairs = labelled_rows(labels_of_parts[part], class_names, unused)
+        if pairs:
+            rows, labels = torch.tensor(pairs).unbind(1)
+            column = dataset.select_columns([image])
+            column = column.cast_column(image, datasets.Image())
+            pictures[part] = HubRows(column, rows, labels)
+    if TRAIN not in pictures:
+        raise UsageError(f"its images to train on have no {label}")
+    made = make_parts(pictures, class_names, unused, options.val)
+    made.notes.append(f"images from the column {image}, classes from {label}")
+    return made
+
+
+def _load(name: str, options: Options) -> dict[str, Any]:
+    """Return the splits by their names."""
+    if not options.download:
+        # The library reads this variable when it is imported.
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        datasets: Any = importlib.import_module("datasets")
+    except ImportError as error:
+        raise UsageError(
+            f"{words_of(error)} ({INSTALL} -e '.[datasets]' where you cloned "
+            "scatterpar)"
+        ) from error
+    try:
+        if any(Path(name, file).exists() for file in _SAVED):
+            loaded = datasets.load_from_disk(name)
+        else:
+            loaded = datasets.load_dataset(name, cache_dir=str(options.data_root))
+    except Exception as error:
+        remedy = f"looked in --data-root {options.data_root}; --download fetches it"
+        raise UsageError(f"{words_of(error):.300} ({remedy})") from error
+    if isinstance(loaded, dict):
+        return loaded
+    return {TRAIN: loaded}
+
+
+def _columns(features: Any, options: Options) -> tuple[str, str]:
+    """Return the columns of pictures and of labels, found by type and name."""
+    images = []
+    classes = []
+    others = []
+    for column, feature in features.items():
+        kind = type(feature).__name__
+        if kind == "Image":
+            images.append(column)
+        elif kind == "ClassLabel":
+            classes.append(column)
+        elif kind == "Value":
+            others.append(column)
+    if options.column_image or not images:
+        images += others
+    image = choose_column(images, IMAGE_COLUMNS, "image", options.column_image)
+    labels = classes or [column for column in others if column != image]
+    if options.column_label:
+        labels = classes + others
+    label = choose_column(labels, LABEL_COLUMNS, "label", options.column_label)
+    return image, label
+
+
+def _labels(dataset: Any, column: str, names: Sequence[str] | None) -> list[Any]:
+    """Return the label of each row as text or number; None if there is none."""
+    if column not in dataset.features:
+        return [None] * len(dataset)
+    labels = list(dataset.select_columns([column])[column])
+    if names is None:
+        return labels
+    texts = []
+    for label in labels:
+        is_known = label is not None and label >= 0
+        texts.append(names[label] if is_known else None)
+    return texts

@@ -1,0 +1,271 @@
+"""The parts of a data set, to train and to test on: their names, files and labels, and
+a part that is held out of the training images.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scatterpar.train.options import UsageError
+
+TRAIN = "train"
+VAL = "val"
+TEST = "test"
+FINAL = "final"  # the part that is tested once, at the end, if there is one
+# As in Hugging Face's datasets, data_files.SPLIT_KEYWORDS, and PASCAL VOC's trainval.
+_PART_NAMES = {
+    TRAIN: ("train", "training", "trainval"),
+    VAL: ("val", "valid", "validation", "dev"),
+    TEST: ("test", "testing", "eval", "evaluation"),
+}
+# Ends of a word, as in trainset: the name of the part comes before them.
+_ENDS_OF_WORDS = re.compile("(set|data|images|imgs|pictures|photos)$")
+UNLABELLED = "without a label"
+UNKNOWN_CLASS = "of classes that the training images lack"
+_NO_TESTS = (
+    "there are no images to test on: --val 0.1 tests on a tenth of each class; or make "
+    "folders train/ and test/ (or val/) with the classes in each"
+)
+_SHOWN_NAMES = 10
+
+
+def part_of(name: str) -> str | None:
+    """Return the part that a folder or split is for, by a word of its name.
+
+    >>> [part_of(name) for name in ("Training", "seg_test", "ValSet", "val2017", "cat")]
+    ['train', 'test', 'val', 'val', None]
+    """
+    separated = re.sub("([a-z])([A-Z])", r"\1 \2", name).lower()
+    parts = set()
+    for word in re.findall("[a-z]+", separated):
+        stem = _ENDS_OF_WORDS.sub("", word)
+        for part, names in _PART_NAMES.items():
+            if stem in names:
+                parts.add(part)
+    return parts.pop() if len(parts) == 1 else None
+
+
+def is_part_name(name: str) -> bool:
+    """Whether the name is that of a part, and no more, in upper or lower case."""
+    return any(name.lower() in names for names in _PART_NAMES.values())
+
+
+class Files:
+    """Names of files, and their labels: two tensors, which worker processes share."""
+
+    def __init__(self, pairs: Sequence[tuple[str, int]]) -> None:
+        encoded = [os.fsencode(name) for name, _ in pairs]
+        width = max(map(len, encoded))
+        padded = bytearray(b"".join(name.ljust(width, b"\0") for name in encoded))
+        letters = torch.frombuffer(padded, dtype=torch.uint8)
+        self._names = letters.view(len(encoded), width)
+        self.labels = torch.tensor([label for _, label in pairs], dtype=torch.int32)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, row: int) -> tuple[str, int]:
+        letters = bytes(self._names[row].tolist())
+        return os.fsdecode(letters.rstrip(b"\0")), int(self.labels[row])
+
+    def select(self, rows: Tensor) -> Files:
+        """Return these files only."""
+        return Files([self[row] for row in rows.tolist()])
+
+
+@dataclass
+class Unused:
+    """How many files are not read, by reason, with their endings or folders."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    names: dict[str, set[str]] = field(default_factory=dict)
+
+    def add(self, reason: str, name: str = "", number: int = 1) -> None:
+        """Count files that are not read."""
+        self.counts[reason] += number
+        if name:
+            self.names.setdefault(reason, set()).add(name)
+
+    def __str__(self) -> str:
+        reasons = []
+        for reason, number in (+self.counts).items():
+            text = f"{number:,} {reason}"
+            if reason in self.names:
+                text += f" ({first_names(sorted(self.names[reason]))})"
+            reasons.append(text)
+        return ", ".join(reasons)
+
+
+def first_names(names: Sequence[str], most: int = _SHOWN_NAMES) -> str:
+    """Return a list of names as text: the first ones, and how many follow."""
+    text = ", ".join(names[:most])
+    if len(names) > most:
+        text += f", and {len(names) - most:,} more"
+    return text
+
+
+@dataclass
+class Parts:
+    """The pictures of a data set, by part, and its classes.
+
+    Attributes:
+        train: the pictures to train on, which have ``labels`` and ``select``, as
+            `Files` have.
+        test: the pictures to test on after each epoch.
+        final: the pictures to test on once, at the end, or None.
+        class_names: the names of the classes; a label is the place of a name.
+        unused: the files that are not read.
+        notes: what else a reader of the results has to know.
+    """
+
+    train: Any
+    test: Any
+    final: Any
+    class_names: Sequence[str]
+    unused: Unused
+    notes: list[str] = field(default_factory=list)
+
+
+def make_parts(
+    pictures: Mapping[str, Any],
+    class_names: Sequence[str],
+    unused: Unused,
+    val: float | None,
+) -> Parts:
+    """Choose what is tested when, and hold out the part `val` of the training pictures
+    if there are none to test on.
+
+    Args:
+        pictures: the labelled pictures by part; empty parts are left out.
+        class_names: the names of the classes.
+        unused: the files that are not read.
+        val: the part of each class to hold out.
+    """
+    if len(class_names) < 2:
+        raise UsageError(f"two classes are needed, and it has {list(class_names)}")
+    train = pictures[TRAIN]
+    notes = []
+    if len(pictures) == 1:
+        if val is None:
+            raise UsageError(_NO_TESTS)
+        held_in, held_out = split(train.labels, val)
+        first = train.select(held_out)
+        train = train.select(held_in)
+        final = None
+    else:
+        if val is not None:
+            raise UsageError("it has images to test on; leave out --val")
+        first = pictures.get(VAL) or pictures[TEST]
+        final = pictures[TEST] if VAL in pictures and TEST in pictures else None
+    for part in (first, final):
+        if part is not None:
+            notes += _untested_classes(part, class_names)
+    return Parts(train, first, final, class_names, unused, notes)
+
+
+def _untested_classes(part: Any, class_names: Sequence[str]) -> list[str]:
+    """Return a line that names the classes without a picture to test on."""
+    labels = getattr(part, "labels", None)
+    if labels is None:
+        return []
+    tested = set(labels.tolist())
+    names = [name for label, name in enumerate(class_names) if label not in tested]
+    if not names:
+        return []
+    return [f"warning: not tested, as there is no picture for it: {first_names(names)}"]
+
+
+def split(labels: Tensor, val: float) -> tuple[Tensor, Tensor]:
+    """Hold out this part of each class, at least one picture of each class that has
+    two, in the same way in every run. Returns the rows to train on, and to test on.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shuffled = torch.randperm(len(labels), generator=generator)
+    is_test = torch.zeros(len(labels), dtype=torch.bool)
+    for label in labels.unique():
+        rows = shuffled[labels[shuffled] == label]
+        number = max(1, round(len(rows) * val))
+        # One picture is left to train on.
+        is_test[rows[: min(number, len(rows) - 1)]] = True
+    if not is_test.any():
+        raise UsageError(f"it has too few pictures ({len(labels)}) for --val {val}")
+    return (~is_test).nonzero().flatten(), is_test.nonzero().flatten()
+
+
+# --- labels in the column of a table ---
+
+# Usual names of columns, the most usual first, in lower case and without other signs.
+IMAGE_COLUMNS = "image img picture filename file filepath path imagepath imageid id"
+LABEL_COLUMNS = "label labels class classname category finelabel target species y"
+PART_COLUMNS = "split subset partition set"
+_FEW_CLASSES = 20  # any table may have so many
+
+
+def choose_column(
+    columns: Sequence[str], usual: str, kind: str, chosen: str | None
+) -> str:
+    """Return the column that an option names, else one with a usual name, else the only
+    one.
+
+    Args:
+        columns: the names of the columns.
+        usual: the usual names.
+        kind: ``"image"`` or ``"label"``, as in the option's name.
+        chosen: the value of the option.
+    """
+    listed = first_names(columns)
+    if chosen is not None:
+        if chosen not in columns:
+            raise UsageError(f"--column-{kind} {chosen}: its columns are {listed}")
+        return chosen
+    for name in usual.split():
+        for column in columns:
+            if re.sub("[^a-z0-9]", "", column.lower()) == name:
+                return column
+    if len(columns) == 1:
+        return columns[0]
+    raise UsageError(
+        f"which column has the {kind}s is not known: --column-{kind} NAME, one of "
+        f"{listed or 'none'}"
+    )
+
+
+def class_names_of(labels: Sequence[Any], column: str) -> list[str]:
+    """Return the classes that labels name, sorted; by number if they are numbers."""
+    names = sorted({str(label) for label in labels if not _is_missing(label)})
+    if len(names) > max(_FEW_CLASSES, len(labels) // 2):
+        raise UsageError(
+            f"the column {column} has {len(names):,} values for {len(labels):,} "
+            "images: --column-label NAME names the column of their classes"
+        )
+    if all(name.isdigit() for name in names):
+        names.sort(key=int)
+    return names
+
+
+def _is_missing(label: Any) -> bool:
+    return label is None or label == "" or label != label  # NaN
+
+
+def labelled_rows(
+    labels: Sequence[Any], class_names: Sequence[str], unused: Unused
+) -> list[tuple[int, int]]:
+    """Return the rows whose label is a class, each with the number of the class."""
+    numbers = {name: number for number, name in enumerate(class_names)}
+    pairs = []
+    for row, label in enumerate(labels):
+        if _is_missing(label):
+            unused.add(UNLABELLED)
+        elif str(label) in numbers:
+            pairs.append((row, numbers[str(label)]))
+        else:
+            unused.add(UNKNOWN_CLASS, str(label))
+    return pairs

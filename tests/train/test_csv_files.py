@@ -1,0 +1,92 @@
+"""Tables of files and labels."""
+
+from __future__ import annotations
+
+import pytest
+from PIL import Image
+
+from scatterpar.train.csv_files import read_table
+from scatterpar.train.options import Options, UsageError
+
+pytestmark = [pytest.mark.pictures, pytest.mark.draws]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for number in range(12):
+        place = tmp_path / ("a" if number % 2 else "b/c")
+        place.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (2, 2)).save(place / f"{number}.png")
+    return tmp_path
+
+
+def name_of(number):
+    return f"{'a' if number % 2 else 'b/c'}/{number}.png"
+
+
+def write(folder, header, row, name="train.csv"):
+    lines = [header, *(row(number) for number in range(12))]
+    (folder / name).write_text("\n".join(lines), encoding="utf-8-sig")
+    return folder / name
+
+
+TABLES = [
+    ("image,label", lambda n: f"{name_of(n)},{'xyz'[n % 3]}", {}),
+    ("file_name;class", lambda n: f"{n}.png;{'xyz'[n % 3]}", {}),
+    ("id\tbreed", lambda n: f"{n}\t{'xyz'[n % 3]}", {}),
+    ("a,label,b", lambda n: f"1,{n % 3},./{name_of(n)}", {"column_image": "b"}),
+    ("image,age,kind", lambda n: f"{n},{n},{n % 3}", {"column_label": "kind"}),
+]
+
+
+@pytest.mark.parametrize(("header", "row", "options"), TABLES)
+def test_columns_and_files_are_recognised(folder, header, row, options):
+    parts = read_table(write(folder, header, row), Options(val=0.25, **options))
+    assert len(parts.class_names) == 3
+    assert (len(parts.train), len(parts.test)) == (9, 3)
+    for files in (parts.train, parts.test):
+        for name, label in (files[row] for row in range(len(files))):
+            number = int(name.rpartition("/")[2].removesuffix(".png"))
+            assert name == str(folder / name_of(number))
+            assert label == number % 3
+
+
+def test_column_of_parts_divides_rows(folder):
+    part = ["train"] * 6 + ["val"] * 3 + ["test"] * 2 + ["extra"]
+    table = write(
+        folder, "image,label,split", lambda n: f"{n}.png,{'xyz'[n % 3]},{part[n]}"
+    )
+    parts = read_table(table, Options())
+    sizes = [len(files) for files in (parts.train, parts.test, parts.final)]
+    assert sizes == [6, 3, 2]
+    assert str(parts.unused) == "1 of other parts (extra)"
+
+
+def test_unlabelled_rows_left_aside(folder):
+    table = write(folder, "image,label", lambda n: f"{n},{'xy'[n % 2] if n else ''}")
+    parts = read_table(table, Options(val=0.2))
+    assert str(parts.unused) == "1 without a label"
+
+
+@pytest.mark.parametrize(
+    ("header", "row", "words"),
+    [
+        ("a.png,cat", lambda n: f"{n}.png,cat", "--column-image NAME, one of a.png, c"),
+        ("image,label", lambda n: f"{n + 2}.png,x", "of 12 images 2 are not below"),
+        ("image,label", lambda n: f"{n % 6}.png,x", "12 rows, but only 6 images"),
+        ("image,a,b", lambda n: f"{n},x,y", "--column-label NAME, one of a, b"),
+    ],
+)
+def test_wrong_table_refused_in_one_line(folder, header, row, words):
+    with pytest.raises(UsageError, match=words) as caught:
+        read_table(write(folder, header, row), Options(val=0.2))
+    assert "\n" not in str(caught.value)
+
+
+def test_files_are_in_the_train_folder(folder):
+    (folder / "a").rename(folder / "train_images")
+    table = write(folder, "id,label", lambda n: f"{2 * n // 2 % 6 * 2 + 1},{n % 2}")
+    lines = table.read_text().splitlines()[:7]
+    table.write_text("\n".join(lines))
+    options = Options(val=0.3, train_folder="train_images")
+    assert len(read_table(table, options).train) == 4

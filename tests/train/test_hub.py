@@ -1,0 +1,121 @@
+"""Data sets of Hugging Face: splits, columns and labels of any names."""
+
+from __future__ import annotations
+
+import pytest
+from PIL import Image
+
+from scatterpar.train.hub import is_saved, read_hub
+from scatterpar.train.options import Options, UsageError
+
+datasets = pytest.importorskip("datasets", reason="Hugging Face's datasets is missing")
+pytestmark = pytest.mark.draws
+NAMES = ["red", "green", "blue"]
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # no thread of its own
+
+
+def make(number, label=lambda row: row % 3, kind=None, image="image", column="label"):
+    """A split of so many pictures, whose brightness is their row."""
+    kind = kind or datasets.ClassLabel(names=NAMES)
+    features = datasets.Features({image: datasets.Image(), column: kind})
+    pictures = [Image.new("L", (8, 8), row) for row in range(number)]
+    labels = [label(row) for row in range(number)]
+    columns = {image: pictures, column: labels}
+    return datasets.Dataset.from_dict(columns, features=features)
+
+
+def opened(folder, splits, *, saved=False, **options):
+    place = folder / "set"
+    if saved:
+        datasets.DatasetDict(splits).save_to_disk(str(place))
+    else:
+        (place / "data").mkdir(parents=True)
+        for name, split in splits.items():
+            split.to_parquet(str(place / "data" / f"{name}-00000-of-00001.parquet"))
+    assert is_saved(place)
+    return read_hub(str(place), Options(data_root=folder / "cache", **options))
+
+
+def rows_of(part):
+    """The number of each picture, which is its brightness; compared with its label."""
+    rows = []
+    for picture, label in (part[row] for row in range(len(part))):
+        row = picture.getpixel((0, 0))
+        assert label == row % 3
+        rows.append(row)
+    return rows
+
+
+@pytest.mark.parametrize("saved", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_validation_chooses_test_is_last(tmp_path, saved):
+    splits = {"train": make(9), "validation": make(6), "test": make(3)}
+    parts = opened(tmp_path, splits, saved=saved)
+    assert parts.class_names == NAMES
+    assert rows_of(parts.train) == list(range(9))
+    assert rows_of(parts.test) == list(range(6))
+    assert rows_of(parts.final) == list(range(3))
+
+
+def test_only_split_is_divided(tmp_path):
+    with pytest.raises(UsageError, match=r"no images to test on: --val 0.1"):
+        opened(tmp_path, {"train": make(12)}, saved=True)
+    parts = opened(tmp_path / "b", {"data": make(12)}, saved=True, val=0.25)
+    assert sorted([*rows_of(parts.train), *rows_of(parts.test)]) == list(range(12))
+    assert sorted(parts.test.labels.tolist()) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "label"), [(None, -1), (None, None), ("string", ""), ("int64", -1)]
+)
+def test_unlabelled_test_split_left_aside(tmp_path, kind, label):
+    value = kind and datasets.Value(kind)
+    known = (lambda row: str(row % 3)) if kind == "string" else (lambda row: row % 3)
+    splits = {
+        "train": make(9, known, value),
+        "validation": make(3, known, value),
+        "test": make(3, lambda row: label, value),
+    }
+    parts = opened(tmp_path, splits, saved=True)
+    assert parts.final is None
+    assert len(parts.test) == 3
+    assert str(parts.unused).startswith("3 ")
+
+
+@pytest.mark.parametrize(
+    ("kind", "label", "names"),
+    [
+        ("string", lambda row: NAMES[row % 3], sorted(NAMES)),
+        ("int64", lambda row: 9 + row % 3, ["9", "10", "11"]),
+        ("bool", lambda row: row % 2 == 0, ["False", "True"]),
+    ],
+)
+def test_columns_found_by_type(tmp_path, kind, label, names):
+    made = make(12, label, datasets.Value(kind), image="img", column="fine_label")
+    parts = opened(tmp_path, {"train": made, "test": made}, saved=True)
+    assert parts.class_names == names
+    assert "images from the column img, classes from fine_label" in parts.notes
+
+
+def test_column_is_asked_for(tmp_path):
+    made = make(12, column="fine_label")
+    made = made.add_column("coarse_label", [row % 2 for row in range(12)])
+    made = made.cast_column("coarse_label", datasets.ClassLabel(names=["a", "b"]))
+    made = made.rename_column("fine_label", "shade")
+    splits = {"train": made, "test": made}
+    words = "--column-label NAME, one of shade, coarse_label"
+    with pytest.raises(UsageError, match=words):
+        opened(tmp_path, splits, saved=True)
+    parts = opened(tmp_path / "b", splits, saved=True, column_label="coarse_label")
+    assert parts.class_names == ["a", "b"]
+
+
+def test_absent_set_refused_in_one_line(tmp_path):
+    words = r"--data-root .* --download fetches"
+    with pytest.raises(UsageError, match=words) as caught:
+        read_hub("nobody/nothing", Options(data_root=tmp_path))
+    assert "\n" not in str(caught.value)

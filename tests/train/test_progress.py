@@ -1,0 +1,69 @@
+"""The bar of a run moves within a step, by any thread; without a terminal there are
+lines.
+"""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from scatterpar import ScatterOnceParallel
+from scatterpar.train import progress as progress_module
+from scatterpar.train.progress import Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def make_terminal(monkeypatch):
+    screen = Terminal()
+    monkeypatch.setattr("sys.stderr", screen)
+    return screen
+
+
+@pytest.mark.draws
+def test_bar_moves_within_a_step(monkeypatch):
+    terminal = make_terminal(monkeypatch)
+    seen = []
+    criterion = nn.CrossEntropyLoss()
+    model = nn.Linear(4, 3)
+    batch = torch.randn(512, 4), torch.zeros(512, dtype=torch.int64)
+    options = {"device_ids": ["cpu:0", "cpu:1"], "micro_batch_size": 32}
+    with (
+        ScatterOnceParallel(model, **options) as engine,
+        Progress(1024, file=terminal) as progress,
+    ):
+        criterion.register_forward_hook(progress.add)
+        criterion.register_forward_hook(lambda *_: seen.append(progress._bar.n))
+        for done in (512, 1024):
+            progress.begin(512)
+            engine.forward_backward(*batch, criterion)
+            # The engine's look computes a few rows more; the step's end is the limit.
+            assert progress._bar.n == done
+            progress.report(done, "")
+    assert any(0 < number < 512 for number in seen)
+    assert max(seen) == 1024
+
+
+def test_bar_is_there_before_the_first_step(monkeypatch):
+    terminal = make_terminal(monkeypatch)
+    with Progress(100, file=terminal) as progress:
+        progress.describe("reading 64 of 4,096")
+        assert "reading 64 of 4,096" in terminal.getvalue()
+
+
+def test_lines_without_a_terminal(monkeypatch):
+    monkeypatch.setattr(progress_module, "_LINE_SECONDS", 0.0)
+    file = io.StringIO()
+    with Progress(100, file=file) as progress:
+        progress.report(25, "epoch 1")
+        progress.report(50, "")
+        progress.report(75, "epoch 3")
+    (line,) = file.getvalue().splitlines()
+    assert line.startswith("epoch 3, ")
+    assert " images/s, " in line

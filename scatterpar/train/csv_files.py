@@ -19,8 +19,8 @@ from scatterpar.train.parts import (
     LABEL_COLUMNS,
     PART_COLUMNS,
     TRAIN,
+    DataParts,
     Files,
-    Parts,
     Unused,
     choose_column,
     class_names_of,
@@ -33,7 +33,7 @@ from scatterpar.train.parts import (
 ENDINGS = (".csv", ".tsv")
 
 
-def read_table(path: Path, options: Options) -> Parts:
+def read_table(path: Path, options: Options) -> DataParts:
     """Find the files that a table lists."""
     table = _read(path)
     columns = list(table[0])

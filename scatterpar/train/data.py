@@ -30,8 +30,8 @@ from scatterpar.train.parts import (
     FINAL,
     TEST,
     TRAIN,
+    DataParts,
     Files,
-    Parts,
     Unused,
     first_names,
     make_parts,
@@ -349,7 +349,7 @@ def open_data(options: Options) -> Source:
     return source
 
 
-def _open_parts(options: Options) -> Parts:
+def _open_parts(options: Options) -> DataParts:
     path = Path(options.data).expanduser()
     if path.is_dir():
         if is_saved(path):
@@ -420,7 +420,7 @@ def _default_size(model: str, pairs: Any) -> int:
     return max(_SMALLEST_SIDE, min(median, _LARGEST_SIDE))
 
 
-def _of_torchvision(options: Options) -> Parts:
+def _of_torchvision(options: Options) -> DataParts:
     """Open a data set of torchvision by timm's name."""
     pictures = {part: _open_split(options, part) for part in (TRAIN, TEST)}
     train = pictures[TRAIN]

@@ -20,8 +20,8 @@ from scatterpar.train.parts import (
     UNKNOWN_CLASS,
     UNLABELLED,
     VAL,
+    DataParts,
     Files,
-    Parts,
     Unused,
     first_names,
     is_part_name,
@@ -44,7 +44,7 @@ _MOST_PARTS = 10  # of a data set, such as folds
 _Pairs = list[tuple[str, int]]  # names of files and their labels
 
 
-def read_folders(path: Path, options: Options) -> Parts:
+def read_folders(path: Path, options: Options) -> DataParts:
     """Find the files of a data set in the folders of `path`."""
     parts = _chosen_parts(path, options) or _find_parts(path)
     train = parts.get(TRAIN, path)

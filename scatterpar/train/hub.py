@@ -17,7 +17,7 @@ from scatterpar.train.parts import (
     IMAGE_COLUMNS,
     LABEL_COLUMNS,
     TRAIN,
-    Parts,
+    DataParts,
     Unused,
     choose_column,
     class_names_of,
@@ -56,7 +56,7 @@ def is_saved(folder: Path) -> bool:
     return any(folder.glob("*.parquet")) or any(folder.glob("*/*.parquet"))
 
 
-def read_hub(name: str, options: Options) -> Parts:
+def read_hub(name: str, options: Options) -> DataParts:
     """Open a data set by its name on the hub, or by its folder."""
     parts = dict[str, Any]()
     unused = Unused()

@@ -113,7 +113,7 @@ def first_names(names: Sequence[str], most: int = _SHOWN_NAMES) -> str:
 
 
 @dataclass
-class Parts:
+class DataParts:
     """The pictures of a data set, by part, and its classes.
 
     Attributes:
@@ -139,7 +139,7 @@ def make_parts(
     class_names: Sequence[str],
     unused: Unused,
     val: float | None,
-) -> Parts:
+) -> DataParts:
     """Choose what is tested when, and hold out the part `val` of the training pictures
     if there are none to test on.
 
@@ -168,7 +168,7 @@ def make_parts(
     for part in (first, final):
         if part is not None:
             notes += _untested_classes(part, class_names)
-    return Parts(train, first, final, class_names, unused, notes)
+    return DataParts(train, first, final, class_names, unused, notes)
 
 
 def _untested_classes(part: Any, class_names: Sequence[str]) -> list[str]:

@@ -40,6 +40,7 @@ def join_rows(
     lists: Lists = "never",
     order: Sequence[int] = (),
     pad: float | None = None,
+    joins_equal: bool = False,
 ) -> Any:
     """Join pieces of the same nested types, each of consecutive rows, into one value.
 
@@ -47,7 +48,9 @@ def join_rows(
     are ignored. ``rows`` has the number of rows of each piece. Tensors with that size
     along ``dim``, or with one and the same multiple of it, are concatenated along
     ``dim``. A tensor with another size and the same bits in all pieces, such as a
-    codebook, is returned once. Other tensors are refused by a ``ValueError``. Without
+    codebook, is returned once; so is one with a multiple of the rows, unless
+    ``joins_equal`` says that its entries are known to belong to rows. Other tensors are
+    refused by a ``ValueError``. Without
     ``rows`` all tensors are concatenated. With ``pad`` tensors get equal sizes in the
     other dimensions: they are padded at the end with this value.
 
@@ -85,7 +88,7 @@ def join_rows(
             return _average(atoms, weights)
         if pad is not None:
             atoms = _padded(atoms, dim, pad)
-        if rows is not None and not _entries_per_row(atoms, rows, dim):
+        if rows is not None and not _entries_per_row(atoms, rows, dim, joins_equal):
             return atoms[0]
         return _in_order(torch.cat(atoms, dim), order, dim)
 
@@ -161,10 +164,13 @@ def rows_at(places: Tensor, tensor: Tensor, dim: int) -> Tensor:
     return tensor.index_select(dim, places)
 
 
-def _entries_per_row(atoms: Sequence[Tensor], rows: Sequence[int], dim: int) -> int:
+def _entries_per_row(
+    atoms: Sequence[Tensor], rows: Sequence[int], dim: int, joins_equal: bool
+) -> int:
     """The number of entries per row along ``dim``.
 
-    It is 0 if the tensors have no rows, and are the same in all pieces. Raises
+    It is 0 if the tensors have no rows, and are the same in all pieces. Several entries
+    per row that are the same in all pieces count with ``joins_equal`` only. Raises
     ``ValueError`` if the tensors cannot be joined.
     """
     ratios: set[float] = set()  # of entries to rows
@@ -178,8 +184,8 @@ def _entries_per_row(atoms: Sequence[Tensor], rows: Sequence[int], dim: int) -> 
     # One and the same whole number in all pieces, else nothing tells the rows.
     if len(ratios) == len(other_sizes) == 1 and min(ratios) % 1 == 0:
         (entries,) = ratios
-    if entries == 1:
-        return 1
+    if entries == 1 or (entries and joins_equal):
+        return int(entries)
     first = atoms[0]
     # A head that starts at zero gives every row the same entries: that pieces are equal
     # is no sign that they have no rows.

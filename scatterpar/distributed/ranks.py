@@ -178,7 +178,10 @@ class Ranks:
         # Gradients of other ranks' rows go back through no collective: each rank
         # computes the criterion for all rows, and keeps the gradient of its own.
         detached = [detached_output(piece, True) for piece in pieces]
-        values_here = join_rows(detached, dim, rows, rows), unwrap_markers(targets)
+        values_here = (
+            join_rows(detached, dim, rows, rows, joins_equal=True),
+            unwrap_markers(targets),
+        )
         bytes_here = pack(nested.tensors(values_here), seed, sum(rows))
         kind = f"outputs {kind_of(values_here, dim)}"
         self._error_is_common = True  # up to the end of the exchange

@@ -53,6 +53,7 @@ from scatterpar.sharded import ShardedOptimizer
 from scatterpar.state.journal import Journal
 from scatterpar.state.whose import is_user_class, is_user_function
 from scatterpar.step.request import Buffers, Reduction
+from scatterpar.step.turns import lasting_a_turn
 from scatterpar.torch_private import unwrapped
 
 __all__ = ["ScatterOnceMixin", "ScatterOnceTrainer"]
@@ -572,7 +573,8 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             stack.enter_context(explained(device, _ELSEWHERE))
             trainer: Any = self
             if self._takes_turns:
-                stack.enter_context(self._lending.lent(parts, device))
+                lent = self._lending.lent(parts, device)
+                stack.enter_context(lasting_a_turn(lent))
                 # what ``args.device`` reads, a cached property
                 stack.enter_context(loop.overridden(self.args, _setup_devices=device))
             else:

@@ -395,6 +395,7 @@ class WholeBatch:
             rows=self._rows,
             lists="if clear" if self._lists else "never",
             order=self._order,
+            joins_equal=True,
         )
         return nested.map_tensors(_not_a_leaf, joined)
 

@@ -239,7 +239,7 @@ def terms_of_rows(criterion: Any, targets: Any, dim: int) -> Tensor:
 
 
 def count_labels(
-    ignore_index: int = -100, *, shifted: bool = False, key: str = "labels"
+    ignore_index: int = -100, *, shifted: bool = False, key: str | int = "labels"
 ) -> Count:
     """A ``count=`` for losses that average over labels that are not ``ignore_index``.
 
@@ -248,7 +248,7 @@ def count_labels(
         shifted: ignore the first position of each row, as causal language models do: no
             position predicts the first label.
         key: the key of the labels if the targets are no tensor: ``targets[key]``, else
-            ``inputs[key]``.
+            ``inputs[key]``; in a tuple, their number, such as 1.
 
     Returns:
         ``count(inputs, targets)``, the number of labels as a 0-dim tensor. It can be
@@ -269,7 +269,7 @@ def count_labels(
 
 
 def _count(
-    inputs: Any, targets: Any, *, ignore_index: int, shifted: bool, key: str
+    inputs: Any, targets: Any, *, ignore_index: int, shifted: bool, key: str | int
 ) -> Tensor:
     labels = _labels_in(inputs, targets, key)
     if labels is None:
@@ -290,12 +290,14 @@ def _count(
     return counted.sum()
 
 
-def _labels_in(inputs: Any, targets: Any, key: str) -> Tensor | None:
+def _labels_in(inputs: Any, targets: Any, key: str | int) -> Tensor | None:
     """The targets if they are a tensor, else targets or inputs at ``key``."""
     candidates = [targets]
     for part in (targets, inputs):
         if isinstance(part, Mapping):
             candidates.append(part.get(key))
+        elif isinstance(part, (tuple, list)) and isinstance(key, int):
+            candidates += part[key : key + 1]
     for candidate in candidates:
         if isinstance(candidate, Tensor):
             return candidate

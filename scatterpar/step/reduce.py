@@ -325,6 +325,7 @@ def join_on_master(
         lists=lists,
         order=plan.order,
         pad=pad,
+        joins_equal=True,
     )
 
 
@@ -346,6 +347,8 @@ def returned_outputs(
         rows = [stop - start for start, stop in share.micro_batches]
         # The join may refuse outputs: the error names the replica.
         with ReplicaNote(share):
-            output = join_rows(outputs_of_share, attempt.request.dim, weights, rows)
+            output = join_rows(
+                outputs_of_share, attempt.request.dim, weights, rows, joins_equal=True
+            )
         joined.append(output)
     return tuple(joined)

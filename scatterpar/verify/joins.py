@@ -51,9 +51,10 @@ class JoinCheck:
         ``engine.map``.
 
         Raises:
-            ValueError: the outputs of parts, joined, are not the output of one call; or
-                they are of a function for ``engine.map`` that drew random numbers: how
-                many it draws may depend on the rows.
+            ValueError: the outputs of parts, joined, are not the output of one call; a
+                tensor without rows looks as if it had some; or the outputs are of a
+                function for ``engine.map`` that drew random numbers: how many it draws
+                may depend on the rows.
         """
         pieces = list(chain(*outputs))
         sizes = attempt.plan.substep_rows
@@ -70,6 +71,8 @@ class JoinCheck:
         whole, backwards, *computed = _outputs_of(
             attempt, request, task, [rows, rows[::-1], *parts], compute
         )
+        if _joins(attempt):
+            _refuse_constants(pieces[0], sizes[0], [whole, *computed], dim)
         differences = compare_outputs(whole, backwards, computed, parts, dim)
         if differences.misplaced:
             raise ValueError(refused_order(differences.misplaced, len(rows)).text)
@@ -111,6 +114,39 @@ def _has_several_per_row(pieces: Sequence[Any], sizes: Sequence[int], dim: int) 
         if len(numbers) == 1 and min(numbers) > 1:
             return True
     return False
+
+
+def _joins(attempt: Attempt) -> bool:
+    """Whether outputs of several micro-batches become one."""
+    request = attempt.request
+    plan = attempt.plan
+    has_several = len(plan.substep_rows) > len(plan.shares)
+    returns_shares = request.return_outputs and not (plan.order or plan.is_dealt)
+    return has_several or request.whole_batch or not returns_shares
+
+
+def _refuse_constants(
+    piece: Any, num_rows: int, computed: Sequence[Any], dim: int
+) -> None:
+    """Refuse a tensor that has k > 1 entries per row by chance.
+
+    ``piece`` is the output for a micro-batch of ``num_rows``, and ``computed`` are
+    those for other numbers of rows, in which a tensor without rows is the same.
+
+    Raises:
+        ValueError: the join would take it for entries of rows.
+    """
+    tensors = zip(*map(nested.tensors, (piece, *computed)), strict=False)
+    for of_piece, first, *others in tensors:
+        entries = entries_per_row(of_piece, num_rows, dim)
+        if entries > 1 and all(same_bits(first, other) for other in others):
+            raise ValueError(
+                f"the module returns a tensor of shape {tuple(of_piece.shape)} for any "
+                f"number of rows, which looks like {entries} entries for each of the "
+                f"{num_rows} rows of a micro-batch; read it from the module in the "
+                "place of returning it, or change the number of rows per micro-batch. "
+                "Nothing was changed"
+            )
 
 
 def _outputs_of(

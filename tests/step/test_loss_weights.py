@@ -18,6 +18,7 @@ from scatterpar import (
     Plan,
     ScatterOnceParallel,
     Share,
+    count_labels,
 )
 from scatterpar.batch.batch import batch_of
 from scatterpar.step.loss_weights import compute_loss_weights
@@ -186,3 +187,11 @@ def test_outputs_weigh_by_rows():
     request = Request([batch_of(None, FIVE, 5, 0)], 0, nn.CrossEntropyLoss())
     weights = compute_loss_weights(request, Plan(5, shares), None)
     assert weights.by_share == [[2, 1], [2]]
+
+
+def test_labels_in_a_tuple_by_their_number():
+    labels = torch.tensor([[5, 6], [5, -100]])
+    assert count_labels(key=1)((labels * 0, labels), None) == 3
+    assert count_labels(key=-1)(None, [labels * 0, labels]) == 3
+    with pytest.raises(TypeError, match="has a tensor 2"):
+        count_labels(key=2)((labels, labels), None)

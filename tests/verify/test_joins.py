@@ -118,3 +118,62 @@ def test_numbers_drawn_in_map_refused():
 def test_several_entries_per_row_detected(shapes, several):
     pieces = [torch.zeros(shape) for shape in shapes]
     assert _has_several_per_row(pieces, [3, 2], 0) == several
+
+
+class Tokens(nn.Module):
+    """Two tokens per row, the number of each, and perhaps a table without rows."""
+
+    def __init__(self, table_size=0):
+        super().__init__()
+        with seeded():
+            self.linear = nn.Linear(1, 1, dtype=torch.float64)
+        self.table_size = table_size
+
+    def forward(self, rows):
+        tokens = self.linear(torch.stack([rows, 2 * rows], 1).flatten(0, 1))
+        numbers = torch.arange(2).repeat(len(rows))
+        if not self.table_size:
+            return tokens, numbers
+        return tokens, numbers, torch.ones(self.table_size)
+
+
+def loss_of_first_tokens(output, _):
+    tokens, numbers = output
+    return tokens[numbers == 0].square().mean()
+
+
+@pytest.mark.parametrize("rows", [8, 7])
+@pytest.mark.parametrize("verify", [True, False])
+def test_equal_entries_of_rows_are_joined(devices, rows, verify):
+    model = Tokens()
+    expected = loss_of_first_tokens(model(ROWS[:rows]), None)
+    with ScatterOnceParallel(model, 2, devices(2), verify=verify) as engine:
+        loss = engine.forward_backward(
+            ROWS[:rows], criterion=loss_of_first_tokens, whole_batch=True
+        )
+        torch.testing.assert_close(loss, expected.detach())
+        _, numbers = engine.eval()(ROWS[:rows])
+        assert torch.equal(numbers, torch.arange(2).repeat(rows))
+        mapped = engine.map(lambda replica, rows: replica(rows)[1], ROWS[:rows])
+        assert torch.equal(mapped, numbers)
+
+
+def test_constant_like_entries_of_rows_refused():
+    """Four rows per micro-batch, and eight entries of a table; three are returned once."""
+    refused = Tokens(table_size=8).eval()
+    words = r"shape \(8,\) for any number of rows, which looks like 2 entries"
+    with engine_of(refused) as engine, pytest.raises(ValueError, match=words):
+        engine(ROWS)
+    with engine_of(Tokens(table_size=3).eval()) as engine:
+        _, _, table = engine(ROWS)
+    assert torch.equal(table, torch.ones(3))
+
+
+def test_constant_returned_by_shares_is_not_joined():
+    """Each replica has one micro-batch, so its output is returned as it is."""
+    model = Tokens(table_size=8)
+    with ScatterOnceParallel(model, 1, ["cpu"] * 2) as engine:
+        _, outputs = engine.forward_backward(
+            ROWS, criterion=lambda o, _: o[0].square().mean(), return_outputs=True
+        )
+    assert [len(table) for _, _, table in outputs] == [8, 8]

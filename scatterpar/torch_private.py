@@ -128,29 +128,39 @@ Setting = tuple[Callable[[], Any], Callable[[Any], object]]
 
 def _settings() -> Iterator[Setting]:
     """The settings that this version of torch has, of those that contexts change."""
-    for name in _SETTINGS_OF_C.split():
-        getter = getattr(torch._C, f"_get_{name}", None)
-        setter = getattr(torch._C, f"_set_{name}", None)
-        if getter is not None and setter is not None:
-            yield getter, setter
+    yield from _PRECISION_SETTINGS
+    yield from _settings_of_c(_SETTINGS_OF_C)
     for path in _SETTINGS_OF_MODULES.split():
         module, _, name = path.rpartition(".")
         owner: Any = sys.modules.get(module)
         if hasattr(owner, name):
             yield partial(getattr, owner, name), partial(setattr, owner, name)
-    for backend, operator in _FP32_PRECISIONS:
-        with contextlib.suppress(AttributeError):
-            read = partial(torch._C._get_fp32_precision_getter, backend, operator)
-            write = partial(torch._C._set_fp32_precision_setter, backend, operator)
-            yield read, write
     check = getattr(torch._C, "_check_sparse_tensor_invariants", None)
     if check is not None:
         yield check, torch._C._set_check_sparse_tensor_invariants
 
 
-# The older settings of TF32 come first: each also writes some of the newer ones.
+def _settings_of_c(names: str) -> Iterator[Setting]:
+    for name in names.split():
+        getter = getattr(torch._C, f"_get_{name}", None)
+        setter = getattr(torch._C, f"_set_{name}", None)
+        if getter is not None and setter is not None:
+            yield getter, setter
+
+
+def _precision_settings() -> Iterator[Setting]:
+    """How float32 numbers are rounded inside of operators."""
+    # The older settings come first: each also writes some of the newer ones.
+    yield from _settings_of_c(_OLD_PRECISIONS)
+    for backend, operator in _FP32_PRECISIONS:
+        with contextlib.suppress(AttributeError):
+            read = partial(torch._C._get_fp32_precision_getter, backend, operator)
+            write = partial(torch._C._set_fp32_precision_setter, backend, operator)
+            yield read, write
+
+
+_OLD_PRECISIONS = "float32_matmul_precision cudnn_allow_tf32 onednn_allow_tf32"
 _SETTINGS_OF_C = """
-    float32_matmul_precision cudnn_allow_tf32 onednn_allow_tf32
     sdp_priority_order cudnn_enabled cudnn_benchmark cudnn_deterministic mkldnn_enabled
     mkldnn_deterministic nnpack_enabled deterministic_fill_uninitialized_memory
     qengine warnAlways
@@ -174,7 +184,34 @@ _FP32_PRECISIONS = (  # those that others inherit come first
     ("mkldnn", "conv"),
     ("mkldnn", "rnn"),
 )
+_PRECISION_SETTINGS: tuple[Setting, ...] = tuple(_precision_settings())
 SETTINGS: tuple[Setting, ...] = tuple(_settings())
+
+
+@contextlib.contextmanager
+def full_float32() -> Iterator[None]:
+    """In the body, no operator rounds float32 numbers to a coarser format inside."""
+    earlier: list[tuple[Setting, Any]] = []
+    for setting in _PRECISION_SETTINGS:
+        # Older ones are unreadable if a program has used torch's newer ones.
+        with contextlib.suppress(RuntimeError):
+            earlier.append((setting, setting[0]()))
+    # The older settings: newer ones alone would make these unreadable.
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    with contextlib.suppress(AttributeError):
+        for operator in ("matmul", "conv", "rnn"):
+            torch._C._set_fp32_precision_setter("mkldnn", operator, "ieee")
+    try:
+        yield
+    finally:
+        for (read, write), value in earlier:
+            is_same = False
+            # Again: one that was written may have changed another one.
+            with contextlib.suppress(RuntimeError):
+                is_same = read() == value
+            if not is_same:
+                write(value)
 
 
 # --- an optimizer within another: the outer one runs the hooks, once ---

@@ -160,6 +160,16 @@ def state_of_calls(evidence: Evidence) -> Verdict | None:
     )
 
 
+def state_ties_rows(evidence: Evidence) -> Verdict | None:
+    """A module of the user's moves state by its rows, as batch normalisation does.
+
+    In evaluation mode, in which it moves none, the results agree.
+    """
+    if not evidence.moved or not evidence.combines_in_evaluation():
+        return None
+    return RIGHT  # a warning of its own names the state
+
+
 def entries_in_another_order(evidence: Evidence) -> Verdict | None:
     """With ``whole_batch`` an output has several entries per row, not row by row."""
     misplaced = evidence.output_differences.misplaced
@@ -343,6 +353,7 @@ CAUSES: Sequence[CauseFunction] = (
     replica_alone,
     numbers_per_call,
     state_of_calls,
+    state_ties_rows,
     entries_in_another_order,
     rows_mix,
     left_by_last_call,

@@ -259,6 +259,13 @@ class Evidence(Losses):
         limit = self.runs.rounding.tolerance
         return combined.difference_from(of_rows[0]) <= limit
 
+    def combines_in_evaluation(self) -> bool:
+        """Whether the parts give the result of all rows in evaluation mode."""
+        with self.runs.in_evaluation():
+            expected = self.runs.at_once(self.rows, self.runs.own_task)
+            actual = self._in_parts(self.runs.restart)
+        return actual.difference_from(expected) <= self.limit
+
     def difference_by_summands(self) -> float:
         """The difference that rounding of the parts' gradients makes in their sum."""
         by_rounding = self.total.difference_by_rounding(self.expected)

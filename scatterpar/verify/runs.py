@@ -194,6 +194,23 @@ class Runs:
             layers += filter(uses_batch_statistics, root.modules())
         return [layer for layer in layers if layer.running_mean is not None]
 
+    @contextlib.contextmanager
+    def in_evaluation(self) -> Iterator[None]:
+        """In the body, runs call modules in evaluation mode."""
+        layers = self._fixed_layers
+        roots: list[Any] = [
+            *self._roots(),
+            *(r.root for r in self.replica_task.replicas),
+        ]
+        parts = [root.modules() for root in roots if isinstance(root, nn.Module)]
+        self._fixed_layers = [part for part in chain(*parts) if part.training]
+        try:
+            yield
+        finally:
+            self._use_running_statistics(False)
+            self._fixed_layers = layers
+            self._use_running_statistics(True)
+
     def _roots(self) -> list[nn.Module]:
         """The user's modules: the module itself, and those of the criterion."""
         criterion = self.request.criterion

@@ -174,3 +174,35 @@ def test_finished_loss_is_told_labels_that_count(chosen, words):
     engine = ScatterOnceParallel(Finished(chosen), 2, ["cpu"] * 2)
     with engine, pytest.raises(ValueError, match=words):
         engine.forward_backward(inputs)
+
+
+class Centred(nn.Module):
+    """Moves a centre by its rows, and takes it away from them, in training only."""
+
+    def __init__(self, compares):
+        super().__init__()
+        self.body = nn.Linear(3, 4).double()
+        self.compares = compares
+        self.register_buffer("centre", torch.zeros(4).double())
+
+    def forward(self, rows):
+        features = self.body(rows)
+        if self.training:
+            mean = features.detach().mean(0)
+            self.centre.mul_(0.5).add_(mean, alpha=0.5)
+        features = features - self.centre
+        return features.std(0).sum() if self.compares else features.square().mean()
+
+
+@pytest.mark.draws
+def test_centre_of_rows_is_told_by_name():
+    """As batch normalisation, it was refused, for a module with its own loss."""
+    inputs = torch.randn(12, 3).double()
+    engine = ScatterOnceParallel(Centred(False), 2, ["cpu"] * 2)
+    with engine, pytest.warns(UserWarning, match="move the buffer 'centre'"):
+        engine.forward_backward(inputs)
+    assert engine.module.training
+    engine = ScatterOnceParallel(Centred(True), 2, ["cpu"] * 2)
+    with engine, pytest.raises(ValueError, match="compares rows"):
+        engine.forward_backward(inputs)
+    assert engine.module.training

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.verify import rounding
+from scatterpar.verify import look, rounding
 from scatterpar.verify.rounding import BFLOAT16, FLOAT32, FLOAT64, TF32, Rounding
 
 ROWS = 24
@@ -89,6 +89,78 @@ def test_check_has_the_limit_of_tf32(devices, monkeypatch, is_tf32):
         report = engine.check(IMAGES, TARGETS, F.mse_loss)
     assert report.limit == (TF32 if is_tf32 else FLOAT32).limit
     assert report.passed == is_tf32
+
+
+def tf32(tensor):
+    """The tensor, rounded to 10 bits of mantissa."""
+    return (tensor.view(torch.int32) + 0x1000 & ~0x1FFF).view(torch.float32)
+
+
+class Product(torch.autograd.Function):
+    """A product that rounds its operands to TF32 if torch's setting says so.
+
+    As on a GPU, kernels for few rows use no tensor cores.
+    """
+
+    @staticmethod
+    def forward(context, inputs, weight):
+        context.save_for_backward(inputs, weight)
+        context.round = lambda tensor: tensor
+        if torch.backends.cuda.matmul.allow_tf32 and len(inputs) > 3:
+            context.round = tf32
+        return context.round(inputs) @ context.round(weight).T
+
+    @staticmethod
+    def backward(context, gradient):
+        inputs, weight = map(context.round, context.saved_tensors)
+        gradient = context.round(gradient)
+        return gradient @ weight, gradient.T @ inputs
+
+
+class Deep(nn.Module):
+    """Many layers that enlarge rounding, as those of a DenseNet do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(24))
+        self.last = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, inputs):
+        features = inputs
+        for layer in self.layers:
+            features = Product.apply(features, layer.weight).sin() * 3
+        return self.last(features)
+
+
+@pytest.fixture
+def allowed_tf32(monkeypatch):
+    use_tf32(monkeypatch, "product")
+    formats = {"product": TF32}
+    monkeypatch.setattr(look, "formats_inside_operators", lambda _: formats)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def test_looks_compute_without_tf32(devices, monkeypatch, allowed_tf32):
+    """Two right gradients differed by 6 %, where 3 % are allowed."""
+    differences = []
+    verdict = look.ReplicaLook._verdict
+
+    def recorded(replica_look, evidence, run):
+        differences.append(evidence.difference)
+        return verdict(replica_look, evidence, run)
+
+    monkeypatch.setattr(look.ReplicaLook, "_verdict", recorded)
+    for rounds in (False, True):
+        if rounds:
+            monkeypatch.setattr(look, "_without_tf32", lambda _: nullcontext())
+        with ScatterOnceParallel(build(Deep).float(), 3, devices(2)) as engine:
+            step(engine, F.mse_loss, TARGETS, INPUTS)
+        assert torch.backends.cuda.matmul.allow_tf32
+    exact, rounded = differences
+    assert exact < FLOAT32.tolerance
+    assert rounded > TF32.tolerance
 
 
 def test_tf32_rounds_float32_operators_only(monkeypatch):

@@ -74,11 +74,22 @@ class Parts:
             copied = replica._modules.get(name)
             if child is not None and copied is not None:
                 self._add(child, copied)
+        for registry in ("_forward_hooks", "_forward_pre_hooks"):
+            for number, hook in vars(module)[registry].items():
+                self._add_bound(hook, vars(replica)[registry].get(number))
         for registry in ("_parameters", "_buffers"):
             for name, tensor in vars(module)[registry].items():
                 copied = vars(replica)[registry].get(name)
                 if tensor is not None and copied is not None:
                     self._pairs.append((tensor, copied))
+
+    def _add_bound(self, hook: Any, copied: Any) -> None:
+        """Add what a hook binds, such as a dict: a replica's hook binds a copy."""
+        if type(hook) is functools.partial and type(copied) is functools.partial:
+            values = parts_of(copied).bound
+            for name, value in parts_of(hook).bound.items():
+                if values.get(name, value) is not value:
+                    self._pairs.append((value, values[name]))
 
     def of_replica(self) -> dict[int, Any]:
         """The replica's parts, by the ``id`` of the user's."""

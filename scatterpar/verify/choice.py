@@ -33,10 +33,11 @@ class Choice:
     def remaining(self, candidates: Sequence[LossCandidate]) -> list[LossCandidate]:
         """Those of ``candidates`` that no look has refuted; the first is assumed."""
         known = [each for each in candidates if each.words in self._words]
+        known.sort(key=lambda candidate: self._words.index(candidate.words))
         return known or list(candidates)
 
     def keep(self, candidates: Sequence[LossCandidate]) -> None:
-        """All other candidates are refuted."""
+        """All other candidates are refuted. The first of ``candidates`` is assumed."""
         self._words = [candidate.words for candidate in candidates]
 
 

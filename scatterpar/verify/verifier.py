@@ -144,6 +144,8 @@ class Verifier:
         if not unclear:
             refused = refusals[-1]
             raise ValueError(question.text_of_refusal(refused)) from refused.error
+        # Means first: a loss that ignores the number of items is none of their sum.
+        unclear.sort(key=lambda entry: entry[0].reduction == "sum")
         remaining = [candidate for candidate, _ in unclear]
         self._keep(remaining, question, kind)
         assumed, reason = unclear[0]

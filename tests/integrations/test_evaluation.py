@@ -257,18 +257,6 @@ def test_replicas_read_their_own_memory(tmp_path, monkeypatch):
     trainer._close_engine()
 
 
-def test_attributes_set_in_a_group_are_told(tmp_path):
-    class Remembers(ScatterOnceTrainer):
-        def prediction_step(self, model, inputs, *args, **kwargs):
-            self.last = inputs["input_ids"]
-            return super().prediction_step(model, inputs, *args, **kwargs)
-
-    place = {"device_ids": DEVICES["two"]}
-    trainer = build(Remembers, tmp_path, sequence_classifier(), classes, extra=place)
-    with pytest.warns(UserWarning, match="sets self.last to another value for each ba"):
-        quietly(trainer.evaluate)
-
-
 def test_changed_batches_are_computed_singly(tmp_path):
     """Batches that are not the loader's are computed one by one, on the first
     device.

@@ -991,7 +991,6 @@ class HookedByPartial(Hooked):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:forward hooks keep values")
 @pytest.mark.parametrize("kind", [HookedOutside, HookedByPartial])
 def test_features_outside_are_the_batchs(tmp_path, kind, recwarn):
     """A race, silently; and a raw KeyError."""
@@ -1003,13 +1002,9 @@ def test_features_outside_are_the_batchs(tmp_path, kind, recwarn):
 @pytest.mark.parametrize("layout", few_of(LAYOUTS, ["shared"]))
 def test_hooked_features_are_the_batchs(tmp_path, layout):
     """Replicas mixed them up: another result in each run."""
-    with pytest.warns(UserWarning, match="forward hooks keep values in an object"):
-        trainers = beside(
-            tmp_path,
-            CLASSIFIER,
-            devices=LAYOUTS[layout],
-            classes=with_and_without(Hooked),
-        )
+    classes = with_and_without(Hooked)
+    devices = LAYOUTS[layout]
+    trainers = beside(tmp_path, CLASSIFIER, devices=devices, classes=classes)
     assert_same_run(*trainers)
 
 
@@ -1364,19 +1359,25 @@ def test_numbers_that_calls_write_told_once(tmp_path, recwarn):
 
 
 class WritesToFile:
+    """Its model takes the number of items, and ignores it."""
+
     def compute_loss(self, *args, **kwargs):
         self.file.write("a call\n")
         return super().compute_loss(*args, **kwargs)
 
 
 def test_function_with_file_is_not_looked_at(tmp_path, recwarn):
-    """Lines of a look would stay in the file."""
-    own = with_and_without(WritesToFile)[0]
-    args = arguments(tmp_path / "run", max_steps=2, **sizes(3, 2))
-    trainer = own(Line(), args, train_dataset=lines(24), device_ids=VIRTUAL)
-    with (tmp_path / "calls.txt").open("w") as trainer.file:
-        quietly(trainer.train)
-    assert (tmp_path / "calls.txt").read_text() == "a call\n" * 8
+    """Lines of a look would stay in the file. Its loss is taken for a mean."""
+    path = tmp_path / "calls.txt"
+
+    def train(trainer):
+        with path.open("a") as trainer.file:
+            trainer.train()
+
+    classes = with_and_without(WritesToFile)[0], transformers.Trainer
+    trainers = beside(tmp_path, CLASSIFIER, classes=classes, train=train, max_steps=1)
+    assert_same_run(*trainers)
+    assert path.read_text() == "a call\n" * 4
     told = [text for w in recwarn if "could not put back" in (text := str(w.message))]
     assert len(told) == 1
     assert "file" in told[0]

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from scatterpar.batch import nested
 from scatterpar.devices.device_ids import DeviceLike, physical
 from scatterpar.devices.transfers import to_device
 from scatterpar.engine import ScatterOnceParallel
+from scatterpar.errors import warn
 from scatterpar.integrations import loop
 from scatterpar.integrations.elsewhere import explained
 from scatterpar.integrations.evaluation import Groups, outputs_of_batches
@@ -111,6 +112,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
     _engine: Any = None
     _criterion: _Criterion | None = None
     _groups: Groups | None = None
+    _numbers: Sequence[str] = ()  # that calls of a look have written
 
     def __init__(
         self,
@@ -132,7 +134,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         self._reduction = reduction
         self._whole_batch = whole_batch
         self._is_parallel = parallel
-        self._told: set[str] = set()  # functions that take turns, which a log has told
+        self._told: set[str] = set()  # names of functions and numbers
 
     def before_train(self) -> None:
         """Refuse callbacks by name, and begin to process batches."""
@@ -180,6 +182,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         self._close()
         self._engine = ScatterOnceParallel(learn.model, **self._options)
         self._engine.loop.remedies = _REMEDIES
+        self._engine.loop.around_looks = self._looking
 
     def _close(self) -> None:
         if self._engine is not None:
@@ -259,7 +262,36 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         try:
             yield
         finally:
-            criterion.end_step()
+            criterion.lending.end_step()
+        self._tell_numbers()
+
+    @contextlib.contextmanager
+    def _looking(self) -> Iterator[None]:
+        """In the body, which is a look, calls of the loss function leave nothing."""
+        criterion = self._criterion
+        assert criterion is not None
+        numbers: list[str] = []
+        try:
+            with loop.looking(criterion.lending.roots()) as journal:
+                yield
+                if criterion.takes_turns:
+                    numbers = journal.changed_numbers()
+        finally:
+            criterion.lending.forget()
+            self._numbers = numbers
+
+    def _tell_numbers(self) -> None:
+        """Warn once of numbers that calls write, as the last look has seen."""
+        names = [name for name in self._numbers if name not in self._told]
+        self._numbers = []
+        if names and not self._whole_batch:
+            self._told |= {*names}
+            calls = len(self._engine.last_step.plan.substep_rows)
+            warn(
+                f"learn.loss_func writes {', '.join(names)} in each call, {calls} "
+                "times in this batch, as with GradientAccumulation; whole_batch=True "
+                "calls it once per batch"
+            )
 
     def _tell_turns(self, function: Any) -> None:
         name = getattr(function, "__qualname__", type(function).__name__)
@@ -330,6 +362,17 @@ def _is_of_torch(function: Any) -> bool:
     return str(getattr(function, "__module__", "")).startswith("torch.")
 
 
+@dataclass
+class _OfUser:
+    """What replicas share: objects are not replicated.
+
+    Looks of the engine do not restore it either, because ``_looking`` does.
+    """
+
+    loss_func: Any
+    parts: list[Any]
+
+
 class _Criterion(nn.Module):
     """A Learner's loss function as a module, so that its tensors are replicated, too.
 
@@ -337,6 +380,7 @@ class _Criterion(nn.Module):
         parts: what is replicated: the modules to which the loss function leads, or, if
             it takes turns, their parameters. A call in turn writes the user's modules.
         user: the loss function, and the ``parts`` of the user's.
+        lending: lends the loss function a replica's ``parts``.
         reduction: how the loss combines, by the loss function's attribute.
         count: the number of terms, if the loss is cross entropy.
     """
@@ -357,12 +401,9 @@ class _Criterion(nn.Module):
             self.parts = nn.ParameterList(_parameters_of(modules))
         else:
             self.parts = nn.ModuleList(modules)
-        # In an object, which is not replicated.
-        self.user = SimpleNamespace(loss_func=loss_func, parts=[*self.parts])
+        self.user = _OfUser(loss_func, [*self.parts])
         submodules = [part for module in modules for part in module.modules()]
-        lending = Lending(lambda: [loss_func, *submodules], (), home)
-        self._lent = lending.lent  # methods are not replicated either
-        self.end_step = lending.end_step
+        self.lending = Lending(lambda: [loss_func, *submodules], (), home)
         func = loss_func
         if isinstance(loss_func, BaseLoss):
             func = loss_func.func
@@ -394,7 +435,7 @@ class _Criterion(nn.Module):
         if not self.takes_turns:
             with explained(device, _ELSEWHERE):
                 return copied(loss_func, (), Parts(pairs))(output, *targets)
-        with explained(device, _ELSEWHERE), self._lent(Parts((), pairs), device):
+        with explained(device, _ELSEWHERE), self.lending.lent(Parts((), pairs), device):
             return loss_func(output, *targets)
 
 

@@ -116,7 +116,7 @@ class Lending:
         excluded: Collection[str],
         home: torch.device,
     ) -> None:
-        self._find_roots = roots
+        self.roots = roots
         self._roots: list[Any] = []  # of this step
         self._excluded = excluded
         self._home = home
@@ -132,7 +132,7 @@ class Lending:
         attributes = [dict(vars(replica)) for _, replica in parts.modules]
         exchange = _Exchange(parts.of_replica(), device)
         if self._walk is None:
-            self._roots = list(self._find_roots())
+            self._roots = list(self.roots())
             self._walk = self._searched()
         exchange.apply(self._walk)
         try:

@@ -474,18 +474,10 @@ class WritesInModule(nn.Module):
 STEPS, ROWS_OF_CALL, PARTS = 3, 3, 4
 
 
-# What a look cannot put back yet.
-LEFT_BY_LOOKS = pytest.mark.xfail(reason="looks leave an iterator and a file moved")
-NAMES = [
-    pytest.param(name, marks=LEFT_BY_LOOKS) if name in ("iterator", "file") else name
-    for name in KINDS
-]
-
-
 @pytest.mark.parametrize(
     "made", [Writes, pytest.param(WritesInModule, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_loss_leaves_what_accumulation_leaves(kind, made, devices, tmp_path):
     """Same values, in the same order, as in the stock loop that accumulates."""
     number = STEPS * ROWS_OF_CALL * PARTS
@@ -526,6 +518,38 @@ def flat(value):
     if isinstance(value, (list, tuple)):
         return [number for entry in value for number in flat(entry)]
     return [value]
+
+
+@pytest.mark.parametrize(("options", "told"), [({}, 1), ({"whole_batch": True}, 0)])
+def test_numbers_that_calls_write_are_told(options, told, tmp_path, recwarn):
+    """They are written once per micro-batch, not once per batch."""
+    loss = Writes("dataclass", tmp_path)
+    fitted(learner(tmp_path, NEW(**options), loss_func=loss))
+    texts = [str(w.message) for w in recwarn if "in each call" in str(w.message)]
+    assert len(texts) == told
+    if told:
+        assert "number" in texts[0]
+        assert "4 times in this batch" in texts[0]
+
+
+class Fails(WritesInModule):
+    """Its third call raises."""
+
+    def forward(self, pred, target):
+        self.calls += 1
+        if self.calls == 3:
+            raise LookupError("the third call")
+        return super().forward(pred, target)
+
+
+def test_failed_step_leaves_buffers_of_loss(devices, tmp_path):
+    loss = Fails("buffer of a part", tmp_path)
+    loss.calls = 0
+    before = copy.deepcopy(loss.read(loss))
+    learn = learner(tmp_path, ScatterOnce(devices(2), 2, verify=False), loss_func=loss)
+    with pytest.raises(LookupError, match="the third call"):
+        fitted(learn)
+    assert loss.read(loss) == before
 
 
 def assert_same_values(mine, theirs):

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scatterpar.integrations.kept import is_of_a_library
 from scatterpar.replicas.references import MAX_ENTRIES, WITHOUT_PARTS, parts_of
+from scatterpar.state.whose import is_library
 
 _MADE_HERE = (
     "make tensors on the device of the inputs, as torch.zeros(3, device=x.device)"
@@ -82,7 +82,7 @@ def _named_elsewhere(
     """
     found: dict[str, Tensor | nn.Module] = {}
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        if is_of_a_library(frame.f_globals.get("__name__")):
+        if is_library(frame.f_globals.get("__name__")):
             continue
         names = frame.f_code.co_names  # of globals and attributes
         for name, value in _variables(frame).items():

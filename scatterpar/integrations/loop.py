@@ -190,6 +190,21 @@ def moved(value: Any, device: torch.device) -> Any:
     return nested.map_tensors(move, value)
 
 
+def rows_of(batch: Any, rows: Sequence[int], num_rows: int) -> Any:
+    """These rows of a batch whose lists of rows are marked, as a step function gets
+    them.
+    """
+
+    def select(value: Any) -> Any:
+        if isinstance(value, Marker):
+            return value.select(rows).unwrap(copy=False)
+        if isinstance(value, Tensor) and value.ndim and len(value) == num_rows:
+            return value[list(rows)]
+        return value
+
+    return nested.map_atoms(select, batch)
+
+
 def num_rows(batch: Any) -> int:
     """The number of rows: that of the outermost tensor or marker with rows.
 

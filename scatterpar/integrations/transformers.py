@@ -34,7 +34,7 @@ from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import warn
 from scatterpar.integrations import loop, steps
 from scatterpar.integrations.elsewhere import explained
-from scatterpar.integrations.evaluation import Groups, rows_of
+from scatterpar.integrations.evaluation import Groups
 from scatterpar.integrations.gathered import Gathered, metric_of_step
 from scatterpar.integrations.images import images_by_row
 from scatterpar.integrations.lending import Lending, Parts, copied, modules_of
@@ -355,8 +355,8 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         size = loop.num_rows(batch)
         prepare = type(self)._prepare_inputs
         marked = loop.as_rows(batch)
-        whole = prepare(self, rows_of(marked, range(size), size))
-        part = prepare(self, rows_of(marked, range(size - 1), size))
+        whole = prepare(self, loop.rows_of(marked, range(size), size))
+        part = prepare(self, loop.rows_of(marked, range(size - 1), size))
         return not _begins_with(whole, part)
 
     def _only_moves_inputs(self) -> bool:

@@ -15,7 +15,6 @@ on its question::
                       programs apart
     plain_values      closures, globals, attributes, also of modules; paths are names
     a graph's state   closures and attributes, not further: it is compared in each step
-    CallCopies        attributes of the user's objects, closures over tensors
 
 A batch has a walk of its own (``batch/objects.py``): it looks for values that a split
 leaves whole.

@@ -297,7 +297,7 @@ def _labels_in(inputs: Any, targets: Any, key: str | int) -> Tensor | None:
         if isinstance(part, Mapping):
             candidates.append(part.get(key))
         elif isinstance(part, (tuple, list)) and isinstance(key, int):
-            candidates += part[key : key + 1]
+            candidates += [part[key]] if -len(part) <= key < len(part) else []
     for candidate in candidates:
         if isinstance(candidate, Tensor):
             return candidate

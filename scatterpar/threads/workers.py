@@ -11,14 +11,17 @@ import contextlib
 import contextvars
 import math
 import os
+import sys
 import sysconfig
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from queue import Empty, SimpleQueue
+from types import FrameType
 from typing import Any
 
 import torch
@@ -38,6 +41,7 @@ _LOOK_SECONDS = 0.5  # on Windows no signal interrupts a longer wait
 _CALLER = -1  # the number of an error that was raised in the caller's thread
 _FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 _IDLE_SECONDS = 0.1
+_HANG_SECONDS = 3.0  # after an interrupt; a sub-step seldom takes longer
 _EXIT_SECONDS = 4.0  # time for running calls to end when the workers stop
 
 
@@ -385,8 +389,17 @@ class Workers:
             raise RuntimeError(f"{self._owner} is closed; make another to go on")
 
     def _wait(self, job: Job, deadline: float) -> None:
-        """Wait until all calls have ended. An interrupt becomes the first error."""
+        """Wait until all calls have ended. An interrupt becomes the first error.
+
+        If calls go on for some seconds after it, a line on stderr and a note say where.
+        """
+        tells_at = math.inf
         while job.busy:
+            if time.monotonic() > tells_at:
+                tells_at = math.inf
+                text = self._text_of_waiting(job)
+                print(text, file=sys.stderr, flush=True)
+                add_note(job.errors[_CALLER], text)
             if time.monotonic() > deadline:
                 job.stop()
                 self._abandon()
@@ -402,6 +415,22 @@ class Workers:
                     self._abandon()
                     raise
                 job.errors[_CALLER] = error
+                tells_at = time.monotonic() + _HANG_SECONDS
+
+    def _text_of_waiting(self, job: Job) -> str:
+        """Which calls go on after an interrupt, and in which lines of user code."""
+        threads = {thread.name: thread.ident for thread in threading.enumerate()}
+        frames = sys._current_frames()
+        places: list[str] = []
+        for number in sorted(job.busy):
+            name = self._names[number]
+            frame = frames.get(threads.get(name) or 0)
+            where = "" if frame is None else f" in {_line_of_user(frame)}"
+            places.append(f"{name.removeprefix('scatterpar ')}{where}")
+        return (
+            f"Ctrl-C: the step waits for {'; '.join(places)}. A second Ctrl-C does not "
+            "wait"
+        )
 
     def _abandon(self) -> None:
         """Let threads that still work end by themselves; a later job starts others."""
@@ -458,6 +487,16 @@ def threads_of(devices: Sequence[torch.device]) -> list[int]:
             thread = first_on_host
         threads.append(thread)
     return threads
+
+
+def _line_of_user(frame: FrameType) -> str:
+    """The innermost line of a thread that is no library's, or else the innermost."""
+    lines = traceback.extract_stack(frame)
+    folders = tuple(map(os.path.dirname, (torch.__file__, threading.__file__)))
+    folders = (*folders, os.path.dirname(os.path.dirname(__file__)))
+    of_user = [line for line in lines if not line.filename.startswith(folders)]
+    line = [*lines, *of_user][-1]
+    return f"{line.filename}:{line.lineno} {line.name}"
 
 
 def _described(error: BaseException) -> str:

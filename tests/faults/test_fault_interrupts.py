@@ -5,6 +5,7 @@ exact.
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -151,6 +152,16 @@ def test_second_ctrl_c_leaves_stuck_replica(devices):
 )
 def test_replica_that_waits_for_its_turn_ends(devices):
     assert visits_before(1, devices, "time.sleep(0.1)", in_turns=True) < 60
+
+
+def test_first_ctrl_c_names_stuck_replica():
+    """Some seconds later: its number, its device, and the line that waits."""
+    pause = "release.wait(8 if len(visits) > 1 else 0)"
+    script = LONG.format(pause=pause, devices=VIRTUAL, times=1, in_turns=False)
+    outcome = run_forked("-c", script)
+    assert outcome.code == 0, outcome.err
+    assert re.search(r"Ctrl-C: the step waits for replica [01], cpu:[01]", outcome.err)
+    assert " forward. A second Ctrl-C does not wait" in outcome.err
 
 
 def test_second_ctrl_c_leaves_stuck_turn():

@@ -745,7 +745,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         For several batches pass a list of row counts, with ``micro_batch_cost`` also
         ``costs``. With ``accum="auto"`` the number of sub-steps is that of training.
         """
-        threads = self._threads_in_turn()
+        threads = self._threads_in_turn() if self.loop.takes_turns else ()
         if self.micro_batch_cost is not None or costs is not None:
             budget = self.micro_batch_cost
             return plan_by_cost(

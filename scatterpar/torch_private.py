@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
+from types import FrameType
 from typing import Any
 
 import torch
@@ -663,3 +664,11 @@ def _refuse(operator: Any, *args: Any, **kwargs: Any) -> Any:
         "and torch cannot trace in several threads at once; use one replica, or "
         "compute all branches and choose with torch.where"
     )
+
+
+def frames_of_threads() -> dict[int, FrameType]:
+    """The frame that each thread of Python runs, by the thread's ``ident``.
+
+    Python documents it for debuggers, and has no other way to say where a thread hangs.
+    """
+    return sys._current_frames()

@@ -144,9 +144,9 @@ def make_tasks(attempt: Attempt, loaders: Sequence[ShareLoader]) -> list[Replica
     criteria = attempt.replicas.criteria
     weights = attempt.weights.by_share
     sums = attempt.weights.sums
-    if is_shared(criteria[0]):
-        attempt.threads.widen(Scope.CRITERION)
     is_loss_of_torch = is_of_torch(criteria[0])
+    if not is_loss_of_torch and is_shared(criteria[0]):
+        attempt.threads.widen(Scope.CRITERION)
     # Asked once: all sub-steps have the caller's autocast.
     autocast = autocast_types()
     tasks: list[ReplicaTask] = []
@@ -161,6 +161,9 @@ def make_tasks(attempt: Attempt, loaders: Sequence[ShareLoader]) -> list[Replica
                 leaves += [
                     replica.tensors[position] for position in replica_set.trained
                 ]
+        sums_of_share: list[int] = []
+        if sums:  # most steps have none
+            sums_of_share = [sub_step for index, sub_step in sums if index == number]
         task = ReplicaTask(
             share,
             module=replicas[0].root,
@@ -168,7 +171,7 @@ def make_tasks(attempt: Attempt, loaders: Sequence[ShareLoader]) -> list[Replica
             criterion=criteria[number] if number < len(criteria) else None,
             # A look alone, as by ``losses_combine``, needs none.
             weights=weights[number] if weights else (),
-            sums=[sub_step for index, sub_step in sums if index == number],
+            sums=sums_of_share,
             replicas=replicas,
             leaves=leaves,
             threads=attempt.threads,

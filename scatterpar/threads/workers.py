@@ -420,7 +420,7 @@ class Workers:
     def _text_of_waiting(self, job: Job) -> str:
         """Which calls go on after an interrupt, and in which lines of user code."""
         threads = {thread.name: thread.ident for thread in threading.enumerate()}
-        frames = sys._current_frames()
+        frames = torch_private.frames_of_threads()
         places: list[str] = []
         for number in sorted(job.busy):
             name = self._names[number]
@@ -492,8 +492,9 @@ def threads_of(devices: Sequence[torch.device]) -> list[int]:
 def _line_of_user(frame: FrameType) -> str:
     """The innermost line of a thread that is no library's, or else the innermost."""
     lines = traceback.extract_stack(frame)
-    folders = tuple(map(os.path.dirname, (torch.__file__, threading.__file__)))
-    folders = (*folders, os.path.dirname(os.path.dirname(__file__)))
+    paths = sysconfig.get_paths()
+    package = os.path.dirname(os.path.dirname(__file__))
+    folders = (paths["stdlib"], paths["purelib"], paths["platlib"], package)
     of_user = [line for line in lines if not line.filename.startswith(folders)]
     line = [*lines, *of_user][-1]
     return f"{line.filename}:{line.lineno} {line.name}"

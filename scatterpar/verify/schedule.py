@@ -88,6 +88,8 @@ class Kind:
         An inconclusive look has seen no range. Without a limit every later step would
         be looked at, at three times its cost (a ResNet-50 in bfloat16 on a GPU).
         """
+        if not ranges:  # as for torch's own cross entropy
+            return False
         if any(is_async(tensor.device) for tensor in ranges):  # the host does not wait
             ranges, self.unread_ranges = self.unread_ranges, ranges
         numbers = read_ranges(ranges)

@@ -108,7 +108,8 @@ class Verifier:
             if chosen is not assumed:
                 loop.chosen = chosen
                 attempt.request = attempt.request.combined_by(chosen)
-        attempt.threads.widen(kind.scope)
+        if kind.scope is not Scope.NOTHING:
+            attempt.threads.widen(kind.scope)
         return loop.chosen is not None and loop.chosen is not assumed
 
     def _ask(self, question: Question, kind: Kind, loop: LoopOptions) -> LossCandidate:

@@ -272,8 +272,8 @@ SABOTAGES = [
         promise="exact",
         file="step/reduce.py",
         place="returned_outputs",
-        text="dim, weights, rows)",
-        replacement="dim, [1.0] * len(rows), rows)",
+        text="dim, weights, rows, joins_equal",
+        replacement="dim, [1.0] * len(rows), rows, joins_equal",
         seen_by="test_return_outputs_one_per_replica",
     ),
     Sabotage(

@@ -18,21 +18,14 @@ losses that compare rows, outputs without rows, generated texts.
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import numpy
-import torch
-from torch import Tensor
-
 from scatterpar.batch import nested
-from scatterpar.batch.markers import Marker, Rows
-from scatterpar.devices.fingerprints import same_bits
+from scatterpar.batch.markers import Rows
 from scatterpar.engine import ScatterOnceParallel
-from scatterpar.errors import warn
 from scatterpar.integrations import loop
 from scatterpar.integrations.steps import FIRST
 
@@ -148,125 +141,3 @@ def _boxed(
 ) -> SimpleNamespace:
     """An output in an object, which the engine does not join with others."""
     return SimpleNamespace(output=function(replica, batch))
-
-
-def rows_of(batch: Any, rows: Sequence[int], num_rows: int) -> Any:
-    """These rows of a batch whose lists of rows are marked, as a step function gets
-    them.
-    """
-
-    def select(value: Any) -> Any:
-        if isinstance(value, Marker):
-            return value.select(rows).unwrap(copy=False)
-        if isinstance(value, Tensor) and value.ndim and len(value) == num_rows:
-            return value[list(rows)]
-        return value
-
-    return nested.map_atoms(select, batch)
-
-
-class RowLooks:
-    """Whether the results of a step function are those of its parts.
-
-    A look compares the results of a few rows in one call with those of two calls, and
-    with those of one call with other random numbers. If these differ, it tells
-    nothing.
-
-    Attributes:
-        undivided: the names of step functions that compare rows.
-    """
-
-    def __init__(self) -> None:
-        self.undivided: set[str] = set()
-        self._calls: dict[str, int] = {}
-
-    def is_due(self, step: str, num_rows: int) -> bool:
-        """Whether to look at this call: number 1, 2, 4, 8, … with several rows."""
-        if step in self.undivided or num_rows < 2:
-            return False
-        number = self._calls.get(step, 0) + 1
-        self._calls[step] = number
-        return not number & (number - 1)
-
-    def look(self, step: str, num_rows: int, results_of: ResultsOf) -> None:
-        """Look at a call of ``step``, and warn if its results depend on all rows.
-
-        Args:
-            step: the step function's name.
-            num_rows: the number of rows of the batch.
-            results_of: returns the results of parts with these rows.
-        """
-        # Five rows, as far apart as possible, or all.
-        rows = sorted({number * (num_rows - 1) // 4 for number in range(5)})
-        middle = len(rows) // 2  # two of five: some layers need two rows
-        parts = [rows[:middle], rows[middle:]]
-        with _process_generators_restored():
-            try:
-                whole = _seeded(0, results_of, [rows])
-                divided = _seeded(0, results_of, parts)
-                reseeded = _seeded(1, results_of, [rows])
-            except Exception:  # the call itself raises, or tells nothing
-                return
-        draws_numbers = not all(map(same_bits, whole, reseeded))
-        if draws_numbers or _are_close(whole, divided):
-            return
-        self.undivided.add(step)
-        warn(
-            f"{step} gives other results for a few rows at once than for parts of "
-            "them, so it gets each batch as a whole, on the first device. It may "
-            "compare rows, or log a ratio of sums. To use all devices, update metrics "
-            "of torchmetrics, or return what is needed and compute the value of all "
-            "rows at the end of the epoch"
-        )
-
-
-ResultsOf = Callable[[Sequence[Sequence[int]]], Any]
-
-
-def _seeded(
-    seed: int, results_of: ResultsOf, parts: Sequence[Sequence[int]]
-) -> list[Tensor]:
-    """The tensors of the results of ``parts``, with random numbers of this seed."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return nested.tensors(results_of(parts))
-
-
-@contextlib.contextmanager
-def _process_generators_restored() -> Iterator[None]:
-    """In the body, Python's and NumPy's random numbers may be drawn."""
-    state = random.getstate()
-    state_of_numpy = numpy.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(state)
-        numpy.random.set_state(state_of_numpy)
-
-
-def _are_close(whole: Sequence[Tensor], divided: Sequence[Tensor]) -> bool:
-    """Whether all numbers agree, up to rounding of the least precise dtype."""
-    shapes = [tensor.shape for tensor in whole]
-    if shapes != [tensor.shape for tensor in divided]:
-        return False
-    tolerances = [_TOLERANCES.get(tensor.dtype, 0.0) for tensor in whole]
-    tolerance = max(tolerances, default=0.0)
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled():
-        tolerance = _TOLERANCE_OF_HALF
-    for expected, result in zip(whole, divided, strict=True):
-        near = torch.isclose(
-            expected.double(), result.double(), tolerance, tolerance, equal_nan=True
-        )
-        if not bool(near.all()):
-            return False
-    return True
-
-
-# Beside an effect of rows on each other, which is larger than all of these.
-_TOLERANCE_OF_HALF = 5e-2
-_TOLERANCES = {
-    torch.float64: 1e-7,
-    torch.float32: 5e-3,  # of TF32, too
-    torch.float16: _TOLERANCE_OF_HALF,
-    torch.bfloat16: _TOLERANCE_OF_HALF,
-}

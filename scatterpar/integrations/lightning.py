@@ -1,28 +1,42 @@
 """Lightning's ``Trainer`` on all devices of one process.
 
-``training_step`` runs for every micro-batch, on a replica of the LightningModule. The
-Trainer gets the loss of the whole batch, whose backward pass adds the gradient of the
-whole batch. The Trainer does everything else: order of the hooks, optimizers,
-schedules, callbacks, checkpoints.
+In training each replica computes micro-batches of the loader's batch::
+
+    for rows in micro_batches:                   # in their order, in turns
+        lend the LightningModule a replica's modules
+        loss = module.training_step(rows, …)     # backward passes overlap
+    module.log(…)                                # once, with the values of all rows
+
+In an evaluation each device computes whole batches of the loop::
+
+    batch 0    module.validation_step(…)         # with the user's own modules
+    batch 1    lend the modules of a replica on the second device, and give them back
+    batch 2    module.validation_step(…)         # kernels of batch 1 may still run
+
+With ``parallel=True`` replicas call the step functions at the same time, each on its
+own copy of the LightningModule, and an evaluation reads a group of batches ahead.
+
+The Trainer does everything else: order of the hooks, optimizers, schedules, callbacks,
+checkpoints.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import os
-import types
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from functools import partial, partialmethod
-from operator import itemgetter
-from types import SimpleNamespace
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.profilers import AdvancedProfiler, PassThroughProfiler
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
@@ -32,56 +46,26 @@ from scatterpar.batch import nested
 from scatterpar.batch.joining import join_rows
 from scatterpar.batch.markers import Rows
 from scatterpar.devices.device_ids import DeviceLike, physical, resolve
+from scatterpar.devices.fingerprints import same_bits
+from scatterpar.devices.streams import use_device
+from scatterpar.devices.transfers import to_device, write
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import warn
-from scatterpar.integrations import kept, loop
-from scatterpar.integrations.changes import (
-    Change,
-    KeptState,
-    apply_changes,
-    names_of,
-    standing_in,
-)
+from scatterpar.integrations import loop
 from scatterpar.integrations.elsewhere import explained
-from scatterpar.integrations.evaluation import RowLooks, rows_of
-from scatterpar.integrations.steps import FIRST
-from scatterpar.integrations.turns import Turns
+from scatterpar.integrations.evaluation import outputs_of_batches
+from scatterpar.integrations.lending import Lending, Parts
+from scatterpar.log import logger
+from scatterpar.option_checks import check_bool
+from scatterpar.replicas.broadcast import version
+from scatterpar.state.journal import Journal
+from scatterpar.state.walk import Walk
 from scatterpar.step.request import Accum, Reduction
+from scatterpar.verify.dropped_records import is_look
 
 __all__ = ["ScatterOnceStrategy"]
 
-# Attributes of every LightningModule: they are no state of the user's.
-_OF_LIGHTNING = {*vars(LightningModule()), "log"}
 _ELSEWHERE = "make it an attribute of the LightningModule, such as a buffer"
-# Attributes of every Trainer whose names do not begin with "_", in Lightning 2.6.
-_OF_TRAINER = {
-    "accumulate_grad_batches",
-    "barebones",
-    "callbacks",
-    "check_val_every_n_epoch",
-    "datamodule",
-    "enable_autolog_hparams",
-    "fast_dev_run",
-    "fit_loop",
-    "gradient_clip_algorithm",
-    "gradient_clip_val",
-    "limit_predict_batches",
-    "limit_test_batches",
-    "limit_train_batches",
-    "limit_val_batches",
-    "log_every_n_steps",
-    "num_sanity_val_steps",
-    "overfit_batches",
-    "predict_loop",
-    "profiler",
-    "reload_dataloaders_every_n_epochs",
-    "should_stop",
-    "state",
-    "test_loop",
-    "val_check_batch",
-    "val_check_interval",
-    "validate_loop",
-}
 _REMEDIES = (
     "In Lightning pass ScatterOnceStrategy(…, count=lambda batch: …), the number of "
     "terms that the mean averages over in a batch, such as lambda batch: "
@@ -91,9 +75,22 @@ _REMEDIES = (
     "engine.loss(inputs, targets, criterion, whole_batch=True). "
     "verify=False does not check."
 )
+_UNSUPPORTED = (
+    "it trains one whole model in one process, by the losses that training_step "
+    "returns; use a strategy of Lightning's"
+)
+_MANUAL = (
+    "the Trainer's loop has no loss to compute. Use the stock strategy, make a "
+    "ScatterOnceParallel engine in configure_model or on_fit_start, and call "
+    "self.manual_backward(engine.loss(inputs, targets, criterion)) in training_step "
+    "(docs/lightning.md, Manual optimization)"
+)
+# Attributes of a LightningModule that refer to the loop.
+_OF_LOOP = ("_trainer", "_fabric")
 _NO_METRIC = nn.Identity()  # in the place of a metric, in the module that is replicated
 _STEPS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 _REDUCTIONS: dict[Any, Any] = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}
+_CLOSE = 1e-2  # of logged values: rounding in half precision is smaller
 
 
 class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
@@ -102,8 +99,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     For the ``Trainer`` of ``lightning.pytorch``, whose ``world_size`` is then 1. Each
     batch of the loader is divided among the replicas. Validation, test and prediction
-    run on all replicas, too. The LightningModule must use automatic optimization, and
-    needs no change.
+    give each device whole batches. The LightningModule must use automatic optimization,
+    and needs no change.
 
     Args:
         device_ids: as in ``ScatterOnceParallel``, like ``accum``. By default the
@@ -111,6 +108,10 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         count: ``count(batch)`` returns the number of terms that the mean loss of
             ``training_step`` averages over in ``batch``. By default the number of rows.
         reduction: ``"sum"`` if ``training_step`` returns the sum of its terms.
+        parallel: the step functions write nothing except by ``self.log`` and metrics of
+            torchmetrics, so replicas may call them at the same time. By default they
+            run on the LightningModule itself, one call at a time, in the order of the
+            rows.
         options: further arguments of ``ScatterOnceParallel``, such as
             ``buffers="batch"``.
 
@@ -130,9 +131,11 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         *,
         count: Callable[[Any], float | Tensor] | None = None,
         reduction: Reduction | None = None,
+        parallel: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
+        check_bool("parallel", parallel)
         loop.refuse(
             "ScatterOnceStrategy",
             {"graphs=True": options.get("graphs")},
@@ -146,29 +149,27 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._device_ids = device_ids
         self._options = {"accum": accum, **options}
         self._count = count
-        self._turns = Turns()
-        self._row_looks = RowLooks()
-        self._checks_rows = options.get("verify", True)
-        # Places that calls set to different values. A warning has told of each.
-        self._told: set[str] = set()
-        # By the step function and the name of a logged value. Calls of looks count too:
-        # they have other numbers of rows.
-        self._sizes: defaultdict[tuple[str, str], _Sizes] = defaultdict(_Sizes)
-        # The LightningModule's attributes after the last step.
-        self._state: KeptState | None = None
-        # Names of attributes that were changed, in or between steps.
-        self._changed: set[str] = set()
-        # The changed names without those that lead to modules, and with the names of
-        # attributes that share objects with them.
-        self._written: set[str] = set()
-        # During a step: the values of the written attributes.
-        self._absent: dict[str, Any] = {}
+        self._parallel = parallel
         # How losses combine, as options of the engine.
         self._combination: dict[str, Any] = {"reduction": reduction}
         if count is not None:
             self._combination["count"] = lambda inputs, _: count(inputs["batch"])
+        self._logged = _LoggedValues()
+        # Whether the calls of the present step return None, once one has returned.
+        self._skips: bool | None = None
+        # The state before the first try of accum="auto" at the present step.
+        self._before_tries: Journal | None = None
+        # Buffers of the LightningModule itself, as calls of the step have left them.
+        self._buffers: dict[str, Tensor] = {}
         self._engine: Any = None
         self._until_teardown = contextlib.ExitStack()
+        self._until_end_of_evaluation = contextlib.ExitStack()
+        # Of an evaluation: one replica per device; how many batches have been
+        # transferred; which replica has the last one.
+        self._replica_per_device: list[int] = []
+        self._num_batches = 0
+        self._replica_of_batch = 0
+        self._ahead: _Ahead | None = None
 
     @property
     def root_device(self) -> torch.device:
@@ -183,6 +184,9 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             _refuse(trainer, module)
             if "buffers" not in self._options:
                 loop.warn_of_batch_norm(module)
+            how = "at the same time" if self._parallel else "one at a time"
+            name = f"{type(module).__qualname__}.training_step"
+            logger.info("replicas call %s %s", name, how)
         super().setup(trainer)
         if module._compiler_ctx:
             self._until_teardown.enter_context(_replicas_compiled(module))
@@ -191,13 +195,22 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             device_ids=self._device_ids or self.parallel_devices,
             **self._options,
         )
+        engine.loop.takes_turns = not self._parallel
         engine.loop.remedies = _REMEDIES
+        engine.loop.around_looks = self._around_look
         self._engine = self._until_teardown.enter_context(engine)
-        # Once: a large model has hundreds of modules, and each call looks at these.
-        self._user_parts = _user_parts(module)
+        first_replicas: dict[torch.device, int] = {}
+        for number, device in enumerate(engine.device_ids):
+            first_replicas.setdefault(device, number)
+        self._replica_per_device = list(first_replicas.values())
+        self._lending = Lending(self._lent_roots, _OF_LOOP, self.root_device)
+
+    def _lent_roots(self) -> list[Any]:
+        return [self.lightning_module]
 
     def teardown(self) -> None:
         """Close the engine, and do what ``SingleDeviceStrategy`` does."""
+        self._end_evaluation()
         self._until_teardown.close()
         self._engine = None
         super().teardown()
@@ -205,336 +218,390 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     def batch_to_device(
         self, batch: Any, device: Any = None, dataloader_idx: int = 0
     ) -> Any:
-        """Run the hooks on batch transfer, but leave the batch on the host.
+        """Run the hooks on batch transfer.
 
-        The engine copies the rows of each replica to its device.
+        In training the batch stays on the host: the engine copies the rows of each
+        replica to its device. In an evaluation the devices get whole batches in turn.
         """
-        return super().batch_to_device(batch, torch.device("cpu"), dataloader_idx)
+        if self._ahead is not None:
+            return batch  # it was prepared with its group
+        device = torch.device("cpu")
+        if not self.lightning_module.trainer.training:
+            devices = self._replica_per_device
+            self._replica_of_batch = devices[self._num_batches % len(devices)]
+            self._num_batches += 1
+            device = physical(self._engine.device_ids[self._replica_of_batch])
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    # Training.
 
     def training_step(self, batch: Any, *arguments: Any, **_: Any) -> Any:
         """Compute the whole batch's loss, with ``training_step`` on the replicas."""
-        step = "training_step"
         precision = self.precision_plugin
+        module = self.lightning_module
+        _refuse_unequal_loaders(module.trainer, batch)
         options = dict(self._combination)
         options["scaler"] = getattr(precision, "scaler", None)
         options["return_outputs"] = itemgetter("call")
-        inputs_of_step = self._inputs(step, batch, arguments)
-        with precision.train_step_context(), inputs_of_step as inputs:
-            loss, calls = self._engine.loss(inputs, **options)
-        outputs = self._finish(step, nested.atoms(calls))
+        inputs: dict[str, Any] = {"work": self._training_call}
+        inputs["arguments"] = list(arguments)
+        inputs["batch"] = loop.as_rows(batch)
+        inputs["rows"] = Rows(range(loop.num_rows(batch)))
+        self._skips = None
+        self._buffers = {}
+        self._before_tries = None
+        with precision.train_step_context(), self._calling() as metrics:
+            inputs["metrics"] = _Metrics(metrics)
+            try:
+                loss, records = self._engine.loss(inputs, **options)
+            finally:
+                self._lending.end_step()
+        calls = sorted(nested.atoms(records), key=attrgetter("first_row"))
+        if self._skips:
+            return None
+        for name, value in self._buffers.items():
+            write(module._buffers[name], value)
+        self._merge_metrics(calls)
+        self._logged.log(module, calls)
+        outputs = self._joined(calls)
         outputs["loss"] = loss
         return outputs
 
-    def _evaluate(self, step: str, batch: Any, *arguments: Any, **_: Any) -> Any:
-        """Compute a batch of validation, test or prediction on the replicas."""
-        num_rows = loop.num_rows(batch)
-        with self.precision_plugin.forward_context(), torch.no_grad():
-            if self._checks_rows and self._row_looks.is_due(step, num_rows):
-                module = self.lightning_module
-                attributes = kept.kept_attributes(module, _OF_LIGHTNING)
-                results = partial(self._results_of, step, batch, arguments)
-                with loop.undone(module, attributes.values()):
-                    self._row_looks.look(step, num_rows, results)
-            parts = None
-            if step in self._row_looks.undivided:
-                parts = [range(num_rows)]
-            calls = self._calls_of(step, batch, arguments, parts)
-        return self._finish(step, calls)
+    def _training_call(
+        self, work: Any, batch: Any, rows: Any, arguments: Any, metrics: _Metrics
+    ) -> dict[str, Any]:
+        """Call ``training_step`` for a micro-batch.
 
-    def _calls_of(
-        self,
-        step: str,
-        batch: Any,
-        arguments: Sequence[Any],
-        parts: Sequence[Sequence[int]] | None = None,
-    ) -> list[_Call]:
-        """The calls of ``step`` for a batch, or one for each of these ``parts``."""
-        with self._inputs(step, batch, arguments) as inputs:
-            if parts is not None:
-                num_rows = loop.num_rows(batch)
-                batches = [rows_of(inputs["batch"], part, num_rows) for part in parts]
-                inputs["batch"] = Rows(batches, FIRST)
-                inputs["rows"] = Rows(parts, FIRST)
-            outputs = self._engine(inputs.pop("work"), **inputs)
-        return nested.atoms(outputs["call"])
+        Args:
+            work: the replica's modules; the LightningModule is the first.
+            batch: the micro-batch.
+            rows: the numbers of its rows.
+            arguments: those of the method after the batch.
+            metrics: the user's metrics, of which the call updates copies.
 
-    def _results_of(
-        self,
-        step: str,
-        batch: Any,
-        arguments: Sequence[Any],
-        parts: Sequence[Sequence[int]],
-    ) -> Any:
-        """What calls for ``parts`` of a batch returned, logged and measured.
-
-        It is joined, as after a step. Buffers are as before.
+        Returns:
+            The loss with its graph, and the ``_Call`` without graphs.
         """
-        module = self.lightning_module
-        buffers = {buffer: buffer.clone() for buffer in module.buffers()}
-        calls = self._calls_of(step, batch, arguments, parts)
-        # The engine commits the buffers of replica 0, as for any forward pass.
-        for buffer, values in buffers.items():
-            buffer.copy_(values)
-        logged = []
-        for (name, _), entries in _logged_by(calls).items():
-            if isinstance(entries[0].value, _Place):
-                continue  # a metric, whose states are compared
-            value, _ = self._value_of(name, entries)
-            logged.append(value)
-        states: list[Any] = []
-        for place, metric in _single(_metrics_of(module)).items():
-            merged = _emptied(metric)
-            _merge(merged, _copies_at(place, calls), self.root_device)
-            states += map(_joined_state, merged.metric_state.values())
-        return [self._joined(calls, _none), logged, states]
+        call = _Call(rows[0], len(rows))
+        if self._count:
+            call.weight = self._count(batch)
+        if self._options["accum"] == "auto" and not call.first_row and not is_look():
+            self._begin_try()
+        with self._in_call(work[0], call, metrics) as module:
+            output = module.training_step(batch, *arguments)
+        # Raises Lightning's own error if it is no loss.
+        result = ClosureResult.from_training_step_output(output)
+        call.output = nested.map_tensors(Tensor.detach, result.extra)
+        if is_look():
+            self._logged.look(call, is_whole=work[0] is self.lightning_module)
+        self._logged.note_sizes(call)
+        loss = result.closure_loss
+        self._check_skips(loss is None)
+        if loss is None:
+            loss = _zero(work)
+        return {"loss": loss, "call": call}
 
-    validation_step = partialmethod(_evaluate, "validation_step")
-    test_step = partialmethod(_evaluate, "test_step")
-    predict_step = partialmethod(_evaluate, "predict_step")
+    def _begin_try(self) -> None:
+        """Undo what calls of an earlier try, which ran out of memory, have written.
 
-    @contextlib.contextmanager
-    def _inputs(
-        self, step: str, batch: Any, arguments: Sequence[Any]
-    ) -> Iterator[dict[str, Any]]:
-        """Yields the engine's inputs for the method ``step``.
-
-        In the body the module has no metrics, and no attributes that are written.
+        In turns a try begins with the first row.
         """
-        module = self.lightning_module
-        _refuse_unequal_loaders(module.trainer, batch)
-        metrics = _metrics_of(module)
-        no_metrics = dict.fromkeys(metrics, _NO_METRIC)
-        attributes = kept.kept_attributes(module, _OF_LIGHTNING)
-        function = getattr(type(module), step)
-        inputs = {"work": self._call, "step": step, "arguments": list(arguments)}
-        inputs["measures"] = _Metrics(metrics)
-        inputs["batch"] = loop.as_rows(batch)
-        inputs["rows"] = Rows(range(loop.num_rows(batch)))
-        with (
-            _placed(module, no_metrics),
-            self._turns.in_step(self._engine, module, attributes, function),
-            self._without_written(module),
-        ):
-            yield inputs
+        state = self._before_tries
+        if state is None:
+            module = self.lightning_module
+            state = Journal(Walk([module, *self._written_in_calls()]))
+        else:
+            state.restore()
+        self._before_tries = state  # it restores attributes of this strategy, too
 
-    @contextlib.contextmanager
-    def _without_written(self, module: LightningModule) -> Iterator[None]:
-        """In the body ``module`` has none of the attributes that are written.
-
-        Calls get copies of the originals. If the module had them, replicas would be
-        made again after each step that appends to a list.
+    def _written_in_calls(self) -> list[Any]:
+        """What calls may write beside the LightningModule: callbacks, the data module,
+        and what the user gave the Trainer.
         """
-        if self._state is not None:  # hooks between steps write, too
-            self._note_written(module, [self._state.changes()])
-        if not self._turns.is_hooked:  # hooks on modules may lead to the attributes
-            for name, value in kept.kept_attributes(module, _OF_LIGHTNING).items():
-                if name in self._written:
-                    self._absent[name] = value
-        with loop.overridden(module, **dict.fromkeys(self._absent)):
-            try:
-                yield
-            finally:
-                self._absent = {}
+        trainer = self.lightning_module.trainer
+        return [trainer.callbacks, trainer.datamodule, vars(trainer)]
 
-    def _note_written(
-        self, module: LightningModule, changes: Sequence[Sequence[Change]]
-    ) -> None:
-        """Note the names of attributes that were changed."""
-        names = names_of(changes)
-        if not names <= self._changed:
-            self._changed |= names
-            attributes = kept.kept_attributes(module, _OF_LIGHTNING)
-            self._written = kept.with_shared(attributes, self._changed)
+    def _check_skips(self, skips: bool) -> None:
+        """Raise ``ValueError`` if ``training_step`` returns ``None`` for some rows."""
+        if is_look():
+            if skips:
+                raise ValueError("training_step returned None for rows of a look")
+            return
+        if self._skips is None:
+            self._skips = skips
+        if self._skips is not skips:
+            raise ValueError(
+                "training_step returned None for a part of the batch, and only a whole "
+                "batch can be skipped; return None for all rows of the batch, or a "
+                "loss for all, such as (output * 0).sum() for rows that do not count"
+            )
 
-    def _finish(self, step: str, calls: Sequence[_Call]) -> Any:
-        """Transfer to the module what calls of ``step`` left on replicas.
-
-        Returns what the calls returned, joined.
-        """
-        module = self.lightning_module
-        metrics = _single(_metrics_of(module))
-        for place, metric in metrics.items():
-            _merge(metric, _copies_at(place, calls), self.root_device)
-        self._apply_changes(step, calls)
-        # After the changes of the step: the next one finds those of hooks in between.
-        self._state = KeptState(module, _OF_LIGHTNING)
-        for call in calls:
-            call.trainer.replay(module.trainer, self.root_device)
-        # Metrics have been merged: the Trainer computes those that are logged.
-        for (name, _), entries in _logged_by(calls).items():
-            self._log(name, entries, metrics)
-        return self._joined(calls)
-
-    def _apply_changes(self, step: str, calls: Sequence[_Call]) -> None:
-        """Add what calls of ``step`` added to the module, the Trainer and callbacks."""
-        module = self.lightning_module
-        device = self.root_device
-        tell = partial(self._tell, step)
-        changes = [call.changes for call in calls]
-        apply_changes(module, changes, device, tell)
-        self._note_written(module, changes)
-        for call in calls:
-            for place in call.new_in_parts:  # they stay on the replica
-                tell(place)
-        trainer_changes = [call.trainer.changes for call in calls]
-        apply_changes(module.trainer, trainer_changes, device, tell, "self.trainer")
-        user_objects: dict[int, Any] = {}
-        for call in calls:
-            for user_object, _ in call.trainer.objects:
-                user_objects[id(user_object)] = user_object
-        for user_object in user_objects.values():
-            object_changes = [call.trainer.changes_of(user_object) for call in calls]
-            name = type(user_object).__name__
-            apply_changes(user_object, object_changes, device, tell, name)
-
-    def _joined(
-        self, calls: Sequence[_Call], unjoined: Callable[[list[Any]], Any] = list
-    ) -> Any:
-        """What calls returned beside their losses, with their rows joined.
-
-        ``unjoined`` gives the value of entries that have no rows.
-        """
+    def _joined(self, calls: Sequence[_Call]) -> Any:
+        """What calls returned beside their losses, with their rows joined."""
         outputs = [loop.moved(call.output, self.root_device) for call in calls]
         weights = [float(call.weight) for call in calls]
-        rows = [call.rows for call in calls]
+        rows = [call.num_rows for call in calls]
 
         def joined(entries: list[Any]) -> Any:
+            first = entries[0]
+            if isinstance(first, Tensor) and not first.is_floating_point():
+                if all(same_bits(first, entry) for entry in entries):
+                    return first
+                if not first.ndim:  # the mean of numbers is no integer
+                    return entries
             try:
                 return join_rows(entries, 0, weights, rows, lists="if clear")
             except ValueError:  # such as tensors without rows
-                return unjoined(entries)
+                return entries
 
         def is_atom(entries: Sequence[Any]) -> bool:
             return not isinstance(entries[0], Mapping)
 
         return nested.merge(joined, outputs, is_atom)
 
-    def _tell(self, step: str, place: str) -> None:
-        """Warn once that calls of ``step`` set ``place`` to different values."""
-        if place in self._told:
-            return
-        self._told.add(place)
-        warn(
-            f"{step} sets {place} to another value for each micro-batch, so the "
-            "module's stays as it was; return it, log it, append to a list, or add to "
-            "a number"
-        )
+    # Calls of step functions on replicas.
 
-    def _call(
-        self, work: Any, batch: Any, rows: Any, step: str, arguments: Any, measures: Any
-    ) -> dict[str, Any]:
-        """Call the method ``step`` of a replica for one micro-batch.
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[dict[Any, Any]]:
+        """In the body replicas call step functions.
 
-        Args:
-            work: the replica's modules; the LightningModule is the first.
-            batch: the micro-batch.
-            rows: the numbers of its rows.
-            step: the name of the method.
-            arguments: those of the method after the batch.
-            measures: the user's metrics, of which the call updates copies.
-
-        Returns:
-            The loss with its graph, and the ``_Call`` without graphs.
+        What calls log is recorded, and the module that is replicated has no metrics.
+        Yields the metrics.
         """
-        module: Any = work[0]
-        device = _device_of(module)
-        metrics = {}
-        for place, metric in measures.by_place.items():
-            metrics[place] = _emptied(metric).to(device)
-        copies = kept.CallCopies(device, pinned=self._turns.pinned_in(module))
-        trainer = _TrainerInCall(module.trainer, copies)
-        log = _LogOfCall(module, metrics)
-        attributes = {"log": log, "_device": device, "_trainer": trainer}
-        call = _Call(step, len(rows))
-        # The written attributes come back before they are copied.
+        module = self.lightning_module
+        connector = module.trainer._logger_connector
+        results = module.trainer._results
+        metrics = _metrics_of(module)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_placed(module, dict.fromkeys(metrics, _NO_METRIC)))
+            if results is not None:  # there are none in a prediction
+                # Calls of a look set the name of the hook that has logged last, too.
+                last_hook = connector._current_fx
+                stack.enter_context(loop.overridden(connector, _current_fx=last_hook))
+                recording = loop.overridden(results, log=_record, reset=_do_nothing)
+                stack.enter_context(recording)
+            yield metrics
+
+    @contextlib.contextmanager
+    def _in_call(
+        self, replica: Any, call: _Call, metrics: _Metrics
+    ) -> Iterator[LightningModule]:
+        """In the body the call runs. Yields the module whose step function to call."""
+        device = _device_of(replica)
+        copies = {}
+        for place, metric in metrics.by_place.items():
+            copies[place] = _emptied(metric).to(device)
+        call.places = {id(metric): at for at, metric in _single(copies).items()}
+        module = replica if self._parallel else self.lightning_module
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(explained(device, _ELSEWHERE))
+            if not self._parallel:
+                stack.enter_context(self._lent(replica, device))
+            stack.enter_context(_placed(module, copies))
+            for part in module.modules():
+                if isinstance(part, LightningModule):
+                    # Lightning keeps names of metrics by their ids.
+                    attributes = {"_device": device, "_metric_attributes": None}
+                    stack.enter_context(loop.overridden(part, **attributes))
+            token = _present_call.set(call)
+            stack.callback(_present_call.reset, token)
+            yield module
+        call.metrics = _updated(copies)
+
+    @contextlib.contextmanager
+    def _lent(self, replica: Any, device: torch.device) -> Iterator[None]:
+        """In the body the LightningModule refers to the modules of ``replica``.
+
+        Its own buffers stay. The engine commits those of replica 0, so what calls have
+        written is written again after the step.
+        """
+        module = self.lightning_module
+        before = _versions(module._buffers)
+        with self._lending.lent(_lent_parts(module, replica), device):
+            yield
+        after = _versions(module._buffers)
+        for name in after if not is_look() else ():
+            if after[name] != before.get(name):
+                self._buffers[name] = module._buffers[name].clone()
+
+    def _merge_metrics(self, calls: Sequence[_Call]) -> None:
+        """Merge what calls have measured into the user's metrics."""
+        for place, metric in _single(_metrics_of(self.lightning_module)).items():
+            copies = [call.metrics[place] for call in calls if place in call.metrics]
+            _merge(metric, copies, self.root_device)
+
+    # Evaluation.
+
+    def _begin_evaluation(self) -> None:
+        """The loop begins: from the first device on, or with groups of batches."""
+        self._num_batches = 0
+        trainer = self.lightning_module.trainer
+        evaluation = trainer._active_loop
+        num_replicas = len(self._engine.device_ids)
+        is_fetched = isinstance(evaluation._data_fetcher, _DataLoaderIterDataFetcher)
+        if not self._parallel or num_replicas == 1 or is_fetched:
+            return
+        self._ahead = _Ahead(evaluation._data_fetcher, num_replicas, self._prepared)
+        evaluation._data_fetcher = self._ahead
+        # The hook has run for batches that were prepared.
+        hook = loop.overridden(
+            self.lightning_module, _on_before_batch_transfer=_unchanged
+        )
+        self._until_end_of_evaluation.enter_context(hook)
+
+    def _end_evaluation(self) -> None:
+        self._ahead = None
+        self._until_end_of_evaluation.close()
+
+    on_validation_start = _begin_evaluation
+    on_test_start = _begin_evaluation
+    on_predict_start = _begin_evaluation
+    on_validation_end = _end_evaluation
+    on_test_end = _end_evaluation
+    on_predict_end = _end_evaluation
+
+    def _prepared(self, batch: Any, dataloader_idx: int) -> Any:
+        """A batch that is read ahead, after the hooks on batch transfer."""
+        module = self.lightning_module
+        batch = self.precision_plugin.convert_input(batch)
+        batch = type(module)._on_before_batch_transfer(module, batch, dataloader_idx)
+        return super().batch_to_device(batch, torch.device("cpu"), dataloader_idx)
+
+    def _evaluate(self, step: str, *arguments: Any, **options: Any) -> Any:
+        """Call a step function for a batch: on the device that has the batch."""
+        if self._ahead is not None:
+            return self._result_ahead(step, self._ahead, arguments)
+        number = self._replica_of_batch
+        self._replica_of_batch = 0
+        function = getattr(super(), step)
+        if number == 0:
+            return function(*arguments, **options)
+        with self._on_replica(number):
+            output = function(*arguments, **options)
+        return nested.map_tensors(self._to_root, output)
+
+    validation_step = partialmethod(_evaluate, "validation_step")
+    test_step = partialmethod(_evaluate, "test_step")
+    predict_step = partialmethod(_evaluate, "predict_step")
+
+    def _to_root(self, tensor: Tensor) -> Tensor:
+        return to_device(tensor, self.root_device)
+
+    @contextlib.contextmanager
+    def _on_replica(self, number: int) -> Iterator[None]:
+        """In the body the LightningModule refers to the modules of a replica, and its
+        metrics are on the replica's device.
+        """
+        module = self.lightning_module
+        results = module.trainer._results
+        metrics = _metrics_of(module)
+        with _placed(module, dict.fromkeys(metrics, _NO_METRIC)):
+            replica = self._engine.replicas[number][0]
+            parts = _lent_parts(module, replica)
+        device = _device_of(replica)
+        before = [_versions(copied._buffers) for _, copied in parts.modules]
         with (
             explained(device, _ELSEWHERE),
-            loop.overridden(module, **self._absent),
-            standing_in(module, _OF_LIGHTNING, copies, attributes, in_place=True),
+            use_device(device, ()),
+            self._lending.lent(parts, device),
+            loop.overridden(module, _device=device),
             _placed(module, metrics),
+            _on_device(metrics.values(), device, self.root_device),
         ):
-            state = KeptState(module, _OF_LIGHTNING)
-            output = getattr(module, step)(batch, *arguments)
-            call.changes = state.changes()
-        loss = None
-        if step == "training_step":
-            loss, output = _loss_and_rest(output)
-        call.output = nested.map_tensors(Tensor.detach, output)
-        if self._count:
-            call.weight = self._count(batch)
-        call.logged = log.values
-        self._note_sizes(call)
-        call.metrics = _updated(metrics)
-        call.new_in_parts = _new_attributes(
-            module, self.lightning_module, self._user_parts
-        )
-        trainer.end()
-        call.trainer = trainer.calls
-        return {"loss": loss, "call": call}
+            yield
+        self._lending.end_step()
+        for (original, copied), versions in zip(parts.modules, before, strict=True):
+            for name, buffer_version in _versions(copied._buffers).items():
+                if buffer_version != versions.get(name):
+                    write(original._buffers[name], copied._buffers[name])
+        if results is not None and device != self.root_device:
+            results.to(self.root_device)
 
-    def _note_sizes(self, call: _Call) -> None:
-        """Note ``batch_size=`` of what a call has logged, also of a look's call."""
-        for (name, _), (_, options) in call.logged.items():
-            size = options.get("batch_size")
-            if size is not None:
-                self._sizes[call.step, name].add(call.rows, size)
+    def _result_ahead(self, step: str, ahead: _Ahead, arguments: Sequence[Any]) -> Any:
+        """The result of a batch, which has been computed with the others of its
+        group.
+        """
+        if ahead.results is None:
+            items = [(item, step, arguments) for item in ahead.items]
+            with self.precision_plugin.forward_context(), self._calling() as metrics:
+                call = partial(self._evaluation_call, _Metrics(metrics))
+                ahead.results = outputs_of_batches(self._engine, call, items)
+        call = ahead.results[ahead.number]
+        self._merge_metrics([call])
+        self._logged.log(self.lightning_module, [call])
+        return nested.map_tensors(self._to_root, call.output)
 
-    def _log(
-        self, name: str, entries: Sequence[_Logged], metrics: Mapping[Any, Metric]
-    ) -> None:
-        """Log once what calls logged under ``name``: values, or a metric."""
-        last = entries[-1]
-        if isinstance(last.value, _Place):
-            self.lightning_module.log(name, metrics[last.value], **last.options)
-            return
-        value, size = self._value_of(name, entries)
-        options = {**last.options, "batch_size": size}
-        self.lightning_module.log(name, value, **options)
+    def _evaluation_call(
+        self, metrics: _Metrics, work: Any, item: tuple[_Item, str, Sequence[Any]]
+    ) -> _Call:
+        """Call a step function for a batch that was read ahead."""
+        (batch, batch_idx, dataloader_idx), step, arguments = item
+        evaluation = self.lightning_module.trainer._active_loop
+        # The method itself says whether it takes the numbers of batch and loader.
+        options = evaluation._build_kwargs(batch, batch_idx, None)
+        arguments_of_step = evaluation._build_step_args_from_hook_kwargs(options, step)
+        if len(arguments_of_step) < len(arguments):
+            arguments_of_step += (dataloader_idx,)
+        call = _Call(batch_idx, loop.num_rows(batch))
+        with self._in_call(work[0], call, metrics) as module:
+            call.output = getattr(module, step)(*arguments_of_step)
+        return call
 
-    def _value_of(self, name: str, entries: Sequence[_Logged]) -> tuple[Tensor, int]:
-        """The value for the whole batch of what calls logged, and the batch size."""
-        last = entries[-1]
-        values = []
-        for entry in entries:
-            values.append(torch.as_tensor(entry.value).to(self.root_device))
-        size, weights = self._sizes[last.call.step, name].of_batch(entries)
-        reduction = last.options.get("reduce_fx", "mean")
-        # torch.sum, "sum" and Python's sum mean the same
-        reduce = _REDUCTIONS.get(getattr(reduction, "__name__", reduction))
-        if reduce is None:
-            return join_rows(values, 0, weights), size
-        return reduce(torch.stack(values)), size
+    @contextlib.contextmanager
+    def _around_look(self) -> Iterator[None]:
+        """In the body a look calls ``training_step``: loggers and profiler are silent.
+
+        Afterwards callbacks, the data module and attributes that the user gave the
+        Trainer are as before.
+        """
+        trainer = self.lightning_module.trainer
+        silent: dict[str, Any] = {"profiler": PassThroughProfiler()}
+        silent["_loggers"] = [_Silent(logger) for logger in trainer.loggers]
+        written = loop.undone(trainer, self._written_in_calls())
+        with written, loop.overridden(trainer, **silent):
+            yield
+        self._lending.forget()
 
 
 class _Call:
-    """What one call of a step function left on its replica, without graphs.
+    """What one call of a step function left, without graphs.
 
     It is no dataclass, so that the engine takes it for one value.
 
     Attributes:
-        step: the name of the step function.
-        rows: the number of rows of its micro-batch.
+        first_row: the number of its first row, or of its batch.
+        num_rows: the number of rows of its micro-batch.
         weight: the number of terms of its loss.
         output: what it returned, without the loss.
         logged: what it logged, with the options of ``self.log``, by the name and by how
             often the name had been logged before.
-        metrics: the metrics that it updated.
-        changes: what it changed in the module's attributes.
-        new_in_parts: attributes that submodules did not have before.
-        trainer: what it did with the Trainer.
+        places: where the metrics are that it updates, by their ``id``.
+        metrics: the metrics that it has updated.
     """
 
     output: Any
-    logged: dict[tuple[str, int], tuple[Any, dict[str, Any]]]
+    places: dict[int, _Place]
     metrics: dict[_Place, Metric]
-    changes: list[Change]
-    new_in_parts: list[str]
-    trainer: _TrainerCalls
 
-    def __init__(self, step: str, rows: int) -> None:
-        self.step = step
-        self.rows = rows
-        self.weight: float | Tensor = rows
+    def __init__(self, first_row: int, num_rows: int) -> None:
+        self.first_row = first_row
+        self.num_rows = num_rows
+        self.weight: float | Tensor = num_rows
+        self.logged: dict[tuple[str, int], tuple[Any, dict[str, Any]]] = {}
+
+
+# What self.log of a call records: in the thread of a replica, or of a look.
+
+_present_call: ContextVar[_Call] = ContextVar("_present_call")
+
+
+def _record(fx: str, name: str, value: Any, **options: Any) -> None:
+    """Record a value, in the place of Lightning's ``_ResultCollection.log``."""
+    call = _present_call.get()
+    times = sum(name == other for other, _ in call.logged)
+    options.pop("sync_dist_fn")
+    value = call.places[id(value)] if isinstance(value, Metric) else value.detach()
+    call.logged[name, times] = value, options
 
 
 class _Logged(NamedTuple):
@@ -545,6 +612,89 @@ class _Logged(NamedTuple):
     options: dict[str, Any]
 
 
+class _LoggedValues:
+    """Logs the values of all calls of a step, once for the batch."""
+
+    def __init__(self) -> None:
+        # By the name of a logged value. Calls of looks count too: they have other
+        # numbers of rows.
+        self._sizes: defaultdict[str, _Sizes] = defaultdict(_Sizes)
+        # Of a look: the call for all its rows, and those for parts of them.
+        self._whole: _Call | None = None
+        self._parts: list[_Call] = []
+        self._told: set[str] = set()
+
+    def log(self, module: LightningModule, calls: Sequence[_Call]) -> None:
+        """Log what calls have logged: metrics, and one value for all rows."""
+        metrics = _single(_metrics_of(module))
+        for (name, _), entries in _logged_by(calls).items():
+            last = entries[-1]
+            options = dict(last.options)
+            if isinstance(last.value, _Place):
+                module.log(name, metrics[last.value], **options)
+                continue
+            value = last.value
+            if len(entries) > 1:
+                value, size = self._value_of(name, entries)
+                options["batch_size"] = size
+            module.log(name, value, **options)
+
+    def note_sizes(self, call: _Call) -> None:
+        """Note ``batch_size=`` of what a call has logged, also of a look's call."""
+        for (name, _), (_, options) in call.logged.items():
+            size = options["batch_size"]
+            if size is not None:
+                self._sizes[name].add(call.num_rows, size)
+
+    def look(self, call: _Call, *, is_whole: bool) -> None:
+        """Warn if values of the parts of a look do not make that of all its rows."""
+        if is_whole:
+            self._whole = call
+            self._parts = []
+            return
+        self._parts.append(call)
+        num_rows = sum(part.num_rows for part in self._parts)
+        if self._whole is None or num_rows < self._whole.num_rows:
+            return
+        if num_rows == self._whole.num_rows:
+            self._compare(self._whole, self._parts)
+        self._whole = None
+
+    def _compare(self, whole: _Call, parts: Sequence[_Call]) -> None:
+        for key, entries in _logged_by(parts).items():
+            name, _ = key
+            expected, _ = whole.logged.get(key, (None, None))
+            if not isinstance(expected, Tensor) or name in self._told:
+                continue
+            value, _ = self._value_of(name, entries)
+            expected = expected.to(value)
+            if torch.isclose(value, expected, _CLOSE, _CLOSE, equal_nan=True):
+                continue
+            self._told.add(name)
+            warn(
+                f"training_step logs {name!r} = {expected:.4g} for {whole.num_rows} "
+                f"rows, and its calls for parts of them combine to {value:.4g}: it is "
+                "no mean over rows. training_step is called once per micro-batch, and "
+                "the Trainer logs the mean. To log the value of the batch, pass "
+                'reduce_fx="sum" for a sum, or update a metric of torchmetrics'
+            )
+
+    def _value_of(
+        self, name: str, entries: Sequence[_Logged]
+    ) -> tuple[Tensor, int | None]:
+        """The value for the whole batch of what calls logged, and the batch size."""
+        last = entries[-1]
+        device = last.value.device
+        values = [entry.value.to(device) for entry in entries]
+        size, weights = self._sizes[name].of_batch(entries)
+        reduction = last.options["reduce_fx"]
+        # torch.sum, "sum" and Python's sum mean the same
+        reduce = _REDUCTIONS.get(getattr(reduction, "__name__", reduction))
+        if reduce is None:
+            return join_rows(values, 0, weights), size
+        return reduce(torch.stack(values)), size
+
+
 def _logged_by(calls: Sequence[_Call]) -> dict[tuple[str, int], list[_Logged]]:
     """What calls have logged, by the name and by how often it had been logged."""
     logged: dict[tuple[str, int], list[_Logged]] = defaultdict(list)
@@ -552,115 +702,6 @@ def _logged_by(calls: Sequence[_Call]) -> dict[tuple[str, int], list[_Logged]]:
         for key, (value, options) in call.logged.items():
             logged[key].append(_Logged(call, value, options))
     return logged
-
-
-def _copies_at(place: _Place, calls: Sequence[_Call]) -> list[Metric]:
-    """The copies of the metric at ``place`` that calls have updated."""
-    return [call.metrics[place] for call in calls if place in call.metrics]
-
-
-def _joined_state(state: Any) -> Any:
-    """A metric's state; of a list of tensors with rows, all rows."""
-    if isinstance(state, list) and state and all(tensor.ndim for tensor in state):
-        return torch.cat(state)
-    return state
-
-
-def _loss_and_rest(output: Any) -> tuple[Tensor, dict[str, Any]]:
-    """The loss that ``training_step`` returned, and what it returned beside it."""
-    returned = {**output} if isinstance(output, Mapping) else {"loss": output}
-    loss = returned.pop("loss", None)
-    if not isinstance(loss, Tensor):
-        raise ValueError(
-            f"training_step returned {loss!r} as the loss of a micro-batch, and no "
-            "part of a batch can be skipped; return a loss that is zero, such as "
-            "(output * 0).sum()"
-        )
-    return loss, returned
-
-
-def _device_of(module: LightningModule) -> torch.device:
-    """The device of a replica: that of its first parameter."""
-    device: torch.device = module.device
-    for parameter in module.parameters():
-        device = parameter.device
-        break
-    return device
-
-
-def _replicas_compiled(module: Any) -> contextlib.AbstractContextManager[None]:
-    """In the body replicas of ``torch.compile(module)`` run ``forward`` compiled."""
-    compiled = module._compiler_ctx
-    methods = {name: compiled[f"original_{name}"] for name in _STEPS}
-    return loop.overridden(
-        module,
-        **methods,
-        _compiler_ctx=None,
-        _compiled_call_impl=compiled["dynamo_ctx"](module._call_impl),
-    )
-
-
-def _user_parts(module: nn.Module) -> list[str]:
-    """The paths of the modules in ``module`` that are of the user's classes."""
-    paths = []
-    for path, part in module.named_modules():
-        if path and not kept.is_of_a_library(type(part).__module__):
-            paths.append(path)
-    return paths
-
-
-def _new_attributes(
-    replica: nn.Module, module: nn.Module, paths: Sequence[str]
-) -> list[str]:
-    """The places of numbers and tensors that modules of a replica keep since a call.
-
-    Such as ``"self.criterion.last"``. Only places where the user's own module has no
-    value: the engine tells of the others.
-    """
-    places = []
-    for path in paths:
-        try:
-            attributes = vars(module.get_submodule(path))
-            attributes_of_replica = vars(replica.get_submodule(path))
-        except AttributeError:  # the user has removed the module
-            continue
-        for name, value in attributes_of_replica.items():
-            is_new = attributes.get(name) is None and not name.startswith("_")
-            if is_new and isinstance(value, (int, float, Tensor)):
-                places.append(f"self.{path}.{name}")
-    return places
-
-
-def _none(_: Any) -> None:
-    """No value."""
-
-
-class _LogOfCall:
-    """``LightningModule.log`` in a call: records values. After the step all calls log
-    them once.
-
-    Attributes:
-        values: values with their options, by the name and by how often the name had
-            been logged before.
-    """
-
-    def __init__(self, module: LightningModule, metrics: Mapping[Any, Any]) -> None:
-        self._module = module
-        self._signature = inspect.signature(LightningModule.log)
-        self._places = {id(metric): at for at, metric in _single(metrics).items()}
-        self.values: dict[tuple[str, int], tuple[Any, dict[str, Any]]] = {}
-
-    def __call__(self, *args: Any, **options: Any) -> None:
-        arguments = self._signature.bind(self._module, *args, **options).arguments
-        arguments.pop("self")
-        name = arguments.pop("name")
-        value = arguments.pop("value")
-        times = sum(name == other for other, _ in self.values)
-        if isinstance(value, Tensor):
-            value = value.detach().squeeze()
-        else:
-            value = self._places.get(id(value)) or float(value)
-        self.values[name, times] = value, arguments
 
 
 class _Sizes:
@@ -685,17 +726,20 @@ class _Sizes:
         if len(self._sizes) < 2:
             self._sizes.add(size)
 
-    def of_batch(self, entries: Sequence[_Logged]) -> tuple[int, list[float]]:
-        """The batch size of a value that calls have logged, and each call's weight."""
+    def of_batch(self, entries: Sequence[_Logged]) -> tuple[int | None, list[float]]:
+        """The batch size of a value that calls have logged, and each call's weight.
+
+        ``None`` if Lightning finds out itself.
+        """
         rows: list[int] = []
         weights: list[float] = []
         sizes: list[Any] = []
         for entry in entries:
-            rows.append(entry.call.rows)
+            rows.append(entry.call.num_rows)
             weights.append(float(entry.call.weight))
-            sizes.append(entry.options.get("batch_size"))
+            sizes.append(entry.options["batch_size"])
         if None in sizes:
-            return sum(rows), weights
+            return None, weights
         # Without calls of other sizes to compare with, a size that is the number of
         # rows is taken for len(batch).
         are_rows = sizes == rows and len(self._rows) == 1
@@ -704,25 +748,191 @@ class _Sizes:
         return sum(sizes), list(map(float, sizes))
 
 
+class _Silent:
+    """A logger, or an object of one, in a look: its methods do nothing.
+
+    Methods that return something, by their name, and attributes are the logger's.
+    """
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # for isinstance(self.logger, TensorBoardLogger)
+        return type(self._target)
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        """Do nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._target, name)
+        if callable(value) and name.startswith(("get", "is_", "has_")):
+            return value
+        if value is None or isinstance(value, (bool, int, float, str, os.PathLike)):
+            return value
+        return _Silent(value)
+
+
+# An evaluation that reads a group of batches ahead.
+
+# As a fetcher of Lightning's returns it: the batch, its number, that of its loader.
+_Item = tuple[Any, int, int]
+
+
+class _Ahead:
+    """The fetcher of an evaluation loop, which reads a group of batches ahead.
+
+    It has the fetcher's attributes. A group has batches of one loader alone, because
+    the loop computes the values of a loader when its last batch is done.
+
+    Args:
+        fetcher: Lightning's fetcher.
+        size: the number of batches in a group.
+        prepare: is called with a batch and the number of its loader.
+
+    Attributes:
+        items: the group in which the loop is.
+        number: the number, in the group, of the batch at which the loop is.
+        done: whether it is the last batch.
+        results: the results of the group's batches; ``None`` if they have not been
+            computed.
+    """
+
+    def __init__(
+        self, fetcher: Any, size: int, prepare: Callable[[Any, int], Any]
+    ) -> None:
+        self._fetcher = fetcher
+        self._size = size
+        self._prepare = prepare
+        # What has been read, and belongs to no group yet: an item, or an error.
+        self._pending: Any = None
+        self._are_last: list[bool] = []
+        self.items: list[_Item] = []
+        self.number = 0
+        self.done: bool = fetcher.done
+        self.results: list[_Call] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fetcher, name)
+
+    def __iter__(self) -> _Ahead:
+        return self
+
+    def __next__(self) -> _Item:
+        self.number += 1
+        if self.number >= len(self.items):
+            self._read_group()
+        self.done = self._are_last[self.number]
+        return self.items[self.number]
+
+    def _read_group(self) -> None:
+        """Read the next group. Raises ``StopIteration`` if there is none."""
+        self.items = []
+        self._are_last = []
+        self.number = 0
+        self.results = None
+        while len(self.items) < self._size:
+            item = self._read()
+            if isinstance(item, Exception):
+                if self.items:  # its turn comes after this group
+                    break
+                self._pending = None
+                raise item
+            batch, batch_idx, dataloader_idx = item
+            if self.items and dataloader_idx != self.items[0][2]:
+                break
+            batch = self._prepare(batch, dataloader_idx)
+            self.items.append((batch, batch_idx, dataloader_idx))
+            self._are_last.append(self._fetcher.done)
+            self._pending = None
+
+    def _read(self) -> Any:
+        """The next item, or the error with which the fetcher ends."""
+        if self._pending is None:
+            try:
+                self._pending = next(self._fetcher)
+            except Exception as error:
+                self._pending = error
+        return self._pending
+
+
+def _unchanged(batch: Any, dataloader_idx: int = 0) -> Any:
+    return batch
+
+
+def _do_nothing(*_: Any, **__: Any) -> None:
+    """Do nothing."""
+
+
+# Modules.
+
+
+def _lent_parts(module: LightningModule, replica: LightningModule) -> Parts:
+    """The parts of a LightningModule and its replica, except its own buffers."""
+    children: list[tuple[nn.Module, nn.Module]] = []
+    for name, child in module._modules.items():
+        if child is not None:
+            children.append((child, replica._modules[name]))
+    parameters: list[tuple[Tensor, Tensor]] = []
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            parameters.append((parameter, replica._parameters[name]))
+    return Parts(children, parameters)
+
+
+def _versions(buffers: Mapping[str, Tensor | None]) -> dict[str, tuple[int, int]]:
+    """The identities and versions of buffers, by their names."""
+    versions = {}
+    for name, buffer in buffers.items():
+        if buffer is not None:
+            versions[name] = id(buffer), version(buffer)
+    return versions
+
+
+def _zero(work: nn.Module) -> Tensor:
+    """A loss of zero, whose gradient is zero."""
+    for parameter in work.parameters():
+        if parameter.requires_grad:
+            return parameter.flatten()[:0].sum()
+    return torch.zeros(())
+
+
+def _device_of(module: LightningModule) -> torch.device:
+    """The device of a replica: that of its first parameter."""
+    device: torch.device = module.device
+    for parameter in module.parameters():
+        device = parameter.device
+        break
+    return device
+
+
+def _replicas_compiled(module: Any) -> contextlib.AbstractContextManager[None]:
+    """In the body replicas of ``torch.compile(module)`` run ``forward`` compiled."""
+    compiled = module._compiler_ctx
+    methods = {name: compiled[f"original_{name}"] for name in _STEPS}
+    return loop.overridden(
+        module,
+        **methods,
+        _compiler_ctx=None,
+        _compiled_call_impl=compiled["dynamo_ctx"](module._call_impl),
+    )
+
+
 def _refuse(trainer: Trainer, module: LightningModule) -> None:
     """Raise ``ValueError`` for what this strategy does not support."""
     settings = trainer._accelerator_connector
     step = module.training_step
     is_manual = not module.automatic_optimization
     kinds = {type(parameter).__name__ for parameter in module.parameters()}
+    manual = {"manual optimization (automatic_optimization=False)": is_manual}
+    loop.refuse("ScatterOnceStrategy", manual, _MANUAL)
     unsupported: dict[str, object] = {}
-    unsupported["manual optimization (automatic_optimization=False)"] = is_manual
     unsupported["sharded parameters"] = "DTensor" in kinds
     unsupported["sync_batchnorm=True"] = settings._layer_sync is not None
     unsupported["num_nodes above 1"] = settings._num_nodes_flag > 1
     takes_loader = is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
     unsupported["training_step(dataloader_iter)"] = takes_loader
-    loop.refuse(
-        "ScatterOnceStrategy",
-        unsupported,
-        "it trains one whole model in one process, by the losses that training_step "
-        "returns; use a strategy of Lightning's",
-    )
+    loop.refuse("ScatterOnceStrategy", unsupported, _UNSUPPORTED)
 
 
 def _refuse_unequal_loaders(trainer: Trainer, batch: Any) -> None:
@@ -755,178 +965,6 @@ def _refuse_unequal_loaders(trainer: Trainer, batch: Any) -> None:
         )
 
 
-# The Trainer in a call: what the call logs there is recorded.
-
-
-class _TrainerCalls:
-    """What one call has done with the Trainer, to be done again if the step succeeds.
-
-    Attributes:
-        changes: of the Trainer's profiler, and of attributes that the user gave it.
-        objects: the user's callbacks and data module that the call has read, with the
-            changes of each.
-        attributes: the Trainer's attributes that the call has set, such as
-            ``should_stop``.
-    """
-
-    def __init__(self) -> None:
-        self.changes: list[Change] = []
-        self.objects: list[tuple[Any, list[Change]]] = []
-        self.attributes: dict[str, Any] = {}
-        self._calls: list[tuple[Sequence[Any], tuple[Any, ...], dict[str, Any]]] = []
-
-    def add(self, path: Sequence[Any], *args: Any, **options: Any) -> None:
-        """Record a call of the Trainer's method at ``path``."""
-        self._calls.append((path, args, options))
-
-    def changes_of(self, user_object: Any) -> list[Change]:
-        """The changes of one of the user's objects."""
-        for changed, changes in self.objects:
-            if changed is user_object:
-                return changes
-        return []
-
-    def replay(self, trainer: Any, device: torch.device) -> None:
-        """Do with the Trainer what was recorded, with tensors on ``device``."""
-        for name, value in self.attributes.items():
-            setattr(trainer, name, value)
-        for path, args, options in self._calls:
-            target = trainer
-            for part in path:
-                is_number = isinstance(part, int)
-                target = target[part] if is_number else getattr(target, part)
-            args, options = loop.moved((args, options), device)
-            target(*args, **options)
-
-
-class _TrainerInCall:
-    """The Trainer as a call sees it.
-
-    ::
-
-        trainer.logger.log(…)      recorded, and called after the step
-        trainer.should_stop = …    recorded, and set after the step
-        trainer.profiler           a copy, whose changes are added after the step
-        trainer.losses             of the user's: a copy, whose changes are added
-        trainer.callbacks[0]       of the user's: a copy, whose changes are added
-    """
-
-    def __init__(self, trainer: Any, copies: kept.CallCopies) -> None:
-        attributes = {}
-        for name, value in vars(trainer).items():
-            if not _is_of_trainer(name):
-                attributes[name] = copies.of(value)
-        profiler = copies.of(trainer.profiler)
-        if isinstance(profiler, AdvancedProfiler):  # it profiles one thread at a time
-            profiler = PassThroughProfiler()
-        attributes["profiler"] = profiler
-        user_attributes = SimpleNamespace(**attributes)
-        # __setattr__ records what the step function sets.
-        vars(self).update(
-            _trainer=trainer,
-            calls=_TrainerCalls(),
-            _copies=copies,
-            _objects={},
-            _kept=user_attributes,
-            _state=KeptState(user_attributes, ()),
-        )
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:  # for isinstance(self.trainer, Trainer)
-        return type(self._trainer)
-
-    def __getattr__(self, name: str) -> Any:
-        for attributes in (vars(self._kept), self.calls.attributes):
-            if name in attributes:
-                return attributes[name]
-        return getattr(self._trainer, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if _is_of_trainer(name) or hasattr(type(self._trainer), name):
-            self.calls.attributes[name] = value
-        else:
-            setattr(self._kept, name, value)
-
-    @property
-    def logger(self) -> Any:
-        return _recorded(self._trainer.logger, self.calls, ("logger",))
-
-    @property
-    def loggers(self) -> list[Any]:
-        recorded = []
-        for number, logger in enumerate(self._trainer.loggers):
-            recorded.append(_recorded(logger, self.calls, ("loggers", number)))
-        return recorded
-
-    @property
-    def callbacks(self) -> list[Any]:
-        return [self._in_call(callback) for callback in self._trainer.callbacks]
-
-    @property
-    def datamodule(self) -> Any:
-        return self._in_call(self._trainer.datamodule)
-
-    def _in_call(self, user_object: Any) -> Any:
-        """The copy of an object of the user's; a library's object itself."""
-        kind = type(user_object)
-        if kept.is_of_a_library(kind.__module__):
-            return user_object
-        if id(user_object) not in self._objects:
-            copied = object.__new__(kind)
-            for name, value in vars(user_object).items():
-                vars(copied)[name] = self._copies.of(value)
-            state = KeptState(copied, ())
-            self._objects[id(user_object)] = user_object, copied, state
-        _, copied, _ = self._objects[id(user_object)]
-        return copied
-
-    def end(self) -> None:
-        """Record what the call has added to the copies."""
-        self.calls.changes = self._state.changes()
-        for user_object, _, state in self._objects.values():
-            self.calls.objects.append((user_object, state.changes()))
-
-
-def _is_of_trainer(name: str) -> bool:
-    """Whether Lightning's Trainer has this attribute, not the user."""
-    return name.startswith("_") or name in _OF_TRAINER
-
-
-class _Recorded:
-    """A logger, or an object of one, in a call: its methods are recorded, not called.
-
-    Methods that return something, by their name, and attributes are the logger's.
-    """
-
-    def __init__(self, target: Any, calls: _TrainerCalls, path: Sequence[Any]) -> None:
-        self._target = target
-        self._calls = calls
-        self._path = path
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:  # for isinstance(self.logger, TensorBoardLogger)
-        return type(self._target)
-
-    def __call__(self, *args: Any, **options: Any) -> None:
-        self._calls.add(self._path, *args, **options)
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._target, name)
-        if callable(value) and name.startswith(("get", "is_", "has_")):
-            return value
-        return _recorded(value, self._calls, (*self._path, name))
-
-
-def _recorded(value: Any, calls: _TrainerCalls, path: Sequence[Any]) -> Any:
-    """What stands for an attribute of the Trainer's, or of a logger's, in a call."""
-    if value is None or isinstance(value, (bool, int, float, str, os.PathLike)):
-        return value
-    is_method = isinstance(value, (types.MethodType, types.FunctionType))
-    if is_method or isinstance(value, types.BuiltinFunctionType):
-        return partial(calls.add, path)
-    return _Recorded(value, calls, path)
-
-
 # Metrics of torchmetrics: each call updates empty copies, whose states are merged in
 # row order.
 
@@ -941,27 +979,24 @@ class _Metrics:
 class _Place(NamedTuple):
     """Where a single metric is: the place of the outermost one, and the path in it."""
 
-    outer: str | kept.Path
+    outer: str
     inner: str
 
 
-def _metrics_of(module: nn.Module) -> dict[str | kept.Path, Any]:
-    """The outermost metrics and collections of metrics in ``module``.
+_METRICS = (Metric, MetricCollection)
 
-    By their path, such as ``"head.accuracy"``; those in a plain list or dict of the
-    module's attributes by ``kept.Path``.
+
+def _metrics_of(module: nn.Module) -> dict[str, Any]:
+    """The outermost metrics and collections of metrics in ``module``, by their path,
+    such as ``"head.accuracy"``.
     """
-    kinds = (Metric, MetricCollection)
-    metrics: dict[str | kept.Path, Any] = {}
+    metrics: dict[str, Any] = {}
     prefixes: tuple[str, ...] = ()
     # A module comes before the modules in it.
     for path, part in module.named_modules(remove_duplicate=False):
-        if isinstance(part, kinds) and not path.startswith(prefixes):
+        if isinstance(part, _METRICS) and not path.startswith(prefixes):
             metrics[path] = part
             prefixes += (f"{path}.",)
-    attributes = kept.kept_attributes(module, _OF_LIGHTNING)
-    for place, metric in kept.find(attributes, kinds).items():
-        metrics[place] = metric
     return metrics
 
 
@@ -976,31 +1011,48 @@ def _single(metrics: Mapping[Any, Any]) -> dict[_Place, Metric]:
 
 
 @contextlib.contextmanager
-def _placed(module: nn.Module, metrics: Mapping[Any, Any]) -> Iterator[None]:
-    """In the body, ``module`` has ``metrics`` at their places.
+def _placed(module: nn.Module, metrics: Mapping[str, Any]) -> Iterator[None]:
+    """In the body, ``module`` has ``metrics`` at their paths.
 
     Afterwards it has what was there before.
     """
     before = {}
-    for place, metric in metrics.items():
-        before[place] = _exchange(module, place, metric)
+    for path, metric in metrics.items():
+        before[path] = module.get_submodule(path)
+        module.set_submodule(path, metric)
     try:
         yield
     finally:
-        for place, metric in before.items():
-            _exchange(module, place, metric)
+        for path, metric in before.items():
+            module.set_submodule(path, metric)
 
 
-def _exchange(module: nn.Module, place: str | kept.Path, metric: Any) -> Any:
-    """Put ``metric`` at a place of ``module``. Returns what was there."""
-    if isinstance(place, str):
-        before = module.get_submodule(place)
-        module.set_submodule(place, metric)
-        return before
-    holder = kept.holder_of(module, place)
-    before = place[-1].read(holder)
-    place[-1].write(holder, metric)
-    return before
+@contextlib.contextmanager
+def _on_device(
+    metrics: Collection[Any], device: torch.device, home: torch.device
+) -> Iterator[None]:
+    """In the body, metrics are on ``device``, except lists of what they have seen.
+
+    ``update`` appends to these lists, which may be long.
+    """
+    if device == home:
+        yield
+        return
+    lists: list[tuple[Metric, str, list[Any]]] = []
+    for metric in _single(dict(enumerate(metrics))).values():
+        for name, state in metric.metric_state.items():
+            if isinstance(state, list):
+                lists.append((metric, name, state))
+                setattr(metric, name, [])
+    for metric in metrics:
+        metric.to(device)
+    for metric, name, state in lists:
+        setattr(metric, name, state)
+    try:
+        yield
+    finally:
+        for metric in metrics:
+            metric.to(home)
 
 
 def _emptied(metric: Any) -> Any:

@@ -514,11 +514,43 @@ def test_batch_norm_warns_once(recwarn):
 
 def test_page_example_runs(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # the Trainer writes checkpoints there
-    (snippet,) = blocks(read("docs/lightning.md"), "python")
+    snippet, _ = blocks(read("docs/lightning.md"), "python")
     monkeypatch.setattr(
         pl, "Trainer", partial(pl.Trainer, accelerator="cpu", logger=False)
     )
     exec(snippet, {"module": made(), "loader": loader()})
+
+
+class PlainLoss:
+    """``engine.loss`` of a whole batch, in plain torch."""
+
+    def __init__(self, module, *_):
+        self.module = module
+
+    def loss(self, inputs, targets=None, criterion=None):
+        if criterion is None:
+            return self.module(*inputs)
+        return criterion(self.module(inputs), targets)
+
+    def close(self):
+        """There are no workers."""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_page_example_of_a_gan_equals_plain_torch(layout):
+    """Manual optimization, with the stock strategy and two engines."""
+    _, snippet = blocks(read("docs/lightning.md"), "python")
+    gans = []
+    for engine in (ScatterOnceParallel, PlainLoss):
+        names = {}
+        exec(snippet, names)
+        names["ScatterOnceParallel"] = engine
+        gan = made(names["GAN"], devices=layout).double()
+        data = DataLoader(TensorDataset(randn(ROWS, 2)), 12)
+        with seeded(4):
+            trainer().fit(gan, data)
+        gans.append(gan)
+    assert_same(*gans)
 
 
 def step_of(own, batch, batch_idx):

@@ -257,7 +257,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             finally:
                 self._lending.end_step()
         calls = sorted(nested.atoms(records), key=attrgetter("first_row"))
-        if self._skips:
+        if self._is_skipped():
             return None
         for name, value in self._buffers.items():
             write(module._buffers[name], value)
@@ -300,6 +300,10 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         if loss is None:
             loss = _zero(work)
         return {"loss": loss, "call": call}
+
+    def _is_skipped(self) -> bool:
+        """Whether all calls of the present step have returned ``None``."""
+        return bool(self._skips)
 
     def _begin_try(self) -> None:
         """Undo what calls of an earlier try, which ran out of memory, have written.
@@ -512,8 +516,11 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._lending.end_step()
         for (original, copied), versions in zip(parts.modules, before, strict=True):
             for name, buffer_version in _versions(copied._buffers).items():
-                if buffer_version != versions.get(name):
-                    write(original._buffers[name], copied._buffers[name])
+                buffer = original._buffers[name]
+                written = copied._buffers[name]
+                is_written = buffer_version != versions.get(name)
+                if is_written and buffer is not None and written is not None:
+                    write(buffer, written)
         if results is not None and device != self.root_device:
             results.to(self.root_device)
 
@@ -524,8 +531,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         if ahead.results is None:
             items = [(item, step, arguments) for item in ahead.items]
             with self.precision_plugin.forward_context(), self._calling() as metrics:
-                call = partial(self._evaluation_call, _Metrics(metrics))
-                ahead.results = outputs_of_batches(self._engine, call, items)
+                function = partial(self._evaluation_call, _Metrics(metrics))
+                ahead.results = outputs_of_batches(self._engine, function, items)
         call = ahead.results[ahead.number]
         self._merge_metrics([call])
         self._logged.log(self.lightning_module, [call])

@@ -861,8 +861,8 @@ def test_unchecked_loss_names_the_remedy():
     def nothing(self, batch, batch_idx):
         return 0 * Plain.training_step(self, batch, batch_idx)
 
+    module = made(with_own(training_step=nothing))
     with pytest.warns(UserWarning, match="could not check") as told:
-        module = made(with_own(training_step=nothing))
         fitted(ScatterOnceStrategy(["cpu"], 3), module, max_epochs=9)
     (text,) = [str(w.message) for w in told if "could not check" in str(w.message)]
     assert "In Lightning pass ScatterOnceStrategy(…, count=lambda batch: …)" in text

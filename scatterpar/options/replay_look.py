@@ -63,12 +63,17 @@ class Comparison:
 
 
 def compare(
-    attempt: Attempt, task: ReplicaTask, rows: Any, replay: Callable[[], Tensor]
+    attempt: Attempt,
+    task: ReplicaTask,
+    rows: Any,
+    replay: Callable[[], Tensor],
+    eager_runs: int = 1,
 ) -> Comparison:
     """Run a micro-batch eagerly and by ``replay``, and restore all state.
 
     ``replay`` adds gradients to the replica's leaves and returns the loss, as a static
-    tensor.
+    tensor. With two ``eager_runs`` the second one sees what the first one has changed:
+    a sub-step that reads what each call changes differs from its replay.
     """
     task = replace(task, clock=None)
     request = attempt.request
@@ -89,11 +94,12 @@ def compare(
         return loss.detach()
 
     try:
-        with task.isolated(generators), records_dropped():
-            before = generators.get_state(number)
-            expected_loss, expected = _result(task, eager)
-            # A graph draws from an offset of its own, so other numbers are no fault.
-            draws = not _equal(before, generators.get_state(number))
+        for _ in range(eager_runs):
+            with task.isolated(generators), records_dropped():
+                before = generators.get_state(number)
+                expected_loss, expected = _result(task, eager)
+                # A graph draws from an offset of its own: other numbers are no fault.
+                draws = not _equal(before, generators.get_state(number))
         state.restore()
         with task.isolated(generators):
             actual_loss, actual = _result(task, replay)

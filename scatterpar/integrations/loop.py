@@ -61,23 +61,6 @@ def overridden(owner: Any, **values: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def undone(owner: Any, values: Iterable[Any]) -> Iterator[None]:
-    """In the body calls of user code leave nothing: what they changed is restored.
-
-    That is what ``values``, the classes of ``owner`` and their methods lead to. Modules
-    are left to the engine; what the integration itself keeps stays.
-    """
-    roots = [type(owner)]
-    for value in values:
-        is_of_integration = type(value).__module__.startswith("scatterpar.")
-        if not isinstance(value, nn.Module) and not is_of_integration:
-            roots.append(value)
-    state = Journal(Walk(roots))
-    with restored(state.restore), records_dropped():
-        yield
-
-
-@contextlib.contextmanager
 def looking(roots: Iterable[Any], excluded: Container[str] = ()) -> Iterator[Journal]:
     """In the body calls of user code leave nothing: what ``roots`` lead to is restored.
 

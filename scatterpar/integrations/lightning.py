@@ -50,7 +50,7 @@ from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.streams import use_device
 from scatterpar.devices.transfers import to_device, write
 from scatterpar.engine import ScatterOnceParallel
-from scatterpar.errors import warn
+from scatterpar.errors import restored, warn
 from scatterpar.integrations import loop
 from scatterpar.integrations.elsewhere import explained
 from scatterpar.integrations.evaluation import outputs_of_batches
@@ -61,7 +61,7 @@ from scatterpar.replicas.broadcast import version
 from scatterpar.state.journal import Journal
 from scatterpar.state.walk import Walk
 from scatterpar.step.request import Accum, Reduction
-from scatterpar.verify.dropped_records import is_look
+from scatterpar.verify.dropped_records import is_look, records_dropped
 
 __all__ = ["ScatterOnceStrategy"]
 
@@ -564,8 +564,12 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         trainer = self.lightning_module.trainer
         silent: dict[str, Any] = {"profiler": PassThroughProfiler()}
         silent["_loggers"] = [_Silent(logger) for logger in trainer.loggers]
-        written = loop.undone(trainer, self._written_in_calls())
-        with written, loop.overridden(trainer, **silent):
+        state = Journal(Walk([type(trainer), *self._written_in_calls()]))
+        with (
+            restored(state.restore),
+            records_dropped(),
+            loop.overridden(trainer, **silent),
+        ):
             yield
         self._lending.forget()
 

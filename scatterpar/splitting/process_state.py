@@ -131,11 +131,12 @@ class _Leaf:
 
 
 def _training_helpers(step: Any) -> list[Any]:
-    """The optimizers, schedulers and gradient scalers that ``step`` refers to.
+    """The optimizers, schedulers, scalers and accelerators that ``step`` refers to.
 
-    A step may set a rate, or step a schedule, before its optimizer would step.
+    A step may set a rate, or step a schedule, before its optimizer would step. An
+    ``Accelerator`` counts micro-batches, and so says when gradients are complete.
     """
-    kinds = (Optimizer, LRScheduler, GradScaler)
+    kinds = (Optimizer, LRScheduler, GradScaler, *_accelerator_classes())
     values = reachable(step)
     return [value for value in values if isinstance(value, kinds)]
 
@@ -145,10 +146,14 @@ def _training_helpers(step: Any) -> list[Any]:
 
 def refers_to_accelerator(step: Any) -> bool:
     """Whether ``step`` refers to an ``Accelerator``, which belongs to one process."""
+    kinds = _accelerator_classes()
+    return bool(kinds) and any(isinstance(value, kinds) for value in reachable(step))
+
+
+def _accelerator_classes() -> tuple[type, ...]:
+    """``accelerate.Accelerator``; nothing if accelerate is not imported."""
     module = sys.modules.get("accelerate.accelerator")
-    if module is None:
-        return False
-    return any(isinstance(value, module.Accelerator) for value in reachable(step))
+    return () if module is None else (module.Accelerator,)
 
 
 def reset_accelerate() -> None:

@@ -29,7 +29,8 @@ def test_micro_batches_collated_singly(devices):
         seen.append(len(texts))
         return pad(texts)
 
-    with ScatterOnceParallel(build(Reader), 2, devices(3)) as engine:
+    # A look collates rows of its own.
+    with ScatterOnceParallel(build(Reader), 2, devices(3), verify=False) as engine:
         assert_step(
             engine, Rows(TEXTS, collate), LABELS, LOSS, plain=(pad(TEXTS), LABELS)
         )

@@ -5,7 +5,6 @@ on one device.
 from __future__ import annotations
 
 import logging
-import time
 from contextlib import nullcontext
 from functools import partial
 from unittest import mock
@@ -1106,28 +1105,3 @@ def test_evaluation_by_an_iterator_as_stock(verb, way):
         own, module = trainer(strategy), made(Fetches).double()
         results.append(getattr(own, verb)(module, loader(), verbose=False))
     near(*results)
-
-
-class Waits(Plain):
-    """Its forward pass waits as for a device, and releases the GIL."""
-
-    def validation_step(self, batch, batch_idx):
-        time.sleep(0.005)
-        self.log("loss", functional.cross_entropy(self.net(batch[0]), batch[1]))
-
-
-@pytest.mark.slow
-def test_parallel_evaluation_is_faster():
-    """1.6 times as fast on two devices, and it needs no more than half of the gain."""
-
-    def seconds(strategy):
-        own, module, data = trainer(strategy), made(Waits).double(), loader(4, 400)
-        start = time.perf_counter()
-        own.validate(module, data, verbose=False)
-        return time.perf_counter() - start
-
-    ratios = []
-    for _ in range(3):
-        ours = seconds(ScatterOnceStrategy(["cpu:0", "cpu:1"], parallel=True))
-        ratios.append(seconds(None) / ours)
-    assert max(ratios) > 1.3, ratios

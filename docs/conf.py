@@ -32,6 +32,7 @@ include_patterns = [
     "notebooks/*.ipynb",
     "benchmarks/README.md",
     "benchmarks/**/README.md",
+    "benchmarks/card/h*.md",
     "tests/README.md",
     "tests/**/README.md",
     "examples/*.py",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
-_IGNORE = ("ignore", None, Warning, None, 0)
+# The pattern matches every message. Without one, the filter would equal that of
+# ``warnings.simplefilter("ignore")``, which removes its equal, also in another thread.
+_IGNORE = ("ignore", re.compile(""), Warning, None, 0)
 
 
 @contextlib.contextmanager
@@ -22,4 +25,6 @@ def warnings_dropped() -> Iterator[None]:
     try:
         yield
     finally:
-        filters.remove(_IGNORE)
+        # Nothing is left to remove if the user's code called resetwarnings.
+        with contextlib.suppress(ValueError):
+            filters.remove(_IGNORE)

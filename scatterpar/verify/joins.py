@@ -59,7 +59,8 @@ class JoinCheck:
         pieces = list(chain(*outputs))
         sizes = attempt.plan.substep_rows
         dim = request.dim
-        if not _has_several_per_row(pieces, sizes, dim):
+        entries = _common_entries(pieces, sizes, dim)
+        if max(entries, default=0) < 2:
             return
         if function is not None and attempt.generators.drawn:
             raise ValueError(_DRAWN)
@@ -72,7 +73,7 @@ class JoinCheck:
             attempt, request, task, [rows, rows[::-1], *parts], compute
         )
         if _joins(attempt):
-            _refuse_constants(pieces[0], sizes[0], [whole, *computed], dim)
+            _refuse_constants(pieces[0], sizes[0], entries, [whole, *computed])
         differences = compare_outputs(whole, backwards, computed, parts, dim)
         if differences.misplaced:
             raise ValueError(refused_order(differences.misplaced, len(rows)).text)
@@ -102,18 +103,22 @@ class JoinCheck:
         return str(entries), model.flags, model.builds, request.whole_batch, names
 
 
-def _has_several_per_row(pieces: Sequence[Any], sizes: Sequence[int], dim: int) -> bool:
-    """Whether a tensor of the outputs has k entries per row, with one k above 1."""
+def _common_entries(pieces: Sequence[Any], sizes: Sequence[int], dim: int) -> list[int]:
+    """The entries per row of each tensor of the outputs.
+
+    It is 0 for a tensor that has not as many entries per row in all pieces: the join
+    does not take them for entries of rows. A single piece is not joined.
+    """
     if len(pieces) < 2:
-        return False
+        return []
+    common: list[int] = []
     for tensors in zip(*map(nested.tensors, pieces), strict=False):
         numbers = {
             entries_per_row(tensor, size, dim)
             for tensor, size in zip(tensors, sizes, strict=False)
         }
-        if len(numbers) == 1 and min(numbers) > 1:
-            return True
-    return False
+        common.append(min(numbers) if len(numbers) == 1 else 0)
+    return common
 
 
 def _joins(attempt: Attempt) -> bool:
@@ -126,23 +131,23 @@ def _joins(attempt: Attempt) -> bool:
 
 
 def _refuse_constants(
-    piece: Any, num_rows: int, computed: Sequence[Any], dim: int
+    piece: Any, num_rows: int, entries: Sequence[int], computed: Sequence[Any]
 ) -> None:
     """Refuse a tensor that has k > 1 entries per row by chance.
 
-    ``piece`` is the output for a micro-batch of ``num_rows``, and ``computed`` are
-    those for other numbers of rows, in which a tensor without rows is the same.
+    ``piece`` is the output for a micro-batch of ``num_rows``, and ``entries`` has k for
+    each of its tensors. ``computed`` are outputs for other numbers of rows, in which a
+    tensor without rows is the same.
 
     Raises:
         ValueError: the join would take it for entries of rows.
     """
     tensors = zip(*map(nested.tensors, (piece, *computed)), strict=False)
-    for of_piece, first, *others in tensors:
-        entries = entries_per_row(of_piece, num_rows, dim)
-        if entries > 1 and all(same_bits(first, other) for other in others):
+    for number, (of_piece, first, *others) in zip(entries, tensors, strict=False):
+        if number > 1 and all(same_bits(first, other) for other in others):
             raise ValueError(
                 f"the module returns a tensor of shape {tuple(of_piece.shape)} for any "
-                f"number of rows, which looks like {entries} entries for each of the "
+                f"number of rows, which looks like {number} entries for each of the "
                 f"{num_rows} rows of a micro-batch; read it from the module in the "
                 "place of returning it, or change the number of rows per micro-batch. "
                 "Nothing was changed"

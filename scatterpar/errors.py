@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
+from typing import Any
 
 _PACKAGE = str(Path(__file__).parent)
 
@@ -20,6 +22,24 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
         frame = frame.f_back
         level += 1
     warnings.warn(text, category, stacklevel=level)
+
+
+class Told:
+    """Which subjects were told: a warning or log of each is given once."""
+
+    def __init__(self) -> None:
+        self._subjects: set[Hashable] = set()
+        self._lock = threading.Lock()
+
+    def is_new(self, subject: Hashable) -> bool:
+        """Whether nobody has asked for this subject before."""
+        with self._lock:
+            is_new = subject not in self._subjects
+            self._subjects.add(subject)
+        return is_new
+
+    def __reduce__(self) -> Any:
+        return Told, ()  # a copy tells again
 
 
 def add_note(error: BaseException, text: str) -> None:

@@ -470,6 +470,33 @@ SABOTAGES = [
         replacement="if False:",
         seen_by="test_checkpoint_of_owner_has_replica",
     ),
+    Sabotage(
+        name="a look restores nothing that user code has written",
+        promise="a look leaves no trace",
+        file="state/journal.py",
+        place="Journal.restore",
+        text="self.rewind()",
+        replacement="return",
+        seen_by="test_look_leaves_no_count",
+    ),
+    Sabotage(
+        name="a look compares losses, and no gradients",
+        promise="a wrong program is refused",
+        file="verify/comparison.py",
+        place="Result.difference_from",
+        text="return max(of_losses, of_gradients)",
+        replacement="return of_losses",
+        seen_by="test_equal_losses_refused_by_gradients",
+    ),
+    Sabotage(
+        name="every object is a library's, so that looks restore none",
+        promise="a look leaves no trace",
+        file="state/whose.py",
+        place="is_user_class",
+        text="not is_library(kind.__module__)",
+        replacement="False",
+        seen_by="test_look_leaves_no_count",
+    ),
     # --- once ---
     Sabotage(
         name="a copy is counted twice",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
-from scatterpar.errors import add_note, restore_after, restored, warn
+from scatterpar.errors import Told, add_note, restore_after, restored, warn
 
 pytestmark = pytest.mark.core
 
@@ -78,3 +80,9 @@ def test_warning_points_to_users_line(recwarn):
     warn("a text")
     (warning,) = recwarn.list
     assert (str(warning.message), warning.filename) == ("a text", __file__)
+
+
+def test_told_is_new_once_per_subject_and_copy():
+    told = Told()
+    assert [told.is_new("a"), told.is_new("b"), told.is_new("a")] == [True, True, False]
+    assert copy.deepcopy(told).is_new("a")

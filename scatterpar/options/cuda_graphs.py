@@ -33,7 +33,7 @@ from scatterpar.devices.coalescing import copy_each
 from scatterpar.devices.device_ids import HOST
 from scatterpar.devices.memory import is_out_of_memory
 from scatterpar.devices.transfers import to_numbers, write
-from scatterpar.errors import restored, warn
+from scatterpar.errors import Told, restored, warn
 from scatterpar.log import logger
 from scatterpar.look_steps import is_look_step
 from scatterpar.options.replay_look import (
@@ -96,15 +96,12 @@ class _Captures:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._warned: set[str] = set()
+        self._told = Told()
         self._collected: weakref.ref[Attempt] | None = None
 
     def warn_once(self, subject: str, text: str) -> None:
         """Warn, unless a replica has warned of the same ``subject`` already."""
-        with self._lock:
-            is_first = subject not in self._warned
-            self._warned.add(subject)
-        if is_first:
+        if self._told.is_new(subject):
             warn(text)
 
     def collect_garbage(self, attempt: Attempt) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
-import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from scatterpar.replicas.snapshot import refill
 from scatterpar.state.journal import Journal
 from scatterpar.state.walk import Walk
 from scatterpar.threads.interrupts import Interrupts
+from scatterpar.threads.process_settings import read_settings, restore_settings
 
 
 def _excepthook() -> Any:
@@ -33,17 +33,10 @@ def _set_excepthook(hook: Any) -> None:
     sys.excepthook = hook
 
 
-# Switches of the process: how to read one, and how to set it.
+# Switches beside those of ``process_settings``: how to read one, and how to set it.
 _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
-    (torch.get_default_dtype, torch.set_default_dtype),
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.get_num_threads, torch.set_num_threads),
-    (
-        torch.are_deterministic_algorithms_enabled,
-        torch.use_deterministic_algorithms,
-    ),
-    (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (_excepthook, _set_excepthook),  # torch's groups have their own
 )
 _SINGLETONS = ("PartialState", "AcceleratorState", "GradientState")
@@ -55,7 +48,8 @@ class ProcessState:
     - what a ``Journal`` saves: parameters, buffers, attributes, closures, random state;
     - of tensors among these, ``.grad``, hooks, and whether they require grad;
     - optimizers, schedulers and gradient scalers that ``step`` refers to;
-    - switches of torch, environment variables, accelerate's singletons;
+    - settings of the process, such as torch's and the environment;
+    - accelerate's singletons;
     - a process group that the step has made is destroyed.
     """
 
@@ -71,7 +65,7 @@ class ProcessState:
         self.tensors = list(walk.tensors.values())
         self._leaves = [_Leaf(tensor) for tensor in self.tensors if tensor.is_leaf]
         self._switches = [(read(), read, write) for read, write in _SWITCHES]
-        self._environment = dict(os.environ)
+        self._settings = read_settings()
         self._singletons = _contents_of_singletons()
         self._has_group = dist.is_available() and dist.is_initialized()
 
@@ -85,6 +79,7 @@ class ProcessState:
                 self._restore()
 
     def _restore(self) -> None:
+        restore_settings(self._settings)
         for saved, read, write in self._switches:
             if read() != saved:
                 write(saved)
@@ -93,9 +88,6 @@ class ProcessState:
         self._user.restore()
         for leaf in self._leaves:
             leaf.restore()
-        if os.environ != self._environment:
-            os.environ.clear()
-            os.environ.update(self._environment)
         _restore_singletons(self._singletons)
         if dist.is_available() and dist.is_initialized() and not self._has_group:
             dist.destroy_process_group()

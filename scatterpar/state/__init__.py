@@ -4,8 +4,9 @@
 
     whose      is an object the user's, a library's, data, or shared with other threads?
     walk       what roots lead to, and the places that refer to it
+    savers     how values of each class are saved, compared and restored
     journal    what each variable was: to compare, and to restore
-    reports    the names of what has changed
+    reports    names of what calls move
 
 The package knows no engine: a wrapper of a module registers itself (``walk.py``).
 

@@ -55,17 +55,21 @@ _VARIABLES = {PlaceKind.SLOT, PlaceKind.CELL, PlaceKind.GLOBAL, PlaceKind.CLASS}
 
 @dataclass(frozen=True)
 class SavedValue:
-    """A value that is written in place, and what was saved of it."""
+    """A value that is written in place, and what was saved of it.
 
-    name: str
+    Attributes:
+        number: the number of the value in the walk.
+    """
+
+    number: int
     value: Any
     saver: Saver
     saved: Any
 
     @classmethod
-    def of(cls, name: str, value: Any, saver: Saver) -> SavedValue:
+    def of(cls, number: int, value: Any, saver: Saver) -> SavedValue:
         """Save a value. Raises ``CannotSaveError``."""
-        return cls(name, value, saver, saver.save(value))
+        return cls(number, value, saver, saver.save(value))
 
     def is_same(self) -> bool:
         """Whether the value is what was saved."""
@@ -79,10 +83,10 @@ class SavedValue:
 class SavedIterator:
     """An iterator in the places that refer to it, and a copy at its position."""
 
-    def __init__(self, name: str, iterator: Any, places: Sequence[Place]) -> None:
+    def __init__(self, number: int, iterator: Any, places: Sequence[Place]) -> None:
         if not places or not all(place.is_writable for place in places):
             raise CannotSaveError
-        self.name = name
+        self.number = number
         self._iterator = iterator
         self._places = places
         self._saved = copy_of_iterator(iterator)
@@ -137,10 +141,10 @@ class Journal:
         if numpy_random := sys.modules.get("numpy.random"):
             generators.append(numpy_random)
         for generator in generators:
-            self._generators.append(SavedValue.of("", generator, GENERATOR))
+            self._generators.append(SavedValue.of(-1, generator, GENERATOR))
         # ``random.getstate`` is a method of Python's generator.
         python_random: Any = random.getstate
-        self._save("", python_random.__self__)
+        self._save(-1, python_random.__self__)
 
     def _save_values(self) -> None:
         """Save values other than tensors that are written in place."""
@@ -152,18 +156,19 @@ class Journal:
                 is_saved = moves_by_calls(kind) or saver_of(kind) is not None
                 kinds[kind] = is_saved
             if is_saved:
-                self._save(self.walk.name_of(number), value)
+                self._save(number, value)
 
-    def _save(self, name: str, value: Any) -> None:
+    def _save(self, number: int, value: Any) -> None:
         saver = saver_of(type(value))
         try:
             if saver is not None and saver.size(value) <= _MAX_BYTES:
-                saved = SavedValue.of(name, value, saver)
+                saved = SavedValue.of(number, value, saver)
                 (self._generators if saver.draws else self._values).append(saved)
             elif has_no_row(value):
                 places = [place for place in self.walk.places if place.value is value]
-                self._iterators.append(SavedIterator(name, value, places))
+                self._iterators.append(SavedIterator(number, value, places))
         except Exception:  # also of a user's object
+            name = self.walk.name_of(number)
             self.unsaved.append(f"{name} ({type(value).__name__})")
 
     def _save_tensors(self, weights: bool) -> None:
@@ -173,21 +178,22 @@ class Journal:
             buffers |= {id(buffer) for buffer in module._buffers.values()}
         bytes_left = _MAX_BYTES
         for number, tensor in enumerate(self.walk.values):
+            if not isinstance(tensor, Tensor) or tensor.is_meta:
+                continue
             key = id(tensor)
-            if key not in self.walk.tensors or tensor.is_meta:
+            if key not in self.walk.tensors:
                 continue
             is_weight = key in self.walk.weights
             is_buffer = key in buffers
             # The error of a chunk of a weight that was written since.
             with contextlib.suppress(RuntimeError):
-                name = self.walk.name_of(number)
                 if not (is_weight or is_buffer):
                     bytes_left -= VALUES.size(tensor)
                 is_dense = tensor.layout == torch.strided and STORAGE.fits(type(tensor))
                 if is_dense and tensor.is_leaf:
-                    self._values.append(SavedValue.of(name, tensor, STORAGE))
+                    self._values.append(SavedValue.of(number, tensor, STORAGE))
                 if weights if is_weight else is_buffer or bytes_left >= 0:
-                    self._values.append(SavedValue.of(name, tensor, VALUES))
+                    self._values.append(SavedValue.of(number, tensor, VALUES))
                 elif not is_weight:
                     self._large.append((tensor, version(tensor)))
 
@@ -215,7 +221,9 @@ class Journal:
         names += [
             self.walk.name_of_place(place) for place, _ in self._changed_variables()
         ]
-        names += [value.name for value in self._written() if not value.is_same()]
+        for value in self._written():
+            if not value.is_same():
+                names.append(self.walk.name_of(value.number))
         return list(dict.fromkeys(names))
 
     def _written(self) -> list[SavedValue | SavedIterator]:

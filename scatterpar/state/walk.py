@@ -191,13 +191,12 @@ class Walk:
         self._follow_all()
 
     def _follow_all(self) -> None:
-        number = 0
-        while number < len(self.values):  # which grows
+        for number, value in enumerate(self.values):  # which grow
             if self._depths[number] <= DEPTH:
-                # A user's object may raise, whatever it is asked for.
-                with contextlib.suppress(Exception):
-                    self._follow(number, self.values[number])
-            number += 1
+                try:  # contextlib.suppress takes longer than a short list
+                    self._follow(number, value)
+                except Exception:
+                    continue  # a user's object may raise, whatever it is asked for
 
     def _add(self, value: Any, place: Place | None, depth: int) -> None:
         """Add a value that a place refers to, unless it is known."""
@@ -214,7 +213,7 @@ class Walk:
         """Record a place, and add its value."""
         place = Place(kind, holder, key, value, parent)
         self.places.append(place)
-        if value is not UNSET:
+        if value is not UNSET and id(value) not in self._seen:
             self._add(value, place, self._depths[parent] + 1)
 
     def _follow(self, number: int, value: Any) -> None:

@@ -76,30 +76,6 @@ def _set_environment(entries: dict[Any, Any]) -> None:
             _environ[name] = _environ.decodevalue(entries[key])
 
 
-# Libraries have hundreds of loggers. ``Logger.setLevel`` clears the caches of all: as
-# long as the levels are in the root's cache, under no level's number, they are these.
-_LEVELS = -1
-_root: Any = logging.root
-_cache: dict[int, Any] = _root._cache
-_loggers = logging.root.manager.loggerDict
-
-
-def _remember_levels() -> None:
-    """Put the levels of all loggers into the root's cache, and how many there are."""
-    levels: dict[logging.Logger, int] = {_root: _root.level}
-    for logger in [*_loggers.values()]:
-        if isinstance(logger, logging.Logger):
-            levels[logger] = logger.level
-    _cache[_LEVELS] = len(_loggers), levels
-
-
-def _set_levels(remembered: tuple[int, dict[logging.Logger, int]]) -> None:
-    _, levels = remembered  # not those of loggers that the step has made
-    for logger, level in levels.items():
-        if logger.level != level:
-            logger.setLevel(level)
-
-
 _cuda = torch.backends.cuda
 _SETTINGS: tuple[Setting, ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -124,7 +100,6 @@ _SETTINGS: tuple[Setting, ...] = (
     (os.getcwd, os.chdir),
     (partial(dict, _environ._data), _set_environment),
     (partial(setlocale, LC_ALL), partial(setlocale, LC_ALL)),
-    (partial(_cache.get, _LEVELS), _set_levels),
     _attribute(sys, "stdout"),
     _attribute(sys, "stderr"),
     _attribute(logging.root.manager, "disable"),
@@ -160,9 +135,6 @@ def _read(read: Callable[[], Any]) -> Any:
 
 def read_settings() -> SettingValues:
     """The settings of the process, to be restored."""
-    remembered = _cache.get(_LEVELS)
-    if remembered is None or remembered[0] != len(_loggers):
-        _remember_levels()
     try:
         values = list(map(operator.call, _READERS))
     except (RuntimeError, OSError):

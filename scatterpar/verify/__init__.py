@@ -9,7 +9,7 @@ rounding, it refuses before anything changes, and says what would be right::
       schedule          when to look                        ranges, of labels
       rows              which rows, in which parts
       look              two runs, and the verdict
-        runs            compute rows in different ways      user_state, moved_state,
+        runs            compute rows in different ways      what user code has
                                                             constant_numbers,
                                                             single_precision
         evidence        results, and further runs on demand joined, outputs cut by parts

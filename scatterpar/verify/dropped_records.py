@@ -34,9 +34,11 @@ class _OfOtherThreads(logging.Filter):
 def records_dropped() -> Iterator[None]:
     """In the body, no handler of ``logging`` gets what this thread logs.
 
-    Other threads of the process log as ever, so no level is set.
+    Other threads of the process log as ever, so no level is set. Levels that user code
+    sets are restored.
     """
     of_other_threads = _OfOtherThreads()
+    levels = [(logger, logger.level) for logger in _loggers()]
     handlers = _handlers()
     for handler in handlers:
         handler.addFilter(of_other_threads)
@@ -47,15 +49,24 @@ def records_dropped() -> Iterator[None]:
         _is_look.reset(token)
         for handler in handlers:
             handler.removeFilter(of_other_threads)
+        for logger, level in levels:
+            if logger.level != level:
+                logger.setLevel(level)
 
 
 def _handlers() -> list[logging.Handler]:
     """The handlers of all loggers, and the one for loggers without any."""
-    handlers = [*logging.root.handlers]
-    # A copy: other threads make loggers.
-    for logger in [*logging.root.manager.loggerDict.values()]:
-        if isinstance(logger, logging.Logger):
-            handlers += logger.handlers
+    handlers: list[logging.Handler] = []
+    for logger in _loggers():
+        handlers += logger.handlers
     if logging.lastResort is not None:
         handlers.append(logging.lastResort)
     return handlers
+
+
+def _loggers() -> list[logging.Logger]:
+    """The loggers that exist, the root's first."""
+    # A copy: other threads make loggers.
+    others = [*logging.root.manager.loggerDict.values()]
+    loggers = [logger for logger in others if isinstance(logger, logging.Logger)]
+    return [logging.root, *loggers]

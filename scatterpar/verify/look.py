@@ -26,6 +26,7 @@ import torch
 from scatterpar.devices.device_ids import physical
 from scatterpar.devices.memory import is_out_of_memory
 from scatterpar.plan import Plan
+from scatterpar.state.reports import moved_between
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.request import Request
 from scatterpar.step.task import ReplicaTask
@@ -36,7 +37,6 @@ from scatterpar.verify.causes import RIGHT, Verdict, error_of_replica, verdict_o
 from scatterpar.verify.comparison import Result
 from scatterpar.verify.dropped_warnings import warnings_dropped
 from scatterpar.verify.evidence import Evidence, name_of, weighted_parts
-from scatterpar.verify.moved_state import moved_between
 from scatterpar.verify.rounding import formats_inside_operators
 from scatterpar.verify.rows import Part, Parts, RowChoice, in_two
 from scatterpar.verify.runs import Inconclusive, RunResult, Runs

@@ -34,6 +34,13 @@ from scatterpar.errors import restored
 from scatterpar.replicas.module_contents import root_to_replicate
 from scatterpar.replicas.references import module_of
 from scatterpar.state.journal import Journal
+from scatterpar.state.reports import (
+    State,
+    attributes_of,
+    moved_between,
+    state_of,
+    text_of_unsaved,
+)
 from scatterpar.state.walk import Walk
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.criterion_closure import closure_contents
@@ -48,12 +55,6 @@ from scatterpar.verify.constant_numbers import ConstantNumbers, DrawsPerRow
 from scatterpar.verify.dropped_records import records_dropped
 from scatterpar.verify.gradient_check import moved_to, uses_batch_statistics
 from scatterpar.verify.joined import cut_by_parts
-from scatterpar.verify.moved_state import (
-    State,
-    attributes_of,
-    moved_between,
-    state_of,
-)
 from scatterpar.verify.rounding import HALF_PRECISION, Rounding
 from scatterpar.verify.rows import Part, Parts
 from scatterpar.verify.single_precision import OneDtype, SinglePrecision
@@ -178,9 +179,8 @@ class Runs:
 
     def _require_restorable(self) -> None:
         """Raise ``Inconclusive`` if calls may move what cannot be restored."""
-        names = [name for state in self.user_states for name in state.unsaved]
-        if names:
-            why = f"a look could not put back {', '.join(names)}"
+        why = text_of_unsaved(self.user_states)
+        if why:
             raise Inconclusive(why, patience=1, is_final=True)
 
     def _layers_to_fix(self) -> list[nn.Module]:

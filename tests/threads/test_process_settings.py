@@ -47,7 +47,6 @@ def without_warnings():
         yield
 
 
-LOGGER = logging.getLogger("scatterpar.test")
 VALIDATION = torch.distributions.Distribution
 CONTEXTS = {
     "sdpa": lambda: sdpa_kernel([SDPBackend.MATH], set_priority=True),
@@ -69,9 +68,6 @@ CONTEXTS = {
     "logging": setting(
         lambda: logging.root.manager.disable, logging.disable, logging.CRITICAL
     ),
-    "level of a logger": setting(
-        lambda: LOGGER.level, LOGGER.setLevel, logging.CRITICAL
-    ),
     "environment": lambda: mock.patch.dict(os.environ, {"SCATTERPAR_TEST": "1"}),
     "recursion": setting(sys.getrecursionlimit, sys.setrecursionlimit, 2000),
     "directory": lambda: contextlib.chdir("/"),
@@ -88,7 +84,7 @@ def settings():
         "warnings": (list(warnings.filters), warnings.showwarning),
         "dtype": torch.get_default_dtype(),
         "stdout": sys.stdout,
-        "logging": (logging.root.manager.disable, LOGGER.level),
+        "logging": logging.root.manager.disable,
         "environment": dict(os.environ),
         "recursion": sys.getrecursionlimit(),
         "directory": os.getcwd(),
@@ -155,7 +151,7 @@ def test_warning_after_step_is_seen(devices):
 def test_settings_that_cannot_be_read_stay(devices):
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
-    crossing = Crossing(CONTEXTS["level of a logger"], fails=False)
+    crossing = Crossing(CONTEXTS["logging"], fails=False)
     model = Of(crossing.forward, linear=linear())
     matmul.fp32_precision = "tf32"  # from now on torch refuses to read its older name
     try:
@@ -164,4 +160,4 @@ def test_settings_that_cannot_be_read_stay(devices):
         assert matmul.fp32_precision == "tf32"
     finally:
         matmul.fp32_precision = before
-    assert LOGGER.level == logging.NOTSET
+    assert logging.root.manager.disable == logging.NOTSET

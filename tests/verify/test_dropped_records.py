@@ -100,3 +100,11 @@ def test_step_logs_once_per_micro_batch(kept, whole_batch):
     assert len(kept.texts) == forwards + criteria
     # The second pass calls the earlier of a replica's two micro-batches again.
     assert (forwards, criteria) == ((6, 1) if whole_batch else (4, 4))
+
+
+def test_levels_that_a_look_sets_are_restored():
+    level = ALONE.level
+    with records_dropped():
+        ALONE.setLevel(logging.ERROR)
+        logging.getLogger("made.in.a.look")
+    assert ALONE.level == level

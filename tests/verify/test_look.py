@@ -20,8 +20,8 @@ from harness.looks import (
     step,
     train,
 )
-from harness.models import CLASSES, FEATURES, Returns, mlp
-from harness.oracle import build, randint, randn, seeded
+from harness.models import CLASSES, FEATURES, Returns, mlp, token_classifier
+from harness.oracle import assert_step, build, randint, randn, seeded
 from harness.weighted import CLASS_WEIGHTS, classes, padded
 from torch import nn
 from torch.nn import functional as F
@@ -272,6 +272,53 @@ def test_drifting_loss_not_refused():
             UserWarning, match="could not check.*.it gives another result each time"
         ):
             step(engine, drifts, VALUES)
+
+
+def padded_mean(output, labels):
+    is_token = labels >= 0
+    losses = F.cross_entropy(output, labels.clamp(min=0), reduction="none")
+    return (losses * is_token).sum() / is_token.sum()
+
+
+def mean_of_rows_with_tokens(output, labels):
+    is_token = labels >= 0
+    losses = F.cross_entropy(output, labels.clamp(min=0), reduction="none")
+    has_tokens = is_token.any(1)
+    of_rows = (losses * is_token).sum(1) / is_token.sum(1).clamp(min=1)
+    return of_rows[has_tokens].mean()
+
+
+def weighted_mean(output, labels):
+    weights = torch.linspace(0.1, 3, CLASSES).double()[labels.clamp(min=0)]
+    losses = F.cross_entropy(output, labels.clamp(min=0), reduction="none")
+    return (losses * weights).sum() / weights.sum()
+
+
+MEANS = [padded_mean, mean_of_rows_with_tokens, weighted_mean]
+
+
+@pytest.mark.parametrize("criterion", MEANS)
+def test_equal_losses_refused_by_gradients(criterion, devices):
+    """At its initialisation a language model gives each token the same loss."""
+    model = token_classifier()
+    nn.init.zeros_(model.head.weight)
+    nn.init.zeros_(model.head.bias)
+    ids, labels = randint(11, 12, 6), randint(CLASSES, 12, 6)
+    lengths = torch.tensor([6, 6, 5, 6, 1, 1, 2, 1, 0, 0, 0, 6])
+    labels[torch.arange(6) >= lengths[:, None]] = -1
+    refused = pytest.raises(ValueError, match="count=")
+    with ScatterOnceParallel(model, 3, devices(1)) as engine, refused:
+        engine.forward_backward(ids, labels, criterion)
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+def test_exported_module_is_looked_at(accum, devices):
+    """It leads to symbols of sympy, whose classes override slots of their bases."""
+    net = mlp()
+    rows = torch.export.Dim("rows")
+    exported = torch.export.export(net, (INPUTS,), dynamic_shapes=({0: rows},))
+    with ScatterOnceParallel(exported.module(), accum, devices(2)) as engine:
+        assert_step(engine, INPUTS, VALUES, nn.MSELoss())
 
 
 def test_failure_of_several_rows_told_at_once(devices):

@@ -14,7 +14,7 @@ from harness.oracle import randn
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.verify.moved_state import attributes_of, moved_between, state_of
+from scatterpar.state.reports import attributes_of, moved_between, state_of
 
 
 class Queue(nn.Module):

@@ -1,6 +1,4 @@
-"""Find state of replicas that each call of the module moves, such as a counter or a
-queue.
-"""
+"""Names of state that calls move, such as a counter, and of what cannot be restored."""
 
 from __future__ import annotations
 
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 from scatterpar.devices.fingerprints import same_bits
 from scatterpar.replicas.module_contents import CONTAINERS
 from scatterpar.replicas.replicas import Replica
+from scatterpar.state.journal import Journal
 
 _OF_TORCH = vars(nn.Module()).keys()
 _PLAIN = (int, float, bool, str)
@@ -22,6 +21,12 @@ _MAX_ENTRIES = 32  # of a container: those beyond are data
 _MAX_ELEMENTS = 2**20  # of a tensor in a container
 
 State = dict[str, Any]  # values by the names that a warning tells
+
+
+def text_of_unsaved(journals: Sequence[Journal]) -> str:
+    """What journals cannot restore, by name; empty if there is nothing."""
+    names = [name for journal in journals for name in journal.unsaved]
+    return f"a look could not put back {', '.join(names)}" if names else ""
 
 
 def state_of(replicas: Sequence[Replica]) -> State:

@@ -11,7 +11,7 @@ from benchmarks.card.page import FAILED
 from scatterpar import ScatterOnceParallel
 from scatterpar.checkup.copies import examine
 from scatterpar.checkup.doctor import describe, load_per_core
-from scatterpar.checkup.training import take_step
+from scatterpar.checkup.small_step import take_step
 
 _PEAK = 565  # MB of each GPU, from docs/gpus.md
 _LAUNCHES = 2000

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 from benchmarks.timing import timed
 from scatterpar import ScatterOnceParallel
+from scatterpar.train.command_line import Options
 from scatterpar.train.data import BatchRequest, Source, open_data
 from scatterpar.train.feed import Feed
 from scatterpar.train.models import build_model
-from scatterpar.train.options import Options
 from scatterpar.train.parts import TRAIN
 from scatterpar.train.training import choose_devices
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils.collect_env import get_pretty_env_info
 
 from scatterpar.checkup.copies import DoctorVerdict, RouteResult, examine, on_copies
-from scatterpar.checkup.training import (
+from scatterpar.checkup.small_step import (
     Speed,
     StepComparison,
     measure,

@@ -27,7 +27,7 @@ from scatterpar.batch import nested
 from scatterpar.batch.markers import Rows
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.integrations import loop
-from scatterpar.integrations.steps import FIRST
+from scatterpar.integrations.step_batches import FIRST
 
 
 class Groups:

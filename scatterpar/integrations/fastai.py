@@ -33,7 +33,7 @@ from scatterpar.devices.transfers import to_device
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import warn
 from scatterpar.integrations import loop
-from scatterpar.integrations.elsewhere import explained
+from scatterpar.integrations.device_errors import explained
 from scatterpar.integrations.evaluation import Groups, outputs_of_batches
 from scatterpar.integrations.lending import Lending, Parts, copied, modules_of
 from scatterpar.integrations.loop import refuse

@@ -52,7 +52,7 @@ from scatterpar.devices.transfers import to_device, write
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import restored, warn
 from scatterpar.integrations import loop
-from scatterpar.integrations.elsewhere import explained
+from scatterpar.integrations.device_errors import explained
 from scatterpar.integrations.evaluation import outputs_of_batches
 from scatterpar.integrations.lending import Lending, Parts
 from scatterpar.log import logger

@@ -29,7 +29,7 @@ from scatterpar.batch import nested
 from scatterpar.batch.markers import Rows
 from scatterpar.devices.device_ids import DeviceLike
 from scatterpar.integrations.loop import moved, num_rows, overridden, refuse, replaced
-from scatterpar.integrations.steps import ROWS, Step, by_lengths
+from scatterpar.integrations.step_batches import ROWS, Step, by_lengths
 from scatterpar.integrations.transformers import ScatterOnceMixin
 
 __all__ = ["ScatterOnceCrossEncoderTrainer", "ScatterOnceTrainer"]

@@ -32,13 +32,12 @@ from scatterpar.devices.device_ids import DeviceLike, physical, resolve
 from scatterpar.devices.transfers import to_device
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import warn
-from scatterpar.integrations import loop, steps
-from scatterpar.integrations.elsewhere import explained
+from scatterpar.integrations import loop, step_batches
+from scatterpar.integrations.device_errors import explained
 from scatterpar.integrations.evaluation import Groups
-from scatterpar.integrations.gathered import Gathered, metric_of_step
 from scatterpar.integrations.images import images_by_row
 from scatterpar.integrations.lending import Lending, Parts, copied, modules_of
-from scatterpar.integrations.steps import (
+from scatterpar.integrations.step_batches import (
     FIRST,
     LABELS,
     ROWS,
@@ -47,6 +46,7 @@ from scatterpar.integrations.steps import (
     How,
     Step,
 )
+from scatterpar.integrations.trl_metrics import Gathered, metric_of_step
 from scatterpar.log import logger
 from scatterpar.option_checks import check_number
 from scatterpar.sharded import ShardedOptimizer
@@ -222,21 +222,23 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         """Returns a collator of all rows of a step, whose result is a ``Step``."""
         # auto_find_batch_size makes it smaller.
         size = math.ceil(self._train_batch_size / self._num_batches)
-        collator: Any = partial(steps.by_number, collate, size)
+        collator: Any = partial(step_batches.by_number, collate, size)
         budget = self._micro_batch_cost
         if budget is not None:
             name = getattr(self.model, "main_input_name", "input_ids")
-            collator = partial(steps.by_cost, collate, name, budget, self._devices)
+            collator = partial(
+                step_batches.by_cost, collate, name, budget, self._devices
+            )
         # Some loaders read attributes of the user's collator.
         vars(collator).update(getattr(collate, "__dict__", {}))
         return collator
 
     def floating_point_ops(self, inputs: Any) -> int:
         """The Trainer's number, of all batches of a step."""
-        return sum(map(super().floating_point_ops, steps.batches_of(inputs)))
+        return sum(map(super().floating_point_ops, step_batches.batches_of(inputs)))
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        for batch in steps.batches_of(inputs):
+        for batch in step_batches.batches_of(inputs):
             super()._track_num_input_tokens(batch)
 
     # The engine, and the modules that it replicates.
@@ -380,8 +382,10 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
 
     def _loss_of_step(self, model: Any, step: Any, **options: Any) -> Any:
         """The loss of all rows of a step. Adds what the calls kept and logged."""
-        batches = steps.batches_of(step)
-        is_contrastive = any(steps.entry_of(batch, "return_loss") for batch in batches)
+        batches = step_batches.batches_of(step)
+        is_contrastive = any(
+            step_batches.entry_of(batch, "return_loss") for batch in batches
+        )
         if is_contrastive and _towers(self.model):
             return self._loss_of_towers(batches)
         is_collated = isinstance(step, Step)
@@ -407,7 +411,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         if items is None and self._count is None:
             # A row whose own loss is NaN looks like a sum.
             hows = [how for how in hows if how != SUM]
-        return {steps.candidate(how, items): how for how in hows}
+        return {step_batches.candidate(how, items): how for how in hows}
 
     def _hows(self) -> Sequence[How]:
         """How losses of batches may combine, the likeliest way first."""
@@ -426,7 +430,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         """The inputs of a look: rows of one batch, which can be divided."""
         batch = inputs["batch"]
         if isinstance(batch, Rows):
-            batch = self._divisible_batch(steps.telling_batch(batch.entries))
+            batch = self._divisible_batch(step_batches.telling_batch(batch.entries))
         return {**inputs, "batch": batch}
 
     @contextlib.contextmanager
@@ -469,12 +473,12 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         if how == SUM and self._count is None:  # a sum, divided by the number of labels
             how = SHIFTED if self._loss_shifts_labels else LABELS
         if isinstance(step, Step):
-            return steps.weights(how, step)
+            return step_batches.weights(how, step)
         engine: Any = self._engine
         shares = engine.last_step.plan.shares
         # Outputs are in the order of the rows.
         parts = sorted(part for share in shares for part in share.micro_batches)
-        return steps.weights_of_parts(how, step, parts)
+        return step_batches.weights_of_parts(how, step, parts)
 
     def _divisible_batch(self, batch: Any) -> Any:
         """A batch whose rows can be divided, or ``ValueError``."""

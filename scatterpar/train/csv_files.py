@@ -12,8 +12,8 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from scatterpar.train.command_line import Options, UsageError, words_of
 from scatterpar.train.folders import find_pictures
-from scatterpar.train.options import Options, UsageError, words_of
 from scatterpar.train.parts import (
     IMAGE_COLUMNS,
     LABEL_COLUMNS,

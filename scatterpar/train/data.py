@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from scatterpar.train.command_line import EMBEDDED, Options, UsageError, words_of
 from scatterpar.train.csv_files import ENDINGS, read_table
 from scatterpar.train.folders import read_folders
 from scatterpar.train.hub import is_saved, read_hub
 from scatterpar.train.libraries import library, suggestion
-from scatterpar.train.options import EMBEDDED, Options, UsageError, words_of
 from scatterpar.train.parts import (
     FINAL,
     TEST,

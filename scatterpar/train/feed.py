@@ -25,8 +25,8 @@ import torch
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from scatterpar.train.command_line import UsageError, printable, words_of
 from scatterpar.train.data import BatchRequest, Images, Source
-from scatterpar.train.options import UsageError, printable, words_of
 
 PIECE = 64  # images that a worker reads at once; mixup mixes images of one piece
 _PIECES_AHEAD = 2  # per worker

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
 
+from scatterpar.train.command_line import Options, UsageError
 from scatterpar.train.libraries import library
-from scatterpar.train.options import Options, UsageError
 from scatterpar.train.parts import (
     TEST,
     TRAIN,

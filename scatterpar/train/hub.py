@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scatterpar.train.command_line import Options, UsageError, words_of
 from scatterpar.train.libraries import INSTALL
-from scatterpar.train.options import Options, UsageError, words_of
 from scatterpar.train.parts import (
     IMAGE_COLUMNS,
     LABEL_COLUMNS,

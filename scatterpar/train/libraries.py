@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from scatterpar.train.options import UsageError, words_of
+from scatterpar.train.command_line import UsageError, words_of
 
 INSTALL = "pip install -c constraints.txt"
 _WHEELS = "https://download.pytorch.org/whl/cpu"

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scatterpar.train.command_line import UsageError, words_of
 from scatterpar.train.data import Shape, read_picture
 from scatterpar.train.libraries import library, suggestion
-from scatterpar.train.options import UsageError, words_of
 from scatterpar.train.records import BEST_FILE, load
 
 BUILT_IN = "cnn"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scatterpar.train.options import UsageError
+from scatterpar.train.command_line import UsageError
 
 TRAIN = "train"
 VAL = "val"

@@ -19,12 +19,12 @@ import tyro
 from torch import Tensor
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.train import options as opt
+from scatterpar.train import command_line
+from scatterpar.train.command_line import UsageError, exit_code_of, printable, read
 from scatterpar.train.data import BatchRequest, Images, make_pictures
 from scatterpar.train.feed import Feed
 from scatterpar.train.folders import endings, files_below, is_picture
 from scatterpar.train.models import load_model
-from scatterpar.train.options import UsageError, exit_code_of, printable, read
 from scatterpar.train.parts import TEST, Files, Unused
 from scatterpar.train.progress import Progress
 from scatterpar.train.records import stoppable, unwritten
@@ -48,16 +48,16 @@ file has no class. Hidden files have no line. Lines are written as they are comp
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     # a picture, or a folder of pictures, which is searched recursively
     pictures: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="PICTURES")]
-    out: opt.Folder = None  # write there (default: standard output)
+    out: command_line.Folder = None  # write there (default: standard output)
     resume: bool = False  # go on after the last line of --out
     top: int = 1  # classes of each picture
     micro_batch_size: int = 64  # pictures of a sub-step of each device
     # such as cuda:0,cuda:1 or cuda:0 cuda:1 (default: every GPU, or the CPU)
-    devices: opt.Devices = ()
+    devices: command_line.Devices = ()
     # reading processes (default: one per core, at most 16; 0: none)
-    workers: opt.Number = None
+    workers: command_line.Number = None
     # allow the checkpoint to call this package.module:callable
-    model: opt.Name = None
+    model: command_line.Name = None
     # has no effect any more: a picture that cannot be read has a line with the reason
     skip_broken: int = 0
 
@@ -163,7 +163,7 @@ def scored_files(
     if not names:
         return
     files = Files(list(zip(names, labels or range(len(names)), strict=True)))
-    settings = opt.Options(
+    settings = command_line.Options(
         image_size=about["image_shape"][1], augment="none", workers=options.workers
     )
     source = make_pictures(settings, files, files, about["class_names"])

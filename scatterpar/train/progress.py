@@ -10,7 +10,7 @@ from typing import Any, TextIO
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from scatterpar.train.options import printable
+from scatterpar.train.command_line import printable
 
 _LINE_SECONDS = 10.0  # between lines, without a progress bar
 

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import torch
 from filelock import FileLock, Timeout
 
-from scatterpar.train.options import UsageError, words_of
+from scatterpar.train.command_line import UsageError, words_of
 
 FILE = "checkpoint.pt"
 BEST_FILE = "best.pt"

@@ -19,6 +19,13 @@ from tqdm import tqdm
 
 from scatterpar import StepReport
 from scatterpar.train import records
+from scatterpar.train.command_line import (
+    Options,
+    UsageError,
+    exit_code_of,
+    parse,
+    printable,
+)
 from scatterpar.train.data import Images, open_data
 from scatterpar.train.feed import BrokenError, Feed, FeedError, broken_in_words
 from scatterpar.train.figures import (
@@ -26,13 +33,6 @@ from scatterpar.train.figures import (
     draw_curves,
     draw_first_batch,
     draw_mistakes,
-)
-from scatterpar.train.options import (
-    Options,
-    UsageError,
-    exit_code_of,
-    parse,
-    printable,
 )
 from scatterpar.train.parts import FINAL, TEST, VAL, first_names
 from scatterpar.train.progress import Progress

@@ -28,17 +28,17 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from scatterpar import ScatterOnceParallel, StepReport, weight_decay_groups
 from scatterpar.devices.device_ids import parse_devices, resolve
 from scatterpar.recipe import NoiseScale
-from scatterpar.train.data import BatchRequest, Images, Source, seed_host, seed_of
-from scatterpar.train.feed import Feed
-from scatterpar.train.libraries import library, suggestion
-from scatterpar.train.models import OnPixels, build_model
-from scatterpar.train.options import (
+from scatterpar.train.command_line import (
     EMBEDDED,
     LARGE_BATCH,
     Options,
     UsageError,
     words_of,
 )
+from scatterpar.train.data import BatchRequest, Images, Source, seed_host, seed_of
+from scatterpar.train.feed import Feed
+from scatterpar.train.libraries import library, suggestion
+from scatterpar.train.models import OnPixels, build_model
 from scatterpar.train.parts import TEST, TRAIN
 from scatterpar.train.results import Tally
 

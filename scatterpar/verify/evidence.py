@@ -20,7 +20,7 @@ from scatterpar.verify.comparison import (
     num_with_gradient,
     weighted_sum,
 )
-from scatterpar.verify.joined import OutputDifferences, compare_outputs
+from scatterpar.verify.output_differences import OutputDifferences, compare_outputs
 from scatterpar.verify.rows import Part, Parts, ignored_values, unbound
 from scatterpar.verify.runs import NUM_NUDGES, Inconclusive, Runs, pieces_of_parts
 

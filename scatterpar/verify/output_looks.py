@@ -34,8 +34,8 @@ from scatterpar.verify.dropped_records import records_dropped
 from scatterpar.verify.dropped_warnings import warnings_dropped
 from scatterpar.verify.evidence import Losses, name_of, weighted_parts
 from scatterpar.verify.gradient_check import moved_to, uses_batch_statistics
-from scatterpar.verify.joined import cut_rows
 from scatterpar.verify.looks import Looks, shown_reason
+from scatterpar.verify.output_differences import cut_rows
 from scatterpar.verify.ranges import informative_tensors, ranges_of
 from scatterpar.verify.rounding import HALF_PRECISION, Rounding
 from scatterpar.verify.rows import Part, Parts, RowChoice, ignored_values, in_two

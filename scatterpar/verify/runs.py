@@ -54,7 +54,7 @@ from scatterpar.verify.comparison import Result, Total
 from scatterpar.verify.constant_numbers import ConstantNumbers, DrawsPerRow
 from scatterpar.verify.dropped_records import records_dropped
 from scatterpar.verify.gradient_check import moved_to, uses_batch_statistics
-from scatterpar.verify.joined import cut_by_parts
+from scatterpar.verify.output_differences import cut_by_parts
 from scatterpar.verify.rounding import HALF_PRECISION, Rounding
 from scatterpar.verify.rows import Part, Parts
 from scatterpar.verify.single_precision import OneDtype, SinglePrecision

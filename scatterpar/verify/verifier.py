@@ -28,7 +28,7 @@ from scatterpar.tables import shown
 from scatterpar.verify.causes import RETURN, Action, Verdict, in_lines
 from scatterpar.verify.choice import Choice, is_open, rivals
 from scatterpar.verify.evidence import name_of
-from scatterpar.verify.joins import Compute, JoinCheck
+from scatterpar.verify.join_check import Compute, JoinCheck
 from scatterpar.verify.look import Findings, look
 from scatterpar.verify.looks import Looks, shown_reason
 from scatterpar.verify.ranges import informative_tensors, ranges_of

@@ -17,7 +17,7 @@ from torch import nn
 import scatterpar
 from scatterpar import ScatterOnceParallel
 from scatterpar.__main__ import main
-from scatterpar.checkup import copies, training
+from scatterpar.checkup import copies, small_step
 from scatterpar.devices.transfers import Transfers
 
 VIRTUAL = [torch.device("cpu", 0), torch.device("cpu", 1)]
@@ -30,8 +30,8 @@ ENVIRONMENT = (
 def brief(monkeypatch):
     """Examinations of a moment; what they find is the same."""
     monkeypatch.setattr(copies, "SIZES", (1000, 2**16))
-    monkeypatch.setattr(training, "BUDGET", 0)
-    monkeypatch.setattr(training, "ACCUM", 2)
+    monkeypatch.setattr(small_step, "BUDGET", 0)
+    monkeypatch.setattr(small_step, "ACCUM", 2)
     monkeypatch.setattr(
         "scatterpar.checkup.doctor.get_pretty_env_info", lambda: ENVIRONMENT
     )

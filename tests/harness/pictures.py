@@ -4,8 +4,8 @@ from pathlib import Path
 
 from PIL import Image
 
+from scatterpar.train.command_line import Options
 from scatterpar.train.data import load, open_data
-from scatterpar.train.options import Options
 
 CLASSES = ("Trouser", "Bag", "Sandal")
 

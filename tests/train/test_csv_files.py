@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from PIL import Image
 
+from scatterpar.train.command_line import Options, UsageError
 from scatterpar.train.csv_files import read_table
-from scatterpar.train.options import Options, UsageError
 
 pytestmark = [pytest.mark.pictures, pytest.mark.draws]
 

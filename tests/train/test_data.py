@@ -12,8 +12,8 @@ from harness.pictures import CLASSES, write_folder
 from PIL import Image
 
 from scatterpar.train import data as data_module
+from scatterpar.train.command_line import Options, UsageError
 from scatterpar.train.data import BatchRequest, load, open_data
-from scatterpar.train.options import Options, UsageError
 from scatterpar.train.parts import FINAL, TEST, TRAIN
 
 pytestmark = pytest.mark.draws

@@ -9,6 +9,7 @@ import pytest
 import torch
 from harness.pictures import broken_folder, truncate, write_folder
 
+from scatterpar.train.command_line import Options
 from scatterpar.train.data import BatchRequest, open_data
 from scatterpar.train.feed import (
     PIECE,
@@ -17,7 +18,6 @@ from scatterpar.train.feed import (
     FeedError,
     broken_in_words,
 )
-from scatterpar.train.options import Options
 from scatterpar.train.parts import TEST, TRAIN
 
 pytestmark = [pytest.mark.pictures, pytest.mark.draws]

@@ -10,9 +10,9 @@ import pytest
 from harness.pictures import CLASSES, write_folder
 from PIL import Image
 
+from scatterpar.train.command_line import Options, UsageError
 from scatterpar.train.folders import files_below
 from scatterpar.train.folders import read_folders as read
-from scatterpar.train.options import Options, UsageError
 from scatterpar.train.parts import Unused
 
 LISTED = sorted(CLASSES)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from PIL import Image
 
+from scatterpar.train.command_line import Options, UsageError
 from scatterpar.train.hub import is_saved, read_hub
-from scatterpar.train.options import Options, UsageError
 
 datasets = pytest.importorskip("datasets", reason="Hugging Face's datasets is missing")
 pytestmark = pytest.mark.draws

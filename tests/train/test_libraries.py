@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
+from scatterpar.train.command_line import UsageError
 from scatterpar.train.libraries import library, suggestion
-from scatterpar.train.options import UsageError
 
 
 @pytest.mark.parametrize("build", [None, "12.8"])

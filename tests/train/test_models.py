@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from scatterpar.train.command_line import UsageError
 from scatterpar.train.libraries import library
 from scatterpar.train.models import build_model, load_model
-from scatterpar.train.options import UsageError
 from scatterpar.train.records import save
 
 pytestmark = pytest.mark.draws

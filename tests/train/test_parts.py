@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from scatterpar.train.options import UsageError
+from scatterpar.train.command_line import UsageError
 from scatterpar.train.parts import (
     TEST,
     TRAIN,

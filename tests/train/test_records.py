@@ -12,7 +12,7 @@ import pytest
 import torch
 from faults.processes import finish, run_forked, start_forked
 
-from scatterpar.train.options import UsageError
+from scatterpar.train.command_line import UsageError
 from scatterpar.train.records import FILE, Metrics, load, locked, save
 
 KILLED = {
@@ -46,7 +46,7 @@ def test_full_disk_is_named(tmp_path, size):
     save(path, number=torch.tensor(1))
     code = (
         "import resource, sys, torch; from pathlib import Path\n"
-        "from scatterpar.train.options import UsageError\n"
+        "from scatterpar.train.command_line import UsageError\n"
         "from scatterpar.train.records import save\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))\n"
         "try:\n"

@@ -21,10 +21,10 @@ from torch.utils.data import TensorDataset
 
 from scatterpar.recipe import gradual_warmup
 from scatterpar.train import data as data_module
+from scatterpar.train.command_line import UsageError, parse
 from scatterpar.train.data import Source, load
 from scatterpar.train.feed import Feed
 from scatterpar.train.models import build_model
-from scatterpar.train.options import UsageError, parse
 from scatterpar.train.run import main
 from scatterpar.train.training import (
     Training,

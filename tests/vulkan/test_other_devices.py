@@ -11,7 +11,7 @@ from torch import nn
 
 import scatterpar
 from scatterpar import DataParallelModel, ScatterOnceParallel
-from scatterpar.checkup import copies, training
+from scatterpar.checkup import copies, small_step
 from scatterpar.devices.streams import has_streams
 
 pytestmark = [pytest.mark.vulkan, pytest.mark.draws]
@@ -38,5 +38,5 @@ def test_doctor_ends_and_finds_nothing_wrong(monkeypatch):
     enough.
     """
     monkeypatch.setattr(copies, "SIZES", (1000, 2**16))
-    monkeypatch.setattr(training, "BUDGET", 0)
+    monkeypatch.setattr(small_step, "BUDGET", 0)
     assert scatterpar.doctor(TWO).passed

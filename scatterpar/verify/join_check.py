@@ -15,7 +15,7 @@ from scatterpar.step.attempt import Attempt
 from scatterpar.step.request import Request
 from scatterpar.step.task import ReplicaTask
 from scatterpar.verify.causes import refused_order
-from scatterpar.verify.joined import compare_outputs, entries_per_row
+from scatterpar.verify.output_differences import compare_outputs, entries_per_row
 from scatterpar.verify.rows import Parts
 from scatterpar.verify.runs import Runs
 from scatterpar.verify.schedule import names_and_numbers

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from scatterpar.integrations import steps
-from scatterpar.integrations.steps import LABELS, ROWS, SHIFTED, SUM, Step
+from scatterpar.integrations import step_batches
+from scatterpar.integrations.step_batches import LABELS, ROWS, SHIFTED, SUM, Step
 
 # Two batches: labels of 2 and 1 rows, of which 3 and 1 count; 2 and 1 after a shift.
 FIRST = {"labels": torch.tensor([[4, 5, -100], [6, -100, -100]]), "text": ["a", "b"]}
@@ -47,7 +47,7 @@ def test_other_widths_refused_with_shapes():
 
 
 def test_rows_dealt_in_order_last_smaller():
-    assert steps.by_number(list, 2, "abcde") == [["a", "b"], ["c", "d"], ["e"]]
+    assert step_batches.by_number(list, 2, "abcde") == [["a", "b"], ["c", "d"], ["e"]]
 
 
 def test_rows_of_like_length_dealt_together():
@@ -60,13 +60,13 @@ def test_rows_of_like_length_dealt_together():
     def collate(part):
         return sorted(row["name"] for row in part)
 
-    names = steps.by_cost(collate, "ids", 4, [torch.device("cpu")], rows)
+    names = step_batches.by_cost(collate, "ids", 4, [torch.device("cpu")], rows)
     assert sorted(names) == [["a", "c"], ["b"], ["d"]]
 
 
 def test_rows_without_length_refused_by_name():
     with pytest.raises(ValueError, match=r"length of each row's 'ids', .* got 3"):
-        steps.by_cost(list, "ids", 4, [torch.device("cpu")], [3])
+        step_batches.by_cost(list, "ids", 4, [torch.device("cpu")], [3])
 
 
 @pytest.mark.parametrize(
@@ -79,8 +79,8 @@ def test_rows_without_length_refused_by_name():
     ],
 )
 def test_terms_of_rows_by_hand(how, first, second):
-    assert steps.terms(how, FIRST).tolist() == first
-    assert steps.terms(how, SECOND).tolist() == second
+    assert step_batches.terms(how, FIRST).tolist() == first
+    assert step_batches.terms(how, SECOND).tolist() == second
 
 
 def test_shifted_labels_counted_unshifted():
@@ -88,14 +88,14 @@ def test_shifted_labels_counted_unshifted():
         "shift_labels": torch.tensor([[1, 2, -100]]),
         "labels": FIRST["labels"][:1],
     }
-    assert steps.terms(SHIFTED, batch).tolist() == [2]
+    assert step_batches.terms(SHIFTED, batch).tolist() == [2]
 
 
 def test_packed_labels_counted_per_batch():
     """As in packed sequences: five labels, two rows."""
     batch = {"ids": torch.ones(2, 4), "labels": torch.tensor([1, -100, 2, 3, -100])}
-    assert steps.terms(LABELS, batch).tolist() == [3]
-    assert steps.terms(ROWS, batch).tolist() == [2]
+    assert step_batches.terms(LABELS, batch).tolist() == [3]
+    assert step_batches.terms(ROWS, batch).tolist() == [2]
 
 
 @pytest.mark.parametrize(
@@ -103,11 +103,11 @@ def test_packed_labels_counted_per_batch():
     [(LABELS, [3 / 4, 1 / 4]), (ROWS, [2 / 3, 1 / 3]), (SUM, [1, 1])],
 )
 def test_batch_weights_are_parts_of_terms(how, of_batches):
-    assert steps.weights(how, STEP) == of_batches
+    assert step_batches.weights(how, STEP) == of_batches
 
 
 def test_weights_of_one_batch_by_rows():
-    assert steps.weights(LABELS, FIRST) == [2 / 3, 1 / 3]
+    assert step_batches.weights(LABELS, FIRST) == [2 / 3, 1 / 3]
 
 
 @pytest.mark.parametrize(
@@ -117,23 +117,23 @@ def test_weights_of_one_batch_by_rows():
 def test_part_weights_are_sums_of_rows(how, of_parts):
     """A user's count= says nothing of single rows."""
     batch = {"labels": torch.tensor([[4, 5], [6, 7], [8, -100]])}
-    weights = steps.weights_of_parts(how, batch, [(0, 1), (1, 3)])
+    weights = step_batches.weights_of_parts(how, batch, [(0, 1), (1, 3)])
     assert weights == pytest.approx(of_parts)
 
 
 def test_no_labels_no_weights():
     nothing = {"labels": torch.full((2, 3), -100)}
-    assert steps.weights(LABELS, Step([nothing, nothing])) == [0, 0]
+    assert step_batches.weights(LABELS, Step([nothing, nothing])) == [0, 0]
 
 
 def test_engine_counts_as_the_weights():
-    summed = steps.candidate(SUM, 7)
+    summed = step_batches.candidate(SUM, 7)
     assert (summed.reduction, summed.count, summed.entries) == (
         "sum",
         None,
         {"items": 7},
     )
-    by_labels = steps.candidate(LABELS, 7)
+    by_labels = step_batches.candidate(LABELS, 7)
     assert float(by_labels.count({"batch": FIRST}, None)) == 3
     assert by_labels.entries == {"items": None}
 
@@ -141,4 +141,4 @@ def test_engine_counts_as_the_weights():
 def test_batch_with_most_lengths_tells_most():
     equal = {"labels": torch.ones(5, 2)}
     padded = {"labels": torch.tensor([[1, 2], [3, -100]])}
-    assert steps.telling_batch(Step([equal, padded, equal])) is padded
+    assert step_batches.telling_batch(Step([equal, padded, equal])) is padded

@@ -8,8 +8,8 @@ import re
 import pytest
 import torch
 
-from scatterpar.checkup import training
-from scatterpar.checkup.training import (
+from scatterpar.checkup import small_step
+from scatterpar.checkup.small_step import (
     ENGINE,
     ONE,
     PER_CALL,
@@ -29,7 +29,7 @@ def kinds(verdicts):
 
 
 def test_step_on_two_devices_is_exact():
-    step = training.take_step(VIRTUAL)
+    step = small_step.take_step(VIRTUAL)
     assert step.is_exact
     assert str(step).startswith("exact: gradients of 19 rows are ")
     assert str(step).endswith("in torch.float64")
@@ -48,7 +48,7 @@ def test_wrong_gradient_is_told(monkeypatch):
         return whole(self, tensor, device, phase) * (1.001 if phase == "reduce" else 1)
 
     monkeypatch.setattr(Transfers, "copy", copy)
-    found = training.take_step(VIRTUAL)
+    found = small_step.take_step(VIRTUAL)
     assert not found.is_exact
     assert re.search(r"gradients of 19 rows are 1.\de-03 apart at most \(", str(found))
     (verdict,) = on_step(found)
@@ -63,10 +63,10 @@ def test_ratio_is_median_over_rounds():
 
 def test_parts_add_up_to_batch_gradient():
     """``_accumulate`` is the plain loop that the engine is timed beside."""
-    images, labels = training._batch(8, torch.float64)
-    whole, in_parts = (training._network(VIRTUAL[0], torch.float64) for _ in range(2))
-    training._accumulate(whole, VIRTUAL[0], images, labels, 1)
-    training._accumulate(in_parts, VIRTUAL[0], images, labels, 4)
+    images, labels = small_step._batch(8, torch.float64)
+    whole, in_parts = (small_step._network(VIRTUAL[0], torch.float64) for _ in range(2))
+    small_step._accumulate(whole, VIRTUAL[0], images, labels, 1)
+    small_step._accumulate(in_parts, VIRTUAL[0], images, labels, 4)
     for one, other in zip(whole.parameters(), in_parts.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-12)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness.oracle import randn
 
-from scatterpar.integrations.gathered import Gathered, metric_of_step
+from scatterpar.integrations.trl_metrics import Gathered, metric_of_step
 
 VALUES = randn(9, seed=1)
 IS_COUNTED = torch.tensor([1, 0, 1, 1, 1, 0, 1, 1, 1], dtype=torch.bool)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from scatterpar.integrations.elsewhere import explained
+from scatterpar.integrations.device_errors import explained
 
 ELSEWHERE = torch.zeros(2, device="meta")
 HERE = torch.zeros(2)

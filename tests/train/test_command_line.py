@@ -8,7 +8,7 @@ import torch
 
 import scatterpar
 from scatterpar.__main__ import main as command
-from scatterpar.train.options import parse
+from scatterpar.train.command_line import parse
 from scatterpar.train.run import main
 from scatterpar.train.training import choose_devices
 

@@ -8,8 +8,8 @@ from harness.oracle import seeded
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.verify import joins
-from scatterpar.verify.joins import _common_entries
+from scatterpar.verify import join_check
+from scatterpar.verify.join_check import _common_entries
 
 ROWS = torch.arange(1.0, 9).double()[:, None]
 
@@ -34,13 +34,13 @@ class Twice(nn.Module):
 def comparisons(monkeypatch):
     """The numbers of parts of the comparisons that are made."""
     made = []
-    compare = joins.compare_outputs
+    compare = join_check.compare_outputs
 
     def compare_outputs(whole, backwards, pieces, parts, dim):
         made.append(len(parts))
         return compare(whole, backwards, pieces, parts, dim)
 
-    monkeypatch.setattr(joins, "compare_outputs", compare_outputs)
+    monkeypatch.setattr(join_check, "compare_outputs", compare_outputs)
     return made
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from scatterpar.verify.joined import (
+from scatterpar.verify.output_differences import (
     compare_outputs,
     cut_by_parts,
     cut_rows,

@@ -724,6 +724,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             replica_offset=self._ranks.rank * _MAX_REPLICAS if self._ranks else None,
             clock=self._trace.clock if self._trace else None,
         )
+        # Replicas that take turns leave cores idle, which the one in turn may use.
         if self.loop.takes_turns:
             attempt.threads.widen(self.loop.turn)
         try:
@@ -753,6 +754,8 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             )
         accum = self.accum
         if accum == "auto":
+            # A plan is for training: without gradients each function has a number of
+            # its own.
             assert self._auto_accum is not None
             accum = self._auto_accum.training.accum
         return make_plan(

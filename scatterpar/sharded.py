@@ -295,6 +295,8 @@ class ShardedOptimizer(Optimizer):
         try:
             yield
         except BaseException as error:
+            # A ``defaultdict``, as torch's: a parameter without a state gets one in its
+            # first step.
             self.state = defaultdict(dict, state)
             for target, values in saved:
                 self._transfers.copy_into(target, values, "replicate")
@@ -340,6 +342,7 @@ class ShardedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state dict of ``optimizer_class`` with all parameters, in host memory."""
+        # In host memory: a checkpoint loads on a machine with other devices.
         return dict(self._moved(super().state_dict(), HOST))
 
     @torch.no_grad()

@@ -172,6 +172,7 @@ class Batch:
 
     def at_row(self, first_row: int) -> Batch:
         """The same batch, whose first row has another number."""
+        # The atoms are shared: only errors and notes name rows by their numbers.
         return Batch(self.atoms, self.structure, self.rows, first_row)
 
     @property
@@ -204,6 +205,7 @@ class Batch:
 def _select(tensor: Tensor, rows: Sequence[int], dim: int) -> Tensor:
     # Rows of a plan by cost are in no order, and so no view.
     if type(rows) is range:
+        # A view: the transfer to the device is the one copy of these bytes.
         return tensor.narrow(dim, rows.start, rows.stop - rows.start)
     return rows_at(torch.tensor(rows, device=tensor.device), tensor, dim)
 
@@ -302,6 +304,7 @@ def _sizes_of_batches(parts: dict[str, Any], dim: int) -> list[int]:
                 count_rows({f"{name}, batch {number}": batch}, dim)
                 for number, batch in enumerate(part.entries)
             ]
+    # At least one part is ``Batches``: the caller has asked.
     sizes = next(iter(sizes_by_part.values()))
     for name in parts.keys() - sizes_by_part.keys():
         # A part that is one batch, or has no rows at all, has those of all batches.

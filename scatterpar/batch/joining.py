@@ -81,6 +81,7 @@ def join_rows(
             )
         if are_entries(atoms):
             return _in_order(list(chain(*atoms)), order, dim)
+        # A text or configuration that all pieces have alike is one value, not several.
         if not all(isinstance(atom, Tensor) for atom in atoms):
             return first if _are_all_same(atoms) else atoms
         if not first.ndim:
@@ -90,6 +91,7 @@ def join_rows(
             atoms = _padded(atoms, dim, pad)
         if rows is not None and not _entries_per_row(atoms, rows, dim, joins_equal):
             return atoms[0]
+        # After ``cat``, because a plan by cost mixes the rows of all pieces.
         return _in_order(torch.cat(atoms, dim), order, dim)
 
     def is_atom(values: Sequence[Any]) -> bool:

@@ -136,6 +136,8 @@ class Ranks:
         positions = {id(parameter): position for position, parameter in parameters}
         # Leaves of the criterion have no position.
         trained = [positions.get(id(leaf)) for leaf, _ in outcome.gradients]
+        # As text, compared by all ranks: else they would add tensors of different
+        # parameters, or wait for each other for ever.
         kind = f"{is_mean} {trained} {outcome.request.scale} {buckets.kind}"
         rows = outcome.attempt.plan.rows
         weight = outcome.terms if is_mean else 1.0  # of this rank's loss
@@ -147,6 +149,8 @@ class Ranks:
         terms, loss, squares, replicas = sums
         total = terms if is_mean else 1.0
         # Without terms nobody has a loss, and gradients count as zero.
+        # Before the sum: rounding is that of one sum, and no second pass over it is
+        # needed.
         buckets.weigh(weight / total if total else 0.0)
         for flat in buckets.flats:
             subject = f"the sum of all gradients in {flat.dtype}"
@@ -392,6 +396,7 @@ def pack(tensors: Sequence[Tensor], seed: int, rows: int) -> Tensor:
     # At the end, where its place is known from its length.
     header = torch.tensor([seed, rows, *sizes])
     parts = [as_bytes(tensor) for tensor in (*tensors, header)]
+    # One message: each collective waits for the slowest rank.
     return torch.cat([to_device(part, parts[0].device) for part in parts])
 
 

@@ -142,9 +142,13 @@ class Search:
         if isinstance(work, RowFunction):
             self._function = work.function
         self._fits: FunctionFits | None = None
+        # Gradients and the graph of a step take the same memory whichever criterion it
+        # has: one number serves all of training.
         if request.backward:
             self._fit = auto_accum.training
             return
+        # ``generate`` keeps a cache that a forward pass has not: each has a number of
+        # its own.
         key = type(work), identity_of(self._function)
         self._fits = auto_accum.functions.setdefault(key, FunctionFits())
         self._fit = self._fits.by_rows.get(self._rows) or self._first_fit(self._fits)
@@ -153,6 +157,8 @@ class Search:
         """Where to begin with a number of rows that is new."""
         if fits.too_many_rows is None:
             return Fit()
+        # Not the fit of the nearest number of rows: memory follows the rows of a
+        # sub-step.
         return Fit(self._fewest_substeps_of(fits.too_many_rows - 1))
 
     def _fewest_substeps_of(self, rows: int) -> int:
@@ -175,6 +181,8 @@ class Search:
                 if not candidate.extent.is_trial:
                     break
                 logger.debug('accum="auto": a trial with %d fits', candidate.accum)
+                # A trial has run two of its sub-steps: buffers and random state have
+                # moved.
                 result.attempt.undo.restore()
                 del result  # the next try needs the memory of its gradients
             # The failed try's cached memory is cut to sizes that the next one does not
@@ -196,12 +204,15 @@ class Search:
             yield whole
             # Rows that are kept for a second pass are the first memory to give up.
             if whole.extent.retain_rows:
+                # For all later steps, too: else each would first run out of memory.
                 self._fit.retain_rows = False
                 yield self._whole_step(accum)
             too_few = accum
             enough = None
             while enough is None or enough > too_few + 1:
                 if enough is None:
+                    # Doubled: out of memory costs a whole forward pass, so few tries
+                    # matter most.
                     accum = min(2 * too_few, self._most)
                 else:
                     accum = (too_few + enough + 1) // 2

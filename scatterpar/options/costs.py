@@ -192,6 +192,7 @@ def _checked(costs: Costs | None, rows: int, budget: float) -> tuple[float, ...]
     values = costs
     if hasattr(costs, "tolist"):  # tensors and arrays
         values = costs.tolist()
+    # A generator would be empty in the second try of a step.
     if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
         raise TypeError(
             "costs must be one number per row, as a list or a 1-D tensor, got "
@@ -232,6 +233,7 @@ def _cut(costs: Sequence[float], budget: float, replicas: int) -> list[list[int]
     while len(pieces) < number:
         position = _most_expensive(pieces, costs)
         piece = pieces[position]
+        # Half of the rows at the same largest cost: the limit still holds.
         half = len(piece) // 2
         pieces[position : position + 1] = [piece[:half], piece[half:]]
     return pieces
@@ -254,6 +256,8 @@ def _ends(falling: Sequence[float], limit: float, max_pieces: int) -> list[int]:
         # Rows that cost nothing, at the end, are one piece.
         size = len(falling) - start
         if cost:
+            # Falling costs: the first row is the largest, and all others are padded to
+            # it.
             size = max(1, int(min(size, limit / cost)))
             if size > 1 and size * cost > limit:  # the quotient was rounded up
                 size -= 1

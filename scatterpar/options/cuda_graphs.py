@@ -210,6 +210,8 @@ class Captured(Schedule):
         valid.
         """
         if attempt.extent.is_trial or not attempt.request.backward:
+            # A trial asks for a step's peak of memory, which static tensors would
+            # change.
             return super().substeps(attempt, task)
         graphs = self._by_replica[task.share.replica]
         # A graph reads addresses: what it depends on is compared in each step.
@@ -304,6 +306,7 @@ class GraphedSubsteps(Substeps):
         loss = graph.loss.clone()
         if not graph.has_output:
             return loss, None
+        # The output, too, lies in memory that the next replay overwrites.
         output = nested.map_tensors(Tensor.clone, graph.output)
         return loss, detached_output(output, self._request.return_outputs)
 
@@ -413,6 +416,7 @@ class GraphedSubsteps(Substeps):
                 static_gradients.append(gradient)
         # Static tensors stay with the graphs: the sum over replicas is written in
         # place.
+        # Memory of one step, while a graph's own tensors live as long as the graph.
         copies = [torch.empty_like(gradient) for gradient in static_gradients]
         copy_each(copies, static_gradients)
         for leaf, copy in zip(leaves_with_static, copies, strict=True):
@@ -655,6 +659,8 @@ class _ReplicaGraphs:
         # After emptying the cache: another thread may be about to launch a kernel that
         # uses its workspace, which must stay mapped.
         torch_private.free_cublas_workspaces()
+        # Thread-local: in the mode "global" an allocation of any other thread, such as
+        # a data loader's, would end the capture.
         kernels.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             work()

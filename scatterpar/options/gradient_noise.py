@@ -78,6 +78,8 @@ def noise_of(outcome: Outcome) -> GradientNoise:
         square = _squared_norm(gradients) / factor**2
     if not math.isfinite(square):
         return GradientNoise(math.nan, math.nan)
+    # The unbiased estimates of McCandlish et al. 2018, A.1, with replicas as the small
+    # batches.
     variance = (norms.squares - terms * square) / (norms.replicas - 1)
     return GradientNoise(square - variance / terms, variance * outcome.rows / terms)
 

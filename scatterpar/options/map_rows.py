@@ -91,6 +91,7 @@ def map_rows(
     replicas = attempt.replicas
     function = row_function.function
     loaders = scatter(in_order(request.batches, plan), plan, transfers)
+    # No criterion is called, so none is copied.
     replicas.refresh(module, None, transfers)
     attempt.weights = compute_loss_weights(request, plan, None)
     tasks = make_tasks(attempt, loaders)
@@ -158,6 +159,8 @@ class _Work:
         self.function = None if function is replica_set.root else function
         replicas = replica_set.replicas
         if _is_of(inner, replica_set):
+            # Each replica's own method: a bound method of the user's module runs on the
+            # master.
             self._calls = [replica.copy_of(function) for replica in replicas]
             return
         if any(_is_of(value, replica_set) for value in bound):
@@ -183,6 +186,8 @@ class _Work:
         for sub_step in sub_steps[: self._max_substeps]:
             proceed(sub_step)
             rows = task.loader.load(sub_step)
+            # A user's function may write what it closes over: in turns, in the order of
+            # the rows.
             with task.turn(Scope.FUNCTION, sub_step):
                 outputs.append(self(task, rows))
         return outputs

@@ -65,6 +65,8 @@ class Event:
     def now(self) -> float:
         """The time; marks the stream on which the work is launched."""
         if self.zero is not None and self.share is not None:
+            # An event on the stream costs the device nothing; to wait for it here would
+            # end the overlap that a trace is to show.
             self.marks.append(_timed_mark(self.share.device))
         return time.perf_counter()
 
@@ -88,6 +90,8 @@ class Event:
             return None
         zero, host_time = self.zero
         times: list[float] = []
+        # After a kernel's error every call of its device raises; host times are still
+        # true.
         with contextlib.suppress(RuntimeError):
             for mark in self.marks:
                 mark.synchronize()  # torch compares marks that are known to be done
@@ -308,6 +312,7 @@ class Trace(Printed):
                     f"{thread} on the device", f"{event.name} on the device", *on_device
                 )
         for thread, number in threads.items():
+            # Viewers show a thread's number until an event of this kind names it.
             row = {"name": "thread_name", "ph": "M", "pid": 0, "tid": number}
             rows.append({**row, "args": {"name": thread}})
         with open(path, "w", encoding="utf-8") as file:

@@ -174,6 +174,8 @@ class Passes:
             proceed(sub_step)
             # The last output with its graph, which is freed before the next forward.
             self._last: Any = None
+            # One state per micro-batch: the second pass begins with the last one, and a
+            # single state would give the others its numbers.
             self._states.append(attempt.generators.get_state(self.share.replica))
             # The rows have no name here, which would keep inputs.
             self._last = output_at(
@@ -330,6 +332,8 @@ class WholeBatch:
         if device == self._master:
             return output
         copy = self._attempt.transfers.copy(output.detach(), self._master, "compute")
+        # A leaf: the criterion's backward pass must not run on into the replica's
+        # graph, which lies on another device and, but for the last one, is gone.
         copy.requires_grad_(output.requires_grad)
         self._copies.append((device, output, copy))
         return copy
@@ -536,6 +540,8 @@ def _output_kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, bool]:
 
 def _agree(second: Tensor, first: Tensor) -> Tensor:
     largest = first.abs().nan_to_num(0.0, 0.0, 0.0).amax()
+    # The square root of the rounding unit: 3e-4 in float32, where a dropped element
+    # differs by its whole value.
     tolerance = torch.finfo(second.dtype).eps ** 0.5
     is_near = (second - first).abs() <= largest * tolerance
     # Infinities are equal, and their difference is no number.

@@ -95,6 +95,7 @@ def replicate(
     for number, original in enumerate(contents.tensors.values()):
         copies = [tensors[number] for tensors in tensors_of_replicas]
         if original.requires_grad:
+            # A frozen parameter needs no node: its copies are plain tensors.
             copies = _connected(original, copies, device_ids)
         for tensors, copy in zip(tensors_of_replicas, copies, strict=True):
             _give_class_of(original, copy)
@@ -220,6 +221,8 @@ class _ConnectCopies(torch.autograd.Function):
         ctx.device_ids = device_ids
         # The backward pass may run in a thread of autograd's, on other streams.
         ctx.streams = current_streams()
+        # A replica that did not use the parameter has no gradient, not one of zeros:
+        # weight decay must not move it.
         ctx.set_materialize_grads(False)
         # An alias per replica, so that each has a separate gradient. It is not a view,
         # because a forward pass may exchange its storage (``set_``,

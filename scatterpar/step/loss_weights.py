@@ -90,6 +90,7 @@ def is_smoothed(request: Request) -> bool:
     # With ``count=`` the user has said what counts.
     if request.count is not None or not is_cross_entropy(criterion):
         return False
+    # Without class weights a smoothed label counts as any other: nothing is hidden.
     has_weight = option_of(criterion, "weight", None) is not None
     return has_weight and option_of(criterion, "label_smoothing", 0.0) > 0
 
@@ -98,6 +99,8 @@ def as_sum(criterion: Any) -> Any:
     """Torch's cross entropy ``criterion``, which adds its terms up."""
     if isinstance(criterion, partial):
         return partial(criterion, reduction="sum")
+    # A compiled criterion keeps ``reduction`` in its code: the module that it wraps is
+    # set.
     module, _ = unwrapped(module_of(criterion))
     # A shallow copy: class weights stay the replica's own tensors.
     summing = copy.copy(module)

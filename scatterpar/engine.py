@@ -74,7 +74,7 @@ from scatterpar.step.scatter import (
     micro_batches,
     scatter,
 )
-from scatterpar.step.substeps import Schedule, returned_part, user_state_guarded
+from scatterpar.step.substeps import Schedule, user_state_guarded
 from scatterpar.step.task import call_inputs, make_tasks
 from scatterpar.threads.workers import Workers, threads_of
 from scatterpar.torch_private import unwrapped
@@ -625,8 +625,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         """How the shares of a call become gradients."""
         if not call.whole_batch:
             return self._one_pass
-        verifier = self._verifier if self.loop.is_checked else None
-        return TwoPasses(call, self._ranks, verifier, self.graphs)
+        return TwoPasses(call, self._ranks, self.graphs)
 
     def _fewest_substeps(self, request: Request, schedule: Schedule) -> Outcome:
         """Parts 1 to 5 with the fewest sub-steps that fit into memory."""
@@ -680,15 +679,11 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                     if verifier.check(attempt, tasks, self.loop):
                         # Other weights, and perhaps other inputs.
                         tasks = make_tasks(attempt, self._scattered(attempt, schedule))
-                    if isinstance(schedule, Captured):
-                        schedule.look(attempt, tasks[0])
-                computed = schedule.run(attempt, tasks)
+                    schedule.look(attempt, tasks[0])
+                check_join = None if verifier is None else verifier.check_join
+                computed = schedule.run(attempt, tasks, check_join)
                 if verifier is not None:
                     verifier.tell()
-                # With whole_batch the schedule asks, before the criterion is called.
-                if verifier is not None and have_losses and request.return_outputs:
-                    part = returned_part(attempt)
-                    verifier.check_join(attempt, tasks[0], computed.outputs, part)
             with attempt.phase("reduce"):  # 5
                 norms = ReplicaNorms()
                 # First: sums are made in place, in the gradients of replica 0.

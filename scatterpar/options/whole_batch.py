@@ -49,6 +49,7 @@ from scatterpar.step.replica_threads import Proceed
 from scatterpar.step.request import Call, Request
 from scatterpar.step.scatter import moved
 from scatterpar.step.substeps import (
+    CheckJoin,
     Computed,
     Gradient,
     Schedule,
@@ -61,7 +62,6 @@ from scatterpar.step.task import ReplicaTask
 from scatterpar.step.turns import Scope
 from scatterpar.threads.generators import GeneratorStates
 from scatterpar.torch_private import leaves_reached, nodes_of
-from scatterpar.verify.verifier import Verifier
 
 
 class TwoPasses(Schedule):
@@ -80,11 +80,9 @@ class TwoPasses(Schedule):
         self,
         call: Call,
         ranks: Ranks | None,
-        verifier: Verifier | None,
         graphs: bool = False,
     ) -> None:
         self._ranks = ranks
-        self._verifier = verifier
         if graphs:
             raise ValueError(
                 "graphs=True captures the loss in each sub-step, and whole_batch=True "
@@ -112,7 +110,12 @@ class TwoPasses(Schedule):
         """No: micro-batches have outputs, and the loss is that of all rows."""
         return False
 
-    def run(self, attempt: Attempt, tasks: Sequence[ReplicaTask]) -> Computed:
+    def run(
+        self,
+        attempt: Attempt,
+        tasks: Sequence[ReplicaTask],
+        check_join: CheckJoin | None = None,
+    ) -> Computed:
         """Run both passes, and the master's criterion between them."""
         # A trial is of this process alone: other ranks would wait for it.
         is_trial = attempt.extent.is_trial
@@ -121,10 +124,10 @@ class TwoPasses(Schedule):
         with parameter_writes_refused(replica_sets):
             meeting = meeting_of(attempt)
             passes = attempt.threads.run(partial(Passes, attempt), tasks, meeting)
-        if self._verifier is not None and not is_trial:
+        if check_join is not None:
             # Before the criterion: an error of the join shall not be one of the loss.
             outputs = [passes_of_replica.outputs for passes_of_replica in passes]
-            self._verifier.check_join(attempt, tasks[0], outputs, output_at)
+            check_join(attempt, tasks[0], outputs, output_at)
         try:
             with parameter_writes_refused(replica_sets, second_pass=True):
                 batch = WholeBatch(attempt, passes, ranks)

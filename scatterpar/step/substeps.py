@@ -72,6 +72,13 @@ class Computed(NamedTuple):
     external_gradients: Sequence[Gradient] = ()
 
 
+# Refuses the outputs of the shares; the last argument computes them for a few rows.
+CheckJoin = Callable[
+    [Attempt, ReplicaTask, Sequence[Sequence[Any]], Callable[[ReplicaTask, Any], Any]],
+    None,
+]
+
+
 class Substeps:
     """The sub-steps of one replica in one step, run eagerly.
 
@@ -208,8 +215,19 @@ class Schedule:
         """What runs the sub-steps of one replica in one step."""
         return Substeps(task, attempt.request)
 
-    def run(self, attempt: Attempt, tasks: Sequence[ReplicaTask]) -> Computed:
-        """Run all sub-steps. Afterwards the replicas have the gradients."""
+    def look(self, attempt: Attempt, task: ReplicaTask) -> None:
+        """Ask, before the sub-steps, what this schedule alone has to ask."""
+
+    def run(
+        self,
+        attempt: Attempt,
+        tasks: Sequence[ReplicaTask],
+        check_join: CheckJoin | None = None,
+    ) -> Computed:
+        """Run all sub-steps. Afterwards the replicas have the gradients.
+
+        ``check_join`` refuses outputs that cannot be joined in the order of the rows.
+        """
 
         def train(task: ReplicaTask, proceed: Proceed) -> ShareResult:
             return self.substeps(attempt, task).train(
@@ -226,6 +244,8 @@ class Schedule:
         # Not sum(): from Python 3.12 on it compensates, and so rounds in another way.
         loss = functools.reduce(operator.add, [result.loss for result in results])
         outputs = [result.outputs for result in results]
+        if check_join is not None and attempt.request.return_outputs:
+            check_join(attempt, tasks[0], outputs, returned_part(attempt))
         return Computed(loss, results[0].dtype, outputs)
 
 

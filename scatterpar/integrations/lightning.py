@@ -50,7 +50,7 @@ from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.streams import use_device
 from scatterpar.devices.transfers import to_device, write
 from scatterpar.engine import ScatterOnceParallel
-from scatterpar.errors import restored, warn
+from scatterpar.errors import warn
 from scatterpar.integrations import loop
 from scatterpar.integrations.device_errors import explained
 from scatterpar.integrations.evaluation import outputs_of_batches
@@ -566,7 +566,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         silent["_loggers"] = [_Silent(logger) for logger in trainer.loggers]
         state = Journal(Walk([type(trainer), *self._written_in_calls()]))
         with (
-            restored(state.restore),
+            state.restored(),
             records_dropped(),
             loop.overridden(trainer, **silent),
         ):

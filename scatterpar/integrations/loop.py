@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from scatterpar.batch import nested
 from scatterpar.batch.markers import Marker, Rows
 from scatterpar.devices.transfers import to_device
-from scatterpar.errors import restored, warn
+from scatterpar.errors import warn
 from scatterpar.state.journal import Journal
 from scatterpar.state.walk import Walk
 from scatterpar.step.request import check_function
@@ -74,7 +74,7 @@ def looking(roots: Iterable[Any], excluded: Container[str] = ()) -> Iterator[Jou
     if journal.unsaved:
         names = ", ".join(journal.unsaved)
         raise Inconclusive(f"a look could not put back {names}", 1, is_final=True)
-    with restored(journal.restore), records_dropped():
+    with journal.restored(), records_dropped():
         yield journal
 
 

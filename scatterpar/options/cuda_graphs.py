@@ -44,7 +44,6 @@ from scatterpar.options.replay_look import (
 )
 from scatterpar.replicas.references import parts_of
 from scatterpar.replicas.replicas import ReplicaSet, parameter_writes_refused
-from scatterpar.state.savers import is_iterator
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss import forward
 from scatterpar.step.substeps import (
@@ -244,7 +243,7 @@ class Captured(Schedule):
         for graphs in self._by_replica:
             graphs.forget(graphs.state)
         # All are dropped, because they read the same values.
-        again = substeps.compare_replay(eager_runs=2)
+        again = substeps.compare_replay()
         if again is None:  # it cannot be captured any more, and that was told
             return
         name = type(task.module).__name__
@@ -334,10 +333,8 @@ class GraphedSubsteps(Substeps):
     def _graph_of_first(self) -> _Graph | None:
         return self._graphs.by_shape.get(self._key_of(0, self._task.weights[0]))
 
-    def compare_replay(self, eager_runs: int = 1) -> ReplayFindings | None:
+    def compare_replay(self) -> ReplayFindings | None:
         """Compare the graph of the first sub-step, captured now if there is none.
-
-        With two ``eager_runs`` state that each call changes shows, too.
 
         Returns ``None`` if it cannot be captured, or if memory runs out.
         """
@@ -351,7 +348,7 @@ class GraphedSubsteps(Substeps):
                 return None
             copy_each(nested.tensors(graph.rows), nested.tensors(rows))
             replay = partial(self._replay_alone, graph)
-            comparison = compare(self._attempt, task, rows, replay, eager_runs)
+            comparison = compare(self._attempt, task, rows, replay)
         except Exception as error:
             if is_out_of_memory(error):
                 return None
@@ -550,12 +547,10 @@ def _values_of(task: ReplicaTask) -> list[Any]:
     objects += parts.attributes.values()  # such as ``label_smoothing``
     values: list[Any] = []
     for value in objects:
-        if isinstance(value, nested.PLAIN_CLASSES):
-            values.append(value)
-        elif is_iterator(value):  # looks put a copy in its place
-            values.append(type(value))
-        else:  # the object itself is kept: another one could get the same id
-            values.append((id(value), value))
+        # The object itself is kept: another one could get the same id.
+        values.append(
+            value if isinstance(value, nested.PLAIN_CLASSES) else (id(value), value)
+        )
     return values
 
 

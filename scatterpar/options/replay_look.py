@@ -63,17 +63,12 @@ class Comparison:
 
 
 def compare(
-    attempt: Attempt,
-    task: ReplicaTask,
-    rows: Any,
-    replay: Callable[[], Tensor],
-    eager_runs: int = 1,
+    attempt: Attempt, task: ReplicaTask, rows: Any, replay: Callable[[], Tensor]
 ) -> Comparison:
     """Run a micro-batch eagerly and by ``replay``, and restore all state.
 
     ``replay`` adds gradients to the replica's leaves and returns the loss, as a static
-    tensor. With two ``eager_runs`` the second one sees what the first one has changed:
-    a sub-step that reads what each call changes differs from its replay.
+    tensor.
     """
     task = replace(task, clock=None)
     request = attempt.request
@@ -93,18 +88,15 @@ def compare(
         task.run_backward(0, [loss], [factor])
         return loss.detach()
 
-    try:
-        for _ in range(eager_runs):
-            with task.isolated(generators), records_dropped():
-                before = generators.get_state(number)
-                expected_loss, expected = _result(task, eager)
-                # A graph draws from an offset of its own: other numbers are no fault.
-                draws = not _equal(before, generators.get_state(number))
+    with state.restored():
+        with task.isolated(generators), records_dropped():
+            before = generators.get_state(number)
+            expected_loss, expected = _result(task, eager)
+            # A graph draws from an offset of its own, so other numbers are no fault.
+            draws = not _equal(before, generators.get_state(number))
         state.restore()
         with task.isolated(generators):
             actual_loss, actual = _result(task, replay)
-    finally:
-        state.restore()
     scale = max(abs(expected_loss), abs(actual_loss), SMALLEST_SCALE)
     of_losses = abs(expected_loss - actual_loss) / scale
     of_gradients, _ = relative_difference(actual, expected)

@@ -72,6 +72,7 @@ class ProcessState:
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Restore everything after the body. Ctrl-C waits until this is done."""
+        self._user.begin()
         try:
             yield
         finally:
@@ -85,7 +86,7 @@ class ProcessState:
                 write(saved)
         for leaf in self._leaves:
             leaf.forget_gradient()  # of another dtype than the restored values
-        self._user.restore()
+        self._user.end()
         for leaf in self._leaves:
             leaf.restore()
         _restore_singletons(self._singletons)

@@ -8,6 +8,9 @@
     journal.changed()      # the names of what is not
     journal.restore()      # everything is what it was
 
+    with journal.restored():
+        …                  # calls of user code, and restore() between them
+
 What refers to objects is saved by identity: containers, attributes, variables. What is
 written in place is saved by the rows of ``SAVERS``, up to 64 MiB.
 
@@ -29,6 +32,7 @@ import torch
 from torch import Tensor
 
 from scatterpar.devices.device_ids import HOST, physical
+from scatterpar.errors import restored
 from scatterpar.replicas.broadcast import version
 from scatterpar.replicas.snapshot import Snapshot
 from scatterpar.state.savers import (
@@ -87,19 +91,27 @@ class SavedIterator:
         if not places or not all(place.is_writable for place in places):
             raise CannotSaveError
         self.number = number
+        self._original = iterator
         self._iterator = iterator
         self._places = places
         self._saved = copy_of_iterator(iterator)
 
     def is_same(self) -> bool:
-        """Whether the iterator is at the saved position."""
+        """Whether the iterator in the places is at the saved position."""
         return is_at_same_position(self._iterator, self._saved)
 
     def restore(self) -> None:
-        """Put a copy into the places of the iterator, which cannot be set back."""
-        self._iterator = copy_of_iterator(self._saved)
+        """Put a copy into the places: no iterator can be set back."""
+        self._put(copy_of_iterator(self._saved))
+
+    def put_original(self) -> None:
+        """Put the user's iterator into the places."""
+        self._put(self._original)
+
+    def _put(self, iterator: Any) -> None:
+        self._iterator = iterator
         for place in self._places:
-            place.write(self._iterator)
+            place.write(iterator)
 
 
 class Journal:
@@ -282,6 +294,32 @@ class Journal:
         _restore(self._values)
         if _restore(self._iterators):
             self._save_references()  # from now on the copies are in these places
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """In the body user code is called; afterwards everything is restored.
+
+        The calls get copies of iterators. Others may refer to the user's iterators,
+        too, so these stay where they are, at their positions.
+        """
+        self.begin()
+        with restored(self.end):
+            yield
+
+    def begin(self) -> None:
+        """Let calls use copies of iterators until ``end``."""
+        for iterator in self._iterators:
+            iterator.restore()
+        if self._iterators:
+            self._save_references()
+
+    def end(self) -> None:
+        """Restore everything, and put the user's iterators into their places."""
+        self.restore()
+        for iterator in self._iterators:
+            iterator.put_original()
+        if self._iterators:
+            self._save_references()
 
     def _restore_classes(self) -> None:
         """Remove attributes that calls have given to classes."""

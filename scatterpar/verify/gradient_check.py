@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from scatterpar.batch.batch import Batch
 from scatterpar.devices.transfers import Transfers
-from scatterpar.errors import restored
 from scatterpar.replicas.references import module_of
 from scatterpar.state.journal import Journal
 from scatterpar.state.walk import Walk
@@ -102,7 +101,7 @@ def compare(module: nn.Module, outcome: Outcome, device: torch.device) -> Gradie
     walk = Walk([*roots.values(), request.criterion])
     state = Journal(walk, [device], weights=True)
     plain = partial(_plain, module, request, device, leaves, rounding)
-    with restored(state.restore), uncompiled(), hooks_taken_off(leaves):
+    with state.restored(), uncompiled(), hooks_taken_off(leaves):
         expected = attempt.threads.call(device, plain)
     worst, position = relative_difference(actual, expected)
     if not all(map(math.isfinite, magnitudes(expected))):

@@ -20,7 +20,6 @@ from scatterpar.batch.batch import batch_of
 from scatterpar.batch.joining import join_rows
 from scatterpar.devices.device_ids import physical
 from scatterpar.devices.transfers import to_device
-from scatterpar.errors import restored
 from scatterpar.plan import Plan
 from scatterpar.replicas.references import module_of
 from scatterpar.state.journal import Journal
@@ -152,7 +151,7 @@ class OutputLook:
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
-            restored(state.restore),
+            state.restored(),
             records_dropped(),
         ):
             return self._refusal(parts, state)

@@ -173,6 +173,9 @@ class Runs:
                 True
             )  # before state is saved: no change of the user's
             self.user_states = self._saved_states()
+            for state in self.user_states:
+                state.begin()
+                self._undo.callback(state.end)
             self._undo.callback(self.restart)
             self._require_restorable()
             yield

@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from scatterpar import Rows, ScatterOnceParallel
+from scatterpar import Rows, ScatterOnceParallel, splitcheck
 from scatterpar.state.journal import Journal
 from scatterpar.state.walk import Walk
 from scatterpar.state.whose import Whose
@@ -286,6 +286,35 @@ def test_iterator_stays_in_its_places():
         journal.restore()
         assert bag.first is bag.pair[0]
     assert journal.same()
+
+
+@pytest.mark.parametrize("check", ["engine", "splitcheck"])
+def test_user_iterators_move_with_steps_alone(check):
+    """Other code may hold them: calls of a look get copies, those of a step do not."""
+    numbers = itertools.count()
+    held_elsewhere = iter([numbers])
+    drawn = []
+
+    def criterion(output, targets):
+        drawn.append(next(numbers))
+        return F.mse_loss(output, targets)
+
+    def step(model, batches):
+        for inputs, targets in batches:
+            (criterion(model(inputs), targets) / len(batches)).backward()
+
+    model = mlp()
+    if check == "splitcheck":
+        splitcheck(step, model, (INPUTS, VALUES))
+        assert drawn == []
+    else:
+        with ScatterOnceParallel(model, 2, ["cpu"] * 2) as engine:
+            for _ in range(2):  # looks in both steps
+                engine.forward_backward(INPUTS, VALUES, criterion)
+        assert sorted(drawn) == [*range(8)]
+    held = next(held_elsewhere)
+    assert numbers is held
+    assert next(held) == len(drawn)
 
 
 def generator():

@@ -414,3 +414,27 @@ def absent(module, name):
     file = PACKAGE.joinpath(*module.split(".")[1:], f"{name}.py")
     if not hasattr(importlib.import_module(module), name) and not file.exists():
         yield f"{module}.{name}"
+
+
+def rows_of_mechanisms():
+    """The files and folders of each row, and whether the row has a number."""
+    for line in section("Mechanisms").splitlines():
+        number, *cells = [cell.strip() for cell in line.split("|")[1:-1]] or [""]
+        if len(cells) == 4 and "`" in cells[1]:
+            yield number, re.findall(r"`([\w/.]+)`", cells[1])
+
+
+def test_page_names_each_file_in_one_mechanism():
+    rows = list(rows_of_mechanisms())
+    numbers = [int(number) for number, _ in rows if number]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert len(numbers) <= 30  # what one must hold in one's head
+    names = [name for _, named in rows for name in named]
+    assert len(names) == len(set(names))
+    files = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")}
+    missing = {name for name in names if not name.endswith("/")} - files
+    assert not missing
+    for file in files - set(names):
+        folder, slash, _ = file.rpartition("/")
+        # A folder is all of its files that no other row names.
+        assert f"{folder}{slash}" in names or file.endswith("__init__.py"), file

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 from torch.library import Library, fallthrough_kernel
 from torch.optim import Optimizer
@@ -421,11 +422,28 @@ def nodes_reached(loss: Tensor, without: Sequence[Any] = ()) -> list[Any]:
 
 def leaves_reached(loss: Tensor, nodes: Sequence[Any]) -> list[Tensor]:
     """The leaves that a backward pass from ``loss`` reaches, not through ``nodes``."""
-    return [
-        node.variable
-        for node in nodes_reached(loss, nodes)
-        if type(node).__name__ == "AccumulateGrad"
-    ]
+    return leaves_of(nodes_reached(loss, nodes))
+
+
+def leaves_of(nodes: Iterable[Any]) -> list[Tensor]:
+    """The leaves among the nodes of a graph, each once."""
+    leaves: dict[int, Tensor] = {}
+    for node in nodes:
+        if type(node).__name__ == "AccumulateGrad":
+            leaves[id(node.variable)] = node.variable
+    return list(leaves.values())
+
+
+def is_function_of_user(node: Any) -> bool:
+    """Whether a node of a graph is of an ``autograd.Function`` that neither torch nor
+    this package defines.
+    """
+    if not isinstance(node, BackwardCFunction):
+        return False
+    # Torch makes a class of its own for the node, in a module of torch.
+    class_of_node: Any = type(node)
+    library, _, _ = class_of_node._forward_cls.__module__.partition(".")
+    return library not in ("torch", "scatterpar")
 
 
 def backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:

@@ -62,6 +62,8 @@ from scatterpar.step.task import ReplicaTask
 from scatterpar.step.turns import Scope
 from scatterpar.threads.generators import GeneratorStates
 from scatterpar.torch_private import leaves_reached, nodes_of
+from scatterpar.verify.causes import NUMBER_PROBLEM
+from scatterpar.verify.evidence import NUMBER_REMEDY
 
 
 class TwoPasses(Schedule):
@@ -510,10 +512,8 @@ def _require_one_value(pieces: Sequence[Any]) -> None:
         uses_number = not first.ndim and first.grad is not None
         if uses_number and not all(same_bits(first, piece) for piece in later):
             raise ValueError(
-                "the module returns a number that is another one for each "
-                "micro-batch, and the loss uses it; return what it is computed from, "
-                "one entry per row, and compute it in the criterion, which with "
-                "whole_batch=True sees all rows. Nothing was changed"
+                f"{NUMBER_PROBLEM}; {NUMBER_REMEDY}, which with whole_batch=True sees "
+                "all rows. Nothing was changed"
             )
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from scatterpar.causes.counts import IGNORED, Count
 from scatterpar.verify.comparison import weighted_sum
-from scatterpar.verify.evidence import Evidence, Losses
+from scatterpar.verify.evidence import NUMBER_REMEDY, Evidence, Losses
 from scatterpar.verify.runs import Inconclusive
 
 _MAX_SIZES = 6  # of parts, in a text
@@ -75,6 +75,33 @@ def _size_of(difference: float) -> str:
     if difference == math.inf:
         return "NaN or infinite"
     return f"off by {100 * difference:,.3g} %"
+
+
+# --- a gradient of no loss ---
+
+
+def injected_gradient(evidence: Evidence) -> Verdict | None:
+    """A backward pass adds a gradient that no loss has, once per micro-batch.
+
+    Before rounding is asked: however small it is beside the loss's, it is told exactly.
+    """
+    difference = evidence.injected_difference
+    if difference <= evidence.runs.rounding.tolerance:
+        return None
+    size = f": in parts of {evidence.num_rows} rows it is {_size_of(difference)}"
+    return refused_injection(evidence.module_name, size)
+
+
+def refused_injection(name: str, size: str = "") -> Verdict:
+    """The verdict on a module that adds a gradient which no loss has."""
+    return _refused(
+        f"{name} adds a gradient that is not that of the loss, in the backward pass of "
+        f"an autograd.Function or a hook{size}.",
+        "Return the auxiliary loss from forward, and add it to the loss in the "
+        "criterion, where it is weighted by the number of rows.",
+        "Such a gradient is added in full by each part of the batch, however few rows "
+        "it has. No count=, reduction= or whole_batch= says that.",
+    )
 
 
 # --- the program is right ---
@@ -204,6 +231,20 @@ def rows_mix(evidence: Evidence) -> Verdict | None:
         "Compute what compares rows in the criterion, with whole_batch=True. A "
         "home-made batch normalisation may ignore this.",
     )
+
+
+def number_per_call(evidence: Evidence) -> Verdict | None:
+    """With ``whole_batch`` the loss uses a 0-dim output, of which each part has one."""
+    if not (evidence.request.whole_batch and evidence.uses_number):
+        return None
+    remedy = f"{NUMBER_REMEDY}, which sees all rows."
+    return _refused(f"{NUMBER_PROBLEM}.", remedy.capitalize())
+
+
+NUMBER_PROBLEM = (
+    "the module returns a number that is another one for each micro-batch, and the "
+    "loss uses it"
+)
 
 
 def left_by_last_call(evidence: Evidence) -> Verdict | None:
@@ -349,6 +390,7 @@ COMBINATIONS: Sequence[CombinationCause] = (
 )
 CAUSES: Sequence[CauseFunction] = (
     unrepeatable,
+    injected_gradient,
     rounding_alone,
     replica_alone,
     numbers_per_call,
@@ -356,6 +398,7 @@ CAUSES: Sequence[CauseFunction] = (
     state_ties_rows,
     entries_in_another_order,
     rows_mix,
+    number_per_call,
     left_by_last_call,
     *COMBINATIONS,
 )

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from scatterpar.batch import nested
 from scatterpar.batch.batch import batch_of
 from scatterpar.causes.counts import Count, NamedTensor, counts_of, named_tensors
 from scatterpar.step.loss_weights import is_smoothed, term_counts
@@ -18,6 +19,7 @@ from scatterpar.verify.comparison import (
     Result,
     Total,
     num_with_gradient,
+    relative_difference,
     weighted_sum,
 )
 from scatterpar.verify.output_differences import OutputDifferences, compare_outputs
@@ -25,6 +27,12 @@ from scatterpar.verify.rows import Part, Parts, ignored_values, unbound
 from scatterpar.verify.runs import NUM_NUDGES, Inconclusive, Runs, pieces_of_parts
 
 _MAX_UNCOUNTED = 32  # rows that are searched for some that count= leaves out
+
+# With whole_batch=True, too, a number is computed from the rows of a micro-batch.
+NUMBER_REMEDY = (
+    "return from forward what the number is computed from, one entry per row, and "
+    "compute it in the criterion"
+)
 
 # If rounding changes a gradient by more than this part, it is nothing but rounding.
 _NOTHING_BUT_ROUNDING = 0.4
@@ -118,8 +126,10 @@ class Losses:
             start += len(part)
         return terms
 
-    # What to do with a loss that compares rows.
-    compares_rows = "pass whole_batch=True"
+    @property
+    def compares_rows(self) -> str:
+        """What to do with a loss that compares rows."""
+        return "pass whole_batch=True"
 
     def other_remedies(self, remedy: str) -> list[str]:
         """Sentences with what else could be passed, beside ``remedy``, and was not."""
@@ -230,6 +240,26 @@ class Evidence(Losses):
         return run.total.result
 
     @cached_property
+    def injected_difference(self) -> float:
+        """The relative difference of gradients that no loss has; 0 if there are none.
+
+        They are those of a loss times zero, in parts and at once. A Function that adds
+        the gradient of a balance loss in its backward pass gives such a gradient.
+        """
+        scale = self.runs.scale
+        self.runs.scale = 0.0
+        try:
+            in_parts = self._in_parts(self.runs.restart)
+            # NaN is no answer: a zero may have met an infinity.
+            if not (in_parts.has_gradient and in_parts.is_finite):
+                return 0.0
+            at_once = self.runs.at_once(self.rows, self.runs.replica_task)
+        finally:
+            self.runs.scale = scale
+        difference, _ = relative_difference(in_parts.gradients, at_once.gradients)
+        return difference
+
+    @cached_property
     def outputs(self) -> Sequence[Any]:
         """The replica's output for all rows, then those for each part."""
         return self.runs.outputs([self.rows, *self.parts])
@@ -246,6 +276,24 @@ class Evidence(Losses):
         """The shapes of output and targets that are tensors."""
         compared = self.outputs[0], self.runs.targets_of(self.rows)
         return [tuple(value.shape) for value in compared if isinstance(value, Tensor)]
+
+    @cached_property
+    def uses_number(self) -> bool:
+        """Whether the loss depends on a 0-dim output, such as a balance loss."""
+        if self.request.criterion is None:
+            return False
+        output = self.outputs[0]
+        tensors = [tensor for tensor in nested.tensors(output) if tensor.requires_grad]
+        (of_rows,) = self.runs.losses_of_cuts(output, [self.rows])
+        pairs = zip(tensors, of_rows.gradients, strict=True)
+        return any(not tensor.ndim and bool(gradient) for tensor, gradient in pairs)
+
+    @property
+    def compares_rows(self) -> str:
+        """What to do with a loss that compares rows."""
+        if self.uses_number:  # which whole_batch=True alone would refuse
+            return f"{NUMBER_REMEDY}, and pass whole_batch=True"
+        return super().compares_rows
 
     @cached_property
     def losses_combine(self) -> bool:

@@ -33,7 +33,13 @@ from scatterpar.step.task import ReplicaTask
 from scatterpar.step.turns import Scope
 from scatterpar.threads.workers import Overdue
 from scatterpar.torch_private import full_float32
-from scatterpar.verify.causes import RIGHT, Verdict, error_of_replica, verdict_of
+from scatterpar.verify.causes import (
+    RIGHT,
+    Verdict,
+    error_of_replica,
+    injected_gradient,
+    verdict_of,
+)
 from scatterpar.verify.comparison import Result
 from scatterpar.verify.dropped_warnings import warnings_dropped
 from scatterpar.verify.evidence import Evidence, name_of, weighted_parts
@@ -372,6 +378,11 @@ class ReplicaLook:
     def _verdict(self, evidence: Evidence, run: RunResult) -> Verdict:
         if evidence.difference > evidence.limit:
             return verdict_of(evidence)
+        # The gradient of a balance loss may be smaller than the tolerance.
+        if self.runs.rounding.has_functions and len(evidence.parts) > 1:
+            verdict = injected_gradient(evidence)
+            if verdict is not None:
+                return verdict
         is_sum = not (self._request.is_mean or self._request.whole_batch)
         if is_sum and run.total.num_with_gradient < len(evidence.parts):
             why = "some parts have no gradient: it may be a mean or a sum"

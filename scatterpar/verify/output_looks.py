@@ -26,7 +26,17 @@ from scatterpar.state.journal import Journal
 from scatterpar.state.walk import Walk
 from scatterpar.step.loss_weights import is_cross_entropy
 from scatterpar.step.request import Request
-from scatterpar.verify.causes import in_lines, verdict_of_combination
+from scatterpar.torch_private import (
+    hooks_taken_off,
+    is_function_of_user,
+    leaves_of,
+    nodes_reached,
+)
+from scatterpar.verify.causes import (
+    in_lines,
+    refused_injection,
+    verdict_of_combination,
+)
 from scatterpar.verify.comparison import Result, num_with_gradient, weighted_sum
 from scatterpar.verify.constant_numbers import ConstantNumbers
 from scatterpar.verify.dropped_records import records_dropped
@@ -92,6 +102,8 @@ class OutputLooks:
     def _look(
         self, of_targets: Request, plan: Plan, outputs: Sequence[Any], kind: Kind
     ) -> None:
+        if injects_gradient(outputs[-1]):
+            raise ValueError(refused_injection("the model").text)
         ignored = ignored_values(of_targets.criterion, of_targets.count)
         tensors = informative_tensors(of_targets)
         choice = RowChoice(tensors, plan.rows, ignored, kind.looks, is_divided=True)
@@ -104,6 +116,36 @@ class OutputLooks:
             raise Inconclusive(f"{type(error).__name__}: {error}") from None
         if refusal:
             raise ValueError(refusal)
+
+
+def injects_gradient(output: Any) -> bool:
+    """Whether the graph of a replica's output adds a gradient of its own.
+
+    Then a loss times zero has a gradient. It is asked of graphs alone that have an
+    ``autograd.Function`` of the user's, because the answer takes a backward pass.
+    """
+    roots = [tensor for tensor in nested.tensors(output) if tensor.requires_grad]
+    nodes: list[Any] = []
+    for root in roots:
+        nodes += nodes_reached(root)
+    if not any(map(is_function_of_user, nodes)):
+        return False
+    leaves = leaves_of(nodes)
+    zeros = [torch.zeros_like(root) for root in roots]
+    try:
+        with hooks_taken_off(leaves):
+            gradients = torch.autograd.grad(
+                roots, leaves, zeros, retain_graph=True, allow_unused=True
+            )
+    except RuntimeError:  # a graph that allows one backward pass only
+        return False
+    dense = [
+        gradient
+        for gradient in gradients
+        if gradient is not None and gradient.layout == torch.strided
+    ]
+    result = Result(0.0, dense)
+    return result.has_gradient and result.is_finite
 
 
 def _text_of_unchecked(request: Request, error: Inconclusive) -> str:
@@ -217,7 +259,6 @@ class OutputLook:
 class _LossesOfOutputs(Losses):
     """The losses of rows of outputs, at once and in parts."""
 
-    compares_rows = "call the plain criterion on gather(outputs, device)"
     counts_inputs = False  # they are outputs
 
     def __init__(
@@ -235,6 +276,11 @@ class _LossesOfOutputs(Losses):
         self._output = request.batches[0].inputs
         self._targets = request.batches[0].without_inputs()
         self._results: Sequence[Result] = ()
+
+    @property
+    def compares_rows(self) -> str:
+        """What to do with a loss that compares rows."""
+        return "call the plain criterion on gather(outputs, device)"
 
     def compute(self, rounding: Rounding) -> None:
         """Compute the losses at once and in parts.

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from scatterpar.torch_private import nodes_reached
+from scatterpar.torch_private import is_function_of_user, nodes_reached
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,8 @@ class Rounding:
 
     Attributes:
         has_half_precision: whether a dtype of half precision was among them.
+        has_functions: whether a graph has an ``autograd.Function`` of the user's, whose
+            backward pass may do anything.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -146,6 +148,7 @@ class Rounding:
         self._least_tolerance = 0.0
         self._is_widened = False
         self.has_half_precision = False
+        self.has_functions = False
         self._inside_operators = formats_inside_operators(device)
 
     def add(self, dtype: torch.dtype) -> None:
@@ -170,6 +173,7 @@ class Rounding:
             self._watch_node(node)
 
     def _watch_node(self, node: Any) -> None:
+        self.has_functions |= is_function_of_user(node)
         inside = self._format_inside(node)
 
         def record(gradients: Sequence[Tensor | None]) -> None:

@@ -25,6 +25,7 @@ from harness.looks import (
     SEQUENCES,
     VALUES,
     Net,
+    balancing,
     case_of,
     in_a_def,
     loss_of,
@@ -319,6 +320,28 @@ def with_gradients(model):
     return criterion
 
 
+def a_layer_that_balances():
+    """Its gradient is far smaller than single precision resolves beside the loss's."""
+    return Of(balancing(lambda gates: 1e-6 * gates.square().mean()), linear=mlp())
+
+
+def pushed_by_a_hook(net, rows):
+    """A hook adds to the gradient of each row what a mean over rows would."""
+    output = net.linear(rows)
+    output.register_hook(lambda gradient: gradient + output.detach() / len(output))
+    return output
+
+
+INJECTED = {
+    "a mean": net(balancing(lambda gates: gates.square().mean())),
+    "a product of means": net(balancing(lambda gates: gates.mean(0).square().sum())),
+    "a mean in one of many layers": lambda: nn.Sequential(
+        mlp(), nn.Linear(CLASSES, FEATURES), a_layer_that_balances()
+    ).double(),
+    "a mean, by a hook": net(pushed_by_a_hook),
+}
+
+
 LEFT_BEHIND = {  # auxiliary losses were dropped; penalties by parameters found nothing
     "attributes": lambda m: (
         lambda output, targets: F.cross_entropy(output, targets) + m.aux
@@ -436,6 +459,25 @@ REFUSED: dict[str, tuple[Case, str]] = {
         ),
         "another one for each micro-batch.*in the criterion",
     ),
+    **{
+        f"a number that forward computes{', whole_batch' * whole}, looked at": (
+            case_of(net(with_balance), criterion=balanced, whole_batch=whole),
+            "(your loss of|returns a number).*from forward what the number is",
+        )
+        for whole in (False, True)
+    },
+    **{
+        f"the gradient of {name}, injected{', ' + option if option else ''}": (
+            case_of(make, **options),
+            "adds a gradient that is not that of the loss.*Return the auxiliary loss",
+        )
+        for name, make in INJECTED.items()
+        for option, options in {
+            "": {},
+            "a sum": {"reduction": "sum", "criterion": squares},
+            "whole_batch": {"whole_batch": True},
+        }.items()
+    },
     **{
         f"a number for each row in {name}": (
             case_of(net(first_of_each), (SEQUENCES, numbers)),
@@ -746,6 +788,14 @@ SILENT = {
         for accum in (1, 3)
         for whole in (False, True)
     },
+    # A sum over rows is that of the micro-batches' sums, whatever the loss.
+    "the gradient of a sum, injected": case_of(
+        net(balancing(lambda gates: 0.01 * gates.square().sum()))
+    ),
+    "the gradient of a mean, returned in place of injected": case_of(
+        net(lambda net, rows: (net.linear(rows), net.linear(rows).square().mean())),
+        criterion=balanced,
+    ),
     "a module that holds the model": Case(EXPERT, LABELLED, penalising),
 }
 

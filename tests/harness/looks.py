@@ -4,6 +4,7 @@ says of them.
 
 import warnings
 
+import torch
 from torch import nn
 from torch.nn import functional as F
 
@@ -130,6 +131,30 @@ def assert_agreed(engine, step, looks=True):
     sub_steps = len(engine.last_step.plan.substep_rows)
     assert looks or second == sub_steps
     assert (first > sub_steps) == looks
+
+
+class WithBalance(torch.autograd.Function):
+    """The output as it is; the balance loss gets a gradient of one, as in models of
+    experts.
+    """
+
+    @staticmethod
+    def forward(ctx, output, balance):
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, gradient.new_ones(())
+
+
+def balancing(balance):
+    """A forward pass that injects the gradient of ``balance(gates)``."""
+
+    def forward(net, rows):
+        gates = net.linear(rows).softmax(-1)
+        return WithBalance.apply(gates, balance(gates))
+
+    return forward
 
 
 def in_a_def(output, targets):

@@ -8,9 +8,25 @@ import re
 
 import pytest
 import torch
-from harness.looks import INPUTS, LABELS, VALUES, Calls, counted, in_a_def, squares
+from harness.looks import (
+    INPUTS,
+    LABELS,
+    VALUES,
+    Calls,
+    balancing,
+    counted,
+    in_a_def,
+    net,
+    squares,
+)
 from harness.models import mlp
-from harness.oracle import assert_close, assert_gradients, seeded, whole_batch
+from harness.oracle import (
+    assert_close,
+    assert_gradients,
+    build,
+    seeded,
+    whole_batch,
+)
 from harness.weighted import classes, padded
 from torch import nn
 from torch.nn import functional as F
@@ -116,6 +132,18 @@ def test_right_losses_exact_draws_unchanged(device_ids, name):
                 loss_of(model(INPUTS), targets, **options).backward()
         gradients.append([parameter.grad for parameter in module.parameters()])
     assert all(map(torch.equal, *gradients))
+
+
+def test_injected_gradient_refused(device_ids):
+    """The balance loss counted once per replica, without a word."""
+    injects = net(balancing(lambda gates: gates.square().mean()))
+    outputs = DataParallelModel(build(injects), device_ids)(INPUTS)
+    criterion = DataParallelCriterion(nn.MSELoss())
+    for _ in range(3):
+        with pytest.raises(ValueError, match="adds a gradient that is not that of"):
+            criterion(outputs, VALUES)
+    criterion.verify = False
+    criterion(outputs, VALUES).backward()  # the look has left the graph
 
 
 def test_calls_1_2_4_8_are_looked_at(device_ids):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import math
 import os
 import sys
 import threading
@@ -238,8 +239,8 @@ def loading_hooks(optimizer: Optimizer) -> list[list[Callable[..., Any]]]:
 # --- a training step that is only looked at ---
 
 
-# Gets parameters, and whether their gradients exceed the limit.
-Clip = Callable[[list[Tensor], bool], None]
+# Gets the parameters whose gradients are limited.
+Clip = Callable[[list[Tensor]], None]
 _clips: list[Clip] = []  # the last one is called in the place of torch's functions
 
 
@@ -273,33 +274,22 @@ def _by_norm(
     """Runs with the globals of ``torch.nn.utils.clip_grad``."""
     import sys
 
-    sys.modules["scatterpar.torch_private"].clip_by_norm(
-        parameters, max_norm, total_norm
-    )
+    sys.modules["scatterpar.torch_private"].clip_to(parameters, max_norm)
 
 
 def _by_value(parameters: Any, clip_value: Any, foreach: Any = None) -> None:
     """Runs with the globals of ``torch.nn.utils.clip_grad``."""
     import sys
 
-    sys.modules["scatterpar.torch_private"].clip_by_value(parameters, clip_value)
+    sys.modules["scatterpar.torch_private"].clip_to(parameters, clip_value)
 
 
-def clip_by_norm(parameters: Any, max_norm: float, total_norm: Tensor) -> None:
+def clip_to(parameters: Any, limit: Any) -> None:
     """Call the function that ``clipping_replaced`` got."""
-    _clips[-1](_as_list(parameters), float(total_norm) > float(max_norm))
-
-
-def clip_by_value(parameters: Any, clip_value: float) -> None:
-    """Call the function that ``clipping_replaced`` got."""
-    tensors = _as_list(parameters)
-    gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
-    largest = max((float(grad.abs().max()) for grad in gradients), default=0.0)
-    _clips[-1](tensors, largest > float(clip_value))
-
-
-def _as_list(parameters: Any) -> list[Tensor]:
-    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if not math.isfinite(float(limit)):
+        return  # the caller only asks for the norm
+    is_single = isinstance(parameters, Tensor)
+    _clips[-1]([parameters] if is_single else list(parameters))
 
 
 def import_compiler() -> None:

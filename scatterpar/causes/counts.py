@@ -50,6 +50,11 @@ class Count:
         return sum(self.per_row[row] for row in rows)
 
     @property
+    def is_sum(self) -> bool:
+        """Whether weights or lengths are added up, and not entries counted."""
+        return self.ignored is None and bool(self.path)
+
+    @property
     def is_constant(self) -> bool:
         """Whether all rows have equally many terms."""
         return len(set(self.per_row)) <= 1

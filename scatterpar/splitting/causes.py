@@ -16,7 +16,7 @@ from scatterpar.causes.evidence import CauseKind, Finding, Weights
 from scatterpar.causes.ordered import CLOSE, first_finding
 from scatterpar.causes.vectors import factor_between, is_close
 from scatterpar.splitting.evidence import GradientEvidence
-from scatterpar.splitting.gradients import Gradients, joined, largest_error
+from scatterpar.splitting.gradients import Gradients, joined
 from scatterpar.splitting.step_run import StepResult, layers_with_batch_statistics
 from scatterpar.splitting.trial import Trial
 
@@ -49,11 +49,8 @@ def explain(trial: Trial, expected: Gradients, results: list[StepResult]) -> Cau
             trial.settings = replace(trial.settings, running_statistics=False)
             failures.append(error)
         else:
-            errors = []
-            for result in results:
-                size, _ = largest_error(result.gradients, expected)
-                errors.append(size)
-            if max(errors) <= trial.limit:
+            worst, _ = trial.worst_error(results, expected)
+            if worst <= trial.limit:
                 return _BATCH_NORM
             prefix = "Also with the running statistics of batch normalisation: "
     evidence = GradientEvidence(trial, expected, results)
@@ -71,19 +68,14 @@ def explain_terms(trial: Trial, names: Sequence[str]) -> dict[str, Cause]:
     """For each term of the loss why its gradient differs; ``EXACT`` if it does not."""
     causes = {}
     for name in names:
-        trial.term = name
-        try:
+        with trial.changed(term=name):
             expected = trial.reference(trial.rows).gradients
             results = trial.results(trial.split())
-            errors = [
-                largest_error(result.gradients, expected)[0] for result in results
-            ]
-            if max(errors) <= trial.limit:
-                causes[name] = Cause(EXACT)
-            else:
-                causes[name] = explain(trial, expected, results)
-        finally:
-            trial.term = ""
+            worst, _ = trial.worst_error(results, expected)
+            is_right = worst <= trial.limit
+            causes[name] = (
+                Cause(EXACT) if is_right else explain(trial, expected, results)
+            )
     return causes
 
 

@@ -3,87 +3,45 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
-from scatterpar.option_checks import check_int, check_number
+from scatterpar.splitting.arguments import Loss, SplitArguments
 from scatterpar.splitting.causes import EXACT, Cause, explain, explain_terms
-from scatterpar.splitting.gradients import differing, joined, largest_error
-from scatterpar.splitting.process_state import refers_to_accelerator
+from scatterpar.splitting.gradients import differing, joined
+from scatterpar.splitting.report import SplitReport
 from scatterpar.splitting.step_run import StepFunction
-from scatterpar.splitting.trial import Loss, Trial, described
-from scatterpar.tables import Printed
-
-_PARTS = 4  # by default, in one process
+from scatterpar.splitting.trial import Trial, described
 
 
 @dataclass(frozen=True)
-class SplitCheck(Printed):
+class SplitCheck(SplitReport):
     """The gradient of a batch in parts, beside that of the whole batch.
 
-    Attributes:
-        rows: the size of the batch.
-        sizes: the sizes of the parts; ``|`` is between ranks.
-        ranks: the number of processes.
-        worst: the largest relative difference of a parameter, as in ``engine.check``.
-        parameter: the name of this parameter.
-        wrong: the names of all parameters that differ by more than ``limit``.
-        limit: the largest difference that rounding explains.
+    Attributes, beside those of ``SplitReport``:
+        parameter: the name of the parameter with the largest difference.
         ratio: the norm of the gradient in parts over that of the whole batch.
         cosine: of the angle between the two.
-        cause: the mistake that explains the difference; empty if only rounding differs.
-        why: a sentence with the numbers that show it.
-        remedy: what to write instead.
-        note: what this batch cannot show.
+        wrong: the names of all parameters that differ by more than ``limit``.
         terms: for each term of the loss its cause, or ``exact``; empty without terms,
             or if only rounding differs.
     """
 
-    rows: int
-    sizes: str
-    ranks: int
-    worst: float
     parameter: str
-    limit: float
     ratio: float
     cosine: float
-    cause: str
-    why: str
-    remedy: str
-    note: str
     wrong: list[str] = field(default_factory=list)
     terms: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def passed(self) -> bool:
-        """Whether only rounding differs."""
-        return self.worst <= self.limit
-
-    def assert_passed(self) -> None:
-        """Raise an ``AssertionError`` with the report, unless only rounding differs."""
-        if not self.passed:
-            raise AssertionError(str(self))
-
     def __str__(self) -> str:
         """The verdict, the numbers, the reason, and the remedy: a line each."""
-        ranks = f" on {self.ranks} ranks" if self.ranks > 1 else ""
-        verdict = "only rounding differs" if self.passed else "NOT the same"
-        lines = [
-            f"gradient of {self.rows} rows as {self.sizes}{ranks}, beside that of the "
-            f"whole batch: {verdict}",
-            f"  largest relative difference {self.worst:.1e}, in {self.parameter} "
-            f"(limit {self.limit:.0e}); norm {self.ratio:.4g} times, cosine "
-            f"{self.cosine:.4f}",
-        ]
-        if not self.passed:
-            lines.append(f"  why: {self.cause}. {self.why}")
-            lines.append(f"  do:  {self.remedy}")
-        elif self.note:
-            lines.append(f"  not seen: {self.note}")
-        return "\n".join(lines)
+        numbers = (
+            f"{self.parameter} (limit {self.limit:.0e}); norm {self.ratio:.4g} times, "
+            f"cosine {self.cosine:.4f}"
+        )
+        return self._in_lines("gradient", numbers)
 
 
 def splitcheck(
@@ -132,50 +90,26 @@ def splitcheck(
         RuntimeError: if the step fails on a rank, with its traceback.
         TimeoutError: if ranks wait for each other, with the lines where they do.
     """
-    return check_split(
-        step,
-        model,
-        batch,
-        parts=parts,
-        ranks=ranks,
-        equal=equal,
-        loss=loss,
-        timeout=timeout,
-        counted=batch,
+    return check(
+        SplitArguments(
+            step,
+            model,
+            batch,
+            parts=parts,
+            ranks=ranks,
+            equal=equal,
+            loss=loss,
+            timeout=timeout,
+        )
     )
 
 
-def check_split(
-    step: StepFunction,
-    model: nn.Module,
-    batch: Any,
-    *,
-    parts: int | None,
-    ranks: int,
-    equal: bool | None,
-    loss: Loss | None,
-    timeout: float,
-    counted: Any,
-) -> SplitCheck:
-    """Check as ``splitcheck``. ``counted`` has tensors in which a loss may count."""
-    _check_arguments(step, model, parts, ranks, loss, timeout)
-    if parts is None:
-        parts = _PARTS if ranks == 1 else 1
-    trial = Trial(
-        step,
-        model,
-        batch,
-        parts=parts,
-        ranks=ranks,
-        equal=equal,
-        loss=loss,
-        seconds=timeout,
-        counted=counted,
-    )
+def check(arguments: SplitArguments) -> SplitCheck:
+    """Compare the gradients, and find the cause of a difference."""
+    trial = Trial(arguments)
     reference, results = trial.compare()
     expected = reference.gradients
-    errors = [largest_error(result.gradients, expected) for result in results]
-    worst, parameter = max(errors)
+    worst, parameter = trial.worst_error(results, expected)
     cause = Cause()
     of_terms: dict[str, Cause] = {}
     if worst > trial.limit:
@@ -197,19 +131,11 @@ def check_split(
         )
     actual = joined(results[0].gradients)
     whole = joined(expected)
-    uncompared = dict.fromkeys((*reference.uncompared, *results[0].uncompared))
-    unseen = [*trial.hidden_terms(), *trial.unseen]
-    if uncompared:
-        unseen.append(
-            f"the gradient of {', '.join(uncompared)}: not compared, because no "
-            f"optimizer in step has it"
-        )
-    if isinstance(step, FunctionType):
-        vars(step).update(trial.probes)
+    trial.leave_numbers()
     return SplitCheck(
         rows=len(trial.rows),
         sizes=described(trial.split()),
-        ranks=ranks,
+        ranks=arguments.ranks,
         worst=worst,
         parameter=parameter,
         limit=trial.limit,
@@ -218,7 +144,7 @@ def check_split(
         cause=cause.name,
         why=why,
         remedy=cause.remedy,
-        note="; ".join(unseen),
+        note=trial.note([reference, *results]),
         wrong=list(wrong),
         terms={name: cause_of_term.name for name, cause_of_term in of_terms.items()},
     )
@@ -231,35 +157,3 @@ def _with_terms(cause: Cause, of_terms: dict[str, Cause]) -> Cause:
         if term.name != EXACT:
             return replace(term, why=f"{listed}. In {name}: {term.why}")
     return replace(cause, why=f"{listed}. {cause.why}")
-
-
-def _check_arguments(
-    step: Any, model: Any, parts: Any, ranks: Any, loss: Any, timeout: Any
-) -> None:
-    if not callable(step):
-        raise TypeError(f"step must be a function step(model, batches), got {step!r}")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
-    if loss is not None and not callable(loss):
-        raise TypeError(f"loss must be a function loss(model, batch), got {loss!r}")
-    check_int("ranks", ranks, least=1)
-    if parts is not None:
-        check_int("parts", parts, least=1)
-    check_number("timeout", timeout)
-    if parts == ranks == 1 and loss is None:
-        raise ValueError(
-            "parts=1 on one rank compares the step with itself; pass parts=2 or more, "
-            "ranks=, or loss="
-        )
-    if ranks > 1 and refers_to_accelerator(step):
-        raise ValueError(
-            f"step refers to an Accelerator that was made outside of it, for this "
-            f"process alone, and ranks={ranks} starts others; make it, or the Trainer "
-            f"that has it, in step, and call prepare() there"
-        )
-    devices = {parameter.device.type for parameter in model.parameters()}
-    if ranks > 1 and devices != {"cpu"}:
-        raise ValueError(
-            f"model has parameters on {', '.join(sorted(devices)) or 'no device'}; "
-            "with ranks= pass it on the CPU"
-        )

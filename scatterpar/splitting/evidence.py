@@ -16,7 +16,6 @@ from scatterpar.splitting.gradients import (
     Gradients,
     differing,
     joined,
-    largest_error,
 )
 from scatterpar.splitting.step_run import StepResult
 from scatterpar.splitting.trial import Trial
@@ -53,7 +52,7 @@ class GradientEvidence(SplitEvidence):
         self.counts = trial.counts
         self.is_undefined = False
         # An explanation explains nearly all of the difference.
-        worst, _ = largest_error(self.actual, expected)
+        worst, _ = trial.error(self.actual, expected)
         self.tolerance = max(min(_FITS, _LEFT_OVER * worst), trial.limit)
 
     def is_finite(self) -> bool:
@@ -63,9 +62,9 @@ class GradientEvidence(SplitEvidence):
 
     def is_wrong_with_one_part(self) -> bool:
         """With ``loss=``: whether the step is wrong for a single part, too."""
-        if not self.trial.has_loss:
+        if not self.trial.arguments.loss:
             return False
-        error, _ = largest_error(self.with_one_part, self.expected)
+        error, _ = self.trial.error(self.with_one_part, self.expected)
         return error > self.trial.limit
 
     @cached_property
@@ -127,7 +126,7 @@ class GradientEvidence(SplitEvidence):
         """Whether the parts of each rank in reverse order give another gradient."""
         backwards = [share[::-1] for share in self.trial.split()]
         actual = self.trial.results(backwards)[0].gradients
-        return largest_error(actual, self.actual)[0] > self.trial.limit
+        return self.trial.error(actual, self.actual)[0] > self.trial.limit
 
     def growths(self) -> Sequence[Growth]:
         """How the difference grows from two parts to three, and from two ranks.
@@ -202,7 +201,7 @@ class GradientEvidence(SplitEvidence):
         parts = 2 if trial.ranks == 1 else 1
         split = trial.cut(rows, trial.ranks, parts, equal=True)
         actual = trial.results(split)[0].gradients
-        return largest_error(actual, trial.reference(rows).gradients)[0]
+        return trial.error(actual, trial.reference(rows).gradients)[0]
 
     def do_rows_meet(self) -> bool:
         """Whether no weights of the parts' gradients make up that of the batch.

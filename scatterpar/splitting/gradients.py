@@ -12,15 +12,23 @@ from scatterpar.verify.comparison import SMALLEST_SCALE
 
 Gradients = dict[str, Tensor]  # in float64 on the host, zeros where there is none
 
+EXACT = 1e-6  # the largest relative difference that rounding of float64 explains
+# Of the largest gradient. Rounding is 1e-16 of it, or more after a cancellation.
+_SMALLEST_IN_DOUBLE = 1e-4
 
-def relative_errors(actual: Gradients, expected: Gradients) -> dict[str, float]:
+
+def relative_errors(
+    actual: Gradients, expected: Gradients, limit: float
+) -> dict[str, float]:
     """For each parameter the largest difference over the largest entry.
 
-    A gradient that is zero is computed as rounding. So no scale is below a hundredth of
-    the largest of all parameters. Not a number counts as infinite.
+    A gradient that is zero is computed as rounding. So no scale is below a part of the
+    largest of all parameters, which is smaller if all is computed in float64: then
+    ``limit`` is. Not a number counts as infinite.
     """
     sizes = {name: _largest(gradient) for name, gradient in expected.items()}
-    floor = max(SMALLEST_SCALE * max(sizes.values()), math.ulp(0.0))
+    part = SMALLEST_SCALE if limit > EXACT else _SMALLEST_IN_DOUBLE
+    floor = max(part * max(sizes.values()), math.ulp(0.0))
     errors = {}
     for name, gradient in expected.items():
         difference = _largest(actual[name] - gradient)
@@ -46,17 +54,26 @@ def zeros_of_all(results: Sequence[Gradients]) -> Gradients:
     return {name: zero for name, zero in zeros.items() if name not in differing_shapes}
 
 
-def largest_error(actual: Gradients, expected: Gradients) -> tuple[float, str]:
+def largest_error(
+    actual: Gradients, expected: Gradients, limit: float
+) -> tuple[float, str]:
     """The largest relative error, and the name of the parameter."""
-    errors = relative_errors(actual, expected)
+    errors = relative_errors(actual, expected, limit)
     name = max(errors, key=errors.__getitem__)
     return errors[name], name
 
 
 def differing(actual: Gradients, expected: Gradients, limit: float) -> list[str]:
     """The names of the parameters whose gradients differ by more than ``limit``."""
-    errors = relative_errors(actual, expected)
+    errors = relative_errors(actual, expected, limit)
     return [name for name, error in errors.items() if error > limit]
+
+
+def invisible(gradients: Gradients, limit: float) -> list[str]:
+    """The names of gradients that are zero, or rounding beside the largest."""
+    zeros = {name: torch.zeros_like(gradient) for name, gradient in gradients.items()}
+    errors = relative_errors(zeros, gradients, limit)
+    return [name for name, error in errors.items() if error <= limit]
 
 
 def is_zero(gradients: Gradients) -> bool:

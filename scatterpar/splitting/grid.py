@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
+from scatterpar.splitting.arguments import Loss
 from scatterpar.splitting.check import SplitCheck, splitcheck
 from scatterpar.splitting.step_run import StepFunction
-from scatterpar.splitting.trial import Loss
 from scatterpar.tables import Printed, as_text
 
 _SAME = "the same"

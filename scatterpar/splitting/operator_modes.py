@@ -42,12 +42,14 @@ class RepeatedNumbers(ConstantNumbers):
     the order. A sample has the categories of the highest probability.
 
     Attributes:
-        shapes: of what has been drawn.
+        shapes: of floating-point numbers that have been drawn.
+        noise: the shapes of all draws, without those of dropout.
     """
 
     def __init__(self, numbers: Numbers, fixed_shapes: frozenset[Shape]) -> None:
         super().__init__()
         self.shapes: set[Shape] = set()
+        self.noise: set[Shape] = set()
         self._numbers = numbers
         self._fixed_shapes = fixed_shapes
 
@@ -64,7 +66,12 @@ class RepeatedNumbers(ConstantNumbers):
             return _most_likely(*args, **(kwargs or {}))
         # The first number of each call is the same; integers repeat it.
         _generator(kwargs).manual_seed(0)
+        calls = self.calls
         drawn = super().__torch_dispatch__(func, types, args, kwargs)
+        # Dropout draws in place where its backward pass has no operator of its own.
+        is_dropout = self.calls == calls or func is torch.ops.aten.bernoulli_.float
+        if isinstance(drawn, Tensor) and not is_dropout:
+            self.noise.add(tuple(drawn.shape))
         if isinstance(drawn, Tensor) and drawn.is_floating_point():
             self._fill(drawn)
         return drawn
@@ -74,9 +81,9 @@ class RepeatedNumbers(ConstantNumbers):
         self.shapes.add(shape)
         is_fixed = self._numbers is Numbers.BY_ENTRY and shape in self._fixed_shapes
         if is_fixed:
-            _fill_evenly(drawn, shape)
+            fill_evenly(drawn, shape)
         elif self._numbers is not Numbers.CONSTANT and drawn.ndim > 1:
-            _fill_evenly(drawn, shape[1:])
+            fill_evenly(drawn, shape[1:])
 
 
 def _generator(kwargs: dict[str, Any] | None) -> torch.Generator:
@@ -85,7 +92,7 @@ def _generator(kwargs: dict[str, Any] | None) -> torch.Generator:
     return torch.default_generator if generator is None else generator
 
 
-def _fill_evenly(drawn: Tensor, shape: Shape) -> None:
+def fill_evenly(drawn: Tensor, shape: Shape) -> None:
     """Fill a draw with numbers between 0 and 1, the same for each part of a shape."""
     numbers = torch.arange(1, math.prod(shape) + 1, device=drawn.device)
     drawn.copy_((numbers * _GOLDEN % 1).reshape(shape))

@@ -29,18 +29,21 @@ def order_rows(
     parts has the most labels per row, and other classes than the last one. If this
     order hides a count, as that of a mask that alternates, other orders are tried:
     those by each count, and by sums of counts. The order whose most similar count
-    differs most is taken.
+    differs most is taken. Counts of labels and masks weigh twice, because more losses
+    divide by them than by weights, lengths, or the number of some class.
 
     ``groups`` has the sizes of parts, and those of ranks.
     """
     usual = _order_by_labels(tensors, sum(groups[0]))
-    per_row = set()
+    is_selective: dict[tuple[float, ...], bool] = {}  # by the terms of each row
     for count in counts:
-        if count.is_selective and not count.is_constant:
-            per_row.add(count.per_row)
-    if not per_row or all(len(sizes) == 1 for sizes in groups):
+        if not count.is_constant:
+            is_selective[count.per_row] = (
+                is_selective.get(count.per_row, False) or count.is_selective
+            )
+    if not is_selective or all(len(sizes) == 1 for sizes in groups):
         return usual
-    table = torch.tensor(sorted(per_row), dtype=torch.float64)
+    table = torch.tensor(list(is_selective), dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     scaled = (table - table.mean(1, keepdim=True)) / table.std(1, keepdim=True)
     factors = torch.randn(
@@ -48,8 +51,13 @@ def order_rows(
     )
     keys = torch.cat([scaled, factors @ scaled])
     orders = torch.cat([torch.tensor([usual]), keys.argsort(1, descending=True)])
-    spreads = _spreads(table, orders, groups).amin(1)
-    best = 0 if spreads[0] >= _LEAST_SPREAD else int(spreads.argmax())
+    # More than the least spread shows no better.
+    spreads = _spreads(table, orders, groups).clamp_max(_LEAST_SPREAD)
+    smallest = spreads.amin(1)
+    if any(is_selective.values()):
+        smallest += spreads[:, list(is_selective.values())].amin(1)
+    # The first of equally good orders, which is the usual one if all counts show.
+    best = int((smallest >= smallest.max() - _ROUNDING).nonzero()[0])
     order: list[int] = orders[best].tolist()
     return order
 
@@ -95,12 +103,16 @@ def _spreads(table: Tensor, orders: Tensor, groups: Sequence[Groups]) -> Tensor:
 def hidden_counts(
     counts: Sequence[Count], rows: Sequence[int], groups: Sequence[Groups]
 ) -> list[Count]:
-    """The counts of labels or a mask that are the same in all groups, per row."""
+    """The counts of labels, masks or weights that are the same in all groups, per row.
+
+    Weights that are the same for all rows hide nothing.
+    """
     if all(len(sizes) == 1 for sizes in groups):
         return []
     hidden = []
     for count in counts:
-        if not count.is_selective or not any(count.per_row):
+        may_differ = count.is_selective or (count.is_sum and not count.is_constant)
+        if not may_differ or not any(count.per_row):
             continue
         table = torch.tensor([count.per_row], dtype=torch.float64)
         spread = _spreads(table, torch.tensor([list(rows)]), groups)

@@ -24,6 +24,7 @@ from scatterpar.splitting.operator_modes import (
     Numbers,
     RepeatedNumbers,
     Shape,
+    fill_evenly,
 )
 from scatterpar.splitting.terms import Terms
 from scatterpar.splitting.trained import (
@@ -34,6 +35,8 @@ from scatterpar.splitting.trained import (
 )
 from scatterpar.torch_private import clipping_replaced
 
+# As an initial weight: outputs stay of the size that they have.
+_SMALL = 0.1
 # Of a Mersenne Twister, which has used all of them when it is seeded.
 _WORDS_OF_STATE = 624
 
@@ -51,6 +54,8 @@ class Settings:
         running_statistics: batch normalisation does not use the statistics of a part.
         watch_dtypes: look for the coarsest dtype to which the step casts.
         casts_in_double: a cast to a lower dtype gives float64.
+        fills_zeros: parameters that are all zero get other numbers.
+        term: the term of the loss whose gradients are compared; empty for all.
         without_term: the term of the loss that is left out.
         watch_modules: keep the outputs of modules.
         returns_values: ``step`` returns numbers in the place of gradients.
@@ -62,6 +67,8 @@ class Settings:
     running_statistics: bool = False
     watch_dtypes: bool = False
     casts_in_double: bool = False
+    fills_zeros: bool = False
+    term: str = ""
     without_term: str = ""
     watch_modules: bool = False
     returns_values: bool = False
@@ -77,6 +84,7 @@ class StepResult:
         drawn: which generators it drew from: torch, Python, NumPy.
         coarsest: the coarsest dtype to which it casts, if ``watch_dtypes``.
         shapes: of what random operators drew, unless numbers are as drawn.
+        noise: those of draws that are not dropout.
         uncompared: parameters that got a gradient, and cannot be compared.
         terms: the names of the terms of the loss.
         outputs: of modules, in the order in which they end, if ``watch_modules``.
@@ -87,6 +95,7 @@ class StepResult:
     drawn: frozenset[str]
     coarsest: torch.dtype | None
     shapes: frozenset[Shape]
+    noise: frozenset[Shape]
     uncompared: tuple[str, ...]
     terms: tuple[str, ...]
     outputs: list[tuple[str, Tensor]]
@@ -109,9 +118,8 @@ def run_step(
     if settings.in_double:
         torch.set_default_dtype(torch.float64)
         _convert_to_double(tensors)
-    before = {}
-    for name, parameter in model.named_parameters():
-        before[name] = parameter.detach().clone()
+    if settings.fills_zeros:
+        _fill_zeros(model)
     generators = _generator_states()
     gradients = TrainedGradients(model, leaves_outside(model, step))
     optimizers = OptimizersWithoutGradients(gradients)
@@ -141,13 +149,14 @@ def run_step(
     if settings.returns_values:
         result = values_of(optimizers.returned)
     else:
-        result = gradients.result(before)
+        result = gradients.result()
     return StepResult(
         gradients=result,
         loss=_as_number(optimizers.returned),
         drawn=_drawn_since(generators),
         coarsest=dtypes.coarsest,
         shapes=frozenset(repeated.shapes),
+        noise=frozenset(repeated.noise),
         uncompared=tuple(gradients.uncompared()),
         terms=tuple(terms.names),
         outputs=outputs,
@@ -159,6 +168,22 @@ def _convert_to_double(tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
         if tensor.is_leaf and tensor.layout == torch.strided and not tensor.is_meta:
             tensor.data = as_double(tensor.data)
+
+
+def _fill_zeros(model: nn.Module) -> None:
+    """Fill parameters that are all zero with numbers that differ, in each run alike."""
+    for parameter in model.parameters():
+        if is_all_zero(parameter):
+            filled = torch.empty_like(parameter.data)
+            fill_evenly(filled, tuple(filled.shape))
+            parameter.data = _SMALL * (filled - 0.5)
+
+
+def is_all_zero(parameter: Tensor) -> bool:
+    """Whether a dense parameter has no other numbers than zero."""
+    is_dense = parameter.layout == torch.strided and not parameter.is_meta
+    is_number = parameter.is_floating_point() and not hasattr(parameter, "full_tensor")
+    return is_dense and is_number and not bool(parameter.any())
 
 
 # --- where the step ends ---
@@ -203,8 +228,7 @@ class OptimizersWithoutGradients:
         if callable(closure):
             with torch.enable_grad():
                 self.returned = closure()
-        self._gradients.receive(optimizer)
-        if not self._gradients.is_one_missing():
+        if self._gradients.is_complete(optimizer):
             raise _EndOfStep
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for parameter in parameters:
@@ -222,21 +246,22 @@ class Clippings:
     accumulated until then, as in a loop that clips after each part:
 
     ```text
-    gradient    clip             then
-    a           is exceeded      a
-    a + b       is exceeded      a / 2 + b
-    a / 2 + c   is not exceeded  a / 4 + b / 2 + c
+    gradient         clip       then
+    a                by norm 1  a
+    a + b            by norm 1  a / 2 + b
+    a / 2 + b + c    by norm 1  a / 4 + b / 2 + c
     ```
 
-    Then parts have other weights than the whole batch.
+    Then parts have other weights than the whole batch. The limit does not matter: the
+    gradients of a small test may be below it, and those of a run exceed it.
     """
 
     def __init__(self) -> None:
         # By parameter: the gradient that the last clipping found, and its values.
         self._clipped: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def __call__(self, parameters: Sequence[Tensor], is_exceeded: bool) -> None:
-        """Clip the gradients of ``parameters``, if they exceed the limit."""
+    def __call__(self, parameters: Sequence[Tensor]) -> None:
+        """Clip the gradients of ``parameters``."""
         for parameter in parameters:
             gradient = parameter.grad
             if gradient is None:
@@ -244,8 +269,7 @@ class Clippings:
             clipped, values = self._clipped.pop(id(parameter), (None, gradient))
             if clipped is gradient and not torch.equal(gradient, values):
                 gradient.sub_(values, alpha=0.5)
-            if is_exceeded:
-                self._clipped[id(parameter)] = gradient, gradient.clone()
+            self._clipped[id(parameter)] = gradient, gradient.clone()
 
 
 def _as_number(value: Any) -> float | None:
@@ -265,9 +289,15 @@ def values_of(returned: Any) -> Gradients:
     named = returned if isinstance(returned, dict) else {"value": returned}
     values = {}
     for name, number in named.items():
-        value = _as_number(number)
-        if value is not None:
-            values[str(name)] = torch.tensor([value], dtype=torch.float64)
+        try:
+            value = torch.as_tensor(number, dtype=torch.float64).detach()
+        except (TypeError, ValueError, RuntimeError):  # a text, an object
+            continue
+        if value.numel() == 1:
+            values[str(name)] = value.reshape(1)
+            continue
+        for position, entry in enumerate(value.flatten()):  # as one per class
+            values[f"{name}[{position}]"] = entry.reshape(1)
     if not values:
         raise TypeError(
             f"evaluate must return a number or a dict of numbers, got {returned!r}"

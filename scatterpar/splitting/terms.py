@@ -54,7 +54,7 @@ class Terms:
             return
         losses = []
         for name, loss in returned.items():
-            if isinstance(loss, Tensor) and loss.ndim == 0 and loss.requires_grad:
-                losses.append(self.term(str(name), loss))
+            if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+                losses.append(self.term(str(name), loss.sum()))
         if losses:
             torch.stack(losses).sum().backward()

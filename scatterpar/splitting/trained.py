@@ -48,10 +48,13 @@ class TrainedGradients:
         self.has_run_backward = False
         self._model = model
         self._outside = outside
+        self._before = {name: whole(leaf) for name, leaf in outside.items()}
+        for name, parameter in model.named_parameters():
+            self._before[name] = whole(parameter)
         self._received: Gradients = {}
         self._received_ids: set[int] = set()
         self._reached: dict[int, Tensor] = {}
-        self._optimizers: list[Optimizer] = []
+        self._optimizers: dict[int, Optimizer] = {}
 
     def __enter__(self) -> None:
         self._backward = torch.autograd.backward
@@ -74,8 +77,7 @@ class TrainedGradients:
     def receive(self, optimizer: Optimizer) -> None:
         """Copy the gradients of an optimizer that is about to step."""
         names = self._names()
-        if not any(optimizer is other for other in self._optimizers):
-            self._optimizers.append(optimizer)
+        self._optimizers[id(optimizer)] = optimizer
         for index, group in enumerate(optimizer.param_groups):
             for number, parameter in enumerate(group["params"]):
                 place = f"step.{type(optimizer).__name__}.{index}.{number}"
@@ -90,38 +92,50 @@ class TrainedGradients:
             names[id(parameter)] = name
         return names
 
-    def is_one_missing(self) -> bool:
-        """Whether a trained leaf has a gradient that no optimizer has received."""
-        for parameter in self._model.parameters():
-            if parameter.requires_grad and id(parameter) not in self._received_ids:
-                return True
-        for leaf in (*self._outside.values(), *self._reached.values()):
-            if leaf.grad is not None and id(leaf) not in self._received_ids:
-                return True
-        return False
+    def is_complete(self, optimizer: Optimizer) -> bool:
+        """Whether optimizers have received all gradients, now that this one steps.
 
-    def result(self, before: Mapping[str, Tensor]) -> Gradients:
-        """All gradients by name, of the model first. ``before`` has earlier values.
+        An optimizer outside of the model may follow, as that of a critic, until one
+        steps for the second time: then the next step begins.
+        """
+        is_second = id(optimizer) in self._optimizers
+        self.receive(optimizer)
+        if any(self._is_missing(leaf) for leaf in self._model.parameters()):
+            return False
+        outside = (*self._outside.values(), *self._reached.values())
+        return is_second or not any(self._is_missing(leaf) for leaf in outside)
 
-        A parameter without a gradient that has changed was updated by hand, as in
+    def _is_missing(self, leaf: Tensor) -> bool:
+        return leaf.requires_grad and id(leaf) not in self._received_ids
+
+    def result(self) -> Gradients:
+        """All gradients by name, of the model first.
+
+        A leaf without a gradient that has changed was updated by hand, as in
         ``parameter -= 0.1 * parameter.grad``. Then the change counts as its gradient.
         """
         gradients = {}
         for name, parameter in self._model.named_parameters():
             gradient = self._received.get(name)
-            if gradient is None:
-                gradient = copy_of_gradient(parameter)
-                if parameter.requires_grad and not gradient.any():
-                    gradient = whole(before[name]) - whole(parameter)
-            gradients[name] = gradient
+            gradients[name] = (
+                self._left(name, parameter) if gradient is None else gradient
+            )
         for name, gradient in self._received.items():
             if gradient.any():
                 gradients.setdefault(name, gradient)
         if not self._optimizers:
             for name, leaf in self._outside.items():
-                if leaf.grad is not None:
-                    gradients[name] = copy_of_gradient(leaf)
+                gradient = self._left(name, leaf)
+                if gradient.any():
+                    gradients[name] = gradient
         return gradients
+
+    def _left(self, name: str, leaf: Tensor) -> Tensor:
+        """The gradient that is left on a leaf, or else its change."""
+        gradient = copy_of_gradient(leaf)
+        if leaf.requires_grad and not gradient.any():
+            return self._before[name] - whole(leaf)
+        return gradient
 
     def uncompared(self) -> list[str]:
         """The names of parameters that got a gradient, and are not in ``result``."""

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from scatterpar.batch.markers import Rows
-from scatterpar.splitting.check import SplitCheck, check_split
-from scatterpar.splitting.trial import Loss
+from scatterpar.splitting.arguments import Loss, SplitArguments
+from scatterpar.splitting.check import SplitCheck, check
 
 MakeTrainer = Callable[[Any, int], Any]
 
@@ -60,16 +60,18 @@ def of_trainer(
         samples = list(batch)
         counted = as_tensors(samples)
         batch = Rows(samples, list)
-    return check_split(
-        TrainerStep(make),
-        model,
-        batch,
-        parts=parts,
-        ranks=ranks,
-        equal=equal,
-        loss=loss,
-        timeout=timeout,
-        counted=counted,
+    return check(
+        SplitArguments(
+            TrainerStep(make),
+            model,
+            batch,
+            parts=parts,
+            ranks=ranks,
+            equal=equal,
+            loss=loss,
+            timeout=timeout,
+            counted=counted,
+        )
     )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -17,8 +19,11 @@ from scatterpar.batch.nested import PLAIN_CLASSES
 from scatterpar.causes.counts import counts_of, named_tensors
 from scatterpar.causes.vectors import is_close
 from scatterpar.splitting import parts as row_parts
+from scatterpar.splitting.arguments import Loss, SplitArguments
 from scatterpar.splitting.gradients import (
+    EXACT,
     Gradients,
+    invisible,
     is_zero,
     largest_error,
     zeros_of_all,
@@ -31,85 +36,71 @@ from scatterpar.splitting.step_run import (
     Settings,
     StepFunction,
     StepResult,
+    is_all_zero,
     run_step,
 )
 from scatterpar.splitting.trained import as_double
 
-Loss = Callable[[Any, Any], Tensor]
-
-# The largest relative difference that rounding explains: in float64, and by the dtype
-# to which the step casts or in which all is computed.
-_EXACT = 1e-6
+# The largest relative difference that rounding explains, by the dtype to which the step
+# casts, or in which all is computed.
 _CAST = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _SINGLE = 1e-3
 _VANISHED = 1e-3  # of the limit: a gradient below it is rounding
 _LARGEST_LIMIT = max(_CAST.values())
+_LISTED = 3  # the most names in a sentence
 
 
 class Trial:
     """Runs a step on any split. Nothing stays changed in this process.
 
     Attributes:
+        arguments: what the user asks.
         rows: the numbers of all rows, in the order in which they are cut.
         counts: what a loss may divide by, for each row.
         settings: how the step is run; found out by ``first_reference``.
         limit: the largest relative difference that rounding explains.
-        term: the term of the loss whose gradients are compared; empty for all.
         unseen: sentences about what the comparison cannot show.
-        probes: numbers and texts that ``step`` has set on itself, in its last run.
     """
 
-    def __init__(
-        self,
-        step: StepFunction,
-        model: nn.Module,
-        batch: Any,
-        *,
-        parts: int,
-        ranks: int,
-        equal: bool | None,
-        loss: Loss | None,
-        seconds: float,
-        counted: Any = None,
-        returns_values: bool = False,
-    ) -> None:
-        self.step = step
-        self.model = model
-        self.parts = parts
-        self.ranks = ranks
-        self.has_loss = loss is not None
-        self.settings = Settings(returns_values=returns_values)
-        self.limit = _EXACT
-        self.term = ""
+    def __init__(self, arguments: SplitArguments) -> None:
+        self.arguments = arguments
+        self.model = arguments.model
+        self.parts = arguments.num_parts
+        self.ranks = arguments.ranks
+        self.settings = Settings(returns_values=arguments.returns_values)
+        self.limit = EXACT
         self.unseen: list[str] = []
+        step, loss = arguments.step, arguments.loss
         self._attributes = set(getattr(step, "__dict__", ()))
-        self.probes: dict[str, Any] = {}
+        self._numbers_of_step: dict[str, Any] = {}
         self._zeros: Gradients = {}  # for each gradient, once all names are known
         self._reference_step = step if loss is None else _PlainStep(loss)
-        self._equal = equal
-        self._seconds = seconds
+        batch = arguments.batch
         num_rows = count_rows({"batch": batch}, 0, refuse_grad=False)
-        least = ranks * parts if equal else 2 * ranks * parts
+        num_parts = self.ranks * self.parts
+        # Unequal parts of one row each would be equal.
+        least = num_parts if arguments.equal else 2 * num_parts
         if num_rows < least:
             raise ValueError(
-                f"batch has {num_rows} rows, too few for {ranks * parts} parts; pass "
-                f"at least {least} rows"
+                f"batch has {num_rows} rows, too few for {num_parts} parts; pass at "
+                f"least {least} rows"
             )
         self._batch = batch_of(batch, None, num_rows, 0)
-        tensors = named_tensors(batch if counted is None else counted)
+        counted = batch if arguments.counted is None else arguments.counted
+        tensors = named_tensors(counted)
         self.counts = counts_of(tensors, num_rows)
         self.has_sequences = any(_is_sequence(named.tensor) for named in tensors)
         # The sizes of parts and ranks do not depend on the order of rows.
         self.rows = list(range(num_rows))
         self._groups = self._sizes_of_groups()
         self.rows = row_parts.order_rows(tensors, self.counts, self._groups)
-        self._state = ProcessState(model, (step, loss))
+        self._state = ProcessState(self.model, (step, loss))
 
     # --- cutting ---
 
     def split(self) -> Split:
         """All rows, for the numbers of ranks and parts that the user has given."""
-        return self.cut(self.rows, self.ranks, self.parts, self._equal)
+        return self.cut(self.rows, self.ranks, self.parts, self.arguments.equal)
 
     def cut(
         self, rows: Sequence[int], ranks: int, parts: int, equal: bool | None
@@ -125,24 +116,27 @@ class Trial:
         ranks = [sum(map(len, share)) for share in split]
         return [parts] if len(parts) == len(ranks) else [parts, ranks]
 
-    def hidden_terms(self) -> list[str]:
-        """Sentences about counts that this batch cannot show."""
-        if self.has_sequences and all(count.is_constant for count in self.counts):
-            return [
-                "whether labels are counted right, since all rows have equally many; "
-                "give some rows labels of -100"
-            ]
-        hidden = row_parts.hidden_counts(self.counts, self.rows, self._groups)
-        sentences = []
-        for path in dict.fromkeys(count.path for count in hidden):
-            words = [count.words for count in hidden if count.path == path]
-            sentences.append(
-                f"whether {words[0]} are counted right in {path}, since all parts have "
-                f"equally many per row"
-            )
-        return sentences
+    # --- comparing ---
 
-    # --- running ---
+    def worst_error(
+        self, results: Sequence[StepResult], expected: Gradients
+    ) -> tuple[float, str]:
+        """The largest relative error of all ranks, and where it is."""
+        return max(self.error(result.gradients, expected) for result in results)
+
+    def error(self, actual: Gradients, expected: Gradients) -> tuple[float, str]:
+        """The largest relative error of gradients, and where it is.
+
+        Each value of an evaluation is compared by itself: a loss may be a thousandth
+        of a perplexity.
+        """
+        if not self.settings.returns_values:
+            return largest_error(actual, expected, self.limit)
+        errors = []
+        for name, value in expected.items():
+            pair = {name: actual[name]}, {name: value}
+            errors.append(largest_error(*pair, self.limit))
+        return max(errors)
 
     def compare(self) -> tuple[StepResult, list[StepResult]]:
         """The results of the whole batch, and of the batch in parts.
@@ -166,15 +160,13 @@ class Trial:
             raise
         if not self.settings.in_double:
             return reference, results
-        errors = [
-            largest_error(result.gradients, reference.gradients)[0]
-            for result in results
-        ]
-        if max(errors) <= self.limit:
+        worst, _ = self.worst_error(results, reference.gradients)
+        if worst <= self.limit:
             return reference, results
         coarsest = self._coarsest_cast()
         if coarsest is None:
             return reference, results
+        # A cast rounds: with float64 in its place, only a mistake is left.
         settings = self.settings
         self.settings = replace(settings, casts_in_double=True)
         try:
@@ -201,20 +193,17 @@ class Trial:
                 name: gradients.get(name, zero) for name, zero in self._zeros.items()
             }
 
-    def _tell_limit(self, reason: str) -> None:
-        reason = f"an error below {self.limit:.0e} of a gradient, since {reason}"
-        self.unseen.append(reason.removeprefix("torch."))
-
     def _takes_one_batch(self) -> bool:
         """Whether the step runs for a batch in the place of a list of batches."""
         try:
-            (result, *_) = self._run(_StepOfOneBatch(self.step), [[self.rows]])
+            step = _StepOfOneBatch(self.arguments.step)
+            (result, *_) = self._run(step, [[self.rows]])
         except Exception:
             return False
         return not is_zero(result.gradients)
 
     def first_reference(self) -> StepResult:
-        """The gradient of the whole batch. Finds out how random numbers are replaced.
+        """The gradient of the whole batch. Finds out the settings.
 
         Raises ``ValueError`` if the step leaves no gradient.
         """
@@ -228,7 +217,12 @@ class Trial:
             result = self.reference(self.rows)
             problem = str(error).partition("\n")[0]
             self._tell_limit(f"the step does not run in float64 ({problem})")
-        if is_zero(result.gradients) and not self.settings.returns_values:
+        if self.settings.returns_values:
+            is_left = True
+        else:
+            result = self._with_zeros_filled(result)
+            is_left = not is_zero(result.gradients)
+        if not is_left:
             raise ValueError(
                 "step left no gradient on a parameter of the model; call backward() "
                 "for the model that step gets, and do not end with zero_grad()"
@@ -236,6 +230,30 @@ class Trial:
         if "torch" in result.drawn:
             result = self._with_steady_numbers(result)
         return result
+
+    def _with_zeros_filled(self, result: StepResult) -> StepResult:
+        """The result with other numbers in parameters that are zero, if they hide one.
+
+        While LoRA's second factor is zero, as at the start, the first has no gradient:
+        a mistake there would not show.
+        """
+        names = self._without_gradient(result.gradients)
+        if not names or not any(is_all_zero(p) for p in self.model.parameters()):
+            return result
+        with self.changed(fills_zeros=True):
+            filled = self.reference(self.rows)
+        if len(self._without_gradient(filled.gradients)) >= len(names):
+            return result
+        self.settings = replace(self.settings, fills_zeros=True)
+        return filled
+
+    def _without_gradient(self, gradients: Gradients) -> list[str]:
+        """The trained parameters whose gradient is zero."""
+        names = []
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and not gradients[name].any():
+                names.append(name)
+        return names
 
     def _with_steady_numbers(self, as_drawn: StepResult) -> StepResult:
         """The result with random numbers that do not depend on the split.
@@ -265,8 +283,15 @@ class Trial:
             )
         if vanished:
             self.unseen.append(
-                f"the gradient of {', '.join(vanished[:3])}, which is zero with "
-                f"constant random numbers"
+                f"the gradient of {_listed(vanished)}, which is zero with constant "
+                f"random numbers"
+            )
+        num_rows = len(self.rows)
+        if any(shape and shape[0] % num_rows == 0 for shape in result.noise):
+            self.unseen.append(
+                "what random numbers of each row decide, such as weights or masks, "
+                "since all rows get the same numbers; draw them before, and pass them "
+                "in batch"
             )
         return result
 
@@ -286,12 +311,68 @@ class Trial:
 
     def _coarsest_cast(self) -> torch.dtype | None:
         """The coarsest dtype below float64 to which the step casts."""
-        settings = self.settings
-        self.settings = replace(settings, watch_dtypes=True)
-        try:
+        with self.changed(watch_dtypes=True):
             return self.reference(self.rows).coarsest
+
+    # --- what the comparison cannot show ---
+
+    def note(self, results: Sequence[StepResult]) -> str:
+        """Sentences about what ``results``, that of the whole batch first, hide."""
+        sentences = [*self._hidden_terms(), *self.unseen]
+        uncompared: dict[str, None] = {}
+        for result in results:
+            uncompared.update(dict.fromkeys(result.uncompared))
+        if uncompared:
+            sentences.append(
+                f"the gradient of {', '.join(uncompared)}: not compared, because no "
+                f"optimizer in step has it"
+            )
+        if not self.arguments.returns_values:
+            trained = {n for n, p in self.model.named_parameters() if p.requires_grad}
+            hidden = invisible(results[0].gradients, self.limit)
+            names = [name for name in hidden if name in trained]
+            if names:
+                sentences.append(
+                    f"the gradient of {_listed(names)}, which is zero beside others"
+                )
+        return "; ".join(sentences)
+
+    def _hidden_terms(self) -> list[str]:
+        """Sentences about counts that this batch cannot show."""
+        if self.has_sequences and all(count.is_constant for count in self.counts):
+            return [
+                "whether labels are counted right, since all rows have equally many; "
+                "give some rows labels of -100"
+            ]
+        hidden = row_parts.hidden_counts(self.counts, self.rows, self._groups)
+        sentences = []
+        for path in dict.fromkeys(count.path for count in hidden):
+            count = next(count for count in hidden if count.path == path)
+            counted = f"{count.words} are counted right in {path}"
+            if count.is_sum:
+                counted = f"the {count.words} counts right"
+            sentences.append(
+                f"whether {counted}, since all parts have equally many per row"
+            )
+        return sentences
+
+    def _tell_limit(self, reason: str) -> None:
+        reason = reason.replace("torch.", "")
+        self.unseen.append(
+            f"an error below {self.limit:.0e} of a gradient, since {reason}"
+        )
+
+    # --- running ---
+
+    @contextlib.contextmanager
+    def changed(self, **settings: Any) -> Iterator[None]:
+        """In the body, other settings hold."""
+        saved = self.settings
+        self.settings = replace(saved, **settings)
+        try:
+            yield
         finally:
-            self.settings = settings
+            self.settings = saved
 
     def reference(self, rows: Part) -> StepResult:
         """The result for rows as one part of one rank, or of ``loss=``."""
@@ -299,19 +380,16 @@ class Trial:
 
     def results(self, split: Split) -> list[StepResult]:
         """The results of a split, rank by rank."""
-        return self._run(self.step, split)
+        return self._run(self.arguments.step, split)
 
     def _run(self, step: StepFunction, split: Split) -> list[StepResult]:
-        """Results with the gradients of ``term`` alone, if there is one."""
+        """Results with the gradients of one term alone, if the settings name one."""
         results = self._run_once(step, split)
-        if not self.term:
+        term = self.settings.term
+        if not term:
             return results
-        settings = self.settings
-        self.settings = replace(settings, without_term=self.term)
-        try:
+        with self.changed(term="", without_term=term):
             results_without = self._run_once(step, split)
-        finally:
-            self.settings = settings
         for result, without in zip(results, results_without, strict=True):
             for name, gradient in without.gradients.items():
                 result.gradients[name] = result.gradients[name] - gradient
@@ -322,14 +400,10 @@ class Trial:
 
         Empty if there is none.
         """
-        settings = self.settings
-        self.settings = replace(settings, watch_modules=True)
         first_part = self.split()[0][0]
-        try:
+        with self.changed(watch_modules=True):
             of_all = self.reference(self.rows).outputs
             of_part = self.reference(first_part).outputs
-        finally:
-            self.settings = settings
         for (name, expected), (name_in_part, actual) in zip(
             of_all, of_part, strict=False
         ):
@@ -349,14 +423,14 @@ class Trial:
         try:
             if self.ranks > 1:
                 job = RankJob(step, self.model, shares, self.settings)
-                results = run_on_ranks(job, self._seconds)
+                results = run_on_ranks(job, self.arguments.timeout)
             else:
                 tensors = self._state.tensors
                 with self._state.restored():
                     result = run_step(
                         step, self.model, shares[0], self.settings, tensors
                     )
-                    self._note_probes()
+                    self._note_numbers()
                 results = [result]
         except Exception as error:
             error.add_note(f"splitcheck called step with {described(split)} rows")
@@ -365,11 +439,19 @@ class Trial:
             self._align(results)
         return results
 
-    def _note_probes(self) -> None:
-        """Note numbers that ``step`` has set on itself: they are there to be read."""
-        for name, value in getattr(self.step, "__dict__", {}).items():
+    def _note_numbers(self) -> None:
+        """Note numbers and texts that ``step`` has set on itself, as a result."""
+        for name, value in getattr(self.arguments.step, "__dict__", {}).items():
             if name not in self._attributes and type(value) in PLAIN_CLASSES:
-                self.probes[name] = value
+                self._numbers_of_step[name] = value
+
+    def leave_numbers(self) -> None:
+        """Set on ``step`` again what its last run in this process has set.
+
+        A test reads ``step.largest`` after the check. It is the one thing that stays.
+        """
+        if isinstance(self.arguments.step, FunctionType):
+            vars(self.arguments.step).update(self._numbers_of_step)
 
     def _select(self, part: Part) -> Any:
         batch, _ = self._batch.select(part).unwrapped(copy=True)
@@ -404,6 +486,10 @@ class _StepOfOneBatch:
 
 def _num_vanished(result: tuple[list[str], StepResult, Settings]) -> int:
     return len(result[0])
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_LISTED])
 
 
 def described(split: Split) -> str:

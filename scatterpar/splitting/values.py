@@ -10,10 +10,11 @@ from typing import Any
 from torch import nn
 
 from scatterpar.causes.evidence import CauseKind
+from scatterpar.splitting.arguments import SplitArguments
 from scatterpar.splitting.causes import Cause
-from scatterpar.splitting.gradients import Gradients, differing, largest_error
+from scatterpar.splitting.gradients import Gradients, differing
+from scatterpar.splitting.report import SplitReport
 from scatterpar.splitting.trial import Trial, described
-from scatterpar.tables import Printed
 
 Evaluate = Callable[[Any, list[Any]], "float | Mapping[str, Any]"]
 
@@ -21,65 +22,27 @@ _SMALLEST = 1e-12
 
 
 @dataclass(frozen=True)
-class ValueCheck(Printed):
+class ValueCheck(SplitReport):
     """Numbers of an evaluation in parts, beside those of the whole batch.
 
-    Attributes:
-        rows: the size of the batch.
-        sizes: the sizes of the parts; ``|`` is between ranks.
-        ranks: the number of processes.
+    Attributes, beside those of ``SplitReport``:
+        value: the name of the number with the largest difference.
         whole: the numbers of the whole batch, by name.
         in_parts: those in parts, on rank 0.
-        worst: the largest relative difference.
-        value: the name of this number.
-        limit: the largest difference that rounding explains.
-        cause: the mistake that explains the difference; empty if only rounding differs.
-        why: a sentence with the numbers that show it.
-        remedy: what to write instead.
-        note: what this batch cannot show.
     """
 
-    rows: int
-    sizes: str
-    ranks: int
+    value: str
     whole: dict[str, float]
     in_parts: dict[str, float]
-    worst: float
-    value: str
-    limit: float
-    cause: str
-    why: str
-    remedy: str
-    note: str
-
-    @property
-    def passed(self) -> bool:
-        """Whether only rounding differs."""
-        return self.worst <= self.limit
-
-    def assert_passed(self) -> None:
-        """Raise an ``AssertionError`` with the report, unless only rounding differs."""
-        if not self.passed:
-            raise AssertionError(str(self))
 
     def __str__(self) -> str:
         """The verdict, the numbers, the reason, and the remedy: a line each."""
-        ranks = f" on {self.ranks} ranks" if self.ranks > 1 else ""
-        verdict = "only rounding differs" if self.passed else "NOT the same"
         name = self.value
-        lines = [
-            f"values of {self.rows} rows as {self.sizes}{ranks}, beside those of the "
-            f"whole batch: {verdict}",
-            f"  largest relative difference {self.worst:.1e}, in {name} (limit "
-            f"{self.limit:.0e}): {self.in_parts[name]:.6g}, whole batch "
-            f"{self.whole[name]:.6g}",
-        ]
-        if not self.passed:
-            lines.append(f"  why: {self.cause}. {self.why}")
-            lines.append(f"  do:  {self.remedy}")
-        elif self.note:
-            lines.append(f"  not seen: {self.note}")
-        return "\n".join(lines)
+        numbers = (
+            f"{name} (limit {self.limit:.0e}): {self.in_parts[name]:.6g}, whole batch "
+            f"{self.whole[name]:.6g}"
+        )
+        return self._in_lines("values", numbers)
 
 
 def valuecheck(
@@ -106,21 +69,20 @@ def valuecheck(
         equal: whether all parts have equally many rows; by default the parts have not.
         timeout: seconds after which ranks are killed.
     """
-    trial = Trial(
+    arguments = SplitArguments(
         evaluate,
         model,
         batch,
         parts=parts,
         ranks=ranks,
         equal=equal,
-        loss=None,
-        seconds=timeout,
+        timeout=timeout,
         returns_values=True,
     )
+    trial = Trial(arguments)
     reference, results = trial.compare()
     whole = reference.gradients
-    errors = [_largest_error(result.gradients, whole) for result in results]
-    worst, name = max(errors)
+    worst, name = trial.worst_error(results, whole)
     cause = Cause()
     if worst > trial.limit:
         cause = _explain(trial, name, whole, [result.gradients for result in results])
@@ -128,25 +90,16 @@ def valuecheck(
         rows=len(trial.rows),
         sizes=described(trial.split()),
         ranks=ranks,
-        whole=_numbers(whole),
-        in_parts=_numbers(results[0].gradients),
         worst=worst,
         value=name,
         limit=trial.limit,
+        whole=_numbers(whole),
+        in_parts=_numbers(results[0].gradients),
         cause=cause.name,
         why=cause.why,
         remedy=cause.remedy,
-        note="; ".join([*trial.hidden_terms(), *trial.unseen]),
+        note=trial.note([reference, *results]),
     )
-
-
-def _largest_error(actual: Gradients, expected: Gradients) -> tuple[float, str]:
-    """The largest relative error of a number, each by itself."""
-    errors = []
-    for name, value in expected.items():
-        error, _ = largest_error({name: actual[name]}, {name: value})
-        errors.append((error, name))
-    return max(errors)
 
 
 def _numbers(values: Gradients) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """``splitcheck`` finds wrong loops, names them, and passes right ones."""
 
 import pytest
+from splitting.hidden_mistakes import HIDDEN
 from splitting.loop_models import new
 from splitting.right_loops import RIGHT
 from splitting.wrong_loops import WRONG
@@ -36,6 +37,13 @@ def test_wrong_loop_is_found_and_named(case):
     assert len(str(report).splitlines()) == 4
     with pytest.raises(AssertionError, match="NOT the same"):
         report.assert_passed()
+
+
+@pytest.mark.parametrize("case", cases(HIDDEN))
+def test_hidden_mistake_is_found_and_named(case):
+    report = splitcheck(case.step, new(case.model), case.batch(), **case.options)
+    assert not report.passed
+    assert report.cause == case.cause, report
 
 
 @pytest.mark.parametrize("case", cases(RIGHT))

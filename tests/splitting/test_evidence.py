@@ -13,6 +13,7 @@ import torch
 from harness.oracle import seeded
 from torch import nn
 
+from scatterpar.splitting.arguments import SplitArguments
 from scatterpar.splitting.evidence import GradientEvidence
 from scatterpar.splitting.trial import Trial
 
@@ -38,16 +39,8 @@ def sum_of_sums(model, batches):
 
 def evidence_of(step, model=None, batch=ROWS, parts=2, loss=None):
     model = linear() if model is None else model
-    trial = Trial(
-        step,
-        model,
-        batch,
-        parts=parts,
-        ranks=1,
-        equal=None,
-        loss=loss,
-        seconds=60.0,
-    )
+    options = {"parts": parts, "ranks": 1, "equal": None, "loss": loss}
+    trial = Trial(SplitArguments(step, model, batch, timeout=60.0, **options))
     expected = trial.first_reference().gradients
     return GradientEvidence(trial, expected, trial.results(trial.split()))
 

@@ -19,24 +19,29 @@ RIGHT = {"weight": numbers(1, -4), "bias": numbers(2)}
 
 def test_errors_relative_to_largest_entry():
     actual = {"weight": numbers(1, -3), "bias": numbers(2.5)}
-    assert gradients.relative_errors(actual, RIGHT) == {"weight": 0.25, "bias": 0.25}
-    assert gradients.largest_error({**actual, "bias": numbers(3)}, RIGHT) == (
+    assert gradients.relative_errors(actual, RIGHT, 1e-6) == {
+        "weight": 0.25,
+        "bias": 0.25,
+    }
+    assert gradients.largest_error({**actual, "bias": numbers(3)}, RIGHT, 1e-6) == (
         0.5,
         "bias",
     )
 
 
-def test_scale_at_least_a_hundredth_of_max():
-    """The bias is rounding: 1e-9 beside 4 counts as 1e-9 / 0.04."""
+@pytest.mark.parametrize(("limit", "error"), [(1e-3, 2.5e-8), (1e-6, 2.5e-6)])
+def test_scale_at_least_a_part_of_max(limit, error):
+    """The bias is rounding: 1e-9 beside 4 counts as 1e-9 / 0.04, in float64 / 4e-4."""
     expected = {"weight": numbers(1, -4), "bias": numbers(0)}
     actual = {"weight": numbers(1, -4), "bias": numbers(1e-9)}
-    errors = gradients.relative_errors(actual, expected)
-    assert errors["bias"] == pytest.approx(2.5e-8)
+    errors = gradients.relative_errors(actual, expected, limit)
+    assert errors["bias"] == pytest.approx(error)
+    assert gradients.invisible(expected, limit) == ["bias"]
 
 
 def test_nan_is_an_infinite_error():
     actual = {**RIGHT, "bias": numbers(math.nan)}
-    assert gradients.largest_error(actual, RIGHT) == (math.inf, "bias")
+    assert gradients.largest_error(actual, RIGHT, 1e-6) == (math.inf, "bias")
 
 
 def test_parameters_beyond_limit_are_named():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 import torch
 from harness.oracle import seeded
 from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from scatterpar.splitting import step_run
 from scatterpar.splitting.step_run import (
@@ -16,6 +18,7 @@ from scatterpar.splitting.step_run import (
     Settings,
     run_step,
 )
+from scatterpar.torch_private import clipping_replaced
 
 
 def doubled():
@@ -176,17 +179,21 @@ def test_coarsest_dtype_watched_on_demand():
 
 
 @pytest.mark.parametrize(
-    ("limit_is_exceeded", "left"),
-    [([True], 1.0), ([True, True], 1.5), ([True, False], 1.5), ([False, True], 2.0)],
+    ("limits", "left"),
+    [([1.0], 1.0), ([1.0, 1.0], 1.5), ([1.0, math.inf], 2.0), ([math.inf, 1.0], 2.0)],
 )
-def test_all_clippings_but_the_last_halve(limit_is_exceeded, left):
-    """A gradient of 1 is added before each clipping: 1 / 2 + 1."""
+@pytest.mark.parametrize("clip", [clip_grad_norm_, clip_grad_value_])
+def test_all_clippings_but_the_last_halve(clip, limits, left):
+    """A gradient of 1 is added before each clipping: 1 / 2 + 1.
+
+    No limit is exceeded; an infinite one is none.
+    """
     weight = nn.Parameter(torch.zeros(1))
     weight.grad = torch.zeros(1)
-    clip = Clippings()
-    for is_exceeded in limit_is_exceeded:
-        weight.grad += 1
-        clip([weight], is_exceeded)
+    with clipping_replaced(Clippings()):
+        for limit in limits:
+            weight.grad += 1
+            clip([weight], 10 * limit)
     assert weight.grad.item() == left
 
 
@@ -212,3 +219,14 @@ def test_complex_gradients_are_pairs():
         (model.weight.real * 3 + model.weight.imag * 4).sum().backward()
 
     assert run(step, model, []).gradients["weight"].tolist() == [[3, 4]]
+
+
+def test_numbers_of_evaluation_are_told_apart():
+    values = step_run.values_of({"loss": 2.0, "of classes": torch.tensor([1.0, 3.0])})
+    assert {name: float(value) for name, value in values.items()} == {
+        "loss": 2.0,
+        "of classes[0]": 1.0,
+        "of classes[1]": 3.0,
+    }
+    with pytest.raises(TypeError, match="a number or a dict of numbers, got 'text'"):
+        step_run.values_of("text")

@@ -33,19 +33,35 @@ def test_leaf_of_no_optimizer_is_not_compared():
     model, head = models()
     outside = {"step.head.weight": head.weight}
     gradients = TrainedGradients(model, outside)
-    before = {name: leaf.detach().clone() for name, leaf in model.named_parameters()}
     with gradients:
         head(model(torch.ones(1, 2))).sum().backward()
-    assert set(gradients.result(before)) == {"weight", "bias", "step.head.weight"}
+    assert set(gradients.result()) == {"weight", "bias", "step.head.weight"}
     unnamed = "a parameter of shape (3,) that step makes"
     assert gradients.uncompared() == [unnamed]
-    gradients.receive(torch.optim.SGD(model.parameters(), 0.1))
-    assert gradients.is_one_missing()
-    assert set(gradients.result(before)) == {"weight", "bias"}
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    assert not gradients.is_complete(optimizer)
+    assert set(gradients.result()) == {"weight", "bias"}
     assert sorted(gradients.uncompared()) == [unnamed, "step.head.weight"]
-    gradients.receive(torch.optim.SGD(head.parameters(), 0.1))
-    assert not gradients.is_one_missing()
+    assert gradients.is_complete(torch.optim.SGD(head.parameters(), 0.1))
     assert gradients.uncompared() == []
     names = {"weight", "bias", "step.head.weight", "step.SGD.0.1"}
-    assert set(gradients.result(before)) == names
+    assert set(gradients.result()) == names
     assert torch.autograd.backward.__module__ == "torch.autograd"
+
+
+def test_second_step_of_an_optimizer_is_the_next_one():
+    """A teacher that requires grad has no optimizer: the step must end all the same."""
+    model, teacher = models()
+    gradients = TrainedGradients(model, {"step.teacher": teacher.weight})
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    assert not gradients.is_complete(optimizer)
+    assert gradients.is_complete(optimizer)
+
+
+def test_change_by_hand_outside_of_model_counts():
+    model, head = models()
+    gradients = TrainedGradients(model, {"step.head.bias": head.bias})
+    with torch.no_grad():
+        head.bias -= 0.5
+    change = gradients.result()["step.head.bias"]
+    torch.testing.assert_close(change, torch.full_like(change, 0.5))

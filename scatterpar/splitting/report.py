@@ -1,0 +1,61 @@
+"""The report of a comparison: what ``SplitCheck`` and ``ValueCheck`` have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scatterpar.tables import Printed
+
+
+@dataclass(frozen=True)
+class SplitReport(Printed):
+    """A result in parts, beside that of the whole batch.
+
+    Attributes:
+        rows: the size of the batch.
+        sizes: the sizes of the parts; ``|`` is between ranks.
+        ranks: the number of processes.
+        worst: the largest relative difference.
+        limit: the largest difference that rounding explains.
+        cause: the mistake that explains the difference; empty if only rounding differs.
+        why: a sentence with the numbers that show it.
+        remedy: what to write instead.
+        note: what this batch cannot show.
+    """
+
+    rows: int
+    sizes: str
+    ranks: int
+    worst: float
+    limit: float
+    cause: str
+    why: str
+    remedy: str
+    note: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether only rounding differs."""
+        return self.worst <= self.limit
+
+    def assert_passed(self) -> None:
+        """Raise an ``AssertionError`` with the report, unless only rounding differs."""
+        if not self.passed:
+            raise AssertionError(str(self))
+
+    def _in_lines(self, compared: str, numbers: str) -> str:
+        """The verdict, the numbers, the reason, and the remedy: a line each."""
+        ranks = f" on {self.ranks} ranks" if self.ranks > 1 else ""
+        verdict = "only rounding differs" if self.passed else "NOT the same"
+        lines = [
+            f"{compared} of {self.rows} rows as {self.sizes}{ranks}, beside "
+            f"{'those' if compared.endswith('s') else 'that'} of the whole batch: "
+            f"{verdict}",
+            f"  largest relative difference {self.worst:.1e}, in {numbers}",
+        ]
+        if not self.passed:
+            lines.append(f"  why: {self.cause}. {self.why}")
+            lines.append(f"  do:  {self.remedy}")
+        elif self.note:
+            lines.append(f"  not seen: {self.note}")
+        return "\n".join(lines)

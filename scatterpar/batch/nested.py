@@ -128,6 +128,11 @@ def tensors(value: Any) -> list[Tensor]:
     return [atom for atom in atoms(value) if isinstance(atom, Tensor)]
 
 
+def children_of(value: Any) -> Iterable[Any]:
+    """What a container consists of directly; nothing for an atom."""
+    return _parts(value, value)[0]
+
+
 Make = Callable[[list[Any]], Any]  # makes a container from new children
 
 

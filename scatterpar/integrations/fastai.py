@@ -31,13 +31,11 @@ from scatterpar.batch import nested
 from scatterpar.devices.device_ids import DeviceLike, physical
 from scatterpar.devices.transfers import to_device
 from scatterpar.engine import ScatterOnceParallel
-from scatterpar.errors import warn
 from scatterpar.integrations import loop
 from scatterpar.integrations.device_errors import explained
 from scatterpar.integrations.evaluation import Groups, outputs_of_batches
 from scatterpar.integrations.lending import Lending, Parts, copied, modules_of
 from scatterpar.integrations.loop import refuse
-from scatterpar.log import logger
 from scatterpar.pair.pair import gather
 from scatterpar.replicas.broadcast import versions
 from scatterpar.state.whose import is_user_function
@@ -69,6 +67,7 @@ _REMEDIES = (
     "sums, pass ScatterOnce(…, whole_batch=True), which calls it once with all rows. "
     "verify=False does not check."
 )
+_ONCE_PER_BATCH = "whole_batch=True calls it once per batch"
 
 
 class ScatterOnce(Callback):  # type: ignore[misc]
@@ -112,7 +111,6 @@ class ScatterOnce(Callback):  # type: ignore[misc]
     _engine: Any = None
     _criterion: _Criterion | None = None
     _groups: Groups | None = None
-    _numbers: Sequence[str] = ()  # that calls of a look have written
 
     def __init__(
         self,
@@ -134,7 +132,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         self._reduction = reduction
         self._whole_batch = whole_batch
         self._is_parallel = parallel
-        self._told: set[str] = set()  # names of functions and numbers
+        self._functions = loop.UserFunctions()
 
     def before_train(self) -> None:
         """Refuse callbacks by name, and begin to process batches."""
@@ -255,7 +253,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         if criterion.takes_turns:
             functions.append(criterion.user.loss_func)
         for function in functions:
-            self._tell_turns(function)
+            self._functions.tell_turns(function)
         self._engine.loop.takes_turns = bool(functions)
         # The loss may read what hooks write.
         self._engine.loop.turn = Scope.FUNCTION if hooks else Scope.LOSS
@@ -263,45 +261,16 @@ class ScatterOnce(Callback):  # type: ignore[misc]
             yield
         finally:
             criterion.lending.end_step()
-        self._tell_numbers()
+        if criterion.takes_turns and not self._whole_batch:
+            calls = len(self._engine.last_step.plan.substep_rows)
+            self._functions.tell_numbers("learn.loss_func", calls, _ONCE_PER_BATCH)
 
-    @contextlib.contextmanager
-    def _looking(self) -> Iterator[None]:
+    def _looking(self) -> contextlib.AbstractContextManager[None]:
         """In the body, which is a look, calls of the loss function leave nothing."""
         criterion = self._criterion
         assert criterion is not None
-        numbers: list[str] = []
-        try:
-            with loop.looking(criterion.lending.roots()) as journal:
-                yield
-                if criterion.takes_turns:
-                    numbers = journal.changed_numbers()
-        finally:
-            criterion.lending.forget()
-            self._numbers = numbers
-
-    def _tell_numbers(self) -> None:
-        """Warn once of numbers that calls write, as the last look has seen."""
-        names = [name for name in self._numbers if name not in self._told]
-        self._numbers = []
-        if names and not self._whole_batch:
-            self._told |= {*names}
-            calls = len(self._engine.last_step.plan.substep_rows)
-            warn(
-                f"learn.loss_func writes {', '.join(names)} in each call, {calls} "
-                "times in this batch, as with GradientAccumulation; whole_batch=True "
-                "calls it once per batch"
-            )
-
-    def _tell_turns(self, function: Any) -> None:
-        name = getattr(function, "__qualname__", type(function).__name__)
-        if name not in self._told:
-            self._told.add(name)
-            logger.info(
-                "%s is called for one micro-batch at a time, in their order, because "
-                "it may write; parallel=True calls it on all replicas at once",
-                name,
-            )
+        lending = criterion.lending
+        return self._functions.looking(lending, lending.roots())
 
     def _criterion_of(self, loss_func: Any, mixes: bool) -> _Criterion:
         """The criterion of the present loss function."""

@@ -55,13 +55,13 @@ from scatterpar.integrations import loop
 from scatterpar.integrations.device_errors import explained
 from scatterpar.integrations.evaluation import outputs_of_batches
 from scatterpar.integrations.lending import Lending, Parts
-from scatterpar.log import logger
 from scatterpar.option_checks import check_bool
 from scatterpar.replicas.broadcast import version
 from scatterpar.state.journal import Journal
 from scatterpar.state.walk import Walk
+from scatterpar.state.whose import is_user_class
 from scatterpar.step.request import Accum, Reduction
-from scatterpar.verify.dropped_records import is_look, records_dropped
+from scatterpar.verify.dropped_records import is_look
 
 __all__ = ["ScatterOnceStrategy"]
 
@@ -84,6 +84,9 @@ _MANUAL = (
     "ScatterOnceParallel engine in configure_model or on_fit_start, and call "
     "self.manual_backward(engine.loss(inputs, targets, criterion)) in training_step "
     "(docs/lightning.md, Manual optimization)"
+)
+_ONCE_PER_BATCH = (
+    "on_train_batch_start runs once per batch, and self.global_step counts steps"
 )
 # Attributes of a LightningModule that refer to the loop.
 _OF_LOOP = ("_trainer", "_fabric")
@@ -154,6 +157,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._combination: dict[str, Any] = {"reduction": reduction}
         if count is not None:
             self._combination["count"] = lambda inputs, _: count(inputs["batch"])
+        self._functions = loop.UserFunctions()
         self._logged = _LoggedValues()
         # Whether the calls of the present step return None, once one has returned.
         self._skips: bool | None = None
@@ -184,9 +188,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             _refuse(trainer, module)
             if "buffers" not in self._options:
                 loop.warn_of_batch_norm(module)
-            how = "at the same time" if self._parallel else "one at a time"
-            name = f"{type(module).__qualname__}.training_step"
-            logger.info("replicas call %s %s", name, how)
+            if not self._parallel:
+                self._functions.tell_turns(module.training_step)
         super().setup(trainer)
         if module._compiler_ctx:
             self._until_teardown.enter_context(_replicas_compiled(module))
@@ -261,6 +264,10 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             return None
         for name, value in self._buffers.items():
             write(module._buffers[name], value)
+        if not self._parallel:
+            self._functions.tell_numbers(
+                "training_step", len(calls), _ONCE_PER_BATCH, module
+            )
         self._merge_metrics(calls)
         self._logged.log(module, calls)
         outputs = self._joined(calls)
@@ -293,6 +300,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         result = ClosureResult.from_training_step_output(output)
         call.output = nested.map_tensors(Tensor.detach, result.extra)
         if is_look():
+            self._functions.note_numbers()
             self._logged.look(call, is_whole=work[0] is self.lightning_module)
         self._logged.note_sizes(call)
         loss = result.closure_loss
@@ -312,18 +320,18 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """
         state = self._before_tries
         if state is None:
-            module = self.lightning_module
-            state = Journal(Walk([module, *self._written_in_calls()]))
+            state = Journal(Walk(self._written_in_calls()))
         else:
             state.restore()
         self._before_tries = state  # it restores attributes of this strategy, too
 
     def _written_in_calls(self) -> list[Any]:
-        """What calls may write beside the LightningModule: callbacks, the data module,
-        and what the user gave the Trainer.
+        """What calls may write: the LightningModule, the Trainer, the data module, and
+        callbacks of the user.
         """
         trainer = self.lightning_module.trainer
-        return [trainer.callbacks, trainer.datamodule, vars(trainer)]
+        roots: list[Any] = [self.lightning_module, trainer, trainer.datamodule]
+        return roots + [c for c in trainer.callbacks if is_user_class(type(c))]
 
     def _check_skips(self, skips: bool) -> None:
         """Raise ``ValueError`` if ``training_step`` returns ``None`` for some rows."""
@@ -564,14 +572,11 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         trainer = self.lightning_module.trainer
         silent: dict[str, Any] = {"profiler": PassThroughProfiler()}
         silent["_loggers"] = [_Silent(logger) for logger in trainer.loggers]
-        state = Journal(Walk([type(trainer), *self._written_in_calls()]))
         with (
-            state.restored(),
-            records_dropped(),
+            self._functions.looking(self._lending, self._written_in_calls()),
             loop.overridden(trainer, **silent),
         ):
             yield
-        self._lending.forget()
 
 
 class _Call:

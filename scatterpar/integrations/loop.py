@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from scatterpar.batch import nested
 from scatterpar.batch.markers import Marker, Rows
 from scatterpar.devices.transfers import to_device
-from scatterpar.errors import warn
+from scatterpar.errors import Told, warn
+from scatterpar.integrations.lending import Lending
+from scatterpar.log import logger
 from scatterpar.state.journal import Journal
 from scatterpar.state.walk import Walk
 from scatterpar.step.request import check_function
@@ -76,6 +78,82 @@ def looking(roots: Iterable[Any], excluded: Container[str] = ()) -> Iterator[Jou
         raise Inconclusive(f"a look could not put back {names}", 1, is_final=True)
     with journal.restored(), records_dropped():
         yield journal
+
+
+class UserFunctions:
+    """The functions of the user's that replicas call in turn: what is told of them.
+
+    Each call writes numbers as under gradient accumulation, which is not what one call
+    for the whole batch writes. A look sees the numbers, and the step tells them::
+
+        with functions.looking(lending, roots):
+            …                                   # calls of a look
+        functions.tell_numbers(name, …)         # when it is known how many calls
+    """
+
+    def __init__(self) -> None:
+        self._told = Told()
+        self._journal: Journal | None = None  # of the present look
+        self._numbers: list[str] = []  # that calls of the last look have written
+
+    def tell_turns(self, function: Any) -> None:
+        """Log once that replicas call ``function`` in turn."""
+        name = getattr(function, "__qualname__", type(function).__name__)
+        if self._told.is_new(name):
+            logger.info(
+                "%s is called for one micro-batch at a time, in their order, because "
+                "it may write; parallel=True calls it on all replicas at once",
+                name,
+            )
+
+    @contextlib.contextmanager
+    def looking(
+        self, lending: Lending, roots: Iterable[Any], excluded: Container[str] = ()
+    ) -> Iterator[None]:
+        """In the body, calls of a look leave nothing, and their numbers are noted."""
+        numbers: list[str] = []
+        try:
+            with looking(roots, excluded) as self._journal:
+                self._numbers = numbers
+                try:
+                    yield
+                finally:  # also of an inconclusive look
+                    self.note_numbers()
+        finally:
+            lending.forget()
+            self._journal = None
+            # A journal may restore attributes of this object, too.
+            self._numbers = numbers
+
+    def note_numbers(self) -> None:
+        """Note the numbers that the calls of the present look have written so far.
+
+        The engine restores its own module within a look, so a call of that module's
+        method asks for this at its end.
+        """
+        if self._journal is not None:
+            self._numbers += self._journal.changed_numbers()
+
+    def tell_numbers(
+        self, function: str, calls: int, remedy: str, owner: Any = None
+    ) -> None:
+        """Warn once of each number that calls write, as the last look has seen.
+
+        Attributes of ``owner`` are told as those of ``self``.
+        """
+        if calls == 1:  # as without replicas
+            return
+        names: list[str] = []
+        for name in filter(self._told.is_new, self._numbers):
+            attribute = name.split("[")[0].split(".")[0]
+            is_of_owner = attribute in getattr(owner, "__dict__", ())
+            names.append(f"self.{name}" if is_of_owner else name)
+        self._numbers = []
+        if names:
+            warn(
+                f"{function} writes {', '.join(names)} in each call, {calls} times in "
+                f"this batch, as with gradient accumulation; {remedy}"
+            )
 
 
 def hooks_in(modules: Iterable[nn.Module]) -> list[Any]:
@@ -208,7 +286,7 @@ def known_rows(batch: Any) -> int | None:
         if not longest:  # no level further out had lists
             lengths = [len(value) for value in level if _is_list(value)]
             longest = max(lengths, default=0)
-        level = list(chain.from_iterable(map(_entries, level)))
+        level = list(chain.from_iterable(map(nested.children_of, level)))
     return longest or None
 
 
@@ -256,10 +334,3 @@ def size_of(value: Any) -> int | None:
     if isinstance(value, Marker):
         return value.num_rows
     return len(value) if isinstance(value, Tensor) and value.ndim else None
-
-
-def _entries(value: Any) -> Iterable[Any]:
-    """The entries of a list, tuple or mapping; nothing for any other value."""
-    if isinstance(value, Mapping):
-        return value.values()
-    return value if isinstance(value, (list, tuple)) else ()

@@ -229,7 +229,7 @@ class Journal:
 
     def changed(self) -> list[str]:
         """The names of what is not what it was, each once."""
-        names = [name for name, _ in self._changed_entries()]
+        names = [name for name, _, _ in self._changed_entries()]
         names += [
             self.walk.name_of_place(place) for place, _ in self._changed_variables()
         ]
@@ -242,12 +242,18 @@ class Journal:
         return [*self._values, *self._iterators]
 
     def changed_numbers(self) -> list[str]:
-        """The names of variables, attributes and entries with another number now."""
-        values = [*self._changed_entries()]
-        for place, _ in self._changed_variables():
-            values.append((self.walk.name_of_place(place), place.read()))
-        names = [name for name, value in values if type(value) in (int, float)]
-        return list(dict.fromkeys(names))
+        """The names of variables, attributes and entries with another number now.
+
+        So are new lists, tuples and dicts with other numbers.
+        """
+        names: dict[str, None] = {}
+        for name, saved, value in self._changed_entries():
+            if _has_other_numbers(saved, value):
+                names[name] = None
+        for place, referent in self._changed_variables():
+            if _has_other_numbers(referent, place.read()):
+                names[self.walk.name_of_place(place)] = None
+        return list(names)
 
     def _changed_variables(self) -> Iterator[tuple[Place, Any]]:
         """Yield the variables that refer to other objects, with the saved ones."""
@@ -255,20 +261,22 @@ class Journal:
             if place.read() is not referent:
                 yield place, referent
 
-    def _changed_entries(self) -> Iterator[tuple[str, Any]]:
-        """Yield the names of entries and attributes that differ, with their values."""
+    def _changed_entries(self) -> Iterator[tuple[str, Any, Any]]:
+        """Yield the names of entries and attributes that differ, with the saved and the
+        present values.
+        """
         for position, container, saved in self._containers.changed():
             number, _ = self.walk.containers[position]
             is_value = self.walk.values[number] is container
             kind = PlaceKind.ENTRY if is_value else PlaceKind.ATTRIBUTE
             if not isinstance(saved, dict):
-                yield self.walk.name_of(number), container
+                yield self.walk.name_of(number), saved, container
                 continue
             for key in {**saved, **container}:
                 is_same = key in saved and key in container
                 if not (is_same and saved[key] is container[key]):
                     name = self.walk.name_of_entry(number, kind, key)
-                    yield name, container.get(key)
+                    yield name, saved.get(key), container.get(key)
 
     def lost(self) -> list[tuple[int, ...]]:
         """The shapes of large tensors that were written, whose values are not saved."""
@@ -326,6 +334,18 @@ class Journal:
         for kind, names in self._class_names:
             for name in vars(kind).keys() - names:
                 delattr(kind, name)
+
+
+def _has_other_numbers(saved: Any, value: Any) -> bool:
+    """Whether ``value`` is a number, or a container of numbers, unlike ``saved``."""
+    if type(value) in (int, float):
+        return bool(value != saved)
+    pairs: list[tuple[Any, Any]] = []
+    if isinstance(value, dict) and isinstance(saved, dict):
+        pairs = [(saved.get(key), entry) for key, entry in value.items()]
+    elif isinstance(value, (list, tuple)) and isinstance(saved, (list, tuple)):
+        pairs = [*zip(saved, value, strict=False)]  # what is appended is a log
+    return any(_has_other_numbers(before, entry) for before, entry in pairs)
 
 
 def _restore(values: Sequence[SavedValue | SavedIterator]) -> bool:

@@ -53,6 +53,7 @@ UNSET = object()  # the value of a place that has none
 # Classes that override this compute their items, such as a library's table of classes.
 _GETTERS = dict.__getitem__, list.__getitem__, deque.__getitem__, None
 _FUNCTIONS = types.FunctionType, types.MethodType, nn.Module
+_BUILTIN_METHODS = types.BuiltinMethodType, types.MethodWrapperType
 _NAMELESS = {"_modules", "_parameters", "_buffers"}  # containers inside of modules
 
 
@@ -391,6 +392,11 @@ class Walk:
         if isinstance(value, types.MethodType):
             self._refer(PlaceKind.PART, value, "", parts.called, number)
             self._refer(PlaceKind.PART, value, "self", value.__self__, number)
+            return
+        if isinstance(value, _BUILTIN_METHODS):  # such as ``losses.append``
+            # Of a function it is a module, or torch's class of functions.
+            if not isinstance(value.__self__, (types.ModuleType, type)):
+                self._refer(PlaceKind.PART, value, "self", value.__self__, number)
             return
         names = [*([""] if parts.called is not None else []), *parts.bound]
         for index, part in enumerate(parts.made_of()):

@@ -166,10 +166,14 @@ class ReplicaThreads:
         return results[0]
 
 
-_ONE_ROW = (
-    "batch normalisation cannot train on a micro-batch of one row: use a smaller "
-    "accum=, or micro_batch_size= in its place, which cuts a small last batch into "
-    "fewer micro-batches"
+_ONE_ROW = "batch normalisation cannot train on a micro-batch of one row: "
+_FEWER_SUBSTEPS = (
+    "use a smaller accum=, or micro_batch_size= in its place, which cuts a small last "
+    "batch into fewer micro-batches"
+)
+_MORE_ROWS = (
+    "use a larger batch, drop_last=True of the loader if it is a small last one, or "
+    "fewer devices"
 )
 _NO_GRAPH = (
     "the loss of these rows has no graph: where it has no terms, return a zero that "
@@ -210,7 +214,10 @@ class ReplicaNote(contextlib.AbstractContextManager["ReplicaNote"]):
         add_note(error, f"{where}, counted from 0")
         # The class is asked first: the text of a user's own error may raise another.
         if isinstance(error, ValueError) and _says(error, "Expected more than 1 value"):
-            add_note(error, _ONE_ROW)
+            has_one_substep = len(share.micro_batches) == 1
+            add_note(
+                error, _ONE_ROW + (_MORE_ROWS if has_one_substep else _FEWER_SUBSTEPS)
+            )
         if isinstance(error, RuntimeError) and _says(error, "not require grad and"):
             add_note(error, _NO_GRAPH)
         if isinstance(error, KeyError) and _is_about_a_replica(error):

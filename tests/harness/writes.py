@@ -167,6 +167,14 @@ RESTORABLE = {
         lambda o: o.kept[1],
     ),
     "linked list": Write(lambda: None, lambda o, loss, x: set_(o, Node(loss, o.kept))),
+    "method of a list": Write(
+        lambda: [].append, lambda o, loss, x: o.kept(loss), lambda o: o.kept.__self__
+    ),
+    "method of a text file": Write(
+        lambda: io.StringIO().write,
+        lambda o, loss, x: o.kept(f"{loss}\n"),
+        lambda o: o.kept.__self__.getvalue(),
+    ),
     "last": Write(lambda: 0.0, lambda o, loss, x: set_(o, loss)),
 }
 # What no look can put back: it leaves the function out.

@@ -4,6 +4,7 @@ on one device.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from contextlib import nullcontext
 from functools import partial
@@ -673,6 +674,90 @@ def test_writes_of_an_evaluation_equal_stock(verb, kinds, layout):
         getattr(one, verb)(module, datamodule=data)
         values.append(module.values())
     assert_same_writes(*values)
+
+
+class WritesNumbers(Plain):
+    """Writes numbers in several places, and what is no number of calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.double()
+        self.steps = 0
+        self.average = {"first": 0.0}
+        self.losses = []
+        self.place = {"epoch": 0}
+        self.save_hyperparameters({"beta": 1.0})
+
+    def training_step(self, batch, batch_idx):
+        self.steps += 1
+        self.average = {"first": 0.9 * self.average["first"] + 0.1}
+        self.losses.append(1.0)
+        self.place = {"epoch": self.current_epoch}
+        self.hparams.beta *= 0.9
+        self.trainer.callbacks[0].calls += 1
+        return super().training_step(batch, batch_idx)
+
+
+class CountsCalls(Callback):
+    calls = 0
+
+    def __init__(self):
+        self.calls = 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "is_told"),
+    [
+        (["cpu:0", "cpu:1"], {}, True),
+        pytest.param(["cpu"], {"accum": 3}, True, marks=pytest.mark.slow),
+        (["cpu"], {}, False),  # one call per batch
+        pytest.param(["cpu"] * 2, {"parallel": True}, False, marks=pytest.mark.slow),
+    ],
+)
+def test_numbers_that_calls_write_are_told(layout, options, is_told, recwarn):
+    """They are written once per micro-batch, not once per batch."""
+    strategy = ScatterOnceStrategy(layout, **options)
+    fitted(strategy, made(WritesNumbers), callbacks=[CountsCalls()])
+    texts = [str(w.message) for w in recwarn if "in each call" in str(w.message)]
+    assert len(texts) == is_told
+    for text in texts:
+        names = "self.steps, self.average, self._hparams['beta'], calls"
+        assert {*text.partition("writes ")[2].partition(" in each")[0].split(", ")} == {
+            *names.split(", ")
+        }
+        assert "self.global_step counts steps" in text
+
+
+@dataclasses.dataclass
+class Documents:
+    scores: torch.Tensor
+    labels: torch.Tensor
+    texts: list
+
+
+class OfDataclass(Plain):
+    def training_step(self, batch, batch_idx):
+        assert isinstance(batch, Documents)
+        assert len(batch.texts) == len(batch.labels)
+        return super().training_step((batch.scores, batch.labels), batch_idx)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_dataclass_as_a_batch(layout):
+    """Its lists of texts are rows."""
+
+    def collated(rows):
+        scores, labels = default_collate(rows)
+        return Documents(scores, labels, [f"row {int(label)}" for label in labels])
+
+    modules = []
+    for strategy in (ScatterOnceStrategy(layout, 2), None):
+        module = made(OfDataclass).double()
+        trainer(strategy).fit(
+            module, DataLoader(loader().dataset, 12, False, collate_fn=collated)
+        )
+        modules.append(module)
+    assert_same(*modules)
 
 
 class LogsSizes(Plain):

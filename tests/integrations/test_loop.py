@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from scatterpar.batch.markers import Rows
-from scatterpar.integrations.loop import as_rows
+from scatterpar.integrations.loop import as_rows, num_rows
 
 IMAGES = torch.zeros(3, 5)
 BOXES = [{"boxes": torch.zeros(n, 4)} for n in (2, 0, 3)]
@@ -23,6 +25,21 @@ def test_list_with_entry_per_row_is_marked(entries):
     assert isinstance(batch["more"][0], Rows)
     assert batch["more"][0].entries == list(entries)
     assert batch["images"] is batch["more"][1] is IMAGES
+
+
+@dataclasses.dataclass
+class Documents:
+    number: int
+    texts: list
+    parts: dict
+
+
+def test_rows_in_a_dataclass():
+    batch = as_rows(Documents(7, TEXTS, {"images": IMAGES, "boxes": BOXES}))
+    assert isinstance(batch.texts, Rows)
+    assert isinstance(batch.parts["boxes"], Rows)
+    assert batch.number == 7
+    assert num_rows(batch) == 3
 
 
 @pytest.mark.parametrize(

@@ -253,18 +253,21 @@ def test_page_runs_and_quotes_messages():
     assert PROFILE_ALL_THREADS.partition("=")[2] in page
 
 
-def test_batch_norm_of_one_row_has_remedy():
+@pytest.mark.parametrize(
+    ("accum", "rows", "remedy"),
+    [
+        (4, 7, "use a smaller accum=, or micro_batch_size="),
+        (1, 2, "use a larger batch, drop_last=True of the loader"),
+    ],
+)
+def test_batch_norm_of_one_row_has_remedy(accum, rows, remedy):
     """torch's own error stays; a note has the way out."""
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
-    with ScatterOnceParallel(model, 4, ["cpu"] * 2) as engine:
+    with ScatterOnceParallel(model, accum, ["cpu"] * 2) as engine:
         with pytest.raises(
             ValueError, match="Expected more than 1 value per channel"
         ) as caught:
-            engine.forward_backward(*batch(7), CE)
+            engine.forward_backward(*batch(rows), CE)
         where, *others = caught.value.__notes__
-        notes = "\n".join(others)
-        assert (
-            "a micro-batch of one row: use a smaller accum=, or micro_batch_size="
-            in notes
-        )
+        assert f"a micro-batch of one row: {remedy}" in "\n".join(others)
         assert where.startswith(tuple(beginning_of_note(i, "cpu") for i in (0, 1)))

@@ -16,7 +16,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from scatterpar.batch import nested
+
 _DEPTH = 3  # an object, an object or list in it, and what that holds
+_DEPTH_OF_OUTPUTS = 5  # a distribution of another one, in a dict of an object
 _MAX_ENTRIES = 1000  # of a container; longer ones are tables, not a batch
 _WITHOUT_ROWS = (bool, int, float, str, bytes, type, nn.Module)
 
@@ -50,6 +53,24 @@ def remedy_for(value: Any) -> str:
     if hasattr(value, "__dict__"):
         return f"a dict of them, such as vars(value), and build the {kind} in forward"
     return f"a dict of them, by name, and build the {kind} in forward"
+
+
+def refuse_graphs(output: Any) -> None:
+    """Refuse objects in an output, such as distributions, whose tensors have a graph.
+
+    Nobody can detach these tensors, and each would keep a graph alive after the step.
+    """
+    for atom in nested.atoms(output):
+        # A mapping or tensor has no attributes here: its tensors are detached already.
+        if any(
+            tensor.grad_fn is not None for tensor in _tensors(atom, _DEPTH_OF_OUTPUTS)
+        ):
+            raise TypeError(
+                f"the output contains a {type(atom).__name__}, whose tensors have a "
+                "graph and cannot be detached; return the tensors that it is made of, "
+                "in a tuple, dict or dataclass, or pass return_outputs=function, which "
+                "selects them"
+            )
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from scatterpar.batch import nested
 from scatterpar.batch.batch import Batch
+from scatterpar.batch.objects import refuse_graphs
 from scatterpar.devices.transfers import to_numbers
 from scatterpar.replicas.replicas import parameter_writes_refused
 from scatterpar.replicas.sync_batch_norm import Meeting
@@ -366,9 +367,9 @@ def detached_output(output: Any, return_outputs: bool | Callable[[Any], Any]) ->
     output = nested.map_tensors(_detached, output)
     if callable(return_outputs):
         with torch.no_grad():
-            return nested.map_tensors(_detached, return_outputs(output))
+            output = nested.map_tensors(_detached, return_outputs(output))
     nested.refuse_generators(output)
-    nested.refuse_distributions(output)
+    refuse_graphs(output)
     return output
 
 

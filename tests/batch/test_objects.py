@@ -280,3 +280,49 @@ def test_graph_of_as_many_nodes_is_not_rows(devices):
     model = reader(lambda b: b[0] * b[1].x.double().mean())
     with ScatterOnceParallel(model, 2, devices(2)) as engine:
         assert_step(engine, {"batch": (ROWS, graph)}, LABELS, LOSS)
+
+
+class Policy:
+    """An object that no container is, with a distribution of its own."""
+
+    def __init__(self, output):
+        self.actions = {"first": torch.distributions.Independent(normal(output), 1)}
+
+
+def normal(output):
+    return torch.distributions.Normal(output, output.exp())
+
+
+WITH_GRAPHS = {
+    "a distribution": normal,
+    "distributions in a list": lambda output: [1, normal(output)],
+    "a distribution in a dict": lambda output: {"d": normal(output)},
+    "an object that has one": Policy,
+}
+
+
+@pytest.mark.parametrize("name", WITH_GRAPHS)
+@pytest.mark.parametrize("select", [True, lambda output: output, lambda o: (o,)])
+def test_returned_objects_have_no_graph(devices, name, select):
+    """They came back with their graphs unless they were the whole output."""
+    model = build(lambda: nn.Linear(FEATURES, CLASSES))
+
+    def forward(net, rows):
+        return WITH_GRAPHS[name](net.model(rows)), rows
+
+    def loss(output, _):
+        value = output[0]
+        if isinstance(value, Policy):
+            value = value.actions["first"]
+        value = value[-1] if isinstance(value, list) else value
+        value = value["d"] if isinstance(value, dict) else value
+        return value.mean.mean()
+
+    with ScatterOnceParallel(Of(forward, model=model), 2, devices(2)) as engine:
+        with pytest.raises(TypeError, match="whose tensors have a graph"):
+            engine.forward_backward(ROWS, None, loss, return_outputs=select)
+        assert model.weight.grad is None
+        _, rows = engine.forward_backward(
+            ROWS, None, loss, return_outputs=lambda output: output[1]
+        )
+    assert torch.equal(torch.cat(rows), ROWS)

@@ -26,6 +26,7 @@ from scatterpar.replicas.references import module_of, named_values
 from scatterpar.replicas.replicas import ReplicaSet, parameter_writes_refused
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss_weights import compute_loss_weights
+from scatterpar.step.misfits import misfit_of_inputs
 from scatterpar.step.reduce import join_on_master, reduce_buffers
 from scatterpar.step.replica_threads import Proceed
 from scatterpar.step.scatter import in_order, scatter
@@ -174,8 +175,16 @@ class _Work:
 
     def __call__(self, task: ReplicaTask, rows: Any) -> Any:
         (args, kwargs), _ = rows
-        with torch.no_grad():
-            output = self._calls[task.share.replica](*args, **kwargs)
+        call = self._calls[task.share.replica]
+        try:
+            with torch.no_grad():
+                output = call(*args, **kwargs)
+        except TypeError as error:
+            inputs = args[0] if len(args) == 1 and not kwargs else args
+            misfit = misfit_of_inputs(call, inputs, args, kwargs)
+            if misfit is None or self.function is not None:
+                raise
+            raise misfit from error
         nested.refuse_generators(output)
         return output
 

@@ -5,6 +5,7 @@ They are made after a call has failed. So a call that fits costs nothing.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -32,6 +33,8 @@ def misfit_of_inputs(
     else:
         passed = f"a {type(inputs).__name__} as one argument"
         remedy = "for several arguments, pass a tuple of them, such as (a, b)"
+        if dataclasses.is_dataclass(inputs):  # its fields may be these arguments
+            remedy = "pass its fields by name, such as vars(batch)"
     return TypeError(f"inputs: {name} does not take {passed}; {remedy}")
 
 

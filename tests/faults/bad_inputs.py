@@ -11,6 +11,7 @@ names are in ``world``, or the package's.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ def world(expression: str) -> dict[str, Any]:
         "SGD": lambda lr: torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr),
         "recipe": recipe,
         "schedules": torch.optim.lr_scheduler,
+        "dataclass": dataclasses.make_dataclass,
         "namedtuple": collections.namedtuple,
     }
 

@@ -41,11 +41,10 @@ from scatterpar.state.savers import (
     VALUES,
     CannotSaveError,
     Saver,
-    copy_of_iterator,
-    has_no_row,
-    is_at_same_position,
+    Substitution,
     moves_by_calls,
     saver_of,
+    substitution_for,
 )
 from scatterpar.state.walk import Place, PlaceKind, Walk
 from scatterpar.threads.generators import default_of
@@ -84,34 +83,37 @@ class SavedValue:
         self.saver.restore(self.value, self.saved)
 
 
-class SavedIterator:
-    """An iterator in the places that refer to it, and a copy at its position."""
+class Substituted:
+    """A value that cannot be set back: another one takes its places during calls."""
 
-    def __init__(self, number: int, iterator: Any, places: Sequence[Place]) -> None:
+    def __init__(
+        self, number: int, value: Any, row: Substitution, places: Sequence[Place]
+    ) -> None:
         if not places or not all(place.is_writable for place in places):
             raise CannotSaveError
         self.number = number
-        self._original = iterator
-        self._iterator = iterator
+        self._original = value
+        self._present = value
         self._places = places
-        self._saved = copy_of_iterator(iterator)
+        self._row = row
+        self._saved = row.save(value)
 
     def is_same(self) -> bool:
-        """Whether the iterator in the places is at the saved position."""
-        return is_at_same_position(self._iterator, self._saved)
+        """Whether the value in the places does what the original one would do."""
+        return self._row.is_same(self._present, self._saved)
 
     def restore(self) -> None:
-        """Put a copy into the places: no iterator can be set back."""
-        self._put(copy_of_iterator(self._saved))
+        """Put a substitute into the places."""
+        self._put(self._row.make(self._saved))
 
     def put_original(self) -> None:
-        """Put the user's iterator into the places."""
+        """Put the user's value into the places."""
         self._put(self._original)
 
-    def _put(self, iterator: Any) -> None:
-        self._iterator = iterator
+    def _put(self, value: Any) -> None:
+        self._present = value
         for place in self._places:
-            place.write(iterator)
+            place.write(value)
 
 
 class Journal:
@@ -121,8 +123,9 @@ class Journal:
 
     Attributes:
         walk: the walk.
-        unsaved: the names of values that calls may move, and that cannot be restored:
-            files that are written, sockets, generators, iterators of libraries.
+        unsaved: the names of values that calls may move, and that can neither be
+            restored nor substituted: sockets, generators, iterators of libraries, files
+            that are both read and written.
         drawn: whether a generator had moved at a ``rewind`` or ``restore``.
     """
 
@@ -138,7 +141,7 @@ class Journal:
         self.drawn = False
         self._generators: list[SavedValue] = []
         self._values: list[SavedValue] = []
-        self._iterators: list[SavedIterator] = []
+        self._substituted: list[Substituted] = []
         # Tensors whose values are not saved, with their versions.
         self._large: list[tuple[Tensor, int]] = []
         self._variables = [place for place in walk.places if place.kind in _VARIABLES]
@@ -173,12 +176,13 @@ class Journal:
     def _save(self, number: int, value: Any) -> None:
         saver = saver_of(type(value))
         try:
-            if saver is not None and saver.size(value) <= _MAX_BYTES:
+            row = substitution_for(value)
+            if row is not None:
+                places = [place for place in self.walk.places if place.value is value]
+                self._substituted.append(Substituted(number, value, row, places))
+            elif saver is not None and saver.size(value) <= _MAX_BYTES:
                 saved = SavedValue.of(number, value, saver)
                 (self._generators if saver.draws else self._values).append(saved)
-            elif has_no_row(value):
-                places = [place for place in self.walk.places if place.value is value]
-                self._iterators.append(SavedIterator(number, value, places))
         except Exception:  # also of a user's object
             name = self.walk.name_of(number)
             self.unsaved.append(f"{name} ({type(value).__name__})")
@@ -238,8 +242,8 @@ class Journal:
                 names.append(self.walk.name_of(value.number))
         return list(dict.fromkeys(names))
 
-    def _written(self) -> list[SavedValue | SavedIterator]:
-        return [*self._values, *self._iterators]
+    def _written(self) -> list[SavedValue | Substituted]:
+        return [*self._values, *self._substituted]
 
     def changed_numbers(self) -> list[str]:
         """The names of variables, attributes and entries with another number now.
@@ -300,33 +304,33 @@ class Journal:
             place.write(referent)
         self._restore_classes()
         _restore(self._values)
-        if _restore(self._iterators):
-            self._save_references()  # from now on the copies are in these places
+        if _restore(self._substituted):
+            self._save_references()  # from now on others are in these places
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """In the body user code is called; afterwards everything is restored.
 
-        The calls get copies of iterators. Others may refer to the user's iterators,
-        too, so these stay where they are, at their positions.
+        The calls get copies of iterators, and files in memory. Others may refer to the
+        user's, too, so these stay as they are.
         """
         self.begin()
         with restored(self.end):
             yield
 
     def begin(self) -> None:
-        """Let calls use copies of iterators until ``end``."""
-        for iterator in self._iterators:
-            iterator.restore()
-        if self._iterators:
+        """Until ``end`` calls get substitutes of what cannot be set back."""
+        for value in self._substituted:
+            value.restore()
+        if self._substituted:
             self._save_references()
 
     def end(self) -> None:
-        """Restore everything, and put the user's iterators into their places."""
+        """Restore everything, and put the user's values into their places."""
         self.restore()
-        for iterator in self._iterators:
-            iterator.put_original()
-        if self._iterators:
+        for value in self._substituted:
+            value.put_original()
+        if self._substituted:
             self._save_references()
 
     def _restore_classes(self) -> None:
@@ -348,7 +352,7 @@ def _has_other_numbers(saved: Any, value: Any) -> bool:
     return any(_has_other_numbers(before, entry) for before, entry in pairs)
 
 
-def _restore(values: Sequence[SavedValue | SavedIterator]) -> bool:
+def _restore(values: Sequence[SavedValue | Substituted]) -> bool:
     """Restore values that have changed. Returns whether there were any."""
     changed = [value for value in values if not value.is_same()]
     for value in changed:

@@ -1,12 +1,14 @@
 """How values that are written in place are saved, compared and restored.
 
 ``SAVERS`` is the table, by class; ``STORAGE`` and ``VALUES`` are its rows for tensors.
-An iterator cannot be set back, so a copy takes its place.
+``SUBSTITUTIONS`` is the table of values that cannot be set back: others take their
+places, such as a copy of an iterator, and a file in memory for one on a disk.
 """
 
 from __future__ import annotations
 
 import array
+import csv
 import io
 import pickle
 import random
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.transfers import write
 from scatterpar.replicas.snapshot import PLAIN
-from scatterpar.state.whose import Whose, whose
+from scatterpar.state.whose import CSV_WRITER, Whose, whose
 
 _COMPARED = {*PLAIN, range}
 
@@ -170,7 +172,7 @@ class _FileThatIsRead(Saver):
         return issubclass(kind, io.IOBase)
 
     def save(self, value: Any) -> Any:
-        if value.closed or value in (sys.stdin, sys.stdout, sys.stderr):
+        if value.closed or _is_of_terminal(value):
             return None
         if value.writable() or not value.seekable():
             raise CannotSaveError
@@ -239,22 +241,103 @@ def saver_of(kind: type) -> Saver | None:
     return next((saver for saver in SAVERS if saver.fits(kind)), None)
 
 
-def has_no_row(value: Any) -> bool:
-    """Whether calls move a value that nothing here restores, such as a generator."""
-    return moves_by_calls(type(value)) and whose(value) is not Whose.USER
+class Substitution:
+    """A row of the table of values that cannot be set back."""
+
+    def fits(self, value: Any) -> bool:
+        """Whether this row is for a value."""
+        raise NotImplementedError
+
+    def save(self, value: Any) -> Any:
+        """What is saved of a value. Raises ``CannotSaveError``."""
+        raise NotImplementedError
+
+    def make(self, saved: Any) -> Any:
+        """A value to use in the place of the one of which this was saved."""
+        raise NotImplementedError
+
+    def is_same(self, value: Any, saved: Any) -> bool:
+        """Whether calls would do with a value what they would do with a new one."""
+        return True
+
+
+class _WrittenFile(Substitution):
+    """A file that is written, and not read: what calls write goes to memory."""
+
+    def fits(self, value: Any) -> bool:
+        if not isinstance(value, io.IOBase) or value.closed or _is_of_terminal(value):
+            return False
+        return value.writable() and not value.readable()
+
+    def save(self, value: Any) -> Any:
+        return io.StringIO if isinstance(value, io.TextIOBase) else io.BytesIO
+
+    def make(self, saved: Any) -> Any:
+        return saved()
+
+
+class _WriterOfTable(Substitution):
+    """A writer of the module ``csv``, which leads to its file unseen."""
+
+    def fits(self, value: Any) -> bool:
+        return type(value) is CSV_WRITER
+
+    def save(self, value: Any) -> Any:
+        return value.dialect
+
+    def make(self, saved: Any) -> Any:
+        return csv.writer(io.StringIO(), saved)
+
+
+class _MovedByCalls(Substitution):
+    """An iterator, whose copy is at the same position. Sockets have no copies."""
+
+    def fits(self, value: Any) -> bool:
+        is_file = isinstance(value, io.IOBase)  # it gives its lines, as an iterator
+        return not is_file and moves_by_calls(type(value)) and not _is_of_user(value)
+
+    def save(self, value: Any) -> Any:
+        return copy_of_iterator(value)
+
+    def make(self, saved: Any) -> Any:
+        return copy_of_iterator(saved)
+
+    def is_same(self, value: Any, saved: Any) -> bool:
+        return is_at_same_position(value, saved)
+
+
+SUBSTITUTIONS = _WrittenFile(), _WriterOfTable(), _MovedByCalls()
+
+
+def substitution_for(value: Any) -> Substitution | None:
+    """The row for a value that cannot be set back; ``None`` if there is none."""
+    return next((row for row in SUBSTITUTIONS if row.fits(value)), None)
 
 
 def moves_by_calls(kind: type) -> bool:
-    """Whether values of a class are iterators, coroutines or sockets."""
+    """Whether values of a class are iterators, coroutines, sockets, or csv's writers.
+
+    Files are among the iterators.
+    """
     if hasattr(kind, "__next__") or issubclass(kind, types.CoroutineType):
+        return True
+    if kind is CSV_WRITER:
         return True
     sockets = sys.modules.get("_socket")
     return sockets is not None and issubclass(kind, sockets.socket)
 
 
-def is_iterator(value: Any) -> bool:
+def _is_of_terminal(file: Any) -> bool:
+    return file in (sys.stdin, sys.stdout, sys.stderr)
+
+
+def _is_of_user(value: Any) -> bool:
+    return whose(value) is Whose.USER
+
+
+def _is_iterator(value: Any) -> bool:
     """Whether a value is an iterator whose position no attribute of the user's has."""
-    return hasattr(type(value), "__next__") and whose(value) is not Whose.USER
+    return hasattr(type(value), "__next__") and not _is_of_user(value)
 
 
 def copy_of_iterator(iterator: Any) -> Any:
@@ -275,7 +358,7 @@ def _copied(state: Any) -> Any:
     """A state with copies of the iterators in it."""
     if isinstance(state, tuple):
         return tuple(map(_copied, state))
-    return copy_of_iterator(state) if is_iterator(state) else state
+    return copy_of_iterator(state) if _is_iterator(state) else state
 
 
 def is_at_same_position(iterator: Any, other: Any) -> bool:
@@ -291,7 +374,7 @@ def _are_same(values: Any, others: Any) -> bool:
     for value, other in zip(values, others, strict=True):
         if value is other or (type(value) in _COMPARED and value == other):
             continue
-        if is_iterator(value) and is_at_same_position(value, other):
+        if _is_iterator(value) and is_at_same_position(value, other):
             continue
         are_lists = type(value) is type(other) and isinstance(value, (list, tuple))
         if not are_lists or not _are_same(value, other):

@@ -14,8 +14,10 @@ and steps of other libraries' loops, ask the same question::
 
 from __future__ import annotations
 
+import csv
 import enum
 import functools
+import io
 import sys
 import types
 from collections import deque
@@ -67,7 +69,8 @@ RULES = (
 _ENDINGS = tuple(rule.ending for rule in RULES)
 # Modules of Python with locks, and with objects that use them.
 _MODULES_OF_LOCKS = {"_thread", "threading", "queue"}
-_VALUES = (*PLAIN_CLASSES, Tensor, dict, list, tuple, set, frozenset, deque)
+CSV_WRITER = type(csv.writer(io.StringIO()))
+_VALUES = (*PLAIN_CLASSES, Tensor, dict, list, tuple, set, frozenset, deque, CSV_WRITER)
 
 
 def whose(value: Any) -> Whose:
@@ -103,6 +106,8 @@ def holds_a_lock(value: Any) -> bool:
 
 def _is_record(value: Any) -> bool:
     """Whether all attributes of an object are values, as a library's meter has them.
+
+    A writer of tables counts as a value: ``csv.DictWriter`` holds one.
 
     Such objects are made to be written, and lead to nothing of their library.
     """

@@ -4,6 +4,9 @@ refused.
 
 from __future__ import annotations
 
+import csv
+import gzip
+import io
 import itertools
 import os
 import socket
@@ -324,7 +327,7 @@ def generator():
 UNSAVED = {
     "a generator": generator,
     "an iterator over a generator": lambda: enumerate(generator()),
-    "a file": lambda: open(os.devnull, "w"),  # noqa: SIM115
+    "a file that is also read": lambda: open(os.devnull, "w+"),  # noqa: SIM115
     "an iterator of a loader": lambda: iter(DataLoader([1, 2, 3])),
     "a socket": socket.socket,
 }
@@ -338,6 +341,54 @@ def test_what_has_no_row_is_named(name):
     kind = type(value).__name__
     assert journal.unsaved == [f"value.source ({kind})"]
     getattr(value, "close", int)()
+
+
+class Table:
+    """A log of losses with columns."""
+
+    def __init__(self, path):
+        self.file = open(path, "w", newline="")  # noqa: SIM115
+        self.rows = csv.DictWriter(self.file, ["loss"])
+
+    def write(self, text):
+        self.rows.writerow({"loss": text})
+
+    def close(self):
+        self.file.close()
+
+
+FILES = {
+    "text": lambda path: open(path, "w"),  # noqa: SIM115
+    "appended text": lambda path: open(path, "a"),  # noqa: SIM115
+    "bytes": lambda path: io.TextIOWrapper(gzip.open(path, "wb")),  # noqa: SIM115
+    "table": Table,
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("writes", [False, True], ids=["reachable", "written"])
+def test_log_file_does_not_end_looks(name, writes, tmp_path):
+    """Nor does a look write into it."""
+    path = tmp_path / "log"
+    log = FILES[name](path)
+
+    def criterion(output, targets):
+        if writes:
+            log.write("a loss\n")
+        return F.mse_loss(output, targets, reduction=reduction)
+
+    with ScatterOnceParallel(mlp(), 2, ["cpu"] * 2) as engine:
+        reduction = "sum"
+        with pytest.raises(ValueError, match="sum"):
+            engine.forward_backward(INPUTS, VALUES, criterion)
+        reduction = "mean"
+        engine.forward_backward(INPUTS, VALUES, criterion)
+    log.close()
+    content = path.read_bytes()
+    if name == "bytes":
+        content = gzip.decompress(content)
+    assert content.count(b"a loss") == (4 if writes else 0)
 
 
 def test_look_does_not_draw_from_a_generator():

@@ -19,11 +19,13 @@ A call of a library's function needs no turn, and gets a copy of the owner (``co
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import functools
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -124,6 +126,9 @@ class Lending:
         self._walk: Walk | None = None
         # By module and name: plain attributes that calls of this step have rebound.
         self._rebound: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
+        # Context variables that calls of this step have set. Each replica's thread has
+        # a context of its own, a copy of the caller's.
+        self._variables: dict[ContextVar[Any], Any] = {}
 
     @contextlib.contextmanager
     def lent(self, parts: Parts, device: torch.device) -> Iterator[None]:
@@ -135,9 +140,12 @@ class Lending:
             self._roots = list(self.roots())
             self._walk = self._searched()
         exchange.apply(self._walk)
+        self._set_variables()
+        variables = contextvars.copy_context()
         try:
             yield
         finally:
+            self._note_variables(variables)
             exchange.undo()
             # A call may have stored parts of the replica, or tensors of its device.
             self._walk = self._searched()
@@ -146,17 +154,30 @@ class Lending:
             self._note_rebound(parts, attributes)
 
     def end_step(self) -> None:
-        """Set the plain attributes that calls have rebound in modules on the user's."""
+        """Set what calls have set elsewhere: plain attributes of modules on the user's,
+        context variables in the caller's thread.
+        """
         for (_, name), (module, value) in self._rebound.items():
             vars(module)[name] = value
-        self._rebound.clear()
-        self._walk = None
+        self._set_variables()
+        self.forget()
         self._roots = []
 
     def forget(self) -> None:
-        """Drop what calls of a look have rebound."""
+        """Drop what calls of a look have set."""
         self._rebound.clear()
+        self._variables.clear()
         self._walk = None
+
+    def _set_variables(self) -> None:
+        """Set the context variables of earlier calls in this thread."""
+        for variable, value in self._variables.items():
+            variable.set(value)
+
+    def _note_variables(self, before: contextvars.Context) -> None:
+        for variable, value in contextvars.copy_context().items():
+            if variable not in before or before[variable] is not value:
+                self._variables[variable] = value
 
     def _searched(self) -> Walk:
         return Walk(self._roots, excluded=self._excluded, enters_modules=False)

@@ -49,8 +49,10 @@ from scatterpar.integrations.step_batches import (
 from scatterpar.integrations.trl_metrics import Gathered, metric_of_step
 from scatterpar.log import logger
 from scatterpar.option_checks import check_number
+from scatterpar.replicas.references import names_in
 from scatterpar.sharded import ShardedOptimizer
 from scatterpar.state.journal import Journal
+from scatterpar.state.walk import function_of
 from scatterpar.state.whose import is_user_class, is_user_function
 from scatterpar.step.request import Buffers, Reduction
 from scatterpar.step.turns import lasting_a_turn
@@ -71,6 +73,8 @@ _NOT_LENT = {
 _METRICS = "_metrics"
 _TOKENS = "_total_train_tokens"
 _STEPS = ("compute_loss", "prediction_step")
+# Methods that calls on replicas do not reach: attributes stand in their places.
+_REPLACED = {"_prepare_inputs", "log"}
 _ROWS = "per_device_train_batch_size"
 _BATCHES = "gradient_accumulation_steps"
 _REFERENCE_ROWS = "precompute_ref_batch_size"
@@ -448,7 +452,9 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
 
     def _looking(self) -> contextlib.AbstractContextManager[Journal]:
         """In the body, calls of functions of the user's leave nothing."""
-        roots = self._roots()
+        # The Trainer's own objects, which a user's function may write, too.
+        roots = [*self._roots(), self.args, self.state, self.control]
+        roots += getattr(self.optimizer, "param_groups", ())
         for dataset in (self.train_dataset, self.eval_dataset):
             if is_user_class(type(dataset)):  # it may have statistics
                 roots.append(dataset)
@@ -505,11 +511,11 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
     @contextlib.contextmanager
     def _in_step(self, engine: ScatterOnceParallel, *steps: str) -> Iterator[None]:
         """In the body, replicas call these functions in turn if they are the user's."""
-        self._takes_turns = False
-        for function in () if self._is_parallel else self._functions(steps):
-            if is_user_function(function):
-                self._takes_turns = True
-                self._tell_turns(function)
+        functions = [] if self._is_parallel else self._functions(steps)
+        functions_of_user = [*filter(is_user_function, functions)]
+        self._takes_turns = bool(functions_of_user)
+        for function in functions_of_user:
+            self._tell_turns(function)
         engine.loop.takes_turns = self._takes_turns
         try:
             yield
@@ -517,11 +523,23 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             self._lending.end_step()
 
     def _functions(self, steps: Sequence[str]) -> list[Any]:
-        """What a step calls that may write: methods, functions, hooks of modules."""
-        functions = [getattr(type(self), step) for step in steps]
-        if self.compute_loss_func is not None:
-            functions.append(self.compute_loss_func)
-        return functions + loop.hooks_in(self._parts)
+        """What a step calls that may write: methods, functions, hooks of modules.
+
+        A method of a library may call one that a class of the user's overrides, so the
+        search follows all names in the code of methods.
+        """
+        functions = loop.hooks_in(self._parts)
+        names = [*steps]
+        for name in names:  # which grow
+            value = vars(self).get(name)  # such as compute_loss_func
+            if callable(value) and not isinstance(value, nn.Module):
+                functions.append(value)
+            for base in type(self).__mro__ if name not in _REPLACED else ():
+                function = function_of(vars(base).get(name))
+                if function is not None:
+                    functions.append(function)
+                    names += names_in(function) - {*names}
+        return functions
 
     def _tell_turns(self, function: Any) -> None:
         name = getattr(function, "__qualname__", type(function).__name__)

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import types
 import weakref
 from collections import deque
@@ -167,6 +168,18 @@ def globals_named_in(code: types.CodeType) -> tuple[str, ...]:
         if isinstance(constant, types.CodeType):
             names += globals_named_in(constant)
     return tuple(names)
+
+
+def names_in(function: Any) -> set[str]:
+    """The names of globals and attributes in a Python function, or the one it wraps."""
+    function = inspect.unwrap(function)
+    names: set[str] = set()
+    codes = [getattr(function, "__code__", None)]
+    for code in codes:  # which grow
+        if isinstance(code, types.CodeType):
+            names.update(code.co_names)
+            codes += code.co_consts  # code objects of functions inside it
+    return names
 
 
 def _keyed_ref(key: Any, entry: Any) -> Any:

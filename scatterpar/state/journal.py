@@ -125,7 +125,7 @@ class Journal:
         walk: the walk.
         unsaved: the names of values that calls may move, and that can neither be
             restored nor substituted: sockets, generators, iterators of libraries, files
-            that are both read and written.
+            that are both read and written, objects with threads.
         drawn: whether a generator had moved at a ``rewind`` or ``restore``.
     """
 
@@ -172,6 +172,8 @@ class Journal:
                 kinds[kind] = is_saved
             if is_saved:
                 self._save(number, value)
+        for number in self.walk.threaded:
+            self._note_unsaved(number, self.walk.values[number])
 
     def _save(self, number: int, value: Any) -> None:
         saver = saver_of(type(value))
@@ -184,8 +186,11 @@ class Journal:
                 saved = SavedValue.of(number, value, saver)
                 (self._generators if saver.draws else self._values).append(saved)
         except Exception:  # also of a user's object
-            name = self.walk.name_of(number)
-            self.unsaved.append(f"{name} ({type(value).__name__})")
+            self._note_unsaved(number, value)
+
+    def _note_unsaved(self, number: int, value: Any) -> None:
+        name = self.walk.name_of(number)
+        self.unsaved.append(f"{name} ({type(value).__name__})")
 
     def _save_tensors(self, weights: bool) -> None:
         """Save where tensors are stored, and the values that user code may write."""

@@ -11,6 +11,7 @@ import array
 import csv
 import io
 import pickle
+import queue
 import random
 import sys
 import types
@@ -315,11 +316,14 @@ def substitution_for(value: Any) -> Substitution | None:
 
 
 def moves_by_calls(kind: type) -> bool:
-    """Whether values of a class are iterators, coroutines, sockets, or csv's writers.
+    """Whether values of a class are iterators, coroutines, sockets, plain queues, or
+    csv's writers.
 
     Files are among the iterators.
     """
-    if hasattr(kind, "__next__") or issubclass(kind, types.CoroutineType):
+    if hasattr(kind, "__next__"):
+        return True
+    if issubclass(kind, (types.CoroutineType, queue.SimpleQueue)):
         return True
     if kind is CSV_WRITER:
         return True

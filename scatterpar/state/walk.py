@@ -19,6 +19,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import enum
+import functools
 import queue
 import types
 import weakref
@@ -162,6 +163,7 @@ class Walk:
         modules: all modules.
         tensors: all tensors, by ``id``.
         weights: the ``id`` of parameters, and of tensors of quantised parameters.
+        threaded: the numbers of the user's objects that have threads.
     """
 
     def __init__(
@@ -178,6 +180,7 @@ class Walk:
         self.modules: list[nn.Module] = []
         self.tensors: dict[int, Tensor] = {}
         self.weights: set[int] = set()
+        self.threaded: list[int] = []
         self._excluded = excluded
         self._enters_modules = enters_modules
         self._depths: list[int] = []
@@ -323,8 +326,12 @@ class Walk:
         is_root = id(value) in self._root_ids
         if is_state(value):
             self._follow_quantised(number, value)
-        elif not is_root and whose(value) is not Whose.USER:
-            return
+        elif not is_root:
+            owner = whose(value)
+            if owner is Whose.THREADS and is_user_class(type(value)):
+                self.threaded.append(number)
+            if owner is not Whose.USER:
+                return
         self._follow_attributes(number, attributes_of(value))
         self._follow_slots(number, value)
         if is_user_class(type(value)):
@@ -348,11 +355,15 @@ class Walk:
             self._seen_classes.add(id(base))
             self.classes.append((number, base))
             for name, attribute in [*vars(base).items()]:
-                function = _function_of(attribute)
+                function = function_of(attribute)
                 if function is not None:
                     self._refer(PlaceKind.PART, base, name, function, number)
-                elif not (name.startswith("__") or _is_computed(attribute)):
+                elif name.startswith("__") or isinstance(attribute, type):
+                    continue
+                elif not hasattr(type(attribute), "__get__"):
                     self._refer(PlaceKind.CLASS, base, name, attribute, number)
+                elif is_user_class(type(attribute)):  # a descriptor may have values
+                    self._refer(PlaceKind.PART, base, name, attribute, number)
 
     def _follow_function(self, number: int, function: types.FunctionType) -> None:
         is_users = not is_library(function.__module__)
@@ -478,15 +489,12 @@ def _parts_made_again(value: Any) -> Any:
     return None if parts.make is None else parts
 
 
-def _function_of(attribute: Any) -> Any:
+def function_of(attribute: Any) -> Any:
     """The function of a class's attribute, if it is a method or property."""
     if isinstance(attribute, (staticmethod, classmethod)):
         attribute = attribute.__func__
     if isinstance(attribute, property):
         attribute = attribute.fget
+    if isinstance(attribute, functools.cached_property):
+        attribute = attribute.func
     return attribute if isinstance(attribute, types.FunctionType) else None
-
-
-def _is_computed(attribute: Any) -> bool:
-    """Whether an attribute of a class is no value: a class, or what has a getter."""
-    return isinstance(attribute, type) or hasattr(type(attribute), "__get__")

@@ -1,4 +1,4 @@
-"""Whose an object or a function is: the user's, a library's, data, or several threads'.
+"""Whose an object or a function is: the user's, a library's, data, or a thread's.
 
 User code may write the user's objects, so they are walked, saved and restored. Looks,
 and steps of other libraries' loops, ask the same question::
@@ -9,7 +9,8 @@ and steps of other libraries' loops, ask the same question::
     meter = timm.utils.AverageMeter()   user's      it holds values alone
     accelerator = Accelerator()         library's   a package has defined its class
     pairs = PairDataset()               data        its class is a ``Dataset``
-    shared = SimpleNamespace(a=Lock())  threads'    it holds a lock
+    meter = LockedMeter()               user's      a lock in it is left alone
+    writer = ThreadedWriter()           threads'    a thread in it writes at any time
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import enum
 import functools
 import io
 import sys
+import threading
 import types
 from collections import deque
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +38,7 @@ class Whose(enum.Enum):
     USER = "the user's"
     LIBRARY = "a library's"
     DATA = "data"
-    THREADS = "shared with other threads"
+    THREADS = "shared with a thread of its own"
 
 
 @dataclass(frozen=True)
@@ -67,15 +70,14 @@ RULES = (
 )
 
 _ENDINGS = tuple(rule.ending for rule in RULES)
-# Modules of Python with locks, and with objects that use them.
-_MODULES_OF_LOCKS = {"_thread", "threading", "queue"}
+_THREADS = (threading.Thread, Executor)
 CSV_WRITER = type(csv.writer(io.StringIO()))
 _VALUES = (*PLAIN_CLASSES, Tensor, dict, list, tuple, set, frozenset, deque, CSV_WRITER)
 
 
 def whose(value: Any) -> Whose:
     """Whose an object is; not for plain values, containers, tensors and modules."""
-    if holds_a_lock(value):
+    if _holds_a_thread(value):
         return Whose.THREADS
     for base in type(value).__mro__:
         if base.__name__.endswith(_ENDINGS):
@@ -96,12 +98,14 @@ def attributes_of(value: Any) -> dict[str, Any]:
     return attributes if isinstance(attributes, dict) else {}
 
 
-def holds_a_lock(value: Any) -> bool:
-    """Whether an object is, or has as an attribute, a lock or an object with locks."""
-    for part in (value, *attributes_of(value).values()):
-        if type(part).__module__ in _MODULES_OF_LOCKS:
-            return True
-    return False
+def _holds_a_thread(value: Any) -> bool:
+    """Whether an object is a thread or a pool of threads, or has one as an attribute.
+
+    Nobody else may restore what such a thread writes. A lock alone is no obstacle: a
+    look makes one call at a time.
+    """
+    parts = (value, *attributes_of(value).values())
+    return any(isinstance(part, _THREADS) for part in parts)
 
 
 def _is_record(value: Any) -> bool:

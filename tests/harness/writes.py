@@ -8,12 +8,15 @@ by its step function, once per micro-batch. ``read`` returns what is compared.
 from __future__ import annotations
 
 import collections
+import contextvars
 import dataclasses
 import heapq
 import io
 import itertools
+import queue
 import random
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -40,6 +43,41 @@ class Registry(dict):
     """A dict with an attribute."""
 
     written = 0
+
+
+class Numbers:
+    """A descriptor, which has the values of all objects."""
+
+    def __init__(self) -> None:
+        self.values: dict[int, int] = {}
+
+    def __get__(self, owner: Any, kind: type) -> int:
+        return self.values.get(id(owner), 0)
+
+    def __set__(self, owner: Any, value: int) -> None:
+        self.values[id(owner)] = value
+
+
+class Numbered:
+    number = Numbers()
+
+
+class LockedMeter:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.values: list[float] = []
+
+    def add(self, value: float) -> None:
+        with self.lock:
+            self.values.append(value)
+
+
+class ThreadedMeter(LockedMeter):
+    """A thread of its own may write it, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.thread = threading.Thread()
 
 
 class Node(NamedTuple):
@@ -176,6 +214,21 @@ RESTORABLE = {
         lambda o: o.kept.__self__.getvalue(),
     ),
     "last": Write(lambda: 0.0, lambda o, loss, x: set_(o, loss)),
+    "context variable": Write(
+        lambda: contextvars.ContextVar("number", default=0),
+        lambda o, loss, x: o.kept.set(o.kept.get() + 1),
+        lambda o: o.kept.get(),
+    ),
+    "descriptor": Write(
+        Numbered,
+        lambda o, loss, x: setattr(o.kept, "number", o.kept.number + 1),
+        lambda o: o.kept.number,
+    ),
+    "object with a lock": Write(
+        lambda: {"meters": [LockedMeter()]},
+        lambda o, loss, x: o.kept["meters"][0].add(loss),
+        lambda o: o.kept["meters"][0].values,
+    ),
 }
 # What no look can put back: it leaves the function out.
 IRREVOCABLE = {
@@ -193,6 +246,14 @@ IRREVOCABLE = {
         lambda: ((n * n for n in range(100)), []),
         lambda o, loss, x: o.kept[1].append(next(o.kept[0])),
         lambda o: o.kept[1],
+    ),
+    "queue": Write(
+        queue.SimpleQueue,
+        lambda o, loss, x: o.kept.put(loss),
+        lambda o: [o.kept.get() for _ in range(o.kept.qsize())],
+    ),
+    "object with a thread": Write(
+        ThreadedMeter, lambda o, loss, x: o.kept.add(loss), lambda o: o.kept.values
     ),
 }
 WRITES = RESTORABLE | IRREVOCABLE

@@ -8,6 +8,7 @@ import contextlib
 import copy
 import dataclasses
 import pickle
+import queue
 import time
 from collections import UserList
 from functools import partial
@@ -1166,6 +1167,53 @@ def test_writes_equal_gradient_accumulation(tmp_path, kinds, own, layout):
     assert_same_writes(*values)
 
 
+class WritesInHelper:
+    """Overrides a method that a library's ``prediction_step`` calls."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.opened = []
+
+    def compute_loss_context_manager(self):
+        self.opened.append(len(self.opened))
+        return super().compute_loss_context_manager()
+
+
+class WritesArguments:
+    """Writes the library's own objects in each call."""
+
+    def compute_loss(self, *args, **kwargs):
+        self.args.calls = getattr(self.args, "calls", 0) + 1
+        self.state.calls = getattr(self.state, "calls", 0) + 1
+        group = self.optimizer.param_groups[0]
+        group["calls"] = group.get("calls", 0) + 1
+        return super().compute_loss(*args, **kwargs)
+
+
+@pytest.mark.parametrize("layout", few_of(LAYOUTS, ["virtual"]))
+def test_helper_of_users_takes_turns(tmp_path, layout, caplog):
+    """Only ``prediction_step`` itself was asked, so four of six calls were lost."""
+    caplog.set_level("INFO", "scatterpar")
+    own, stock = with_and_without(WritesInHelper)
+    opened = []
+    for cls, more in ((own, {"device_ids": LAYOUTS[layout]}), (stock, {})):
+        args = arguments(tmp_path, per_device_eval_batch_size=4)
+        trainer = cls(Line(), args, eval_dataset=lines(22), **more)
+        quietly(trainer.evaluate)
+        opened.append(trainer.opened)
+    assert opened[0] == opened[1]
+    assert "compute_loss_context_manager is called for one batch" in caplog.text
+
+
+def test_looks_leave_nothing_in_librarys_objects(tmp_path):
+    own = with_and_without(WritesArguments)[0]
+    args = arguments(tmp_path, max_steps=3, **sizes(3, 2))
+    trainer = own(Line(), args, train_dataset=lines(36), device_ids=VIRTUAL)
+    quietly(trainer.train)
+    group = trainer.optimizer.param_groups[0]
+    assert (trainer.args.calls, trainer.state.calls, group["calls"]) == (12, 12, 12)
+
+
 class Metric(nn.Module):
     """Counts rows, as metrics do: it has no parameters."""
 
@@ -1358,26 +1406,26 @@ def test_numbers_that_calls_write_told_once(tmp_path, recwarn):
     assert "schedule['beta'] in each call, 4 times in this step" in told[0]
 
 
-class WritesToFile:
+class WritesToQueue:
     """Its model takes the number of items, and ignores it."""
 
     def compute_loss(self, *args, **kwargs):
-        self.file.write("a call\n")
+        self.queue.put("a call")
         return super().compute_loss(*args, **kwargs)
 
 
-def test_function_with_file_is_not_looked_at(tmp_path, recwarn):
-    """Lines of a look would stay in the file. Its loss is taken for a mean."""
-    path = tmp_path / "calls.txt"
+def test_function_with_queue_is_not_looked_at(tmp_path, recwarn):
+    """Entries of a look would stay in the queue. Its loss is taken for a mean."""
+    entries = queue.SimpleQueue()
 
     def train(trainer):
-        with path.open("a") as trainer.file:
-            trainer.train()
+        trainer.queue = entries
+        trainer.train()
 
-    classes = with_and_without(WritesToFile)[0], transformers.Trainer
+    classes = with_and_without(WritesToQueue)[0], transformers.Trainer
     trainers = beside(tmp_path, CLASSIFIER, classes=classes, train=train, max_steps=1)
     assert_same_run(*trainers)
-    assert path.read_text() == "a call\n" * 4
+    assert entries.qsize() == 4
     told = [text for w in recwarn if "could not put back" in (text := str(w.message))]
     assert len(told) == 1
-    assert "file" in told[0]
+    assert "queue" in told[0]

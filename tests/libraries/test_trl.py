@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
@@ -257,6 +258,36 @@ def test_kto_metrics_equal_stock_with_rows_alone(tmp_path, monkeypatch, layout):
     ours, stock = run(THREE[layout], 1), run(None, 6)
     assert_same_run(ours, stock, 1e-6, logged=LOGGED)
     assert {"rewards/margins", "words"} <= stock.state.log_history[0].keys()
+
+
+class OwnHelper(trl.DPOTrainer):
+    """Overrides a method that TRL's ``compute_loss`` calls."""
+
+    seen: ClassVar = []
+
+    def _compute_loss(self, model, inputs, *args, **options):
+        self.seen.append(inputs["input_ids"].tolist())
+        return super()._compute_loss(model, inputs, *args, **options)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_helper_of_users_is_called_in_order(tmp_path, monkeypatch, layout):
+    """Only ``compute_loss`` itself was asked whether it is the user's, so the helper
+    ran on copies of the trainer, at the same time.
+    """
+    monkeypatch.setattr(trl, "DPOTrainer", OwnHelper)
+    calls = []
+    for devices, k in ((LAYOUTS[layout], 2), (None, 4)):
+        options = {"per_device_train_batch_size": 2, "max_steps": 1}
+        trainer = build("DPO", tmp_path, devices, **options)
+        if devices is None:
+            trainer.args.gradient_accumulation_steps = k
+            trainer.accelerator.gradient_accumulation_steps = k
+        OwnHelper.seen.clear()
+        quietly(trainer.train)
+        calls.append([*OwnHelper.seen])
+    assert len(calls[0]) == 4
+    assert calls[0] == calls[1]
 
 
 class OwnCollator:

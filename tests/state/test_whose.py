@@ -10,6 +10,7 @@ import io
 import queue
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -84,10 +85,12 @@ OBJECTS = {
     "an optimizer": (torch.optim.SGD([torch.zeros(1)], 0.1), Whose.DATA),
     "a constant": (Stage.FIRST, Whose.DATA),
     "a file": (io.StringIO(), Whose.DATA),
-    "a lock": (threading.Lock(), Whose.THREADS),
-    "an event": (threading.Event(), Whose.THREADS),
-    "a lock's holder": (SimpleNamespace(lock=threading.RLock()), Whose.THREADS),
-    "a queue's holder": (SimpleNamespace(queue=queue.Queue()), Whose.THREADS),
+    "a lock": (threading.Lock(), Whose.LIBRARY),
+    "a thread": (threading.Thread(), Whose.THREADS),
+    "a lock's holder": (SimpleNamespace(lock=threading.RLock()), Whose.USER),
+    "a queue's holder": (SimpleNamespace(queue=queue.Queue()), Whose.USER),
+    "a thread's holder": (SimpleNamespace(of=threading.Thread()), Whose.THREADS),
+    "a pool's holder": (SimpleNamespace(of=ThreadPoolExecutor()), Whose.THREADS),
 }
 
 

@@ -806,9 +806,10 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                 "call engine.eval() first or use torch.no_grad()"
             )
         costs = None
-        takes_costs = self.micro_batch_cost is None and has_costs_argument(self.module)
-        if "costs" in kwargs and not takes_costs:
-            costs = kwargs.pop("costs")
+        if "costs" in kwargs:  # asked first: to read a signature takes longer
+            has_budget = self.micro_batch_cost is not None
+            if has_budget or not has_costs_argument(self.module):
+                costs = kwargs.pop("costs")
         return self._map(self.module, inputs, kwargs, costs)
 
     def map(
@@ -878,7 +879,8 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             rows = count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim)
             batch = batch_of(call_inputs(inputs, kwargs), None, rows, self.dim)
             request = Request([batch], self.dim, backward=False)
-            work = RowFunction(function, pad)
+            continues = self.loop.continues_evaluation
+            work = RowFunction(function, pad, continues_evaluation=continues)
             if self._auto_accum is not None and costs is None:
                 mapped = self._map_fewest_substeps(request, work)
             else:

@@ -12,6 +12,7 @@ Other files call ``torch._foreach_*``, ``Tensor._version`` and
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import math
@@ -507,7 +508,12 @@ def is_compiled_module(value: Any) -> bool:
     """Whether ``value`` is a module that ``torch.compile`` returned."""
     if _DYNAMO not in sys.modules:  # importing it takes a second
         return False
-    return isinstance(value, _find("torch._dynamo", "OptimizedModule"))
+    return isinstance(value, _optimized_module())
+
+
+@functools.cache  # lending asks for each module of each call
+def _optimized_module() -> Any:
+    return _find("torch._dynamo", "OptimizedModule")
 
 
 def unwrapped(module: Any) -> tuple[Any, CompileFn | None]:

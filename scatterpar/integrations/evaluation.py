@@ -47,6 +47,7 @@ class Groups:
         results: results of batches, by their numbers in the group; ``None`` if they
             have not been computed.
         options: the arguments with which they were computed.
+        engine: the engine of this evaluation; ``None`` before the first group.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Groups:
         self.is_last: list[bool] = []
         self.results: dict[int, Any] | None = None
         self.options: Any = None
+        self.engine: Any = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
@@ -128,11 +130,14 @@ def outputs_of_batches(
 ) -> list[Any]:
     """``function(replica, batch)`` of each batch, computed by a replica of its own.
 
-    Nothing is joined. Each output is on its replica's device.
+    Nothing is joined. Each output is on its replica's device. Until the loop sets
+    ``engine.loop.continues_evaluation`` to ``False``, later calls are of the same
+    evaluation.
     """
     # A batch is one row: the engine gives each replica a whole one.
     rows = Rows(batches, FIRST)
     boxes = engine.map(partial(_boxed, function=function), batch=rows)
+    engine.loop.continues_evaluation = True
     return [box.output for box in nested.atoms(boxes)]
 
 

@@ -34,7 +34,7 @@ from scatterpar.engine import ScatterOnceParallel
 from scatterpar.integrations import loop
 from scatterpar.integrations.device_errors import explained
 from scatterpar.integrations.evaluation import Groups, outputs_of_batches
-from scatterpar.integrations.lending import Lending, Parts, copied, modules_of
+from scatterpar.integrations.lending import Lending, OwnerCopies, Parts, modules_of
 from scatterpar.integrations.loop import refuse
 from scatterpar.pair.pair import gather
 from scatterpar.replicas.broadcast import versions
@@ -152,6 +152,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         """Begin to process batches, and read one per replica ahead."""
         self._begin()
         self._groups = None
+        self._engine.loop.continues_evaluation = False
         num_replicas = len(self._engine.device_ids)
         # A hook writes what the loss may read, so the model itself is called.
         if num_replicas > 1 and not _hooks_of_user(self.learn.model):
@@ -163,6 +164,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         if self._groups is not None:
             self.learn.dl = self._groups.loader
             self._groups = None
+            self._engine.loop.continues_evaluation = False
 
     def after_fit(self) -> None:
         """Restore the Learner's own method, and close the engine."""
@@ -403,7 +405,8 @@ class _Criterion(nn.Module):
         pairs = zip(self.user.parts, self.parts, strict=True)
         if not self.takes_turns:
             with explained(device, _ELSEWHERE):
-                return copied(loss_func, (), Parts(pairs))(output, *targets)
+                loss_of_replica = OwnerCopies(loss_func, ()).of(Parts(pairs))
+                return loss_of_replica(output, *targets)
         with explained(device, _ELSEWHERE), self.lending.lent(Parts((), pairs), device):
             return loss_func(output, *targets)
 

@@ -13,7 +13,8 @@ on the replica's device, which are written back if the call has written them. Af
 all references are as before. What the call has left on another device is moved to the
 user's own.
 
-A call of a library's function needs no turn, and gets a copy of the owner (``copied``).
+A call of a library's function needs no turn, and gets a copy of the owner
+(``OwnerCopies``).
 """
 
 from __future__ import annotations
@@ -24,7 +25,15 @@ import copy
 import functools
 import types
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextvars import ContextVar
 from typing import Any
 
@@ -285,27 +294,44 @@ def modules_of(owner: Any, excluded: Collection[str] = ()) -> list[nn.Module]:
     return [module for module in walk.modules if id(module) in named]
 
 
-def copied(owner: Any, excluded: Collection[str], parts: Parts) -> Any:
-    """A copy of ``owner`` that refers to a replica's parts.
+class OwnerCopies:
+    """Copies of an owner for calls on replicas, each of which refers to a replica's
+    parts.
 
-    So do copies of the containers, objects and functions that lead to parts. The copy
-    shares everything else with ``owner``.
+    So do copies of the containers, objects and functions that lead to parts. A copy
+    shares everything else with the owner. What leads to parts is searched once, so an
+    owner that changes later needs other ``OwnerCopies``.
     """
-    walk = Walk([owner], excluded=excluded, enters_modules=False)
-    values = parts.of_replica()
-    # Which values lead to parts, or to others that do? Until there are no more.
-    leading = {id(owner)}
-    num_leading = 0
-    while num_leading < len(leading):
-        num_leading = len(leading)
-        for place in reversed(walk.places):
-            if id(place.value) in values or id(place.value) in leading:
-                leading.add(id(walk.values[place.parent]))
-    return _OwnerCopies(values, leading).of(owner)
+
+    def __init__(self, owner: Any, excluded: Collection[str]) -> None:
+        self._owner = owner
+        self._walk = Walk([owner], excluded=excluded, enters_modules=False)
+        self._leading: Collection[int] = ()
+
+    def of(self, parts: Parts) -> Any:
+        """A copy that refers to a replica's parts."""
+        values = parts.of_replica()
+        if not values:  # a look, which calls the user's own modules
+            return copy.copy(self._owner)
+        # All replicas have the same parts, so it does not matter who asks first.
+        if not self._leading:
+            self._leading = self._leading_to(values)
+        return _OwnerCopy(values, self._leading).of(self._owner)
+
+    def _leading_to(self, parts: Container[int]) -> set[int]:
+        """The ``id`` of each value that leads to parts, the owner's included."""
+        leading = {id(self._owner)}
+        num_leading = 0
+        while num_leading < len(leading):  # until there are no more
+            num_leading = len(leading)
+            for place in reversed(self._walk.places):
+                if id(place.value) in parts or id(place.value) in leading:
+                    leading.add(id(self._walk.values[place.parent]))
+        return leading
 
 
-class _OwnerCopies:
-    """Copies of the values that lead to parts.
+class _OwnerCopy:
+    """Copies of the values that lead to parts, of one replica.
 
     Args:
         values: what stands for an original, by its ``id``.
@@ -318,10 +344,10 @@ class _OwnerCopies:
 
     def of(self, value: Any) -> Any:
         """The copy of ``value``, or ``value`` itself if it is shared."""
+        if not self._is_exchanged(value):
+            return value
         if id(value) in self._values:
             return self._values[id(value)]
-        if id(value) not in self._leading or isinstance(value, nn.Module):
-            return value
         parts = parts_of(value)
         if parts.make is not None:
             copy_of_parts = parts.make(*map(self.of, parts.made_of()))
@@ -334,14 +360,23 @@ class _OwnerCopies:
         shallow = copy.copy(value)
         self._values[id(value)] = shallow
         if isinstance(value, dict):
-            for key, entry in value.items():
-                shallow[key] = self.of(entry)
+            self._exchange(shallow, value.items())
         elif isinstance(value, (list, deque)):
-            for number, entry in enumerate(value):
-                shallow[number] = self.of(entry)
-        for name, attribute in attributes_of(value).items():
-            vars(shallow)[name] = self.of(attribute)
+            self._exchange(shallow, enumerate(value))
+        attributes = attributes_of(value)
+        if attributes:
+            self._exchange(vars(shallow), attributes.items())
         return shallow
+
+    def _exchange(self, container: Any, items: Iterable[tuple[Any, Any]]) -> None:
+        for key, value in items:
+            if self._is_exchanged(value):  # most attributes of a Trainer are not
+                container[key] = self.of(value)
+
+    def _is_exchanged(self, value: Any) -> bool:
+        if id(value) in self._values:
+            return True
+        return id(value) in self._leading and not isinstance(value, nn.Module)
 
     def _function(self, function: types.FunctionType) -> Any:
         cells = []

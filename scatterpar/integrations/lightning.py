@@ -447,6 +447,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     def _begin_evaluation(self) -> None:
         """The loop begins: from the first device on, or with groups of batches."""
         self._num_batches = 0
+        self._engine.loop.continues_evaluation = False
         trainer = self.lightning_module.trainer
         evaluation = trainer._active_loop
         num_replicas = len(self._engine.device_ids)

@@ -36,7 +36,7 @@ from scatterpar.integrations import loop, step_batches
 from scatterpar.integrations.device_errors import explained
 from scatterpar.integrations.evaluation import Groups
 from scatterpar.integrations.images import images_by_row
-from scatterpar.integrations.lending import Lending, Parts, copied, modules_of
+from scatterpar.integrations.lending import Lending, OwnerCopies, Parts, modules_of
 from scatterpar.integrations.step_batches import (
     FIRST,
     LABELS,
@@ -63,6 +63,7 @@ __all__ = ["ScatterOnceMixin", "ScatterOnceTrainer"]
 # Attributes that stay as they are in a call. They lead to data, or to modules that are
 # exchanged otherwise.
 _NOT_LENT = {
+    "_copies",
     "_engine",
     "_parts",
     "eval_dataset",
@@ -129,6 +130,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
     _is_in_step = False
     _is_preparation_asked = False
     _numbers: Sequence[str] = ()  # that calls of a look have written
+    _copies: Any = None  # of this Trainer, for calls at the same time
     _is_checked = True  # whether losses of batches have to combine
 
     def __init__(
@@ -506,7 +508,12 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         # A criterion of all rows knows more of the step than a few outputs.
         engine.loop.is_checked = self._is_checked and not options.get("whole_batch")
         with self._in_step(engine, "compute_loss"):
-            return engine.loss(inputs, *args, scaler=scaler, **options)
+            if not self._takes_turns:
+                self._copies = OwnerCopies(self, _NOT_LENT)
+            try:
+                return engine.loss(inputs, *args, scaler=scaler, **options)
+            finally:
+                self._copies = None
 
     @contextlib.contextmanager
     def _in_step(self, engine: ScatterOnceParallel, *steps: str) -> Iterator[None]:
@@ -600,7 +607,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
                 # what ``args.device`` reads, a cached property
                 stack.enter_context(loop.overridden(self.args, _setup_devices=device))
             else:
-                trainer = copied(self, _NOT_LENT, parts)
+                trainer = self._copies.of(parts)
                 attributes["args"] = copy.copy(self.args)
                 vars(attributes["args"])["_setup_devices"] = device
             for step in _STEPS:  # in the place of the methods of this step
@@ -715,6 +722,9 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             with placement, loop.overridden(self, prediction_step=step):
                 return super().evaluation_loop(groups, *args, **kwargs)
         finally:
+            self._copies = None
+            if self._engine is not None:
+                self._engine.loop.continues_evaluation = False
             if not self.is_in_train:
                 self._close_engine()
 
@@ -748,8 +758,11 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         self, groups: Groups, args: Sequence[Any], options: Mapping[str, Any]
     ) -> list[Any]:
         """The results of ``prediction_step`` for all batches of a group."""
-        engine = self._engine_of_the_model(self._modules_of_evaluation())
-        engine.accum = 1
+        engine = groups.engine
+        if engine is None:  # once per evaluation, because both search this Trainer
+            engine = self._engine_of_the_model(self._modules_of_evaluation())
+            engine.accum = 1
+            self._copies = OwnerCopies(self, _NOT_LENT)
         batches = [self._prepared_on_host(batch) for batch in groups.batches]
         # A batch is one row: the engine gives each replica a whole one.
         batch = Rows(batches, FIRST)
@@ -757,6 +770,8 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         call = partial(self._predict_on_replica, args=args, options=options)
         with torch.no_grad(), self._in_step(engine, "prediction_step", "compute_loss"):
             outputs = engine(call, batch=batch, is_last=is_last)
+        groups.engine = engine
+        engine.loop.continues_evaluation = True
         records = nested.atoms(outputs)
         self._transfer(records)
         for record in records:

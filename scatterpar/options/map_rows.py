@@ -43,13 +43,21 @@ class RowFunction:
         function: the module, a method of a part of it, or a function that gets a
             replica as its first argument.
         pad: that of ``join_rows``.
+        continues_evaluation: that of ``LoopOptions``.
         may_start_again: whether a call that ran out of memory may begin again, with
             more sub-steps.
     """
 
-    def __init__(self, function: Callable[..., Any], pad: float | None) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        pad: float | None,
+        *,
+        continues_evaluation: bool,
+    ) -> None:
         self.function = function
         self.pad = pad
+        self.continues_evaluation = continues_evaluation
         self.may_start_again = True
 
 
@@ -93,11 +101,13 @@ def map_rows(
     function = row_function.function
     loaders = scatter(in_order(request.batches, plan), plan, transfers)
     # No criterion is called, so none is copied.
-    replicas.refresh(module, None, transfers)
+    continues = row_function.continues_evaluation
+    replicas.refresh(module, None, transfers, trusts_versions=continues)
     attempt.weights = compute_loss_weights(request, plan, None)
     tasks = make_tasks(attempt, loaders)
     work = _Work(function, replicas.of_model, attempt.extent.max_substeps)
-    save_referents(attempt, referents_of(attempt, function))
+    if not continues:
+        save_referents(attempt, referents_of(attempt, function))
     with parameter_writes_refused(replicas.replica_sets):
         outputs = attempt.threads.run(work.of_share, tasks)
         if attempt.extent.is_trial:

@@ -140,19 +140,24 @@ class Broadcast:
         # sampled.
         self._known: dict[_Compared, Fingerprints] = {}
 
-    def compare(self) -> Tensor:
+    def compare(self, *, trusts_versions: bool = False) -> Tensor:
         """Compare tensors that may have changed with their copies.
 
         Returns what differs. ``update`` needs the result on the host, which waits once
-        for those of several objects.
+        for those of several objects. ``trusts_versions``: a tensor with the version
+        that was sent has not changed.
         """
         parameters = set(self.parameters)
         self._present = versions(self._tensors)  # before the values are read
         self._comparisons += 1
+        self._trusted: set[int] = set()
         doubtful: list[int] = []
         sampled: list[int] = []
         for number, sent in self._sent.items():
             is_as_sent = sent == self._present[number]
+            if is_as_sent and trusts_versions:
+                self._trusted.add(number)
+                continue
             # A small one is cheap to read, so its version need not be believed.
             if number not in self._large:
                 if is_as_sent or number not in parameters:
@@ -181,7 +186,7 @@ class Broadcast:
             return
         present = self._present
         compared = self._compared
-        unchanged: set[int] = set()
+        unchanged = self._trusted
         for (doubtful, _), fingerprints in compared.items():
             differing = set(compress(fingerprints.owners, to_numbers(differences)))
             unchanged |= set(doubtful).difference(differing)

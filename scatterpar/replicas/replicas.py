@@ -99,12 +99,15 @@ class Replicas:
         criterion: Any,
         transfers: Transfers,
         number: int | None = None,
+        *,
+        trusts_versions: bool = False,
     ) -> None:
         """Update all replicas to match the user's modules.
 
         A criterion that is a module, or a method of one, is replicated like the model,
         or only ``number`` times, on the first devices. So are the modules and tensors
         that a ``functools.partial`` binds. Any other callable is called unchanged.
+        ``trusts_versions``: see ``Broadcast.compare``.
         """
         root = root_to_replicate(criterion)
         self.replica_sets = [self.of_model]
@@ -117,7 +120,8 @@ class Replicas:
                 self.replica_sets.append(self._of_criterion)
             # The host waits once, for the model's and the criterion's.
             compared = [
-                replica_set.broadcast.compare() for replica_set in self.replica_sets
+                replica_set.broadcast.compare(trusts_versions=trusts_versions)
+                for replica_set in self.replica_sets
             ]
             differences = to_host(compared)
             for replica_set, differing in zip(

@@ -24,6 +24,12 @@ class LoopOptions:
         takes_turns: whether replicas call the user's function one at a time.
         turn: the part of a sub-step that is the user's function. By default the
             module's forward pass and the criterion, or the function of ``engine.map``.
+        continues_evaluation: whether calls without gradients go on with the evaluation
+            of an earlier call, so that user code outside of them changes little: a
+            tensor is sent again only if its version has moved, and what the function
+            refers to is not searched. What a failed call has written there stays, as in
+            the library's own loop. Reading all values, and the search, may take longer
+            than a small batch.
         remedies: sentences for the refusals of a look, which name arguments of the loop
             in the place of the engine's. Empty: the engine's own.
         candidates: ways in which the losses of the loop's micro-batches may combine,
@@ -40,6 +46,7 @@ class LoopOptions:
     is_checked: bool = True
     takes_turns: bool = False
     turn: Scope = Scope.FUNCTION
+    continues_evaluation: bool = False
     remedies: str = ""
     candidates: Sequence[LossCandidate] = ()
     chosen: LossCandidate | None = None

@@ -12,7 +12,7 @@ from harness.models import FEATURES
 from harness.oracle import seeded
 from torch import nn
 
-from scatterpar.integrations.lending import Lending, Parts, copied, modules_of
+from scatterpar.integrations.lending import Lending, OwnerCopies, Parts, modules_of
 
 pytestmark = pytest.mark.draws
 HOME = torch.device("cpu")
@@ -98,7 +98,7 @@ def test_reference_leads_to_replica_in_call(name):
             assert owner.model is parts.of_replica()[id(parts.modules[0][0])]
         assert read(owner.reference) is original
     if name not in IN_TURN_ONLY:
-        assert read(copied(owner, (), parts).reference) is expected
+        assert read(OwnerCopies(owner, ()).of(parts).reference) is expected
         assert read(owner.reference) is original
 
 
@@ -186,7 +186,7 @@ def test_copy_shares_what_leads_to_no_part():
     owner.losses = [1.0]
     owner.models = [owner.model]
     owner.itself = owner
-    copy = copied(owner, (), parts)
+    copy = OwnerCopies(owner, ()).of(parts)
     assert copy.losses is owner.losses
     assert copy.models == [copy.model] != owner.models
     assert copy.itself is copy

@@ -125,9 +125,21 @@ def turns() -> str:
     return "\n".join(lines)
 
 
+def evaluation() -> str:
+    """How many times as fast evaluations on two devices are, by loop."""
+    lines = [
+        "| two devices beside one | forward waits 5 ms | forward waits 20 ms |",
+        "|---|---:|---:|",
+    ]
+    for loop, *ratios, _ in _read("evaluation/evaluation.json")["rows"]:
+        lines.append(f"| {loop} | {' | '.join(ratios)} |")
+    return "\n".join(lines)
+
+
 TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
     "figures": (ROOT / "docs" / "benchmarks.md", figures),
     "accuracy": (ROOT / "docs" / "large-batches.md", accuracy),
+    "evaluation": (ROOT / "docs" / "evaluation.md", evaluation),
     "turns": (ROOT / "docs" / "other-loops.md", turns),
 }
 

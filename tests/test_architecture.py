@@ -412,7 +412,13 @@ NAME = "scatterpar"
 def absent(module, name):
     """The full name, if the module has neither such a name nor such a file."""
     file = PACKAGE.joinpath(*module.split(".")[1:], f"{name}.py")
-    if not hasattr(importlib.import_module(module), name) and not file.exists():
+    try:
+        imported = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith(NAME):
+            raise
+        return  # an integration of a library that is not installed here
+    if not hasattr(imported, name) and not file.exists():
         yield f"{module}.{name}"
 
 

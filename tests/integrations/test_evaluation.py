@@ -23,6 +23,7 @@ from harness.trainers import (
 )
 from torch import nn
 
+from scatterpar.integrations import lending
 from scatterpar.integrations.evaluation import Groups
 from scatterpar.integrations.transformers import ScatterOnceMixin, ScatterOnceTrainer
 
@@ -391,3 +392,39 @@ def test_groups_end_as_the_loader_does():
             assert not accelerator.gradient_state.in_dataloader
     rows = [object() for _ in range(4)]
     assert [*Groups(rows, 3)] == rows
+
+
+@pytest.mark.parametrize("edit", ["data", "no_grad"])
+def test_weights_written_between_evaluations_count(tmp_path, edit):
+    """Within an evaluation values are read once; a new one reads them again."""
+    model = sequence_classifier()
+    trainers = []
+    for kind, extra in (
+        (transformers.Trainer, {}),
+        (ScatterOnceTrainer, {"device_ids": DEVICES["two"]}),
+    ):
+        trainer = quietly(build, kind, tmp_path, model, classes, extra=extra)
+        quietly(trainer.evaluate)
+        weight = trainer.model.classifier.weight
+        with torch.no_grad():
+            (weight.data if edit == "data" else weight).mul_(3)
+        trainers.append(trainer)
+    stock, mine = [quietly(trainer.evaluate) for trainer in trainers]
+    assert_same_metrics(mine, stock)
+
+
+def test_owner_is_searched_once_per_evaluation(tmp_path, monkeypatch):
+    searches = []
+
+    class Counted(lending.OwnerCopies):
+        def __init__(self, *args):
+            searches.append(args)
+            super().__init__(*args)
+
+    monkeypatch.setattr("scatterpar.integrations.transformers.OwnerCopies", Counted)
+    extra = {"device_ids": DEVICES["two"]}
+    trainer = quietly(
+        build, ScatterOnceTrainer, tmp_path, sequence_classifier(), classes, extra=extra
+    )
+    quietly(trainer.evaluate)
+    assert len(searches) == 1

@@ -32,11 +32,11 @@ def broadcast(module):
     return Broadcast(ModuleContents((module,)), DEVICES)
 
 
-def sent(broadcast):
+def sent(broadcast, **options):
     """The bytes that an update sends."""
     transfers = Transfers()
     with torch.no_grad():
-        broadcast.update(transfers, broadcast.compare())
+        broadcast.update(transfers, broadcast.compare(**options))
     return transfers.bytes["replicate"]
 
 
@@ -72,6 +72,16 @@ def write_buffer(module):
 def write_the_same_values(module):
     with torch.no_grad():
         module.weight.mul_(1)
+
+
+def test_trusted_version_is_not_compared(broadcast, module):
+    assert sent(broadcast, trusts_versions=True) == EVERYTHING
+    write_data(module)
+    assert sent(broadcast, trusts_versions=True) == 0
+    write_buffer(module)
+    assert sent(broadcast, trusts_versions=True) == 2 * 8
+    assert sent(broadcast) == 2 * 16  # reads the values again
+    assert_everywhere(broadcast, module)
 
 
 CHANGES = [

@@ -1,0 +1,241 @@
+"""What an evaluation gains from two devices: the forward pass waits, as for a GPU.
+
+::
+
+    stock      the library's own loop, on one device
+    engine     the same evaluation, on two virtual devices
+
+A wait releases the GIL, as a kernel does that computes. The rest is Python, which
+replicas run in turn.
+"""
+
+import logging
+import statistics
+import tempfile
+import threading
+import time
+import warnings
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from benchmarks.tables import Table
+from benchmarks.timing import interleaved, ratio, timed
+from scatterpar import ScatterOnceParallel
+from scatterpar.train.libraries import library
+
+DEVICES = ("cpu:0", "cpu:1")
+WAITS = {"5 ms": 0.005, "20 ms": 0.020}
+BATCHES = 60
+ROWS = 4  # of a batch
+TOKENS = 5  # forward passes of a generated text
+NEEDED = ("fastai", "lightning", "transformers")
+
+
+class Waiting(nn.Module):
+    """A model whose forward pass waits.
+
+    Attributes:
+        most_at_once: the largest number of forward passes at the same time.
+    """
+
+    at_once = 0
+    most_at_once = 0
+    lock = threading.Lock()
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, rows):
+        with self.lock:
+            Waiting.at_once += 1
+            Waiting.most_at_once = max(Waiting.at_once, Waiting.most_at_once)
+        time.sleep(self.seconds)
+        with self.lock:
+            Waiting.at_once -= 1
+        return self.layer(rows)
+
+    def generate(self, rows):
+        for _ in range(TOKENS):
+            scores = self(rows)
+        return scores.argmax(1)
+
+
+class WithLoss(nn.Module):
+    """A model as ``transformers.Trainer`` takes it."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.waiting = Waiting(seconds)
+
+    def forward(self, rows, labels):
+        scores = self.waiting(rows)
+        loss = nn.functional.cross_entropy(scores, labels)
+        return {"loss": loss, "logits": scores}
+
+
+def dataset(num_batches):
+    labels = [torch.tensor(number % 3) for number in range(num_batches * ROWS)]
+    return [{"rows": torch.randn(4), "labels": label} for label in labels]
+
+
+def trainers(seconds, rows):
+    import transformers
+
+    from scatterpar.integrations.transformers import ScatterOnceTrainer
+
+    transformers.logging.set_verbosity_error()
+    evaluations = []
+    for kind, options in (
+        (transformers.Trainer, {}),
+        (ScatterOnceTrainer, {"device_ids": DEVICES}),
+    ):
+        args = transformers.TrainingArguments(
+            tempfile.mkdtemp(),
+            per_device_eval_batch_size=ROWS,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        trainer = kind(WithLoss(seconds), args, eval_dataset=rows, **options)
+        trainer.remove_callback(transformers.PrinterCallback)
+        evaluations.append(trainer.evaluate)
+    return evaluations
+
+
+def lightning_trainers(seconds, rows, parallel):
+    import lightning.pytorch as pl
+
+    from scatterpar.integrations.lightning import ScatterOnceStrategy
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.waiting = Waiting(seconds)
+
+        def validation_step(self, batch, batch_idx):
+            scores = self.waiting(batch["rows"])
+            self.log("loss", nn.functional.cross_entropy(scores, batch["labels"]))
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    evaluations = []
+    strategy = ScatterOnceStrategy(DEVICES, parallel=parallel)
+    for options in ({"devices": 1}, {"strategy": strategy}):
+        trainer = pl.Trainer(
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            accelerator="cpu",
+            **options,
+        )
+        module = Module()
+        loader = DataLoader(rows, ROWS)
+        evaluations.append(validation(trainer, module, loader))
+    return evaluations
+
+
+def validation(trainer, module, loader):
+    return lambda: trainer.validate(module, loader, verbose=False)
+
+
+def learners(seconds, rows):
+    from fastai.vision.all import DataLoader, DataLoaders, Learner
+
+    from scatterpar.integrations.fastai import ScatterOnce
+
+    pairs = [(row["rows"], row["labels"]) for row in rows]
+    evaluations = []
+    for callbacks in ([], [ScatterOnce(DEVICES)]):
+        loaders = DataLoaders(DataLoader(pairs, bs=ROWS), DataLoader(pairs, bs=ROWS))
+        criterion = nn.CrossEntropyLoss()
+        learner = Learner(loaders, Waiting(seconds), loss_func=criterion, cbs=callbacks)
+        evaluations.append(silent_validation(learner))
+    return evaluations
+
+
+def silent_validation(learner):
+    def validate():
+        with learner.no_bar(), learner.no_logging():
+            return learner.validate()
+
+    return validate
+
+
+def generations(seconds, rows):
+    model = Waiting(seconds).eval()
+    engine = ScatterOnceParallel(model, device_ids=DEVICES)
+    batches = [torch.stack([row["rows"] for row in rows[:ROWS]])] * (len(rows) // ROWS)
+    batches = batches[: max(1, len(batches) // TOKENS)]  # several passes each
+
+    @torch.no_grad()
+    def stock():
+        for batch in batches:
+            model.generate(batch)
+            model.generate(batch)
+
+    def generate():
+        for batch in batches:
+            engine.map(model.generate, torch.cat([batch, batch]))
+
+    return stock, generate
+
+
+LOOPS = {
+    "`Trainer.evaluate`": trainers,
+    "Lightning's `validate`, `parallel=True`": lambda *args: lightning_trainers(
+        *args, parallel=True
+    ),
+    "Lightning's `validate`, in turns": lambda *args: lightning_trainers(
+        *args, parallel=False
+    ),
+    "fastai's `validate`": learners,
+    "`engine.map(model.generate, ...)`": generations,
+}
+
+
+@pytest.mark.skipif(
+    not all(map(find_spec, NEEDED)), reason="needs the environment of other loops"
+)
+def test_evaluation(benchmark, publish, quick):
+    if find_spec("torchvision") is not None:
+        library("torchvision")  # PyPI's beside torch's CPU build
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    rows = dataset(4 if quick else BATCHES)
+    contenders = {}
+    most_at_once = dict.fromkeys(LOOPS, 0)
+    for name, loop in LOOPS.items():
+        for words, seconds in WAITS.items():
+            stock, engine = loop(seconds, rows)
+            contenders[name, words, "stock"] = timing(stock)
+            contenders[name, words, "engine"] = timing(engine)
+            Waiting.most_at_once = 0
+            engine()
+            most_at_once[name] = max(Waiting.most_at_once, most_at_once[name])
+    seconds = interleaved(benchmark, contenders, 2 if quick else 11)
+    cells = []
+    for name in LOOPS:
+        row = [name]
+        for words in WAITS:
+            stock = seconds[name, words, "stock"]
+            engine = seconds[name, words, "engine"]
+            row.append(f"{ratio(stock, engine).median:.2f}")
+        assert most_at_once[name] <= len(DEVICES)
+        row.append(str(most_at_once[name]))
+        cells.append(row)
+    columns = ["evaluation", *(f"forward waits {words}" for words in WAITS)]
+    columns.append("forward passes at once")
+    medians = {
+        " | ".join(key): statistics.median(values) for key, values in seconds.items()
+    }
+    publish("evaluation", Table(columns, cells), {"rows": cells, "seconds": medians})
+
+
+def timing(function):
+    return lambda: timed(function)

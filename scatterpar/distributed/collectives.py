@@ -27,6 +27,10 @@ _NO_SUMMANDS = (0.0,) * 4  # of a rank that adds nothing
 _FAILED = -1  # the status of a failed rank
 
 
+class RankError(RuntimeError):
+    """Another rank has failed in this step, or is lost."""
+
+
 class _NamedTensor(NamedTuple):
     """A parameter or buffer of the user's module.
 
@@ -142,7 +146,7 @@ class Collectives:
         sums, statuses = self._exchange(summands, status)
         failed = _failed(statuses)
         if failed:
-            raise RuntimeError(
+            raise RankError(
                 f"rank {', '.join(map(str, failed))} of {self.size} failed in this "
                 "step, so that nothing was changed on any rank; see what it raised "
                 "there"
@@ -186,7 +190,7 @@ class Collectives:
         # Of gloo and NCCL alike: torch's own errors derive from it.
         except RuntimeError as error:
             seconds = time.perf_counter() - start
-            raise RuntimeError(
+            raise RankError(
                 f"rank {self.rank} of {self.size} waited {seconds:.1f} s for "
                 f"{subject}, and another rank was lost, or did not come within the "
                 f"process group's timeout{still}. The group cannot be used any more: "

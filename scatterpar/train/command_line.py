@@ -54,7 +54,8 @@ _OF_SESSION = ("config", "out", "resume")
 # Ranges of numbers: in words, as a test, and the options of all commands that they
 # apply to.
 _POSITIVE = (
-    "batch epochs micro_batch_size image_size checkpoint_every base_lr clip ema top val"
+    "batch epochs processes micro_batch_size image_size checkpoint_every base_lr clip "
+    "ema top val"
 )
 _NOT_NEGATIVE = (
     "warmup_epochs workers skip_broken erase mixup cutmix momentum weight_decay "
@@ -72,6 +73,8 @@ _INSTEAD = {
     "lr": "--base-lr X is the learning rate for batches of 256 images",
     "learningrate": "--base-lr X is the learning rate for batches of 256 images",
     "numworkers": "--workers N is the number of reading processes",
+    "nprocpernode": "--processes N divides the devices among N processes",
+    "numprocesses": "--processes N divides the devices among N processes",
     "imgsize": "--image-size N is the side of a picture",
     "imgsz": "--image-size N is the side of a picture",
     "gpus": "--devices cuda:0,cuda:1 names them (default: every GPU)",
@@ -186,6 +189,9 @@ class _Devices:
     # a device for each replica, such as cuda:0,cuda:1 or cuda:0 cuda:1 (default: every
     # GPU; without any, two replicas on the CPU)
     devices: Devices = ()
+    # processes that divide the devices and each batch, for many GPUs: one process
+    # launches the work of all its GPUs
+    processes: int = 1
     micro_batch_size: int = 64  # images of a sub-step of each replica
     compile: bool = False  # compile the network with torch.compile
     autocast: Precision = None  # compute in that precision where it is safe
@@ -210,7 +216,7 @@ class _Files:
 @dataclass(frozen=True)
 class Options(_Files, _Devices, _Training, _Images):
     """Train a network on large batches, with all GPUs of this machine,
-    in one process.
+    in one process or a few.
     """
 
     examples: ClassVar[str] = """examples:

@@ -22,11 +22,13 @@ from itertools import chain, islice, tee
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from scatterpar.train.command_line import UsageError, printable, words_of
 from scatterpar.train.data import BatchRequest, Images, Source
+from scatterpar.train.processes import ALONE, Processes
 
 PIECE = 64  # images that a worker reads at once; mixup mixes images of one piece
 _PIECES_AHEAD = 2  # per worker
@@ -51,6 +53,7 @@ class Feed(contextlib.AbstractContextManager["Feed"]):
     Attributes:
         source: what it reads.
         limit: how many broken images may be left out; all, if it is None.
+        processes: those that divide the rows of each request.
         reasons: why an image cannot be read, by its name.
         broken: how often each broken image was left out.
         waited: the seconds that the last `take` took.
@@ -63,9 +66,11 @@ class Feed(contextlib.AbstractContextManager["Feed"]):
         source: Source,
         requests: Iterable[BatchRequest] = (),
         limit: int | None = None,
+        processes: Processes = ALONE,
     ) -> None:
         self.source = source
         self.limit = limit
+        self.processes = processes
         self.reasons = dict[str, str]()
         self.broken = Counter[str]()
         self.waited = 0.0
@@ -73,7 +78,9 @@ class Feed(contextlib.AbstractContextManager["Feed"]):
         self._workers = 0
         if not source.in_memory:
             workers = source.options.workers
-            self._workers = _default_workers() if workers is None else workers
+            if workers is None:
+                workers = max(1, _default_workers() // processes.size)
+            self._workers = workers
         self._batches = self._read(iter(()))
         self.request(requests)
 
@@ -85,7 +92,9 @@ class Feed(contextlib.AbstractContextManager["Feed"]):
         self._batches = self._ahead(batches) if self._workers else batches
 
     def take(self) -> tuple[BatchRequest, Images]:
-        """Return the next request, and its images, without unreadable ones."""
+        """Return the next request, and this process's images of it, without unreadable
+        ones.
+        """
         start = time.perf_counter()
         request, images = self._next()
         self.waited = time.perf_counter() - start
@@ -145,7 +154,7 @@ class Feed(contextlib.AbstractContextManager["Feed"]):
         loader = DataLoader[Any](
             self.source,  # type: ignore[arg-type]
             batch_size=None,
-            sampler=_pieces(requests_to_cut),
+            sampler=self._pieces(requests_to_cut),
             **self._loader_options(),
         )
         # `chain` starts the workers with the first piece: a signal may end their server
@@ -153,15 +162,16 @@ class Feed(contextlib.AbstractContextManager["Feed"]):
         pieces = chain.from_iterable([loader])
         has_accelerator = torch.accelerator.is_available()
         for request in requests:
+            rows = self.processes.part_of(request.rows)
             images = torch.empty(
-                (len(request.rows), *self.source.image_shape),
+                (len(rows), *self.source.image_shape),
                 dtype=torch.uint8,
                 pin_memory=has_accelerator,
             )
-            labels = []
+            labels = list[Tensor]()
             broken = list[tuple[str, str]]()
             start = 0
-            for piece in islice(pieces, -(-len(request.rows) // PIECE)):
+            for piece in islice(pieces, -(-len(rows) // PIECE)):
                 if self._closed:
                     return
                 stop = start + len(piece.images)
@@ -170,7 +180,18 @@ class Feed(contextlib.AbstractContextManager["Feed"]):
                 broken += piece.broken
                 start = stop
                 self.on_read(len(piece.images))
+            if not labels:  # there are fewer images than processes
+                labels.append(torch.empty(0, dtype=torch.int64))
             yield request, Images(images[:start], torch.cat(labels), broken)
+
+    def _pieces(self, requests: Iterator[BatchRequest]) -> Iterator[BatchRequest]:
+        """Cut this process's part of requests into pieces for workers."""
+        for request in requests:
+            rows = self.processes.part_of(request.rows).tolist()
+            for start in range(0, len(rows), PIECE):
+                # As lists: tensors would go to a worker through shared memory, each by
+                # a thread.
+                yield request._replace(rows=rows[start : start + PIECE])
 
     def _loader_options(self) -> dict[str, Any]:
         """Return the DataLoader's options for this number of workers."""
@@ -196,15 +217,6 @@ def broken_in_words(reasons: dict[str, str], limit: int) -> str:
         return f"{words} (--skip-broken {limit + 1} or more leaves it out)"
     remedy = f"--skip-broken {len(reasons)} or more leaves them out"
     return f"{len(reasons):,} images cannot be read: {', '.join(reasons)} ({remedy})"
-
-
-def _pieces(requests: Iterator[BatchRequest]) -> Iterator[BatchRequest]:
-    """Cut requests into pieces for workers."""
-    for request in requests:
-        for rows in request.rows.split(PIECE):
-            # As lists: tensors would go to a worker through shared memory, each by a
-            # thread.
-            yield request._replace(rows=rows.tolist())
 
 
 def _default_workers() -> int:

@@ -13,6 +13,8 @@ from tqdm import tqdm
 from scatterpar.train.command_line import printable
 
 _LINE_SECONDS = 10.0  # between lines, without a progress bar
+# tqdm's own lock is a semaphore of the system, which a killed process leaves behind.
+tqdm.set_lock(threading.RLock())
 
 
 class Progress(contextlib.AbstractContextManager["Progress"]):
@@ -20,7 +22,9 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
     are lines instead.
     """
 
-    def __init__(self, total: int, done: int = 0, *, file: TextIO) -> None:
+    def __init__(
+        self, total: int, done: int = 0, *, file: TextIO, is_shown: bool = True
+    ) -> None:
         # tqdm starts no thread: every batch of images updates the bar.
         tqdm.monitor_interval = 0
         self._lock = threading.Lock()
@@ -31,7 +35,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
         self._bar: Any = tqdm(
             total=total,
             initial=done,
-            disable=None,
+            disable=None if is_shown else True,
             unit=" images",
             unit_scale=True,
             leave=False,

@@ -12,7 +12,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 import torch
 from filelock import FileLock, Timeout
@@ -157,14 +157,21 @@ class Metrics(contextlib.AbstractContextManager["Metrics"]):
     too.
 
     The records of the first `earlier_steps` steps of earlier sessions stay in the file.
+    Without `is_written` there is no file.
     """
 
-    def __init__(self, path: Path, earlier_steps: int = 0) -> None:
+    def __init__(
+        self, path: Path, earlier_steps: int = 0, is_written: bool = True
+    ) -> None:
         self.records: list[dict[str, Any]] = []
         if earlier_steps:
             for record in read_records(path.parent):
                 if record["kind"] != "summary" and record["step"] <= earlier_steps:
                     self.records.append(record)
+        self._file: TextIO | None = None
+        self._board: Any = None
+        if not is_written:
+            return
         with written(path) as file:
             for record in self.records:
                 file.write(f"{json.dumps(record)}\n".encode())
@@ -176,6 +183,8 @@ class Metrics(contextlib.AbstractContextManager["Metrics"]):
         text = json.dumps({"kind": kind, **fields}, default=str)
         record = json.loads(text, parse_constant=lambda _: None)
         self.records.append(record)
+        if self._file is None:
+            return
         try:
             print(json.dumps(record), file=self._file, flush=True)
         except OSError as error:
@@ -207,9 +216,9 @@ def _open_board(folder: Path, earlier_steps: int) -> Any:
 
 
 @contextlib.contextmanager
-def stoppable(announcement: str) -> Iterator[list[int]]:
-    """In the body, Ctrl-C and SIGTERM print the announcement, and are added to a list.
-    A second one ends the process.
+def stoppable(announcement: str | None) -> Iterator[list[int]]:
+    """In the body, Ctrl-C and SIGTERM print the announcement, if there is one, and are
+    added to a list. A second one ends the process.
     """
     received = list[int]()
 
@@ -217,6 +226,8 @@ def stoppable(announcement: str) -> Iterator[list[int]]:
         if received:
             os._exit(128 + number)
         received.append(number)
+        if announcement is None:
+            return
         name = signal.Signals(number).name
         line = f"\n{name}: {announcement}; again: ending now\n"
         # Not print: the signal may have interrupted a print.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from scatterpar.report import StepReport
 from scatterpar.tables import as_text
+from scatterpar.train.processes import Processes
 
 TOP_5_CLASSES = 10  # with fewer, top-5 accuracy says little
 CONFUSION_CLASSES = 1000  # with more, the matrix would take more than 8 MB
@@ -67,6 +68,30 @@ class Tally:
                     images[row].clone(),  # the batch is freed
                 )
                 self.mistakes.append(mistake)
+        self._drop_smaller_mistakes()
+
+    def add_other_processes(
+        self, processes: Processes, image_shape: Sequence[int]
+    ) -> None:
+        """Add the images of the other processes, each of which calls this."""
+        if processes.size == 1:
+            return
+        self._sums = processes.gathered(self._sums[None]).sum(0)
+        self.images = int(processes.gathered(torch.tensor([self.images])).sum())
+        if self.confusion is not None:
+            self.confusion = processes.gathered(self.confusion[None]).sum(0)
+        numbers = torch.tensor([mistake[:3] for mistake in self.mistakes]).view(-1, 3)
+        images = torch.empty(len(self.mistakes), *image_shape, dtype=torch.uint8)
+        for image, mistake in zip(images, self.mistakes, strict=True):
+            image.copy_(mistake.image)
+        pictures = processes.gathered(images)
+        self.mistakes = []
+        for row, image in zip(processes.gathered(numbers), pictures, strict=True):
+            score, true, predicted = row.tolist()
+            self.mistakes.append(Mistake(score, int(true), int(predicted), image))
+        self._drop_smaller_mistakes()
+
+    def _drop_smaller_mistakes(self) -> None:
         self.mistakes.sort(key=lambda mistake: -mistake.score)
         del self.mistakes[_MISTAKES:]
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from scatterpar import StepReport
+from scatterpar.distributed.collectives import RankError
 from scatterpar.train import records
 from scatterpar.train.command_line import (
     Options,
@@ -35,6 +36,7 @@ from scatterpar.train.figures import (
     draw_mistakes,
 )
 from scatterpar.train.parts import FINAL, TEST, VAL, first_names
+from scatterpar.train.processes import ALONE, Processes, launch
 from scatterpar.train.progress import Progress
 from scatterpar.train.records import (
     BEST_FILE,
@@ -57,7 +59,6 @@ CURVES_FILE = "curves.png"
 CONFUSION_FILE = "confusion.png"
 MISTAKES_FILE = "mistakes.png"
 FIRST_BATCH_FILE = "first_batch.png"
-_STOPPING = "saving at the end of this step"
 # Drawing takes at most this part of the time; half a second of an epoch is nothing
 # unless the epoch takes a second.
 _DRAWING = 0.1
@@ -86,12 +87,14 @@ def main(arguments: Sequence[str]) -> int:
     return exit_code_of("train", lambda: run(arguments))
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Train as the command line says; return the exit code."""
+def run(arguments: Sequence[str], processes: Processes = ALONE) -> int:
+    """Train as the command line says, as one of several processes if it says so;
+    return the exit code.
+    """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise UsageError(
-            "one process trains on all GPUs of this machine: start it without torchrun "
-            "(for several machines: docs/several-machines.md)"
+            "start it without torchrun: --processes N starts N processes on this "
+            "machine (for several machines: docs/several-machines.md)"
         )
     options = parse(arguments)
     checkpoint: dict[str, Any] | None = None
@@ -105,12 +108,20 @@ def run(arguments: Sequence[str]) -> int:
             return 0
     else:
         records.refuse_earlier_run(options.out)
-    devices = choose_devices(options.devices)
+    if options.processes > processes.size:
+        # The same folder for all: its default has the time in its name.
+        words = [*arguments, "--out", str(options.out)]
+        words += ["--processes", str(options.processes)]
+        return launch(run, words, options.processes)
+    devices = choose_devices(options.devices, processes)
     source = open_data(options)
-    training = Training(options, source, devices)
+    training = Training(options, source, devices, processes)
     if checkpoint is not None:
         _compare_data(options, checkpoint["about"], training.about)
         training.load_state_dict(checkpoint)
+    if not processes.is_first:
+        with training.engine:
+            return _train(training)
     with training.engine, records.locked(options.out):
         if checkpoint is None:
             records.refuse_earlier_run(options.out)  # it may have begun meanwhile
@@ -120,10 +131,12 @@ def run(arguments: Sequence[str]) -> int:
 def _train(training: Training) -> int:
     """Train in the run's folder; return the exit code."""
     options = training.options
+    processes = training.processes
     step = training.position.step
+    path = options.out / METRICS_FILE
     with (
-        Metrics(options.out / METRICS_FILE, step) as metrics,
-        Feed(training.source, limit=options.skip_broken) as feed,
+        Metrics(path, step, processes.is_first) as metrics,
+        Feed(training.source, (), options.skip_broken, processes) as feed,
     ):
         metrics.write(
             "run",
@@ -133,7 +146,8 @@ def _train(training: Training) -> int:
             versions=_versions(),
             devices=[str(share) for share in training.engine.device_ids],
         )
-        return Run(training, feed, metrics).train()
+        kind = Run if processes.is_first else SilentRun
+        return kind(training, feed, metrics).train()
 
 
 def _versions() -> dict[str, str]:
@@ -208,6 +222,8 @@ class Run:
             ``"val"`` if ``test`` comes at the end, else ``"test"``.
     """
 
+    _stopping: str | None = "saving at the end of this step"
+
     def __init__(self, training: Training, feed: Feed, metrics: Metrics) -> None:
         self.training = training
         self.feed = feed
@@ -235,6 +251,9 @@ class Run:
             return self._train()
         except UsageError as error:
             raise UsageError(f"{error}; {self._kept()}") from error
+        except RankError:
+            self._say_how_to_resume()
+            raise
         except OSError as error:  # of a print, or of a library
             if error.errno in _FULL_DISK:
                 raise UsageError(f"{error.strerror}; {self._kept()}") from error
@@ -251,16 +270,19 @@ class Run:
         try:
             with (
                 Progress(
-                    total, training.position.consumed, file=sys.stdout
+                    total,
+                    training.position.consumed,
+                    file=sys.stdout,
+                    is_shown=training.processes.is_first,
                 ) as self._progress,
-                stoppable(_STOPPING) as self._signals,
+                stoppable(self._stopping) as self._signals,
             ):
                 training.criterion.register_forward_hook(self._progress.add)
                 self._train_epochs()
         except FloatingPointError as error:
             code = 1
             ending = f"training diverged ({error}); a lower --base-lr may help; stopped"
-        except (KeyboardInterrupt, FeedError) as error:
+        except (KeyboardInterrupt, FeedError, RankError) as error:
             self._save()
             if not self._signals:  # a signal may have ended the workers, too
                 raise self._with_all_broken(error) from error
@@ -277,12 +299,17 @@ class Run:
         while training.epoch < training.epochs:
             self._train_epoch()
         if training.source.final is not None:
+            self._check()  # the first process has written the file
             best = records.load(self.options.out / BEST_FILE)
             self.feed.request(training.test_requests(FINAL))
             self._final = training.test(self.feed, FINAL, best["model"], self._check)
 
     def _check(self) -> None:
-        if self._signals:
+        """Raise `KeyboardInterrupt` in all processes if one has received a signal."""
+        number = self.training.processes.largest(max(self._signals, default=0))
+        if number:
+            if not self._signals:
+                self._signals.append(number)
             raise KeyboardInterrupt
 
     def _with_all_broken(self, error: BaseException) -> BaseException:
@@ -332,7 +359,10 @@ class Run:
         parameters = sum(tensor.numel() for tensor in training.model.parameters())
         self._say(f"{self.options.model}: {parameters:,} parameters")
         rows = training.rows_per_step
-        self._say(str(training.engine.plan(rows)))
+        size = training.processes.size
+        if size > 1:
+            self._say(f"{size} processes divide each batch; the first one:")
+        self._say(str(training.engine.plan(rows // size)))
         position = training.position
         if position.step:
             images = f"{position.consumed:,} images"
@@ -402,7 +432,7 @@ class Run:
         """
         if self._last_step is None:
             self._images_read += images
-            rows = self.training.rows_per_step
+            rows = self.training.rows_per_step // self.training.processes.size
             words = f"reading {min(self._images_read, rows):,} of {rows:,}"
             self._progress.describe(words)
 
@@ -429,13 +459,7 @@ class Run:
         self._record_epoch(number, tally)
         if tally.accuracy > position.best:
             position.best = tally.accuracy
-            records.save(
-                self.options.out / BEST_FILE,
-                model=training.tested_weights(),
-                accuracy=tally.accuracy,
-                confusion=tally.confusion,
-                about=training.about,
-            )
+            self._save_best(tally)
             if training.source.final is None:
                 self._draw_mistakes(tally)
         self._draw()
@@ -443,6 +467,15 @@ class Run:
             self.feed.request(training.requests())
             self._say(f"  batches of {position.batch:,} images from here on")
         self._save()
+
+    def _save_best(self, tally: Tally) -> None:
+        records.save(
+            self.options.out / BEST_FILE,
+            model=self.training.tested_weights(),
+            accuracy=tally.accuracy,
+            confusion=tally.confusion,
+            about=self.training.about,
+        )
 
     def _record_epoch(self, number: int, tally: Tally) -> None:
         """Record and print the results of an epoch."""
@@ -614,3 +647,25 @@ class Run:
             accuracies["accuracy_per_class"] = per_class
             self._say(accuracies_in_words(per_class))
         return accuracies
+
+
+class SilentRun(Run):
+    """The same run in a process beside the first: it says, writes and draws nothing."""
+
+    _stopping = None
+
+    def _say(self, line: str) -> None: ...
+
+    def _save(self, every: int = 0) -> None: ...
+
+    def _save_best(self, tally: Tally) -> None: ...
+
+    def _show_reading(self, images: int) -> None: ...
+
+    def _show_progress(self, epoch: int, loss: float, waiting: float) -> None: ...
+
+    def _draw_first_batch(self, batch: Images) -> None: ...
+
+    def _draw(self) -> None: ...
+
+    def _draw_mistakes(self, tally: Tally) -> None: ...

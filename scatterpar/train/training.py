@@ -36,10 +36,11 @@ from scatterpar.train.command_line import (
     words_of,
 )
 from scatterpar.train.data import BatchRequest, Images, Source, seed_host, seed_of
-from scatterpar.train.feed import Feed
+from scatterpar.train.feed import Feed, FeedError
 from scatterpar.train.libraries import library, suggestion
 from scatterpar.train.models import OnPixels, build_model
 from scatterpar.train.parts import TEST, TRAIN
+from scatterpar.train.processes import ALONE, Processes
 from scatterpar.train.results import Tally
 
 FIRST = 256  # images; `--base-lr` is the rate for them
@@ -73,23 +74,34 @@ class Training:
         noise: the average of the noise scale, with `--batch auto`.
         average: the average of the weights, with `--ema`.
         about: what `predict` needs to build the model, and `--resume` to know the data.
+        processes: those that divide the devices and each batch.
     """
 
     def __init__(
-        self, options: Options, source: Source, devices: list[torch.device]
+        self,
+        options: Options,
+        source: Source,
+        devices: list[torch.device],
+        processes: Processes = ALONE,
     ) -> None:
         # torch.manual_seed seeds the generators of accelerators, too.
         torch.manual_seed(seed_host("run", options.seed))
         self.options = options
         self.source = source
+        self.processes = processes
         self.images = len(source.train)
         self.classes = len(source.class_names)
         self.epochs = options.epochs or 0
-        self.engine = make_engine(options, source, devices)
+        self.engine = make_engine(options, source, devices, processes)
         self.model = self.engine.module
         self.noise = NoiseScale() if options.batch == "auto" else None
         # A step has at most all images.
         self.position = Position(min(first_batch(options, self.images), self.images))
+        if self.images // self.steps_per_epoch < processes.size:
+            raise UsageError(
+                f"--processes {processes.size} divide each batch, and a batch has "
+                f"{self.position.batch} images: a larger --batch"
+            )
         self.optimizer = make_optimizer(self.model, options)
         self.base_lr: float = self.optimizer.defaults["lr"]
         kind = devices[0].type
@@ -192,9 +204,14 @@ class Training:
         return peak * 0.5 * (1 + math.cos(math.pi * progress))
 
     def step(self, rows: int, batch: Images) -> StepReport | None:
-        """Train on the readable images of a batch of `rows`. Returns None if there are
-        none.
+        """Train on the readable images of a batch of `rows`, of which each process has
+        its part. Returns None if there are none.
         """
+        if self.processes.size > 1 and not len(batch.labels):
+            raise FeedError(
+                f"no image of this step can be read by process {self.processes.rank}; "
+                "without --processes the step goes on with the others"
+            )
         torch.manual_seed(seed_host("step", self.options.seed, self.position.consumed))
         report = self._update(batch) if len(batch.labels) else None
         self.position.consumed += rows
@@ -210,6 +227,10 @@ class Training:
             self.engine.forward_backward(
                 batch.images, batch.labels, self.criterion, scaler=self.scaler
             )
+        report = self.engine.last_step
+        # That of all processes, so that all end in this step.
+        if report is not None and not math.isfinite(report.loss):
+            raise FloatingPointError(f"the loss is {report.loss}")
         if self.options.clip is not None:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
@@ -217,7 +238,6 @@ class Training:
         self.scaler.update()
         if self.average:
             self.average.update_parameters(self.model)
-        report = self.engine.last_step
         if self.noise and report:
             self.noise.update(report)
         self.position.step += 1
@@ -239,7 +259,8 @@ class Training:
         weights: dict[str, Tensor] | None = None,
         between: Callable[[], None] = lambda: None,
     ) -> Tally:
-        """Test on the feed's next requests, which are those of a part.
+        """Test on the feed's next requests, which are those of a part. All processes
+        return the same.
 
         Args:
             feed: yields the requests of `test_requests`, next.
@@ -256,6 +277,7 @@ class Training:
             for _, batch, scores in scored(self.engine, feed, rows, self.classes):
                 tally.add(scores, batch.labels, batch.images)
                 between()
+        tally.add_other_processes(self.processes, self.source.image_shape)
         return tally
 
     @contextlib.contextmanager
@@ -353,26 +375,38 @@ def scored(
         yield request, batch, scores
 
 
-def choose_devices(words: str | Sequence[str] | None) -> list[torch.device]:
-    """Return the device of each replica: as named, else all accelerators, else two
-    virtual CPUs.
+def choose_devices(
+    words: str | Sequence[str] | None, processes: Processes = ALONE
+) -> list[torch.device]:
+    """Return the devices of this process's replicas: its part of those that are named,
+    else of all accelerators, else of virtual CPUs, two at least.
     """
     names: Any = parse_devices(words or ())
     if not names and not torch.accelerator.is_available():
-        names = ["cpu:0", "cpu:1"]
+        names = [f"cpu:{number}" for number in range(max(2, processes.size))]
     try:
-        return list(resolve(names or None))
+        devices = list(resolve(names or None))
     except ValueError as error:
         problem = words_of(error).removeprefix("device_ids: ").partition(";")[0]
         raise UsageError(
             f"--devices: {problem}; name them like cuda:0,cuda:1"
         ) from error
+    if len(devices) % processes.size:
+        raise UsageError(
+            f"--processes {processes.size} cannot divide {len(devices)} devices evenly"
+        )
+    part: list[torch.device] = processes.part_of(devices)
+    return part
 
 
 def make_engine(
-    options: Options, source: Source, devices: list[torch.device]
+    options: Options,
+    source: Source,
+    devices: list[torch.device],
+    processes: Processes,
 ) -> ScatterOnceParallel[OnPixels]:
     """Build the model with its initial weights, on the first device, and its engine."""
+    processes.connect(devices[0])
     model = build_model(
         options.model,
         source.image_shape,
@@ -381,7 +415,7 @@ def make_engine(
         source.std,
         options.pretrained,
     )
-    if options.batch == "auto" and len(devices) < 2:
+    if options.batch == "auto" and len(devices) * processes.size < 2:
         raise UsageError(
             "--batch auto compares the gradients of replicas, and there is one: name "
             f"its device twice, --devices {devices[0]},{devices[0]}"
@@ -391,7 +425,7 @@ def make_engine(
         model.to(devices[0], memory_format=layout),  # type: ignore[call-overload]
         device_ids=devices,
         micro_batch_size=options.micro_batch_size,
-        check_finite=True,
+        process_group=processes.group,
         buffers="batch",
         measure_noise=options.batch == "auto",
         compile=options.compile or None,

@@ -134,7 +134,7 @@ def test_failing_rank_fails_all(place, joined, culprit):
     own, other = found[culprit], found[1 - culprit]
     assert own[0] == kind
     assert (words.partition("\n")[0] if joined else words) in own[1]
-    assert other[0] == "RuntimeError"
+    assert other[0] == "RankError"
     assert other[1].startswith(
         f"rank {culprit} of 2 failed in this step, so that nothing was changed on any "
         "rank"
@@ -261,7 +261,7 @@ def test_waiting_ranks_say_what_for(tmp_path):
         "the other ranks' description of the module",
     ]
     for (kind, words), what in zip(found, waited_for, strict=True):
-        assert kind == "RuntimeError"
+        assert kind == "RankError"
         assert re.match(
             rf"rank 0 of 2 waited \d+\.\d s for {what}, and another rank was", words
         )

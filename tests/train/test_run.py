@@ -446,10 +446,7 @@ def test_diverged_run_keeps_what_was_reached(tmp_path, capsys):
 def test_torchrun_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "night-7")
     assert main([]) == 2
-    assert (
-        "start it without torchrun (for several machines: docs/"
-        in capsys.readouterr().err
-    )
+    assert "without torchrun: --processes N starts N" in capsys.readouterr().err
 
 
 # --- what a run does and says ---

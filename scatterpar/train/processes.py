@@ -1,0 +1,258 @@
+"""Several processes of one run, as torchrun would start them, on one machine.
+
+::
+
+    python -m scatterpar train --processes 2
+        process 0    GPUs 0 to 3    the first half of each batch    prints and saves
+        process 1    GPUs 4 to 7    the second half
+
+Every process makes the same run: it draws the same order, and steps on its part of the
+rows. The engine adds the gradients of all processes, so that all have the same weights.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import resource_tracker
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.spawn import (
+    ProcessContext,
+    ProcessExitedException,
+    start_processes,
+)
+
+from scatterpar.devices.transfers import as_bytes
+from scatterpar.distributed.collectives import Collectives, RankError
+from scatterpar.train.command_line import UsageError
+
+# After one process has failed, the first needs time to save; a process that waits in
+# NCCL for the failed one does not end by itself.
+_GRACE_SECONDS = 60.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_LOST = 3  # the exit code of a process that another one has left
+
+
+class Processes:
+    """The processes of a run, as one of them sees them.
+
+    Attributes:
+        rank: the number of this process.
+        size: the number of processes.
+        group: the process group of the engine; None for a single process.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, folder: str = "") -> None:
+        self.rank = rank
+        self.size = size
+        self.group: dist.ProcessGroup | None = None
+        self._folder = folder
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process prints and saves."""
+        return self.rank == 0
+
+    def part_of(self, items: Any) -> Any:
+        """Return this process's part of a sequence or tensor, in order."""
+        count = len(items)
+        start = count * self.rank // self.size
+        stop = count * (self.rank + 1) // self.size
+        return items[start:stop]
+
+    def connect(self, device: torch.device) -> None:
+        """Form the process group. `device` is the first one of this process."""
+        if self.size == 1:
+            return
+        backend = "gloo"
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(device)
+            name = dist.get_default_backend_for_device(device)
+            backend = f"cpu:gloo,{device.type}:{name}"
+        if sys.platform == "linux":
+            # No other machine takes part, so none shall reach gloo's ports.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(
+            backend,
+            f"file://{self._folder}/store",
+            rank=self.rank,
+            world_size=self.size,
+        )
+        self.group = dist.group.WORLD
+
+    def gathered(self, rows: Tensor) -> Tensor:
+        """Return the rows of all processes, in order. Rows have the same shape in all.
+
+        Raises `RankError` if a process has ended.
+        """
+        if self.group is None:
+            return rows
+        collectives = Collectives(self.group, torch.device("cpu"))
+        content = as_bytes(rows).flatten()
+        subject = "the results of all processes"
+        size = torch.tensor([len(content)])
+        sizes = torch.cat(collectives.all_gather(size, [1] * self.size, subject))
+        contents = collectives.all_gather(content, sizes.tolist(), subject)
+        return torch.cat(contents).view(rows.dtype).view(-1, *rows.shape[1:])
+
+    def largest(self, number: int) -> int:
+        """Return the largest of the numbers that the processes pass."""
+        return int(self.gathered(torch.tensor([number])).max())
+
+    def finish(self) -> None:
+        """Wait for the other processes, which may still read from this one."""
+        if self.group is not None:
+            with contextlib.suppress(RuntimeError):
+                dist.barrier()
+
+
+ALONE = Processes()
+
+
+def launch(
+    run: Callable[[Sequence[str], Processes], int], arguments: Sequence[str], size: int
+) -> int:
+    """Call `run(arguments, processes)` in new processes. Returns the exit code of the
+    first.
+
+    Ctrl-C and SIGTERM are passed on to all. If a process ends early, the others save
+    and end, too.
+
+    Raises a `UsageError` if a process has raised one, or was killed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        with _signals_passed_on() as started:
+            context: Any = start_processes(
+                _run_process,
+                (size, folder, run, tuple(arguments)),
+                nprocs=size,
+                join=False,
+                start_method="spawn",
+            )
+            started(context)
+            failure = _join(context)
+        for rank in range(size):
+            _raise_error_of(Path(folder, f"error-{rank}"))
+    if failure is not None and failure.signal_name:
+        raise UsageError(
+            f"process {failure.error_index} of {size} was ended by "
+            f"{failure.signal_name}, and the others have ended with it"
+        )
+    code: int = context.processes[0].exitcode
+    return code
+
+
+def _join(context: ProcessContext) -> ProcessExitedException | None:
+    """Wait for all processes. Returns how the first one that failed has ended."""
+    try:
+        while not context.join(grace_period=_GRACE_SECONDS):
+            pass
+    except ProcessExitedException as error:
+        return error
+    return None
+
+
+def _raise_error_of(path: Path) -> None:
+    """Raise the error that a process has written; a traceback is printed."""
+    if not path.exists():
+        return
+    kind, _, text = path.read_text(encoding="utf-8").partition("\n")
+    if kind == UsageError.__name__:
+        raise UsageError(text)
+    print(text, file=sys.stderr, end="")
+    sys.exit(1)
+
+
+@contextlib.contextmanager
+def _signals_passed_on() -> Iterator[Callable[[ProcessContext], None]]:
+    """In the body, signals to this process are sent to those of a context, once the
+    yielded function is called with it.
+
+    New processes begin with both signals blocked, so that none is lost, or ends an
+    import with a traceback. They unblock them in `_receive_signals`.
+    """
+    if sys.platform == "win32":  # the console sends Ctrl-C to all
+        yield lambda _: None
+        return
+    resource_tracker.ensure_running()  # its start would unblock the signals
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+
+    def pass_on_to(context: ProcessContext) -> None:
+        def pass_on(number: int, _: FrameType | None) -> None:
+            for process in context.processes:
+                if process.is_alive():
+                    os.kill(process.pid, number)
+
+        for number in _SIGNALS:
+            if handlers[number] is not signal.SIG_IGN:
+                signal.signal(number, pass_on)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    try:
+        yield pass_on_to
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _receive_signals() -> None:
+    """Get signals from the first process alone, and not from the terminal, too: a
+    second one ends the process.
+    """
+    if sys.platform == "win32":
+        return
+    os.setsid()
+    for number in _SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _end)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+
+def _end(number: int, _: FrameType | None) -> None:
+    os._exit(128 + number)
+
+
+def _run_process(
+    rank: int,
+    size: int,
+    folder: str,
+    run: Callable[[Sequence[str], Processes], int],
+    arguments: Sequence[str],
+) -> None:
+    """Be one of the processes: run, and end with the exit code."""
+    _receive_signals()
+    if rank:
+        warnings.simplefilter("ignore")  # those of the first process are the same
+    # As torchrun does: the processes share the cores.
+    torch.set_num_threads(max(1, torch.get_num_threads() // size))
+    processes = Processes(rank, size, folder)
+    error_file = Path(folder, f"error-{rank}")
+    try:
+        code = run(arguments, processes)
+        processes.finish()
+    except RankError:  # the process that failed says why
+        code = _LOST
+    except UsageError as error:
+        code = 2
+        error_file.write_text(f"{UsageError.__name__}\n{error}", encoding="utf-8")
+    except Exception:
+        code = 1
+        error_file.write_text(f"\n{traceback.format_exc()}", encoding="utf-8")
+    # Before gloo's threads can abort a process that ends in the usual way.
+    atexit.register(os._exit, code)
+    sys.exit(code)

@@ -424,7 +424,11 @@ class WholeBatch:
                 _require_one_value(self._pieces)
         except BaseException as error:
             rows = sum(self._rows)
-            add_note(error, f"in the criterion, with the outputs of all {rows} rows")
+            add_note(
+                error,
+                f"in the criterion, with the outputs of all {rows} rows, which have no "
+                "graph of the module",
+            )
             if len(self._pieces) > 1:
                 note_lists_of_objects(error, self._pieces[0])
             raise

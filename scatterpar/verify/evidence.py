@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from scatterpar.batch import nested
 from scatterpar.batch.batch import batch_of
 from scatterpar.causes.counts import Count, NamedTensor, counts_of, named_tensors
 from scatterpar.step.loss_weights import is_smoothed, term_counts
@@ -280,17 +279,30 @@ class Evidence(Losses):
     @cached_property
     def uses_number(self) -> bool:
         """Whether the loss depends on a 0-dim output, such as a balance loss."""
+        return self.request.criterion is not None and self.runs.uses_number(self.rows)
+
+    @cached_property
+    def needs_graph(self) -> bool:
+        """Whether the criterion asks for gradients by inputs or parameters.
+
+        It cannot be called with outputs that have no graph, as ``whole_batch`` does.
+        """
         if self.request.criterion is None:
             return False
-        output = self.outputs[0]
-        tensors = [tensor for tensor in nested.tensors(output) if tensor.requires_grad]
-        (of_rows,) = self.runs.losses_of_cuts(output, [self.rows])
-        pairs = zip(tensors, of_rows.gradients, strict=True)
-        return any(not tensor.ndim and bool(gradient) for tensor, gradient in pairs)
+        try:
+            self.runs.losses_of_cuts(self.outputs[0], [self.rows])
+        except RuntimeError:
+            return True
+        return False
 
     @property
     def compares_rows(self) -> str:
         """What to do with a loss that compares rows."""
+        if self.needs_graph:
+            return (
+                "call engine.loss for each loss, and combine their gradients "
+                "(docs/losses.md, Two losses with an adaptive weight)"
+            )
         if self.uses_number:  # which whole_batch=True alone would refuse
             return f"{NUMBER_REMEDY}, and pass whole_batch=True"
         return super().compares_rows

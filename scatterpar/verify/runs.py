@@ -391,6 +391,21 @@ class Runs:
                 del output  # with its graph
         return outputs
 
+    def uses_number(self, rows: Part) -> bool:
+        """Whether the criterion's loss depends on a 0-dim output of the replica."""
+        self.require_time()
+        self.restart()
+        task = self.replica_task
+        with self._surroundings(task):
+            output = task.output_of(self.inputs_of(rows))
+            tensors = nested.tensors(output)
+            numbers = [t for t in tensors if t.requires_grad and not t.ndim]
+            if not numbers:
+                return False
+            loss = loss_of(output, self.targets_of(rows), task.criterion)
+            gradients = torch.autograd.grad(loss, numbers, allow_unused=True)
+        return any(gradient is not None and bool(gradient) for gradient in gradients)
+
     def losses_of_cuts(self, output: Any, parts: Parts) -> list[Result]:
         """The criterion's loss of each part of one output, and its gradients.
 
@@ -482,7 +497,8 @@ class Runs:
         """The loss of these rows, and its gradients times ``weight``; none if zero."""
         self.require_time()
         if task.criterion is not None:  # which may write into what it is given
-            output = nested.map_tensors(copy_of_leaf, output)
+            # Not leaves that require grad: a criterion may ask for gradients by these.
+            output = nested.map_tensors(_copy_of_constant, output)
         loss = loss_of(output, self.targets_of(rows), task.criterion)
         del output  # a large output is freed before the backward pass
         self.rounding.watch(loss)
@@ -664,6 +680,10 @@ def _gradients_of(loss: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
         torch.zeros_like(tensor) if gradient is None else gradient.to_dense()
         for tensor, gradient in zip(tensors, gradients, strict=True)
     ]
+
+
+def _copy_of_constant(tensor: Tensor) -> Tensor:
+    return tensor if tensor.requires_grad else copy_of_leaf(tensor)
 
 
 def copy_of_leaf(tensor: Tensor) -> Tensor:

@@ -216,6 +216,39 @@ def smooth(output, targets):
     return F.mse_loss(output, targets) + gradient.norm()
 
 
+def with_inputs(net, rows):
+    """A critic, and its inputs, which require grad for a penalty."""
+    rows = rows.detach().requires_grad_()
+    return net.linear(rows), rows
+
+
+def penalty_of_rows(output, _):
+    """WGAN-GP's: one gradient norm per row, which is a mean over rows."""
+    scores, rows = output
+    gradient = gradient_of(scores.sum(), rows, create_graph=True)
+    return scores.mean() + (gradient.norm(dim=1) - 1).square().mean()
+
+
+def penalty_of_mean(output, _):
+    scores, rows = output
+    gradient = gradient_of(scores.mean(), rows, create_graph=True)
+    return scores.mean() + gradient.norm()
+
+
+def penalty_by_weight(output, targets, model):
+    loss = F.mse_loss(output, targets)
+    gradient = gradient_of(loss, model[-1].weight, create_graph=True)
+    return loss + gradient.square().sum()
+
+
+def adaptive_by_weight(output, targets, model):
+    """VQGAN's weight, by the last layer."""
+    first, second = F.mse_loss(output, targets), output.abs().mean()
+    weight = model[-1].weight
+    ratio = gradient_of(first, weight).norm() / gradient_of(second, weight).norm()
+    return first + ratio.detach() * second
+
+
 class PerSeenRow:
     """A sum over the rows, divided by the number of rows seen so far."""
 
@@ -377,6 +410,17 @@ REFUSED: dict[str, tuple[Case, str]] = {
         )
         for loss in (adaptive, virtual, smooth)
     },
+    **{
+        f"{loss.__name__}, of the replica's model": (
+            Case(mlp, (INPUTS, VALUES), lambda m, f=loss: partial(f, model=m), accum=2),
+            "your loss of.*call engine.loss for each loss",
+        )
+        for loss in (penalty_by_weight, adaptive_by_weight)
+    },
+    "a penalty on the gradient of a mean by inputs": (
+        case_of(net(with_inputs), criterion=penalty_of_mean),
+        "your loss of.*call engine.loss for each loss",
+    ),
     "a sum over a counter": (
         Case(mlp, (INPUTS, VALUES), lambda _: PerSeenRow(), accum=3),
         "would be off by",
@@ -795,6 +839,9 @@ SILENT = {
     "the gradient of a mean, returned in place of injected": case_of(
         net(lambda net, rows: (net.linear(rows), net.linear(rows).square().mean())),
         criterion=balanced,
+    ),
+    "a penalty on each row's gradient": case_of(
+        net(with_inputs), criterion=penalty_of_rows
     ),
     "a module that holds the model": Case(EXPERT, LABELLED, penalising),
 }

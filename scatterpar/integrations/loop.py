@@ -27,8 +27,8 @@ from scatterpar.log import logger
 from scatterpar.state.journal import Journal
 from scatterpar.state.walk import Walk
 from scatterpar.step.request import check_function
+from scatterpar.verify.comparison import Inconclusive
 from scatterpar.verify.dropped_records import records_dropped
-from scatterpar.verify.runs import Inconclusive
 
 _HOOKS = (
     "_forward_pre_hooks",

@@ -9,9 +9,12 @@ rounding, it refuses before anything changes, and says what would be right::
       schedule          when to look                        ranges, of labels
       rows              which rows, in which parts
       look              two runs, and the verdict
-        runs            compute rows in different ways      what user code has
+        runs            loss and gradients of rows          compared_leaves,
                                                             constant_numbers,
                                                             single_precision
+        measurements    outputs, memory, state that moves
+        user_code       restores what runs have changed     dropped_records
+        nudges          what rounding makes of results
         evidence        results, and further runs on demand joined, outputs cut by parts
         causes          why results differ, in order
       joins             the order of entries in outputs

@@ -16,9 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from scatterpar.causes.counts import IGNORED, Count
-from scatterpar.verify.comparison import weighted_sum
+from scatterpar.verify.comparison import Inconclusive, weighted_sum
 from scatterpar.verify.evidence import NUMBER_REMEDY, Evidence, Losses
-from scatterpar.verify.runs import Inconclusive
 
 _MAX_SIZES = 6  # of parts, in a text
 _KEY = re.compile(r'(?:inputs|targets)\["(\w+)"\]')

@@ -17,9 +17,9 @@ from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.request import LossCandidate, Request
 from scatterpar.step.scatter import in_order, micro_batches
+from scatterpar.verify.comparison import Inconclusive
 from scatterpar.verify.evidence import weighted_parts
 from scatterpar.verify.rows import Parts
-from scatterpar.verify.runs import Inconclusive
 
 _DIGITS = 9  # of weights that are compared
 

@@ -21,6 +21,20 @@ SMALLEST_SCALE = 1e-2
 LeafGradients = Sequence[Tensor | None]
 
 
+class Inconclusive(Exception):
+    """The look is inconclusive.
+
+    Attributes:
+        patience: after so many such looks in a row, a warning says so.
+        is_final: whether this kind of step is not looked at again.
+    """
+
+    def __init__(self, why: str, patience: int = 4, is_final: bool = False) -> None:
+        super().__init__(why)
+        self.patience = patience
+        self.is_final = is_final
+
+
 @dataclass(frozen=True)
 class Result:
     """The loss of some rows and its gradients.

@@ -15,15 +15,18 @@ from scatterpar.causes.counts import Count, NamedTensor, counts_of, named_tensor
 from scatterpar.step.loss_weights import is_smoothed, term_counts
 from scatterpar.step.request import Request
 from scatterpar.verify.comparison import (
+    Inconclusive,
     Result,
     Total,
     num_with_gradient,
     relative_difference,
     weighted_sum,
 )
+from scatterpar.verify.measurements import losses_of_parts, outputs_of, uses_number
+from scatterpar.verify.nudges import NUM_NUDGES, Nudge, rounding_limit
 from scatterpar.verify.output_differences import OutputDifferences, compare_outputs
 from scatterpar.verify.rows import Part, Parts, ignored_values, unbound
-from scatterpar.verify.runs import NUM_NUDGES, Inconclusive, Runs, pieces_of_parts
+from scatterpar.verify.runs import Runs, pieces_of_parts
 
 _MAX_UNCOUNTED = 32  # rows that are searched for some that count= leaves out
 
@@ -35,11 +38,6 @@ NUMBER_REMEDY = (
 
 # If rounding changes a gradient by more than this part, it is nothing but rounding.
 _NOTHING_BUT_ROUNDING = 0.4
-# The first nudge is the smallest, so its effect counts more.
-_FACTOR_OF_FIRST_NUDGE = 4
-_FACTOR_OF_NUDGES = 2
-# Rounding at a ReLU shows in every third nudge, and seldom changes more than this part.
-_LARGEST_AT_A_RELU = 0.2
 
 
 class Losses:
@@ -220,13 +218,15 @@ class Evidence(Losses):
     @cached_property
     def with_same_numbers(self) -> Result:
         """The result in parts, each of which draws the same numbers."""
-        return self._in_parts(self.runs.restore_generators)
+        return self._in_parts(self.runs.user_code.restore_generators)
 
     @cached_property
     def from_same_state(self) -> Sequence[Result]:
         """The result of each part from the same state, without weights."""
         task = self.runs.replica_task
-        return self.runs.run(self.parts, task, between=self.runs.restart).results
+        return self.runs.run(
+            self.parts, task, between=self.runs.user_code.restart
+        ).results
 
     def results_of_parts(self) -> Sequence[Result]:
         """The result of each part from the same state, without weights."""
@@ -245,29 +245,28 @@ class Evidence(Losses):
         They are those of a loss times zero, in parts and at once. A Function that adds
         the gradient of a balance loss in its backward pass gives such a gradient.
         """
-        scale = self.runs.scale
-        self.runs.scale = 0.0
-        try:
-            in_parts = self._in_parts(self.runs.restart)
-            # NaN is no answer: a zero may have met an infinity.
-            if not (in_parts.has_gradient and in_parts.is_finite):
-                return 0.0
-            at_once = self.runs.at_once(self.rows, self.runs.replica_task)
-        finally:
-            self.runs.scale = scale
-        difference, _ = relative_difference(in_parts.gradients, at_once.gradients)
+        runs = self.runs.under(scale=0.0)
+        restart = runs.user_code.restart
+        task = runs.replica_task
+        in_parts = runs.run(self.parts, task, self.weights, between=restart)
+        # NaN is no answer: a zero may have met an infinity.
+        of_parts = in_parts.total.result
+        if not (of_parts.has_gradient and of_parts.is_finite):
+            return 0.0
+        at_once = runs.at_once(self.rows, task)
+        difference, _ = relative_difference(of_parts.gradients, at_once.gradients)
         return difference
 
     @cached_property
     def outputs(self) -> Sequence[Any]:
         """The replica's output for all rows, then those for each part."""
-        return self.runs.outputs([self.rows, *self.parts])
+        return outputs_of(self.runs, [self.rows, *self.parts])
 
     @cached_property
     def output_differences(self) -> OutputDifferences:
         """How the outputs of the parts differ from that for all rows."""
         whole, *pieces = self.outputs
-        (backwards,) = self.runs.outputs([self.rows[::-1]])
+        (backwards,) = outputs_of(self.runs, [self.rows[::-1]])
         return compare_outputs(whole, backwards, pieces, self.parts, self.request.dim)
 
     @property
@@ -279,7 +278,7 @@ class Evidence(Losses):
     @cached_property
     def uses_number(self) -> bool:
         """Whether the loss depends on a 0-dim output, such as a balance loss."""
-        return self.request.criterion is not None and self.runs.uses_number(self.rows)
+        return self.request.criterion is not None and uses_number(self.runs, self.rows)
 
     @cached_property
     def needs_graph(self) -> bool:
@@ -290,7 +289,7 @@ class Evidence(Losses):
         if self.request.criterion is None:
             return False
         try:
-            self.runs.losses_of_cuts(self.outputs[0], [self.rows])
+            losses_of_parts(self.runs, self.outputs[0], [self.rows])
         except RuntimeError:
             return True
         return False
@@ -313,17 +312,17 @@ class Evidence(Losses):
         if self.request.criterion is None or self.request.whole_batch:
             return False
         output = self.outputs[0]
-        of_parts = self.runs.losses_of_cuts(output, self.parts)
-        of_rows = self.runs.losses_of_cuts(output, [self.rows])
+        of_parts = losses_of_parts(self.runs, output, self.parts)
+        of_rows = losses_of_parts(self.runs, output, [self.rows])
         combined = weighted_sum(of_parts, self.weights)
         limit = self.runs.rounding.tolerance
         return combined.difference_from(of_rows[0]) <= limit
 
     def combines_in_evaluation(self) -> bool:
         """Whether the parts give the result of all rows in evaluation mode."""
-        with self.runs.in_evaluation():
+        with self.runs.user_code.in_evaluation():
             expected = self.runs.at_once(self.rows, self.runs.own_task)
-            actual = self._in_parts(self.runs.restart)
+            actual = self._in_parts(self.runs.user_code.restart)
         return actual.difference_from(expected) <= self.limit
 
     def difference_by_summands(self) -> float:
@@ -344,20 +343,20 @@ class Evidence(Losses):
         tolerance = self.runs.rounding.tolerance
         is_zero = self._gradient_is_zero()
         is_replica_right = self.of_replica.difference_from(self.expected) <= tolerance
+        eps = self.runs.rounding.coarsest_eps
+        task = self.runs.replica_task
+        effects: list[float] = []
         by_rounding = 0.0
         for number in range(NUM_NUDGES):
-            task = self.runs.replica_task
-            (nudged,) = self.runs.run([self.rows], task, nudge=number).results
+            run = self.runs.run([self.rows], task, nudge=Nudge(number, eps))
+            (nudged,) = run.results
             turns_into_actual = nudged.difference_from(self.actual) <= tolerance
             if is_replica_right and turns_into_actual:
                 return self.difference
-            effect = nudged.difference_from(self.of_replica)
-            if number == 0:
-                by_rounding = _FACTOR_OF_FIRST_NUDGE * _finite_or_zero(effect)
-            elif self.difference < _LARGEST_AT_A_RELU:
-                effect = _FACTOR_OF_NUDGES * _finite_or_zero(effect)
-                by_rounding = max(by_rounding, effect)
-            if is_zero or self.difference <= by_rounding or self.runs.is_late():
+            effects.append(nudged.difference_from(self.of_replica))
+            by_rounding = rounding_limit(effects, self.difference)
+            is_explained = self.difference <= by_rounding
+            if is_zero or is_explained or self.runs.user_code.is_late():
                 break
         explains = self.difference <= by_rounding
         if is_zero or (explains and by_rounding > _NOTHING_BUT_ROUNDING):
@@ -370,10 +369,6 @@ class Evidence(Losses):
         largest = abs(self.expected.loss) * self.runs.rounding.finest_eps
         sizes = [gradient.abs().max() for gradient in gradients if gradient.numel()]
         return bool(gradients) and all(bool(size <= largest) for size in sizes)
-
-
-def _finite_or_zero(difference: float) -> float:
-    return difference if difference < float("inf") else 0.0
 
 
 def name_of(criterion: Any) -> str:

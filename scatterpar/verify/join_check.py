@@ -15,6 +15,7 @@ from scatterpar.step.attempt import Attempt
 from scatterpar.step.request import Request
 from scatterpar.step.task import ReplicaTask
 from scatterpar.verify.causes import refused_order
+from scatterpar.verify.measurements import computed_with_constants
 from scatterpar.verify.output_differences import compare_outputs, entries_per_row
 from scatterpar.verify.rows import Parts
 from scatterpar.verify.runs import Runs
@@ -166,8 +167,8 @@ def _outputs_of(
 
     def outputs() -> list[Any]:
         isolated = task.isolated(attempt.generators)
-        with isolated, runs.isolated(), torch.no_grad():
-            return [runs.output_of(rows, compute) for rows in parts]
+        with isolated, runs.user_code.isolated(), torch.no_grad():
+            return [computed_with_constants(runs, rows, compute) for rows in parts]
 
     with no_kernel_search():  # a look has other sizes
         return attempt.threads.call(task.share.device, outputs)

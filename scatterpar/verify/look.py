@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from threading import Event
@@ -40,12 +40,13 @@ from scatterpar.verify.causes import (
     injected_gradient,
     verdict_of,
 )
-from scatterpar.verify.comparison import Result
+from scatterpar.verify.comparison import Inconclusive
 from scatterpar.verify.dropped_warnings import warnings_dropped
 from scatterpar.verify.evidence import Evidence, name_of, weighted_parts
+from scatterpar.verify.measurements import attributes_that_calls_move, bytes_per_row
 from scatterpar.verify.rounding import formats_inside_operators
 from scatterpar.verify.rows import Part, Parts, RowChoice, in_two
-from scatterpar.verify.runs import Inconclusive, RunResult, Runs
+from scatterpar.verify.runs import RunResult, Runs
 
 # A look that takes longer runs on the other replicas, too, because user code may wait
 # for them; after twice the time it is inconclusive.
@@ -81,6 +82,24 @@ class Findings:
     parts: Parts = ()
 
 
+@dataclass(frozen=True)
+class Trial:
+    """Rows that user code may compute, if it could not compute others.
+
+    Attributes:
+        parts: the rows of each part.
+        is_as_in_step: whether autocast and half precision are those of the step.
+        saves_memory: whether it is for the case that memory ran out, or for all others;
+            ``None`` for both.
+        is_whole_batch: whether these are all rows, so that the batch must be small.
+    """
+
+    parts: Parts
+    is_as_in_step: bool = False
+    saves_memory: bool | None = None
+    is_whole_batch: bool = False
+
+
 def look(
     attempt: Attempt,
     request: Request,
@@ -110,7 +129,7 @@ def look(
             return None
         begun.append(replica_look)
         try:
-            with replica_look.runs.isolated():
+            with replica_look.runs.user_code.isolated():
                 return replica_look.answer(choice, most)
         finally:
             has_ended.set()
@@ -127,13 +146,13 @@ def look(
         return first
     except Overdue:  # inside a call
         for replica_look in reversed(looks):
-            replica_look.runs.end()
+            replica_look.runs.user_code.end()
         why = "a call waits for something that does not come"
         raise Inconclusive(why, patience=1, is_final=True) from None
     finally:
         if len(begun) > 1:
             # The others have restored what the first had changed when they began.
-            apply([looks[0].runs.restore], [()], devices[:1])
+            apply([looks[0].runs.user_code.restore], [()], devices[:1])
 
 
 def _without_tf32(device: torch.device) -> contextlib.AbstractContextManager[None]:
@@ -166,7 +185,6 @@ class ReplicaLook:
         self._request = request
         self._task = task
         self._plan = plan
-        self._may_widen = True
         self._takes_turns = attempt.threads.scope in (Scope.LOSS, Scope.FUNCTION)
 
     def answer(self, choice: RowChoice, most: int) -> Findings:
@@ -175,20 +193,30 @@ class ReplicaLook:
         Raises:
             Inconclusive: the look could not tell.
         """
-        for parts in self._attempts(choice, self._affordable(most)):
+        error: Exception | None = None
+        parts_before: Parts = ()
+        for trial in self._trials(choice, self._affordable(most)):
+            is_repeated = trial.parts == parts_before
+            if not self._is_due(trial, error, is_repeated):
+                continue
+            parts_before = trial.parts
+            runs = self.runs
+            if trial.is_as_in_step:
+                runs = runs.under(is_as_in_step=True)
             try:
-                return self._judge(parts)
+                return self._judge(trial.parts, runs)
             except Inconclusive:
                 raise
-            except Exception as error:  # user code may need other rows, or memory
+            except Exception as failure:  # user code may need other rows, or memory
                 # Without its frames, which hold rows, outputs, and this object.
-                self._error = error.with_traceback(None)
-        if is_out_of_memory(self._error):
+                error = failure.with_traceback(None)
+        assert error is not None
+        if is_out_of_memory(error):
             raise Inconclusive("memory ran out", patience=2)
         # The step itself may not fail: what fails for several rows may broadcast to
         # one.
         patience = 1 if choice.has_single_rows else _PATIENCE
-        why = f"{type(self._error).__name__}: {self._error}"
+        why = f"{type(error).__name__}: {error}"
         raise Inconclusive(why, patience)
 
     def _affordable(self, most: int) -> int:
@@ -201,40 +229,50 @@ class ReplicaLook:
         if most <= affordable:
             return most
         # Micro-batches are small: because memory is short, or because the batch is.
-        is_small = self.runs.bytes_per_row(rows) * most <= _MAX_BYTES
+        is_small = bytes_per_row(self.runs, rows) * most <= _MAX_BYTES
         return most if is_small else affordable
 
-    def _attempts(self, choice: RowChoice, most: int) -> Iterator[Parts]:
-        """Yield parts of rows until user code computes some; ``_error`` is its last
-        error.
+    def _trials(self, choice: RowChoice, most: int) -> list[Trial]:
+        """Parts of rows to try until user code computes some.
 
         ::
 
             the parts of the step  in the second look, if the batch is small
-            the chosen rows        autocast off, half precision in single precision:
-                                   rounding would hide differences
-            the chosen rows        as in the step, if that is different
-            half of the rows, …    while memory runs out
+            the chosen rows
+            half of the rows, …    if memory runs out
             two equal parts        code may need pairs of rows
             the whole batch        code may need all rows, if they are few and small
+
+        Each first with autocast off and half precision in single precision, because
+        rounding would hide differences, then as in the step, if that is different.
         """
-        rows = list(chain(*choice.parts(most)))
-        if choice.is_as_in_step and self._has_few_parts() and self._is_small_batch():
-            yield self._parts_of_step()
-        yield choice.parts(most)
-        if self.runs.is_widened or self.runs.autocast != self._task.autocast:
-            self.runs.compute_as_in_step()
-            self._may_widen = False
-            yield choice.parts(most)
-        num_rows = len(rows)
-        while is_out_of_memory(self._error) and num_rows > _MIN_ROWS:
-            num_rows = max(_MIN_ROWS, num_rows // 2)
-            yield choice.parts(num_rows)
-        if is_out_of_memory(self._error):
-            return
-        yield self._equal_parts(rows)
-        if self._is_small_batch():
-            yield self._parts_of_step()
+        chosen = choice.parts(most)
+        rows = list(chain(*chosen))
+        of_step = self._parts_of_step()
+        trials: list[Trial] = []
+        if choice.is_as_in_step and self._has_few_parts():
+            trials.append(Trial(of_step, is_whole_batch=True))
+        trials += [Trial(chosen), Trial(chosen, is_as_in_step=True)]
+        fewer = rows
+        while len(fewer) > _MIN_ROWS:
+            fewer = fewer[::2]  # rows are sorted by what distinguishes them
+            parts = choice.divided(fewer)
+            trials.append(Trial(parts, is_as_in_step=True, saves_memory=True))
+        for is_as_in_step in (False, True):
+            equal = self._equal_parts(rows)
+            trials.append(Trial(equal, is_as_in_step, saves_memory=False))
+        for is_as_in_step in (False, True):
+            trials.append(Trial(of_step, is_as_in_step, False, is_whole_batch=True))
+        return trials
+
+    def _is_due(self, trial: Trial, error: Exception | None, is_repeated: bool) -> bool:
+        """Whether a trial may succeed after one that ended with ``error``."""
+        is_for_any = trial.saves_memory is None
+        if error and not is_for_any and trial.saves_memory != is_out_of_memory(error):
+            return False
+        if is_repeated and not (self._task.autocast or self.runs.has_half_precision):
+            return False
+        return not trial.is_whole_batch or self._is_small_batch()
 
     def _equal_parts(self, rows: Part) -> Parts:
         """These rows in two parts; with ``whole_batch`` in parts of the step's size.
@@ -258,7 +296,8 @@ class ReplicaLook:
         num_rows = self._request.rows
         if num_rows > _MAX_ROWS_OF_BATCH:
             return False
-        return self.runs.bytes_per_row(self._parts_of_step()[0]) * num_rows < _MAX_BYTES
+        size = bytes_per_row(self.runs, self._parts_of_step()[0])
+        return size * num_rows < _MAX_BYTES
 
     def _parts_of_step(self) -> Parts:
         """The rows of each micro-batch of the step."""
@@ -267,110 +306,115 @@ class ReplicaLook:
             parts += [range(start, stop) for start, stop in share.micro_batches]
         return parts
 
-    def _judge(self, parts: Parts) -> Findings:
+    def _judge(self, parts: Parts, runs: Runs) -> Findings:
         """Compare the engine's result for these parts of rows with the user's own."""
         rows = list(chain(*parts))
         chosen_parts = parts
         parts, weights = weighted_parts(self._request, parts)
-        expected = self._expected(rows)
-        random_calls = self.runs.random_calls
+        runs, at_once = self._settled(rows, runs)
+        (expected,) = at_once.results
         try:
-            run = self._in_parts(parts, weights)
+            run = self._in_parts(parts, weights, runs)
         except Exception as error:
             is_answer = isinstance(error, Inconclusive) or is_out_of_memory(error)
-            if is_answer or self._replica_computes(rows):
+            if is_answer or self._replica_computes(rows, runs):
                 raise
             name = name_of(self._request.criterion)
             return Findings(error_of_replica(name, len(rows), expected.loss, error))
-        calls_in_parts = self.runs.random_calls - random_calls
         actual = run.total.result
-        if not (expected.is_finite and actual.is_finite) and self.runs.scale != 1:
-            self.runs.scale = 1.0  # in half precision, the scale was too large
-            return self._judge(chosen_parts)
+        has_overflow = not (expected.is_finite and actual.is_finite)
+        if has_overflow and runs.conditions.scale != 1:
+            # In half precision, the scale was too large.
+            return self._judge(chosen_parts, runs.under(scale=1.0))
         if not expected.is_finite:
             raise Inconclusive("a gradient is NaN or infinite")
         if not actual.is_finite and len(parts) > 2:
-            findings = self._of_larger_parts(rows)
+            findings = self._of_larger_parts(rows, runs)
             if findings is not None:
                 return findings
         has_gradient = run.total.num_with_gradient or expected.has_gradient
         if expected.gradients and not has_gradient:
             raise Inconclusive("all gradients are zero")
         evidence = Evidence(
-            self.runs,
+            runs,
             parts,
             weights,
             expected,
             run.total,
-            draws_steadily=calls_in_parts == random_calls * len(parts),
-            moved=self._moved(rows, run),
+            draws_steadily=run.random_calls == at_once.random_calls * len(parts),
+            moved=self._moved(rows, run, runs),
         )
-        lost = list(chain(*(state.lost() for state in self.runs.user_states)))
-        verdict = self._verdict(evidence, run)
+        lost = list(chain(*(journal.lost() for journal in runs.user_code.journals)))
         return Findings(
-            verdict,
+            self._verdict(evidence, run),
             evidence.moved,
             lost,
-            self._scope(),
+            self._scope(run),
             evidence.difference,
             chosen_parts,
         )
 
-    def _scope(self) -> Scope:
+    def _scope(self, run: RunResult) -> Scope:
         """The part of a sub-step that one replica at a time must run."""
         calls = self.runs.backward_calls
-        if self.runs.shares_state and not self._request.whole_batch:
+        if run.shares_state and not self._request.whole_batch:
             return Scope.SUBSTEP if calls.calls_modules else Scope.FUNCTION
         if self._takes_turns and calls.disturbs:
             return Scope.SUBSTEP
         return Scope.NOTHING
 
-    def _moved(self, rows: Part, run: RunResult) -> list[str]:
+    def _moved(self, rows: Part, run: RunResult, runs: Runs) -> list[str]:
         """The names of state that each part moves, or each step's only call."""
         moved = moved_between(run.states)
         if self._has_one_substep():
-            moved += self.runs.attributes_that_calls_move(rows)
+            moved += attributes_that_calls_move(runs, rows)
         return list(dict.fromkeys(moved))
 
     def _has_one_substep(self) -> bool:
         """Whether the replica makes one call per step."""
         return len(self._task.share.micro_batches) == 1
 
-    def _expected(self, rows: Part) -> Result:
-        """The result of the user's own module and criterion for rows at once."""
-        expected = self.runs.at_once(rows, self.runs.own_task)
-        self.runs.restart()
-        of_criterion = self.runs.user_states[0]
-        draws = of_criterion.drawn and not self.runs.draws_numbers
-        widens = self._may_widen and self.runs.has_half_precision
-        if not (draws or widens):
-            return expected
-        self.runs.draws_numbers |= draws
-        if widens:
-            self.runs.widen()
-            self._may_widen = False
-        return self.runs.at_once(rows, self.runs.own_task)
+    def _settled(self, rows: Part, runs: Runs) -> tuple[Runs, RunResult]:
+        """The runs under the conditions that user code needs, and the first of them.
 
-    def _in_parts(self, parts: Parts, weights: Sequence[float]) -> RunResult:
+        That computes the rows at once, by the user's own module and criterion.
+        """
+        run = runs.run([rows], runs.own_task)
+        runs.user_code.restart()  # which sees whether numbers were drawn
+        changes: dict[str, bool] = {}
+        conditions = runs.conditions
+        if runs.user_code.of_criterion.drawn and not conditions.draws_constants:
+            changes["draws_constants"] = True
+        may_widen = not (conditions.is_as_in_step or conditions.is_widened)
+        if may_widen and runs.has_half_precision:
+            changes["is_widened"] = True
+        if not changes:
+            return runs, run
+        runs = runs.under(**changes)
+        return runs, runs.run([rows], runs.own_task)
+
+    def _in_parts(
+        self, parts: Parts, weights: Sequence[float], runs: Runs
+    ) -> RunResult:
         """The results of the replica, as the step is about to compute them."""
         between: Callable[[], None] | None = None
         if self._has_one_substep():  # each part is another replica's
-            between = self.runs.refresh
-        return self.runs.run(parts, self._task, weights, between=between)
+            between = runs.user_code.refresh
+        return runs.run(parts, self._task, weights, between=between)
 
-    def _replica_computes(self, rows: Part) -> bool:
+    def _replica_computes(self, rows: Part, runs: Runs) -> bool:
         """Whether the replica computes these rows at once without an error."""
         try:
-            self.runs.at_once(rows, self._task)
+            runs.at_once(rows, self._task)
         except Exception:
             return False
         return True
 
-    def _of_larger_parts(self, rows: Part) -> Findings | None:
+    def _of_larger_parts(self, rows: Part, runs: Runs) -> Findings | None:
         """The findings for two large parts: one row may have NaN, which says less."""
         for parts in in_two(rows):
             with contextlib.suppress(Inconclusive):
-                findings = self._judge(parts)
+                findings = self._judge(parts, runs)
                 if findings.verdict is not RIGHT and findings.difference < math.inf:
                     return findings
         return None
@@ -379,7 +423,7 @@ class ReplicaLook:
         if evidence.difference > evidence.limit:
             return verdict_of(evidence)
         # The gradient of a balance loss may be smaller than the tolerance.
-        if self.runs.rounding.has_functions and len(evidence.parts) > 1:
+        if evidence.runs.rounding.has_functions and len(evidence.parts) > 1:
             verdict = injected_gradient(evidence)
             if verdict is not None:
                 return verdict

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 from scatterpar.errors import warn
-from scatterpar.verify.runs import Inconclusive
+from scatterpar.verify.comparison import Inconclusive
 from scatterpar.verify.schedule import Kind, Kinds
 
 _KEY_LENGTH = 60  # beginnings of warnings that are not repeated

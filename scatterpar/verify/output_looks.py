@@ -37,18 +37,23 @@ from scatterpar.verify.causes import (
     refused_injection,
     verdict_of_combination,
 )
-from scatterpar.verify.comparison import Result, num_with_gradient, weighted_sum
+from scatterpar.verify.comparison import (
+    Inconclusive,
+    Result,
+    num_with_gradient,
+    weighted_sum,
+)
 from scatterpar.verify.constant_numbers import ConstantNumbers
 from scatterpar.verify.dropped_records import records_dropped
 from scatterpar.verify.dropped_warnings import warnings_dropped
 from scatterpar.verify.evidence import Losses, name_of, weighted_parts
 from scatterpar.verify.gradient_check import moved_to, uses_batch_statistics
 from scatterpar.verify.looks import Looks, shown_reason
+from scatterpar.verify.measurements import losses_of_cuts
 from scatterpar.verify.output_differences import cut_rows
 from scatterpar.verify.ranges import informative_tensors, ranges_of
 from scatterpar.verify.rounding import HALF_PRECISION, Rounding
 from scatterpar.verify.rows import Part, Parts, RowChoice, ignored_values, in_two
-from scatterpar.verify.runs import Inconclusive, losses_of_cuts
 from scatterpar.verify.schedule import Kind
 from scatterpar.verify.single_precision import OneDtype, SinglePrecision
 

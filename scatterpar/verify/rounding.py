@@ -143,10 +143,12 @@ class Rounding:
             backward pass may do anything.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, is_widened: bool = False) -> None:
+        """If ``is_widened``, half precision is computed in single precision."""
         self._formats: set[Format] = set()
-        self._least_tolerance = 0.0
-        self._is_widened = False
+        self._is_widened = is_widened
+        # Kernels of the user's own may still round to half precision.
+        self._least_tolerance = FLOAT16.tolerance if is_widened else 0.0
         self.has_half_precision = False
         self.has_functions = False
         self._inside_operators = formats_inside_operators(device)
@@ -156,15 +158,6 @@ class Rounding:
         is_half = dtype in HALF_PRECISION
         self.has_half_precision |= is_half
         self._formats.add(FLOAT32 if is_half and self._is_widened else format_of(dtype))
-
-    def widen(self) -> None:
-        """From now on half precision is computed in single precision.
-
-        Kernels of the user's own may still round to it, so the tolerance stays.
-        """
-        self._is_widened = True
-        self._least_tolerance = FLOAT16.tolerance
-        self._formats.clear()
 
     def watch(self, loss: Tensor) -> None:
         """Record the formats of the graph of ``loss``, when its backward pass runs."""

@@ -73,10 +73,13 @@ class RowChoice:
         parts = choose_rows(
             self.tensors, self.num_rows, most, self.ignored, self.variant
         )
-        rows = list(chain(*parts))
+        return self.divided(list(chain(*parts)))
+
+    def divided(self, rows: Part) -> Parts:
+        """These rows in parts, as the step divides its batch."""
         if not self.is_divided:
             return [rows]
-        return [[row] for row in rows] if self.has_single_rows else parts
+        return [[row] for row in rows] if self.has_single_rows else _divided(rows)
 
 
 def choose_rows(

@@ -53,8 +53,8 @@ class SinglePrecision(OperatorMode):
         # By id: a gradient in half precision, and what was rounded to it.
         self._rounded: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def unrounded(self, gradient: Tensor) -> Tensor:
-        """The gradient before it was rounded to its parameter's dtype."""
+    def unrounded(self, gradient: Any) -> Any:
+        """The gradient, if any, before it was rounded to its parameter's dtype."""
         _, unrounded = self._rounded.get(id(gradient), (gradient, gradient))
         return unrounded
 

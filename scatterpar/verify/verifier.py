@@ -27,13 +27,14 @@ from scatterpar.step.turns import Scope
 from scatterpar.tables import shown
 from scatterpar.verify.causes import RETURN, Action, Verdict, in_lines
 from scatterpar.verify.choice import Choice, is_open, rivals
+from scatterpar.verify.compared_leaves import MAX_ELEMENTS
+from scatterpar.verify.comparison import Inconclusive
 from scatterpar.verify.evidence import name_of
 from scatterpar.verify.join_check import Compute, JoinCheck
 from scatterpar.verify.look import Findings, look
 from scatterpar.verify.looks import Looks, shown_reason
 from scatterpar.verify.ranges import informative_tensors, ranges_of
 from scatterpar.verify.rows import RowChoice, ignored_values
-from scatterpar.verify.runs import MAX_ELEMENTS, Inconclusive
 from scatterpar.verify.schedule import Kind
 
 _MIN_ROWS = 9  # of a look, unless a row needs much memory

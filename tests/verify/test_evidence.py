@@ -15,9 +15,8 @@ from scatterpar.batch.batch import batch_of
 from scatterpar.step.request import Request
 from scatterpar.verify import look
 from scatterpar.verify.causes import RIGHT
-from scatterpar.verify.comparison import Result
+from scatterpar.verify.comparison import Inconclusive, Result
 from scatterpar.verify.evidence import Losses, name_of, weighted_parts
-from scatterpar.verify.runs import Inconclusive
 
 ROWS = torch.arange(1.0, 7).double()[:, None]
 

@@ -2,61 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
-import torch
-from harness.oracle import seeded
-from torch import nn
+from harness.small_looks import ROWS, asked, request
 
-from scatterpar import ScatterOnceParallel
-from scatterpar.batch.batch import batch_of
-from scatterpar.step.request import Request
-from scatterpar.verify import look
-from scatterpar.verify.causes import RIGHT
-from scatterpar.verify.comparison import Result
-from scatterpar.verify.rounding import Rounding
-from scatterpar.verify.runs import Inconclusive, losses_of_cuts, pieces_of_parts
-
-ROWS = torch.arange(1.0, 7).double()[:, None]
-
-
-class Counter(nn.Module):
-    """Twice its input, plus the number of its calls; drops half in training."""
-
-    def __init__(self):
-        super().__init__()
-        with seeded():
-            self.linear = nn.Linear(1, 1, bias=False, dtype=torch.float64)
-        self.linear.weight.data.fill_(2.0)
-        self.register_buffer("calls", torch.zeros(()))
-        self.last = 0
-
-    def forward(self, rows):
-        self.calls += 1
-        self.last += 1
-        return self.linear(rows) + self.calls
-
-
-def total(output, targets):
-    return output.sum()
-
-
-def asked(monkeypatch, question, criterion=total, **options):
-    """The answer to ``question(runs)`` in a look at a step on two devices."""
-    answers = []
-
-    def verdict_of(evidence):
-        answers.append(question(evidence.runs))
-        return RIGHT
-
-    monkeypatch.setattr(look, "verdict_of", verdict_of)
-    module = Counter()
-    with ScatterOnceParallel(module, 1, ["cpu:0", "cpu:1"]) as engine:
-        engine.forward_backward(ROWS, None, criterion, **options)
-    (answer,) = answers
-    return answer
-
+from scatterpar.verify.runs import pieces_of_parts
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*calls.*|.*last.*")
 
@@ -79,7 +28,7 @@ def test_parts_continue_unless_restarted(monkeypatch):
     def question(runs):
         parts, task = [[0], [1]], runs.replica_task
         moved = runs.run(parts, task)
-        return moved, runs.run(parts, task, between=runs.restart)
+        return moved, runs.run(parts, task, between=runs.user_code.restart)
 
     moved, same = asked(monkeypatch, question)
     assert [result.loss for result in moved.results] == [3, 6]
@@ -97,36 +46,6 @@ def test_weight_multiplies_zero_skips(monkeypatch):
     assert total.num_with_gradient == 1
 
 
-def test_nudge_is_rounding_that_grows(monkeypatch):
-    def question(runs):
-        results = [runs.run([[5]], runs.replica_task, nudge=n).results for n in (0, 15)]
-        return [abs(result.loss - 13) for (result,) in results]
-
-    first, last = asked(monkeypatch, question)
-    assert 0 <= first < last < 1e-12
-
-
-def test_outputs_without_graph_same_state(monkeypatch):
-    first, second = asked(monkeypatch, lambda runs: runs.outputs([[0], [2]]))
-    assert (first.item(), second.item()) == (3, 7)
-    assert first.grad_fn is second.grad_fn is None
-    assert first.requires_grad  # a criterion may ask for a gradient of it
-
-
-def test_attributes_moved_by_calls_named(monkeypatch):
-    names = asked(monkeypatch, lambda runs: runs.attributes_that_calls_move([0]))
-    assert names == ["the attribute 'last'"]
-
-
-def test_nothing_runs_after_deadline(monkeypatch):
-    def question(runs):
-        runs._deadline = time.monotonic() - 1
-        with pytest.raises(Inconclusive, match="it takes too long"):
-            runs.at_once([0], runs.replica_task)
-
-    asked(monkeypatch, question)
-
-
 def test_look_leaves_module_and_replicas(monkeypatch):
     """A step on two devices is one call of each; the look's calls do not count."""
     modules = []
@@ -142,10 +61,6 @@ def test_look_leaves_module_and_replicas(monkeypatch):
 # --- without a step ---
 
 
-def request(inputs, targets, criterion=total):
-    return Request([batch_of(inputs, targets, len(ROWS), 0)], 0, criterion)
-
-
 def test_pieces_are_copies_of_rows():
     (inputs, targets), (last, _) = pieces_of_parts(request(ROWS, -ROWS), [[0, 2], [5]])
     assert inputs.flatten().tolist() == [1, 3]
@@ -154,22 +69,14 @@ def test_pieces_are_copies_of_rows():
     assert last.item() == ROWS[5].item() == 6
 
 
-def test_losses_of_cuts_differentiate_output():
-    """Of two rows and of one: their sum of squares, and twice the rows."""
-    output = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+def test_runs_under_other_conditions_are_others(monkeypatch):
+    def question(runs):
+        doubled = runs.under(scale=2.0)
+        results = [r.at_once([0], r.replica_task) for r in (runs, doubled)]
+        widened = runs.under(is_widened=True)
+        return results, doubled.rounding is runs.rounding, widened.rounding.tolerance
 
-    def squares(rows, scale):
-        return scale * rows.square().sum()
-
-    first, second = losses_of_cuts(
-        output,
-        [1.0, 10.0],
-        [[0, 1], [2]],
-        request(ROWS, None),
-        squares,
-        Rounding(torch.device("cpu")),
-    )
-    assert isinstance(first, Result)
-    assert (first.loss, second.loss) == (5, 90)
-    assert first.gradients[0].tolist() == [2, 4, 0]
-    assert second.gradients[0].tolist() == [0, 0, 60]
+    (once, twice), shares_rounding, tolerance = asked(monkeypatch, question)
+    assert 2 * once.gradients[0] == twice.gradients[0]
+    assert shares_rounding
+    assert tolerance > 1e-2  # that of half precision, before a run has shown a format

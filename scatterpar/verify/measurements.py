@@ -1,0 +1,169 @@
+"""Measure what the module and criterion of one replica do with a few rows.
+
+Beside loss and gradients, which ``Runs`` compute: outputs, losses of cut outputs, state
+that calls move, memory. Each measurement begins in the state of the step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scatterpar.batch import nested
+from scatterpar.state.reports import attributes_of, moved_between
+from scatterpar.step.loss import loss_of
+from scatterpar.step.request import Request
+from scatterpar.step.task import ReplicaTask
+from scatterpar.verify.comparison import Result
+from scatterpar.verify.constant_numbers import ConstantNumbers
+from scatterpar.verify.output_differences import cut_by_parts
+from scatterpar.verify.rounding import Rounding
+from scatterpar.verify.rows import Part, Parts
+from scatterpar.verify.runs import Runs, copy_of_leaf
+
+
+def outputs_of(runs: Runs, parts: Parts) -> list[Any]:
+    """The replica's output for each part, without its graph, from one state."""
+    task = runs.replica_task
+    outputs = []
+    with runs.surroundings(task):
+        for rows in parts:
+            runs.user_code.require_time()
+            runs.user_code.restart()
+            output = task.output_of(runs.inputs_of(rows))
+            outputs.append(nested.map_tensors(_as_leaf, output))
+            del output  # with its graph
+    return outputs
+
+
+def computed_with_constants(
+    runs: Runs, rows: Part, compute: Callable[[ReplicaTask, Any], Any]
+) -> Any:
+    """What ``compute`` returns for the replica's task and rows.
+
+    Random operators give constant numbers.
+    """
+    runs.user_code.restart()
+    with ConstantNumbers():
+        return compute(runs.replica_task, (runs.inputs_of(rows), None))
+
+
+def uses_number(runs: Runs, rows: Part) -> bool:
+    """Whether the criterion's loss depends on a 0-dim output of the replica."""
+    runs.user_code.require_time()
+    runs.user_code.restart()
+    task = runs.replica_task
+    with runs.surroundings(task):
+        output = task.output_of(runs.inputs_of(rows))
+        tensors = nested.tensors(output)
+        numbers = [t for t in tensors if t.requires_grad and not t.ndim]
+        if not numbers:
+            return False
+        loss = loss_of(output, runs.targets_of(rows), task.criterion)
+        gradients = torch.autograd.grad(loss, numbers, allow_unused=True)
+    return any(gradient is not None and bool(gradient) for gradient in gradients)
+
+
+def losses_of_parts(runs: Runs, output: Any, parts: Parts) -> list[Result]:
+    """The criterion's loss of each part of one output, and its gradients.
+
+    The module is not called: gradients are those of the output's tensors.
+    """
+    runs.user_code.require_time()
+    runs.user_code.restart()
+    task = runs.replica_task
+    targets = [runs.targets_of(rows) for rows in parts]
+    with runs.surroundings(task):
+        return losses_of_cuts(
+            output, targets, parts, runs.request, task.criterion, runs.rounding
+        )
+
+
+def attributes_that_calls_move(runs: Runs, rows: Part) -> list[str]:
+    """The names of attributes that a second call of the replica moves again.
+
+    After the step they stay on the replica, even if it makes one call.
+    """
+    task = runs.replica_task
+    runs.user_code.restart()
+    before = attributes_of(task.replicas)
+    states = []
+    with runs.surroundings(task):
+        for _ in range(2):
+            runs.user_code.require_time()
+            task.output_of(runs.inputs_of(rows))
+            states.append(attributes_of(task.replicas))
+            is_created = before.keys() != states[0].keys()
+            if not is_created and not moved_between([before, states[0]]):
+                return []
+    return moved_between(states)
+
+
+def bytes_per_row(runs: Runs, rows: Part) -> float:
+    """The memory that the graph of a row's loss keeps; infinite if unknown."""
+    storages: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        # Not the tensor itself: its node, which saves it, would never be freed.
+        return tensor.detach()
+
+    task = runs.replica_task
+    runs.user_code.restart()
+    saved_tensors = torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved)
+    try:
+        with runs.surroundings(task), saved_tensors:
+            output = task.output_of(runs.inputs_of(rows))
+            if not runs.request.whole_batch:
+                loss_of(output, runs.targets_of(rows), task.criterion)
+    except Exception:  # the look finds out
+        return math.inf
+    for leaf in runs.leaves.all():  # the parameters are there anyway
+        storages.pop(leaf.untyped_storage().data_ptr(), None)
+    return sum(storages.values()) / len(rows)
+
+
+def _as_leaf(tensor: Tensor) -> Tensor:
+    """The tensor without its graph. A criterion may ask for a gradient of it."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def losses_of_cuts(
+    output: Any,
+    targets: Sequence[Any],
+    parts: Parts,
+    request: Request,
+    criterion: Any,
+    rounding: Rounding,
+) -> list[Result]:
+    """The criterion's loss of each part of one output, and the gradients of that.
+
+    ``output`` has the rows of all parts, in their order, and ``targets`` an entry per
+    part.
+    """
+    tensors = [tensor for tensor in nested.tensors(output) if tensor.requires_grad]
+    results = []
+    cuts = cut_by_parts(output, parts, request.dim)
+    for cut, targets_of_part in zip(cuts, targets, strict=True):
+        # The criterion may write into what it is given.
+        copied = nested.map_tensors(copy_of_leaf, cut)
+        loss = loss_of(copied, targets_of_part, criterion)
+        rounding.watch(loss)
+        results.append(Result(float(loss.detach()), _gradients_of(loss, tensors)))
+    return results
+
+
+def _gradients_of(loss: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients of a loss; zeros for tensors that it does not depend on."""
+    if not (loss.requires_grad and tensors):
+        return [torch.zeros_like(tensor) for tensor in tensors]
+    gradients = torch.autograd.grad(loss, tensors, allow_unused=True)
+    return [
+        torch.zeros_like(tensor) if gradient is None else gradient.to_dense()
+        for tensor, gradient in zip(tensors, gradients, strict=True)
+    ]

@@ -1,0 +1,170 @@
+"""The user's code in one look: all that its calls change is restored.
+
+::
+
+    with user_code.isolated():
+        …                      # calls
+        user_code.restart()    # the state in which the step begins
+        …                      # calls
+
+Batch normalisations use their running statistics in the body, because batch statistics
+tie rows together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from scatterpar.errors import restored
+from scatterpar.replicas.references import module_of
+from scatterpar.state.journal import Journal
+from scatterpar.state.walk import Walk
+from scatterpar.step.criterion_closure import closure_contents
+from scatterpar.step.replica_threads import ReplicaNote
+from scatterpar.step.request import Request
+from scatterpar.step.task import ReplicaTask
+from scatterpar.torch_private import uncompiled
+from scatterpar.verify.comparison import Inconclusive
+from scatterpar.verify.dropped_records import records_dropped
+from scatterpar.verify.gradient_check import uses_batch_statistics
+
+
+class UserCode:
+    """The user's module and criterion, and one replica of them.
+
+    Attributes:
+        journals: what user code may change, except in replicas; none before the first
+            call.
+    """
+
+    def __init__(
+        self, request: Request, own_module: Any, task: ReplicaTask, deadline: float
+    ) -> None:
+        """After ``deadline``, a time of ``time.monotonic``, calls are inconclusive."""
+        self._request = request
+        self._own_module = own_module
+        self._task = task
+        self._deadline = deadline
+        self._halfway = (time.monotonic() + deadline) / 2
+        self._fixed_layers: list[nn.Module] = []
+        self._undo = contextlib.ExitStack()
+        self.journals: list[Journal] = []
+
+    @contextlib.contextmanager
+    def isolated(self) -> Iterator[None]:
+        """In the body user code may run; afterwards all that it changed is restored.
+
+        Raises:
+            Inconclusive: calls may move what cannot be restored.
+        """
+        with_graph = torch.inference_mode(False)  # also within no_grad
+        where = ReplicaNote(self._task.share)
+        with where, restored(self.end), uncompiled(), with_graph, records_dropped():
+            self._fixed_layers = self._layers_with_statistics()
+            # Before state is saved: the switch is no change of the user's.
+            self._undo.callback(self._use_running_statistics, False)
+            self._use_running_statistics(True)
+            self._save()
+            self._undo.callback(self.restart)
+            unsaved = [name for journal in self.journals for name in journal.unsaved]
+            if unsaved:
+                why = f"a look could not put back {', '.join(unsaved)}"
+                raise Inconclusive(why, patience=1, is_final=True)
+            yield
+
+    def _save(self) -> None:
+        request = self._request
+        collates: list[Any] = []
+        for batch in request.batches:
+            collates += [marker.collate for marker in batch.markers]
+        criteria = self._task.criterion, request.criterion, request.count
+        self.journals = [
+            Journal(Walk(criteria), [self._task.share.device]),
+            Journal(Walk([self._own_module, *collates])),
+        ]
+        for journal in self.journals:
+            journal.begin()
+            self._undo.callback(journal.end)
+
+    @property
+    def of_criterion(self) -> Journal:
+        """What the criterion may change, and all random generators."""
+        return self.journals[0]
+
+    def own_modules(self) -> list[nn.Module]:
+        """The user's modules: the module itself, and those of the criterion."""
+        criterion = self._request.criterion
+        roots = [self._own_module, module_of(criterion), *closure_contents(criterion)]
+        return [root for root in roots if isinstance(root, nn.Module)]
+
+    def _layers(self) -> Iterator[nn.Module]:
+        """Yield all layers of the user's modules and of the replica's."""
+        replicas: list[Any] = [replica.root for replica in self._task.replicas]
+        for root in (*self.own_modules(), *replicas):
+            if isinstance(root, nn.Module):  # else a partial that binds tensors
+                yield from root.modules()
+
+    def _layers_with_statistics(self) -> list[nn.Module]:
+        """The batch normalisations that can use running statistics instead."""
+        layers = filter(uses_batch_statistics, self._layers())
+        return [layer for layer in layers if layer.running_mean is not None]
+
+    def _use_running_statistics(self, value: bool) -> None:
+        for layer in self._fixed_layers:
+            layer.training = not value
+
+    @contextlib.contextmanager
+    def in_evaluation(self) -> Iterator[None]:
+        """In the body, calls are those of modules in evaluation mode."""
+        layers = self._fixed_layers
+        self._fixed_layers = [layer for layer in self._layers() if layer.training]
+        try:
+            yield
+        finally:
+            self._use_running_statistics(False)
+            self._fixed_layers = layers
+            self._use_running_statistics(True)
+
+    def end(self) -> None:
+        """Undo everything, once. Calls that still run change nothing any more."""
+        self._deadline = -math.inf
+        self._undo.pop_all().close()
+
+    def restore(self) -> None:
+        """Undo what user code has changed, except in replicas."""
+        for journal in self.journals:
+            journal.restore()
+
+    def restart(self) -> None:
+        """Undo what user code has changed, in replicas, too."""
+        self.restore()
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Undo what user code has changed in replicas."""
+        for replica in self._task.replicas:
+            replica.refresh()
+        self._use_running_statistics(True)  # a refresh copies the user's switches
+        torch.clear_autocast_cache()  # it may hold parameters without a graph
+
+    def restore_generators(self) -> None:
+        """Let random generators draw the same numbers again."""
+        for journal in self.journals:
+            journal.rewind()
+
+    def require_time(self) -> None:
+        """Raise ``Inconclusive`` after the deadline."""
+        if time.monotonic() > self._deadline:
+            raise Inconclusive("it takes too long", 2)
+
+    def is_late(self) -> bool:
+        """Whether half of the time is over: a refusal needs the other half."""
+        return time.monotonic() > self._halfway

@@ -83,7 +83,7 @@ class Findings:
 
 
 @dataclass(frozen=True)
-class Trial:
+class RowTrial:
     """Rows that user code may compute, if it could not compute others.
 
     Attributes:
@@ -232,7 +232,7 @@ class ReplicaLook:
         is_small = bytes_per_row(self.runs, rows) * most <= _MAX_BYTES
         return most if is_small else affordable
 
-    def _trials(self, choice: RowChoice, most: int) -> list[Trial]:
+    def _trials(self, choice: RowChoice, most: int) -> list[RowTrial]:
         """Parts of rows to try until user code computes some.
 
         ::
@@ -249,23 +249,25 @@ class ReplicaLook:
         chosen = choice.parts(most)
         rows = list(chain(*chosen))
         of_step = self._parts_of_step()
-        trials: list[Trial] = []
+        trials: list[RowTrial] = []
         if choice.is_as_in_step and self._has_few_parts():
-            trials.append(Trial(of_step, is_whole_batch=True))
-        trials += [Trial(chosen), Trial(chosen, is_as_in_step=True)]
+            trials.append(RowTrial(of_step, is_whole_batch=True))
+        trials += [RowTrial(chosen), RowTrial(chosen, is_as_in_step=True)]
         fewer = rows
         while len(fewer) > _MIN_ROWS:
             fewer = fewer[::2]  # rows are sorted by what distinguishes them
             parts = choice.divided(fewer)
-            trials.append(Trial(parts, is_as_in_step=True, saves_memory=True))
+            trials.append(RowTrial(parts, is_as_in_step=True, saves_memory=True))
         for is_as_in_step in (False, True):
             equal = self._equal_parts(rows)
-            trials.append(Trial(equal, is_as_in_step, saves_memory=False))
+            trials.append(RowTrial(equal, is_as_in_step, saves_memory=False))
         for is_as_in_step in (False, True):
-            trials.append(Trial(of_step, is_as_in_step, False, is_whole_batch=True))
+            trials.append(RowTrial(of_step, is_as_in_step, False, is_whole_batch=True))
         return trials
 
-    def _is_due(self, trial: Trial, error: Exception | None, is_repeated: bool) -> bool:
+    def _is_due(
+        self, trial: RowTrial, error: Exception | None, is_repeated: bool
+    ) -> bool:
         """Whether a trial may succeed after one that ended with ``error``."""
         is_for_any = trial.saves_memory is None
         if error and not is_for_any and trial.saves_memory != is_out_of_memory(error):

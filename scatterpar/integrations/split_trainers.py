@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 # What a trainer that generates its batches needs in the place of prompts.
-_GENERATED = ("completion_ids", "completion_mask")
+_GENERATED = ("completion_ids", "completion_mask", "advantages")
 
 
 def run_one_step(trainer: Any, model: nn.Module, batches: Sequence[Any]) -> None:
@@ -56,8 +56,8 @@ def _of_transformers(trainer: Any, _: nn.Module, batches: Sequence[Any]) -> None
     steps = arguments.gradient_accumulation_steps
     _check_steps(steps, len(batches), "gradient_accumulation_steps")
     parts = _collated(batches, trainer.data_collator)
-    if hasattr(trainer, "_generate_and_score_completions"):
-        _use_generated(trainer, parts)
+    if _makes_batches(trainer):
+        _use_made(trainer, parts)
     arguments.max_steps = 1
     arguments.save_strategy = "no"
     arguments.eval_strategy = "no"
@@ -74,14 +74,26 @@ def _is_flow(callback: Any) -> bool:
     return type(callback).__name__ == "DefaultFlowCallback"
 
 
-def _use_generated(trainer: Any, parts: Sequence[Any]) -> None:
-    """Train on completions as they are: a trainer would draw others for each split."""
+def _makes_batches(trainer: Any) -> bool:
+    """Whether a trainer makes its batches from those of its loader.
+
+    Trainers of reinforcement learning and distillation generate texts for a whole
+    optimizer step, keep them in a buffer, and give out one micro-batch after another.
+    """
+    module: str = type(trainer)._prepare_inputs.__module__
+    return not module.startswith("transformers.")
+
+
+def _use_made(trainer: Any, parts: Sequence[Any]) -> None:
+    """Train on batches as they are: a trainer would make others for each split."""
+    is_generated = hasattr(trainer, "_generate_and_score_completions")
+    names = _GENERATED if is_generated else ("input_ids", "labels")
     for part in parts:
-        if not isinstance(part, Mapping) or not set(_GENERATED) <= part.keys():
+        if not isinstance(part, Mapping) or not set(names) <= part.keys():
             raise ValueError(
-                f"{type(trainer).__name__} generates its batches, differently for "
-                f"each split; pass as batch what its _prepare_inputs returns, a dict "
-                f"with {', '.join(_GENERATED)} and advantages"
+                f"{type(trainer).__name__} makes its batches by itself, differently "
+                f"for each split; pass as batch what its _prepare_inputs returns, a "
+                f"dict with {', '.join(names)}"
             )
     trainer._prepare_inputs = lambda inputs: inputs
 

@@ -143,20 +143,39 @@ def _once_per_part(finding: Finding, evidence: GradientEvidence) -> Cause:
     is_of_all = evidence.trial.parts > 1 and evidence.trial.ranks > 1
     if is_of_all:
         number = "number of parts of all ranks"
-    return Cause(
-        CauseKind.ONCE_PER_PART.value,
+    why = (
         f"A term of the loss counts once for each {unit}: from 2 to 3 {unit}s, the "
-        f"difference grows {growth.factor:.3g}-fold.{_shows_in(evidence)}",
-        f"divide a penalty or a balance loss by the {number}, or add it once.",
+        f"difference grows {growth.factor:.3g}-fold.{_shows_in(evidence)}"
     )
+    remedy = f"divide a penalty or a balance loss by the {number}, or add it once."
+    if _gets_whole_loss(evidence):
+        parts = evidence.trial.parts
+        why += f" There the gradient is {parts} times the right one."
+        remedy = _ADDED_IN_SOME
+    return Cause(CauseKind.ONCE_PER_PART.value, why, remedy)
+
+
+def _gets_whole_loss(evidence: GradientEvidence) -> bool:
+    """Whether some parameters get the gradient of the whole loss in each part.
+
+    As a temperature does if each part computes the loss of all rows, with gradients for
+    the outputs of its own.
+    """
+    parts = evidence.trial.parts
+    if parts == 1 or evidence.is_everything(evidence.wrong):
+        return False
+    times = parts * joined(evidence.expected, evidence.wrong)
+    return is_close(joined(evidence.actual, evidence.wrong), times, CLOSE)
 
 
 def _mean_of_means_in_a_term(finding: Finding, evidence: GradientEvidence) -> Cause:
-    assert finding.count is not None
+    count = finding.count
+    assert count is not None
+    alike = "the same" if count.is_sum else "equally many"
     return Cause(
         CauseKind.MEAN_OF_MEANS.value,
-        f"Rows with equally many {finding.count.words} give the right gradient, others "
-        f"do not: one of several terms of the loss is a mean over these in each part."
+        f"Rows with {alike} {count.words} give the right gradient, others do not: one "
+        f"of several terms of the loss is a mean over these in each part."
         f"{_shows_in(evidence)}",
         f"{_BY_TERMS}, for each term of the loss by itself.",
     )

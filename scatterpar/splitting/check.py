@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from scatterpar.causes.evidence import CauseKind
 from scatterpar.splitting.arguments import Loss, SplitArguments
 from scatterpar.splitting.causes import EXACT, Cause, explain, explain_terms
 from scatterpar.splitting.gradients import differing, joined
@@ -123,7 +124,9 @@ def check(arguments: SplitArguments) -> SplitCheck:
         wrong.update(dict.fromkeys(names))
     why = cause.why
     other_generators = sorted(reference.drawn - {"torch"})
-    if cause.name and other_generators:
+    # One factor in all parameters does not come from chance.
+    is_factor = cause.name == CauseKind.CONSTANT_FACTOR.value
+    if cause.name and other_generators and not is_factor:
         generators = " and ".join(other_generators)
         why += (
             f" But step draws from the generator of {generators}, whose numbers may "

@@ -23,6 +23,7 @@ from scatterpar.splitting.trial import Trial
 _FITS = 1e-4  # the largest relative error of an explanation
 _LEFT_OVER = 1e-2  # of the difference, by an explanation
 _UNITS = (2, 3)  # numbers of parts or ranks, to see how a difference grows
+_NUM_GROUPS = 2
 _ROUNDING = 1e-9  # of the largest entry
 _LEAST_NUMBERS = 3  # of a gradient that is a multiple of another one
 
@@ -181,27 +182,36 @@ class GradientEvidence(SplitEvidence):
         for count in self.counts:
             if count.is_constant:
                 continue
-            rows = self._rows_with_equal(count)
-            if rows and self._error_in_parts(rows) <= self.trial.limit:
+            groups = self._groups_with_equal(count)
+            if groups and all(self._is_right_in_parts(rows) for rows in groups):
                 return count
         return None
 
-    def _rows_with_equal(self, count: Count) -> list[int]:
-        """Rows with equally many terms, for one part per rank, or two; or none."""
+    def _groups_with_equal(self, count: Count) -> list[list[int]]:
+        """The largest groups of rows with equally many terms, for two parts or more.
+
+        Two groups, because one of few rows may be right by chance.
+        """
         by_terms: dict[float, list[int]] = {}
         for row in self.trial.rows:
             by_terms.setdefault(count.per_row[row], []).append(row)
         num_parts = max(2, self.trial.ranks)
         by_terms.pop(0, None)  # rows without terms show nothing
-        rows = max(by_terms.values(), key=len, default=[])
-        return rows[: len(rows) // num_parts * num_parts]
+        groups = sorted(by_terms.values(), key=len, reverse=True)[:_NUM_GROUPS]
+        in_parts = []
+        for rows in groups:
+            length = len(rows) // num_parts * num_parts
+            if length:
+                in_parts.append(rows[:length])
+        return in_parts
 
-    def _error_in_parts(self, rows: list[int]) -> float:
+    def _is_right_in_parts(self, rows: list[int]) -> bool:
         trial = self.trial
         parts = 2 if trial.ranks == 1 else 1
         split = trial.cut(rows, trial.ranks, parts, equal=True)
         actual = trial.results(split)[0].gradients
-        return trial.error(actual, trial.reference(rows).gradients)[0]
+        error, _ = trial.error(actual, trial.reference(rows).gradients)
+        return error <= trial.limit
 
     def do_rows_meet(self) -> bool:
         """Whether no weights of the parts' gradients make up that of the batch.

@@ -93,6 +93,8 @@ def as_tensors(samples: Sequence[Any]) -> Any:
 
     A text counts with its number of characters.
     """
+    if samples and isinstance(samples[0], tuple):
+        samples = [dict(enumerate(sample)) for sample in samples]
     if not samples or not isinstance(samples[0], Mapping):
         return torch.ones(len(samples))
     columns = {}
@@ -104,7 +106,12 @@ def as_tensors(samples: Sequence[Any]) -> Any:
                 values.append(value)
         if len(values) == len(samples):
             filler = -100 if "label" in str(name) else 0
-            columns[name] = pad_sequence(values, True, filler)
+            column = pad_sequence(values, True, filler)
+            # One number per sample may be a length or a weight, and is no sequence.
+            columns[name] = column[:, 0] if column.shape[1] == 1 else column
+            lengths = [len(value) for value in values]
+            if len(set(lengths)) > 1:  # an id may be 0, as padding is
+                columns[f"len({name})"] = torch.tensor(lengths)
     return columns or torch.ones(len(samples))
 
 

@@ -28,7 +28,7 @@ from scatterpar.splitting.gradients import (
     largest_error,
     zeros_of_all,
 )
-from scatterpar.splitting.operator_modes import Numbers
+from scatterpar.splitting.operator_modes import Numbers, Shape
 from scatterpar.splitting.parts import Part, Split
 from scatterpar.splitting.process_state import ProcessState
 from scatterpar.splitting.ranks import RankJob, run_on_ranks
@@ -45,6 +45,7 @@ from scatterpar.splitting.trained import as_double
 # casts, or in which all is computed.
 _CAST = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _SINGLE = 1e-3
+_ROUNDING = 1e-9  # all that float64 leaves
 _VANISHED = 1e-3  # of the limit: a gradient below it is rounding
 _LARGEST_LIMIT = max(_CAST.values())
 _LISTED = 3  # the most names in a sentence
@@ -158,29 +159,33 @@ class Trial:
                     "`for batch in batches:` around its forward and backward pass"
                 ) from error
             raise
-        if not self.settings.in_double:
-            return reference, results
         worst, _ = self.worst_error(results, reference.gradients)
-        if worst <= self.limit:
+        if not self.settings.in_double or worst <= _ROUNDING:
             return reference, results
         coarsest = self._coarsest_cast()
-        if coarsest is None:
-            return reference, results
-        # A cast rounds: with float64 in its place, only a mistake is left.
-        settings = self.settings
-        self.settings = replace(settings, casts_in_double=True)
-        try:
-            coarsest = self._coarsest_cast()
-            sharper = self.reference(self.rows), self.results(self.split())
-        except TimeoutError:
-            raise
-        except Exception:  # something insists on a lower dtype
-            self.settings = settings
-        else:
-            reference, results = sharper
         if coarsest is not None:
-            self.limit = _CAST.get(coarsest, _LARGEST_LIMIT)
-            self._tell_limit(f"the step computes in {coarsest}")
+            # A cast rounds: with float64 in its place, only a mistake is left.
+            settings = self.settings
+            self.settings = replace(settings, casts_in_double=True)
+            try:
+                coarsest = self._coarsest_cast()
+                sharper = self.reference(self.rows), self.results(self.split())
+            except TimeoutError:
+                raise
+            except Exception:  # something insists on a lower dtype
+                self.settings = settings
+            else:
+                reference, results = sharper
+                worst, _ = self.worst_error(results, reference.gradients)
+        if coarsest is not None:
+            if worst > self.limit:
+                self.limit = _CAST.get(coarsest, _LARGEST_LIMIT)
+                self._tell_limit(f"the step computes in {coarsest}")
+        elif _ROUNDING < worst <= self.limit:
+            self.unseen.append(
+                f"whether a difference of {worst:.0e}, which is more than rounding, "
+                f"grows in a trained model; pass one"
+            )
         return reference, results
 
     def _align(self, results: Sequence[StepResult]) -> None:
@@ -286,14 +291,21 @@ class Trial:
                 f"the gradient of {_listed(vanished)}, which is zero with constant "
                 f"random numbers"
             )
-        num_rows = len(self.rows)
-        if any(shape and shape[0] % num_rows == 0 for shape in result.noise):
+        if self._draws_for_rows(result.noise):
             self.unseen.append(
                 "what random numbers of each row decide, such as weights or masks, "
                 "since all rows get the same numbers; draw them before, and pass them "
                 "in batch"
             )
         return result
+
+    def _draws_for_rows(self, shapes: frozenset[Shape]) -> bool:
+        """Whether draws have a number for each row, as initial weights have not."""
+        num_rows = len(self.rows)
+        of_rows = {shape for shape in shapes if shape and shape[0] % num_rows == 0}
+        if not of_rows:
+            return False
+        return not of_rows <= self.reference(self.rows[: num_rows // 2]).noise
 
     def _vanished(self, gradients: Gradients, as_drawn: Gradients) -> list[str]:
         """The parameters whose gradient is not finite, or rounding beside another."""
@@ -409,10 +421,15 @@ class Trial:
         ):
             if name != name_in_part:
                 break
-            has_rows = len(expected) * len(first_part) == len(actual) * len(self.rows)
-            if not has_rows or expected.shape[1:] != actual.shape[1:]:
+            times, rest = divmod(len(expected), len(self.rows))
+            if rest or len(actual) != times * len(first_part):
                 continue
-            if not is_close(actual, expected[: len(actual)], self.limit):
+            if expected.shape[1:] != actual.shape[1:]:
+                continue
+            # Several views of a row stand behind each other, or each behind all rows.
+            views = expected.unflatten(0, (times, -1))[:, : len(first_part)]
+            of_rows = (expected[: len(actual)], views.flatten(0, 1))
+            if not any(is_close(actual, other, self.limit) for other in of_rows):
                 return name
         return ""
 

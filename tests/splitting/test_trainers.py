@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from splitting.loop_models import Net, images, new
 
 from scatterpar.splitting import of_trainer
@@ -19,4 +20,13 @@ def test_samples_count_by_their_columns():
         [{"labels": [1, -100, 2], "text": "ab"}, {"labels": [3], "text": "abc"}]
     )
     assert columns["labels"].tolist() == [[1, -100, 2], [3, -100, -100]]
-    assert columns["text"].flatten().tolist() == [2, 3]
+    assert columns["text"].tolist() == [2, 3]
+    assert columns["len(labels)"].tolist() == [3, 1]
+    assert "len(text)" not in columns
+
+
+def test_samples_may_be_tuples():
+    columns = as_tensors([(torch.ones(2, 2), 1), (torch.ones(2, 2), 0)])
+    assert columns[0].shape == (2, 4)
+    assert columns[1].tolist() == [1, 0]
+    assert as_tensors([object()]).tolist() == [1]

@@ -313,6 +313,20 @@ def test_dropout_is_no_draw_of_rows(dropout):
     assert report.note == ""
 
 
+def test_difference_below_limit_is_noted():
+    """A term of 1e-7 in each part: rounding is 1e-15."""
+
+    def step(model, batches):
+        for batch in batches:
+            penalty = sum(p.square().sum() for p in model.parameters())
+            loss = class_loss(model, batch) / len(batches)
+            (loss + 1e-8 * penalty).backward()
+
+    report = splitcheck(step, new(Net), images(), equal=True)
+    report.assert_passed()
+    assert "which is more than rounding" in report.note
+
+
 def test_gradient_that_is_zero_is_noted():
     model = new(Net)
     model.unused = new(lambda: nn.Linear(2, 2))

@@ -1,7 +1,4 @@
-"""The command line, `python -m scatterpar`: `train`, `predict`, `doctor`, ….
-
-The others are `splitcheck` and `demo`.
-"""
+"""The command line, `python -m scatterpar`: `train`, `predict`, `doctor`, …."""
 
 from __future__ import annotations
 
@@ -16,14 +13,16 @@ from typing import NoReturn
 import scatterpar
 
 _USAGE = (
-    "usage: python -m scatterpar {train, predict, doctor, splitcheck, demo} [options] "
-    "(each has a --help); --version"
+    "usage: python -m scatterpar {train, predict, test, export, doctor, splitcheck, "
+    "demo} [options] (each has a --help); --version"
 )
 _HELP = f"""{_USAGE}
 
   train    train a network on images, with all GPUs of this machine; without options
            on the included ones, half a minute on two cores
   predict  write the classes of images, with what a run of train has learned, as CSV
+  test     accuracy of a run on other labelled images, by class, and what is mistaken
+  export   the model of a run as files that need no scatterpar: torch.export, ONNX
   doctor   what this machine has, whether copies between its devices arrive intact, and
            whether a step is exact
   splitcheck
@@ -33,11 +32,13 @@ _HELP = f"""{_USAGE}
 _MODULES = {
     "train": "train.run",
     "predict": "train.predict",
+    "test": "train.evaluation",
+    "export": "train.export",
     "doctor": "checkup.doctor",
     "splitcheck": "splitting.command",
     "demo": "checkup.demo",
 }
-_TOOL = ("train", "predict")
+_TOOL = ("train", "predict", "test", "export")
 _NEEDED_BY_TOOL = ("filelock", "matplotlib", "PIL", "tqdm", "tyro")
 
 

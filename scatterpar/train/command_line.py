@@ -35,8 +35,11 @@ _DECISIVE = (
     "skip_broken",
     "model",
     "pretrained",
+    "from_scratch",
+    "freeze",
     "batch",
     "epochs",
+    "patience",
     "base_lr",
     "warmup_epochs",
     "drop_at",
@@ -55,50 +58,59 @@ _OF_SESSION = ("config", "out", "resume")
 # apply to.
 _POSITIVE = (
     "batch epochs processes micro_batch_size image_size checkpoint_every base_lr clip "
-    "ema top val"
+    "ema top val patience"
 )
 _NOT_NEGATIVE = (
     "warmup_epochs workers skip_broken erase mixup cutmix momentum weight_decay "
-    "label_smoothing"
+    "label_smoothing freeze"
 )
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("above zero", lambda x: 0 < x < math.inf, _POSITIVE),
     ("zero or above", lambda x: 0 <= x < math.inf, _NOT_NEGATIVE),
     ("below 1", lambda x: x < 1, "erase label_smoothing momentum ema val"),
 )
-# Options that do not exist, without dashes, and what to use instead.
+# Options of other tools, and of earlier versions, without dashes, and what to use
+# instead.
+_RATE = "--base-lr X is the learning rate for batches of 256 images"
+_SIDE = "--image-size N is the side of a picture"
+_GPUS = "--devices cuda:0,cuda:1 names them (default: every GPU)"
+_FOLDER = "--data FOLDER names the images"
+_OUT = "--out FOLDER is where a run is written"
+_MODEL = "--model timm:resnet18 names the network"
 _INSTEAD = {
     "batchsize": "the images of a step are --batch N, those of a sub-step "
     "--micro-batch-size N",
-    "lr": "--base-lr X is the learning rate for batches of 256 images",
-    "learningrate": "--base-lr X is the learning rate for batches of 256 images",
+    "bs": "the images of a step are --batch N",
+    "lr": _RATE,
+    "lr0": _RATE,
+    "learningrate": _RATE,
     "numworkers": "--workers N is the number of reading processes",
     "nprocpernode": "--processes N divides the devices among N processes",
     "numprocesses": "--processes N divides the devices among N processes",
-    "imgsize": "--image-size N is the side of a picture",
-    "imgsz": "--image-size N is the side of a picture",
-    "gpus": "--devices cuda:0,cuda:1 names them (default: every GPU)",
-    "gpu": "--devices cuda:0 names it (default: every GPU)",
-    "device": "--devices cuda:0,cuda:1 names all (default: every GPU)",
+    "imgsize": _SIDE,
+    "imgsz": _SIDE,
+    "gpus": _GPUS,
+    "gpu": _GPUS,
+    "device": _GPUS,
     "amp": "--autocast bfloat16 (or float16) computes in that precision",
     "fp16": "--autocast float16 computes in that precision",
     "bf16": "--autocast bfloat16 computes in that precision",
-    "measurenoise": "removed in 0.3.0; --batch auto measures the noise scale, and "
-    "follows it",
-    "shardoptimizer": "removed in 0.3.0; the engine has it: "
-    "scatterpar.ShardedOptimizer",
-    "accum": "removed in 0.3.0; --micro-batch-size N sets the images of a sub-step",
-    "shares": "removed in 0.3.0; the engine has it: ScatterOnceParallel(model, "
-    "shares=[2, 1])",
-    "layerdecay": "removed in 0.3.0; use timm.optim.param_groups_layer_decay in a "
-    "script",
-    "smallestcrop": "removed in 0.3.0; --augment none takes pictures without random "
-    "crops",
-    "init": "removed in 0.3.0; --model package.module:callable may load weights",
-    "checkdata": "removed in 0.3.0; --skip-broken N leaves out up to N unreadable "
-    "pictures",
-    "wandb": "removed in 0.3.0; wandb.init(sync_tensorboard=True) before "
-    "scatterpar.__main__.main logs the same curves, with tensorboard installed",
+    "datadir": _FOLDER,
+    "input": _FOLDER,
+    "output": _OUT,
+    "project": _OUT,
+    "arch": _MODEL,
+    "opt": "--optimizer NAME is a class of torch.optim, or a name of timm",
+    "wd": "--weight-decay X",
+    "smoothing": "--label-smoothing X",
+    "aa": "--augment rand-m9-mstd0.5 names a policy of timm",
+    "numclasses": "classes are counted from the data",
+    "valsplit": "--val 0.1 tests on a tenth of each class",
+    "freezeepochs": "--freeze N trains the last layer alone for N epochs",
+    "weights": "--pretrained starts from the library's weights",
+    "accum": "--micro-batch-size N sets the images of a sub-step",
+    "wandb": "wandb.init(sync_tensorboard=True) before scatterpar.__main__.main logs "
+    "the same curves, with tensorboard installed",
 }
 
 _arg = tyro.conf.arg  # the help text says what a default of None means
@@ -156,25 +168,30 @@ class _Training:
     # cnn, timm:NAME such as timm:resnet50, or package.module:callable such as
     # torchvision.models:resnet101, called with num_classes if it has that parameter
     model: str = "cnn"
-    # start from timm's weights for its model, fetched if missing
+    # start from the library's weights for its model, or refuse (default: start from
+    # them if --model is a name of timm or torchvision.models, images are in files, and
+    # the weights are cached or can be fetched)
     pretrained: bool = False
+    from_scratch: bool = False  # start from random weights
+    freeze: int = 0  # epochs in which only the last layer is trained
     # images of a step (default: 4096 of the included images; of others as many as leave
     # 50 steps an epoch, from 32 to 4096). auto: 256, doubled while the gradient's noise
     # scale is twice that, with two replicas at least
     batch: BatchSize = None
     # how often all images are used (default: 20; for the included images 15)
     epochs: Number = None
+    patience: Number = None  # stop after so many epochs without a better accuracy
     # learning rate for batches of 256, scaled for the images of a step: linearly for
-    # SGD and LARS, by the square root for others (default: 0.0125 for SGD, for others
-    # that of the optimizer's class)
+    # SGD and LARS, by the square root for others (default: by the optimizer)
     base_lr: Rate = None
     # epochs until the rate is reached; a cosine follows (default: a fifth of all, at
     # most 5; with --batch auto 0)
     warmup_epochs: Number = None
     # epochs after which the rate is a tenth, such as 30 60 80
     drop_at: tuple[int, ...] = ()
-    # class of torch.optim, or timm's name such as lamb; SGD is Nesterov's
-    optimizer: str = "SGD"
+    # class of torch.optim, or timm's name such as lamb; SGD is Nesterov's (default:
+    # AdamW from pretrained weights, SGD from random ones)
+    optimizer: Name = None
     momentum: float = 0.9  # of SGD
     weight_decay: float = 5e-4  # on all but biases and normalisation
     label_smoothing: float = 0.0  # part of a label that is spread over all classes

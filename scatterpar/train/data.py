@@ -36,7 +36,7 @@ from scatterpar.train.parts import (
     first_names,
     make_parts,
 )
-from scatterpar.train.pictures import as_rgb, open_picture
+from scatterpar.train.pictures import as_pixels, as_rgb, open_picture
 
 Shape = tuple[int, int, int]  # channels, height, width
 _FASHION = (
@@ -277,9 +277,8 @@ def _transforms(size: int, options: Options, classes: int) -> Transforms:
     create = functools.partial(
         create_transform, size, interpolation="bilinear", normalize=False
     )
-    # Small pictures have no edges that a crop could leave out.
-    plain = create(crop_pct=1.0 if size < 128 else 7 / 8)
-    varied = plain
+    plain = functools.partial(as_pixels, size=size)
+    varied: Any = plain
     if options.augment != "none":
         varied = _augmentation(create, options.augment)
     if options.erase:
@@ -293,14 +292,6 @@ def _transforms(size: int, options: Options, classes: int) -> Transforms:
         mixing.append(v2.CutMix(alpha=options.cutmix, num_classes=classes))
     mix = v2.RandomChoice(mixing) if mixing else None
     return Transforms(plain, varied, mix)
-
-
-def read_picture(source: Any, size: int) -> Tensor:
-    """Return a file, or a picture of Pillow, as a model of that size takes it: uint8,
-    (3, size, size). Testing and `predict` use the same transform.
-    """
-    transform = _transforms(size, Options(augment="none"), 0).plain
-    return transform(as_rgb(open_picture(source)))
 
 
 def _augmentation(create: Callable[..., Any], augment: str) -> Any:
@@ -365,6 +356,10 @@ def _open_parts(options: Options) -> DataParts:
     if library_name == "torch":
         return _of_torchvision(options)
     near = suggestion(path.name, [entry.name for entry in _beside(path)])
+    if options.resume:
+        raise UsageError(
+            f"there is no such folder{near}; --data FOLDER names where it is now"
+        )
     raise UsageError(
         f"there is no such folder{near}; known by name are {EMBEDDED}, torch/NAME and "
         "hfds/NAME"

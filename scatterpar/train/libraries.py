@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import socket
 import sys
+import urllib.parse
+import urllib.request
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,6 +18,7 @@ from scatterpar.train.command_line import UsageError, words_of
 INSTALL = "pip install -c constraints.txt"
 _WHEELS = "https://download.pytorch.org/whl/cpu"
 # The error of PyPI's torchvision, which is built for CUDA, beside torch's CPU build.
+_SECONDS_TO_ANSWER = 3.0
 _MISMATCH = "torchvision::nms does not exist"
 
 
@@ -46,6 +50,22 @@ def _missing() -> str:
         wheels = f"--extra-index-url {_WHEELS} "
     line = f"where you cloned scatterpar run: {INSTALL} {wheels}-e '.[images]'"
     return f"this needs torchvision, built for this torch, and timm; {line}"
+
+
+def stay_offline_without_network() -> None:
+    """Let Hugging Face's hub use its cache only, if its server does not answer.
+
+    The hub would try for a minute before it says so, even if the file is cached.
+    """
+    constants: Any = importlib.import_module("huggingface_hub.constants")
+    if urllib.request.getproxies():  # the server may be reached by a proxy only
+        return
+    server = urllib.parse.urlsplit(constants.ENDPOINT)
+    try:
+        address = server.hostname, server.port or 443
+        socket.create_connection(address, _SECONDS_TO_ANSWER).close()
+    except OSError:
+        constants.HF_HUB_OFFLINE = True
 
 
 def suggestion(name: str, known: Iterable[str], prefix: str = "") -> str:

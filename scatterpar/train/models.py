@@ -15,12 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.train.command_line import UsageError, words_of
-from scatterpar.train.data import Shape, read_picture
-from scatterpar.train.libraries import library, suggestion
+from scatterpar.train.data import Shape
+from scatterpar.train.libraries import (
+    library,
+    stay_offline_without_network,
+    suggestion,
+)
+from scatterpar.train.pictures import read_picture
 from scatterpar.train.records import BEST_FILE, load
 
 BUILT_IN = "cnn"
 _KNOWN = (BUILT_IN, "torchvision.models", "timm")  # code that `load_model` may call
+_TORCHVISION = "torchvision.models:"
 _AVERAGED = "module.network."  # before names of weights in the state of an average
 
 
@@ -106,14 +112,17 @@ def build_model(
 ) -> OnPixels:
     """Build the model that `--model` names, on the CPU, and test it with one image.
 
-    With `pretrained` it has timm's weights, and uses the mean and deviation of their
-    training data.
+    With `pretrained` it has its library's weights, and uses the mean and deviation of
+    their training data. Raises a `UsageError` if there is no such model, or if these
+    weights are neither cached nor can be fetched.
     """
     try:
         network = _find_network(name, shape, classes, pretrained)
         if pretrained:
             mean, std = _statistics_of_weights(network, shape)
         model = OnPixels(network, mean, std)
+        if pretrained:
+            _zero(head_of(model, classes))
         with torch.no_grad():
             scores = model.eval()(torch.zeros(1, *shape, dtype=torch.uint8))
         if scores.ndim != 2 or scores.shape[1] < classes:
@@ -129,7 +138,9 @@ def build_model(
 
 
 def _statistics_of_weights(network: Any, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Return mean and deviation of the pixels that timm's weights were made with."""
+    """Return mean and deviation of the pixels that a library's weights were made
+    with.
+    """
     config = network.pretrained_cfg
     statistics = torch.tensor([config["mean"], config["std"]])
     # The channels are averaged for grey images.
@@ -137,10 +148,46 @@ def _statistics_of_weights(network: Any, shape: Shape) -> tuple[Tensor, Tensor]:
     return mean, std
 
 
+def has_library_weights(name: str) -> bool:
+    """Whether `--model` names a model of a library that has weights for it."""
+    return name.startswith(("timm:", _TORCHVISION))
+
+
+def head_of(model: OnPixels, classes: int) -> list[nn.Module]:
+    """Return the layers that make the scores, which `--freeze` trains alone: those that
+    timm names, or the last one with an output per class.
+    """
+    network: Any = model.network
+    if hasattr(network, "get_classifier"):
+        heads = network.get_classifier()
+        # Distilled models have two.
+        return list(heads) if isinstance(heads, tuple) else [heads]
+    last = None
+    for module in network.modules():
+        if isinstance(module, nn.Linear | nn.Conv2d) and len(module.weight) == classes:
+            last = module
+    if last is None:
+        raise UsageError(
+            f"--freeze: the model has no layer with {classes} outputs, one per class"
+        )
+    return [last]
+
+
+def _zero(layers: Sequence[nn.Module]) -> None:
+    """Let the new head of a pretrained network start from zero.
+
+    Random weights would send a large random gradient through the layers before them, in
+    the first steps (as in the fine-tuning of arXiv:2010.11929, B.1.1).
+    """
+    for layer in layers:
+        for parameter in layer.parameters():
+            nn.init.zeros_(parameter)
+
+
 def _find_network(name: str, shape: Shape, classes: int, pretrained: bool) -> Any:
     place, _, attribute = name.partition(":")
-    if pretrained and place != "timm":
-        raise UsageError("--pretrained is for timm:NAME")
+    if pretrained and not has_library_weights(name):
+        raise UsageError(f"--pretrained is for timm:NAME and {_TORCHVISION}NAME")
     if name == BUILT_IN:
         return SmallCNN(shape, classes)
     if not (place and attribute):
@@ -150,6 +197,8 @@ def _find_network(name: str, shape: Shape, classes: int, pretrained: bool) -> An
         )
     if place == "timm":
         return _create_timm_model(attribute, shape, classes, pretrained)
+    if pretrained:
+        return _pretrained_of_torchvision(attribute, classes)
     is_torchvision = place.startswith("torchvision")
     try:
         module = library(place) if is_torchvision else importlib.import_module(place)
@@ -190,11 +239,33 @@ def _create_timm_model(
         in_chans=shape[0],
         pretrained=pretrained,
     )
+    if pretrained:
+        stay_offline_without_network()
     try:
         network: nn.Module = create(img_size=shape[1:])
     except TypeError:  # a convolutional network takes any size
         network = create()
     return network
+
+
+def _pretrained_of_torchvision(name: str, classes: int) -> nn.Module:
+    """Build torchvision's model with its weights, except those of the last layer."""
+    models = library("torchvision.models")
+    if name not in models.list_models():
+        near = suggestion(name, models.list_models(), _TORCHVISION)
+        raise UsageError(f"torchvision has no weights for {name}{near}")
+    weights = models.get_model_weights(name).DEFAULT
+    state = weights.get_state_dict(progress=False)
+    network: Any = models.get_model(name, num_classes=classes)
+    fitting = {}
+    for key, value in network.state_dict().items():
+        if key in state and state[key].shape == value.shape:
+            fitting[key] = state[key]
+    network.load_state_dict(fitting, strict=False)
+    transforms = weights.transforms()
+    # As timm's networks have it.
+    network.pretrained_cfg = {"mean": transforms.mean, "std": transforms.std}
+    return network  # type: ignore[no-any-return]
 
 
 def _takes_number_of_classes(factory: Any) -> bool:

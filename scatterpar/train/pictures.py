@@ -1,18 +1,29 @@
-"""A picture of any kind becomes one of 8 bits per colour: upright, on white, in RGB.
+"""Pictures of any kind become pixels as a model takes them: python classify.py FILE …
 
-Pixels whose range nobody can know are a `ValueError`: they would become black or white.
+They are turned upright, put on white, brought to RGB with 8 bits per colour, resized,
+and cropped. Pixels whose range nobody can know are a `ValueError`: they would become
+black or white.
 """
+
+# `export` copies this file beside a model, as classify.py: it imports torch and Pillow,
+# and nothing else of scatterpar.
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image, ImageOps
+from torch import Tensor
 
 _GREY_16 = "I;16", "I;16L", "I;16B", "I;16N"  # Pillow's modes of 16-bit greyscale
 _SCALED_TO_16 = "PPM", "PNG"  # formats whose pixels Pillow scales to 16 bits in mode I
 _LARGEST_16 = 65535
+_CROPPED_SIDE = 128  # smaller pictures have no edges that a crop could leave out
 
 
 def open_picture(source: Any) -> Image.Image:
@@ -74,3 +85,41 @@ def _on_white(picture: Image.Image) -> Image.Image:
     transparent = picture.convert("RGBA")
     white = Image.new("RGBA", transparent.size, "white")
     return Image.alpha_composite(white, transparent)
+
+
+def as_pixels(picture: Image.Image, size: int) -> Tensor:
+    """Return a picture in RGB as a model of that size takes it: uint8, (3, size, size).
+
+    The shorter side is resized to 8/7 of the size, or to the size if that is small.
+    Then the middle is cut out. Pixels are those of timm's transform for testing.
+    """
+    side = size * 8 // 7 if size >= _CROPPED_SIDE else size
+    shorter = min(picture.size)
+    width, height = (side * length // shorter for length in picture.size)
+    resized = picture.resize((width, height), Image.Resampling.BILINEAR)
+    left = round((width - size) / 2)
+    top = round((height - size) / 2)
+    middle = resized.crop((left, top, left + size, top + size))
+    return torch.from_numpy(np.array(middle)).permute(2, 0, 1)
+
+
+def read_picture(source: Any, size: int) -> Tensor:
+    """Return a file, or a picture of Pillow, as a model of that size takes it."""
+    return as_pixels(as_rgb(open_picture(source)), size)
+
+
+def main(names: list[str]) -> None:
+    """Print the class of each file, with its score, by the exported model beside this
+    file.
+    """
+    folder = Path(__file__).parent
+    about = json.loads((folder / "model.json").read_text(encoding="utf-8"))
+    model = torch.export.load(folder / "model.pt2").module()
+    for name in names:
+        images = read_picture(name, about["image_shape"][1])[None]
+        score, label = model(images).softmax(1).max(1)
+        print(f"{name}: {about['class_names'][int(label)]} {float(score):.4f}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -24,7 +24,10 @@ BEST_FILE = "best.pt"
 METRICS_FILE = "metrics.jsonl"
 LOCK_FILE = ".lock"
 FINISHED = "finished"  # the ending of a run that used all epochs
-_FORMAT = 5
+_FORMAT = 6
+# Models of 0.4 are the same, but not its runs: --val held out other pictures, which a
+# run that goes on would train on, and test on.
+_FORMAT_OF_0_4 = 5
 
 
 def unwritten(path: Path, error: BaseException) -> UsageError:
@@ -68,19 +71,30 @@ def save(path: Path, **state: Any) -> None:
         torch.save({"format": _FORMAT, **state}, file)
 
 
-def load(path: Path) -> dict[str, Any]:
-    """Read a checkpoint; no code in the file is executed."""
+def load(path: Path, *, goes_on: bool = False) -> dict[str, Any]:
+    """Read a checkpoint; no code in the file is executed.
+
+    Raises a `UsageError` if it is no checkpoint of this version, or, unless the run
+    `goes_on`, of 0.4.
+    """
     try:
         state: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         problem = f"is not a checkpoint that can be read: {words_of(error):.200}"
         raise UsageError(f"{path} {problem}") from error
     file_format = state.get("format") if isinstance(state, dict) else None
-    if file_format != _FORMAT:
-        writer = "scatterpar 0.2" if file_format == 3 else "another program or version"
+    if file_format == _FORMAT:
+        return state  # type: ignore[no-any-return]
+    if file_format != _FORMAT_OF_0_4:
         raise UsageError(
-            f"{path} is a checkpoint of {writer}, which scatterpar 0.3 cannot read: "
-            "use the version that wrote it, or start a new run with another --out"
+            f"{path} is a checkpoint of another program or version: use the version "
+            "that wrote it, or start a new run with another --out"
+        )
+    if goes_on:
+        raise UsageError(
+            f"{path} is of scatterpar 0.4, which held out other pictures and had other "
+            "learning rates: go on with that version, or start a new run with another "
+            "--out; predict, test and export take the run as it is"
         )
     return state  # type: ignore[no-any-return]
 

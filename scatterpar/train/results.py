@@ -149,13 +149,18 @@ _PHASES = {
 }
 
 
+def sub_steps(report: StepReport) -> int:
+    """Return the largest number of sub-steps that a replica made."""
+    return max(len(share.micro_batches) for share in report.plan.shares)
+
+
 def traffic(report: StepReport) -> str:
     """Return a table of what a step copied between memories, beside `nn.DataParallel`.
 
     `nn.DataParallel` is called once per sub-step. Each call scatters its rows, and
     broadcasts the whole model and reduces all gradients again.
     """
-    calls = max(len(share.micro_batches) for share in report.plan.shares)
+    calls = sub_steps(report)
     title = f"nn.DataParallel, {calls} sub-steps"
     table: list[tuple[str, ...]] = [("copied per step, bytes", "scatterpar", title)]
     total = 0

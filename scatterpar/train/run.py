@@ -51,6 +51,7 @@ from scatterpar.train.results import (
     Tally,
     accuracies_in_words,
     accuracy_per_class,
+    sub_steps,
     traffic,
 )
 from scatterpar.train.training import Training, choose_devices
@@ -77,6 +78,7 @@ _RECORDED = (
     "numpy",
     "pillow",
 )  # versions
+_FEW_IMAGES = 5000  # to train on: fewer than CIFAR's, from which networks learn alone
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -115,7 +117,8 @@ def run(arguments: Sequence[str], processes: Processes = ALONE) -> int:
         return launch(run, words, options.processes)
     devices = choose_devices(options.devices, processes)
     source = open_data(options)
-    training = Training(options, source, devices, processes)
+    saved = None if checkpoint is None else checkpoint["about"]
+    training = Training(options, source, devices, processes, saved)
     if checkpoint is not None:
         _compare_data(options, checkpoint["about"], training.about)
         training.load_state_dict(checkpoint)
@@ -164,7 +167,7 @@ def _load_checkpoint(options: Options) -> dict[str, Any]:
         raise UsageError(
             f"--resume: there is no {path}; --out names the folder of the run"
         )
-    return records.load(path)
+    return records.load(path, goes_on=True)
 
 
 def _say_finished(options: Options, position: Mapping[str, int]) -> None:
@@ -296,7 +299,7 @@ class Run:
         training = self.training
         if training.position.tested < training.epoch:
             self._end_epoch()
-        while training.epoch < training.epochs:
+        while not training.is_over:
             self._train_epoch()
         if training.source.final is not None:
             self._check()  # the first process has written the file
@@ -459,11 +462,12 @@ class Run:
         self._record_epoch(number, tally)
         if tally.accuracy > position.best:
             position.best = tally.accuracy
+            position.best_epoch = number
             self._save_best(tally)
             if training.source.final is None:
                 self._draw_mistakes(tally)
         self._draw()
-        if number < training.epochs and training.grow():
+        if not training.is_over and training.grow():
             self.feed.request(training.requests())
             self._say(f"  batches of {position.batch:,} images from here on")
         self._save()
@@ -592,7 +596,10 @@ class Run:
         steps = training.position.step
         reached = f"{training.epoch} of {training.epochs} epochs, {steps} steps"
         self._say(f"{ending} after {reached}, {seconds:.1f} s{in_sessions}")
-        if self._last_step is not None:
+        if ending == FINISHED and training.epoch < training.epochs:
+            patience = self.options.patience
+            self._say(f"no better accuracy in {patience} epochs (--patience)")
+        if self._last_step is not None and sub_steps(self._last_step) > 1:
             self._say(traffic(self._last_step))
         accuracies = self._say_accuracies(epochs)
         self._seconds_of_drawing = 0.0
@@ -614,6 +621,7 @@ class Run:
             if (out / name).exists():
                 names.append(name)
         self._say(f"wrote {', '.join(names)} in {out}")
+        self._say_what_would_help()
         if epochs:
             self._say_best_epoch(epochs)
         if ending != FINISHED:
@@ -627,6 +635,18 @@ class Run:
         words = f"best epoch: {best['epoch']}, {self.tested} accuracy"
         self._say(f"{words} {best[accuracy]:.2%}, in {out / BEST_FILE}")
         self._say(f"to use it: python -m scatterpar predict {out} PICTURES")
+        self._say(f"to use it elsewhere: python -m scatterpar export {out}")
+
+    def _say_what_would_help(self) -> None:
+        """Print what helps most with few images, unless the run has it."""
+        source = self.training.source
+        is_few = self.training.images < _FEW_IMAGES and not source.in_memory
+        options = self.options
+        if is_few and not (options.pretrained or options.from_scratch):
+            self._say(
+                f"with few images ({self.training.images:,}) pretrained weights help "
+                "most: --model timm:resnet18 starts from them if it can fetch them"
+            )
 
     def _say_accuracies(self, epochs: list[dict[str, Any]]) -> dict[str, Any]:
         """Print the accuracies. Returns them for the summary."""

@@ -15,8 +15,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -38,7 +38,13 @@ from scatterpar.train.command_line import (
 from scatterpar.train.data import BatchRequest, Images, Source, seed_host, seed_of
 from scatterpar.train.feed import Feed, FeedError
 from scatterpar.train.libraries import library, suggestion
-from scatterpar.train.models import OnPixels, build_model
+from scatterpar.train.models import (
+    BUILT_IN,
+    OnPixels,
+    build_model,
+    has_library_weights,
+    head_of,
+)
 from scatterpar.train.parts import TEST, TRAIN
 from scatterpar.train.processes import ALONE, Processes
 from scatterpar.train.results import Tally
@@ -46,9 +52,24 @@ from scatterpar.train.results import Tally
 FIRST = 256  # images; `--base-lr` is the rate for them
 _SMALLEST_BATCH = 32  # by default
 _STEPS_PER_EPOCH = 50  # by default, at least
-# Rates for 256 images, where the default of a class is for other programs. SGD's peak
-# is 0.2 for the included images; RMSprop divides by the gradient's size, as Adam does.
-_RATES = {"sgd": 0.0125, "rmsprop": 0.001}
+# Rates for 256 images. Each was tried on the included images; that of another class or
+# name is not known, and asked for.
+_RATES = {
+    "sgd": 0.0125,
+    "asgd": 0.05,
+    "adam": 0.001,
+    "adamw": 0.001,
+    "nadam": 0.002,
+    "adamax": 0.002,
+    "radam": 0.004,
+    "rmsprop": 0.001,
+    "adagrad": 0.01,
+    "adadelta": 1.0,
+    "adafactor": 0.01,
+    "rprop": 0.01,
+    "lion": 0.0003,
+    "lamb": 0.005,
+}
 # Classes of torch.optim for other programs: they need sparse gradients, or closures.
 _UNFIT = ("Optimizer", "SparseAdam", "LBFGS")
 _FEWEST_UPDATES = 8  # per epoch; with fewer, training has too few updates
@@ -63,6 +84,7 @@ class Position:
     step: int = 0
     tested: int = 0  # epochs that ended with a test
     best: float = -1.0  # test accuracy
+    best_epoch: int = 0
 
 
 class Training:
@@ -74,7 +96,15 @@ class Training:
         noise: the average of the noise scale, with `--batch auto`.
         average: the average of the weights, with `--ema`.
         about: what `predict` needs to build the model, and `--resume` to know the data.
+        processes: as the argument.
+
+    Args:
+        options: the options of the run. The attribute has those that follow from the
+            model, too: whether it is pretrained, and the optimizer.
+        source: the images.
+        devices: the device of each replica.
         processes: those that divide the devices and each batch.
+        saved: what a checkpoint has as `about`, if its weights will be loaded.
     """
 
     def __init__(
@@ -83,17 +113,20 @@ class Training:
         source: Source,
         devices: list[torch.device],
         processes: Processes = ALONE,
+        saved: Mapping[str, Any] | None = None,
     ) -> None:
         # torch.manual_seed seeds the generators of accelerators, too.
         torch.manual_seed(seed_host("run", options.seed))
+        model, options = start_model(options, source, saved)
         self.options = options
         self.source = source
         self.processes = processes
         self.images = len(source.train)
         self.classes = len(source.class_names)
         self.epochs = options.epochs or 0
-        self.engine = make_engine(options, source, devices, processes)
+        self.engine = make_engine(options, model, devices, processes)
         self.model = self.engine.module
+        self.head = head_of(self.model, self.classes) if options.freeze else []
         self.noise = NoiseScale() if options.batch == "auto" else None
         # A step has at most all images.
         self.position = Position(min(first_batch(options, self.images), self.images))
@@ -115,6 +148,15 @@ class Training:
     def epoch(self) -> int:
         """The number of completed epochs."""
         return self.position.consumed // self.images
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all epochs are completed, or as many as `--patience` says did not
+        improve the accuracy.
+        """
+        epochs_since = self.position.tested - self.position.best_epoch
+        patience = self.options.patience or self.epochs
+        return self.epoch >= self.epochs or epochs_since >= patience
 
     @property
     def steps_per_epoch(self) -> int:
@@ -164,13 +206,13 @@ class Training:
         train.py.
         """
         batches = self.images / self.steps_per_epoch / FIRST
-        if is_scaled_linearly(self.options.optimizer):
+        if is_scaled_linearly(optimizer_of(self.options)):
             return self.base_lr * batches
         return self.base_lr * math.sqrt(batches)
 
     def rates_in_words(self) -> str:
         """Return the optimizer with its rate, and the average of the weights."""
-        name = self.options.optimizer
+        name = optimizer_of(self.options)
         scaled = "linearly"
         if not is_scaled_linearly(name):
             scaled = "by the square root"
@@ -222,6 +264,7 @@ class Training:
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate()
         self.engine.train()
+        self._freeze()
         self.optimizer.zero_grad()
         with self.precision:
             self.engine.forward_backward(
@@ -242,6 +285,19 @@ class Training:
             self.noise.update(report)
         self.position.step += 1
         return report
+
+    def _freeze(self) -> None:
+        """Set what this step trains: in the first epochs of `--freeze` the head alone.
+
+        The other layers compute as in a test: running statistics that follow the new
+        images would change what the frozen weights were made for.
+        """
+        if not self.head:
+            return
+        is_frozen = self.epoch < self.options.freeze
+        self.model.network.train(not is_frozen).requires_grad_(not is_frozen)
+        for module in self.head:
+            module.train().requires_grad_()
 
     def tested_weights(self) -> dict[str, Tensor]:
         """Return the network's weights that a test uses: averaged ones if there are
@@ -399,22 +455,63 @@ def choose_devices(
     return part
 
 
+def start_model(
+    options: Options, source: Source, saved: Mapping[str, Any] | None
+) -> tuple[OnPixels, Options]:
+    """Build the model with its initial weights. Returns it, and the options, with what
+    was chosen.
+
+    Weights are pretrained if the options ask for them, or if a library has them for a
+    network on pictures in files, and they can be had. Notes of the source say which.
+    """
+    name = options.model
+    shape = source.image_shape
+    classes = len(source.class_names)
+    if saved is not None:  # the checkpoint's weights follow: nothing is fetched
+        model = build_model(name, shape, classes, saved["mean"], saved["std"])
+        return model, options
+    if options.pretrained and options.from_scratch:
+        raise UsageError("--pretrained and --from-scratch exclude each other")
+    is_default = has_library_weights(name) and not source.in_memory
+    pretrained = options.pretrained or (is_default and not options.from_scratch)
+    if pretrained:
+        try:
+            model = build_model(name, shape, classes, pretrained=True)
+            source.notes.append(
+                f"{name} starts from pretrained weights (--from-scratch: from random "
+                "ones)"
+            )
+        except UsageError as error:
+            if options.pretrained:
+                raise
+            pretrained = False
+            reason = str(error).removeprefix(f"--model {name}: ")
+            source.notes.append(
+                f"warning: {name} starts from random weights, as its pretrained ones "
+                f"are not cached, and cannot be fetched ({reason:.100})"
+            )
+    if not pretrained:
+        # Again: a try with pretrained weights may have drawn random numbers.
+        torch.manual_seed(seed_host("run", options.seed))
+        model = build_model(name, shape, classes, source.mean, source.std)
+        has_weights_of_own = name != BUILT_IN and not has_library_weights(name)
+        if options.freeze and not has_weights_of_own:
+            raise UsageError(
+                f"--freeze {options.freeze}: {name} starts from random weights, of "
+                "which the last layer alone learns little"
+            )
+    chosen = replace(options, pretrained=pretrained)
+    return model, replace(chosen, optimizer=optimizer_of(chosen))
+
+
 def make_engine(
     options: Options,
-    source: Source,
+    model: OnPixels,
     devices: list[torch.device],
     processes: Processes,
 ) -> ScatterOnceParallel[OnPixels]:
-    """Build the model with its initial weights, on the first device, and its engine."""
+    """Build the engine of a model, which it moves to the first device."""
     processes.connect(devices[0])
-    model = build_model(
-        options.model,
-        source.image_shape,
-        len(source.class_names),
-        source.mean,
-        source.std,
-        options.pretrained,
-    )
     if options.batch == "auto" and len(devices) * processes.size < 2:
         raise UsageError(
             "--batch auto compares the gradients of replicas, and there is one: name "
@@ -477,6 +574,13 @@ def describe(model: OnPixels, options: Options, source: Source) -> dict[str, Any
     }
 
 
+def optimizer_of(options: Options) -> str:
+    """Return the optimizer of a run. AdamW needs no other rate for each network that
+    it fine-tunes.
+    """
+    return options.optimizer or ("AdamW" if options.pretrained else "SGD")
+
+
 def is_scaled_linearly(optimizer: str) -> bool:
     """Whether the rate grows with the batch itself, by the optimizer's name."""
     name = optimizer.lower()
@@ -485,14 +589,11 @@ def is_scaled_linearly(optimizer: str) -> bool:
 
 def make_optimizer(model: nn.Module, options: Options) -> Optimizer:
     """Build torch's optimizer of a name, or timm's; biases and norms have no weight
-    decay. Without `--base-lr` its rate is the default of its class, with exceptions.
+    decay. Its rate is `--base-lr`, or the one that is known for its name.
     """
-    name = options.optimizer.lower()
+    name = optimizer_of(options).lower()
     groups = weight_decay_groups(model, options.weight_decay)
-    keywords: dict[str, Any] = {}
-    base_lr = options.base_lr or _RATES.get(name)
-    if base_lr is not None:
-        keywords["lr"] = base_lr
+    keywords: dict[str, Any] = {"lr": options.base_lr or _RATES.get(name, 0.0)}
     if name == "sgd":
         keywords["momentum"] = options.momentum
         keywords["nesterov"] = options.momentum > 0
@@ -506,11 +607,14 @@ def make_optimizer(model: nn.Module, options: Options) -> Optimizer:
     except (UsageError, AssertionError, TypeError, ValueError) as error:
         similar = suggestion(name, torch_classes)
         raise UsageError(
-            f"--optimizer {options.optimizer}: {words_of(error)} (it is a class of "
+            f"--optimizer {name}: {words_of(error)} (it is a class of "
             f"torch.optim, or one of timm's names{similar})"
         ) from error
-    if not isinstance(optimizer.defaults.get("lr"), float):
-        raise UsageError(f"--optimizer {options.optimizer}: it needs a --base-lr")
+    if not keywords["lr"]:
+        raise UsageError(
+            f"--optimizer {name}: its learning rate is not known; --base-lr X is that "
+            f"for batches of {FIRST} images"
+        )
     return optimizer
 
 

@@ -32,7 +32,7 @@ def test_unreadable_argument_shows_help(capsys, arguments, words):
 
 REFUSED = {
     "--warmup-epochs 9 --epochs 9": "--drop-at and --epochs must rise, and are [9, 9]",
-    "--accum 4": "there is no --accum: removed in 0.3.0; --micro-batch-size N sets the",
+    "--accum 4": "there is no --accum: --micro-batch-size N sets the",
     "--batch_size 64": "there is no --batch_size: the images of a step are --batch N,",
     "--batch 0": "--batch: 0 is not above zero",
     "--base-lr inf": "--base-lr: inf is not above zero",
@@ -45,7 +45,7 @@ REFUSED = {
     "--amp": "--autocast bfloat16",
     "--config /no/such.toml": "--config /no/such.toml cannot be read: ",
     "--model resnet18": "--model resnet18: neither cnn nor timm:NAME",
-    "--pretrained": "--pretrained is for timm:NAME",
+    "--pretrained": "--pretrained is for timm:NAME and torchvision.models:NAME",
     "--resume": "checkpoint.pt; --out names the folder of the run",
     "--out /dev/null/runs": "--out: /dev/null/runs/metrics.jsonl cannot be written",
     "--batch auto --devices cpu": "there is one: name its device twice, --devices cpu,cpu",

@@ -90,12 +90,9 @@ class Evil:
         (None, "not a checkpoint that can be read"),
         (
             {"weights": torch.zeros(1)},
-            "a checkpoint of another program or version, which",
+            "a checkpoint of another program or version: use the version",
         ),
-        (
-            {"format": 3},
-            "a checkpoint of scatterpar 0.2, which scatterpar 0.3 cannot read: use",
-        ),
+        ({"format": 3}, "a checkpoint of another program or version"),
     ],
 )
 def test_other_file_refused_not_executed(tmp_path, capsys, content, words):
@@ -104,6 +101,17 @@ def test_other_file_refused_not_executed(tmp_path, capsys, content, words):
     with pytest.raises(UsageError, match=f"checkpoint.pt is {words}"):
         load(path)
     assert "executed" not in capsys.readouterr().out
+
+
+def test_run_of_0_4_is_read_but_not_resumed(tmp_path):
+    """Its --val held out other pictures, on which it would now be tested."""
+    path = tmp_path / FILE
+    torch.save({"format": 5, "step": 3}, path)
+    assert load(path)["step"] == 3
+    with pytest.raises(UsageError, match=r"0\.4, which held out other pict.*new run"):
+        load(path, goes_on=True)
+    save(path, step=4)
+    assert load(path, goes_on=True)["step"] == 4
 
 
 def test_metrics_are_json_lines_even_for_nan(tmp_path):

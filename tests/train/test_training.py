@@ -217,7 +217,7 @@ def test_average_forgets_initial_weights(toy):
     ("name", "rate"),
     [
         *[("SGD", 0.0125 * 16), ("AdamW", 0.001 * 4), ("nadam", 0.002 * 4)],
-        *[("ASGD", 0.01 * 16), ("RMSprop", 0.001 * 4), ("Adagrad", 0.01 * 4)],
+        *[("ASGD", 0.05 * 16), ("RMSprop", 0.001 * 4), ("Adagrad", 0.01 * 4)],
     ],
 )
 def test_rate_fits_optimizer_and_batch(name, rate):

@@ -1,0 +1,157 @@
+"""`python -m scatterpar test`: the accuracy of a run on other labelled pictures."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import tyro
+
+from scatterpar.tables import as_text
+from scatterpar.train import command_line as cl
+from scatterpar.train.command_line import UsageError, exit_code_of, printable, read
+from scatterpar.train.folders import pairs_of_part, visible_folders
+from scatterpar.train.models import load_model
+from scatterpar.train.parts import TEST, VAL, Unused, first_names, part_of
+from scatterpar.train.predict import scored_files
+from scatterpar.train.records import stoppable, written
+from scatterpar.train.results import (
+    TOP_5_CLASSES,
+    Tally,
+    accuracies_in_words,
+    accuracy_per_class,
+)
+
+_STOPPING = "stopping after the present images"
+_COUNTED_CLASSES = 20  # with more, the table of mistaken classes is wider than a screen
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """Test the model of a run on other labelled pictures: accuracy, accuracy of each
+    class, and which classes are taken for which.
+    """
+
+    examples: ClassVar[str] = """examples:
+  python -m scatterpar test runs/photos holidays --json holidays.json
+
+holidays/ has a folder for each class, with the names that the run has."""
+
+    # folder of a training run, of which best.pt is taken, or one of its checkpoints
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    # a folder with CLASS/
+    pictures: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FOLDER")]
+    json: cl.Folder = None  # write all numbers there
+    micro_batch_size: int = 64  # pictures of a sub-step of each device
+    # such as cuda:0,cuda:1 or cuda:0 cuda:1 (default: every GPU, or the CPU)
+    devices: cl.Devices = ()
+    # reading processes (default: one per core, at most 16; 0: none)
+    workers: cl.Number = None
+    # allow the checkpoint to call this package.module:callable
+    model: cl.Name = None
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command. Returns the exit code: 0; 2: wrong argument, or no picture can
+    be read; 130: interrupted.
+    """
+    return exit_code_of(
+        "test", lambda: evaluate(read(EvaluationOptions, arguments, "test"))
+    )
+
+
+def evaluate(options: EvaluationOptions) -> int:
+    """Print, and write, what a test of all pictures measured."""
+    model, about = load_model(options.run, options.model)
+    class_names = about["class_names"]
+    unused = Unused()
+    pairs = _labelled_pictures(options.pictures, class_names, unused)
+    names = [name for name, _ in pairs]
+    labels = [label for _, label in pairs]
+    tally = Tally(len(class_names))
+    unreadable = dict[str, str]()
+    with stoppable(_STOPPING) as signals:
+        scores_of_batches = scored_files(options, names, model, about, signals, labels)
+        for batch, scores in scores_of_batches:
+            unreadable |= dict(batch.broken)
+            if len(batch.labels):
+                tally.add(scores, batch.labels, batch.images)
+    if signals:
+        print(f"interrupted after {tally.images:,} of {len(names):,} images")
+        return 128 + signals[0]
+    for name, reason in unreadable.items():
+        print(printable(f"{name} cannot be read: {reason}"), file=sys.stderr)
+    if not tally.images:
+        raise UsageError(f"no picture below {options.pictures} can be read")
+    measured = {
+        "run": str(options.run),
+        "pictures": str(options.pictures),
+        "images": tally.images,
+        **_measured(tally, class_names),
+        "unreadable": unreadable,
+        "not_read": dict(+unused.counts),
+    }
+    print(printable(_in_words(measured)))
+    if str(unused):
+        print(printable(f"not read: images or files {unused}"))
+    if options.json is not None:
+        with written(options.json) as file:
+            file.write(json.dumps(measured, indent=1).encode())
+        print(f"wrote {options.json}")
+    return 0
+
+
+def _labelled_pictures(
+    folder: Path, class_names: Sequence[str], unused: Unused
+) -> list[tuple[str, int]]:
+    """Return the files below the folders of classes, each with its label."""
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is no folder; pass one with a folder per class")
+    pairs = pairs_of_part(folder, class_names, unused)
+    if not pairs:
+        folders = visible_folders(folder)
+        parts = [below for below in folders if part_of(below.name) in (VAL, TEST)]
+        hint = f"; did you mean {parts[0]}?" if parts else ""
+        listed = first_names([below.name for below in folders]) or "none"
+        raise UsageError(
+            f"{folder} has no pictures of the run's classes "
+            f"({first_names(class_names)}); its folders are {listed}{hint}"
+        )
+    return pairs
+
+
+def _measured(tally: Tally, class_names: Sequence[str]) -> dict[str, Any]:
+    measured: dict[str, Any] = {"accuracy": tally.accuracy, "loss": tally.loss}
+    if len(class_names) >= TOP_5_CLASSES:
+        measured["accuracy_top5"] = tally.accuracy_top5
+    measured["class_names"] = list(class_names)
+    if tally.confusion is not None:
+        measured["accuracy_per_class"] = accuracy_per_class(
+            tally.confusion, class_names
+        )
+        measured["confusion"] = tally.confusion.tolist()
+    return measured
+
+
+def _in_words(measured: dict[str, Any]) -> str:
+    """Return the lines that the command prints."""
+    class_names = measured["class_names"]
+    lines = []
+    if "confusion" in measured:
+        if len(class_names) <= _COUNTED_CLASSES:
+            table = [("true, and predicted as", *class_names)]
+            for name, counts in zip(class_names, measured["confusion"], strict=True):
+                table.append((name, *map(str, counts)))
+            lines.append(as_text(table))
+        lines.append(accuracies_in_words(measured["accuracy_per_class"]))
+    accuracy = f"accuracy: {measured['accuracy']:.2%}"
+    if "accuracy_top5" in measured:
+        accuracy += f", top-5 accuracy {measured['accuracy_top5']:.2%}"
+    lines.append(
+        f"{accuracy}, loss {measured['loss']:.4f}, {measured['images']:,} images"
+    )
+    return "\n".join(lines)

@@ -5,6 +5,7 @@ They are bound, closed over, or global.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -23,8 +24,9 @@ from scatterpar.replicas.references import (
 )
 
 _MAX_VALUES = 10_000  # that are searched; they take 10 ms
-_LOG_ENTRIES = 32
-_CONTAINERS = {dict, list, tuple}
+_MIN_LOG = 64  # longer containers are logs, unless a tensor or module is in them
+_LOG_ENTRIES = 8  # of a log that are searched, at either end
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _PLAIN = frozenset(PLAIN_CLASSES)
 
 Referent = Tensor | nn.Module | torch.Generator
@@ -51,14 +53,15 @@ def closure_contents(function: Any) -> list[Referent]:
 def _children_to_search(value: Any) -> Collection[Any]:
     """What ``value`` refers to, without values that lead to no tensor.
 
-    A long list of nothing but numbers, words and containers is a log: of that the first
-    and the last values.
+    Of a log, the first and the last values are searched. A network that only a value
+    between them has gets no gradient all the same: the graph of the loss shows it.
     """
     children = children_of(value)
     kinds = set(map(type, children))
     if kinds <= _PLAIN:
         return ()
-    if len(children) > 2 * _LOG_ENTRIES and kinds <= _PLAIN | _CONTAINERS:
+    is_long = len(children) > _MIN_LOG and isinstance(value, _CONTAINERS)
+    if is_long and not any(issubclass(kind, Referent) for kind in kinds):
         entries = list(children)
         return entries[:_LOG_ENTRIES] + entries[-_LOG_ENTRIES:]
     return children

@@ -119,7 +119,10 @@ def atoms(value: Any, *, containers: bool = False) -> list[Any]:
         return [value]
     flat = [value] if containers else []
     for child in children:
-        flat += atoms(child, containers=containers)
+        if isinstance(child, Tensor):  # rows may be many thousands of tensors
+            flat.append(child)
+        else:
+            flat += atoms(child, containers=containers)
     return flat
 
 

@@ -23,6 +23,7 @@ import inspect
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, overload
 
 import torch
@@ -590,7 +591,11 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         return (loss, outcome.outputs) if call.return_outputs else loss
 
     def _combined(self, request: Request) -> Request:
-        """The request, with the candidate of a loop that looks have left."""
+        """The request, with the words of a loop, and the candidate that looks have
+        left.
+        """
+        if self.loop.loss_name:
+            request = replace(request, loss_name=self.loop.loss_name)
         candidates = self.loop.candidates
         self.loop.chosen = None
         if not candidates or request.whole_batch:

@@ -199,6 +199,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             **self._options,
         )
         engine.loop.takes_turns = not self._parallel
+        engine.loop.loss_name = "training_step"
         engine.loop.remedies = _REMEDIES
         engine.loop.around_looks = self._around_look
         self._engine = self._until_teardown.enter_context(engine)

@@ -283,6 +283,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         self._engine = ScatterOnceParallel(
             work, 1, self._devices, buffers=self._buffers
         )
+        self._engine.loop.loss_name = "compute_loss"
         self._engine.loop.remedies = _REMEDIES
         self._engine.loop.divided = self._divided_inputs
         self._engine.loop.around_looks = self._around_looks

@@ -30,6 +30,8 @@ class LoopOptions:
             refers to is not searched. What a failed call has written there stays, as in
             the library's own loop. Reading all values, and the search, may take longer
             than a small batch.
+        loss_name: the user's function that computes the loss, for texts; empty if it is
+            the module, or the criterion.
         remedies: sentences for the refusals of a look, which name arguments of the loop
             in the place of the engine's. Empty: the engine's own.
         candidates: ways in which the losses of the loop's micro-batches may combine,
@@ -47,6 +49,7 @@ class LoopOptions:
     takes_turns: bool = False
     turn: Scope = Scope.FUNCTION
     continues_evaluation: bool = False
+    loss_name: str = ""
     remedies: str = ""
     candidates: Sequence[LossCandidate] = ()
     chosen: LossCandidate | None = None

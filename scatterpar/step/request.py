@@ -79,6 +79,7 @@ class Request:
         scale: the scaler's factor of gradients.
         backward: whether gradients are computed; else sub-steps are forward passes.
         check_finite: whether a loss that is not finite is an error.
+        loss_name: what texts call the loss if there is no criterion.
     """
 
     batches: Sequence[Batch]
@@ -91,6 +92,7 @@ class Request:
     scale: float = 1.0
     backward: bool = True
     check_finite: bool = False
+    loss_name: str = "the module's own loss"
 
     @property
     def sizes(self) -> list[int]:

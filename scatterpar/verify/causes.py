@@ -367,11 +367,10 @@ def penalty(losses: Losses) -> Verdict | None:
 
 def unknown(losses: Losses) -> Verdict:
     """The loss compares rows, or is a mean over something else."""
-    criterion = "" if losses.request.criterion else " and criterion="
     return _refused_combination(
         losses,
         "If it compares rows with each other, or is a ratio of sums, "
-        f"{losses.compares_rows}{criterion}.",
+        f"{losses.compares_rows}.",
     )
 
 

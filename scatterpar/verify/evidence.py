@@ -68,7 +68,7 @@ class Losses:
         self.weights = weights
         self.expected = expected
         self.actual = actual
-        self.name = name_of(request.criterion)
+        self.name = name_of(request)
         self.limit = 0.0
 
     @cached_property
@@ -302,6 +302,8 @@ class Evidence(Losses):
                 "call engine.loss for each loss, and combine their gradients "
                 "(docs/losses.md, Two losses with an adaptive weight)"
             )
+        if self.request.criterion is None:  # whole_batch=True needs one
+            return f"{NUMBER_REMEDY}, and pass criterion= and whole_batch=True"
         if self.uses_number:  # which whole_batch=True alone would refuse
             return f"{NUMBER_REMEDY}, and pass whole_batch=True"
         return super().compares_rows
@@ -371,13 +373,14 @@ class Evidence(Losses):
         return bool(gradients) and all(bool(size <= largest) for size in sizes)
 
 
-def name_of(criterion: Any) -> str:
+def name_of(request: Request) -> str:
     """The criterion, as texts name it."""
+    criterion = request.criterion
     if criterion is None:
-        return "the module's own loss"
+        return request.loss_name
     function = unbound(criterion)
     name = getattr(function, "__qualname__", type(function).__name__)
-    return f"the criterion {name}"
+    return "the criterion" if name == "criterion" else f"the criterion {name}"
 
 
 def weighted_parts(request: Request, parts: Parts) -> tuple[Parts, Sequence[float]]:

@@ -321,7 +321,7 @@ class ReplicaLook:
             is_answer = isinstance(error, Inconclusive) or is_out_of_memory(error)
             if is_answer or self._replica_computes(rows, runs):
                 raise
-            name = name_of(self._request.criterion)
+            name = name_of(self._request)
             return Findings(error_of_replica(name, len(rows), expected.loss, error))
         actual = run.total.result
         has_overflow = not (expected.is_finite and actual.is_finite)

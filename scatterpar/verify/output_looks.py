@@ -157,7 +157,7 @@ def _text_of_unchecked(request: Request, error: Inconclusive) -> str:
     """The warning for inconclusive looks, with the assumption and what to pass."""
     assumed = "a mean over its terms" if request.is_mean else "a sum"
     return in_lines(
-        f"could not check how {name_of(request.criterion)} combines the losses of "
+        f"could not check how {name_of(request)} combines the losses of "
         f"replicas: {shown_reason(error)}.",
         f"The pair assumes {assumed}. Pass count= or reduction= if it is not, or call "
         f"the plain criterion on gather(outputs, device).",

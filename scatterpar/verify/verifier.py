@@ -334,7 +334,7 @@ class Question:
 
     @property
     def _name(self) -> str:
-        return name_of(self.request.criterion)
+        return name_of(self.request)
 
     def title(self, looks: int) -> str:
         """The look after so many ``looks``, as the log names it."""

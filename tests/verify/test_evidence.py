@@ -5,6 +5,8 @@ One weight, which is 2, and six rows: 1, 2, 3, 4, 5, 6. The loss is 2 times thei
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 from harness.oracle import seeded
@@ -144,16 +146,27 @@ def test_tiny_gradient_is_only_rounding(monkeypatch):
     asked(monkeypatch, question, constant)
 
 
+def named(name):
+    function = types.FunctionType(total.__code__, {}, name)
+    function.__qualname__ = name
+    return function
+
+
 @pytest.mark.parametrize(
     ("criterion", "name"),
     [
         (None, "the module's own loss"),
         (total, "the criterion total"),
+        (named("criterion"), "the criterion"),
         (nn.MSELoss(), "the criterion MSELoss"),
     ],
 )
 def test_criterion_named_as_in_texts(criterion, name):
-    assert name_of(criterion) == name
+    assert name_of(request(criterion)) == name
+
+
+def test_loss_named_as_its_loop_says():
+    assert name_of(request(loss_name="compute_loss")) == "compute_loss"
 
 
 # --- weights of parts, and sentences ---

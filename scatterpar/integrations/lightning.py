@@ -14,7 +14,7 @@ In an evaluation each device computes whole batches of the loop::
     batch 2    module.validation_step(…)         # kernels of batch 1 may still run
 
 With ``parallel=True`` replicas call the step functions at the same time, each on its
-own copy of the LightningModule, and an evaluation reads a group of batches ahead.
+own copy of the LightningModule, and an evaluation reads one batch per replica ahead.
 
 The Trainer does everything else: order of the hooks, optimizers, schedules, callbacks,
 checkpoints.
@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial, partialmethod
@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -163,9 +163,9 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._skips: bool | None = None
         # The state before the first try of accum="auto" at the present step.
         self._before_tries: Journal | None = None
-        # Buffers of the LightningModule itself, as calls of the step have left them.
-        self._buffers: dict[str, Tensor] = {}
         self._engine: Any = None
+        # What replicas are made of: the LightningModule, or its parts.
+        self._replicated: Any = None
         self._until_teardown = contextlib.ExitStack()
         self._until_end_of_evaluation = contextlib.ExitStack()
         # Of an evaluation: one replica per device; how many batches have been
@@ -173,7 +173,10 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._replica_per_device: list[int] = []
         self._num_batches = 0
         self._replica_of_batch = 0
-        self._ahead: _Ahead | None = None
+        # Of an evaluation with parallel=True: the fetcher, which reads ahead, and
+        # results that the loop has not asked for, in the order of its batches.
+        self._fetcher: Any = None
+        self._results: deque[_Call] = deque()
 
     @property
     def root_device(self) -> torch.device:
@@ -193,8 +196,9 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         super().setup(trainer)
         if module._compiler_ctx:
             self._until_teardown.enter_context(_replicas_compiled(module))
+        self._replicated = module if self._parallel else _PartsOf(module)
         engine = ScatterOnceParallel(
-            loop.Modules([module]),
+            loop.Modules([self._replicated]),
             device_ids=self._device_ids or self.parallel_devices,
             **self._options,
         )
@@ -227,10 +231,10 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         In training the batch stays on the host: the engine copies the rows of each
         replica to its device. In an evaluation the devices get whole batches in turn.
         """
-        if self._ahead is not None:
+        if self._results:
             return batch  # it was prepared with its group
         device = torch.device("cpu")
-        if not self.lightning_module.trainer.training:
+        if not self.lightning_module.trainer.training and self._fetcher is None:
             devices = self._replica_per_device
             self._replica_of_batch = devices[self._num_batches % len(devices)]
             self._num_batches += 1
@@ -252,7 +256,6 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         inputs["batch"] = loop.as_rows(batch)
         inputs["rows"] = Rows(range(loop.num_rows(batch)))
         self._skips = None
-        self._buffers = {}
         self._before_tries = None
         with precision.train_step_context(), self._calling() as metrics:
             inputs["metrics"] = _Metrics(metrics)
@@ -263,8 +266,6 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         calls = sorted(nested.atoms(records), key=attrgetter("first_row"))
         if self._is_skipped():
             return None
-        for name, value in self._buffers.items():
-            write(module._buffers[name], value)
         if not self._parallel:
             self._functions.tell_numbers(
                 "training_step", len(calls), _ONCE_PER_BATCH, module
@@ -293,6 +294,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         call = _Call(rows[0], len(rows))
         if self._count:
             call.weight = self._count(batch)
+        if is_look() and not self._parallel:
+            self._functions.restart_look()
         if self._options["accum"] == "auto" and not call.first_row and not is_look():
             self._begin_try()
         with self._in_call(work[0], call, metrics) as module:
@@ -301,8 +304,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         result = ClosureResult.from_training_step_output(output)
         call.output = nested.map_tensors(Tensor.detach, result.extra)
         if is_look():
-            self._functions.note_numbers()
-            self._logged.look(call, is_whole=work[0] is self.lightning_module)
+            self._logged.look(call, is_whole=work[0] is self._replicated)
         self._logged.note_sizes(call)
         loss = result.closure_loss
         self._check_skips(loss is None)
@@ -327,12 +329,20 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._before_tries = state  # it restores attributes of this strategy, too
 
     def _written_in_calls(self) -> list[Any]:
-        """What calls may write: the LightningModule, the Trainer, the data module, and
-        callbacks of the user.
+        """What calls may write: the LightningModule, the Trainer, its optimizers'
+        groups and schedules, the data module; callbacks and data sets of the user.
         """
         trainer = self.lightning_module.trainer
         roots: list[Any] = [self.lightning_module, trainer, trainer.datamodule]
-        return roots + [c for c in trainer.callbacks if is_user_class(type(c))]
+        # Not the states of optimizers, which only their own steps write.
+        roots += [optimizer.param_groups for optimizer in trainer.optimizers]
+        roots += [config.scheduler for config in trainer.lr_scheduler_configs]
+        loaders = trainer.fit_loop._combined_loader.flattened
+        data_sets = [getattr(loader, "dataset", None) for loader in loaders]
+        for value in (*trainer.callbacks, *data_sets):
+            if is_user_class(type(value)):
+                roots.append(value)
+        return roots
 
     def _check_skips(self, skips: bool) -> None:
         """Raise ``ValueError`` if ``training_step`` returns ``None`` for some rows."""
@@ -400,7 +410,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self, replica: Any, call: _Call, metrics: _Metrics
     ) -> Iterator[LightningModule]:
         """In the body the call runs. Yields the module whose step function to call."""
-        device = _device_of(replica)
+        device = self._device_of(replica)
         copies = {}
         for place, metric in metrics.by_place.items():
             copies[place] = _emptied(metric).to(device)
@@ -409,7 +419,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         with contextlib.ExitStack() as stack:
             stack.enter_context(explained(device, _ELSEWHERE))
             if not self._parallel:
-                stack.enter_context(self._lent(replica, device))
+                parts = _lent_parts(module, replica)
+                stack.enter_context(self._lending.lent(parts, device))
             stack.enter_context(_placed(module, copies))
             for part in module.modules():
                 if isinstance(part, LightningModule):
@@ -420,22 +431,6 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             stack.callback(_present_call.reset, token)
             yield module
         call.metrics = _updated(copies)
-
-    @contextlib.contextmanager
-    def _lent(self, replica: Any, device: torch.device) -> Iterator[None]:
-        """In the body the LightningModule refers to the modules of ``replica``.
-
-        Its own buffers stay. The engine commits those of replica 0, so what calls have
-        written is written again after the step.
-        """
-        module = self.lightning_module
-        before = _versions(module._buffers)
-        with self._lending.lent(_lent_parts(module, replica), device):
-            yield
-        after = _versions(module._buffers)
-        for name in after if not is_look() else ():
-            if after[name] != before.get(name):
-                self._buffers[name] = module._buffers[name].clone()
 
     def _merge_metrics(self, calls: Sequence[_Call]) -> None:
         """Merge what calls have measured into the user's metrics."""
@@ -449,22 +444,27 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """The loop begins: from the first device on, or with groups of batches."""
         self._num_batches = 0
         self._engine.loop.continues_evaluation = False
-        trainer = self.lightning_module.trainer
-        evaluation = trainer._active_loop
-        num_replicas = len(self._engine.device_ids)
-        is_fetched = isinstance(evaluation._data_fetcher, _DataLoaderIterDataFetcher)
-        if not self._parallel or num_replicas == 1 or is_fetched:
+        num_ahead = len(self._engine.device_ids) - 1
+        fetcher: Any = self.lightning_module.trainer._active_loop._data_fetcher
+        is_fetched = isinstance(fetcher, _DataLoaderIterDataFetcher)
+        if not self._parallel or not num_ahead or is_fetched:
             return
-        self._ahead = _Ahead(evaluation._data_fetcher, num_replicas, self._prepared)
-        evaluation._data_fetcher = self._ahead
-        # The hook has run for batches that were prepared.
-        hook = loop.overridden(
-            self.lightning_module, _on_before_batch_transfer=_unchanged
+        self._fetcher = fetcher
+        # Lightning's fetcher keeps as many batches ahead as it has, and knows by them
+        # which is the last, if it does not know how many there are.
+        fetcher.length = None
+        with contextlib.suppress(StopIteration):
+            while len(fetcher.batches) < num_ahead:
+                fetcher.batches.append(_DataFetcher.__next__(fetcher))
+        hook = self._on_before_batch_transfer
+        overridden = loop.overridden(
+            self.lightning_module, _on_before_batch_transfer=hook
         )
-        self._until_end_of_evaluation.enter_context(hook)
+        self._until_end_of_evaluation.enter_context(overridden)
 
     def _end_evaluation(self) -> None:
-        self._ahead = None
+        self._fetcher = None
+        self._results.clear()
         self._until_end_of_evaluation.close()
 
     on_validation_start = _begin_evaluation
@@ -474,17 +474,25 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     on_test_end = _end_evaluation
     on_predict_end = _end_evaluation
 
-    def _prepared(self, batch: Any, dataloader_idx: int) -> Any:
-        """A batch that is read ahead, after the hooks on batch transfer."""
+    def _on_before_batch_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
+        """The module's hook, which has run for batches that were prepared."""
+        if self._results:
+            return batch
         module = self.lightning_module
+        return type(module)._on_before_batch_transfer(module, batch, dataloader_idx)
+
+    def _prepared(self, item: tuple[Any, int, int]) -> tuple[Any, int, int]:
+        """A batch that was read ahead, after the hooks on batch transfer."""
+        batch, batch_idx, dataloader_idx = item
         batch = self.precision_plugin.convert_input(batch)
-        batch = type(module)._on_before_batch_transfer(module, batch, dataloader_idx)
-        return super().batch_to_device(batch, torch.device("cpu"), dataloader_idx)
+        batch = self._on_before_batch_transfer(batch, dataloader_idx)
+        batch = self.batch_to_device(batch, dataloader_idx=dataloader_idx)
+        return batch, batch_idx, dataloader_idx
 
     def _evaluate(self, step: str, *arguments: Any, **options: Any) -> Any:
         """Call a step function for a batch: on the device that has the batch."""
-        if self._ahead is not None:
-            return self._result_ahead(step, self._ahead, arguments)
+        if self._fetcher is not None:
+            return self._result_of_group(step, arguments)
         number = self._replica_of_batch
         self._replica_of_batch = 0
         function = getattr(super(), step)
@@ -497,6 +505,11 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     validation_step = partialmethod(_evaluate, "validation_step")
     test_step = partialmethod(_evaluate, "test_step")
     predict_step = partialmethod(_evaluate, "predict_step")
+
+    def _device_of(self, replica: nn.Module) -> torch.device:
+        """The device of a replica: that of its first parameter."""
+        parameter = next(replica.parameters(), None)
+        return self.root_device if parameter is None else parameter.device
 
     def _to_root(self, tensor: Tensor) -> Tensor:
         return to_device(tensor, self.root_device)
@@ -512,7 +525,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         with _placed(module, dict.fromkeys(metrics, _NO_METRIC)):
             replica = self._engine.replicas[number][0]
             parts = _lent_parts(module, replica)
-        device = _device_of(replica)
+        device = self._device_of(replica)
         before = [_versions(copied._buffers) for _, copied in parts.modules]
         with (
             explained(device, _ELSEWHERE),
@@ -534,34 +547,43 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         if results is not None and device != self.root_device:
             results.to(self.root_device)
 
-    def _result_ahead(self, step: str, ahead: _Ahead, arguments: Sequence[Any]) -> Any:
-        """The result of a batch, which has been computed with the others of its
-        group.
+    def _result_of_group(self, step: str, arguments: Sequence[Any]) -> Any:
+        """The result of a batch, computed with those of the next ones, each by a
+        replica.
         """
-        if ahead.results is None:
-            items = [(item, step, arguments) for item in ahead.items]
+        if not self._results:
+            ahead = self._fetcher.batches
+            ahead[:] = [self._prepared(item) for item in ahead]
+            group = [arguments]
+            group += [self._arguments_of(step, *item) for item in ahead]
             with self.precision_plugin.forward_context(), self._calling() as metrics:
-                function = partial(self._evaluation_call, _Metrics(metrics))
-                ahead.results = outputs_of_batches(self._engine, function, items)
-        call = ahead.results[ahead.number]
+                function = partial(self._evaluation_call, step, _Metrics(metrics))
+                self._results.extend(outputs_of_batches(self._engine, function, group))
+        call = self._results.popleft()
         self._merge_metrics([call])
         self._logged.log(self.lightning_module, [call])
         return nested.map_tensors(self._to_root, call.output)
 
-    def _evaluation_call(
-        self, metrics: _Metrics, work: Any, item: tuple[_Item, str, Sequence[Any]]
-    ) -> _Call:
-        """Call a step function for a batch that was read ahead."""
-        (batch, batch_idx, dataloader_idx), step, arguments = item
+    def _arguments_of(
+        self, step: str, batch: Any, batch_idx: int, dataloader_idx: int
+    ) -> Sequence[Any]:
+        """The arguments with which the loop calls ``step`` for a batch."""
         evaluation = self.lightning_module.trainer._active_loop
-        # The method itself says whether it takes the numbers of batch and loader.
-        options = evaluation._build_kwargs(batch, batch_idx, None)
-        arguments_of_step = evaluation._build_step_args_from_hook_kwargs(options, step)
-        if len(arguments_of_step) < len(arguments):
-            arguments_of_step += (dataloader_idx,)
-        call = _Call(batch_idx, loop.num_rows(batch))
+        is_sequential = evaluation._combined_loader._mode == "sequential"
+        has_several = is_sequential and evaluation.num_dataloaders > 1
+        number = dataloader_idx if has_several else None
+        options = evaluation._build_kwargs(batch, batch_idx, number)
+        arguments: Sequence[Any]
+        arguments = evaluation._build_step_args_from_hook_kwargs(options, step)
+        return arguments
+
+    def _evaluation_call(
+        self, step: str, metrics: _Metrics, work: Any, arguments: Sequence[Any]
+    ) -> _Call:
+        """Call a step function for a batch of a group."""
+        call = _Call(0, 1)
         with self._in_call(work[0], call, metrics) as module:
-            call.output = getattr(module, step)(*arguments_of_step)
+            call.output = getattr(module, step)(*arguments)
         return call
 
     @contextlib.contextmanager
@@ -575,8 +597,9 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         silent: dict[str, Any] = {"profiler": PassThroughProfiler()}
         silent["_loggers"] = [_Silent(logger) for logger in trainer.loggers]
         with (
-            self._functions.looking(self._lending, self._written_in_calls()),
+            # First: each call of the look begins with what the journal saves.
             loop.overridden(trainer, **silent),
+            self._functions.looking(self._lending, self._written_in_calls()),
         ):
             yield
 
@@ -791,98 +814,24 @@ class _Silent:
         return _Silent(value)
 
 
-# An evaluation that reads a group of batches ahead.
-
-# As a fetcher of Lightning's returns it: the batch, its number, that of its loader.
-_Item = tuple[Any, int, int]
-
-
-class _Ahead:
-    """The fetcher of an evaluation loop, which reads a group of batches ahead.
-
-    It has the fetcher's attributes. A group has batches of one loader alone, because
-    the loop computes the values of a loader when its last batch is done.
-
-    Args:
-        fetcher: Lightning's fetcher.
-        size: the number of batches in a group.
-        prepare: is called with a batch and the number of its loader.
-
-    Attributes:
-        items: the group in which the loop is.
-        number: the number, in the group, of the batch at which the loop is.
-        done: whether it is the last batch.
-        results: the results of the group's batches; ``None`` if they have not been
-            computed.
-    """
-
-    def __init__(
-        self, fetcher: Any, size: int, prepare: Callable[[Any, int], Any]
-    ) -> None:
-        self._fetcher = fetcher
-        self._size = size
-        self._prepare = prepare
-        # What has been read, and belongs to no group yet: an item, or an error.
-        self._pending: Any = None
-        self._are_last: list[bool] = []
-        self.items: list[_Item] = []
-        self.number = 0
-        self.done: bool = fetcher.done
-        self.results: list[_Call] | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._fetcher, name)
-
-    def __iter__(self) -> _Ahead:
-        return self
-
-    def __next__(self) -> _Item:
-        self.number += 1
-        if self.number >= len(self.items):
-            self._read_group()
-        self.done = self._are_last[self.number]
-        return self.items[self.number]
-
-    def _read_group(self) -> None:
-        """Read the next group. Raises ``StopIteration`` if there is none."""
-        self.items = []
-        self._are_last = []
-        self.number = 0
-        self.results = None
-        while len(self.items) < self._size:
-            item = self._read()
-            if isinstance(item, Exception):
-                if self.items:  # its turn comes after this group
-                    break
-                self._pending = None
-                raise item
-            batch, batch_idx, dataloader_idx = item
-            if self.items and dataloader_idx != self.items[0][2]:
-                break
-            batch = self._prepare(batch, dataloader_idx)
-            self.items.append((batch, batch_idx, dataloader_idx))
-            self._are_last.append(self._fetcher.done)
-            self._pending = None
-
-    def _read(self) -> Any:
-        """The next item, or the error with which the fetcher ends."""
-        if self._pending is None:
-            try:
-                self._pending = next(self._fetcher)
-            except Exception as error:
-                self._pending = error
-        return self._pending
-
-
-def _unchanged(batch: Any, dataloader_idx: int = 0) -> Any:
-    return batch
-
-
 def _do_nothing(*_: Any, **__: Any) -> None:
     """Do nothing."""
 
 
 # Modules.
+
+
+class _PartsOf(nn.Module):
+    """The submodules and parameters of a LightningModule, and nothing else of it.
+
+    In turns replicas need no more. Attributes of the LightningModule that its step
+    function writes would make new replicas in each step.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        super().__init__()
+        # The same dictionaries, so that later changes are seen here, too.
+        vars(self).update(_modules=module._modules, _parameters=module._parameters)
 
 
 def _lent_parts(module: LightningModule, replica: LightningModule) -> Parts:
@@ -913,15 +862,6 @@ def _zero(work: nn.Module) -> Tensor:
         if parameter.requires_grad:
             return parameter.flatten()[:0].sum()
     return torch.zeros(())
-
-
-def _device_of(module: LightningModule) -> torch.device:
-    """The device of a replica: that of its first parameter."""
-    device: torch.device = module.device
-    for parameter in module.parameters():
-        device = parameter.device
-        break
-    return device
 
 
 def _replicas_compiled(module: Any) -> contextlib.AbstractContextManager[None]:

@@ -118,21 +118,21 @@ class UserFunctions:
                 try:
                     yield
                 finally:  # also of an inconclusive look
-                    self.note_numbers()
+                    numbers += self._journal.changed_numbers()
         finally:
             lending.forget()
             self._journal = None
             # A journal may restore attributes of this object, too.
             self._numbers = numbers
 
-    def note_numbers(self) -> None:
-        """Note the numbers that the calls of the present look have written so far.
+    def restart_look(self) -> None:
+        """Begin a call of a look with the state before the look.
 
-        The engine restores its own module within a look, so a call of that module's
-        method asks for this at its end.
+        Else it would differ from the calls for other rows by what these have written.
         """
-        if self._journal is not None:
-            self._numbers += self._journal.changed_numbers()
+        assert self._journal is not None
+        self._numbers += self._journal.changed_numbers()
+        self._journal.restore()
 
     def tell_numbers(
         self, function: str, calls: int, remedy: str, owner: Any = None

@@ -354,14 +354,17 @@ def copy_of_iterator(iterator: Any) -> Any:
     copied = make(*_copied(args))
     for state in states:
         if state is not None:
-            copied.__setstate__(_copied(state))
+            # A cycle appends its first round to a list in its state.
+            copied.__setstate__(_copied(state, lists=True))
     return copied
 
 
-def _copied(state: Any) -> Any:
-    """A state with copies of the iterators in it."""
+def _copied(state: Any, *, lists: bool = False) -> Any:
+    """A state with copies of the iterators in it, and of its lists."""
     if isinstance(state, tuple):
-        return tuple(map(_copied, state))
+        return tuple(_copied(part, lists=lists) for part in state)
+    if lists and isinstance(state, list):
+        return list(state)
     return copy_of_iterator(state) if _is_iterator(state) else state
 
 

@@ -234,7 +234,8 @@ class Walk:
         elif isinstance(value, types.FunctionType):
             self._follow_function(number, value)
         elif isinstance(value, type):
-            if id(value) in self._root_ids:  # else the class of no object
+            # Functions may write attributes of a class that they name.
+            if id(value) in self._root_ids or is_user_class(value):
                 self._follow_class(number, value)
         elif isinstance(value, queue.Queue):  # of its parts only this is no lock
             attributes = vars(value)

@@ -39,6 +39,16 @@ class Slots:
         self.total = 1.0
 
 
+class Totals:
+    """A class in the place of global variables."""
+
+    total = 0.0
+
+
+def write_totals(owner, loss, _):
+    Totals.total += loss
+
+
 class Registry(dict):
     """A dict with an attribute."""
 
@@ -205,6 +215,14 @@ RESTORABLE = {
         lambda o: o.kept[1],
     ),
     "linked list": Write(lambda: None, lambda o, loss, x: set_(o, Node(loss, o.kept))),
+    "class by its name": Write(
+        lambda: setattr(Totals, "total", 0.0), write_totals, lambda o: Totals.total
+    ),
+    "cycle": Write(
+        lambda: (itertools.cycle(range(20)), []),
+        lambda o, loss, x: o.kept[1].append((next(o.kept[0]), loss)),
+        lambda o: o.kept[1],
+    ),
     "method of a list": Write(
         lambda: [].append, lambda o, loss, x: o.kept(loss), lambda o: o.kept.__self__
     ),

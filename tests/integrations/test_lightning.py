@@ -760,6 +760,31 @@ def test_dataclass_as_a_batch(layout):
     assert_same(*modules)
 
 
+class Keeps(Plain):
+    """What it writes into itself changes in each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.double()
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(float(loss.detach()))
+        self.last = loss.detach()
+        return loss
+
+
+def test_writes_make_no_new_replicas():
+    """Each step made them again, for attributes that replicas do not need."""
+    strategy, module, builds = ScatterOnceStrategy(["cpu:0", "cpu:1"]), made(Keeps), []
+    replicas = lambda: strategy._engine._replicas.of_model  # noqa: E731
+    module.on_train_end = lambda: builds.append(replicas().builds)
+    trainer(strategy).fit(module, loader())
+    assert len(module.losses) == 16
+    assert builds == [1]
+
+
 class LogsSizes(Plain):
     """Logs means over other terms than rows, and over batches of a constant size."""
 
@@ -1157,8 +1182,8 @@ def test_events_in_the_order_of_batches(raises, layout):
     near(*events)
 
 
-def test_loader_that_raises_or_ends_early_as_stock():
-    """A group that was read ahead is evaluated before the loader's error."""
+def test_loader_that_raises_is_read_ahead():
+    """By one batch per replica, so its error comes before these are evaluated."""
 
     class Failing(list):
         def __getitem__(self, number):
@@ -1166,11 +1191,15 @@ def test_loader_that_raises_or_ends_early_as_stock():
                 raise LookupError("a row")
             return super().__getitem__(number)
 
-    for strategy in (ScatterOnceStrategy(["cpu"] * 3, parallel=True), None):
+    strategies = {
+        5: ScatterOnceStrategy(["cpu"] * 3, parallel=True),
+        7: ScatterOnceStrategy(["cpu"] * 3),
+    }
+    for number, strategy in strategies.items():
         module, own = made(Evaluated), trainer(strategy)
         with pytest.raises(LookupError, match="a row"):
             own.validate(module, dict_loader(batch_size=4, kind=Failing), verbose=False)
-        assert len(module.ended) == 7
+        assert len(module.ended) == number
 
 
 class Fetches(Plain):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import math
 import types
 from collections import defaultdict
@@ -47,11 +48,9 @@ from scatterpar.integrations.step_batches import (
     Step,
 )
 from scatterpar.integrations.trl_metrics import Gathered, metric_of_step
-from scatterpar.log import logger
 from scatterpar.option_checks import check_number
 from scatterpar.replicas.references import names_in
 from scatterpar.sharded import ShardedOptimizer
-from scatterpar.state.journal import Journal
 from scatterpar.state.walk import function_of
 from scatterpar.state.whose import is_user_class, is_user_function
 from scatterpar.step.request import Buffers, Reduction
@@ -129,7 +128,6 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
     _sharded: ShardedOptimizer | None = None
     _is_in_step = False
     _is_preparation_asked = False
-    _numbers: Sequence[str] = ()  # that calls of a look have written
     _copies: Any = None  # of this Trainer, for calls at the same time
     _is_checked = True  # whether losses of batches have to combine
 
@@ -156,7 +154,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         self._is_parallel = parallel
         self._buffers = buffers
         self._takes_turns = False  # in the present step
-        self._told: set[str] = set()  # names of functions and numbers
+        self._user_functions = loop.UserFunctions()
         copied_args = [_own_arguments(value) for value in args]
         copied_kwargs = {name: _own_arguments(v) for name, v in kwargs.items()}
         super().__init__(*copied_args, **copied_kwargs)
@@ -183,6 +181,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             attributes[_REFERENCE_ROWS] = rows
         attributes[_ROWS] = _Changed(rows * self._num_batches, rows)
         attributes[_BATCHES] = _Changed(1, num_batches)
+        self.args.__class__ = _changed_class(type(self.args))
         attributes["_n_gpu"] = min(self.args.n_gpu, 1)  # prevents nn.DataParallel
         self._train_batch_size = self.args.train_batch_size
         super().create_accelerator_and_postprocess()
@@ -286,7 +285,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         self._engine.loop.loss_name = "compute_loss"
         self._engine.loop.remedies = _REMEDIES
         self._engine.loop.divided = self._divided_inputs
-        self._engine.loop.around_looks = self._around_looks
+        self._engine.loop.around_looks = self._looking
         if self._sharded is not None:
             self._sharded.engine = self._engine
         return self._engine
@@ -404,9 +403,12 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         loop_options = self._engine_of_the_model().loop
         loop_options.candidates = list(candidates)
         select = itemgetter("beside")
-        loss, calls = self._engine_loss(inputs, accum, return_outputs=select)
+        loss, outputs = self._engine_loss(inputs, accum, return_outputs=select)
+        calls = nested.atoms(outputs)
         self._collect(calls, candidates[loop_options.chosen], step)
-        self._tell_numbers()
+        if self._takes_turns:
+            remedy = "self.state.global_step counts steps"
+            self._user_functions.tell_numbers("compute_loss", len(calls), remedy, self)
         return loss
 
     def _candidates(self, batches: Sequence[Any]) -> dict[Any, How]:
@@ -440,42 +442,15 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             batch = self._divisible_batch(step_batches.telling_batch(batch.entries))
         return {**inputs, "batch": batch}
 
-    @contextlib.contextmanager
-    def _around_looks(self) -> Iterator[None]:
-        """In the body, calls of ``compute_loss`` leave nothing."""
-        numbers: list[str] = []
-        try:
-            with self._looking() as journal:
-                yield
-                if self._takes_turns:
-                    numbers = journal.changed_numbers()
-        finally:
-            self._lending.forget()
-            self._numbers = numbers  # after attributes were restored
-
-    def _looking(self) -> contextlib.AbstractContextManager[Journal]:
-        """In the body, calls of functions of the user's leave nothing."""
+    def _looking(self) -> contextlib.AbstractContextManager[None]:
+        """In the body, which is a look, calls of functions leave nothing."""
         # The Trainer's own objects, which a user's function may write, too.
         roots = [*self._roots(), self.args, self.state, self.control]
         roots += getattr(self.optimizer, "param_groups", ())
         for dataset in (self.train_dataset, self.eval_dataset):
             if is_user_class(type(dataset)):  # it may have statistics
                 roots.append(dataset)
-        return loop.looking(roots, _NOT_LENT)
-
-    def _tell_numbers(self) -> None:
-        """Warn once of numbers that calls write, as the last look has seen."""
-        names = [name for name in self._numbers if not name.startswith("_")]
-        self._numbers = []
-        if names and not self._told.issuperset(names):
-            self._told |= {*names}
-            engine: Any = self._engine
-            calls = len(engine.last_step.plan.substep_rows)
-            warn(
-                f"compute_loss writes {', '.join(names)} in each call, {calls} times "
-                "in this step, as with gradient accumulation; self.state.global_step "
-                "counts steps"
-            )
+        return self._user_functions.looking(self._lending, roots, _NOT_LENT)
 
     def _weights_of_metrics(self, how: How, step: Any) -> list[float]:
         """The weight of each micro-batch in metrics that are means: as in the loss."""
@@ -523,7 +498,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         functions_of_user = [*filter(is_user_function, functions)]
         self._takes_turns = bool(functions_of_user)
         for function in functions_of_user:
-            self._tell_turns(function)
+            self._user_functions.tell_turns(function)
         engine.loop.takes_turns = self._takes_turns
         try:
             yield
@@ -546,18 +521,9 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
                 function = function_of(vars(base).get(name))
                 if function is not None:
                     functions.append(function)
-                    names += names_in(function) - {*names}
+                    code = inspect.unwrap(function).__code__
+                    names += names_in(code) - {*names}
         return functions
-
-    def _tell_turns(self, function: Any) -> None:
-        name = getattr(function, "__qualname__", type(function).__name__)
-        if name not in self._told:
-            self._told.add(name)
-            logger.info(
-                "%s is called for one batch at a time, in their order, because it may "
-                "write; parallel=True calls it on all replicas at once",
-                name,
-            )
 
     def _roots(self) -> list[Any]:
         """What a function of the user's may write: this Trainer, and callbacks."""
@@ -615,10 +581,10 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
                 method = getattr(type(self), step)
                 attributes[step] = types.MethodType(method, trainer)
             stack.enter_context(loop.overridden(trainer, **attributes))
-            tokens = vars(trainer).get(_TOKENS, 0)
             yield trainer, record
-            if not self._takes_turns:
-                record.tokens = vars(trainer).get(_TOKENS, 0) - tokens
+            # In a turn it is this Trainer's number, which stays as it was: calls of a
+            # look count tokens, too.
+            record.tokens = vars(trainer).get(_TOKENS, 0) - attributes.get(_TOKENS, 0)
 
     def _attributes_on_replica(
         self, work: Any, device: torch.device, record: _CallRecord, is_last: bool | None
@@ -633,6 +599,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         if self._is_of_trl:
             record.metrics = {mode: defaultdict(list) for mode in self._metrics}
             attributes[_METRICS] = record.metrics
+            attributes[_TOKENS] = self._total_train_tokens
         return attributes
 
     def _device_of(self, work: Any) -> torch.device:
@@ -641,11 +608,10 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             return torch.device(parameter.device)
         return torch.device(self.args.device)
 
-    def _collect(self, outputs: Any, how: How, step: Any) -> None:
-        """Add what calls of ``compute_loss`` counted, kept, logged and measured, as if
-        it had been one call.
+    def _collect(self, calls: Sequence[_CallRecord], how: How, step: Any) -> None:
+        """Add what calls of ``compute_loss`` counted, logged and measured, as if it had
+        been one call.
         """
-        calls = nested.atoms(outputs)
         self._transfer(calls)
         if self._is_of_trl:
             metrics = [call.metrics.get("train", {}) for call in calls]
@@ -974,7 +940,7 @@ def _record(logs: list[Any], logger: str, *args: Any, **options: Any) -> None:
 class _Changed(int):
     """A number of ``TrainingArguments`` that a Trainer of this module has changed.
 
-    So arguments can be used again, also by ``dataclasses.replace``. In files it is the
+    So arguments can be used again, also by ``dataclasses.replace``. Pickled, it is the
     user's number, as a plain one.
     """
 
@@ -995,6 +961,29 @@ class _Changed(int):
         return self
 
 
+class _Arguments(transformers.TrainingArguments):
+    """A base of changed arguments, which have the user's numbers in JSON.
+
+    Copies and pickles are of the user's own class, which any program can load.
+    """
+
+    def to_dict(self) -> dict[str, Any]:
+        """The arguments as the user has passed them."""
+        arguments: dict[str, Any] = super().to_dict()  # type: ignore[no-untyped-call]
+        return _with_user_values(arguments)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        user_class = type(self).__bases__[1]
+        return object.__new__, (user_class,), vars(self)
+
+
+def _changed_class(kind: type) -> type:
+    """The class of changed arguments of this class."""
+    if issubclass(kind, _Arguments):
+        return kind
+    return type(kind.__name__, (_Arguments, kind), {"__module__": kind.__module__})
+
+
 def _own_arguments(value: Any) -> Any:
     """A copy of a user's ``TrainingArguments``; any other value itself.
 
@@ -1003,10 +992,17 @@ def _own_arguments(value: Any) -> Any:
     if not isinstance(value, transformers.TrainingArguments):
         return value
     copied = copy.copy(value)
-    for name, number in vars(copied).items():
-        if isinstance(number, _Changed):
-            vars(copied)[name] = number.user_value
+    vars(copied).update(_with_user_values(vars(copied)))
     return copied
+
+
+def _with_user_values(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments with the user's numbers in the place of changed ones."""
+    values = dict(arguments)
+    for name, value in arguments.items():
+        if isinstance(value, _Changed):
+            values[name] = value.user_value
+    return values
 
 
 def _check_combination(count: Any, reduction: Any) -> None:
@@ -1069,6 +1065,7 @@ def _refuse(args: Any, model: Any) -> None:
     device_map = getattr(model, "hf_device_map", None) or {}
     config = getattr(args, "accelerator_config", None)
     dispatches = getattr(config, "dispatch_batches", None)
+    accumulation = getattr(config, "gradient_accumulation_kwargs", None) or {}
     conflicts = {
         "torchrun (several processes)": args.world_size > 1,
         "DeepSpeed": args.deepspeed,
@@ -1078,6 +1075,10 @@ def _refuse(args: Any, model: Any) -> None:
             dispatches
         ),
         steps_in_backward: "lomo" in optimizer,
+        # transformers would set it in the place of the number of this Trainer
+        "num_steps in accelerator_config (pass gradient_accumulation_steps=)": (
+            accumulation.get("num_steps", 1) != 1
+        ),
     }
     reason = "it trains one whole model in one process; use the stock Trainer"
     loop.refuse("ScatterOnceTrainer", conflicts, reason)

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import dis
 import functools
-import inspect
 import types
 import weakref
 from collections import deque
@@ -170,15 +169,12 @@ def globals_named_in(code: types.CodeType) -> tuple[str, ...]:
     return tuple(names)
 
 
-def names_in(function: Any) -> set[str]:
-    """The names of globals and attributes in a Python function, or the one it wraps."""
-    function = inspect.unwrap(function)
-    names: set[str] = set()
-    codes = [getattr(function, "__code__", None)]
-    for code in codes:  # which grow
-        if isinstance(code, types.CodeType):
-            names.update(code.co_names)
-            codes += code.co_consts  # code objects of functions inside it
+def names_in(code: types.CodeType) -> set[str]:
+    """The names of globals, modules and attributes in a code object, and inside it."""
+    names = {*code.co_names}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= names_in(constant)
     return names
 
 

@@ -21,6 +21,7 @@ import contextlib
 import enum
 import functools
 import queue
+import sys
 import types
 import weakref
 from collections import deque
@@ -34,6 +35,7 @@ from scatterpar.replicas.references import (
     MAX_ENTRIES,
     contents,
     globals_named_in,
+    names_in,
     parts_of,
 )
 from scatterpar.replicas.snapshot import PLAIN
@@ -391,12 +393,28 @@ class Walk:
         if is_library(namespace.get("__name__")):
             return
         for name in globals_named_in(function.__code__):
-            value = namespace.get(name, UNSET)
-            is_builtin = value is UNSET and hasattr(builtins, name)
-            key = id(namespace), name
-            if not is_builtin and key not in self._seen_globals:
-                self._seen_globals.add(key)
-                self._refer(PlaceKind.GLOBAL, namespace, name, value, number)
+            self._refer_global(namespace, name, number)
+        # Variables and functions of the user's modules, as in ``helpers.count``.
+        names = names_in(function.__code__)
+        values = [namespace.get(name, sys.modules.get(name)) for name in names]
+        modules: set[types.ModuleType] = set()
+        for module in values:  # which grow
+            if not isinstance(module, types.ModuleType) or module in modules:
+                continue
+            if is_library(module.__name__):
+                continue
+            modules.add(module)
+            for name in names & vars(module).keys():
+                self._refer_global(vars(module), name, number)
+                values.append(vars(module)[name])
+
+    def _refer_global(self, namespace: dict[str, Any], name: str, number: int) -> None:
+        value = namespace.get(name, UNSET)
+        is_builtin = value is UNSET and hasattr(builtins, name)
+        key = id(namespace), name
+        if not is_builtin and key not in self._seen_globals:
+            self._seen_globals.add(key)
+            self._refer(PlaceKind.GLOBAL, namespace, name, value, number)
 
     def _follow_parts(self, number: int, value: Any) -> None:
         """Follow what a tuple, method, partial or cached function is made of."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import json
 import pickle
 import queue
 import time
@@ -432,8 +433,9 @@ def test_arguments_copied_with_all_rows(tmp_path):
     args = arguments(tmp_path, remove_unused_columns=False, **options)
     before = args.to_dict()
     given = {"train_dataset": sentences(4), "device_ids": ["cpu"] * 3}
-    made = ScatterOnceTrainer(sequence_classifier(), args, **given).args.to_dict()
-    assert args.to_dict() == before
+    copied = ScatterOnceTrainer(sequence_classifier(), args, **given).args
+    assert args.to_dict() == copied.to_dict() == before
+    made = vars(copied)
     assert made | sizes(3 * 6) | {"per_device_eval_batch_size": 2} == made
 
 
@@ -565,6 +567,10 @@ USED_AGAIN = {
     "a copy": copy.copy,
     "a deep copy": copy.deepcopy,
     "replace": lambda args: dataclasses.replace(args, seed=7),
+    "a dictionary": lambda args: transformers.TrainingArguments(**args.to_dict()),
+    "JSON": lambda args: transformers.TrainingArguments(
+        **json.loads(args.to_json_string())
+    ),
 }
 
 
@@ -1023,7 +1029,11 @@ DETECTS = r"GPT2LMHeadModel \(loss_type='ForObjectDetection'\).*the boxes of a w
 
 
 # By the attribute of the arguments or the model: its value, and words of the refusal.
+FOUR_STEPS = transformers.trainer_pt_utils.AcceleratorConfig(
+    gradient_accumulation_kwargs={"num_steps": 4}
+)
 CONFLICTS = {
+    "accelerator_config": (FOUR_STEPS, "pass gradient_accumulation_steps="),
     "deepspeed": ("zero2.json", "DeepSpeed.*use the stock Trainer"),
     "fsdp": ("full_shard", "FSDP"),
     "optim": (LOMO, "lomo"),
@@ -1202,7 +1212,7 @@ def test_helper_of_users_takes_turns(tmp_path, layout, caplog):
         quietly(trainer.evaluate)
         opened.append(trainer.opened)
     assert opened[0] == opened[1]
-    assert "compute_loss_context_manager is called for one batch" in caplog.text
+    assert "compute_loss_context_manager is called for one" in caplog.text
 
 
 def test_looks_leave_nothing_in_librarys_objects(tmp_path):
@@ -1275,7 +1285,7 @@ def test_parallel_calls_copies_at_once(tmp_path, caplog):
         quietly(trainer.train)
         seen.append(float(trainer.metric.seen))
     assert seen == [12, 0]
-    told = [text for text in caplog.messages if "one batch at a time" in text]
+    told = [text for text in caplog.messages if "one micro-batch at a time" in text]
     assert len(told) == 1
     assert "Anneals.compute_loss" in told[0]
 
@@ -1403,7 +1413,7 @@ def test_numbers_that_calls_write_told_once(tmp_path, recwarn):
     assert len(trainer.losses) == 12
     told = [str(w.message) for w in recwarn if "compute_loss writes" in str(w.message)]
     assert len(told) == 1
-    assert "schedule['beta'] in each call, 4 times in this step" in told[0]
+    assert "self.schedule['beta'] in each call, 4 times" in told[0]
 
 
 class WritesToQueue:

@@ -9,7 +9,9 @@ import gzip
 import io
 import itertools
 import os
+import queue
 import socket
+import threading
 import types
 import warnings
 from collections import UserDict, UserList
@@ -24,6 +26,7 @@ import torch
 from harness.looks import INPUTS, LABELS, ROWS, VALUES, net
 from harness.models import CLASSES, Classifier, mlp
 from harness.oracle import assert_close, assert_step, build
+from harness.writes import ThreadedMeter
 from state.test_whose import OBJECTS
 from torch import nn
 from torch.nn import functional as F
@@ -182,6 +185,39 @@ class Derived(Base):
         Derived.made = getattr(Derived, "made", 0) + 1
 
 
+class Calls:
+    """A descriptor, which has the values of all objects."""
+
+    def __init__(self):
+        self.values = {}
+
+    def __get__(self, owner, kind):
+        return self.values.get(id(owner), 0)
+
+    def __set__(self, owner, value):
+        self.values[id(owner)] = value
+
+
+class Described:
+    calls = Calls()
+
+
+class Locked(Described):
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.values = []
+
+
+HELPERS = types.ModuleType("helpers_of_the_user")
+exec("calls = 0\ndef count():\n    global calls\n    calls += 1", vars(HELPERS))
+HELPERS.seen = False
+
+
+def count_in_modules(_):
+    HELPERS.count()
+    HELPERS.seen = True
+
+
 NUMBERS = itertools.count(1)
 HOLDERS = {  # what user code writes, how, what it holds
     "base class": (
@@ -196,6 +232,21 @@ HOLDERS = {  # what user code writes, how, what it holds
     ),
     "UserDict": (UserDict(), lambda v: v.setdefault("a", 1), dict),
     "UserList": (UserList([1]), lambda v: v.append(2), list),
+    "descriptor": (
+        Described(),
+        lambda v: setattr(v, "calls", v.calls + 1),
+        lambda v: v.calls,
+    ),
+    "object with a lock": (
+        Locked(),
+        lambda v: v.values.append(1),
+        lambda v: v.values,
+    ),
+    "module of the user": (
+        HELPERS,
+        count_in_modules,
+        lambda v: (v.calls, v.seen),
+    ),
 }
 
 
@@ -330,6 +381,8 @@ UNSAVED = {
     "a file that is also read": lambda: open(os.devnull, "w+"),  # noqa: SIM115
     "an iterator of a loader": lambda: iter(DataLoader([1, 2, 3])),
     "a socket": socket.socket,
+    "a plain queue": queue.SimpleQueue,
+    "an object with a thread": ThreadedMeter,
 }
 
 

@@ -56,6 +56,7 @@ from scatterpar.step.attempt import WHOLE_STEP, Attempt, Extent
 from scatterpar.step.commit import commit
 from scatterpar.step.loop_options import LoopOptions
 from scatterpar.step.loss_weights import compute_loss_weights
+from scatterpar.step.misfits import add_advice
 from scatterpar.step.reduce import Outcome, ReplicaNorms, reduce
 from scatterpar.step.request import (
     Accum,
@@ -69,6 +70,7 @@ from scatterpar.step.request import (
     check_options,
     checked,
 )
+from scatterpar.step.returned_loss import LossWatch
 from scatterpar.step.scatter import (
     ShareLoader,
     in_order,
@@ -293,6 +295,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         "_verifier",
         "_one_pass",
         "_trace",
+        "_loss_watch",
         "loop",
     )
 
@@ -308,6 +311,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         self._init_schedule()
         self._check_noise()
         self._trace: Trace | None = None
+        self._loss_watch = LossWatch(self.module)
         self._step_ended = math.inf  # the first step has not waited
         self.loop = LoopOptions()
 
@@ -587,6 +591,8 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             with undo, outcome.attempt.span("commit"):
                 noise = noise_of(outcome) if self.measure_noise else None
                 loss = commit(outcome, deferred=deferred)  # 6
+            if deferred:
+                self._loss_watch.begin(loss)
             self.last_step = outcome.report(noise, waited)
         return (loss, outcome.outputs) if call.return_outputs else loss
 
@@ -730,6 +736,9 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         try:
             with attempt.undo:
                 yield attempt
+        except Exception as error:
+            add_advice(error, request)
+            raise
         finally:
             # A thread that did not end in time may still write its replica: others are
             # made.

@@ -10,15 +10,18 @@ from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
-_PACKAGE = str(Path(__file__).parent)
+import torch
+
+# torch's optimizer calls the package before a step.
+_PACKAGES = (str(Path(__file__).parent), str(Path(torch.optim.__file__).parent))
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn; the location is the line of the user's code that called the package."""
     frame = inspect.currentframe()
     level = 1
-    # Up to the first frame that is not the package's.
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    # Up to the first frame of the user's.
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
         frame = frame.f_back
         level += 1
     warnings.warn(text, category, stacklevel=level)

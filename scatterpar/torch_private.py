@@ -686,3 +686,13 @@ def frames_of_threads() -> dict[int, FrameType]:
     Python documents it for debuggers, and has no other way to say where a thread hangs.
     """
     return sys._current_frames()
+
+
+def plain_functions() -> contextlib.AbstractContextManager[object]:
+    """In the body, torch's functions treat a subclass as a plain tensor.
+
+    ``super().__torch_function__`` makes every result one of the subclass.
+    """
+    context: contextlib.AbstractContextManager[object]
+    context = torch._C.DisableTorchFunctionSubclass()
+    return context

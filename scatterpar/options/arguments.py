@@ -13,8 +13,9 @@ own, so the module's are a dict there: ``forward_backward({"x": x, "mask": mask}
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -23,6 +24,13 @@ from torch import nn
 from scatterpar.errors import warn
 from scatterpar.replicas.references import module_of
 from scatterpar.step.task import as_call
+
+# What loops and libraries call the arguments of a step.
+_OTHER_NAMES = {
+    "inputs": "input x data batch samples images",
+    "targets": "target label labels y gt",
+    "criterion": "loss loss_fn loss_func loss_function criteria objective",
+}
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 P = ParamSpec("P")
@@ -40,14 +48,28 @@ def explaining_keywords(method: Callable[P, R]) -> Callable[P, R]:
             foreign = [name for name in kwargs if name not in allowed]
             given = " and ".join(f"{name}=" for name in foreign)
             entries = ", ".join(f'"{name}": {name}' for name in foreign)
+            engine: Any = args[0]
+            of_module = [parameter.name for parameter in _parameters(engine.module)]
+            remedy = ""
+            for name in foreign:
+                if name not in of_module and _near(name, own):
+                    remedy += f"use {_near(name, own)}= in the place of {name}=; "
             raise TypeError(
                 f"{method.__name__} has no argument {given}, only {', '.join(own)}; "
-                f"pass keyword arguments of the module as one dict, "
+                f"{remedy}pass keyword arguments of the module as one dict, "
                 f"inputs={{{entries}}}"
             )
         return method(*args, **kwargs)
 
     return called
+
+
+def _near(name: str, names: Sequence[str]) -> str:
+    """The argument that is meant by a name that loops have for it; "" if unknown."""
+    for argument, others in _OTHER_NAMES.items():
+        if name in others.split():
+            return argument
+    return next(iter(difflib.get_close_matches(name, names, 1)), "")
 
 
 def read_arguments(

@@ -19,6 +19,7 @@ from scatterpar.errors import restore_after
 from scatterpar.replicas.buffers import BufferWriter
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.reduce import Outcome
+from scatterpar.step.returned_loss import FinishedLoss
 from scatterpar.step.undo import Undo
 from scatterpar.torch_private import are_observed, backward, has_gradient_hooks
 
@@ -51,7 +52,7 @@ def commit(outcome: Outcome, *, deferred: bool) -> Tensor:
         outcome.attempt.generators.commit()
         buffers.write()
         return loss
-    loss = outcome.loss_tensor()
+    loss = outcome.loss_tensor().as_subclass(FinishedLoss)
     if are_observed([leaf for leaf, _ in pairs]):
         _add_with_hooks(pairs, outcome.attempt, buffers)
     else:

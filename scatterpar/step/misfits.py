@@ -1,4 +1,4 @@
-"""Errors in words for calls of the user's functions that their arguments do not fit.
+"""Errors and notes for calls of the user's functions that their arguments do not fit.
 
 They are made after a call has failed. So a call that fits costs nothing.
 """
@@ -7,10 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from scatterpar.errors import Refusal, add_note
+from scatterpar.state.walk import Walk
+from scatterpar.step.request import Request
 
 
 def misfit_of_inputs(
@@ -65,3 +71,57 @@ def _misfit(
     except TypeError:
         return signature
     return None
+
+
+def add_advice(error: BaseException, request: Request) -> None:
+    """Add a note if the error is one that a batch gives which was passed otherwise."""
+    if isinstance(error, (Refusal, torch.OutOfMemoryError)):
+        return  # their texts have numbers of rows and bytes
+    if isinstance(error, (TypeError, AttributeError)):
+        _explain_pair(error, request)
+    elif isinstance(error, (RuntimeError, ValueError, IndexError)):
+        _explain_whole_batch(error, request)
+
+
+def _explain_pair(error: BaseException, request: Request) -> None:
+    """Inputs and targets of a loader, passed as one list or tuple."""
+    batch = request.batches[0]
+    inputs = batch.inputs
+    if batch.targets is not None or not isinstance(inputs, (list, tuple)):
+        return
+    if len(inputs) < 2 or not all(isinstance(entry, Tensor) for entry in inputs):
+        return
+    reading = "one argument, a list"
+    if isinstance(inputs, tuple):
+        reading = f"{len(inputs)} positional arguments"
+    add_note(
+        error,
+        f"the module gets these inputs as {reading}, and there are no targets; a batch "
+        "of inputs and targets is passed as forward_backward(inputs, targets, "
+        "criterion)",
+    )
+
+
+def _explain_whole_batch(error: BaseException, request: Request) -> None:
+    """A tensor of the whole batch, to which the criterion refers itself."""
+    if not re.search(rf"\b{request.rows}\b", str(error)):
+        return
+    walk = Walk([request.criterion, request.count])
+    names: dict[int, str] = {}  # by tensor; the first of several
+    for place in walk.places:
+        if _has_rows(place.value, request) and id(place.value) not in walk.weights:
+            names.setdefault(id(place.value), walk.name_of_place(place))
+    if names:
+        add_note(
+            error,
+            f"the criterion refers to {', '.join(names.values())} with "
+            f"{request.rows} entries, as many as the whole batch has rows, but is "
+            "called for a micro-batch; pass it in the targets, such as "
+            "targets=(labels, weights), and the criterion gets the entries of its rows",
+        )
+
+
+def _has_rows(value: Any, request: Request) -> bool:
+    if not isinstance(value, Tensor) or value.ndim <= request.dim:
+        return False
+    return value.shape[request.dim] == request.rows

@@ -97,7 +97,7 @@ def test_single_container_is_deprecated(devices, batch):
 
 
 def test_mistake_raises_the_modules_error(engine):
-    with pytest.raises(TypeError, match="unexpected keyword argument 'mask'"):
+    with pytest.raises(TypeError, match="not take the mapping's keys x, mask"):
         engine({"x": X, "mask": SCALE})
 
 
@@ -112,6 +112,32 @@ def test_step_tells_where_keywords_go(engine, method):
     assert remedy == 'inputs={"x": x, "scale": scale}'
     inputs = {"x": X, "scale": SCALE}
     assert call(inputs=inputs, criterion=mean) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [
+        ("target", "targets"),
+        ("labels", "targets"),
+        ("loss_fn", "criterion"),
+        ("criterium", "criterion"),
+        ("reductoin", "reduction"),
+    ],
+)
+def test_argument_by_another_name_is_named(engine, name, argument):
+    with pytest.raises(TypeError, match=f"; use {argument}= in the place of {name}=; "):
+        engine.forward_backward(X, **{name: X})
+
+
+def test_keyword_of_the_module_has_no_other_name():
+    class Labelled(Two):
+        def forward(self, x, labels):
+            return self.linear(x).sum()
+
+    engine = ScatterOnceParallel(build(Labelled), device_ids=["cpu"])
+    with engine, pytest.raises(TypeError, match="pass keyword arguments") as raised:
+        engine.forward_backward(x=X, labels=X)
+    assert "in the place of" not in str(raised.value)
 
 
 def test_step_signature_names_arguments():

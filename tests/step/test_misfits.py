@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from harness.models import CLASSES, FEATURES, Of, linear
@@ -75,3 +77,74 @@ def test_enable_grad_trains_under_no_grad(devices):
     with engine, torch.no_grad():
         engine.forward_backward(ROWS, LABELS, criterion)
     assert model.linear.weight.grad is not None
+
+
+# --- notes ---
+
+VALUES = randn(9, CLASSES, seed=1)
+WEIGHTS = randn(9, seed=2)
+
+
+@pytest.fixture
+def engine(devices):
+    with ScatterOnceParallel(linear(), 2, devices(2)) as engine:
+        yield engine
+
+
+def squares(output, targets, weights):
+    return ((output - targets).square().sum(1) * weights).mean()
+
+
+class Weighted(nn.Module):
+    """A criterion that keeps the weights of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.options = {"weights": WEIGHTS}
+
+    def forward(self, output, targets):
+        return squares(output, targets, self.options["weights"])
+
+
+def closing_over():
+    own_weights = WEIGHTS.clone()
+    return lambda output, targets: squares(output, targets, own_weights)
+
+
+WHOLE = {
+    "own_weights": closing_over(),
+    "WEIGHTS": lambda output, targets: squares(output, targets, WEIGHTS),
+    "weights": partial(squares, weights=WEIGHTS),
+    "options['weights']": Weighted(),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_tensor_of_whole_batch_is_named(engine, name):
+    with pytest.raises(RuntimeError, match="must match the size") as raised:
+        engine.forward_backward(ROWS, VALUES, WHOLE[name])
+    note = raised.value.__notes__[-1]
+    assert note.startswith(f"the criterion refers to {name} with 9 entries")
+    loss = engine.forward_backward(ROWS, (VALUES, WEIGHTS), lambda o, t: squares(o, *t))
+    assert torch.isclose(loss, squares(engine.module(ROWS), VALUES, WEIGHTS))
+
+
+def test_other_errors_have_no_such_note(engine):
+    def failing(output, targets):
+        raise RuntimeError(f"code 5 of {len(WEIGHTS) + 1}")
+
+    with pytest.raises(RuntimeError, match="code 5") as raised:
+        engine.forward_backward(ROWS, VALUES, failing)
+    assert not any("refers to" in note for note in raised.value.__notes__)
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_batch_in_one_value_is_explained(engine, kind):
+    with pytest.raises(TypeError) as raised:
+        engine.forward_backward(
+            kind([ROWS, VALUES]), criterion=lambda output, _: output.sum()
+        )
+    assert any(
+        "passed as forward_backward(inputs, targets, criterion)" in note
+        for note in raised.value.__notes__
+    )

@@ -14,6 +14,9 @@ from torch.utils.data import DataLoader, default_collate
 # What a trainer that generates its batches needs in the place of prompts.
 _GENERATED = ("completion_ids", "completion_mask", "advantages")
 
+# What TRL's trainers have that make batches by themselves.
+_BUFFERS = ("_buffered_inputs", "_generate_and_score_completions")
+
 
 def run_one_step(trainer: Any, model: nn.Module, batches: Sequence[Any]) -> None:
     """Train one optimizer step. Raises ``TypeError`` for an unknown trainer."""
@@ -80,8 +83,7 @@ def _makes_batches(trainer: Any) -> bool:
     Trainers of reinforcement learning and distillation generate texts for a whole
     optimizer step, keep them in a buffer, and give out one micro-batch after another.
     """
-    module: str = type(trainer)._prepare_inputs.__module__
-    return not module.startswith("transformers.")
+    return any(hasattr(trainer, name) for name in _BUFFERS)
 
 
 def _use_made(trainer: Any, parts: Sequence[Any]) -> None:

@@ -37,7 +37,9 @@ def order_rows(
     usual = _order_by_labels(tensors, sum(groups[0]))
     is_selective: dict[tuple[float, ...], bool] = {}  # by the terms of each row
     for count in counts:
-        if not count.is_constant:
+        # An id that happens to be 0 in some row is neither padding nor a weight.
+        may_count = count.is_selective or count.is_sum
+        if may_count and not count.is_constant:
             is_selective[count.per_row] = (
                 is_selective.get(count.per_row, False) or count.is_selective
             )

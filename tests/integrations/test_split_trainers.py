@@ -97,6 +97,17 @@ def test_steps_must_be_passed_on(tmp_path):
         of_trainer(make, new(llama), samples())
 
 
+@pytest.mark.slow
+def test_batches_that_a_user_prepares(tmp_path):
+    class Prepared(transformers.Trainer):
+        def _prepare_inputs(self, inputs):
+            prepared = super()._prepare_inputs(inputs)
+            return {**prepared, "attention_mask": (prepared["input_ids"] != 0).long()}
+
+    make = trainer_of(Prepared, tmp_path)
+    of_trainer(make, new(llama), samples()).assert_passed()
+
+
 def test_generated_batches_refused_with_remedy(tmp_path):
     class Generating(transformers.Trainer):
         def _generate_and_score_completions(self, inputs):

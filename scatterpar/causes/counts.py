@@ -149,10 +149,15 @@ def may_be_labels(tensor: Tensor) -> bool:
 
 
 def rank_of_labels(named: NamedTensor) -> int:
-    """Tensors that may be labels come first, floating-point numbers last."""
-    if named.tensor.is_floating_point():
-        return 2
-    return 0 if may_be_labels(named.tensor) else 1
+    """Tensors that may be labels come first, then masks; floating-point numbers last.
+
+    Padding of tokens is 0, too, as in a mask of them, which is what a loss reads.
+    """
+    if may_be_labels(named.tensor):
+        return 0
+    if is_mask(named.tensor):
+        return 1
+    return 3 if named.tensor.is_floating_point() else 2
 
 
 def _may_be_weights(tensor: Tensor) -> bool:

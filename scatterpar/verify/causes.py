@@ -16,11 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from scatterpar.causes.counts import IGNORED, Count
+from scatterpar.step.request import Request
 from scatterpar.verify.comparison import Inconclusive, weighted_sum
 from scatterpar.verify.evidence import NUMBER_REMEDY, Evidence, Losses
 
 _MAX_SIZES = 6  # of parts, in a text
 _KEY = re.compile(r'(?:inputs|targets)\["(\w+)"\]')
+_SEEMS = "It seems to be"
+_BATCH = 'inputs["batch"]'  # that of a loop, whose count= takes a batch
 _ENTRIES = {"": "", "first": "[:, 1:]", "last": "[:, :-1]"}
 
 
@@ -41,12 +44,14 @@ class Verdict:
         text: of the warning or the error.
         error: the replica's error that the text shows.
         problem: the first line of the text, if losses do not combine.
+        cause: why not, and what to pass, if one count or reduction explains it.
     """
 
     action: Action
     text: str = ""
     error: Exception | None = None
     problem: str = ""
+    cause: str = ""
 
 
 RIGHT = Verdict(Action.PROCEED)
@@ -272,7 +277,8 @@ def _refused_combination(losses: Losses, remedy: str) -> Verdict:
         f"be {_size_of(losses.difference)}."
     )
     verdict = _refused(problem, remedy, *losses.other_remedies(remedy))
-    return replace(verdict, problem=problem)
+    cause = remedy if remedy.startswith(_SEEMS) else ""
+    return replace(verdict, problem=problem, cause=cause)
 
 
 def mean_over_rows(losses: Losses) -> Verdict | None:
@@ -280,10 +286,10 @@ def mean_over_rows(losses: Losses) -> Verdict | None:
     sizes = [len(part) for part in losses.parts]
     if not losses.fits([size / losses.num_rows for size in sizes]):
         return None
-    remedy = 'It seems to be a mean over rows: pass reduction="mean", without count=.'
+    remedy = f'{_SEEMS} a mean over rows: pass reduction="mean", without count=.'
     if losses.request.is_mean and losses.request.count is None:
         remedy = (
-            "It seems to be a mean over rows, whatever the labels: pass "
+            f"{_SEEMS} a mean over rows, whatever the labels: pass "
             "count=lambda inputs, targets: len(targets)."
         )
     return _refused_combination(losses, remedy)
@@ -293,7 +299,7 @@ def sum_of_terms(losses: Losses) -> Verdict | None:
     """The loss is a sum."""
     if not losses.fits([1.0] * len(losses.parts)):
         return None
-    remedy = 'It seems to be a sum: pass reduction="sum".'
+    remedy = f'{_SEEMS} a sum: pass reduction="sum".'
     return _refused_combination(losses, remedy)
 
 
@@ -306,7 +312,7 @@ def mean_over_terms(losses: Losses) -> Verdict | None:
         if losses.fits([number / sum(terms) for number in terms]):
             return _refused_combination(
                 losses,
-                f"It seems to be a mean over the {count.words}: pass "
+                f"{_SEEMS} a mean over the {count.words}: pass "
                 f'reduction="mean" and count={_expression(losses, count)}.',
             )
     return None
@@ -314,6 +320,9 @@ def mean_over_terms(losses: Losses) -> Verdict | None:
 
 def _expression(losses: Losses, count: Count) -> str:
     """An expression for ``count=``."""
+    if losses.request.loss_name != Request.loss_name and count.path.startswith(_BATCH):
+        path = count.path.removeprefix(_BATCH)
+        return f"lambda batch: {_number_of_entries(count, f'batch{path}')}"
     is_of_labels = count.ignored is not None and count.without in ("", "first")
     key = _KEY.fullmatch(count.path)
     if is_of_labels and count.path == "inputs" and not losses.has_targets:  # tokens
@@ -321,10 +330,14 @@ def _expression(losses: Losses, count: Count) -> str:
         return f"lambda ids, _: {counted}(None, ids)"
     if is_of_labels and (count.path == "targets" or key):
         return _count_labels(count, key[1] if key else "labels")
-    entries = count.path + _ENTRIES[count.without]
+    return f"lambda inputs, targets: {_number_of_entries(count, count.path)}"
+
+
+def _number_of_entries(count: Count, path: str) -> str:
+    entries = path + _ENTRIES[count.without]
     if count.ignored is not None:
         entries += f".ne({count.ignored})"
-    return f"lambda inputs, targets: {entries}.sum()"
+    return f"{entries}.sum()"
 
 
 def _count_labels(count: Count, key: str) -> str:

@@ -113,11 +113,12 @@ class Total:
         """
         scales = magnitudes(expected.gradients)
         floor = _smallest_scale(scales)
-        relative = [
-            error / max(scale, floor)
-            for error, scale in zip(self._errors, scales, strict=True)
-        ]
-        return max(relative, default=0.0)
+        relative = [0.0]
+        for error, scale in zip(self._errors, scales, strict=True):
+            # A part that is NaN, as a variance of one row, is no rounding.
+            if math.isfinite(error):
+                relative.append(error / max(scale, floor))
+        return max(relative)
 
 
 def weighted_sum(results: Sequence[Result], weights: Sequence[float] = ()) -> Result:

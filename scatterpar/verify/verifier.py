@@ -370,6 +370,8 @@ class Question:
         if len(self.candidates) > 1:
             ways = ", ".join(candidate.words for candidate in self.candidates)
             problem += f" It is none of these: {ways}."
+        if verdict.cause:
+            problem += f" {verdict.cause}"
         return f"{problem}\n{self._loop.remedies} Nothing was changed."
 
     def text_of_assumed(self, candidates: Sequence[LossCandidate]) -> str:

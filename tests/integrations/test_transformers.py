@@ -724,6 +724,40 @@ def test_uncombined_losses_refused_each_time(tmp_path, make, rows, collate, word
     assert_same_bits(trainer.model, before)
 
 
+class OwnLoss(transformers.Trainer):
+    """A compute_loss of the user's: ``own`` of the entropy of each token."""
+
+    own = None
+
+    def compute_loss(self, model, inputs, **_):
+        scores = model(input_ids=inputs["input_ids"]).logits
+        entropies = scores.softmax(-1).square().sum(-1)
+        return self.own(entropies, inputs["attention_mask"])
+
+
+def masked_mean(entropies, mask):
+    return (entropies * mask).sum() / mask.sum()
+
+
+def variance_of_rows(entropies, mask):
+    return (entropies * mask).mean(1).var()  # of one row: NaN
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        (masked_mean, r'compute_loss: .*lambda batch: batch\["attention_mask"\]'),
+        (variance_of_rows, "compute_loss: .*NaN or infinite.*none of these"),
+    ],
+)
+def test_own_loss_refused_with_its_cause(tmp_path, own, words):
+    kind = type("Ours", (ScatterOnceMixin, OwnLoss), {"own": staticmethod(own)})
+    case = language_model, sentences, unlabelled
+    trainer = build(kind, tmp_path, case, extra={"device_ids": VIRTUAL}, **sizes(2))
+    with pytest.raises(ValueError, match=f"(?s){words}"):
+        quietly(trainer.train)
+
+
 @pytest.mark.slow
 def test_unlookable_losses_warn_once(tmp_path):
     case = (

@@ -56,7 +56,7 @@ from scatterpar.integrations.device_errors import explained
 from scatterpar.integrations.evaluation import outputs_of_batches
 from scatterpar.integrations.lending import Lending, Parts
 from scatterpar.option_checks import check_bool
-from scatterpar.replicas.broadcast import version
+from scatterpar.replicas.broadcast import version, versions
 from scatterpar.state.journal import Journal
 from scatterpar.state.walk import Walk
 from scatterpar.state.whose import is_user_class
@@ -516,34 +516,34 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _on_replica(self, number: int) -> Iterator[None]:
-        """In the body the LightningModule refers to the modules of a replica, and its
-        metrics are on the replica's device.
+        """In the body the modules have the tensors of a replica, and metrics are on its
+        device.
+
+        Modules stay the user's, because calls may write them. In training replicas have
+        modules of their own: backward passes may call these later.
         """
         module = self.lightning_module
         results = module.trainer._results
         metrics = _metrics_of(module)
         with _placed(module, dict.fromkeys(metrics, _NO_METRIC)):
             replica = self._engine.replicas[number][0]
-            parts = _lent_parts(module, replica)
+            pairs = _tensor_pairs(module, replica)
+            lending = Lending(
+                partial(list, [*module.modules()]), _OF_LOOP, self.root_device
+            )
         device = self._device_of(replica)
-        before = [_versions(copied._buffers) for _, copied in parts.modules]
+        before = versions([copied for _, copied in pairs])
         with (
             explained(device, _ELSEWHERE),
             use_device(device, ()),
-            self._lending.lent(parts, device),
+            lending.lent(Parts((), pairs), device),
             loop.overridden(module, _device=device),
-            _placed(module, metrics),
             _on_device(metrics.values(), device, self.root_device),
         ):
             yield
-        self._lending.end_step()
-        for (original, copied), versions in zip(parts.modules, before, strict=True):
-            for name, buffer_version in _versions(copied._buffers).items():
-                buffer = original._buffers[name]
-                written = copied._buffers[name]
-                is_written = buffer_version != versions.get(name)
-                if is_written and buffer is not None and written is not None:
-                    write(buffer, written)
+        for (tensor, copied), version_before in zip(pairs, before, strict=True):
+            if version(copied) != version_before:
+                write(tensor, copied)
         if results is not None and device != self.root_device:
             results.to(self.root_device)
 
@@ -847,13 +847,19 @@ def _lent_parts(module: LightningModule, replica: LightningModule) -> Parts:
     return Parts(children, parameters)
 
 
-def _versions(buffers: Mapping[str, Tensor | None]) -> dict[str, tuple[int, int]]:
-    """The identities and versions of buffers, by their names."""
-    versions = {}
-    for name, buffer in buffers.items():
-        if buffer is not None:
-            versions[name] = id(buffer), version(buffer)
-    return versions
+def _tensor_pairs(module: nn.Module, replica: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Parameters and buffers of a module, each with that of its replica."""
+    copies = dict(_named_tensors(replica))
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for name, tensor in _named_tensors(module):
+        if name in copies:
+            pairs.append((tensor, copies[name]))
+    return pairs
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
 
 
 def _zero(work: nn.Module) -> Tensor:

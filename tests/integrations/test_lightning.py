@@ -630,6 +630,16 @@ class WritesInEvaluation(Writes):
     training_step = Plain.training_step
     validation_step = test_step = predict_step = step_of
 
+    def note(self, loss, first):
+        super().note(loss, first)
+        part = self.net[1]
+        part.history = [*getattr(part, "history", []), loss]
+        part.last = torch.tensor([first])
+
+    def values(self):
+        part = self.net[1]
+        return super().values() | {"part": [*part.history, float(part.last)]}
+
 
 def accumulated(module, layout, accum, **options):
     """``module`` trained for two epochs of equal batches of 12 rows; without a layout

@@ -640,7 +640,7 @@ def _record(fx: str, name: str, value: Any, **options: Any) -> None:
     """Record a value, in the place of Lightning's ``_ResultCollection.log``."""
     call = _present_call.get()
     times = sum(name == other for other, _ in call.logged)
-    options.pop("sync_dist_fn")
+    options["fx"] = fx
     value = call.places[id(value)] if isinstance(value, Metric) else value.detach()
     call.logged[name, times] = value, options
 
@@ -666,19 +666,27 @@ class _LoggedValues:
         self._told: set[str] = set()
 
     def log(self, module: LightningModule, calls: Sequence[_Call]) -> None:
-        """Log what calls have logged: metrics, and one value for all rows."""
+        """Log what calls have logged: metrics, and one value for all rows.
+
+        ``self.log`` has checked and converted the values in the calls.
+        """
+        results = module.trainer._results
+        connector = module.trainer._logger_connector
         metrics = _single(_metrics_of(module))
         for (name, _), entries in _logged_by(calls).items():
-            last = entries[-1]
-            options = dict(last.options)
-            if isinstance(last.value, _Place):
-                module.log(name, metrics[last.value], **options)
-                continue
-            value = last.value
-            if len(entries) > 1:
-                value, size = self._value_of(name, entries)
-                options["batch_size"] = size
-            module.log(name, value, **options)
+            value = entries[-1].value
+            options = dict(entries[-1].options)
+            if isinstance(value, _Place):
+                value = metrics[value]
+            elif len(entries) > 1:
+                value, options["batch_size"] = self._value_of(name, entries)
+            if isinstance(value, Tensor):
+                value = to_device(value, module.device)
+            # As self.log does: in a new epoch a hook begins with new values.
+            if connector.should_reset_tensors(options["fx"]):
+                results.reset(metrics=False, fx=options["fx"])
+            results.log(name=name, value=value, **options)
+            connector._current_fx = options["fx"]
 
     def note_sizes(self, call: _Call) -> None:
         """Note ``batch_size=`` of what a call has logged, also of a look's call."""

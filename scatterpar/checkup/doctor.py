@@ -27,7 +27,7 @@ from scatterpar.checkup.small_step import (
 from scatterpar.devices.device_ids import DeviceLike, parse_devices, resolve
 from scatterpar.version import __version__
 
-# Of environment variables that change how devices or collectives work.
+# Environment variables with these beginnings change how devices or collectives work.
 _PREFIXES = ("CUDA_", "NCCL_", "OMP_", "PYTORCH_")
 # Long lines of torch's page that say nothing about training.
 _LEFT_OUT = ("Vulnerability", "Flags:")
@@ -35,8 +35,8 @@ _LEFT_OUT = ("Vulnerability", "Flags:")
 
 @dataclass
 class Report:
-    """The findings of ``doctor()``, in the order of the page, which ``print`` shows
-    again.
+    """The findings of ``doctor()``. ``print`` shows the page again: verdicts, then the
+    measurements behind them, then the machine.
     """
 
     devices: list[str]
@@ -66,8 +66,8 @@ class Report:
         return f"<verdicts: {', '.join(kinds)}>"
 
     def show(self, *findings: object) -> None:
-        """Print findings at once, because a broken machine may hang in
-        the next test.
+        """Print findings at once, because a broken machine may hang in the next
+        test.
         """
         for finding in findings:
             if isinstance(finding, DoctorVerdict):
@@ -80,8 +80,10 @@ class Report:
         """A heading. If the body raises, that is a verdict, and the next section
         follows.
         """
+        # The page begins with a heading, without a line above it.
+        above = "\n" if self.page else ""
         line = "-" * len(title)
-        self.show(f"\n{title}\n{line}")
+        self.show(f"{above}{title}\n{line}")
         try:
             yield
         except Exception as error:
@@ -95,10 +97,10 @@ def doctor(
 ) -> Report:
     """Examine this machine, for example a new one, or if a loss looks wrong.
 
-    Prints what the machine has, whether copies between all memories arrive unaltered,
-    whether one step on all devices has the gradient of one device, how fast the engine
-    is, and conclusions. Takes half a minute on two GPUs, and about a minute on eight.
-    Changes no random generator.
+    Prints verdicts first: whether copies between all memories arrive unaltered, whether
+    one step on all devices has the gradient of one device, and how fast the engine is.
+    The measurements follow, and last what the machine has. Takes half a minute on two
+    GPUs, and about a minute on eight. Changes no random generator.
 
     Args:
         devices: one entry per replica, like ``device_ids`` of ``ScatterOnceParallel``.
@@ -121,21 +123,30 @@ def doctor(
         Path(json).open("ab").close()  # raises now if the file cannot be written
     load = load_per_core()  # before the measurements add to it
     report = Report([str(place) for place in places], describe(load))
-    for name, words in report.machine.items():
-        report.show(f"{name}: {words}")
+    # The caller may train under another mode or default device. The doctor's networks
+    # need gradients, and tensors on the host.
     with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
         with report.section("copies"):
             for route in examine(places):
                 report.copies.append(route)
-                report.show(route)
+                # Of a copy that hangs, the terminal shows the one before.
+                if sys.stderr.isatty():
+                    print(route, file=sys.stderr, flush=True)
             report.show(*on_copies(report.copies))
         with report.section("one exact step"):
             report.step = take_step(places)
-            report.show(report.step, *on_step(report.step))
+            report.show(*on_step(report.step))
         with report.section("speed"):
             report.speed = measure(places)
-            report.show(report.speed, *on_speed(places, report.speed, load))
+            report.show(*on_speed(places, report.speed, load))
     report.show(f"\n{report!r}")
+    with report.section("measurements"):
+        # What failed has none.
+        report.show(*filter(None, [*report.copies, report.step, report.speed]))
+    # Last, because it is long, and the same in every report of this machine.
+    with report.section("machine"):
+        for name, words in report.machine.items():
+            report.show(f"{name}: {words}")
     if json is not None:
         findings = asdict(report)
         findings["exit_code"] = report.exit_code

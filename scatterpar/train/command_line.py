@@ -125,6 +125,8 @@ BatchSize = Annotated[
 Precision = Annotated[
     Literal["bfloat16", "float16"] | None, _arg(help_behavior_hint="")
 ]
+Switch = Annotated[bool, _arg(help_behavior_hint="")]
+Epochs = Annotated[tuple[int, ...], _arg(help_behavior_hint="")]
 Devices = Annotated[
     tuple[str, ...], _arg(help_behavior_hint="", metavar="DEVICE [DEVICE ...]")
 ]
@@ -171,7 +173,7 @@ class _Training:
     # start from the library's weights for its model, or refuse (default: start from
     # them if --model is a name of timm or torchvision.models, images are in files, and
     # the weights are cached or can be fetched)
-    pretrained: bool = False
+    pretrained: Switch = False
     from_scratch: bool = False  # start from random weights
     freeze: int = 0  # epochs in which only the last layer is trained
     # images of a step (default: 4096 of the included images; of others as many as leave
@@ -188,7 +190,7 @@ class _Training:
     # most 5; with --batch auto 0)
     warmup_epochs: Number = None
     # epochs after which the rate is a tenth, such as 30 60 80
-    drop_at: tuple[int, ...] = ()
+    drop_at: Epochs = ()
     # class of torch.optim, or timm's name such as lamb; SGD is Nesterov's (default:
     # AdamW from pretrained weights, SGD from random ones)
     optimizer: Name = None

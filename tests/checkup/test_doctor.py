@@ -75,13 +75,17 @@ def test_broken_route_alone_is_blamed(brief, monkeypatch, capsys):
         "NCCL_P2P_DISABLE=1",
     ):
         assert words in wrong
-    # Verdicts stand under what they judge.
+    # Verdicts come first, under what they judge; measurements and machine follow.
     verdicts = ("WRONG because: copies", "fine: the gradient", "note: ")
     for title, verdict in zip(
         ("copies", "one exact step", "speed"), verdicts, strict=True
     ):
-        part = page.split(f"\n{title}\n")[1].split("\n\n")[0]
+        part = f"\n{page}".split(f"\n{title}\n")[1].split("\n\n")[0]
         assert f"\n{verdict}" in part
+    titles = ("copies\n-", "\nmeasurements\n", "\nmachine\n", "PyTorch version")
+    places = [page.index(title) for title in titles]
+    assert places == sorted(places)
+    assert places[0] == 0
 
 
 def test_failed_step_is_a_finding(brief, monkeypatch):

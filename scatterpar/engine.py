@@ -647,7 +647,10 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             )
 
         search = self._search(request, schedule)
-        outcome = search.run(compute)
+        if self.loop.journal is None:
+            outcome = search.run(compute)
+        else:
+            outcome = search.run(compute, self.loop.journal().restore)
         outcome.retries = search.retries
         return outcome
 

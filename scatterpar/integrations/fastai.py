@@ -38,6 +38,8 @@ from scatterpar.integrations.lending import Lending, OwnerCopies, Parts, modules
 from scatterpar.integrations.loop import refuse
 from scatterpar.pair.pair import gather
 from scatterpar.replicas.broadcast import versions
+from scatterpar.state.journal import Journal
+from scatterpar.state.walk import Walk
 from scatterpar.state.whose import is_user_function
 from scatterpar.step.loss_weights import is_cross_entropy, terms_of_rows
 from scatterpar.step.request import Accum, Count, Reduction
@@ -183,6 +185,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         self._engine = ScatterOnceParallel(learn.model, **self._options)
         self._engine.loop.remedies = _REMEDIES
         self._engine.loop.around_looks = self._looking
+        self._engine.loop.journal = self._saved
 
     def _close(self) -> None:
         if self._engine is not None:
@@ -273,6 +276,11 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         assert criterion is not None
         lending = criterion.lending
         return self._functions.looking(lending, lending.roots())
+
+    def _saved(self) -> Journal:
+        """All that calls may write, saved before the tries of a step."""
+        assert self._criterion is not None
+        return Journal(Walk(self._criterion.lending.roots(), enters_modules=False))
 
     def _criterion_of(self, loss_func: Any, mixes: bool) -> _Criterion:
         """The criterion of the present loss function."""

@@ -161,8 +161,6 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._logged = _LoggedValues()
         # Whether the calls of the present step return None, once one has returned.
         self._skips: bool | None = None
-        # The state before the first try of accum="auto" at the present step.
-        self._before_tries: Journal | None = None
         self._engine: Any = None
         # What replicas are made of: the LightningModule, or its parts.
         self._replicated: Any = None
@@ -206,6 +204,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         engine.loop.loss_name = "training_step"
         engine.loop.remedies = _REMEDIES
         engine.loop.around_looks = self._around_look
+        engine.loop.journal = None if self._parallel else self._saved
         self._engine = self._until_teardown.enter_context(engine)
         first_replicas: dict[torch.device, int] = {}
         for number, device in enumerate(engine.device_ids):
@@ -256,7 +255,6 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         inputs["batch"] = loop.as_rows(batch)
         inputs["rows"] = Rows(range(loop.num_rows(batch)))
         self._skips = None
-        self._before_tries = None
         with precision.train_step_context(), self._calling() as metrics:
             inputs["metrics"] = _Metrics(metrics)
             try:
@@ -296,8 +294,6 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             call.weight = self._count(batch)
         if is_look() and not self._parallel:
             self._functions.restart_look()
-        if self._options["accum"] == "auto" and not call.first_row and not is_look():
-            self._begin_try()
         with self._in_call(work[0], call, metrics) as module:
             output = module.training_step(batch, *arguments)
         # Raises Lightning's own error if it is no loss.
@@ -316,17 +312,9 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """Whether all calls of the present step have returned ``None``."""
         return bool(self._skips)
 
-    def _begin_try(self) -> None:
-        """Undo what calls of an earlier try, which ran out of memory, have written.
-
-        In turns a try begins with the first row.
-        """
-        state = self._before_tries
-        if state is None:
-            state = Journal(Walk(self._written_in_calls()))
-        else:
-            state.restore()
-        self._before_tries = state  # it restores attributes of this strategy, too
+    def _saved(self) -> Journal:
+        """All that calls may write, saved before the tries of a step."""
+        return Journal(Walk(self._written_in_calls()))
 
     def _written_in_calls(self) -> list[Any]:
         """What calls may write: the LightningModule, the Trainer, its optimizers'

@@ -165,8 +165,14 @@ class Search:
         """The fewest sub-steps per replica that have at most so many rows each."""
         return -(-self._rows // (len(self._device_ids) * max(1, rows)))
 
-    def run(self, compute: Callable[[Candidate], _Result]) -> _Result:
+    def run(
+        self,
+        compute: Callable[[Candidate], _Result],
+        undo: Callable[[], object] = lambda: None,
+    ) -> _Result:
         """The result of the first candidate that is a whole step and fits.
+
+        ``undo`` is called before each other candidate.
 
         Raises the error of the last candidate if there is none.
         """
@@ -188,6 +194,7 @@ class Search:
             # The failed try's cached memory is cut to sizes that the next one does not
             # need.
             self._workers.release()
+            undo()
         with result.attempt.undo:  # warnings may be errors
             self._keep(candidate)
         return result

@@ -471,6 +471,33 @@ class WritesInModule(nn.Module):
         return Writes.__call__(self, pred * self.scale, target)
 
 
+class Hungry:
+    """Has memory for two rows of a training, after it has counted them."""
+
+    def __init__(self, room):
+        self.room, self.rows, self.labels = room, 0, []
+
+    def __call__(self, pred, target):
+        self.rows += len(target)
+        self.labels += target.tolist()
+        if len(target) > self.room and pred.requires_grad:
+            raise torch.OutOfMemoryError("out of memory")
+        return nn.functional.cross_entropy(pred, target)
+
+
+def test_tries_out_of_memory_leave_no_calls(tmp_path, recwarn):
+    """Rows of the tries that failed were counted, too."""
+    losses = Hungry(2), Hungry(10**9)
+    ours = learner(
+        tmp_path, ScatterOnce(["cpu:0", "cpu:1"], "auto"), loss_func=losses[0]
+    )
+    assert_same(fitted(ours), fitted(learner(tmp_path, loss_func=losses[1])))
+    assert losses[0].rows == losses[1].rows
+    assert losses[0].labels == losses[1].labels
+    told = [str(w.message) for w in recwarn if 'accum="auto"' in str(w.message)]
+    assert "12 rows with accum=1 ran out of memory; accum=3 is the smallest" in told[0]
+
+
 STEPS, ROWS_OF_CALL, PARTS = 3, 3, 4
 
 

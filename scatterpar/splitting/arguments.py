@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
 from scatterpar.option_checks import check_int, check_number
 from scatterpar.splitting.process_state import refers_to_accelerator
-from scatterpar.splitting.step_run import StepFunction
+from scatterpar.splitting.step_run import StepFunction, StepResult
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -26,6 +26,7 @@ class SplitArguments:
         parts: micro-batches of each rank; ``None`` for the usual number.
         counted: tensors in which a loss may count; ``None`` for those of the batch.
         returns_values: ``step`` returns numbers in the place of gradients.
+        references: what ``step`` gave for whole batches; the cells of a grid share it.
     """
 
     step: StepFunction
@@ -38,6 +39,7 @@ class SplitArguments:
     loss: Loss | None = None
     counted: Any = None
     returns_values: bool = False
+    references: dict[Any, StepResult] = field(default_factory=dict)
 
     @property
     def num_parts(self) -> int:

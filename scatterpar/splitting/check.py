@@ -88,7 +88,7 @@ def splitcheck(
         ValueError: for too few rows, a comparison of a step with itself, a step that
             leaves no gradient or is for one batch, and with ``ranks`` an
             ``Accelerator`` from outside.
-        RuntimeError: if the step fails on a rank, with its traceback.
+        RuntimeError: if the step fails on a rank, with your lines that led there.
         TimeoutError: if ranks wait for each other, with the lines where they do.
     """
     return check(

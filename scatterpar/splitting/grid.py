@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from scatterpar.splitting.arguments import Loss
-from scatterpar.splitting.check import SplitCheck, splitcheck
-from scatterpar.splitting.step_run import StepFunction
+from scatterpar.splitting.arguments import Loss, SplitArguments
+from scatterpar.splitting.check import SplitCheck, check
+from scatterpar.splitting.step_run import StepFunction, StepResult
 from scatterpar.tables import Printed, as_text
 
 _SAME = "the same"
@@ -137,7 +137,7 @@ def splitgrid(
     """Check each number of parts on each number of ranks, as ``splitcheck`` does.
 
     The cell of one part on one rank is left out, unless there is ``loss=``: it would
-    compare the step with itself.
+    compare the step with itself. Cells share the runs of the whole batch.
 
     Args:
         step: as in ``splitcheck``, like ``model``, ``batch``, ``loss``, ``timeout``.
@@ -151,11 +151,12 @@ def splitgrid(
 
     Returns a grid with ``passed``, ``assert_passed()`` and ``to_json()``.
     """
+    references: dict[Any, StepResult] = {}
     cells = []
     for num_ranks, num_parts in product(ranks, parts):
         if num_ranks == num_parts == 1 and loss is None:
             continue
-        report = splitcheck(
+        arguments = SplitArguments(
             step,
             model,
             batch,
@@ -164,8 +165,9 @@ def splitgrid(
             equal=equal,
             loss=loss,
             timeout=timeout,
+            references=references,
         )
-        cells.append(SplitCell(num_parts, num_ranks, report))
+        cells.append(SplitCell(num_parts, num_ranks, check(arguments)))
     if not cells:
         raise ValueError(
             "parts=(1,) on ranks=(1,) compares the step with itself; pass another "

@@ -41,6 +41,8 @@ from scatterpar.torch_private import import_compiler
 _STACK_SIGNAL = getattr(signal, "SIGUSR1", None)
 _STACK_SECONDS = 2.0  # how long a rank may take to write its stack
 _GRACE_SECONDS = 10  # after the time limit a rank ends itself, if its parent cannot
+_MOST_LINES = 5  # of the user's code, of a step that failed
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _MAY_NOT_FORK = "step cannot be sent to new processes"
 
 
@@ -178,10 +180,20 @@ def _rank(
 
 
 def _described(error: BaseException) -> str:
-    """The exception, and then its traceback."""
+    """The exception, and the lines of the user's code that led to it.
+
+    Lines of this package and of libraries are left out: the user's last line says which
+    call failed, and thirty lines above it would hide the exception.
+    """
     (*_, last) = traceback.format_exception_only(error)
-    lines = traceback.format_exception(error)
-    return f"{last.strip()}\n\n{''.join(lines)}"
+    notes = [f"  {note}" for note in getattr(error, "__notes__", ())]
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames[:-1] if not _is_library(frame.filename)]
+    lines = []
+    for frame in (*users[-_MOST_LINES:], *frames[-1:]):  # also where it was raised
+        place = f"{frame.filename}:{frame.lineno} in {frame.name}"
+        lines.append(f"  {place}: {frame.line}")
+    return "\n".join([last.strip(), *notes, *lines])
 
 
 def _received(sent: RankJob | bytes) -> RankJob:
@@ -302,12 +314,16 @@ def _current_line(process: Any, folder: Path, rank: int) -> str:
 
 def _users_line(stack: str) -> str:
     """The innermost line of the user's step in a stack, innermost line first."""
-    libraries = ("-packages", sysconfig.get_path("stdlib"))
     for line in stack.splitlines():
         frame = line.strip()
         if str(Path(__file__).parent) in frame:
             return ""  # what follows has called the step
-        is_library = any(library in frame for library in libraries)
-        if frame.startswith("File ") and not is_library:
+        if frame.startswith("File ") and not _is_library(frame):
             return frame
     return ""
+
+
+def _is_library(frame: str) -> bool:
+    """Whether a line of a stack is of an installed package, or of this one."""
+    own = str(Path(__file__).parents[1])
+    return any(part in frame for part in ("-packages", _STANDARD_LIBRARY, own))

@@ -387,8 +387,20 @@ class Trial:
             self.settings = saved
 
     def reference(self, rows: Part) -> StepResult:
-        """The result for rows as one part of one rank, or of ``loss=``."""
-        return self._run(self._reference_step, [[rows]])[0]
+        """The result for rows as one part of one rank, or of ``loss=``.
+
+        The same rows in the same way give the same result, so it is computed once: on
+        ranks each run starts processes.
+        """
+        key = (self.ranks > 1, tuple(rows), self.settings)
+        references = self.arguments.references
+        if key not in references:
+            references[key] = self._run(self._reference_step, [[rows]])[0]
+        result = replace(references[key])
+        result.gradients = dict(result.gradients)
+        if self._zeros:
+            self._align([result])
+        return result
 
     def results(self, split: Split) -> list[StepResult]:
         """The results of a split, rank by rank."""

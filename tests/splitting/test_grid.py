@@ -9,7 +9,7 @@ import torch
 from splitting.loop_models import Experts, Net, average, balance, images, new, num_rows
 from torch.nn.functional import cross_entropy
 
-from scatterpar.splitting import splitgrid
+from scatterpar.splitting import splitgrid, trial
 
 
 def right(model, batches):
@@ -84,3 +84,17 @@ def test_grid_of_one_part_refused():
     with pytest.raises(ValueError, match="compares the step with itself"):
         grid_of(right, parts=(1,))
     assert not torch.distributed.is_initialized()
+
+
+def test_cells_share_runs_of_the_whole_batch(monkeypatch):
+    numbers_of_parts = []
+    run = trial.run_step
+
+    def noted(step, model, batches, *others):
+        numbers_of_parts.append(len(batches))
+        return run(step, model, batches, *others)
+
+    monkeypatch.setattr(trial, "run_step", noted)
+    grid = splitgrid(right, new(Net), images(), parts=(2, 4), ranks=(1,))
+    grid.assert_passed()
+    assert numbers_of_parts == [1, 2, 4]

@@ -271,3 +271,19 @@ def test_functions_of_notebook_cells_run(tmp_path_factory):
     assert failed[0].ename == "RuntimeError"
     assert "ZeroDivisionError" in failed[0].evalue
     assert after[0].text == "[] None torch.Size([1])\n"
+
+
+def test_error_on_a_rank_begins_with_the_error():
+    """Lines of torch and of the standard library are left out, except for the last."""
+
+    def step(model, batches):
+        for images, _ in batches:
+            model(images[:, :3])
+
+    with pytest.raises(RuntimeError, match="failed on rank 0 of 1: RuntimeError") as e:
+        splitcheck(step, new(Net), images(), ranks=2)
+    lines = str(e.value).splitlines()
+    assert "shapes cannot be multiplied" in lines[0]
+    assert 2 <= len(lines) <= 8
+    assert "test_ranks.py" in lines[1]
+    assert "in step: model(images[:, :3])" in lines[1]

@@ -102,7 +102,9 @@ def counts_of(
         for value in labels:
             words = f"labels that are not {value}"
             counts += _with_edges(words, path, tensor, value)
+        # 0 is the padding of most tokenizers, and what a mask leaves out.
         counts += _with_edges("entries that are not 0", path, tensor, 0)
+        # Some libraries mark padding with 1, as torch's key_padding_mask does.
         if is_mask(tensor):
             counts += _with_edges("entries that are 0", path, tensor, 1)
         if _may_be_weights(tensor):
@@ -115,6 +117,7 @@ def _with_edges(words: str, path: str, tensor: Tensor, ignored: int) -> list[Cou
     """Counts of entries that are not ``ignored``: all, or without a row's edge."""
     counts = []
     is_counted = tensor != ignored
+    # A language model predicts the next token: one edge of a row has no target.
     for edge in _EDGES if tensor.ndim > 1 and tensor.shape[1] > 1 else _EDGES[:1]:
         text = f"{words}, without the {edge} of a row" if edge else words
         entries = is_counted
@@ -137,6 +140,7 @@ def _is_padding(is_counted: Tensor) -> bool:
     """Whether the entries that do not count are at one end of each row."""
     if is_counted.ndim < 2:
         return False
+    # Zeros between other entries are numbers that happen to be 0.
     changes = is_counted.long().diff(dim=1)
     return bool((changes <= 0).all()) or bool((changes >= 0).all())
 

@@ -142,9 +142,11 @@ class SplitEvidence:
 
     def counted_as(self, weights: Tensor) -> Count | None:
         """The count that weights of parts are proportional to."""
+        # The most usual first: rows of equal lengths fit several counts.
         for count in self.counts:
             terms = [count.of(part) for part in self.parts]
             shares = torch.tensor(terms, dtype=weights.dtype)
+            # Weights that cancel have no proportions to compare.
             if not shares.sum() or not weights.sum():
                 continue
             if is_close(weights / weights.sum(), shares / shares.sum(), _CLOSE):

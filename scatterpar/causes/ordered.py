@@ -64,6 +64,7 @@ def state_between_parts(evidence: SplitEvidence) -> Finding | None:
 def once_per_part(evidence: SplitEvidence) -> Finding | None:
     """A term of the loss counts in each part."""
     for growth in evidence.growths():
+        # Without growth any difference would fit.
         is_flat = math.isclose(growth.expected, 1, abs_tol=_SAME_GROWTH)
         is_expected = math.isclose(growth.factor, growth.expected, rel_tol=_ROUGHLY)
         if is_expected and not is_flat and growth.cosine >= _ALIKE:
@@ -102,6 +103,7 @@ def first_finding(evidence: SplitEvidence) -> tuple[Finding, list[Exception]]:
     for cause in CAUSES:
         try:
             finding = cause(evidence)
+        # A cause that cannot be tested says nothing of the later ones.
         except Exception as error:  # raised by the user's code, in another split
             failures.append(error)
             continue
@@ -114,6 +116,7 @@ def _first_in(
     evidence: SplitEvidence, scopes: Sequence[Sequence[str]]
 ) -> Finding | None:
     for names in scopes:
+        # One number says more than as many weights as there are parts.
         finding = constant_factor(evidence, names) or other_weights(evidence, names)
         if finding is not None:
             return finding
@@ -125,6 +128,7 @@ def constant_factor(evidence: SplitEvidence, names: Sequence[str]) -> Finding | 
     factor = evidence.factor(names)
     if factor is None or math.isclose(factor, 1, rel_tol=evidence.tolerance):
         return None
+    # A factor of zero has remedies of its own: something is detached.
     kind = CauseKind.CONSTANT_FACTOR if factor else CauseKind.NO_GRADIENT
     return Finding(kind, names, factor=factor)
 
@@ -147,12 +151,14 @@ def kind_of_weights(computed: Tensor, right: Tensor, num_parts: int) -> CauseKin
     size = len(computed)
     if computed.abs().min() < CLOSE * computed.abs().max():
         return CauseKind.ONLY_SOME_PARTS
+    # A loop divides by the parts that it has read, or by those that had labels.
     for divisor in (size, num_parts):
         if is_close(computed, torch.full_like(computed, 1 / divisor), CLOSE):
             return CauseKind.MEAN_OF_MEANS
     if is_close(computed, torch.ones_like(computed), CLOSE):
         return CauseKind.SUM_OF_MEANS
     times = torch.arange(size, 0, -1, dtype=computed.dtype)  # that a part is added
+    # The running sum is of losses that have their weights, or of plain means.
     for weights in (computed, computed / right):
         if size > 1 and is_close(weights / weights[-1], times, CLOSE):
             return CauseKind.RUNNING_SUM

@@ -19,6 +19,7 @@ def is_close(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
 
 def factor_between(actual: Tensor, expected: Tensor, tolerance: float) -> float | None:
     """The number that turns ``expected`` into ``actual``; ``None`` if there is none."""
+    # The factor of least squares: with another one the error would be larger.
     square = float(expected @ expected)
     if not square:
         return None
@@ -33,9 +34,11 @@ def weights_of_parts(
 
     ``None`` if no weights do, or if several do, as in a model with few parameters.
     """
+    # A part without labels has no gradient: any weight would do for it.
     used = [number for number, part in enumerate(parts) if part.any()]
     if not used or len(total) < 2 * len(parts):
         return None
+    # By QR, because the normal equations would square the condition number.
     columns = torch.stack([parts[number] for number in used], 1)
     q, r = torch.linalg.qr(columns)
     sizes = torch.linalg.svdvals(r)
@@ -46,5 +49,6 @@ def weights_of_parts(
         return None
     weights = torch.zeros(len(parts), dtype=total.dtype)
     weights[used] = solved[:, 0]
+    # A weight of zero means "this part is left out", so it must be exact.
     is_rounding = weights.abs() < tolerance**2 * weights.abs().max()
     return weights.masked_fill(is_rounding, 0)

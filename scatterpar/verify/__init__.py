@@ -6,18 +6,22 @@ in plain torch, and in parts, as it is about to. If loss or gradient differ by m
 rounding, it refuses before anything changes, and says what would be right::
 
     verifier            the engine's looks: errors and warnings
+      looks             what engine and pair count and tell dropped_warnings
       schedule          when to look                        ranges, of labels
+      choice            which of a loop's candidates holds
       rows              which rows, in which parts
       look              two runs, and the verdict
         runs            loss and gradients of rows          compared_leaves,
+                                                            backward_calls,
                                                             constant_numbers,
                                                             single_precision
         measurements    outputs, memory, state that moves
         user_code       restores what runs have changed     dropped_records
         nudges          what rounding makes of results
-        evidence        results, and further runs on demand joined, outputs cut by parts
+        evidence        results, and further runs on demand output_differences
         causes          why results differ, in order
-      joins             the order of entries in outputs
+      join_check        the order of entries in outputs
+    output_looks        the pair's looks: the losses of its outputs alone
     gradient_check      ``engine.check``: the same question over all rows of a step
     rounding            how far rounding may change results
     comparison          losses and gradients beside each other

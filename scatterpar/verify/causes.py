@@ -113,6 +113,7 @@ def refused_injection(name: str, size: str = "") -> Verdict:
 
 def unrepeatable(evidence: Evidence) -> Verdict | None:
     """The module gives another result for the same rows each time; losses combine."""
+    # First, because every later cause compares results that must be repeatable.
     if evidence.repeated.difference_from(evidence.expected) <= evidence.limit:
         return None
     if not evidence.losses_combine:
@@ -122,6 +123,7 @@ def unrepeatable(evidence: Evidence) -> Verdict | None:
 
 def rounding_alone(evidence: Evidence) -> Verdict | None:
     """Rounding makes the difference. If not, later causes have its limit."""
+    # The cheap bound first: a nudge of the inputs costs a run.
     evidence.limit = evidence.difference_by_summands()
     if evidence.difference > evidence.limit:
         evidence.limit = max(evidence.limit, evidence.difference_by_rounding())
@@ -141,6 +143,7 @@ def numbers_per_call(evidence: Evidence) -> Verdict | None:
 
 def replica_alone(evidence: Evidence) -> Verdict | None:
     """The replica gives another result for the same rows at once."""
+    # Before the causes of parts: a replica that is wrong at once explains these too.
     if evidence.of_replica.difference_from(evidence.expected) <= evidence.limit:
         return None
     return _refused(
@@ -176,6 +179,7 @@ def error_of_replica(
 
 def state_of_calls(evidence: Evidence) -> Verdict | None:
     """Each part gives the expected result if it starts from the same state."""
+    # A criterion of all rows has one loss, which needs no weights.
     weights = () if evidence.request.whole_batch else evidence.weights
     combined = weighted_sum(evidence.results_of_parts(), weights)
     if combined.difference_from(evidence.expected) > evidence.limit:
@@ -224,6 +228,7 @@ def rows_mix(evidence: Evidence) -> Verdict | None:
     difference = evidence.output_differences.of_rows
     if difference <= evidence.limit:
         return None
+    # If losses do not combine either, that is the reason with a remedy.
     if not (evidence.request.whole_batch or evidence.losses_combine):
         return None
     return _told(
@@ -307,6 +312,7 @@ def mean_over_terms(losses: Losses) -> Verdict | None:
     """The loss is a mean over labels that are not ignored, a mask, lengths, weights."""
     for count in losses.counts:
         terms = losses.terms_of(count)
+        # With equally many terms in each row it is a mean over rows, asked before.
         if count.is_constant or not sum(terms):
             continue
         if losses.fits([number / sum(terms) for number in terms]):
@@ -357,6 +363,7 @@ def broadcast(losses: Losses) -> Verdict | None:
     shapes = losses.shapes
     dimensions = {len(shape) for shape in shapes}
     sizes = {math.prod(shape) for shape in shapes}
+    # (n,) beside (n, 1) broadcasts to (n, n), which torch only warns of.
     if len(shapes) < 2 or dimensions != {1, 2} or len(sizes) > 1:
         return None
     return _refused_combination(

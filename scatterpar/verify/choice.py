@@ -33,6 +33,7 @@ class Choice:
     def remaining(self, candidates: Sequence[LossCandidate]) -> list[LossCandidate]:
         """Those of ``candidates`` that no look has refuted; the first is assumed."""
         known = [each for each in candidates if each.words in self._words]
+        # A look may have moved another candidate to the front.
         known.sort(key=lambda candidate: self._words.index(candidate.words))
         return known or list(candidates)
 
@@ -47,6 +48,7 @@ def is_open(attempt: Attempt, candidates: Sequence[LossCandidate]) -> bool:
     That is, whether they give its micro-batches different weights.
     """
     plan = attempt.plan
+    # Micro-batches of equal rows and labels have one set of weights by all counts.
     weights_of_candidates = set()
     for candidate in candidates:
         request = attempt.request.combined_by(candidate)

@@ -26,6 +26,7 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -46,6 +47,7 @@ class Sabotage:
         text: what is there exactly once, however a formatter cuts it into lines.
         replacement: what is there instead.
         seen_by: the name of a quick test that has to fail.
+        needs: the library without which the test is skipped, and the sabotage too.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Sabotage:
     text: str
     replacement: str
     seen_by: str
+    needs: str = ""
 
     @property
     def line(self):
@@ -972,6 +975,27 @@ SABOTAGES = [
         replacement="if False:",
         seen_by="test_note_names_rows_cut_by_cost",
     ),
+    # --- loops of libraries: as on one device ---
+    Sabotage(
+        name="Lightning's strategy ignores count=",
+        promise="Lightning",
+        file="integrations/lightning.py",
+        place="ScatterOnceStrategy.training_step",
+        text="options = dict(self._combination)",
+        replacement="options = {}",
+        seen_by="test_count_defines_the_mean",
+        needs="lightning",
+    ),
+    Sabotage(
+        name="looks of fastai's callback leave what their calls wrote",
+        promise="fastai",
+        file="integrations/fastai.py",
+        place="ScatterOnce._looking",
+        text="return self._functions.looking(lending, lending.roots())",
+        replacement="return contextlib.nullcontext()",
+        seen_by="test_loss_leaves_what_accumulation_leaves",
+        needs="fastai",
+    ),
 ]
 
 
@@ -982,7 +1006,8 @@ def main():
     words = parser.parse_args().words
     tried = []
     for sabotage in SABOTAGES:
-        if all(word in sabotage.line for word in words):
+        is_installed = not sabotage.needs or find_spec(sabotage.needs) is not None
+        if is_installed and all(word in sabotage.line for word in words):
             tried.append(sabotage)
     print("sabotage | promise | seen by")
     seen = 0

@@ -40,6 +40,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from torchmetrics import Metric, MetricCollection
 
 from scatterpar.batch import nested
@@ -50,7 +51,7 @@ from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.streams import use_device
 from scatterpar.devices.transfers import to_device, write
 from scatterpar.engine import ScatterOnceParallel
-from scatterpar.errors import warn
+from scatterpar.errors import add_note, warn
 from scatterpar.integrations import loop
 from scatterpar.integrations.device_errors import explained
 from scatterpar.integrations.evaluation import outputs_of_batches
@@ -84,6 +85,11 @@ _MANUAL = (
     "ScatterOnceParallel engine in configure_model or on_fit_start, and call "
     "self.manual_backward(engine.loss(inputs, targets, criterion)) in training_step "
     "(docs/lightning.md, Manual optimization)"
+)
+_NO_BATCHES = (
+    "the DataLoader has batch_size=None, so each item of its data set is taken for a "
+    "batch, with rows along the first dimension, and divided; pass batch_size= to make "
+    "batches of items"
 )
 _ONCE_PER_BATCH = (
     "on_train_batch_start runs once per batch, and self.global_step counts steps"
@@ -259,6 +265,9 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             inputs["metrics"] = _Metrics(metrics)
             try:
                 loss, records = self._engine.loss(inputs, **options)
+            except Exception as error:
+                self._note_items_without_rows(error)
+                raise
             finally:
                 self._lending.end_step()
         calls = sorted(nested.atoms(records), key=attrgetter("first_row"))
@@ -307,6 +316,14 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         if loss is None:
             loss = _zero(work)
         return {"loss": loss, "call": call}
+
+    def _note_items_without_rows(self, error: Exception) -> None:
+        """Add a note to a step's error if items of a data set are taken for batches."""
+        for loader in self.lightning_module.trainer.fit_loop._combined_loader.flattened:
+            is_of_torch = isinstance(loader, DataLoader)
+            # With a batch sampler, or a batch size, the loader has both.
+            if is_of_torch and loader.batch_size is None and not loader.batch_sampler:
+                add_note(error, _NO_BATCHES)
 
     def _is_skipped(self) -> bool:
         """Whether all calls of the present step have returned ``None``."""

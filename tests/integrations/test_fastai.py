@@ -501,6 +501,7 @@ def test_tries_out_of_memory_leave_no_calls(tmp_path, recwarn):
 STEPS, ROWS_OF_CALL, PARTS = 3, 3, 4
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(
     "made", [Writes, pytest.param(WritesInModule, marks=pytest.mark.slow)]
 )

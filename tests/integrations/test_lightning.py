@@ -423,6 +423,7 @@ def labelled(batch):
     return batch["y"].ne(-100).sum()
 
 
+@pytest.mark.contract
 def test_count_defines_the_mean(devices):
     x, y = randn(20, 4, FEATURES), randint(CLASSES, 20, 4)
     y[randn(20, 4) > 0.5] = -100
@@ -768,6 +769,15 @@ def test_dataclass_as_a_batch(layout):
         )
         modules.append(module)
     assert_same(*modules)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_items_without_rows_are_named(layout):
+    """The model's own error is about shapes, which replicas have divided."""
+    one = trainer(ScatterOnceStrategy(layout))
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        one.fit(made(Plain).double(), DataLoader(loader().dataset, batch_size=None))
+    assert "the DataLoader has batch_size=None" in "\n".join(caught.value.__notes__)
 
 
 class Keeps(Plain):

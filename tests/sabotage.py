@@ -275,8 +275,8 @@ SABOTAGES = [
         promise="exact",
         file="step/reduce.py",
         place="returned_outputs",
-        text="dim, weights, rows, joins_equal",
-        replacement="dim, [1.0] * len(rows), rows, joins_equal",
+        text="dim, weights, rows, constants",
+        replacement="dim, [1.0] * len(rows), rows, constants",
         seen_by="test_return_outputs_one_per_replica",
     ),
     Sabotage(

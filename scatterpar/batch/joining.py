@@ -12,7 +12,7 @@ An atom of the pieces is one of these, told by what all pieces have there::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain
 from typing import Any, Literal
 
@@ -40,7 +40,7 @@ def join_rows(
     lists: Lists = "never",
     order: Sequence[int] = (),
     pad: float | None = None,
-    joins_equal: bool = False,
+    constants: Collection[int] | None = None,
 ) -> Any:
     """Join pieces of the same nested types, each of consecutive rows, into one value.
 
@@ -48,11 +48,12 @@ def join_rows(
     are ignored. ``rows`` has the number of rows of each piece. Tensors with that size
     along ``dim``, or with one and the same multiple of it, are concatenated along
     ``dim``. A tensor with another size and the same bits in all pieces, such as a
-    codebook, is returned once; so is one with a multiple of the rows, unless
-    ``joins_equal`` says that its entries are known to belong to rows. Other tensors are
-    refused by a ``ValueError``. Without
-    ``rows`` all tensors are concatenated. With ``pad`` tensors get equal sizes in the
-    other dimensions: they are padded at the end with this value.
+    codebook, is returned once. ``constants`` has the positions of the tensors, among
+    those of a piece, that are known to have no rows, and are returned once whatever
+    their size is. If it is ``None``, those count as constants that have a multiple of
+    the rows and the same bits in all pieces. Other tensors are refused by a
+    ``ValueError``. Without ``rows`` all tensors are concatenated. With ``pad`` tensors
+    get equal sizes in the other dimensions: they are padded at the end with this value.
 
     Any other atom is returned once if all pieces have the same, and otherwise becomes a
     list with one entry per piece. ``lists`` says whether lists that have one entry per
@@ -68,11 +69,18 @@ def join_rows(
     if len(pieces) == 1:
         return pieces[0]
 
+    ids_of_constants: set[int] = set()
+    if constants:
+        tensors = nested.tensors(pieces[0])
+        ids_of_constants.update(id(tensors[position]) for position in constants)
+
     def are_entries(values: Sequence[Any], lists: Lists = lists) -> bool:
         return rows is not None and _are_entries(values, rows, dim, lists)
 
     def join_atoms(atoms: list[Any]) -> Any:
         first = atoms[0]
+        if id(first) in ids_of_constants:
+            return first
         if isinstance(first, PackedSequence):
             raise ValueError(
                 "outputs that are PackedSequences cannot be joined, because a "
@@ -89,6 +97,7 @@ def join_rows(
             return _average(atoms, weights)
         if pad is not None:
             atoms = _padded(atoms, dim, pad)
+        joins_equal = constants is not None
         if rows is not None and not _entries_per_row(atoms, rows, dim, joins_equal):
             return atoms[0]
         # After ``cat``, because a plan by cost mixes the rows of all pieces.

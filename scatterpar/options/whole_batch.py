@@ -142,6 +142,8 @@ class TwoPasses(Schedule):
                 add_note(error, f"more sub-steps do not help in this step: {why}")
             raise
         returned = [passes_of_replica.returned for passes_of_replica in passes]
+        if callable(attempt.request.return_outputs):
+            attempt.constants = frozenset()  # what it returns are other tensors
         # One read, after all work is launched.
         value = to_numbers(loss) if batch.counts else 0.0  # ranks add it up
         return Computed(value, loss.dtype, returned, batch.gradients)
@@ -388,7 +390,12 @@ class WholeBatch:
             self._rows = [sum(self._rows)]
             self._order = ()
         self._pieces, self._rows, self._targets, seed = ranks.outputs_of_all(
-            self._pieces, self._rows, self._targets, self._request.dim, seed
+            self._pieces,
+            self._rows,
+            self._targets,
+            self._request.dim,
+            seed,
+            self._attempt.constants,
         )
         return seed
 
@@ -404,7 +411,7 @@ class WholeBatch:
             rows=self._rows,
             lists="if clear" if self._lists else "never",
             order=self._order,
-            joins_equal=True,
+            constants=self._attempt.constants,
         )
         return nested.map_tensors(_not_a_leaf, joined)
 

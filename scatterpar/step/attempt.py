@@ -75,6 +75,7 @@ class Attempt:
         clock: times the parts of the step; ``None`` if nobody asks for times.
         seconds: wall time by phase.
         weights: the factors of the micro-batches' losses, as soon as they are known.
+        constants: the positions of tensors without rows in the outputs that are joined.
         user_leaves: leaves that user code reaches, where no gradient may arrive.
     """
 
@@ -107,7 +108,15 @@ class Attempt:
         self.clock = clock
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.weights = LossWeights([], 1.0)
+        self.constants: frozenset[int] = frozenset()
         self.user_leaves: Sequence[Tensor] = ()
+
+    @property
+    def returns_one(self) -> bool:
+        """Whether outputs are returned as one, not one per share: shares lie between
+        each other.
+        """
+        return bool(self.plan.order or self.plan.is_dealt)
 
     def span(self, name: str) -> contextlib.AbstractContextManager[object]:
         """Time the body, which runs in the caller's thread, as a part of the step."""

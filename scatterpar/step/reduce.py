@@ -325,7 +325,7 @@ def join_on_master(
         lists=lists,
         order=plan.order,
         pad=pad,
-        joins_equal=True,
+        constants=attempt.constants,
     )
 
 
@@ -338,8 +338,9 @@ def returned_outputs(
     """
     if not attempt.request.return_outputs:
         return ()
-    if attempt.plan.order or attempt.plan.is_dealt:
+    if attempt.returns_one:
         return (join_on_master(attempt, outputs),)
+    dim = attempt.request.dim
     joined: list[Any] = []
     for share, outputs_of_share, weights in zip(
         attempt.plan.shares, outputs, attempt.weights.by_share, strict=True
@@ -348,7 +349,7 @@ def returned_outputs(
         # The join may refuse outputs: the error names the replica.
         with ReplicaNote(share):
             output = join_rows(
-                outputs_of_share, attempt.request.dim, weights, rows, joins_equal=True
+                outputs_of_share, dim, weights, rows, constants=attempt.constants
             )
         joined.append(output)
     return tuple(joined)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -33,8 +33,10 @@ Compute = Callable[[ReplicaTask, Any], Any]  # the output for inputs and targets
 class JoinCheck:
     """Remembers the kinds of outputs whose order of entries is known."""
 
-    def __init__(self) -> None:
-        self._known: set[Hashable] = set()
+    def __init__(self, is_distributed: bool) -> None:
+        self._is_distributed = is_distributed
+        # With the positions of the tensors that have no rows.
+        self._known: dict[Hashable, frozenset[int]] = {}
 
     def check(
         self,
@@ -44,48 +46,77 @@ class JoinCheck:
         outputs: Sequence[Sequence[Any]],
         compute: Compute,
         function: Callable[..., Any] | None,
-    ) -> None:
+    ) -> frozenset[int]:
         """Compare outputs of a few rows with one output, until values show the order.
 
         Only outputs that may have several entries per row are compared. ``request`` is
         that of the largest batch, and ``function`` what the user passed to
         ``engine.map``.
 
+        Returns the positions of tensors that have k > 1 entries per row by chance, such
+        as a codebook of 64 entries beside 16 rows.
+
         Raises:
-            ValueError: the outputs of parts, joined, are not the output of one call; a
-                tensor without rows looks as if it had some; or the outputs are of a
-                function for ``engine.map`` that drew random numbers: how many it draws
-                may depend on the rows.
+            ValueError: the outputs of parts, joined, are not the output of one call; or
+                the outputs are of a function for ``engine.map`` that drew random
+                numbers: how many it draws may depend on the rows.
         """
-        pieces = list(chain(*outputs))
+        nothing: frozenset[int] = frozenset()
         sizes = attempt.plan.substep_rows
         dim = request.dim
-        entries = _common_entries(pieces, sizes, dim)
-        if max(entries, default=0) < 2:
-            return
+        candidates = self._candidates(attempt, outputs)
+        if not candidates:
+            return nothing
         if function is not None and attempt.generators.drawn:
             raise ValueError(_DRAWN)
-        key = self._key_of(attempt, request, function, pieces[0], sizes[0])
+        key = self._key_of(attempt, request, function, outputs[0][0], sizes[0])
         if key in self._known:
-            return
+            return self._known[key]
         rows = [0, request.rows // 2, request.rows - 1]
         parts = [rows[:-1], rows[-1:]]
         whole, backwards, *computed = _outputs_of(
             attempt, request, task, [rows, rows[::-1], *parts], compute
         )
-        if _joins(attempt):
-            _refuse_constants(pieces[0], sizes[0], entries, [whole, *computed])
+        # A tensor without rows is the same for other numbers of rows.
+        constants = _equal_tensors([whole, *computed]) & candidates
         differences = compare_outputs(whole, backwards, computed, parts, dim)
-        if differences.misplaced:
+        # A single piece is joined with those of other ranks, which refuse more.
+        if differences.misplaced and len(attempt.plan.substep_rows) > 1:
             raise ValueError(refused_order(differences.misplaced, len(rows)).text)
         several = [
             tensor
-            for tensor in nested.tensors(whole)
-            if entries_per_row(tensor, len(rows), dim) > 1
+            for position, tensor in enumerate(nested.tensors(whole))
+            if position not in constants and entries_per_row(tensor, len(rows), dim) > 1
         ]
         # Equal entries show no order.
         if not any(same_bits(tensor, tensor.flip(dim)) for tensor in several):
-            self._known.add(key)
+            self._known[key] = constants
+        return constants
+
+    def _candidates(
+        self, attempt: Attempt, outputs: Sequence[Sequence[Any]]
+    ) -> set[int]:
+        """The positions of tensors that a join takes for several entries per row."""
+        request = attempt.request
+        sizes = iter(attempt.plan.substep_rows)
+        sizes_of_shares = [list(islice(sizes, len(pieces))) for pieces in outputs]
+        joined_by_share = request.return_outputs and not attempt.returns_one
+        candidates: set[int] = set()
+        if request.whole_batch or not joined_by_share:
+            pieces = list(chain(*outputs))
+            # Other ranks have pieces, too.
+            if len(pieces) > 1 or (request.whole_batch and self._is_distributed):
+                candidates |= _with_several_entries(
+                    pieces, list(chain(*sizes_of_shares)), request.dim
+                )
+        if joined_by_share:
+            # Each share by itself: their micro-batches may differ in size.
+            for pieces, sizes_of_share in zip(outputs, sizes_of_shares, strict=True):
+                if len(pieces) > 1:
+                    candidates |= _with_several_entries(
+                        pieces, sizes_of_share, request.dim
+                    )
+        return candidates
 
     def _key_of(
         self, attempt: Attempt, request: Request, function: Any, output: Any, size: int
@@ -104,55 +135,29 @@ class JoinCheck:
         return str(entries), model.flags, model.builds, request.whole_batch, names
 
 
-def _common_entries(pieces: Sequence[Any], sizes: Sequence[int], dim: int) -> list[int]:
-    """The entries per row of each tensor of the outputs.
-
-    It is 0 for a tensor that has not as many entries per row in all pieces: the join
-    does not take them for entries of rows. A single piece is not joined.
-    """
-    if len(pieces) < 2:
-        return []
-    common: list[int] = []
-    for tensors in zip(*map(nested.tensors, pieces), strict=False):
-        numbers = {
+def _with_several_entries(
+    pieces: Sequence[Any], sizes: Sequence[int], dim: int
+) -> set[int]:
+    """The positions of tensors that have one k > 1 of entries per row in all pieces."""
+    positions: set[int] = set()
+    for position, tensors in enumerate(zip(*map(nested.tensors, pieces), strict=False)):
+        entries = {
             entries_per_row(tensor, size, dim)
             for tensor, size in zip(tensors, sizes, strict=False)
         }
-        common.append(min(numbers) if len(numbers) == 1 else 0)
-    return common
+        if len(entries) == 1 and min(entries) > 1:
+            positions.add(position)
+    return positions
 
 
-def _joins(attempt: Attempt) -> bool:
-    """Whether outputs of several micro-batches become one."""
-    request = attempt.request
-    plan = attempt.plan
-    has_several = len(plan.substep_rows) > len(plan.shares)
-    returns_shares = request.return_outputs and not (plan.order or plan.is_dealt)
-    return has_several or request.whole_batch or not returns_shares
-
-
-def _refuse_constants(
-    piece: Any, num_rows: int, entries: Sequence[int], computed: Sequence[Any]
-) -> None:
-    """Refuse a tensor that has k > 1 entries per row by chance.
-
-    ``piece`` is the output for a micro-batch of ``num_rows``, and ``entries`` has k for
-    each of its tensors. ``computed`` are outputs for other numbers of rows, in which a
-    tensor without rows is the same.
-
-    Raises:
-        ValueError: the join would take it for entries of rows.
-    """
-    tensors = zip(*map(nested.tensors, (piece, *computed)), strict=False)
-    for number, (of_piece, first, *others) in zip(entries, tensors, strict=False):
-        if number > 1 and all(same_bits(first, other) for other in others):
-            raise ValueError(
-                f"the module returns a tensor of shape {tuple(of_piece.shape)} for any "
-                f"number of rows, which looks like {number} entries for each of the "
-                f"{num_rows} rows of a micro-batch; read it from the module in the "
-                "place of returning it, or change the number of rows per micro-batch. "
-                "Nothing was changed"
-            )
+def _equal_tensors(outputs: Sequence[Any]) -> frozenset[int]:
+    """The positions of tensors that are the same in all outputs."""
+    positions: list[int] = []
+    tensors_by_position = zip(*map(nested.tensors, outputs), strict=False)
+    for position, (first, *others) in enumerate(tensors_by_position):
+        if all(same_bits(first, other) for other in others):
+            positions.append(position)
+    return frozenset(positions)
 
 
 def _outputs_of(

@@ -130,6 +130,7 @@ class Runs:
             modules_of_user += replica_set.contents.modules.values()
         self.backward_calls = BackwardCalls(modules_of_user)
         self._step_rows = set(attempt.plan.substep_rows)
+        self._shapes_at_once: list[torch.Size] = []
         # Of a function that replicas share, one replica's forward pass may change what
         # it reads.
         self._shares_criterion = root_to_replicate(request.criterion) is None
@@ -297,8 +298,15 @@ class Runs:
         An output with as many entries as each micro-batch of the step has rows is taken
         for rows.
         """
+        first = nested.tensors(outputs[0])
         if len(outputs) == 1:
+            self._shapes_at_once = [tensor.shape for tensor in first]
             return outputs[0]
+        # The number of rows tells what has none, also if it divides a tensor's size.
+        constants: set[int] = set()
+        for tensor, shape in zip(first, self._shapes_at_once, strict=False):
+            if tensor.ndim and tensor.shape == shape:
+                constants.add(id(tensor))
         dim = self.request.dim
         sizes = [len(part) for part in parts]
         is_marked = any(batch.has_marked_rows for batch in self.request.batches)
@@ -311,9 +319,12 @@ class Runs:
                 for tensor in tensors
                 if -tensor.ndim <= dim < tensor.ndim
             }
-            if sizes_of_leaves == self._step_rows and len(set(sizes)) > 1:
+            if sizes_of_leaves == self._step_rows:
                 return torch.cat(leaves, dim)
-            return join_rows(leaves, dim, sizes, sizes, lists=lists)
+            positions = [0] if id(leaves[0]) in constants else []
+            return join_rows(
+                leaves, dim, sizes, sizes, lists=lists, constants=positions
+            )
 
         return nested.merge(join, outputs)
 

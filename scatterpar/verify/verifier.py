@@ -57,7 +57,7 @@ class Verifier:
         self.choice = Choice()
         self._is_distributed = is_distributed
         self._looks = Looks()
-        self._joins = JoinCheck()
+        self._joins = JoinCheck(is_distributed)
 
     def check(
         self, attempt: Attempt, tasks: Sequence[ReplicaTask], loop: LoopOptions
@@ -203,6 +203,8 @@ class Verifier:
     ) -> None:
         """Check on a few rows how ``outputs`` are joined, until values show the order.
 
+        The attempt gets the positions of the tensors that have no rows.
+
         ``compute`` gave the outputs; ``function`` is what the user passed to
         ``engine.map``.
 
@@ -210,7 +212,10 @@ class Verifier:
             ValueError: the outputs of parts, joined, are not the output of one call.
         """
         request = attempt.request.of_largest_batch()
-        self._joins.check(attempt, request, task, outputs, compute, function)
+        constants = self._joins.check(
+            attempt, request, task, outputs, compute, function
+        )
+        attempt.constants = constants
 
 
 def _candidate_of(request: Request) -> LossCandidate:

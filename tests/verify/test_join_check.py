@@ -9,7 +9,7 @@ from torch import nn
 
 from scatterpar import ScatterOnceParallel
 from scatterpar.verify import join_check
-from scatterpar.verify.join_check import _common_entries
+from scatterpar.verify.join_check import _with_several_entries
 
 ROWS = torch.arange(1.0, 9).double()[:, None]
 
@@ -112,13 +112,11 @@ def test_numbers_drawn_in_map_refused():
         ([(3, 1), (2, 1)], False),
         ([(6, 1), (6, 1)], False),  # two and three entries
         ([(5, 1), (4, 1)], False),
-        ([(6, 1)], False),  # nothing to join
     ],
 )
 def test_several_entries_per_row_detected(shapes, several):
     pieces = [torch.zeros(shape) for shape in shapes]
-    entries = _common_entries(pieces, [3, 2], 0)
-    assert (max(entries, default=0) > 1) == several
+    assert _with_several_entries(pieces, [3, 2], 0) == ({0} if several else set())
 
 
 class Tokens(nn.Module):
@@ -149,25 +147,57 @@ def test_equal_entries_of_rows_are_joined(devices, rows, verify):
     model = Tokens()
     expected = loss_of_first_tokens(model(ROWS[:rows]), None)
     with ScatterOnceParallel(model, 2, devices(2), verify=verify) as engine:
-        loss = engine.forward_backward(
-            ROWS[:rows], criterion=loss_of_first_tokens, whole_batch=True
-        )
-        torch.testing.assert_close(loss, expected.detach())
+        for _ in range(4):  # the second look takes equal parts, as the step does
+            loss = engine.forward_backward(
+                ROWS[:rows], criterion=loss_of_first_tokens, whole_batch=True
+            )
+            torch.testing.assert_close(loss, expected.detach())
         _, numbers = engine.eval()(ROWS[:rows])
         assert torch.equal(numbers, torch.arange(2).repeat(rows))
         mapped = engine.map(lambda replica, rows: replica(rows)[1], ROWS[:rows])
         assert torch.equal(mapped, numbers)
 
 
-def test_constant_like_entries_of_rows_refused():
-    """Four rows per micro-batch, and eight entries of a table; three are returned once."""
-    refused = Tokens(table_size=8).eval()
-    words = r"shape \(8,\) for any number of rows, which looks like 2 entries"
-    with engine_of(refused) as engine, pytest.raises(ValueError, match=words):
-        engine(ROWS)
-    with engine_of(Tokens(table_size=3).eval()) as engine:
-        _, _, table = engine(ROWS)
-    assert torch.equal(table, torch.ones(3))
+def first_tokens_by_table(output, _):
+    tokens, _, table = output
+    return tokens.square().mean() * len(table) + table.sum()
+
+
+@pytest.mark.parametrize("size", [3, 8])
+def test_constant_is_returned_once(devices, size):
+    """Four rows per micro-batch: of eight entries, each row seemed to have two."""
+    model = Tokens(table_size=size)
+    expected = first_tokens_by_table(model(ROWS), None).detach()
+    with ScatterOnceParallel(model, 1, devices(2)) as engine:
+        for _ in range(2):
+            loss = engine.forward_backward(
+                ROWS, criterion=first_tokens_by_table, whole_batch=True
+            )
+            torch.testing.assert_close(loss, expected)
+        mapped = engine.map(lambda replica, rows: replica(rows)[2], ROWS)
+        _, _, table = engine.eval()(ROWS)
+    assert torch.equal(table, torch.ones(size))
+    assert torch.equal(mapped, table)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("size", [6, 8, 12])
+def test_constant_of_shares_of_other_sizes(devices, whole, size):
+    """Of twelve entries, each of four rows seemed to have three, and of three four."""
+    model = Tokens(table_size=size)
+    rows = torch.arange(1.0, 15).double()[:, None]
+    with ScatterOnceParallel(model, 2, devices(2), shares=[4, 3]) as engine:
+        for select, position in ((True, 2), (lambda output: output[::-1], 0)):
+            _, outputs = engine.forward_backward(
+                rows,
+                criterion=lambda output, _: output[0].square().mean(),
+                return_outputs=select,
+                whole_batch=whole,
+            )
+            sizes = [len(output[position]) for output in outputs]
+            if not (whole and position == 0):  # nobody has looked at these
+                assert sizes == [size, size]
+    assert len(engine.last_step.plan.shares[0].micro_batches) > 1
 
 
 def test_constant_returned_by_shares_is_not_joined():

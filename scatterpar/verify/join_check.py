@@ -81,7 +81,7 @@ class JoinCheck:
         constants = _equal_tensors([whole, *computed]) & candidates
         differences = compare_outputs(whole, backwards, computed, parts, dim)
         # A single piece is joined with those of other ranks, which refuse more.
-        if differences.misplaced and len(attempt.plan.substep_rows) > 1:
+        if differences.misplaced and len(sizes) > 1:
             raise ValueError(refused_order(differences.misplaced, len(rows)).text)
         several = [
             tensor

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from scatterpar.batch import nested
 from scatterpar.batch.joining import join_rows
+from scatterpar.devices.fingerprints import same_bits
 from scatterpar.replicas.module_contents import root_to_replicate
 from scatterpar.state.reports import State, state_of
 from scatterpar.step.attempt import Attempt
@@ -298,13 +299,13 @@ class Runs:
         An output with as many entries as each micro-batch of the step has rows is taken
         for rows.
         """
-        first = nested.tensors(outputs[0])
+        tensors_of_first = nested.tensors(outputs[0])
         if len(outputs) == 1:
-            self._shapes_at_once = [tensor.shape for tensor in first]
+            self._shapes_at_once = [tensor.shape for tensor in tensors_of_first]
             return outputs[0]
         # The number of rows tells what has none, also if it divides a tensor's size.
         constants: set[int] = set()
-        for tensor, shape in zip(first, self._shapes_at_once, strict=False):
+        for tensor, shape in zip(tensors_of_first, self._shapes_at_once, strict=False):
             if tensor.ndim and tensor.shape == shape:
                 constants.add(id(tensor))
         dim = self.request.dim
@@ -321,7 +322,11 @@ class Runs:
             }
             if sizes_of_leaves == self._step_rows:
                 return torch.cat(leaves, dim)
-            positions = [0] if id(leaves[0]) in constants else []
+            first, *others = leaves
+            is_constant = id(first) in constants and all(
+                same_bits(first, other) for other in others
+            )
+            positions = [0] if is_constant else []
             return join_rows(
                 leaves, dim, sizes, sizes, lists=lists, constants=positions
             )

@@ -67,7 +67,9 @@ def _divided(
     num_rows = len(placeholders)
     values = batch[name]
     grid = batch.get(grid_name)
-    if grid is None and len(values) == num_rows:
+    # Three rows may have no image, one and two.
+    is_equal = len(set(placeholders)) == 1
+    if grid is None and len(values) == num_rows and is_equal:
         return {}  # one image per row, or as many for each row
     patches = [1] * len(values) if grid is None else grid.prod(1).tolist()
     images = _images_of_rows(placeholders, patches)

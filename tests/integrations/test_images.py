@@ -53,6 +53,15 @@ def test_patches_follow_their_grid():
     assert collate(divided["pixel_values"].entries[1:2]) is None
 
 
+def test_as_many_images_as_rows_follow_placeholders():
+    """They were taken for one image per row."""
+    pixels = torch.arange(3)[:, None, None, None].expand(3, 3, 2, 2)
+    batch = {"input_ids": texts(0, 4, 8), "pixel_values": pixels}
+    divided = images_by_row(batch, CONFIG)
+    entries = divided["pixel_values"].entries
+    assert [entry[:, 0, 0, 0].tolist() for entry in entries] == [[], [0], [1, 2]]
+
+
 def test_videos_have_their_own_names():
     batch = {
         "input_ids": texts(4, 4, token=8),

@@ -101,6 +101,7 @@ class RouteResult:
 def on_copies(results: Sequence[RouteResult]) -> Iterator[DoctorVerdict]:
     """Conclude whether every byte arrived."""
     broken = [result for result in results if result.fault]
+    # Peer access is between GPUs alone. A fault on the way to the host is elsewhere.
     involves_host = any("host" in route.source + route.target for route in broken)
     remedy = _MEMORY if involves_host else _LINKS
     for route in broken:
@@ -113,7 +114,7 @@ def on_copies(results: Sequence[RouteResult]) -> Iterator[DoctorVerdict]:
                 f"{remedy}"
             )
         yield DoctorVerdict("WRONG", text)
-    if broken:
+    if broken:  # the other ways are fine, which helps nobody
         return
     if results:
         number = len(results)
@@ -129,10 +130,12 @@ def routes(devices: Sequence[torch.device]) -> list[tuple[Place, Place]]:
     """
     host = torch.device("cpu")
     memories = [device for device in dict.fromkeys(devices) if device != host]
+    # Pinning is for the DMA of accelerators; a virtual device is host memory itself.
     accelerators = [device for device in memories if device.type != "cpu"]
     to_devices: list[tuple[Place, Place]] = []
     to_devices += product([PAGEABLE], memories)
     to_devices += product([PINNED], accelerators)
+    # Both ways: an IOMMU may change the bytes of one of them.
     to_host = [(target, source) for source, target in to_devices]
     return [*to_devices, *to_host, *permutations(memories, 2)]
 
@@ -145,6 +148,8 @@ def examine(devices: Sequence[torch.device]) -> Iterator[RouteResult]:
     check_links.cache_clear()  # the next step of an engine checks its own routes again
     senders = [device for device in dict.fromkeys(devices) if has_streams(device)]
     have_links = len(senders) > 1
+    # One block for all sizes: to draw 256 MB again for each route would take longer
+    # than the copies.
     content = _Content(LARGE[-1] if have_links else SIZES[-1])
     for source, target in routes(devices):
         sizes: Sequence[int] = SIZES
@@ -213,6 +218,7 @@ class _AllRoutes:
         sent: dict[torch.device, Tensor] = {}
         for device in self._devices:
             sent[device] = self._content.at(device, size, number)
+        # The engine's own streams: copies at once meet on links that they share.
         synchronize_all(self._devices)
         start = time.perf_counter()
         prefetchers = {device: Prefetcher(device, sent) for device in self._devices}
@@ -245,7 +251,7 @@ def _result(route: _Route | _AllRoutes, sizes: Sequence[int]) -> RouteResult:
                     altered[size] = max(altered[size], int((arrived != sent).sum()))
                 fastest = min(fastest, copies.seconds)
                 speed = size * len(copies.pairs) / fastest / 1e9
-    except Exception as error:
+    except Exception as error:  # of any backend: the next route is tested, too
         failure = f"{type(error).__name__}: {error}"
     return RouteResult(str(route.source), str(route.target), altered, speed, failure)
 
@@ -255,6 +261,7 @@ def carry(tensor: Tensor, source: Place, target: Place) -> tuple[Tensor, float]:
     seconds.
     """
     original = _at(source, tensor)
+    # A pattern, so that bytes that never arrived are seen.
     arrived = _at(target, torch.full_like(original, _INITIAL))
     synchronize_all([source, target])
     start = time.perf_counter()

@@ -88,6 +88,7 @@ def make_batch() -> tuple[Tensor, Tensor]:
 
 def take_gradient(model: nn.Module) -> Tensor:
     """The gradient of all parameters as one vector, which is then cleared."""
+    # Cleared, so that the next way to accumulate begins with nothing.
     gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
     gradient = torch.cat(gradients)
     model.zero_grad()
@@ -102,6 +103,7 @@ def relative_error(gradient: Tensor, reference: Tensor) -> float:
 
 def compare() -> DemoResults:
     """Compute the same batch's gradient in three ways."""
+    # The page has the same numbers on every machine, up to rounding.
     torch.manual_seed(0)
     model = LanguageModel()
     words, labels = make_batch()
@@ -117,6 +119,7 @@ def compare() -> DemoResults:
 
     accum = SUB_STEPS // len(DEVICES)
     with ScatterOnceParallel(model, accum=accum, device_ids=DEVICES) as engine:
+        # As users write it first: the engine says what is missing.
         refusal = ""
         try:
             engine.forward_backward(words, labels, criterion)

@@ -37,8 +37,8 @@ _MILLISECONDS = 1e3
 
 _COPIES = (
     "of the step is spent on moving data. Take larger batches (more rows between two "
-    "of the optimizer's steps), and compare the bandwidths above with what the slots "
-    "should give."
+    "of the optimizer's steps), and compare the measured bandwidths with what the "
+    "slots should give."
 )
 _LAUNCHES = (
     "One interpreter launches all replicas, and these sub-steps are too short to keep "
@@ -55,6 +55,7 @@ _A_BUG = " That should not be: please report it, with this page."
 
 def _network(device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
     """A transformer over the patches of an image, with the same weights every time."""
+    # Convolution, attention and normalisation take kernels of three libraries.
     with torch.random.fork_rng(devices=()):  # the caller's generator stays
         torch.default_generator.manual_seed(0)
         patches = nn.Conv2d(3, 32, 4, stride=4)
@@ -94,6 +95,7 @@ def take_step(devices: Sequence[torch.device]) -> StepComparison:
     rows = 8 * len(devices) + 3  # shares are ragged
     dtype = _widest_dtype(master)
     criterion = nn.CrossEntropyLoss()
+    # A warning is a finding: it stands on the page, not in the middle of it.
     with (
         warnings.catch_warnings(record=True, action="always") as caught,
         ScatterOnceParallel(_network(master, dtype), 3, devices) as engine,
@@ -107,6 +109,7 @@ def take_step(devices: Sequence[torch.device]) -> StepComparison:
 
 def _widest_dtype(device: torch.device) -> torch.dtype:
     """float64; float32 on accelerators that do not have it."""
+    # Rounding hides small faults, and float64 rounds least. Some accelerators lack it.
     try:
         return torch.zeros(1, dtype=torch.float64, device=device).dtype
     except (TypeError, RuntimeError):
@@ -121,6 +124,7 @@ def on_step(step: StepComparison) -> Iterator[DoctorVerdict]:
     else:
         text = f"{step.words}. If copies are fine, please report this as a bug."
         yield DoctorVerdict("WRONG", text)
+    # Each text once: every replica may have warned.
     for warning in dict.fromkeys(step.warned):
         yield DoctorVerdict("note", warning)
 
@@ -145,6 +149,7 @@ class Speed:
         """The engine's time divided by another program's: the median
         over the rounds.
         """
+        # By round: what else runs on the machine slows both programs of a round.
         pairs = zip(self.seconds[ENGINE], self.seconds[other], strict=True)
         return median(ours / theirs for ours, theirs in pairs)
 
@@ -190,10 +195,12 @@ def measure(devices: Sequence[torch.device]) -> Speed:
         images, labels = _batch(rows)
         programs = _programs(engine, images, labels)
         for number in range(1 + ROUNDS):
+            # Two rounds at least: the first one is not counted.
             if number > 1 and time.perf_counter() - begin > BUDGET:
                 break
             for name, program in programs.items():
                 program.module.zero_grad()
+                # Kernels of the program before would count as this one's.
                 synchronize_all(devices)
                 start = time.perf_counter()
                 program.step()
@@ -225,9 +232,11 @@ def _programs(
         engine.forward_backward(images, labels, criterion)
 
     programs = {ENGINE: _Program(engine.module, step)}
+    # As many parts as the engine has sub-steps: kernels of the same size.
     parts = len(devices) * ACCUM
     programs[ONE] = _loop(_network(master), master, images, labels, parts)
     are_different = len(set(devices)) == len(devices) > 1
+    # Replicas that share a processor have no speed of their own.
     if not are_different or master.type == "cpu":
         return programs
     rows = len(images) // len(devices)
@@ -238,7 +247,7 @@ def _programs(
         numbers = [device.index for device in devices]
         parallel = nn.DataParallel(_network(master), numbers)
         program = _loop(parallel, master, images, labels, ACCUM)
-        program.step()
+        program.step()  # raises here, and not in the middle of the rounds
         programs[PER_CALL] = program
     return programs
 
@@ -279,6 +288,7 @@ def on_speed(
         )
         return
     compared = _compared(speed)
+    # From here on the reasons come in order of how much they explain.
     if len(set(map(physical, devices))) < len(devices):
         yield DoctorVerdict(
             "note",
@@ -324,6 +334,7 @@ def _on_unequal_devices(
         alone.append(median(speed.seconds.get(f"{device} alone", [0.0])))
     slowest = max(alone)
     fastest = min(alone)
+    # Also if nothing was measured alone: all are zero.
     if slowest <= _SLOWER * fastest:
         return
     shares = ", ".join(f"{fastest / seconds:.2f}" for seconds in alone)

@@ -494,11 +494,13 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
     @contextlib.contextmanager
     def _in_step(self, engine: ScatterOnceParallel, *steps: str) -> Iterator[None]:
         """In the body, replicas call these functions in turn if they are the user's."""
-        functions = [] if self._is_parallel else self._functions(steps)
-        functions_of_user = [*filter(is_user_function, functions)]
-        self._takes_turns = bool(functions_of_user)
-        for function in functions_of_user:
-            self._user_functions.tell_turns(function)
+        # Once per evaluation: the search takes longer than a small batch.
+        if not engine.loop.continues_evaluation:
+            functions = [] if self._is_parallel else self._functions(steps)
+            functions_of_user = [*filter(is_user_function, functions)]
+            self._takes_turns = bool(functions_of_user)
+            for function in functions_of_user:
+                self._user_functions.tell_turns(function)
         engine.loop.takes_turns = self._takes_turns
         try:
             yield

@@ -70,6 +70,9 @@ _RATES = {
     "lion": 0.0003,
     "lamb": 0.005,
 }
+# Pretrained weights need few steps: twice the rate was better on two of two small sets
+# (docs/training-tool.md, Fine-tuning).
+_FINE_TUNING_RATES = {"adamw": 0.002}
 # Classes of torch.optim for other programs: they need sparse gradients, or closures.
 _UNFIT = ("Optimizer", "SparseAdam", "LBFGS")
 _FEWEST_UPDATES = 8  # per epoch; with fewer, training has too few updates
@@ -593,7 +596,8 @@ def make_optimizer(model: nn.Module, options: Options) -> Optimizer:
     """
     name = optimizer_of(options).lower()
     groups = weight_decay_groups(model, options.weight_decay)
-    keywords: dict[str, Any] = {"lr": options.base_lr or _RATES.get(name, 0.0)}
+    rates = _RATES | _FINE_TUNING_RATES if options.pretrained else _RATES
+    keywords: dict[str, Any] = {"lr": options.base_lr or rates.get(name, 0.0)}
     if name == "sgd":
         keywords["momentum"] = options.momentum
         keywords["nesterov"] = options.momentum > 0

@@ -51,7 +51,7 @@ from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.streams import use_device
 from scatterpar.devices.transfers import to_device, write
 from scatterpar.engine import ScatterOnceParallel
-from scatterpar.errors import add_note, warn
+from scatterpar.errors import Told, add_note, warn
 from scatterpar.integrations import loop
 from scatterpar.integrations.device_errors import explained
 from scatterpar.integrations.evaluation import outputs_of_batches
@@ -668,7 +668,7 @@ class _LoggedValues:
         # Of a look: the call for all its rows, and those for parts of them.
         self._whole: _Call | None = None
         self._parts: list[_Call] = []
-        self._told: set[str] = set()
+        self._told = Told()
 
     def log(self, module: LightningModule, calls: Sequence[_Call]) -> None:
         """Log what calls have logged: metrics, and one value for all rows.
@@ -718,13 +718,13 @@ class _LoggedValues:
         for key, entries in _logged_by(parts).items():
             name, _ = key
             expected, _ = whole.logged.get(key, (None, None))
-            if not isinstance(expected, Tensor) or name in self._told:
+            if not isinstance(expected, Tensor):
                 continue
             value, _ = self._value_of(name, entries)
             expected = expected.to(value)
-            if torch.isclose(value, expected, _CLOSE, _CLOSE, equal_nan=True):
+            is_mean = torch.isclose(value, expected, _CLOSE, _CLOSE, equal_nan=True)
+            if is_mean or not self._told.is_new(name):
                 continue
-            self._told.add(name)
             warn(
                 f"training_step logs {name!r} = {expected:.4g} for {whole.num_rows} "
                 f"rows, and its calls for parts of them combine to {value:.4g}: it is "

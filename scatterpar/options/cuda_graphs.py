@@ -38,12 +38,12 @@ from scatterpar.log import logger
 from scatterpar.look_steps import is_look_step
 from scatterpar.options.replay_look import (
     Comparison,
-    changed_names,
     compare,
-    plain_values,
 )
 from scatterpar.replicas.references import parts_of
 from scatterpar.replicas.replicas import ReplicaSet, parameter_writes_refused
+from scatterpar.state.reports import changed_names, plain_values
+from scatterpar.state.walk import Walk
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss import forward
 from scatterpar.step.substeps import (
@@ -447,7 +447,7 @@ class GraphedSubsteps(Substeps):
                 warm_up = partial(self._warm_up, task, rows)
                 graph = self._graphs.record(warm_up, task)
                 if not task.share.replica:  # the one that is looked at
-                    graph.values = plain_values([task.criterion, task.module])
+                    graph.values = plain_values(Walk([task.criterion, task.module]))
                 return graph
         except Exception as error:
             if is_out_of_memory(error):

@@ -5,24 +5,21 @@
     eager    = loss and gradients of a micro-batch, by the replica's own code
     replayed = the same by its graph, from the same state and random numbers
 
-They differ if a value has changed that the graph has frozen. ``plain_values`` names it.
+They differ if a value has changed that the graph has frozen.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from scatterpar.batch import nested
 from scatterpar.devices.transfers import to_numbers
-from scatterpar.replicas.references import parts_of
 from scatterpar.state.journal import Journal
 from scatterpar.state.walk import Walk
 from scatterpar.step.attempt import Attempt
@@ -36,9 +33,6 @@ from scatterpar.verify.comparison import (
 )
 from scatterpar.verify.dropped_records import records_dropped
 from scatterpar.verify.rounding import Rounding
-
-_MAX_DEPTH = 4  # of containers and objects within each other
-_MAX_VALUES = 2000
 
 
 @dataclass(frozen=True)
@@ -129,87 +123,3 @@ def _equal(
     if before.keys() != after.keys():
         return False
     return all(torch.equal(before[device], after[device]) for device in before)
-
-
-# --- the names of values that a graph froze ---
-
-
-def plain_values(functions: Sequence[Any]) -> dict[str, Any]:
-    """The numbers, texts, flags and tensors that functions and objects lead to, by
-    name.
-
-    A tensor is its address: what is written in place is not frozen.
-    """
-    values: dict[str, Any] = {}
-    seen: set[int] = set()
-    pending = [("", function, 0) for function in functions]
-    while pending and len(values) < _MAX_VALUES:
-        name, value, depth = pending.pop(0)
-        if isinstance(value, nested.PLAIN_CLASSES):
-            values[name] = value
-            continue
-        if isinstance(value, Tensor):
-            values[name] = id(value)
-            continue
-        # Plain values are not asked: equal ones may be one object.
-        if id(value) in seen or depth > _MAX_DEPTH:
-            continue
-        seen.add(id(value))
-        with contextlib.suppress(Exception):  # raised by a user's object
-            children = list(_named_children(name, value))
-            pending += [(child, inner, depth + 1) for child, inner in children]
-    return values
-
-
-def changed_names(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """The names whose values are not the same."""
-    return [name for name in before if name in after and before[name] != after[name]]
-
-
-def _named_children(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    parts = parts_of(value)
-    if isinstance(value, types.MethodType):
-        yield name, value.__func__
-        yield name or "self", value.__self__
-    elif parts.called is not None:
-        yield name, parts.called
-        for key, argument in parts.bound.items():
-            keyword = f"{key}=" if key in value.keywords else key
-            yield f"{keyword} of the functools.partial", argument
-    elif isinstance(value, types.FunctionType):
-        yield from _variables_of(value)
-    elif isinstance(value, nn.Module):
-        yield from _parts_of(name or type(value).__name__, value)
-    elif isinstance(value, Mapping):
-        for key, entry in value.items():
-            yield f"{name}[{key!r}]", entry
-    elif isinstance(value, (list, tuple)):
-        for number, entry in enumerate(value):
-            yield f"{name}[{number}]", entry
-    elif not isinstance(value, (type, types.ModuleType)):
-        for key, attribute in parts.attributes.items():
-            yield f"{name}.{key}" if name else key, attribute
-        call = vars(type(value)).get("__call__")
-        if isinstance(call, types.FunctionType):
-            yield from _variables_of(call)
-
-
-def _variables_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Globals and closed-over variables that a function names."""
-    parts = parts_of(function)
-    yield from parts.file_globals.items()
-    yield from parts.closure.items()
-
-
-def _parts_of(name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What the layers of a module refer to, beside parameters, buffers and layers."""
-    for path, layer in module.named_modules():
-        where = f"{name}.{path}" if path else name
-        forward = type(layer).forward
-        # What a layer's code reads, beside its attributes: a graph froze that, too.
-        if isinstance(forward, types.FunctionType):
-            yield from _variables_of(forward)
-        for key, value in vars(layer).items():
-            # Private ones are torch's registries: their tensors are written in place.
-            if not key.startswith("_"):
-                yield f"{where}.{key}", value

@@ -13,7 +13,6 @@ on its question::
                       write, with a function that restores each
     Kinds             as ``reachable``, and the plain attributes of modules: what tells
                       programs apart
-    plain_values      closures, globals, attributes, also of modules; paths are names
     a graph's state   closures and attributes, not further: it is compared in each step
 
 A batch has a walk of its own (``batch/objects.py``): it looks for values that a split

@@ -1,9 +1,9 @@
-"""Names of state that calls move, such as a counter, and of what cannot be restored."""
+"""Values by the names that texts tell: state that calls move, values in a graph."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from scatterpar.devices.fingerprints import same_bits
 from scatterpar.replicas.module_contents import CONTAINERS
 from scatterpar.replicas.replicas import Replica
-from scatterpar.state.journal import Journal
+from scatterpar.replicas.snapshot import PLAIN
+from scatterpar.state.walk import PlaceKind, Walk
 
 _OF_TORCH = vars(nn.Module()).keys()
 _PLAIN = (int, float, bool, str)
@@ -23,10 +24,30 @@ _MAX_ELEMENTS = 2**20  # of a tensor in a container
 State = dict[str, Any]  # values by the names that a warning tells
 
 
-def text_of_unsaved(journals: Sequence[Journal]) -> str:
-    """What journals cannot restore, by name; empty if there is nothing."""
-    names = [name for journal in journals for name in journal.unsaved]
-    return f"a look could not put back {', '.join(names)}" if names else ""
+def plain_values(walk: Walk) -> dict[str, Any]:
+    """The numbers, texts, flags and tensors to which roots lead, by name.
+
+    A tensor is its address, because a captured graph reads it again.
+    """
+    values: dict[str, Any] = {}
+    for number, container in walk.containers:
+        is_value = walk.values[number] is container
+        kind = PlaceKind.ENTRY if is_value else PlaceKind.ATTRIBUTE
+        is_dict = isinstance(container, dict)
+        for key, value in container.items() if is_dict else enumerate(container):
+            if type(value) in PLAIN:
+                values[walk.name_of_entry(number, kind, key)] = value
+    for place in walk.places:
+        if isinstance(place.value, Tensor):
+            values[walk.name_of_place(place)] = id(place.value)
+        elif type(place.value) in PLAIN:  # of a variable, a slot or a class
+            values[walk.name_of_place(place)] = place.value
+    return values
+
+
+def changed_names(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """The names whose values are not the same."""
+    return [name for name in before if name in after and before[name] != after[name]]
 
 
 def state_of(replicas: Sequence[Replica]) -> State:

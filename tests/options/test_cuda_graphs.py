@@ -515,7 +515,7 @@ FROZEN = {
         partial(times, ARGUMENT),
         ARGUMENT,
         "factor",
-        "argument 0 of the functools.partial['factor']",
+        "argument 0['factor']",
     ),
 }
 

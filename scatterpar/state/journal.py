@@ -53,7 +53,8 @@ _MAX_BYTES = (
     2**26
 )  # of tensors that are no buffers, and of arrays; larger ones are data
 # Places that no container saves.
-_VARIABLES = {PlaceKind.SLOT, PlaceKind.CELL, PlaceKind.GLOBAL, PlaceKind.CLASS}
+# A tuple: the hash of a member of an enumeration takes a call of Python.
+_VARIABLES = PlaceKind.SLOT, PlaceKind.CELL, PlaceKind.GLOBAL, PlaceKind.CLASS
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ class Journal:
         for module in self.walk.modules:
             buffers |= {id(buffer) for buffer in module._buffers.values()}
         bytes_left = _MAX_BYTES
-        for number, tensor in enumerate(self.walk.values):
+        for number, tensor in enumerate(self.walk.values if self.walk.tensors else ()):
             if not isinstance(tensor, Tensor) or tensor.is_meta:
                 continue
             key = id(tensor)

@@ -26,6 +26,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -55,6 +56,7 @@ _MAX_SAVED_ENTRIES = 2**20  # of a container: a longer one is data
 UNSET = object()  # the value of a place that has none
 # Classes that override this compute their items, such as a library's table of classes.
 _GETTERS = dict.__getitem__, list.__getitem__, deque.__getitem__, None
+_BUILTIN_CONTAINERS = {dict, list, deque, set}
 _FUNCTIONS = types.FunctionType, types.MethodType, nn.Module
 _BUILTIN_METHODS = types.BuiltinMethodType, types.MethodWrapperType
 _NAMELESS = {"_modules", "_parameters", "_buffers"}  # containers inside of modules
@@ -190,6 +192,7 @@ class Walk:
         self._seen: set[int] = set()
         self._seen_globals: set[tuple[int, str]] = set()
         self._seen_classes: set[int] = set()
+        self._slots: dict[type, list[Any]] = {}  # by class
         self._root_ids: set[int] = set()
         for root in roots:
             self._root_ids |= {id(root), id(getattr(root, "__self__", None))}
@@ -219,12 +222,16 @@ class Walk:
         """Record a place, and add its value."""
         place = Place(kind, holder, key, value, parent)
         self.places.append(place)
-        if value is not UNSET and id(value) not in self._seen:
+        # Not ``_add`` at once: most values are known, or in a long list of others.
+        if id(value) not in self._seen and value is not UNSET:
             self._add(value, place, self._depths[parent] + 1)
 
     def _follow(self, number: int, value: Any) -> None:
         """Record the places to which a value leads."""
-        # First, because a proxy claims to be of its object's class.
+        if type(value) in _BUILTIN_CONTAINERS:  # which most values are
+            self._follow_entries(number, value, PlaceKind.ENTRY)
+            return
+        # Before all others, because a proxy claims to be of its object's class.
         if type(value) in weakref.ProxyTypes or isinstance(value, weakref.ref):
             return  # it does not hold its object
         if isinstance(value, Tensor):
@@ -255,6 +262,9 @@ class Walk:
         if len(container) > MAX_ENTRIES:  # its entries are those of a log
             return
         if isinstance(container, dict):
+            # A loop of C first: an entry of a log holds nothing but numbers.
+            if PLAIN.issuperset(map(type, chain(container, container.values()))):
+                return
             # A list, because an entry that is imported lazily may add others.
             for key, entry in [*container.items()]:
                 if type(key) not in PLAIN:
@@ -341,16 +351,17 @@ class Walk:
             self._follow_class(number, type(value))
 
     def _follow_slots(self, number: int, value: Any) -> None:
-        for base in type(value).__mro__:
-            for name, slot in vars(base).items():
-                # Python's own members, such as a partial's, have no values of the user.
-                is_slot = isinstance(slot, types.MemberDescriptorType)
-                if is_slot and not name.startswith("__"):
-                    content = Place(PlaceKind.SLOT, value, slot, None, number).read()
-                    self._refer(PlaceKind.SLOT, value, slot, content, number)
+        kind = type(value)
+        if kind not in self._slots:  # objects of one class are many
+            self._slots[kind] = _slots_of(kind)
+        for slot in self._slots[kind]:
+            content = Place(PlaceKind.SLOT, value, slot, None, number).read()
+            self._refer(PlaceKind.SLOT, value, slot, content, number)
 
     def _follow_class(self, number: int, kind: type) -> None:
         """Follow a class and its bases of the user: values, and what methods name."""
+        if id(kind) in self._seen_classes:
+            return
         bases = [base for base in kind.__mro__[1:] if is_user_class(base)]
         for base in (kind, *bases):
             if id(base) in self._seen_classes:
@@ -488,6 +499,18 @@ def exchanged(value: Any, replacements: Mapping[int, Any]) -> Any:
         return value
     assert parts.make is not None
     return parts.make(*others)
+
+
+def _slots_of(kind: type) -> list[Any]:
+    """The descriptors of slots in a class and its bases."""
+    slots: list[Any] = []
+    for base in kind.__mro__:
+        for name, slot in vars(base).items():
+            # Python's own members, such as a partial's, have no values of the user.
+            is_slot = isinstance(slot, types.MemberDescriptorType)
+            if is_slot and not name.startswith("__"):
+                slots.append(slot)
+    return slots
 
 
 def _is_made_of(value: Any, kinds: type | tuple[type, ...]) -> bool:

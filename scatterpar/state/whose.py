@@ -79,16 +79,22 @@ def whose(value: Any) -> Whose:
     """Whose an object is; not for plain values, containers, tensors and modules."""
     if _holds_a_thread(value):
         return Whose.THREADS
-    for base in type(value).__mro__:
-        if base.__name__.endswith(_ENDINGS):
-            return _rule_of(base).whose
+    kind: Any = type(value)
+    rule = _rule_for(kind)
+    if rule is not None:
+        return rule.whose
     if is_user_class(type(value)) or _is_record(value):
         return Whose.USER
     return Whose.LIBRARY
 
 
-def _rule_of(base: type) -> ClassRule:
-    return next(rule for rule in RULES if base.__name__.endswith(rule.ending))
+@functools.lru_cache(maxsize=1024)
+def _rule_for(kind: type) -> ClassRule | None:
+    """The rule for a class, or for the first of its bases that has one."""
+    for base in kind.__mro__:
+        if base.__name__.endswith(_ENDINGS):
+            return next(row for row in RULES if base.__name__.endswith(row.ending))
+    return None
 
 
 def attributes_of(value: Any) -> dict[str, Any]:

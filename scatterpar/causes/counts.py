@@ -124,6 +124,7 @@ def _with_edges(words: str, path: str, tensor: Tensor, ignored: int) -> list[Cou
         if edge:
             entries = is_counted[:, 1:] if edge == "first" else is_counted[:, :-1]
         per_row = to_numbers(entries.reshape(len(entries), -1).sum(1))
+        # If all entries count, no loss can count them wrong.
         is_selective = not bool(entries.all())
         if ignored == 0:
             is_selective = is_mask(tensor) or (is_selective and _is_padding(is_counted))

@@ -77,6 +77,7 @@ class SplitArguments:
                 f"process alone, and ranks={self.ranks} starts others; make it, or the "
                 f"Trainer that has it, in step, and call prepare() there"
             )
+        # Tensors of accelerators cannot be sent to other processes as copies.
         devices = {parameter.device.type for parameter in self.model.parameters()}
         if devices != {"cpu"}:
             raise ValueError(

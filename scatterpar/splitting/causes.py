@@ -53,6 +53,7 @@ def explain(trial: Trial, expected: Gradients, results: list[StepResult]) -> Cau
             if worst <= trial.limit:
                 return _BATCH_NORM
             prefix = "Also with the running statistics of batch normalisation: "
+    # From here on all runs of the step are those of the causes.
     evidence = GradientEvidence(trial, expected, results)
     finding, errors_of_causes = first_finding(evidence)
     failures += errors_of_causes
@@ -225,7 +226,7 @@ def _effect_on_optimizers(finding: Finding, evidence: GradientEvidence) -> str:
             f" Adam hides the factor, and a second term shows it.{clipped} ({norms})."
         )
     if finding.kind in (CauseKind.RANKS_DIFFER, CauseKind.NO_GRADIENT):
-        return ""
+        return ""  # no optimizer mends these
     cosine = float(torch.cosine_similarity(actual, expected, dim=0))
     return f" Adam does not hide it: the direction differs (cosine {cosine:.3f})."
 
@@ -322,6 +323,7 @@ def _meaning(factor: float, ranks: int, parts: int) -> tuple[str, str]:
     )
     meanings: dict[str, None] = {}
     remedies: dict[str, None] = {}
+    # With as many ranks as parts, several readings fit: all are told.
     for number, value, meaning, remedy in known:
         if number > 1 and math.isclose(factor, value, rel_tol=CLOSE):
             meanings[meaning] = None
@@ -368,6 +370,7 @@ def _weights_in_words(
     remedy = _REMEDIES[kind]
     ratio = _ratio_of_neighbours(weights.computed / weights.right, ranks)
     ratio = ratio or _ratio_of_neighbours(weights.computed, ranks)
+    # If no count has the right weights, the loss is no mean over terms.
     counted = evidence.counted_as(weights.right)
     repeated = ""
     if kind is CauseKind.OTHER_WEIGHTS and ratio is not None:
@@ -405,6 +408,7 @@ def _ratio_of_neighbours(weights: Tensor, ranks: int) -> float | None:
 def _shown(evidence: GradientEvidence, weights: Tensor) -> str:
     """Weights of the parts, with what they count."""
     numbers = ", ".join(f"{float(weight):.3g}" for weight in weights)
+    # A part without terms weighs nothing in any loop.
     used = weights[weights != 0]
     if is_close(used, used[:1], CLOSE):
         return f"equally ({numbers})"

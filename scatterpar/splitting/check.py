@@ -110,6 +110,7 @@ def check(arguments: SplitArguments) -> SplitCheck:
     trial = Trial(arguments)
     reference, results = trial.compare()
     expected = reference.gradients
+    # A cause costs further runs, so it is only sought if something differs.
     worst, parameter = trial.worst_error(results, expected)
     cause = Cause()
     of_terms: dict[str, Cause] = {}

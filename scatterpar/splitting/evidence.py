@@ -108,7 +108,7 @@ class GradientEvidence(SplitEvidence):
         """The one number that the right gradient is multiplied by, if there is one."""
         actual = joined(self.actual, names)
         if len(actual) < _LEAST_NUMBERS:
-            return None
+            return None  # any two numbers are multiples of each other
         return factor_between(actual, joined(self.expected, names), self.tolerance)
 
     def weights(self, names: Sequence[str]) -> Weights | None:
@@ -125,6 +125,7 @@ class GradientEvidence(SplitEvidence):
 
     def order_matters(self) -> bool:
         """Whether the parts of each rank in reverse order give another gradient."""
+        # Sums do not depend on the order, what one part leaves for the next does.
         backwards = [share[::-1] for share in self.trial.split()]
         actual = self.trial.results(backwards)[0].gradients
         return self.trial.error(actual, self.actual)[0] > self.trial.limit
@@ -153,6 +154,7 @@ class GradientEvidence(SplitEvidence):
         difference. ``others`` is the number of ranks for parts, and of parts for ranks.
         """
         trial = self.trial
+        # Both splits must cut the same rows without a rest.
         multiple = _UNITS[0] * _UNITS[1] * others
         rows = trial.rows[: len(trial.rows) // multiple * multiple]
         if not rows:
@@ -160,10 +162,12 @@ class GradientEvidence(SplitEvidence):
         expected = joined(trial.reference(rows).gradients)
         differences = []
         for number, (ranks, parts) in zip(_UNITS, splits, strict=True):
+            # Dealt like cards, so that each part has rows of all kinds.
             dealt = [row for start in range(number) for row in rows[start::number]]
             results = trial.results(trial.cut(dealt, ranks, parts, equal=True))
             differences.append(joined(results[0].gradients) - expected)
         two, three = differences
+        # Without a difference there is no direction.
         if not two.any() or not three.any():
             return []
         factor = float(three.norm() / two.norm())
@@ -207,6 +211,7 @@ class GradientEvidence(SplitEvidence):
 
     def _is_right_in_parts(self, rows: list[int]) -> bool:
         trial = self.trial
+        # As few runs as show it: two parts, or a part for each rank.
         parts = 2 if trial.ranks == 1 else 1
         split = trial.cut(rows, trial.ranks, parts, equal=True)
         actual = trial.results(split)[0].gradients
@@ -223,6 +228,7 @@ class GradientEvidence(SplitEvidence):
         if right is not None:
             computed = self._weights(self.actual, self.names)
             return computed is not None and is_close(computed, right, CLOSE)
+        # Fewer numbers than twice the parts could be explained by any weights.
         num_numbers = len(joined(self.expected))
         return not self.is_undefined and num_numbers >= 2 * len(self.parts)
 

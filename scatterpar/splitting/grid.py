@@ -68,7 +68,7 @@ class SplitGrid(Printed):
         for cell in self.cells:
             report = cell.report
             if report.passed:
-                continue
+                continue  # rounding needs no permission
             for name in report.wrong:
                 prefix = _prefix_of(name, allowed)
                 if prefix is None:
@@ -80,6 +80,7 @@ class SplitGrid(Printed):
                     )
                 else:
                     seen.add(prefix)
+        # A difference that is mended must leave the list, or it could come back.
         for prefix in allowed.keys() - seen:
             problems.append(
                 f"no cell differs in {prefix} by {allowed[prefix]}; take it out of "
@@ -155,7 +156,7 @@ def splitgrid(
     cells = []
     for num_ranks, num_parts in product(ranks, parts):
         if num_ranks == num_parts == 1 and loss is None:
-            continue
+            continue  # the step would be compared with itself
         arguments = SplitArguments(
             step,
             model,

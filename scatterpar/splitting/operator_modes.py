@@ -60,6 +60,7 @@ class RepeatedNumbers(ConstantNumbers):
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
         if func.overloadpacket is torch.ops.aten.randperm:
+            # Drawn all the same, for its dtype and device.
             drawn = func(*args, **(kwargs or {}))
             return torch.arange(len(drawn), out=drawn)
         if func.overloadpacket is torch.ops.aten.multinomial:
@@ -118,6 +119,7 @@ class CastsInDouble(OperatorMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run ``func`` with another ``dtype``."""
+        # Casts and factories say their dtype by this name.
         arguments = dict(kwargs or {})
         dtype = arguments.get("dtype")
         if dtype is not None and (dtype.is_floating_point or dtype.is_complex):

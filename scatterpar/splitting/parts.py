@@ -48,6 +48,7 @@ def order_rows(
     table = torch.tensor(list(is_selective), dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     scaled = (table - table.mean(1, keepdim=True)) / table.std(1, keepdim=True)
+    # Sums of counts in random proportions separate rows that single counts do not.
     factors = torch.randn(
         _NUM_ORDERS, len(table), generator=generator, dtype=torch.float64
     )
@@ -71,6 +72,7 @@ def _order_by_labels(tensors: Sequence[NamedTensor], num_rows: int) -> list[int]
         if not tensor.is_floating_point():
             is_label = tensor != IGNORED[0]
             features.append(is_label.reshape(num_rows, -1).sum(1))
+    # Means break ties, so that classes and sizes differ between parts, too.
     for _, tensor in in_order:
         flat = tensor.reshape(num_rows, -1)
         features.append(flat.double().nan_to_num().mean(1))
@@ -96,6 +98,7 @@ def _spreads(table: Tensor, orders: Tensor, groups: Sequence[Groups]) -> Tensor:
             continue
         stops = torch.tensor([0, *accumulate(sizes)])
         terms = sums[:, :, stops].diff(dim=2)
+        # A loop may weigh parts equally, or by rows: neither may hide the count.
         for numbers in (terms, terms / torch.tensor(sizes)):
             spread = numbers.amax(2) - numbers.amin(2)
             spreads.append(spread / numbers.abs().mean(2).clamp_min(math.ulp(1.0)))
@@ -138,6 +141,7 @@ def cut(rows: Sequence[int], count: int, *, equal: bool) -> list[Part]:
             f"{len(rows)} rows cannot be cut into {count} equal parts; pass a batch "
             f"with a multiple of {count} rows, or equal=False"
         )
+    # 4 : 3 : 2 : 1, so that no two neighbours of a few parts are alike.
     shares = [1] * count if equal else list(range(count, 0, -1))
     spare = len(rows) - count  # after each part has one row
     stops = [0]

@@ -75,6 +75,7 @@ def run_on_ranks(job: RankJob, seconds: float) -> list[StepResult]:
     is_forked = can_fork()
     context: Any = multiprocessing.get_context("fork" if is_forked else "spawn")
     sent: RankJob | bytes = job if is_forked else _pickled(job)
+    # Once here, and not in each forked process: it takes seconds.
     import_compiler()
     size = len(job.shares)
     with tempfile.TemporaryDirectory() as name:
@@ -127,6 +128,7 @@ def _kill(processes: list[Any]) -> None:
 
 
 def _free_port() -> int:
+    # For steps that form a group of their own by these variables.
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
@@ -168,12 +170,14 @@ def _rank(
         )
     except BaseException as error:  # also SystemExit: the parent shall know
         answer = _Failure(_described(error), time.monotonic())
+    # Renamed when it is whole, because the parent may look at any time.
     unfinished = folder / f"{rank}.part"
     torch.save(answer, unfinished)
     unfinished.rename(_answer_file(folder, rank))
     if isinstance(answer, StepResult) and dist.group.WORLD is group:
         with contextlib.suppress(RuntimeError):
             dist.barrier()  # other ranks may still need this one's connections
+    # ``os._exit`` does not flush.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # without waiting for threads that the step has started
@@ -223,6 +227,7 @@ def _set_environment(rank: int, size: int, port: int) -> None:
     for name, value in values.items():
         os.environ[name] = str(value)
     if sys.platform == "linux":
+        # A machine's name may lead to an address that is not its own.
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     reset_accelerate()
 

@@ -112,10 +112,12 @@ def run_step(
 
     ``tensors`` are the user's tensors that ``step`` and ``model`` refer to.
     """
+    # What a user has accumulated before is no part of this step.
     for tensor in tensors:
         if tensor.is_leaf:
             tensor.grad = None
     if settings.in_double:
+        # Tensors that the step makes without a dtype follow.
         torch.set_default_dtype(torch.float64)
         _convert_to_double(tensors)
     if settings.fills_zeros:
@@ -143,7 +145,7 @@ def run_step(
         stack.enter_context(terms)
         stack.enter_context(optimizers)
         value = step(model, batches)
-        optimizers.returned = value
+        optimizers.returned = value  # if the step has not ended before
         if not gradients.has_run_backward and not settings.returns_values:
             terms.run_backward(value)
     if settings.returns_values:
@@ -226,11 +228,13 @@ class OptimizersWithoutGradients:
         arguments = {**dict(zip(("self", "closure"), args, strict=False)), **kwargs}
         closure = arguments.get("closure")
         if callable(closure):
+            # ``Optimizer.step`` runs under ``no_grad``, its closure does not.
             with torch.enable_grad():
                 self.returned = closure()
         if self._gradients.is_complete(optimizer):
             raise _EndOfStep
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        # An optimizer skips parameters without a gradient, decay included.
         for parameter in parameters:
             parameter.grad = None
         if callable(closure):
@@ -266,6 +270,7 @@ class Clippings:
             gradient = parameter.grad
             if gradient is None:
                 continue
+            # Another gradient object was accumulated anew, after ``zero_grad()``.
             clipped, values = self._clipped.pop(id(parameter), (None, gradient))
             if clipped is gradient and not torch.equal(gradient, values):
                 gradient.sub_(values, alpha=0.5)
@@ -289,6 +294,7 @@ def values_of(returned: Any) -> Gradients:
     named = returned if isinstance(returned, dict) else {"value": returned}
     values = {}
     for name, number in named.items():
+        # Numbers of NumPy and of torch, and lists of them.
         try:
             value = torch.as_tensor(number, dtype=torch.float64).detach()
         except (TypeError, ValueError, RuntimeError):  # a text, an object
@@ -376,6 +382,7 @@ def _drawn_since(before: dict[str, Any]) -> frozenset[str]:
 def _generators_at_start() -> set[str]:
     """The generators whose next number is the first one after they were seeded."""
     names = set()
+    # Trainers seed at their start, which is no draw: nothing depends on the split.
     seeded = torch.Generator().manual_seed(torch.initial_seed())
     if torch.equal(seeded.get_state(), torch.get_rng_state()):
         names.add("torch")

@@ -46,6 +46,7 @@ class Terms:
     def term(self, name: str, loss: Tensor) -> Tensor:
         """The loss; if it is left out, with a gradient of zero."""
         self.names[name] = None
+        # Times zero, so that its graph stays, as DDP expects it.
         return loss * 0 if name == self._without else loss
 
     def run_backward(self, returned: Any) -> None:

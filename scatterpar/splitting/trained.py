@@ -57,6 +57,7 @@ class TrainedGradients:
         self._optimizers: dict[int, Optimizer] = {}
 
     def __enter__(self) -> None:
+        # ``Tensor.backward`` looks it up at each call.
         self._backward = torch.autograd.backward
         torch.autograd.backward = self._run_backward
 
@@ -70,6 +71,7 @@ class TrainedGradients:
             if not isinstance(root, Tensor):  # an edge of the graph
                 continue
             for leaf in leaves_reached(root, ()):
+                # Other leaves are inputs that require grad, as for a penalty.
                 if isinstance(leaf, nn.Parameter):
                     self._reached[id(leaf)] = leaf
         self._backward(tensors, *args, **kwargs)
@@ -83,6 +85,7 @@ class TrainedGradients:
                 place = f"step.{type(optimizer).__name__}.{index}.{number}"
                 name = names.get(id(parameter), place)
                 self._received_ids.add(id(parameter))
+                # The first step counts: a loop may go on to the next one.
                 self._received.setdefault(name, copy_of_gradient(parameter))
 
     def _names(self) -> dict[int, str]:
@@ -120,9 +123,11 @@ class TrainedGradients:
             gradients[name] = (
                 self._left(name, parameter) if gradient is None else gradient
             )
+        # An optimizer may hold leaves that this batch does not reach.
         for name, gradient in self._received.items():
             if gradient.any():
                 gradients.setdefault(name, gradient)
+        # With an optimizer, what it does not hold is not trained.
         if not self._optimizers:
             for name, leaf in self._outside.items():
                 gradient = self._left(name, leaf)

@@ -88,6 +88,7 @@ class Trial:
             )
         self._batch = batch_of(batch, None, num_rows, 0)
         counted = batch if arguments.counted is None else arguments.counted
+        # A loss may count in the samples of a data set, which a collator makes tensors.
         tensors = named_tensors(counted)
         self.counts = counts_of(tensors, num_rows)
         self.has_sequences = any(_is_sequence(named.tensor) for named in tensors)
@@ -151,8 +152,9 @@ class Trial:
             results = self.results(self.split())
             self._align([reference, *results])
         except TimeoutError:
-            raise
+            raise  # a second try would wait as long
         except Exception as error:
+            # A list has no shape: the error is of any kind.
             if self._takes_one_batch():
                 raise ValueError(
                     "step was written for one batch, and gets a list of them; write "
@@ -191,6 +193,7 @@ class Trial:
     def _align(self, results: Sequence[StepResult]) -> None:
         """Give all results the same gradients: zeros for one that they lack."""
         if not self._zeros:
+            # A leaf may get a gradient in parts, and none in the whole batch.
             self._zeros = zeros_of_all([result.gradients for result in results])
         for result in results:
             gradients = result.gradients
@@ -312,6 +315,7 @@ class Trial:
         vanished = []
         for name, gradient in as_drawn.items():
             size = float(gradients[name].norm()) if name in gradients else 0.0
+            # Norms, because a gradient may be moved among the entries by other numbers.
             is_rounding = size <= _VANISHED * self.limit * float(gradient.norm())
             if (is_rounding and gradient.any()) or not math.isfinite(size):
                 vanished.append(name)
@@ -412,6 +416,7 @@ class Trial:
         term = self.settings.term
         if not term:
             return results
+        # Gradients are linear in the terms, so the rest can be subtracted.
         with self.changed(term="", without_term=term):
             results_without = self._run_once(step, split)
         for result, without in zip(results, results_without, strict=True):
@@ -432,7 +437,7 @@ class Trial:
             of_all, of_part, strict=False
         ):
             if name != name_in_part:
-                break
+                break  # another path through the module: nothing is comparable
             times, rest = divmod(len(expected), len(self.rows))
             if rest or len(actual) != times * len(first_part):
                 continue
@@ -484,6 +489,7 @@ class Trial:
 
     def _select(self, part: Part) -> Any:
         batch, _ = self._batch.select(part).unwrapped(copy=True)
+        # Integers stay: they are ids and labels.
         if self.settings.in_double:
             batch = nested.map_tensors(as_double, batch)
         return batch

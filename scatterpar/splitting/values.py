@@ -126,10 +126,12 @@ def _explain(
             return Cause(CauseKind.RANKS_DIFFER.value, why, _RANKS)
     all_parts = [part for share in trial.split() for part in share]
     of_parts = []
+    # Each part by itself, as an evaluation of a smaller set.
     for part in all_parts:
         result = trial.results([[list(part)]])[0]
         of_parts.append(float(result.gradients[name]))
     ways = _ways_to_combine(trial, all_parts)
+    # Stricter than the verdict: many ways are tried, and one may fit by chance.
     tolerance = trial.limit / 10
     actual = _first_fit(ways, of_parts, float(of_ranks[0][name]), tolerance)
     right = _first_fit(ways, of_parts, float(whole[name]), tolerance)
@@ -170,6 +172,7 @@ def _ways_to_combine(trial: Trial, parts: Sequence[Sequence[int]]) -> list[_Way]
         ways.append(_Way(words, CauseKind.OTHER_WEIGHTS, terms))
         words = f"a mean of all but the last, weighted by their {count.words},"
         ways.append(_Way(words, CauseKind.ONLY_SOME_PARTS, [*terms[:-1], 0]))
+    # After the counts: for equal parts, a mean by rows says more than a mean.
     size = len(parts)
     ways.append(_Way("the mean", CauseKind.MEAN_OF_MEANS, [1] * size))
     words = "the mean of all but the last"

@@ -277,8 +277,8 @@ def test_error_on_a_rank_begins_with_the_error():
     """Lines of torch and of the standard library are left out, except for the last."""
 
     def step(model, batches):
-        for images, _ in batches:
-            model(images[:, :3])
+        for pixels, _ in batches:
+            model(pixels[:, :3])
 
     with pytest.raises(RuntimeError, match="failed on rank 0 of 1: RuntimeError") as e:
         splitcheck(step, new(Net), images(), ranks=2)
@@ -286,4 +286,4 @@ def test_error_on_a_rank_begins_with_the_error():
     assert "shapes cannot be multiplied" in lines[0]
     assert 2 <= len(lines) <= 8
     assert "test_ranks.py" in lines[1]
-    assert "in step: model(images[:, :3])" in lines[1]
+    assert "in step: model(pixels[:, :3])" in lines[1]

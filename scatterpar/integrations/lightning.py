@@ -669,12 +669,17 @@ class _LoggedValues:
         self._whole: _Call | None = None
         self._parts: list[_Call] = []
         self._told = Told()
+        self._news: list[str] = []  # of a look, in which warnings are not shown
 
     def log(self, module: LightningModule, calls: Sequence[_Call]) -> None:
         """Log what calls have logged: metrics, and one value for all rows.
 
-        ``self.log`` has checked and converted the values in the calls.
+        ``self.log`` has checked and converted the values in the calls. Warns of values
+        that a look has found to be no means.
         """
+        for text in self._news:
+            warn(text)
+        self._news = []
         results = module.trainer._results
         connector = module.trainer._logger_connector
         metrics = _single(_metrics_of(module))
@@ -701,7 +706,7 @@ class _LoggedValues:
                 self._sizes[name].add(call.num_rows, size)
 
     def look(self, call: _Call, *, is_whole: bool) -> None:
-        """Warn if values of the parts of a look do not make that of all its rows."""
+        """Note values of all rows of a look that those of its parts do not make."""
         if is_whole:
             self._whole = call
             self._parts = []
@@ -725,7 +730,7 @@ class _LoggedValues:
             is_mean = torch.isclose(value, expected, _CLOSE, _CLOSE, equal_nan=True)
             if is_mean or not self._told.is_new(name):
                 continue
-            warn(
+            self._news.append(
                 f"training_step logs {name!r} = {expected:.4g} for {whole.num_rows} "
                 f"rows, and its calls for parts of them combine to {value:.4g}: it is "
                 "no mean over rows. training_step is called once per micro-batch, and "

@@ -2,7 +2,9 @@
 says of them.
 """
 
+import sys
 import warnings
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -99,17 +101,24 @@ def said(engine, case, steps):
 
 
 class Calls:
-    """Counts where a look does not restore it: in a class of this harness."""
+    """What calls note, those of looks, too: their number, and what they were given."""
 
     number = 0
+    sizes: ClassVar[set] = set()
+    seen: ClassVar[list] = []
+
+
+def calls():
+    """``Calls``, found by a text: a look restores classes that functions name."""
+    return getattr(sys.modules[__name__], "Calls")  # noqa: B009
 
 
 def counted(criterion):
-    def calls(output, targets):
-        Calls.number += 1
+    def calling(output, targets):
+        calls().number += 1
         return criterion(output, targets)
 
-    return calls
+    return calling
 
 
 def assert_agreed(engine, step, looks=True):
@@ -118,14 +127,14 @@ def assert_agreed(engine, step, looks=True):
     """
 
     def note(*_):
-        Calls.number += 1
+        calls().number += 1
 
     numbers = []
     handle = engine.module.register_forward_pre_hook(note)
     for _ in range(2):
-        Calls.number = 0
+        calls().number = 0
         step()
-        numbers.append(Calls.number)
+        numbers.append(calls().number)
     handle.remove()
     first, second = numbers
     sub_steps = len(engine.last_step.plan.substep_rows)

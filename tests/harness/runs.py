@@ -13,7 +13,8 @@ from faults.processes import SILENCE
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
-from scatterpar.train.records import Metrics
+from scatterpar.train.models import build_model
+from scatterpar.train.records import Metrics, save
 
 
 class Small(nn.Module):
@@ -163,3 +164,13 @@ def _recorded_steps(out):
     for step in steps(out):
         recorded.append([step[field] for field in fields])
     return recorded
+
+
+def write_run(folder, classes, size=32):
+    """Write a run's `best.pt`, of random weights for pictures of that size."""
+    shape = (3, size, size)
+    model = build_model("cnn", shape, len(classes), [100.0] * 3, [50.0] * 3)
+    about = {"model": "cnn", "image_shape": list(shape), "class_names": list(classes)}
+    about |= {"mean": [100.0] * 3, "std": [50.0] * 3}
+    save(folder / "best.pt", model=model.network.state_dict(), about=about)
+    return folder

@@ -13,6 +13,7 @@ from harness.looks import (
     ROWS,
     VALUES,
     assert_agreed,
+    calls,
     in_a_def,
     loss_of,
     net,
@@ -112,13 +113,13 @@ def test_second_look_small_batch_takes_parts(devices, loss):
 
 
 def test_second_look_large_batch_takes_few():
-    Sizes.seen = []
+    calls().seen = []
     model = build(net(note_size))
     engine = ScatterOnceParallel(model, 1, ["cpu"], micro_batch_size=50)
     with engine:
         for _ in range(2):
             step(engine, mean, None, randn(300, FEATURES))
-            seen, Sizes.seen = Sizes.seen, []
+            seen, calls().seen = calls().seen, []
     assert max(seen) == 50
 
 
@@ -145,18 +146,12 @@ def test_reused_address_is_new_criterion():
 # --- cuDNN's search, of which each empties the caches of all devices ---
 
 
-class Seen:
-    """Records where a look does not restore it: in the class of no object."""
-
-    sizes: set
-
-
 def mean(output, _):
     return output.square().mean()
 
 
 def note_flags(net, inputs):
-    Seen.sizes.add((len(inputs), torch.backends.cudnn.benchmark))
+    calls().sizes.add((len(inputs), torch.backends.cudnn.benchmark))
     return net.linear(inputs).repeat_interleave(2, 0)
 
 
@@ -166,11 +161,13 @@ def test_looks_need_no_cudnn_search():
     rows = ROWS // 4
     with ScatterOnceParallel(build(net(note_flags)), 2, ["cpu"] * 2) as engine:
         for use in (partial(step, engine, mean, None), partial(engine.eval(), INPUTS)):
-            Seen.sizes = set()
+            calls().sizes = set()
             use()
             assert torch.backends.cudnn.benchmark
-            assert {size for size, is_searched in Seen.sizes if is_searched} == {rows}
-            assert {size for size, is_searched in Seen.sizes if not is_searched} - {
+            assert {size for size, is_searched in calls().sizes if is_searched} == {
+                rows
+            }
+            assert {size for size, is_searched in calls().sizes if not is_searched} - {
                 rows
             }
 
@@ -260,11 +257,11 @@ def test_rounding_at_relu_edge_not_refused(size):
 
 def test_drifting_loss_not_refused():
     """It is not told right from wrong by chance: that it cannot be checked is said."""
-    Seen.sizes = set()  # which nothing restores
+    calls().sizes = set()  # which nothing restores
 
     def drifts(output, targets):
-        Seen.sizes.add(len(Seen.sizes))
-        return F.mse_loss(output, targets) * (1 + 0.01 * (len(Seen.sizes) % 7))
+        calls().sizes.add(len(calls().sizes))
+        return F.mse_loss(output, targets) * (1 + 0.01 * (len(calls().sizes) % 7))
 
     with ScatterOnceParallel(mlp(), 3, ["cpu"]) as engine:
         step(engine, drifts, VALUES)
@@ -338,14 +335,8 @@ def test_failure_of_several_rows_told_at_once(devices):
 # --- what it costs ---
 
 
-class Sizes:
-    """Numbers of rows of forward passes, where a look does not restore them."""
-
-    seen: list
-
-
 def note_size(net, inputs):
-    Sizes.seen.append(len(inputs))
+    calls().seen.append(len(inputs))
     return net.linear(inputs)
 
 
@@ -357,17 +348,17 @@ def wide(net, inputs):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_look_takes_rows_of_a_large_sub_step(devices, size):
     """A language model's look took 9 rows at once, and its sub-steps one."""
-    Sizes.seen = []
+    calls().seen = []
     model = build(net(wide, columns=nn.Parameter(torch.ones(2**18))))
     with ScatterOnceParallel(model, 1, devices(1), micro_batch_size=size) as engine:
         step(engine, lambda o, t: o.square().mean(), None, INPUTS[:12])
-    assert max(Sizes.seen) == max(2, size)
-    Sizes.seen = []
+    assert max(calls().seen) == max(2, size)
+    calls().seen = []
     with ScatterOnceParallel(
         build(net(note_size)), 1, devices(1), micro_batch_size=size
     ) as engine:
         step(engine, lambda o, t: o.square().mean(), None, INPUTS[:12])
-    assert max(Sizes.seen) == 9
+    assert max(calls().seen) == 9
 
 
 def test_look_short_of_memory_takes_fewer(devices):

@@ -12,8 +12,8 @@ from harness.looks import (
     INPUTS,
     LABELS,
     VALUES,
-    Calls,
     balancing,
+    calls,
     counted,
     in_a_def,
     net,
@@ -152,9 +152,9 @@ def test_calls_1_2_4_8_are_looked_at(device_ids):
     loss_of = DataParallelCriterion(criterion, device_ids)
     model = DataParallelModel(mlp(), device_ids)
     for number in range(1, 18):
-        Calls.number = 0
+        calls().number = 0
         loss_of(model(INPUTS), VALUES)
-        if Calls.number > len(device_ids):
+        if calls().number > len(device_ids):
             looks.append(number)
     assert looks == [1, 2, 4, 8, 16]
 

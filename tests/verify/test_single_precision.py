@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from harness.half_programs import program
-from harness.looks import step
+from harness.looks import calls, step
 from harness.models import CLASSES, FEATURES
 from harness.oracle import randint, randn, seeded
 from torch import nn
@@ -146,12 +146,6 @@ def test_pair_computes_half_in_single(dtype):
 # --- what a look needs ---
 
 
-class Sizes:
-    """Numbers of rows of forward passes, where a look does not restore them."""
-
-    seen: list
-
-
 class Wide(nn.Module):
     """Each row's graph keeps a megabyte."""
 
@@ -160,16 +154,16 @@ class Wide(nn.Module):
         self.columns = nn.Parameter(torch.ones(2**19, dtype=torch.float16))
 
     def forward(self, inputs):
-        Sizes.seen.append(len(inputs))
+        calls().seen.append(len(inputs))
         return inputs[:, :1] * self.columns
 
 
 def test_single_look_takes_one_sub_step():
     """They need as much memory as two sub-steps."""
-    Sizes.seen = []
+    calls().seen = []
     with ScatterOnceParallel(Wide(), 1, ["cpu"], micro_batch_size=4) as engine:
         step(engine, lambda o, t: o.float().square().mean(), None, INPUTS[:12].half())
-    assert max(Sizes.seen) == 4
+    assert max(calls().seen) == 4
 
 
 def test_views_shared_writes_keep_dtype():

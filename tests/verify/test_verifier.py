@@ -24,8 +24,8 @@ from harness.looks import (
     INPUTS,
     ROWS,
     VALUES,
-    Calls,
     assert_agreed,
+    calls,
     counted,
     in_a_def,
     squares,
@@ -69,9 +69,9 @@ def test_new_lambdas_looked_at_at_1_2_4_8(factor, recwarn):
     looks, counts = [], counted(lambda o, t: in_a_def(o, t) * factor)
     with ScatterOnceParallel(mlp(), 2, ["cpu"]) as engine:
         for number in range(1, 41):
-            Calls.number = 0
+            calls().number = 0
             step(engine, lambda o, t: counts(o, t), classes(ROWS))
-            looks += [number] if Calls.number > 2 else []
+            looks += [number] if calls().number > 2 else []
     assert looks == [1, 2, 4, 8, 16, 32]
     texts = [str(each.message) for each in recwarn]
     assert len(texts) == (factor != 1)
@@ -215,14 +215,14 @@ def test_later_looks_take_fewer_rows():
     taken = []
 
     def note(_, args):
-        Calls.number += len(args[0])
+        calls().number += len(args[0])
 
     model.register_forward_pre_hook(note)
     with ScatterOnceParallel(model, 20, ["cpu"]) as engine:
         for _ in range(9):
-            Calls.number = 0
+            calls().number = 0
             engine.forward_backward(inputs, targets, in_a_def)
-            taken.append(Calls.number - rows)
+            taken.append(calls().number - rows)
     assert 0 < taken[0] <= 4 * 100 * 1.5
     assert all(0 < taken[number - 1] <= 2 * 25 * 1.5 for number in (2, 4, 8))
     assert [taken[number - 1] for number in (3, 5, 6, 7, 9)] == [0] * 5

@@ -688,6 +688,14 @@ def frames_of_threads() -> dict[int, FrameType]:
     return sys._current_frames()
 
 
+def of_class(tensor: Tensor, cls: type[Tensor]) -> Any:
+    """The values of ``tensor``, without a graph, as a tensor of a subclass.
+
+    Not by ``as_subclass``, whose result is a view, which keeps ``tensor`` alive.
+    """
+    return Tensor._make_subclass(cls, tensor)
+
+
 def plain_functions() -> contextlib.AbstractContextManager[object]:
     """In the body, torch's functions treat a subclass as a plain tensor.
 

@@ -653,9 +653,10 @@ class _ReplicaGraphs:
         memory.empty_cache()
         # After emptying the cache: another thread may be about to launch a kernel that
         # uses its workspace, which must stay mapped.
-        torch_private.free_cublas_workspaces()
+        #
         # Thread-local: in the mode "global" an allocation of any other thread, such as
         # a data loader's, would end the capture.
+        torch_private.free_cublas_workspaces()
         kernels.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             work()

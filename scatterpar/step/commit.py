@@ -21,7 +21,12 @@ from scatterpar.step.attempt import Attempt
 from scatterpar.step.reduce import Outcome
 from scatterpar.step.returned_loss import FinishedLoss
 from scatterpar.step.undo import Undo
-from scatterpar.torch_private import are_observed, backward, has_gradient_hooks
+from scatterpar.torch_private import (
+    are_observed,
+    backward,
+    has_gradient_hooks,
+    of_class,
+)
 
 _Pair = tuple[Tensor, Tensor]  # a leaf, and a gradient for it
 
@@ -52,7 +57,7 @@ def commit(outcome: Outcome, *, deferred: bool) -> Tensor:
         outcome.attempt.generators.commit()
         buffers.write()
         return loss
-    loss = outcome.loss_tensor().as_subclass(FinishedLoss)
+    loss: Tensor = of_class(outcome.loss_tensor(), FinishedLoss)
     if are_observed([leaf for leaf, _ in pairs]):
         _add_with_hooks(pairs, outcome.attempt, buffers)
     else:

@@ -103,11 +103,11 @@ class JoinCheck:
         joined_by_share = request.return_outputs and not attempt.returns_one
         candidates: set[int] = set()
         if request.whole_batch or not joined_by_share:
-            pieces = list(chain(*outputs))
+            all_pieces = list(chain(*outputs))
             # Other ranks have pieces, too.
-            if len(pieces) > 1 or (request.whole_batch and self._is_distributed):
+            if len(all_pieces) > 1 or (request.whole_batch and self._is_distributed):
                 candidates |= _with_several_entries(
-                    pieces, list(chain(*sizes_of_shares)), request.dim
+                    all_pieces, list(chain(*sizes_of_shares)), request.dim
                 )
         if joined_by_share:
             # Each share by itself: their micro-batches may differ in size.

@@ -688,12 +688,13 @@ def frames_of_threads() -> dict[int, FrameType]:
     return sys._current_frames()
 
 
-def of_class(tensor: Tensor, cls: type[Tensor]) -> Any:
+def of_class(tensor: Tensor, cls: type[Tensor]) -> Tensor:
     """The values of ``tensor``, without a graph, as a tensor of a subclass.
 
     Not by ``as_subclass``, whose result is a view, which keeps ``tensor`` alive.
     """
-    return Tensor._make_subclass(cls, tensor)
+    result: Tensor = Tensor._make_subclass(cls, tensor)
+    return result
 
 
 def plain_functions() -> contextlib.AbstractContextManager[object]:

@@ -57,7 +57,7 @@ def commit(outcome: Outcome, *, deferred: bool) -> Tensor:
         outcome.attempt.generators.commit()
         buffers.write()
         return loss
-    loss: Tensor = of_class(outcome.loss_tensor(), FinishedLoss)
+    loss = of_class(outcome.loss_tensor(), FinishedLoss)
     if are_observed([leaf for leaf, _ in pairs]):
         _add_with_hooks(pairs, outcome.attempt, buffers)
     else:

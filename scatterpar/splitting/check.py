@@ -21,7 +21,9 @@ from scatterpar.splitting.trial import Trial, described
 class SplitCheck(SplitReport):
     """The gradient of a batch in parts, beside that of the whole batch.
 
-    Attributes, beside those of ``SplitReport``:
+    It has the attributes of ``SplitReport``, too.
+
+    Attributes:
         parameter: the name of the parameter with the largest difference.
         ratio: the norm of the gradient in parts over that of the whole batch.
         cosine: of the angle between the two.

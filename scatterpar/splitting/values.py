@@ -25,7 +25,9 @@ _SMALLEST = 1e-12
 class ValueCheck(SplitReport):
     """Numbers of an evaluation in parts, beside those of the whole batch.
 
-    Attributes, beside those of ``SplitReport``:
+    It has the attributes of ``SplitReport``, too.
+
+    Attributes:
         value: the name of the number with the largest difference.
         whole: the numbers of the whole batch, by name.
         in_parts: those in parts, on rank 0.

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from scatterpar.errors import warn
 from scatterpar.torch_private import plain_functions
@@ -73,25 +75,24 @@ class LossWatch:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
-        self._hook: Any = None
 
     def begin(self, loss: Tensor) -> None:
         """Watch this loss, and no earlier one, which may have been dropped."""
         self.end()
         if loss.requires_grad:
             loss.register_hook(self._end_at_gradient)
-            self._hook = register_optimizer_step_pre_hook(self._warn)
+            _hook_of_optimizers()
+            _open.add(self)
 
     def end(self) -> None:
         """Watch no loss."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        _open.discard(self)
 
     def _end_at_gradient(self, _: Tensor) -> None:
         self.end()
 
-    def _warn(self, optimizer: Optimizer, *_: Any) -> None:
+    def tell(self, optimizer: Optimizer) -> None:
+        """Warn if the optimizer has a parameter of the module; once."""
         module = self._module()
         if module is None:
             self.end()
@@ -107,3 +108,19 @@ class LossWatch:
                     "none"
                 )
                 return
+
+
+_open: weakref.WeakSet[LossWatch] = weakref.WeakSet()
+
+
+@functools.cache
+def _hook_of_optimizers() -> RemovableHandle:
+    """The one hook of all watches, which stays: torch's optimizers iterate over the
+    hooks while they call them, so none can remove itself.
+    """
+    return register_optimizer_step_pre_hook(_tell)
+
+
+def _tell(optimizer: Optimizer, *_: Any) -> None:
+    for watch in list(_open):
+        watch.tell(optimizer)

@@ -114,3 +114,16 @@ def test_collected_engine_is_not_watched():
     engine.close()
     del engine, module
     torch.optim.SGD(network().parameters(), 0.1).step()
+
+
+def test_several_unused_losses_are_told_each(engine):
+    """Each watch took its hook off while torch called the hooks: the step failed with
+    "OrderedDict mutated during iteration".
+    """
+    with ScatterOnceParallel(network(), 2, ["cpu"] * 2) as second:
+        optimizer = torch.optim.SGD(engine.module.parameters(), 0.1)
+        engine.loss(X, Y, criterion)
+        second.loss(X, Y, criterion)
+        with pytest.warns(UserWarning, match="no backward pass before this step"):
+            optimizer.step()
+        optimizer.step()

@@ -669,7 +669,7 @@ class _LoggedValues:
         self._whole: _Call | None = None
         self._parts: list[_Call] = []
         self._told = Told()
-        self._news: list[str] = []  # of a look, in which warnings are not shown
+        self._warnings: list[str] = []  # of a look, in which warnings are not shown
 
     def log(self, module: LightningModule, calls: Sequence[_Call]) -> None:
         """Log what calls have logged: metrics, and one value for all rows.
@@ -677,9 +677,9 @@ class _LoggedValues:
         ``self.log`` has checked and converted the values in the calls. Warns of values
         that a look has found to be no means.
         """
-        for text in self._news:
+        for text in self._warnings:
             warn(text)
-        self._news = []
+        self._warnings = []
         results = module.trainer._results
         connector = module.trainer._logger_connector
         metrics = _single(_metrics_of(module))
@@ -730,7 +730,7 @@ class _LoggedValues:
             is_mean = torch.isclose(value, expected, _CLOSE, _CLOSE, equal_nan=True)
             if is_mean or not self._told.is_new(name):
                 continue
-            self._news.append(
+            self._warnings.append(
                 f"training_step logs {name!r} = {expected:.4g} for {whole.num_rows} "
                 f"rows, and its calls for parts of them combine to {value:.4g}: it is "
                 "no mean over rows. training_step is called once per micro-batch, and "

@@ -81,7 +81,7 @@ class LossWatch:
         self.end()
         if loss.requires_grad:
             loss.register_hook(self._end_at_gradient)
-            _hook_of_optimizers()
+            _listen_to_optimizers()
             _open.add(self)
 
     def end(self) -> None:
@@ -114,9 +114,11 @@ _open: weakref.WeakSet[LossWatch] = weakref.WeakSet()
 
 
 @functools.cache
-def _hook_of_optimizers() -> RemovableHandle:
-    """The one hook of all watches, which stays: torch's optimizers iterate over the
-    hooks while they call them, so none can remove itself.
+def _listen_to_optimizers() -> RemovableHandle:
+    """Register the one hook of all watches; later calls do nothing.
+
+    It stays: torch iterates over the hooks while it calls them, so none can remove
+    itself.
     """
     return register_optimizer_step_pre_hook(_tell)
 

@@ -835,6 +835,25 @@ def test_logs_weighted_by_batch_size(layout):
         )
 
 
+class LogsNumbers(Plain):
+    """Logs how many rows are right, as if that were a mean."""
+
+    def training_step(self, batch, batch_idx):
+        images, labels = batch
+        scores = self.net(images)
+        self.log("right", (scores.argmax(1) == labels).sum().double(), on_epoch=True)
+        return functional.cross_entropy(scores, labels)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logged_number_of_rows_is_told_once(layout, recwarn):
+    """It was told inside a look, whose warnings are not shown."""
+    fitted(ScatterOnceStrategy(layout), made(LogsNumbers).double())
+    texts = [str(warning.message) for warning in recwarn]
+    assert sum("it is no mean over rows" in text for text in texts) == 1
+    assert any("training_step logs 'right'" in text for text in texts)
+
+
 class OfTwoLoaders(Classifier):
     def training_step(self, batch, batch_idx):
         first, second = batch["one"], batch["two"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+import threading
 import warnings
 from collections import Counter
 from functools import partial
@@ -530,6 +531,7 @@ def frozen(request, monkeypatch):
     criterion, holder, key, name = FROZEN[request.param]
     record = _ReplicaGraphs.record
     frozen_values = []
+    one_replay = threading.Lock()
 
     def change(value):
         if not frozen_values:
@@ -540,13 +542,15 @@ def frozen(request, monkeypatch):
         value, replay = holder[key], graph.replay
 
         def replay_with_former_value(*args):
-            now, holder[key] = holder[key], value
-            frozen_values.append(value)
-            try:
-                replay(*args)
-            finally:
-                frozen_values.clear()
-                holder[key] = now
+            # Replicas replay in threads, and the value is one for all.
+            with one_replay:
+                now, holder[key] = holder[key], value
+                frozen_values.append(value)
+                try:
+                    replay(*args)
+                finally:
+                    frozen_values.clear()
+                    holder[key] = now
 
         graph.replay = replay_with_former_value
         return graph

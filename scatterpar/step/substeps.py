@@ -235,7 +235,7 @@ class Schedule:
                 attempt.extent.max_substeps, proceed
             )
 
-        if self.uses_graphs and attempt.threads.scope is Scope.FUNCTION:
+        if self.uses_graphs and attempt.threads.scope in (Scope.LOSS, Scope.FUNCTION):
             # A capture calls the function several times, a replay not at all.
             attempt.threads.widen(Scope.SUBSTEP)
         # A new one for each pass: replicas count its sub-steps from 0.

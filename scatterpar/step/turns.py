@@ -90,7 +90,10 @@ class TurnOrder:
                 _present.contexts = contexts
                 yield
         except BaseException:
-            self._cancel.set()  # before the next replica has its turn
+            # Before the next replica has its turn. Without an order the error may be
+            # mended: after a failed capture of a graph the criterion is called again.
+            if self.is_ordered:
+                self._cancel.set()
             raise
         finally:
             _present.contexts = None

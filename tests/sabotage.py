@@ -996,6 +996,36 @@ SABOTAGES = [
         seen_by="test_loss_leaves_what_accumulation_leaves",
         needs="fastai",
     ),
+    Sabotage(
+        name="a Trainer's losses of batches are added with the weights of rows",
+        promise="Trainer",
+        file="integrations/transformers.py",
+        place="ScatterOnceMixin._hows",
+        text="return [SUM, *of_labels, ROWS]",
+        replacement="return [ROWS]",
+        seen_by="test_trainer_run_equals_one_device",
+        needs="transformers",
+    ),
+    Sabotage(
+        name="ratios that TRL's trainers log are averaged over micro-batches",
+        promise="TRL",
+        file="integrations/trl_metrics.py",
+        place="metric_of_step",
+        text="if statistics and _are_alike(statistics):",
+        replacement="if False:",
+        seen_by="test_metrics_of_parts_are_those_of_all",
+        needs="trl",
+    ),
+    Sabotage(
+        name="losses of sentence-transformers see the rows of one batch",
+        promise="sentence-transformers",
+        file="integrations/sentence_transformers.py",
+        place="_WholeBatch._needs_all_rows",
+        text="return not all(map(_is_mean_over_rows, losses))",
+        replacement="return False",
+        seen_by="test_run_equals_one_device_with_all_rows",
+        needs="sentence_transformers",
+    ),
 ]
 
 

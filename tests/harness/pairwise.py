@@ -19,12 +19,17 @@ def pairwise(**factors):
     return pytest.mark.parametrize(tuple(factors), parameters)
 
 
-def few_of(names, quick):
-    """Values of a parameter, of which those in ``quick`` are run by default."""
-    assert set(quick) <= set(names)
+def few_of(names, quick, contract=()):
+    """Values of a parameter, of which those in ``quick`` are run by default.
+
+    Those in ``contract`` belong to the short run of promises, too.
+    """
+    assert {*quick, *contract} <= set(names)
     parameters = []
     for name in names:
-        marks = () if name in quick else pytest.mark.slow
+        marks = [] if name in quick else [pytest.mark.slow]
+        if name in contract:
+            marks.append(pytest.mark.contract)
         parameters.append(pytest.param(name, marks=marks))
     return parameters
 

@@ -267,7 +267,7 @@ QUICK = [
 ]
 
 
-@pytest.mark.parametrize("name", few_of(RUNS, QUICK))
+@pytest.mark.parametrize("name", few_of(RUNS, QUICK, ["scores, CachedMNRL"]))
 def test_run_equals_one_device_with_all_rows(saved, tmp_path, name):
     """Ours is the stock one, it moves the parameters, and both layouts give the same
     bits.

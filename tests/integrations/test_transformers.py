@@ -336,8 +336,8 @@ QUICK = [
 ]
 
 
-@pytest.mark.parametrize("name", few_of(RUNS, QUICK))
-def test_run_equals_one_device(tmp_path, recwarn, name):
+@pytest.mark.parametrize("name", few_of(RUNS, QUICK, ["divides by items"]))
+def test_trainer_run_equals_one_device(tmp_path, recwarn, name):
     """Parameters, learning rates, losses, gradient norms; the last window is ragged."""
     run = dict(RUNS[name])
     relative = run.pop("relative", SAME)

@@ -55,6 +55,7 @@ METRICS = {
 }
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("name", METRICS)
 def test_metrics_of_parts_are_those_of_all(name):
     metric = METRICS[name]

@@ -143,7 +143,7 @@ class _Graph:
     draws_others: bool = False
     values: Mapping[str, Any] = field(default_factory=dict)
 
-    def compute(self, task: ReplicaTask, number: int = 0) -> None:
+    def compute(self, task: ReplicaTask, number: int) -> None:
         """Run the sub-step on the static tensors. On the CPU each replay calls this."""
         output, loss = forward(task, self.rows, number)
         self.output = detached_output(output, True) if self.has_output else None
@@ -444,8 +444,8 @@ class GraphedSubsteps(Substeps):
         no_gradients = set_aside(task.leaves)
         try:
             with self._task.span("capture", number), no_gradients, isolated:
-                warm_up = partial(self._warm_up, task, rows)
-                graph = self._graphs.record(warm_up, task)
+                warm_up = partial(self._warm_up, task, rows, number)
+                graph = self._graphs.record(warm_up, task, number)
                 if not task.share.replica:  # the one that is looked at
                     graph.values = plain_values(Walk([task.criterion, task.module]))
                 return graph
@@ -454,7 +454,7 @@ class GraphedSubsteps(Substeps):
                 self._graphs.forget()  # frees the memory of the graphs
             raise
 
-    def _warm_up(self, task: ReplicaTask, rows: Any) -> _Graph:
+    def _warm_up(self, task: ReplicaTask, rows: Any, number: int) -> _Graph:
         """Run sub-steps to allocate the static tensors and choose kernels.
 
         Raises ``_Refused``.
@@ -462,7 +462,9 @@ class GraphedSubsteps(Substeps):
         substeps = Substeps(task, replace(self._request, return_outputs=False))
         host_states: list[tuple[Any, ...]] = []
         for _ in range(2):  # the second one accumulates gradients, as a graph does
-            loss, _ = substeps.run(0, 1.0, nested.map_tensors(Tensor.clone, rows))
+            copied = nested.map_tensors(Tensor.clone, rows)
+            # By its own number: in turns, that of another sub-step may be over.
+            loss, _ = substeps.run(number, 1.0, copied)
             host_states.append(self._host_state())
         if not all(replica.is_as_refreshed() for replica in task.replicas):
             raise _Refused(
@@ -616,7 +618,9 @@ class _ReplicaGraphs:
             )
         return not self._is_refused
 
-    def record(self, warm_up: Callable[[], _Graph], task: ReplicaTask) -> _Graph:
+    def record(
+        self, warm_up: Callable[[], _Graph], task: ReplicaTask, number: int
+    ) -> _Graph:
         """The graph that ``warm_up`` returns, with its kernels captured, which do not
         run.
 
@@ -637,7 +641,7 @@ class _ReplicaGraphs:
             stream.wait_stream(current)
             with restored(partial(current.wait_stream, stream)), stream:
                 graph, kernels = warm_up(), module.CUDAGraph()
-                self._capture(kernels, partial(graph.compute, task))
+                self._capture(kernels, partial(graph.compute, task, number))
         graph.replay = lambda *_: kernels.replay()
         number = len(self.by_shape) + 1
         logger.info("%s captured a sub-step, its graph number %d", self._device, number)

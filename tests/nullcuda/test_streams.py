@@ -20,6 +20,7 @@ from nullcuda import card
 from nullcuda.test_the_path import batch, network
 from scatterpar import ScatterOnceParallel
 from scatterpar.devices.transfers import Prefetcher, to_host
+from scatterpar.step.turns import Scope
 
 pytestmark = [pytest.mark.nullcuda, pytest.mark.draws]
 CARD = torch.device("cuda:0")
@@ -179,12 +180,12 @@ def test_closed_engine_leaves_others_workspaces():
     assert workspaces_in_pools() == earlier
 
 
-def wait_for_the_card():
+def wait_for_the_card(number):
     """Another thread waits for all work on the card; an error is its own."""
 
     def wait():
         with contextlib.suppress(RuntimeError):
-            torch.cuda.synchronize(0)
+            torch.cuda.synchronize(number)
 
     thread = threading.Thread(target=wait)
     thread.start()
@@ -193,19 +194,23 @@ def wait_for_the_card():
 
 @pytest.mark.parametrize(("lost", "is_told"), [(1, False), (2, True)])
 @pytest.mark.parametrize("when", ["in the criterion", "at the end"])
-def test_waiting_thread_breaks_the_capture(when, lost, is_told, monkeypatch):
+@pytest.mark.parametrize("turn", [Scope.NOTHING, Scope.LOSS, Scope.SUBSTEP])
+def test_waiting_thread_breaks_the_capture(when, turn, lost, is_told, monkeypatch):
     """The capture is lost. A second try may succeed; else sub-steps run without graphs.
 
-    At the end: no operator fails, but the end of the capture.
+    At the end: no operator fails, but the end of the capture. In turns: the error of
+    the lost capture ends no other replica's sub-steps.
     """
-    waits = []
+    waits = []  # the card of each lost capture
     begun = []  # captures of sub-steps that have not ended
     end = torch.cuda.CUDAGraph.capture_end
 
     def wait(place):
-        if place == when and begun and len(waits) < lost:
-            waits.append(begun.pop())
-            wait_for_the_card()
+        here = torch.cuda.current_device()
+        if place == when and begun and waits.count(here) < lost:
+            begun.clear()
+            waits.append(here)
+            wait_for_the_card(here)
 
     def criterion(output, targets):
         if torch.cuda.is_current_stream_capturing():
@@ -222,7 +227,9 @@ def test_waiting_thread_breaks_the_capture(when, lost, is_told, monkeypatch):
     results = []
     for graphs in (False, True):
         model = network()
-        engine = ScatterOnceParallel(model, 4, [0], graphs=graphs, verify=False)
+        engine = ScatterOnceParallel(model, 4, TWO, graphs=graphs, verify=False)
+        engine.loop.takes_turns = turn is not Scope.NOTHING
+        engine.loop.turn = turn
         with engine, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(2):
@@ -230,7 +237,7 @@ def test_waiting_thread_breaks_the_capture(when, lost, is_told, monkeypatch):
         results.append([loss, *(parameter.grad for parameter in model.parameters())])
     for eager, captured in zip(*results, strict=True):
         assert torch.equal(eager, captured)
-    assert len(waits) == lost
+    assert sorted(waits) == sorted([*set(TWO)] * lost)
     words = "another thread waits for the device"
     assert [words in str(warning.message) for warning in caught] == [True] * is_told
 

@@ -274,9 +274,9 @@ def test_iterator_of_criterion_keeps_graphs(two_places, monkeypatch):
     """A look that leaves a copy of it behind ends the graphs."""
     record, captured = _ReplicaGraphs.record, []
 
-    def counted(graphs, warm_up, task):
+    def counted(graphs, warm_up, task, number):
         captured.append(task.share.replica)
-        return record(graphs, warm_up, task)
+        return record(graphs, warm_up, task, number)
 
     monkeypatch.setattr(_ReplicaGraphs, "record", counted)
     model, inputs, targets = problem(rows=36)
@@ -537,8 +537,8 @@ def frozen(request, monkeypatch):
         if not frozen_values:
             holder[key] = value
 
-    def record_and_freeze(graphs, warm_up, task):
-        graph = record(graphs, warm_up, task)
+    def record_and_freeze(graphs, warm_up, task, number):
+        graph = record(graphs, warm_up, task, number)
         value, replay = holder[key], graph.replay
 
         def replay_with_former_value(*args):

@@ -227,16 +227,57 @@ def test_whole_batch_calls_both_passes_in_order():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_graphs_in_order_of_rows(layout):
-    """On the CPU, which captures nothing, a replay calls the function again."""
+@pytest.mark.parametrize("turn", [Scope.LOSS, Scope.FUNCTION, Scope.SUBSTEP])
+@pytest.mark.parametrize("rows", [8, 9, 5])
+def test_graphs_in_order_of_rows(layout, turn, rows):
+    """On the CPU, which captures nothing, a replay calls the function again.
+
+    A last sub-step with fewer rows is captured in its own turn.
+    """
     seen = []
     engine = engine_in_turns(Model(seen.extend), LAYOUTS[layout](2), graphs=True)
+    engine.loop.turn = turn
     for _ in range(3):
         seen.clear()
         engine.module.zero_grad()
-        engine.forward_backward(column(8))
-    assert seen == list(range(8))
-    torch.testing.assert_close(engine.module.weight.grad, gradient_of_plain(column(8)))
+        engine.forward_backward(column(rows))
+    assert seen == list(range(rows))
+    gradient = gradient_of_plain(column(rows))
+    torch.testing.assert_close(engine.module.weight.grad, gradient)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_graphs_call_criteria_in_order(layout):
+    """Without graphs the forward passes would overlap: here a turn is the sub-step."""
+    seen = []
+
+    class Scores(Model):
+        def forward(self, rows):
+            seen.append(("forward", *numbers(rows)))
+            return rows * self.weight, rows
+
+    def criterion(output, _):
+        scores, of_batch = output
+        seen.append(("criterion", *numbers(of_batch)))
+        return scores.square().mean()
+
+    engine = engine_in_turns(Scores(), LAYOUTS[layout](2), graphs=True)
+    engine.loop.turn = Scope.LOSS
+    for _ in range(2):
+        seen.clear()
+        engine.forward_backward(column(5), None, criterion)
+    expected = []
+    for rows in plan_in_order(engine):
+        expected += [("forward", *rows), ("criterion", *rows)]
+    assert seen == expected
+
+
+def plan_in_order(engine):
+    """The rows of each sub-step of the last step, in the order of the rows."""
+    pieces = []
+    for share in engine.last_step.plan.shares:
+        pieces += [tuple(range(*span)) for span in share.micro_batches]
+    return sorted(pieces)
 
 
 # --- what fails ---
@@ -338,18 +379,50 @@ def test_criterion_in_the_turn_of_its_function():
     assert read == [[i, i + 1] for i in range(0, 12, 2)]
 
 
-def test_retries_call_in_order():
+SCOPES = [Scope.CRITERION, Scope.LOSS, Scope.FUNCTION, Scope.SUBSTEP]
+
+
+@pytest.mark.parametrize("turn", SCOPES)
+@pytest.mark.parametrize("where", ["forward", "criterion", "backward"])
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.filterwarnings('ignore:accum="auto"')
+def test_retries_after_memory_ran_out_in_a_turn(turn, where, graphs):
+    """What a failed try has cancelled, the next one does not inherit."""
     seen = []
 
-    def on_call(rows):
-        if len(rows) > 2:
-            raise torch.OutOfMemoryError
-        seen.append(rows)
+    def fails(place):
+        def function(rows):
+            if place == where and len(rows) > 2:
+                raise torch.OutOfMemoryError
+            if place == "forward":
+                seen.append(rows)
 
-    engine = engine_in_turns(Model(on_call), LAYOUTS["virtual"](2), "auto")
-    with pytest.warns(UserWarning, match="is the smallest that fits"):
-        engine.forward_backward(column(12))
-    assert seen[-6:] == [[i, i + 1] for i in range(0, 12, 2)]
+        return function
+
+    class Scores(Model):
+        def forward(self, rows):
+            self.on_call(numbers(rows))
+            rows = SlowBackward.apply(rows.clone().requires_grad_(), self.on_backward)
+            return rows * self.weight, rows
+
+    def criterion(output, _):
+        scores, of_batch = output
+        fails("criterion")(numbers(of_batch))
+        return scores.square().mean()
+
+    model = Scores(fails("forward"), fails("backward"))
+    engine = engine_in_turns(model, LAYOUTS["virtual"](2), "auto", graphs=graphs)
+    engine.loop.turn = turn
+    engine.forward_backward(column(12), None, criterion)
+    assert engine.last_step.retries
+    gradient = gradient_of_plain(column(12))
+    torch.testing.assert_close(model.weight.grad, gradient)
+    engine.module.zero_grad()
+    seen.clear()
+    engine.forward_backward(column(12), None, criterion)
+    torch.testing.assert_close(model.weight.grad, gradient)
+    if turn >= Scope.FUNCTION:
+        assert seen == [[i, i + 1] for i in range(0, 12, 2)]
 
 
 # --- what overlaps ---

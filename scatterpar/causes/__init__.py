@@ -1,7 +1,9 @@
 """Why a result in parts is not that of the whole batch: one ordered list of causes.
 
-``splitcheck`` and the looks of ``verify`` ask the same question, each from its own
-figures. Both fill one record, and have their own words for the answer.
+Three ask the same question, each from its own figures: the looks at steps and at the
+pair's outputs (``verify/evidence.py``, ``verify/output_looks.py``), and ``splitcheck``
+(``splitting/evidence.py``). All fill one record, and have their own words and remedies
+for the answer (``verify/verdicts.py``, ``splitting/causes.py``).
 
 Imports ``batch``, ``devices`` and packages below them.
 

@@ -13,15 +13,20 @@ from torch import Tensor
 from scatterpar.causes.counts import Count
 from scatterpar.causes.vectors import is_close
 
-_CLOSE = 1e-3  # how far weights may be from those of a count
+# How far weights may be from those of a cause, if they were computed from gradients.
+CLOSE = 1e-3
 
 
 class CauseKind(enum.Enum):
     """A cause. Values are its names in reports."""
 
     NOT_FINITE = "not finite"
+    UNREPEATABLE = "unrepeatable"
+    GRADIENT_OF_NO_LOSS = "gradient of no loss"
+    ROUNDING = "rounding"
     WRONG_WITH_ONE_PART = "wrong with one part"
     RANKS_DIFFER = "ranks differ"
+    NUMBERS_PER_PART = "numbers drawn per part"
     NO_GRADIENT = "no gradient"
     CONSTANT_FACTOR = "constant factor"
     MEAN_OF_MEANS = "mean of means"
@@ -31,7 +36,10 @@ class CauseKind(enum.Enum):
     OTHER_WEIGHTS = "other weights"
     STATE_BETWEEN_PARTS = "state between parts"
     ONCE_PER_PART = "once per part"
+    ENTRIES_OUT_OF_ORDER = "entries out of order"
     ROWS_ARE_COMPARED = "rows are compared"
+    OUTPUTS_OF_A_PART = "outputs of a part"
+    SHAPES_BROADCAST = "shapes broadcast"
     MEAN_OF_RATIOS = "mean of ratios"
     UNKNOWN = "unknown"
 
@@ -83,25 +91,49 @@ class Finding:
 class SplitEvidence:
     """What is known of a result in parts beside that of the whole batch.
 
-    A user of the list overrides what it can answer. Answers may cost runs, so each is
-    asked for in the order of the list. By default there is no answer.
+    A user of the list overrides what it can answer: a look at a step, one at the
+    outputs of the pair, and ``splitcheck``. Answers may cost runs, so each is asked for
+    in the order of the list. By default there is no answer.
 
     Attributes:
         parts: the rows of all parts.
-        counts: what a loss may divide by, the most usual first.
         tolerance: the largest relative error of an explanation.
+        weight_error: how far weights of one cause may be apart.
+        passed_over: errors of a cause after which the next one is tested.
     """
 
     parts: Sequence[Sequence[int]]
-    counts: Sequence[Count]
     tolerance: float
+    weight_error: float = CLOSE
+    passed_over: tuple[type[Exception], ...] = (Exception,)
+
+    @property
+    def counts(self) -> Sequence[Count]:
+        """What a loss may divide by, the most usual first."""
+        return ()
 
     def is_finite(self) -> bool:
         """Whether both results are finite."""
         return True
 
+    def is_repeatable(self) -> bool:
+        """Whether the same rows give the same result again."""
+        return True
+
+    def has_gradient_of_no_loss(self) -> bool:
+        """Whether a backward pass adds a gradient that does not depend on the loss."""
+        return False
+
+    def is_rounding(self) -> bool:
+        """Whether rounding explains the difference."""
+        return False
+
     def is_wrong_with_one_part(self) -> bool:
         """Whether the result is wrong without any split, too."""
+        return False
+
+    def draws_per_part(self) -> bool:
+        """Whether the result is right if each part draws the same numbers."""
         return False
 
     def differing_ranks(self) -> Sequence[str]:
@@ -124,8 +156,8 @@ class SplitEvidence:
         """The weights of the parts, if the results of parts add up to both results."""
         return None
 
-    def order_matters(self) -> bool:
-        """Whether the parts in another order give another result."""
+    def depends_on_earlier_parts(self) -> bool:
+        """Whether what one part leaves changes the result of the next one."""
         return False
 
     def growths(self) -> Sequence[Growth]:
@@ -136,19 +168,36 @@ class SplitEvidence:
         """Terms: rows with equally many give a right result, and other rows do not."""
         return None
 
-    def do_rows_meet(self) -> bool:
-        """Whether no weights of the parts' results give that of the whole batch."""
+    def has_entries_out_of_order(self) -> bool:
+        """Whether outputs of parts, joined, are in another order than the rows."""
         return False
+
+    def do_rows_meet(self) -> bool:
+        """Whether the result of a row depends on the other rows of its part."""
+        return False
+
+    def uses_outputs_of_a_part(self) -> bool:
+        """Whether the loss of all rows uses what one part has returned or left."""
+        return False
+
+    def do_shapes_broadcast(self) -> bool:
+        """Whether outputs and targets broadcast to all pairs of rows."""
+        return False
+
+    def terms_of(self, count: Count) -> list[float]:
+        """The number of terms in each part."""
+        return [count.of(part) for part in self.parts]
 
     def counted_as(self, weights: Tensor) -> Count | None:
         """The count that weights of parts are proportional to."""
+        if not weights.sum():  # weights that cancel have no proportions
+            return None
+        proportions = weights / weights.sum()
         # The most usual first: rows of equal lengths fit several counts.
         for count in self.counts:
-            terms = [count.of(part) for part in self.parts]
-            shares = torch.tensor(terms, dtype=weights.dtype)
-            # Weights that cancel have no proportions to compare.
-            if not shares.sum() or not weights.sum():
+            shares = torch.tensor(self.terms_of(count), dtype=weights.dtype)
+            if not shares.sum():
                 continue
-            if is_close(weights / weights.sum(), shares / shares.sum(), _CLOSE):
+            if is_close(proportions, shares / shares.sum(), self.weight_error):
                 return count
         return None

@@ -2,13 +2,22 @@
 
 ::
 
-    not finite, wrong with one part, ranks differ    no split explains these
+    not finite                                       nothing else can be compared
+    unrepeatable                                     all others compare results
+    gradient of no loss                              exact, however small it is
+    rounding                                         from here on its limit is known
+    wrong with one part, ranks differ                no split explains these
+    numbers drawn per part                           the result is right for the same
     a factor, other weights of the parts             in all results, or all wrong ones
-    state between parts                              the order of parts matters
+    state between parts                              an earlier part changes the next
     once per part                                    it grows with their number
     a factor, other weights                          in one of the wrong results
     mean of means in one of several terms            equal counts are treated right
-    rows are compared                                no weights make up the whole batch
+    entries out of order, rows are compared          no weights make up the whole batch
+    outputs of a part, shapes broadcast              why they do not
+
+Weights come before state, because a running sum of losses is both. They need no split
+but the one at hand, so they are also the cheaper question.
 """
 
 from __future__ import annotations
@@ -19,10 +28,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from scatterpar.causes.evidence import CauseKind, Finding, SplitEvidence
+from scatterpar.causes.evidence import CLOSE, CauseKind, Finding, SplitEvidence
 from scatterpar.causes.vectors import is_close
 
-CLOSE = 1e-3  # how far weights may be from those of a cause
 _ALIKE = 0.9  # the cosine of two differences that have one reason
 _ROUGHLY = 0.15  # how far a growth may be from that of a term per part, relatively
 _SAME_GROWTH = 0.05  # two growths that cannot be told apart
@@ -31,6 +39,23 @@ _SAME_GROWTH = 0.05  # two growths that cannot be told apart
 def not_finite(evidence: SplitEvidence) -> Finding | None:
     """One of the two results has NaN or infinite entries."""
     return None if evidence.is_finite() else Finding(CauseKind.NOT_FINITE)
+
+
+def unrepeatable(evidence: SplitEvidence) -> Finding | None:
+    """The same rows give another result each time."""
+    return None if evidence.is_repeatable() else Finding(CauseKind.UNREPEATABLE)
+
+
+def gradient_of_no_loss(evidence: SplitEvidence) -> Finding | None:
+    """A backward pass adds a gradient of its own, once per part."""
+    if not evidence.has_gradient_of_no_loss():
+        return None
+    return Finding(CauseKind.GRADIENT_OF_NO_LOSS)
+
+
+def rounding(evidence: SplitEvidence) -> Finding | None:
+    """Rounding makes the difference."""
+    return Finding(CauseKind.ROUNDING) if evidence.is_rounding() else None
 
 
 def wrong_with_one_part(evidence: SplitEvidence) -> Finding | None:
@@ -46,6 +71,11 @@ def ranks_differ(evidence: SplitEvidence) -> Finding | None:
     return Finding(CauseKind.RANKS_DIFFER, names) if names else None
 
 
+def numbers_per_part(evidence: SplitEvidence) -> Finding | None:
+    """Python or NumPy draw numbers once per part."""
+    return Finding(CauseKind.NUMBERS_PER_PART) if evidence.draws_per_part() else None
+
+
 def factor_or_weights(evidence: SplitEvidence) -> Finding | None:
     """In all results, or in all that are wrong."""
     return _first_in(evidence, evidence.scopes())
@@ -58,7 +88,9 @@ def one_result(evidence: SplitEvidence) -> Finding | None:
 
 def state_between_parts(evidence: SplitEvidence) -> Finding | None:
     """A part changes what the next one computes: a running mean, a counter."""
-    return Finding(CauseKind.STATE_BETWEEN_PARTS) if evidence.order_matters() else None
+    if not evidence.depends_on_earlier_parts():
+        return None
+    return Finding(CauseKind.STATE_BETWEEN_PARTS)
 
 
 def once_per_part(evidence: SplitEvidence) -> Finding | None:
@@ -78,33 +110,61 @@ def mean_of_means_in_a_term(evidence: SplitEvidence) -> Finding | None:
     return None if count is None else Finding(CauseKind.MEAN_OF_MEANS, count=count)
 
 
+def entries_out_of_order(evidence: SplitEvidence) -> Finding | None:
+    """An output has several entries per row, which are not row by row."""
+    if not evidence.has_entries_out_of_order():
+        return None
+    return Finding(CauseKind.ENTRIES_OUT_OF_ORDER)
+
+
 def rows_are_compared(evidence: SplitEvidence) -> Finding | None:
     """The loss or the module ties rows to each other."""
     return Finding(CauseKind.ROWS_ARE_COMPARED) if evidence.do_rows_meet() else None
 
 
+def outputs_of_a_part(evidence: SplitEvidence) -> Finding | None:
+    """The loss of all rows uses a number, or an attribute, that each part has."""
+    if not evidence.uses_outputs_of_a_part():
+        return None
+    return Finding(CauseKind.OUTPUTS_OF_A_PART)
+
+
+def shapes_broadcast(evidence: SplitEvidence) -> Finding | None:
+    """Outputs and targets have shapes that broadcast to all pairs of rows."""
+    if not evidence.do_shapes_broadcast():
+        return None
+    return Finding(CauseKind.SHAPES_BROADCAST)
+
+
 CauseFunction = Callable[[SplitEvidence], Finding | None]
 CAUSES: Sequence[CauseFunction] = (
     not_finite,
+    unrepeatable,
+    gradient_of_no_loss,
+    rounding,
     wrong_with_one_part,
     ranks_differ,
+    numbers_per_part,
     factor_or_weights,
     state_between_parts,
     once_per_part,
     one_result,
     mean_of_means_in_a_term,
+    entries_out_of_order,
     rows_are_compared,
+    outputs_of_a_part,
+    shapes_broadcast,
 )
 
 
 def first_finding(evidence: SplitEvidence) -> tuple[Finding, list[Exception]]:
-    """The first cause that fits, and the errors of causes that could not be tested."""
+    """The first cause that fits, and the errors of causes that were passed over."""
     failures = []
     for cause in CAUSES:
         try:
             finding = cause(evidence)
         # A cause that cannot be tested says nothing of the later ones.
-        except Exception as error:  # raised by the user's code, in another split
+        except evidence.passed_over as error:  # of the user's code, in another split
             failures.append(error)
             continue
         if finding is not None:
@@ -136,7 +196,9 @@ def constant_factor(evidence: SplitEvidence, names: Sequence[str]) -> Finding | 
 def other_weights(evidence: SplitEvidence, names: Sequence[str]) -> Finding | None:
     """The results are those of the parts, with other weights than right."""
     weights = evidence.weights(names)
-    if weights is None or is_close(weights.computed, weights.right, CLOSE):
+    if weights is None:
+        return None
+    if is_close(weights.computed, weights.right, evidence.weight_error):
         return None
     # Not those of a part without labels.
     has_terms = weights.right.abs() > CLOSE * weights.right.abs().max()

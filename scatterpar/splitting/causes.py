@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from scatterpar.causes.evidence import CauseKind, Finding, Weights
-from scatterpar.causes.ordered import CLOSE, first_finding
+from scatterpar.causes.evidence import CLOSE, CauseKind, Finding, Weights
+from scatterpar.causes.ordered import first_finding
 from scatterpar.causes.vectors import factor_between, is_close
 from scatterpar.splitting.evidence import GradientEvidence
 from scatterpar.splitting.gradients import Gradients, joined

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from scatterpar.causes.counts import Count
-from scatterpar.causes.evidence import Growth, SplitEvidence, Weights
-from scatterpar.causes.ordered import CLOSE
+from scatterpar.causes.evidence import CLOSE, Growth, SplitEvidence, Weights
 from scatterpar.causes.vectors import factor_between, is_close, weights_of_parts
 from scatterpar.splitting.gradients import (
     Gradients,
@@ -50,11 +49,15 @@ class GradientEvidence(SplitEvidence):
         self.names = list(expected)
         self.wrong = differing(self.actual, expected, trial.limit)
         self.parts = [part for share in trial.split() for part in share]
-        self.counts = trial.counts
         self.is_undefined = False
         # An explanation explains nearly all of the difference.
         worst, _ = trial.error(self.actual, expected)
         self.tolerance = max(min(_FITS, _LEFT_OVER * worst), trial.limit)
+
+    @property
+    def counts(self) -> Sequence[Count]:
+        """What the loss may divide by, the most usual first."""
+        return self.trial.counts
 
     def is_finite(self) -> bool:
         """Whether the gradients of the whole batch and in parts are finite."""
@@ -123,7 +126,7 @@ class GradientEvidence(SplitEvidence):
         parts = [joined(gradients, names) for gradients in self.of_parts]
         return weights_of_parts(parts, joined(total, names), self.tolerance)
 
-    def order_matters(self) -> bool:
+    def depends_on_earlier_parts(self) -> bool:
         """Whether the parts of each rank in reverse order give another gradient."""
         # Sums do not depend on the order, what one part leaves for the next does.
         backwards = [share[::-1] for share in self.trial.split()]

@@ -19,7 +19,7 @@ rounding, it refuses before anything changes, and says what would be right::
         user_code       restores what runs have changed     dropped_records
         nudges          what rounding makes of results
         evidence        results, and further runs on demand output_differences
-        causes          why results differ, in order
+        verdicts        words for the cause, which is of the list in ``causes``
       join_check        the order of entries in outputs
     output_looks        the pair's looks: the losses of its outputs alone
     gradient_check      ``engine.check``: the same question over all rows of a step

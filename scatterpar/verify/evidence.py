@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain, pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from scatterpar.batch.batch import batch_of
 from scatterpar.causes.counts import Count, NamedTensor, counts_of, named_tensors
+from scatterpar.causes.evidence import SplitEvidence, Weights
 from scatterpar.step.loss_weights import is_smoothed, term_counts
 from scatterpar.step.request import Request
 from scatterpar.verify.comparison import (
@@ -40,32 +43,36 @@ NUMBER_REMEDY = (
 _NOTHING_BUT_ROUNDING = 0.4
 
 
-class Losses:
+class Losses(SplitEvidence):
     """The losses of some rows, at once and in parts, and how the engine combines them.
 
-    This is all that a cause needs that asks how losses combine.
+    This is all that the pair knows of a cause.
 
     Attributes:
         request: the call, with the batch.
         name: the criterion, as texts name it.
         parts: the rows of each part.
-        weights: the factors by which the engine multiplies the losses of the parts.
+        step_weights: the factors by which the engine multiplies the losses of the
+            parts.
         expected: the result for all rows at once.
         actual: the sum of the results of the parts, as the engine combines them.
         limit: the largest difference that rounding explains.
     """
 
+    weight_error = 1e-9  # the weights of a count are computed, not measured
+    passed_over = ()  # a look that fails is inconclusive
+
     def __init__(
         self,
         request: Request,
         parts: Parts,
-        weights: Sequence[float],
+        step_weights: Sequence[float],
         expected: Result,
         actual: Result,
     ) -> None:
         self.request = request
         self.parts = parts
-        self.weights = weights
+        self.step_weights = step_weights
         self.expected = expected
         self.actual = actual
         self.name = name_of(request)
@@ -154,13 +161,40 @@ class Losses:
         """The shapes of output and targets that are tensors."""
         raise NotImplementedError
 
-    def fits(self, weights: Sequence[float]) -> bool:
-        """Whether the losses of parts, with these weights, give that of all rows."""
+    def do_shapes_broadcast(self) -> bool:
+        """Whether outputs and targets broadcast to all pairs of rows."""
+        dimensions = {len(shape) for shape in self.shapes}
+        sizes = {math.prod(shape) for shape in self.shapes}
+        # (n,) beside (n, 1) broadcasts to (n, n), which torch only warns of.
+        is_pair = len(self.shapes) == 2 and len(sizes) == 1
+        return is_pair and dimensions == {1, 2} and not self.request.whole_batch
+
+    def weights(self, names: Sequence[str] = ()) -> Weights | None:
+        """The weights of the step, and those with which the parts add up."""
+        if self.request.whole_batch:  # which has one loss
+            return None
         results = self.results_of_parts()
         if num_with_gradient(results) < 2:  # any weights might fit
-            return False
-        combined = weighted_sum(results, weights)
-        return combined.difference_from(self.expected) < self.limit
+            return None
+        for right in self._weights_of_counts():
+            combined = weighted_sum(results, right)
+            if combined.difference_from(self.expected) < self.limit:
+                pair = torch.tensor([self.step_weights, right], dtype=torch.float64)
+                return Weights(*pair)
+        return None
+
+    def _weights_of_counts(self) -> Iterator[list[float]]:
+        """Yield the weights of a mean over rows, of a sum, of means over other terms.
+
+        With equally many terms in each row the third is the first.
+        """
+        yield [len(part) / self.num_rows for part in self.parts]
+        yield [1.0] * len(self.parts)
+        for count in self.counts:
+            terms = self.terms_of(count)
+            total = sum(terms)
+            if total and not count.is_constant:
+                yield [number / total for number in terms]
 
 
 class Evidence(Losses):
@@ -177,14 +211,14 @@ class Evidence(Losses):
         self,
         runs: Runs,
         parts: Parts,
-        weights: Sequence[float],
+        step_weights: Sequence[float],
         expected: Result,
         total: Total,
         *,
         draws_steadily: bool,
         moved: Sequence[str],
     ) -> None:
-        super().__init__(runs.request, parts, weights, expected, total.result)
+        super().__init__(runs.request, parts, step_weights, expected, total.result)
         self.total = total
         self.runs = runs
         self.rows: Part = list(chain(*parts))
@@ -234,7 +268,7 @@ class Evidence(Losses):
 
     def _in_parts(self, between: Callable[[], None]) -> Result:
         run = self.runs.run(
-            self.parts, self.runs.replica_task, self.weights, between=between
+            self.parts, self.runs.replica_task, self.step_weights, between=between
         )
         return run.total.result
 
@@ -248,7 +282,7 @@ class Evidence(Losses):
         runs = self.runs.under(scale=0.0)
         restart = runs.user_code.restart
         task = runs.replica_task
-        in_parts = runs.run(self.parts, task, self.weights, between=restart)
+        in_parts = runs.run(self.parts, task, self.step_weights, between=restart)
         # NaN is no answer: a zero may have met an infinity.
         of_parts = in_parts.total.result
         if not (of_parts.has_gradient and of_parts.is_finite):
@@ -316,9 +350,76 @@ class Evidence(Losses):
         output = self.outputs[0]
         of_parts = losses_of_parts(self.runs, output, self.parts)
         of_rows = losses_of_parts(self.runs, output, [self.rows])
-        combined = weighted_sum(of_parts, self.weights)
+        combined = weighted_sum(of_parts, self.step_weights)
         limit = self.runs.rounding.tolerance
         return combined.difference_from(of_rows[0]) <= limit
+
+    # --- the answers to the causes ---
+
+    def is_repeatable(self) -> bool:
+        """Whether the user's own module gives the same result for the same rows.
+
+        Raises:
+            Inconclusive: it does not, and losses do not combine either.
+        """
+        if self.repeated.difference_from(self.expected) <= self.limit:
+            return True
+        if not self.losses_combine:
+            raise Inconclusive("it gives another result each time", 2)
+        return False
+
+    def has_gradient_of_no_loss(self) -> bool:
+        """Whether a backward pass adds a gradient that does not depend on the loss."""
+        return self.injected_difference > self.runs.rounding.tolerance
+
+    def is_rounding(self) -> bool:
+        """Whether rounding explains the difference. Later answers use its limit."""
+        # The cheap bound first: a nudge of the inputs costs a run.
+        self.limit = self.difference_by_summands()
+        if self.difference > self.limit:
+            self.limit = max(self.limit, self.difference_by_rounding())
+        return self.difference <= self.limit
+
+    def is_wrong_with_one_part(self) -> bool:
+        """Whether the replica gives another result for the same rows at once."""
+        return self.of_replica.difference_from(self.expected) > self.limit
+
+    def draws_per_part(self) -> bool:
+        """Whether the result is right if each part draws the same numbers.
+
+        Raises:
+            Inconclusive: how many are drawn depends on the rows.
+        """
+        if not self.draws_steadily:
+            raise Inconclusive("what is drawn depends on the rows", 2)
+        return self.with_same_numbers.difference_from(self.expected) <= self.limit
+
+    def depends_on_earlier_parts(self) -> bool:
+        """Whether each part gives the expected result if it starts from the same state.
+
+        Or in evaluation mode, if state moves by the rows, as batch normalisation does.
+        """
+        # A criterion of all rows has one loss, which needs no weights.
+        weights = () if self.request.whole_batch else self.step_weights
+        combined = weighted_sum(self.results_of_parts(), weights)
+        if combined.difference_from(self.expected) <= self.limit:
+            return True
+        return bool(self.moved) and self.combines_in_evaluation()
+
+    def has_entries_out_of_order(self) -> bool:
+        """Whether an output has several entries per row, not row by row."""
+        return self.request.whole_batch and bool(self.output_differences.misplaced)
+
+    def do_rows_meet(self) -> bool:
+        """Whether the module's output for a row depends on the other rows."""
+        if self.output_differences.of_rows <= self.limit:
+            return False
+        # If losses do not combine either, that is the reason with a remedy.
+        return self.request.whole_batch or self.losses_combine
+
+    def uses_outputs_of_a_part(self) -> bool:
+        """With ``whole_batch`` the criterion reads more than outputs of all rows."""
+        return self.request.whole_batch
 
     def combines_in_evaluation(self) -> bool:
         """Whether the parts give the result of all rows in evaluation mode."""

@@ -14,12 +14,12 @@ from scatterpar.devices.memory import no_kernel_search
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.request import Request
 from scatterpar.step.task import ReplicaTask
-from scatterpar.verify.causes import refused_order
 from scatterpar.verify.measurements import computed_with_constants
 from scatterpar.verify.output_differences import compare_outputs, entries_per_row
 from scatterpar.verify.rows import Parts
 from scatterpar.verify.runs import Runs
 from scatterpar.verify.schedule import names_and_numbers
+from scatterpar.verify.verdicts import refused_order
 
 _DRAWN = (
     "the function draws random numbers and returns several entries per row, whose "

@@ -33,13 +33,6 @@ from scatterpar.step.task import ReplicaTask
 from scatterpar.step.turns import Scope
 from scatterpar.threads.workers import Overdue
 from scatterpar.torch_private import full_float32
-from scatterpar.verify.causes import (
-    RIGHT,
-    Verdict,
-    error_of_replica,
-    injected_gradient,
-    verdict_of,
-)
 from scatterpar.verify.comparison import Inconclusive
 from scatterpar.verify.dropped_warnings import warnings_dropped
 from scatterpar.verify.evidence import Evidence, name_of, weighted_parts
@@ -47,6 +40,13 @@ from scatterpar.verify.measurements import attributes_that_calls_move, bytes_per
 from scatterpar.verify.rounding import formats_inside_operators
 from scatterpar.verify.rows import Part, Parts, RowChoice, in_two
 from scatterpar.verify.runs import RunResult, Runs
+from scatterpar.verify.verdicts import (
+    RIGHT,
+    Verdict,
+    error_of_replica,
+    gradient_of_no_loss,
+    verdict_of,
+)
 
 # A look that takes longer runs on the other replicas, too, because user code may wait
 # for them; after twice the time it is inconclusive.
@@ -425,10 +425,9 @@ class ReplicaLook:
         if evidence.difference > evidence.limit:
             return verdict_of(evidence)
         # The gradient of a balance loss may be smaller than the tolerance.
-        if evidence.runs.rounding.has_functions and len(evidence.parts) > 1:
-            verdict = injected_gradient(evidence)
-            if verdict is not None:
-                return verdict
+        may_add = evidence.runs.rounding.has_functions and len(evidence.parts) > 1
+        if may_add and evidence.has_gradient_of_no_loss():
+            return gradient_of_no_loss(evidence)
         is_sum = not (self._request.is_mean or self._request.whole_batch)
         if is_sum and run.total.num_with_gradient < len(evidence.parts):
             why = "some parts have no gradient: it may be a mean or a sum"

@@ -32,11 +32,6 @@ from scatterpar.torch_private import (
     leaves_of,
     nodes_reached,
 )
-from scatterpar.verify.causes import (
-    in_lines,
-    refused_injection,
-    verdict_of_combination,
-)
 from scatterpar.verify.comparison import (
     Inconclusive,
     Result,
@@ -56,6 +51,11 @@ from scatterpar.verify.rounding import HALF_PRECISION, Rounding
 from scatterpar.verify.rows import Part, Parts, RowChoice, ignored_values, in_two
 from scatterpar.verify.schedule import Kind
 from scatterpar.verify.single_precision import OneDtype, SinglePrecision
+from scatterpar.verify.verdicts import (
+    in_lines,
+    refused_injection,
+    verdict_of,
+)
 
 _MAX_ROWS = 16
 _MIN_ROWS = 2
@@ -218,7 +218,7 @@ class OutputLook:
             losses = next(iter(differing), losses)
         elif losses.is_rounding_alone(self._rounding):
             raise Inconclusive("its gradient may be nothing but rounding")
-        return verdict_of_combination(losses).text
+        return verdict_of(losses).text
 
     def _losses_of(self, parts: Parts, state: Journal) -> _LossesOfOutputs:
         """The losses of the rows of these parts, computed.
@@ -270,12 +270,12 @@ class _LossesOfOutputs(Losses):
         self,
         request: Request,
         parts: Parts,
-        weights: Sequence[float],
+        step_weights: Sequence[float],
         state: Journal,
         device: torch.device,
     ) -> None:
         nothing = Result(0.0, ())
-        super().__init__(request, parts, weights, expected=nothing, actual=nothing)
+        super().__init__(request, parts, step_weights, expected=nothing, actual=nothing)
         self._state = state
         self._device = device
         self._output = request.batches[0].inputs
@@ -297,7 +297,7 @@ class _LossesOfOutputs(Losses):
         rows = list(chain(*self.parts))
         (self.expected,) = self._losses(self._output, [rows], rounding)
         self._results = self._losses(self._output, self.parts, rounding)
-        self.actual = weighted_sum(self._results, self.weights)
+        self.actual = weighted_sum(self._results, self.step_weights)
         self.limit = rounding.tolerance
         (repeated,) = self._losses(self._output, [rows], rounding)
         if not self.expected.is_finite:

@@ -25,7 +25,6 @@ from scatterpar.step.request import LossCandidate, Request
 from scatterpar.step.task import ReplicaTask
 from scatterpar.step.turns import Scope
 from scatterpar.tables import shown
-from scatterpar.verify.causes import RETURN, Action, Verdict, in_lines
 from scatterpar.verify.choice import Choice, is_open, rivals
 from scatterpar.verify.compared_leaves import MAX_ELEMENTS
 from scatterpar.verify.comparison import Inconclusive
@@ -36,6 +35,7 @@ from scatterpar.verify.looks import Looks, shown_reason
 from scatterpar.verify.ranges import informative_tensors, ranges_of
 from scatterpar.verify.rows import RowChoice, ignored_values
 from scatterpar.verify.schedule import Kind
+from scatterpar.verify.verdicts import RETURN, Action, Verdict, in_lines
 
 _MIN_ROWS = 9  # of a look, unless a row needs much memory
 _SUBSTEPS_OF_FIRST_LOOK = 2  # as many rows as so many micro-batches have

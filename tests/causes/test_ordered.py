@@ -35,10 +35,10 @@ def weights(computed, right):
         ({"do_rows_meet": True}, CauseKind.ROWS_ARE_COMPARED),
         ({"do_rows_meet": True, "count_that_decides": LABELS}, CauseKind.MEAN_OF_MEANS),
         (
-            {"count_that_decides": LABELS, "order_matters": True},
+            {"count_that_decides": LABELS, "depends_on_earlier_parts": True},
             CauseKind.STATE_BETWEEN_PARTS,
         ),
-        ({"order_matters": True, "factor": 4.0}, CauseKind.CONSTANT_FACTOR),
+        ({"depends_on_earlier_parts": True, "factor": 4.0}, CauseKind.CONSTANT_FACTOR),
         ({"factor": 0.0}, CauseKind.NO_GRADIENT),
         ({"factor": 1.0}, CauseKind.UNKNOWN),
         ({"weights": weights([0.5, 0.5], [0.7, 0.3])}, CauseKind.MEAN_OF_MEANS),
@@ -59,7 +59,7 @@ def test_first_fitting_cause_is_found(answers, kind):
 
 def test_cause_that_cannot_be_tested_is_passed_over():
     class Failing(Answers):
-        def order_matters(self):
+        def depends_on_earlier_parts(self):
             raise ZeroDivisionError("no labels")
 
     finding, failures = first_finding(Failing(do_rows_meet=True))

@@ -10,7 +10,7 @@ from scatterpar import ScatterOnceParallel
 from scatterpar.batch.batch import batch_of
 from scatterpar.step.request import Request
 from scatterpar.verify import look
-from scatterpar.verify.causes import RIGHT
+from scatterpar.verify.verdicts import RIGHT
 
 ROWS = torch.arange(1.0, 7).double()[:, None]
 

@@ -121,7 +121,7 @@ class Counter(nn.Module):
 
 @pytest.mark.parametrize(("model", "matters"), [(linear, False), (Counter, True)])
 def test_order_matters_if_calls_are_counted(model, matters):
-    assert evidence_of(sum_of_sums, model()).order_matters() == matters
+    assert evidence_of(sum_of_sums, model()).depends_on_earlier_parts() == matters
 
 
 def test_penalty_per_part_doubles_at_3_parts():

@@ -16,9 +16,9 @@ from scatterpar import ScatterOnceParallel
 from scatterpar.batch.batch import batch_of
 from scatterpar.step.request import Request
 from scatterpar.verify import look
-from scatterpar.verify.causes import RIGHT
 from scatterpar.verify.comparison import Inconclusive, Result
 from scatterpar.verify.evidence import Losses, name_of, weighted_parts
+from scatterpar.verify.verdicts import RIGHT
 
 ROWS = torch.arange(1.0, 7).double()[:, None]
 
@@ -59,7 +59,7 @@ def test_results_of_rows_and_parts(monkeypatch):
     assert evidence.expected.loss == 2 * sum_of(evidence.rows)
     assert evidence.expected.gradients[0].item() == sum_of(evidence.rows)
     sizes = [len(part) for part in evidence.parts]
-    assert list(evidence.weights) == [size / evidence.num_rows for size in sizes]
+    assert list(evidence.step_weights) == [size / evidence.num_rows for size in sizes]
     sums = [sum_of(part) * len(part) for part in evidence.parts]
     assert evidence.actual.loss == pytest.approx(2 * sum(sums) / evidence.num_rows)
     assert evidence.name == "the criterion total"
@@ -72,12 +72,12 @@ def test_parts_start_from_same_state(monkeypatch):
         return (
             evidence.parts,
             [result.loss for result in results],
-            evidence.fits([1.0] * len(results)),
+            evidence.weights().right.tolist(),
         )
 
-    parts, losses, fits_a_sum = asked(monkeypatch, question)
+    parts, losses, weights = asked(monkeypatch, question)
     assert losses == [2 * sum_of(part) for part in parts]
-    assert fits_a_sum
+    assert weights == [1.0] * len(parts)
 
 
 def test_runs_of_the_same_rows_agree(monkeypatch):

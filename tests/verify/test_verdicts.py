@@ -15,10 +15,10 @@ from scatterpar import ScatterOnceParallel
 from scatterpar.batch.batch import batch_of
 from scatterpar.causes.counts import Count
 from scatterpar.step.request import Request
-from scatterpar.verify import causes
-from scatterpar.verify.causes import Action, verdict_of_combination
+from scatterpar.verify import verdicts
 from scatterpar.verify.comparison import Result, weighted_sum
 from scatterpar.verify.evidence import Losses
+from scatterpar.verify.verdicts import Action, verdict_of
 
 # Two parts: rows 0 to 2, of which one has a label, and row 3, which has one.
 LABELS = torch.tensor([1, -100, -100, 2])
@@ -56,7 +56,7 @@ class ByHand(Losses):
     ],
 )
 def test_combination_named_by_its_weights(true_weights, remedy):
-    verdict = verdict_of_combination(ByHand(true_weights))
+    verdict = verdict_of(ByHand(true_weights))
     assert verdict.action is Action.REFUSE
     assert remedy in verdict.text
     assert (
@@ -68,28 +68,26 @@ def test_combination_named_by_its_weights(true_weights, remedy):
 
 def test_difference_told_in_percent():
     """Expected 0.75 and 0.25 of the gradients, and computed 0.25 and 0.75."""
-    assert "off by 66.7 %" in verdict_of_combination(ByHand([3 / 4, 1 / 4])).text
+    assert "off by 66.7 %" in verdict_of(ByHand([3 / 4, 1 / 4])).text
     nothing = ByHand([3 / 4, 1 / 4], weights=(math.nan, 1.0))
-    assert "NaN or infinite" in verdict_of_combination(nothing).text
+    assert "NaN or infinite" in verdict_of(nothing).text
 
 
 def test_mean_told_to_leave_count_out():
     losses = ByHand([3 / 4, 1 / 4], count=lambda inputs, targets: 1)
-    assert (
-        'pass reduction="mean", without count=' in verdict_of_combination(losses).text
-    )
+    assert 'pass reduction="mean", without count=' in verdict_of(losses).text
 
 
 def test_shapes_that_broadcast_told():
     losses = ByHand([0.9, 0.3], shapes=[(4, 1), (4,)])
-    assert "broadcast to a matrix of all pairs" in verdict_of_combination(losses).text
+    assert "broadcast to a matrix of all pairs" in verdict_of(losses).text
     losses = ByHand([0.9, 0.3], shapes=[(4, 2), (4,)])
-    assert "broadcast" not in verdict_of_combination(losses).text
+    assert "broadcast" not in verdict_of(losses).text
 
 
 def test_sum_with_rest_may_have_penalty():
     losses = ByHand([0.9, 0.3], reduction="sum")
-    assert "such as a penalty on weights" in verdict_of_combination(losses).text
+    assert "such as a penalty on weights" in verdict_of(losses).text
 
 
 def test_one_part_shows_no_weights(monkeypatch):
@@ -98,8 +96,8 @@ def test_one_part_shows_no_weights(monkeypatch):
     monkeypatch.setattr(ByHand, "results_of_parts", lambda _: results)
     losses = ByHand([1, 1])
     losses.expected = weighted_sum(results)
-    assert not losses.fits([1, 1])
-    assert "It seems" not in verdict_of_combination(losses).text
+    assert losses.weights() is None
+    assert "It seems" not in verdict_of(losses).text
 
 
 @pytest.mark.parametrize(
@@ -120,23 +118,23 @@ def test_one_part_shows_no_weights(monkeypatch):
 )
 def test_count_is_told_as_an_expression(path, ignored, without, expression):
     count = Count("terms", path, (1.0,) * 4, ignored, without)
-    assert causes._expression(ByHand([1, 1]), count) == expression
+    assert verdicts._expression(ByHand([1, 1]), count) == expression
 
 
 def test_text_has_problem_remedy_notes():
-    assert causes.in_lines("It is wrong.", "Do this.") == "It is wrong.\nDo this."
-    assert causes.in_lines("A.", "B.", "C.", "D.") == "A.\nB.\n\nC. D."
+    assert verdicts.in_lines("It is wrong.", "Do this.") == "It is wrong.\nDo this."
+    assert verdicts.in_lines("A.", "B.", "C.", "D.") == "A.\nB.\n\nC. D."
 
 
 def test_order_refused_with_both_numbers():
-    text = causes.refused_order(8, 4).text
+    text = verdicts.refused_order(8, 4).text
     assert text.startswith("the module's output has 8 entries for 4 rows, not in the")
     assert "torch.stack([a, b], 1)" in text
 
 
 def test_replica_error_told_beside_loss():
     error = KeyError("auxiliary")
-    verdict = causes.error_of_replica("the criterion loss", 3, 0.25, error)
+    verdict = verdicts.error_of_replica("the criterion loss", 3, 0.25, error)
     assert verdict.error is error
     assert "the loss of 3 rows is 0.25 with your own module" in verdict.text
     assert "KeyError: 'auxiliary'" in verdict.text

@@ -1,0 +1,311 @@
+"""What a look makes of a cause: the words, and what becomes of the step.
+
+The causes and their order are those of ``causes/ordered.py``. The table *Refused, told,
+silent* of ``docs/limits.md`` has an outcome for each.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import re
+from dataclasses import dataclass, replace
+
+from scatterpar.causes.counts import IGNORED, Count
+from scatterpar.causes.evidence import CauseKind, Weights
+from scatterpar.causes.ordered import first_finding
+from scatterpar.step.request import Request
+from scatterpar.verify.evidence import NUMBER_REMEDY, Evidence, Losses
+
+_MAX_SIZES = 6  # of parts, in a text
+_KEY = re.compile(r'(?:inputs|targets)\["(\w+)"\]')
+_SEEMS = "It seems to be"
+_BATCH = 'inputs["batch"]'  # that of a loop, whose count= takes a batch
+_ENTRIES = {"": "", "first": "[:, 1:]", "last": "[:, :-1]"}
+
+
+class Action(enum.Enum):
+    """What the engine does with a step after a look. Values are words of the log."""
+
+    PROCEED = "right"
+    WARN = "told"
+    REFUSE = "refused"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of a look.
+
+    Attributes:
+        action: what becomes of the step.
+        text: of the warning or the error.
+        error: the replica's error that the text shows.
+        problem: the first line of the text, if losses do not combine.
+        cause: why not, and what to pass, if one count or reduction explains it.
+    """
+
+    action: Action
+    text: str = ""
+    error: Exception | None = None
+    problem: str = ""
+    cause: str = ""
+
+
+RIGHT = Verdict(Action.PROCEED)
+
+RETURN = "return it from forward, and take it from the output that the criterion gets"
+_NOTHING_CHANGED = "Nothing was changed; verify=False does not check."
+
+
+def in_lines(problem: str, remedy: str, *notes: str) -> str:
+    """The text of a warning or error: problem, remedy, an empty line, the rest."""
+    text = f"{problem}\n{remedy}"
+    return f"{text}\n\n{' '.join(notes)}" if notes else text
+
+
+def _refused(problem: str, remedy: str, *notes: str) -> Verdict:
+    text = in_lines(problem, remedy, *notes, _NOTHING_CHANGED)
+    return Verdict(Action.REFUSE, text)
+
+
+def _told(problem: str, remedy: str, *notes: str) -> Verdict:
+    return Verdict(Action.WARN, in_lines(problem, remedy, *notes))
+
+
+def _size_of(difference: float) -> str:
+    if difference == math.inf:
+        return "NaN or infinite"
+    return f"off by {100 * difference:,.3g} %"
+
+
+def refused_injection(name: str, size: str = "") -> Verdict:
+    """The verdict on a module that adds a gradient which no loss has."""
+    return _refused(
+        f"{name} adds a gradient that is not that of the loss, in the backward pass of "
+        f"an autograd.Function or a hook{size}.",
+        "Return the auxiliary loss from forward, and add it to the loss in the "
+        "criterion, where it is weighted by the number of rows.",
+        "Such a gradient is added in full by each part of the batch, however few rows "
+        "it has. No count=, reduction= or whole_batch= says that.",
+    )
+
+
+def error_of_replica(
+    name: str, num_rows: int, loss: float, error: Exception
+) -> Verdict:
+    """A replica raises an error, and the user's own module computes the same rows."""
+    verdict = _refused(
+        f"{name}: the loss of {num_rows} rows is {loss:.4g} with your own module in "
+        f"plain torch, but an error on a replica: {type(error).__name__}: {error}",
+        "A replica is a copy of the module: what refers to your own module, such as a "
+        "global variable or gradients by your own parameters, does not lead to it. If "
+        f"it reads what forward leaves on the module, {RETURN}.",
+        "No count=, reduction= or whole_batch= says that.",
+    )
+    return replace(verdict, error=error)
+
+
+def refused_order(misplaced: int, num_rows: int) -> Verdict:
+    """The verdict on entries that cannot be joined."""
+    return _refused(
+        f"the module's output has {misplaced} entries for {num_rows} rows, not in the "
+        f"order of the rows, so those of micro-batches cannot be joined.",
+        "Return one entry per row, such as torch.stack([a, b], 1) in the place of "
+        "torch.cat([a, b]), or .view(rows, k, -1) of k samples.",
+    )
+
+
+NUMBER_PROBLEM = (
+    "the module returns a number that is another one for each micro-batch, and the "
+    "loss uses it"
+)
+
+
+# --- the words of causes of which a replica is needed ---
+
+
+def gradient_of_no_loss(evidence: Evidence) -> Verdict:
+    """The verdict on a backward pass that adds a gradient of its own."""
+    size = _size_of(evidence.injected_difference)
+    text = f": in parts of {evidence.num_rows} rows it is {size}"
+    return refused_injection(evidence.module_name, text)
+
+
+def _wrong_on_the_replica(evidence: Evidence) -> Verdict:
+    return _refused(
+        f"{evidence.name} leads to the module that is trained, or the module has a "
+        f"tensor computed from parameters: the loss of {evidence.num_rows} rows is "
+        f"{evidence.expected.loss:.4g} with your own module in plain torch, but "
+        f"{evidence.of_replica.loss:.4g} on a replica (the gradient is "
+        f"{_size_of(evidence.difference)}).",
+        f"Return it: {RETURN}; compute tensors from parameters in forward.",
+        "It reads what forward leaves on the module, such as an auxiliary loss, or "
+        "asks for gradients by your own parameters. No count=, reduction= or "
+        "whole_batch= says that.",
+    )
+
+
+def _state_between_parts(evidence: Evidence) -> Verdict:
+    if evidence.moved:  # a warning of its own names the state
+        return RIGHT
+    return _told(
+        f"{evidence.module_name} or {evidence.name} gives another result when it is "
+        f"called again with the same rows.",
+        "Return a module's state from forward, and pass it as an input; change a "
+        "criterion's once per step, or pass whole_batch=True.",
+        "docs/limits.md, State in modules.",
+    )
+
+
+def _entries_out_of_order(evidence: Evidence) -> Verdict:
+    return refused_order(evidence.output_differences.misplaced, evidence.num_rows)
+
+
+def _module_compares_rows(evidence: Evidence) -> Verdict:
+    return _told(
+        f"{evidence.module_name} gives other outputs for a few rows than for parts of "
+        f"them: they differ by {evidence.output_differences.of_rows:.2g} of the "
+        f"largest entry (of {evidence.num_rows} rows).",
+        "Mask padding; check batch_first= and dim=; pass a value without rows as "
+        "Replicated(value), a list with one entry per row as Rows(list).",
+        "Compute what compares rows in the criterion, with whole_batch=True. A "
+        "home-made batch normalisation may ignore this.",
+    )
+
+
+def _outputs_of_a_part(evidence: Evidence) -> Verdict:
+    if evidence.uses_number:
+        remedy = f"{NUMBER_REMEDY}, which sees all rows."
+        return _refused(f"{NUMBER_PROBLEM}.", remedy.capitalize())
+    return _refused(
+        f"{evidence.name}: with whole_batch=True the gradient would be "
+        f"{_size_of(evidence.difference)}.",
+        "It reads what the last micro-batch left (a hook?), or an output that has as "
+        f"many entries as a micro-batch has rows; {RETURN}, with one entry per row.",
+        "No count= or reduction= says that.",
+    )
+
+
+# --- losses do not combine ---
+
+
+def _refused_combination(losses: Losses, remedy: str) -> Verdict:
+    sizes = " + ".join(str(len(part)) for part in losses.parts[:_MAX_SIZES])
+    if len(losses.parts) > _MAX_SIZES:
+        sizes += " + …"
+    problem = (
+        f"{losses.name}: your loss of {losses.num_rows} rows is not the "
+        f"{losses.request.reduction} of the losses of {sizes} rows: the gradient would "
+        f"be {_size_of(losses.difference)}."
+    )
+    verdict = _refused(problem, remedy, *losses.other_remedies(remedy))
+    cause = remedy if remedy.startswith(_SEEMS) else ""
+    return replace(verdict, problem=problem, cause=cause)
+
+
+def _other_weights(losses: Losses, weights: Weights) -> Verdict:
+    """The loss is a mean or sum of other terms than the engine takes it for."""
+    # A sum first: its equal weights are in proportion to rows of equal parts.
+    if bool((weights.right == 1).all()):
+        return _refused_combination(losses, f'{_SEEMS} a sum: pass reduction="sum".')
+    count = losses.counted_as(weights.right)
+    assert count is not None  # the weights are those of a count
+    if count.path:
+        return _refused_combination(
+            losses,
+            f"{_SEEMS} a mean over the {count.words}: pass "
+            f'reduction="mean" and count={_expression(losses, count)}.',
+        )
+    remedy = f'{_SEEMS} a mean over rows: pass reduction="mean", without count=.'
+    if losses.request.is_mean and losses.request.count is None:
+        remedy = (
+            f"{_SEEMS} a mean over rows, whatever the labels: pass "
+            "count=lambda inputs, targets: len(targets)."
+        )
+    return _refused_combination(losses, remedy)
+
+
+def _expression(losses: Losses, count: Count) -> str:
+    """An expression for ``count=``."""
+    if losses.request.loss_name != Request.loss_name and count.path.startswith(_BATCH):
+        path = count.path.removeprefix(_BATCH)
+        return f"lambda batch: {_number_of_entries(count, f'batch{path}')}"
+    is_of_labels = count.ignored is not None and count.without in ("", "first")
+    key = _KEY.fullmatch(count.path)
+    if is_of_labels and count.path == "inputs" and not losses.has_targets:  # tokens
+        counted = _count_labels(count, "labels")
+        return f"lambda ids, _: {counted}(None, ids)"
+    if is_of_labels and (count.path == "targets" or key):
+        return _count_labels(count, key[1] if key else "labels")
+    return f"lambda inputs, targets: {_number_of_entries(count, count.path)}"
+
+
+def _number_of_entries(count: Count, path: str) -> str:
+    entries = path + _ENTRIES[count.without]
+    if count.ignored is not None:
+        entries += f".ne({count.ignored})"
+    return f"{entries}.sum()"
+
+
+def _count_labels(count: Count, key: str) -> str:
+    """A call of ``count_labels``, without arguments that are its defaults."""
+    arguments = []
+    if count.ignored != IGNORED[0]:
+        arguments.append(str(count.ignored))
+    if count.without:
+        arguments.append("shifted=True")
+    if key != "labels":
+        arguments.append(f"key={key!r}")
+    return f"scatterpar.count_labels({', '.join(arguments)})"
+
+
+def _shapes_broadcast(losses: Losses) -> Verdict:
+    output, targets = losses.shapes
+    return _refused_combination(
+        losses,
+        f"The output has shape {output} and the targets {targets}, which broadcast to "
+        f"a matrix of all pairs of rows: pass targets of the output's shape.",
+    )
+
+
+def _unknown(losses: Losses) -> Verdict:
+    """The loss compares rows, is a mean over something else, or has a penalty."""
+    if not losses.request.is_mean:
+        return _refused_combination(
+            losses,
+            "If it seems to add something that does not depend on the rows, such as a "
+            "penalty on weights: multiply that by len(output) / the number of all "
+            "rows.",
+        )
+    return _refused_combination(
+        losses,
+        "If it compares rows with each other, or is a ratio of sums, "
+        f"{losses.compares_rows}.",
+    )
+
+
+# Results that may differ: the program is right.
+_RIGHT = CauseKind.UNREPEATABLE, CauseKind.ROUNDING, CauseKind.NUMBERS_PER_PART
+_WORDS = {
+    CauseKind.GRADIENT_OF_NO_LOSS: gradient_of_no_loss,
+    CauseKind.WRONG_WITH_ONE_PART: _wrong_on_the_replica,
+    CauseKind.STATE_BETWEEN_PARTS: _state_between_parts,
+    CauseKind.ENTRIES_OUT_OF_ORDER: _entries_out_of_order,
+    CauseKind.ROWS_ARE_COMPARED: _module_compares_rows,
+    CauseKind.OUTPUTS_OF_A_PART: _outputs_of_a_part,
+}
+
+
+def verdict_of(losses: Losses) -> Verdict:
+    """The verdict on results that differ."""
+    finding, _ = first_finding(losses)
+    if finding.weights is not None:
+        return _other_weights(losses, finding.weights)
+    if finding.kind in _RIGHT:
+        return RIGHT
+    if finding.kind is CauseKind.SHAPES_BROADCAST:
+        return _shapes_broadcast(losses)
+    # The pair has outputs alone, so it finds none of these causes.
+    if isinstance(losses, Evidence) and finding.kind in _WORDS:
+        return _WORDS[finding.kind](losses)
+    return _unknown(losses)

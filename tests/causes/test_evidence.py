@@ -8,12 +8,17 @@ from scatterpar.causes.counts import Count
 from scatterpar.causes.evidence import SplitEvidence
 
 
+class Counted(SplitEvidence):
+    parts = ((0, 1, 2, 3), (4, 5))
+    counts = (
+        Count("rows", "", (1,) * 6),
+        Count("labels", "batch", (1, 0, 0, 0, 1, 1)),
+    )
+
+
 def test_weights_are_named_by_first_count():
-    evidence = SplitEvidence()
-    evidence.parts = [[0, 1, 2, 3], [4, 5]]
-    rows = Count("rows", "", (1,) * 6)
-    labels = Count("labels", "batch", (1, 0, 0, 0, 1, 1))
-    evidence.counts = [rows, labels]
+    evidence = Counted()
+    rows, labels = evidence.counts
     assert evidence.counted_as(torch.tensor([4.0, 2.0])) is rows
     assert evidence.counted_as(torch.tensor([0.5, 1.0])) is labels
     assert evidence.counted_as(torch.tensor([1.0, 1.0])) is None

@@ -10,63 +10,61 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 
-from scatterpar.train.command_line import Options, UsageError, words_of
-from scatterpar.train.folders import find_pictures
-from scatterpar.train.parts import (
+from scatterpar.train.columns import (
     IMAGE_COLUMNS,
     LABEL_COLUMNS,
     PART_COLUMNS,
+    choose_column,
+    columns_in_words,
+    label_rows,
+)
+from scatterpar.train.command_line import Options, UsageError, words_of
+from scatterpar.train.folders import find_pictures
+from scatterpar.train.parts import (
     TRAIN,
     DataParts,
     Files,
     Unused,
-    choose_column,
-    class_names_of,
     first_names,
-    labelled_rows,
     make_parts,
     part_of,
 )
 
 ENDINGS = (".csv", ".tsv")
+_DELIMITERS = ",;\t|"
 
 
 def read_table(path: Path, options: Options) -> DataParts:
     """Find the files that a table lists."""
     table = _read(path)
-    columns = list(table[0])
+    part_column = _part_column(table)
+    columns = [column for column in table[0] if column != part_column]
     image = choose_column(columns, IMAGE_COLUMNS, "image", options.column_image)
     others = [column for column in columns if column != image]
-    part_column = _part_column(others, table)
-    if part_column:
-        others.remove(part_column)
     label = choose_column(others, LABEL_COLUMNS, "label", options.column_label)
     folder = path.parent / (options.train_folder or "")
     places = _places(folder, [row[image] for row in table])
-    rows_of_parts: dict[str, list[int]] = {}
+    rows_of_parts: dict[str, list[dict[str, str]]] = {}
     unused = Unused()
-    for number, row in enumerate(table):
+    for row in table:
         part = part_of(row[part_column]) if part_column else TRAIN
         if part is None:
             unused.add("of other parts", row[part_column])
         else:
-            rows_of_parts.setdefault(part, []).append(number)
-    if TRAIN not in rows_of_parts:
-        raise UsageError(f"its column {part_column} has no train")
-    class_names = class_names_of(
-        [table[number][label] for number in rows_of_parts[TRAIN]], label
-    )
+            rows_of_parts.setdefault(part, []).append(row)
+    labels = {}
+    for part, rows in rows_of_parts.items():
+        labels[part] = [row[label] for row in rows]
+    class_names, pairs_of_parts = label_rows(labels, label, unused)
     pictures = {}
-    for part, numbers in rows_of_parts.items():
-        labels = [table[number][label] for number in numbers]
-        pairs = labelled_rows(labels, class_names, unused)
-        if pairs:
-            files = [(places[numbers[row]], number) for row, number in pairs]
-            pictures[part] = Files(files)
+    for part, pairs in pairs_of_parts.items():
+        rows = rows_of_parts[part]
+        pictures[part] = Files([(places[rows[row][image]], n) for row, n in pairs])
     parts = make_parts(pictures, class_names, unused, options.val)
-    parts.notes.append(f"images from the column {image}, classes from {label}")
+    parts.notes.append(columns_in_words(image, label, columns))
     return parts
 
 
@@ -75,30 +73,43 @@ def _read(path: Path) -> list[dict[str, str]]:
     try:
         text = path.read_text(encoding="utf-8-sig")
         first_line = text.partition("\n")[0]
-        delimiter = max(",;\t", key=first_line.count)
-        reader = csv.DictReader(text.splitlines(), delimiter=delimiter, restval="")
-        table = list(reader)
+        delimiter = max(_DELIMITERS, key=first_line.count)
+        lines = csv.reader(
+            text.splitlines(), delimiter=delimiter, skipinitialspace=True
+        )
+        # A space beside a delimiter would make another class of the same name.
+        stripped = [[cell.strip() for cell in line] for line in lines]
     except (ValueError, csv.Error) as error:
-        raise UsageError(f"it is not a table: {words_of(error)}") from error
-    if not table:
+        raise UsageError(f"it is not a table in UTF-8: {words_of(error)}") from error
+    header, *rows = [line for line in stripped if any(line)] or [[]]
+    if not rows:
         raise UsageError("it has no rows below a line with the names of its columns")
-    return table
+    if len(set(header)) < len(header):
+        raise UsageError(f"two of its columns have one name: {first_names(header)}")
+    for row in rows:
+        if len(row) > len(header):
+            raise UsageError(
+                f"the row {first_names(row)} has {len(row)} cells, and its columns are "
+                f"{first_names(header)}"
+            )
+    return [dict(zip_longest(header, row, fillvalue="")) for row in rows]
 
 
-def _part_column(columns: Sequence[str], table: Sequence[Mapping[str, str]]) -> str:
+def _part_column(table: Sequence[Mapping[str, str]]) -> str:
     """Return the column that says what a row is for, if there is one."""
-    for column in columns:
+    for column in table[0]:
         is_named = column.lower() in PART_COLUMNS.split()
         if is_named and any(part_of(row[column]) == TRAIN for row in table):
             return column
     return ""
 
 
-def _places(folder: Path, names: Sequence[str]) -> list[str]:
-    """Return the files that a column names, which are below the folder."""
+def _places(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """Return the file of each name in a column: a path, or the name of a file below the
+    folder, with or without its ending.
+    """
     if not folder.is_dir():
         raise UsageError(f"there is no folder {folder}")
-    # Names in a column are paths or names of files, with or without an ending.
     by_name = dict[str, list[str]]()
     for path in find_pictures(folder, Unused()):
         relative = os.path.relpath(path, folder)
@@ -107,27 +118,28 @@ def _places(folder: Path, names: Sequence[str]) -> list[str]:
         names_of_file |= {os.path.basename(name) for name in names_of_file}
         for name in names_of_file:
             by_name.setdefault(name, []).append(path)
-    files = []
+    places = {}
     missing = []
     for name in names:
-        relative = os.path.normpath(name)
-        matches = by_name.get(relative, [])
+        relative = os.path.normpath(name.replace("\\", "/"))  # as Windows has it
         path = os.path.join(folder, relative)
-        if path in matches:
-            files.append(path)
+        matches = by_name.get(relative, [])
+        if os.path.isfile(path):
+            places[name] = path
         elif len(matches) == 1:
-            files += matches
+            places[name] = matches[0]
         else:
             missing.append(name)
     if missing:
         raise UsageError(
-            f"of {len(names):,} images {len(missing):,} are not below {folder}, or "
+            f"{len(missing):,} of its {len(names):,} images are not below {folder}, or "
             f"are there twice: {first_names(missing)}; --train-folder names their "
             "folder"
         )
-    if len(set(files)) < len(files):
+    files = set(places.values())
+    if len(files) < len(names):
         raise UsageError(
-            f"it lists {len(files):,} rows, but only {len(set(files)):,} images: one "
-            "row for each image is needed"
+            f"it lists {len(names):,} rows, but only {len(files):,} images: one row "
+            "for each image is needed"
         )
-    return files
+    return places

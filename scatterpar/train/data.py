@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 from scatterpar.train.command_line import EMBEDDED, Options, UsageError, words_of
 from scatterpar.train.csv_files import ENDINGS, read_table
 from scatterpar.train.folders import read_folders
-from scatterpar.train.hub import is_saved, read_hub
+from scatterpar.train.hub import PARQUET, is_saved, read_hub
 from scatterpar.train.libraries import library, suggestion
 from scatterpar.train.parts import (
     FINAL,
@@ -350,7 +350,10 @@ def _open_parts(options: Options) -> DataParts:
     if path.is_file():
         if path.suffix.lower() in ENDINGS:
             return read_table(path, options)
-        raise UsageError(f"it is no folder and no table ({', '.join(ENDINGS)})")
+        if path.suffix.lower() == PARQUET:
+            return read_hub(str(path), options)
+        endings = ", ".join([*ENDINGS, PARQUET])
+        raise UsageError(f"it is no folder and no table ({endings})")
     if library_name == "hfds":
         return read_hub(name, options)
     if library_name == "torch":

@@ -47,7 +47,9 @@ _Pairs = list[tuple[str, int]]  # names of files and their labels
 def read_folders(path: Path, options: Options) -> DataParts:
     """Find the files of a data set in the folders of `path`."""
     parts = _chosen_parts(path, options) or _find_parts(path)
-    train = parts.get(TRAIN, path)
+    train = path
+    if TRAIN in parts:
+        train = _unwrapped(parts[TRAIN], TRAIN)
     class_folders = visible_folders(train)
     if len(class_folders) < 2:
         raise UsageError(
@@ -61,18 +63,23 @@ def read_folders(path: Path, options: Options) -> DataParts:
     pictures = {
         TRAIN: Files(pairs_of_part(train, class_names, unused, is_training=True))
     }
-    for part, folder in parts.items():
+    for part, named in parts.items():
         if part == TRAIN:
             continue
-        # Competitions keep the labels of test/ to themselves, or call all "unknown".
-        if len(visible_folders(folder)) < 2 and part == TEST:
+        folder = _unwrapped(named, part)
+        # Competitions keep the labels of test/ to themselves, or call all "unknown";
+        # ImageNet's val/ has its labels in a table.
+        names = {entry.name.lower() for entry in visible_folders(folder)}
+        if len(names) < 2 and names.isdisjoint(map(str.lower, class_names)):
             number = len(list(files_below(folder, Unused())))
             unused.add(UNLABELLED, f"{folder.name}/", number)
             continue
         pairs = pairs_of_part(folder, class_names, unused)
         if not pairs:
             raise UsageError(
-                f"{folder} has none of the classes of {train}: {class_names}"
+                f"{folder} has no pictures of the classes of {train}, "
+                f"{first_names(class_names)}; its folders are "
+                f"{first_names(sorted(names))}"
             )
         pictures[part] = Files(pairs)
     if TRAIN in parts and train != path:
@@ -80,7 +87,21 @@ def read_folders(path: Path, options: Options) -> DataParts:
             if folder not in parts.values():
                 for _ in files_below(folder, unused):
                     unused.add(_OTHER_FOLDERS, f"{folder.name}/")
-    return make_parts(pictures, class_names, unused, options.val)
+    made = make_parts(pictures, class_names, unused, options.val)
+    made.notes += _joined_folders(class_folders)
+    return made
+
+
+def _joined_folders(class_folders: Sequence[Path]) -> list[str]:
+    """Return a line that names folders whose pictures become one class."""
+    joined = []
+    for folder in class_folders:
+        inner = visible_folders(folder)
+        if len(inner) > 1:
+            joined.append(f"{folder.name} ({first_names([e.name for e in inner], 3)})")
+    if not joined:
+        return []
+    return [f"the folders in a class are one class: {first_names(joined)}"]
 
 
 def _chosen_parts(path: Path, options: Options) -> dict[str, Path]:
@@ -148,6 +169,16 @@ def _find_parts(path: Path) -> dict[str, Path]:
         f"the pictures in {listed} are in no folders of classes, as train/cat/1.jpg; "
         f"{_labels_elsewhere(path)}"
     )
+
+
+def _unwrapped(folder: Path, part: str) -> Path:
+    """Return the folder of a part in a folder of the same part, as archives have it:
+    seg_train/seg_train/cat.
+    """
+    folders = visible_folders(folder)
+    if len(folders) == 1 and part_of(folders[0].name) == part:
+        return _unwrapped(folders[0], part)
+    return folder
 
 
 def _refuse_unnamed_parts(folders: Sequence[Path]) -> None:

@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from scatterpar.train.command_line import Options, UsageError, words_of
-from scatterpar.train.libraries import INSTALL
-from scatterpar.train.parts import (
+from scatterpar.train.columns import (
     IMAGE_COLUMNS,
     LABEL_COLUMNS,
-    TRAIN,
-    DataParts,
-    Unused,
     choose_column,
-    class_names_of,
-    labelled_rows,
-    make_parts,
-    part_of,
+    columns_in_words,
+    label_rows,
 )
+from scatterpar.train.command_line import Options, UsageError, words_of
+from scatterpar.train.libraries import INSTALL
+from scatterpar.train.parts import TRAIN, DataParts, Unused, make_parts, part_of
 
+PARQUET = ".parquet"
 _SAVED = ("dataset_dict.json", "state.json")  # files of `save_to_disk`
+# Files of other folders that the library reads: parquet, and tables beside pictures.
+_READ = ("*.parquet", "*/*.parquet", "metadata.*", "*/metadata.*")
 
 
 class HubRows:
@@ -50,10 +48,8 @@ class HubRows:
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether a folder has a data set of `save_to_disk`, or parquet files."""
-    if any((folder / name).exists() for name in _SAVED):
-        return True
-    return any(folder.glob("*.parquet")) or any(folder.glob("*/*.parquet"))
+    """Whether the files in a folder are those of a data set of the library's."""
+    return any(any(folder.glob(pattern)) for pattern in (*_SAVED, *_READ))
 
 
 def read_hub(name: str, options: Options) -> DataParts:
@@ -67,28 +63,22 @@ def read_hub(name: str, options: Options) -> DataParts:
             unused.add("in other splits", split_name, len(dataset))
         else:
             parts[part] = dataset
-    if TRAIN not in parts:
+    train = parts.get(TRAIN)
+    if train is None:
         raise UsageError(f"it has no split to train on; its splits are {list(splits)}")
-    train = parts[TRAIN]
     image, label = _columns(train.features, options)
     datasets = importlib.import_module("datasets")
     names = getattr(train.features[label], "names", None)
-    labels_of_parts = {
-        part: _labels(dataset, label, names) for part, dataset in parts.items()
-    }
-    class_names = names or class_names_of(labels_of_parts[TRAIN], label)
+    labels = {part: _labels(dataset, label) for part, dataset in parts.items()}
+    class_names, pairs_of_parts = label_rows(labels, label, unused, names)
     pictures = {}
-    for part, dataset in parts.items():
-        pairs = labelled_rows(labels_of_parts[part], class_names, unused)
-        if pairs:
-            rows, labels = torch.tensor(pairs).unbind(1)
-            column = dataset.select_columns([image])
-            column = column.cast_column(image, datasets.Image())
-            pictures[part] = HubRows(column, rows, labels)
-    if TRAIN not in pictures:
-        raise UsageError(f"its images to train on have no {label}")
+    for part, pairs in pairs_of_parts.items():
+        rows, numbers = torch.tensor(pairs).unbind(1)
+        column = parts[part].select_columns([image])
+        column = column.cast_column(image, datasets.Image())
+        pictures[part] = HubRows(column, rows, numbers)
     made = make_parts(pictures, class_names, unused, options.val)
-    made.notes.append(f"images from the column {image}, classes from {label}")
+    made.notes.append(columns_in_words(image, label, list(train.features)))
     return made
 
 
@@ -104,11 +94,14 @@ def _load(name: str, options: Options) -> dict[str, Any]:
             f"{words_of(error)} ({INSTALL} -e '.[datasets]' where you cloned "
             "scatterpar)"
         ) from error
+    cache = {"cache_dir": str(options.data_root)}
     try:
         if any(Path(name, file).exists() for file in _SAVED):
             loaded = datasets.load_from_disk(name)
+        elif name.endswith(PARQUET):
+            loaded = datasets.load_dataset("parquet", data_files=name, **cache)
         else:
-            loaded = datasets.load_dataset(name, cache_dir=str(options.data_root))
+            loaded = datasets.load_dataset(name, **cache)
     except Exception as error:
         remedy = f"looked in --data-root {options.data_root}; --download fetches it"
         raise UsageError(f"{words_of(error):.300} ({remedy})") from error
@@ -140,11 +133,13 @@ def _columns(features: Any, options: Options) -> tuple[str, str]:
     return image, label
 
 
-def _labels(dataset: Any, column: str, names: Sequence[str] | None) -> list[Any]:
+def _labels(dataset: Any, column: str) -> list[Any]:
     """Return the label of each row as text or number; None if there is none."""
     if column not in dataset.features:
         return [None] * len(dataset)
     labels = list(dataset.select_columns([column])[column])
+    # The names of this part: another part may have them in another order.
+    names = getattr(dataset.features[column], "names", None)
     if names is None:
         return labels
     texts = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import re
 import socket
 import sys
 import urllib.parse
@@ -70,11 +71,19 @@ def stay_offline_without_network() -> None:
 
 def suggestion(name: str, known: Iterable[str], prefix: str = "") -> str:
     """Return ``"; did you mean …?"`` with the known names that are similar to `name`,
-    or nothing.
+    or nothing. Case and signs do not count: ResNet-18 is resnet18.
     """
-    by_lower_case = {text.lower(): text for text in known}
-    similar = difflib.get_close_matches(name.lower(), by_lower_case, n=3)
+    by_letters = dict[str, str]()
+    for text in known:
+        by_letters.setdefault(_letters(text), text)
+    similar = difflib.get_close_matches(_letters(name), by_letters, n=3)
     if not similar:
         return ""
-    names = ", ".join(prefix + by_lower_case[text] for text in similar)
+    names = ", ".join(prefix + by_letters[text] for text in similar)
     return f"; did you mean {names}?"
+
+
+def _letters(name: str) -> str:
+    """Return the letters and digits of a name, without those of its library."""
+    base = re.sub(r"^.*[:/]|^(timm|torch\w*)\.", "", name)
+    return re.sub("[^a-z0-9]", "", base.lower()) or name

@@ -7,6 +7,7 @@ import functools
 import importlib
 import inspect
 import operator
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -199,17 +200,16 @@ def _find_network(name: str, shape: Shape, classes: int, pretrained: bool) -> An
         return _create_timm_model(attribute, shape, classes, pretrained)
     if pretrained:
         return _pretrained_of_torchvision(attribute, classes)
-    is_torchvision = place.startswith("torchvision")
+    if place.startswith("torchvision"):
+        library("torchvision.models")  # even if it was built for another torch
     try:
-        module = library(place) if is_torchvision else importlib.import_module(place)
-    except ModuleNotFoundError as error:
-        near = suggestion(place, _KNOWN)
-        raise ModuleNotFoundError(f"{words_of(error)}{near}") from error
-    try:
-        factory = operator.attrgetter(attribute)(module)
-    except AttributeError as error:
-        similar = suggestion(attribute, vars(module), f"{place}:")
-        raise AttributeError(f"{words_of(error)}{similar}") from error
+        factory = operator.attrgetter(attribute)(importlib.import_module(place))
+    except (ModuleNotFoundError, AttributeError) as error:
+        module = sys.modules.get(place)
+        near = _near_model(name)
+        if module is not None and not has_library_weights(name):
+            near = suggestion(attribute, vars(module), f"{place}:") or near
+        raise UsageError(f"{words_of(error)}{near}") from error
     if _takes_number_of_classes(factory):
         return factory(num_classes=classes)
     return factory()
@@ -217,10 +217,12 @@ def _find_network(name: str, shape: Shape, classes: int, pretrained: bool) -> An
 
 def _near_model(name: str) -> str:
     """Return a hint with the models that have similar names."""
-    near = suggestion(name, [BUILT_IN])
-    with contextlib.suppress(UsageError):  # timm is not installed
-        near = near or suggestion(name, library("timm.models").list_models(), "timm:")
-    return near
+    known = [BUILT_IN]
+    with contextlib.suppress(UsageError):  # the libraries are not installed
+        known += [f"timm:{model}" for model in library("timm.models").list_models()]
+        models = library("torchvision.models")
+        known += [f"{_TORCHVISION}{model}" for model in models.list_models(models)]
+    return suggestion(name, known)
 
 
 def _create_timm_model(
@@ -230,8 +232,7 @@ def _create_timm_model(
     base_name = name.partition(".")[0]  # without the tag of its weights
     is_elsewhere = ":" in name or "/" in name  # as hf-hub:owner/name
     if not is_elsewhere and not models.is_model(base_name):
-        similar = suggestion(base_name, models.list_models(), "timm:")
-        raise UsageError(f"timm has no model {name}{similar}")
+        raise UsageError(f"timm has no model {name}{_near_model(base_name)}")
     create = functools.partial(
         models.create_model,
         name,
@@ -252,8 +253,7 @@ def _pretrained_of_torchvision(name: str, classes: int) -> nn.Module:
     """Build torchvision's model with its weights, except those of the last layer."""
     models = library("torchvision.models")
     if name not in models.list_models():
-        near = suggestion(name, models.list_models(), _TORCHVISION)
-        raise UsageError(f"torchvision has no weights for {name}{near}")
+        raise UsageError(f"torchvision has no weights for {name}{_near_model(name)}")
     weights = models.get_model_weights(name).DEFAULT
     state = weights.get_state_dict(progress=False)
     network: Any = models.get_model(name, num_classes=classes)

@@ -152,10 +152,11 @@ def make_parts(
     if len(class_names) < 2:
         raise UsageError(f"two classes are needed, and it has {list(class_names)}")
     train = pictures[TRAIN]
-    notes = []
+    notes = _similar_classes(class_names)
     if len(pictures) == 1:
         if val is None:
-            raise UsageError(_NO_TESTS)
+            left_aside = f" (not read: {unused})" if str(unused) else ""
+            raise UsageError(f"{_NO_TESTS}{left_aside}")
         held_in, held_out = split(train.labels, val)
         first = train.select(held_out)
         train = train.select(held_in)
@@ -169,6 +170,15 @@ def make_parts(
         if part is not None:
             notes += _untested_classes(part, class_names)
     return DataParts(train, first, final, class_names, unused, notes)
+
+
+def _similar_classes(class_names: Sequence[str]) -> list[str]:
+    """Return a line that names the classes that differ in case only."""
+    counts = Counter(name.lower() for name in class_names)
+    similar = [name for name in class_names if counts[name.lower()] > 1]
+    if not similar:
+        return []
+    return [f"warning: these classes differ in case only: {first_names(similar)}"]
 
 
 def _untested_classes(part: Any, class_names: Sequence[str]) -> list[str]:
@@ -198,74 +208,3 @@ def split(labels: Tensor, val: float) -> tuple[Tensor, Tensor]:
     if not is_test.any():
         raise UsageError(f"it has too few pictures ({len(labels)}) for --val {val}")
     return (~is_test).nonzero().flatten(), is_test.nonzero().flatten()
-
-
-# --- labels in the column of a table ---
-
-# Usual names of columns, the most usual first, in lower case and without other signs.
-IMAGE_COLUMNS = "image img picture filename file filepath path imagepath imageid id"
-LABEL_COLUMNS = "label labels class classname category finelabel target species y"
-PART_COLUMNS = "split subset partition set"
-_FEW_CLASSES = 20  # any table may have so many
-
-
-def choose_column(
-    columns: Sequence[str], usual: str, kind: str, chosen: str | None
-) -> str:
-    """Return the column that an option names, else one with a usual name, else the only
-    one.
-
-    Args:
-        columns: the names of the columns.
-        usual: the usual names.
-        kind: ``"image"`` or ``"label"``, as in the option's name.
-        chosen: the value of the option.
-    """
-    listed = first_names(columns)
-    if chosen is not None:
-        if chosen not in columns:
-            raise UsageError(f"--column-{kind} {chosen}: its columns are {listed}")
-        return chosen
-    for name in usual.split():
-        for column in columns:
-            if re.sub("[^a-z0-9]", "", column.lower()) == name:
-                return column
-    if len(columns) == 1:
-        return columns[0]
-    raise UsageError(
-        f"which column has the {kind}s is not known: --column-{kind} NAME, one of "
-        f"{listed or 'none'}"
-    )
-
-
-def class_names_of(labels: Sequence[Any], column: str) -> list[str]:
-    """Return the classes that labels name, sorted; by number if they are numbers."""
-    names = sorted({str(label) for label in labels if not _is_missing(label)})
-    if len(names) > max(_FEW_CLASSES, len(labels) // 2):
-        raise UsageError(
-            f"the column {column} has {len(names):,} values for {len(labels):,} "
-            "images: --column-label NAME names the column of their classes"
-        )
-    if all(name.isdigit() for name in names):
-        names.sort(key=int)
-    return names
-
-
-def _is_missing(label: Any) -> bool:
-    return label is None or label == "" or label != label  # NaN
-
-
-def labelled_rows(
-    labels: Sequence[Any], class_names: Sequence[str], unused: Unused
-) -> list[tuple[int, int]]:
-    """Return the rows whose label is a class, each with the number of the class."""
-    numbers = {name: number for number, name in enumerate(class_names)}
-    pairs = []
-    for row, label in enumerate(labels):
-        if _is_missing(label):
-            unused.add(UNLABELLED)
-        elif str(label) in numbers:
-            pairs.append((row, numbers[str(label)]))
-        else:
-            unused.add(UNKNOWN_CLASS, str(label))
-    return pairs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import threading
 import time
 from typing import Any, TextIO
@@ -32,8 +33,12 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
         self._file = file  # of lines
         self._start: tuple[float, int] | None = None  # the time, and what was done
         self._said = time.perf_counter()
+        # A terminal may not know its size; tqdm would show nothing in one of 0 x 0.
+        size = shutil.get_terminal_size()
         self._bar: Any = tqdm(
             total=total,
+            ncols=size.columns - 1,
+            nrows=size.lines,
             initial=done,
             disable=None if is_shown else True,
             unit=" images",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from PIL import Image
 
@@ -35,6 +37,13 @@ TABLES = [
     ("file_name;class", lambda n: f"{n}.png;{'xyz'[n % 3]}", {}),
     ("id\tbreed", lambda n: f"{n}\t{'xyz'[n % 3]}", {}),
     ("a,label,b", lambda n: f"1,{n % 3},./{name_of(n)}", {"column_image": "b"}),
+    ("image, label", lambda n: f" {name_of(n)} , {'xyz'[n % 3]}{' ' * (n % 2)}", {}),
+    ("image|label", lambda n: f"{name_of(n)}|{'xyz'[n % 3]}", {}),
+    (
+        '"image","label",',
+        lambda n: '"' + name_of(n).replace("/", "\\") + f'","{n % 3}",',
+        {},
+    ),
     ("image,age,kind", lambda n: f"{n},{n},{n % 3}", {"column_label": "kind"}),
 ]
 
@@ -72,7 +81,10 @@ def test_unlabelled_rows_left_aside(folder):
     ("header", "row", "words"),
     [
         ("a.png,cat", lambda n: f"{n}.png,cat", "--column-image NAME, one of a.png, c"),
-        ("image,label", lambda n: f"{n + 2}.png,x", "of 12 images 2 are not below"),
+        ("image,label", lambda n: f"{n + 2}.png,x", "2 of its 12 images are not below"),
+        ("image,label", lambda n: f"/far/{n}.png,x", "12 of its 12 images are not"),
+        ("image,label", lambda n: f"{n},x,y", "0, x, y has 3 cells, and its columns"),
+        ("image,label,label", lambda n: f"{n},x,{n}", "columns have one name: image"),
         ("image,label", lambda n: f"{n % 6}.png,x", "12 rows, but only 6 images"),
         ("image,a,b", lambda n: f"{n},x,y", "--column-label NAME, one of a, b"),
     ],
@@ -90,3 +102,26 @@ def test_files_are_in_the_train_folder(folder):
     table.write_text("\n".join(lines))
     options = Options(val=0.3, train_folder="train_images")
     assert len(read_table(table, options).train) == 4
+
+
+def test_path_of_a_picture_may_lead_anywhere(folder):
+    """As in tables that a notebook has written."""
+    (folder / "tables").mkdir()
+    places = [folder / name_of(number) for number in range(12)]
+    for root in (lambda place: place, lambda place: f"../{place.relative_to(folder)}"):
+        table = write(
+            folder / "tables",
+            "path,label",
+            lambda n, root=root: f"{root(places[n])},{n % 2}",
+        )
+        parts = read_table(table, Options(val=0.25))
+        listed = [parts.train[row][0] for row in range(len(parts.train))]
+        listed += [parts.test[row][0] for row in range(len(parts.test))]
+        assert sorted(map(os.path.normpath, listed)) == sorted(map(str, places))
+
+
+def test_text_that_is_no_table_is_refused(folder):
+    for text in ("é,ü\n1,2\n".encode("latin-1"), b"", b"image,label\n , \n"):
+        (folder / "train.csv").write_bytes(text)
+        with pytest.raises(UsageError, match=r"not a table in UTF-8|no rows below"):
+            read_table(folder / "train.csv", Options(val=0.2))

@@ -59,6 +59,7 @@ def refused(words, folder, val=None, **options):
         *[("train", "dev"), ("train", "eval"), ("training", "evaluation")],
         *[("training_set", "test_set"), ("seg_train", "seg_test")],
         *[("train_images", "val_images"), ("TrainSet", "ValSet")],
+        *[("training", "val"), ("Train images", "Test images")],
         *[("train2017", "val2017"), ("trainset", "testset"), ("my-train", "my-dev")],
     ],
 )
@@ -73,11 +74,18 @@ def test_part_names_ignore_case(tmp_path, train, test):
 
 
 @pytest.mark.pictures
-@pytest.mark.parametrize("val", ["val", "Valid", "validation"])
-def test_val_tested_each_epoch_test_at_end(tmp_path, val):
-    parts(tmp_path, "train", pictures=5)
+@pytest.mark.parametrize(
+    ("train", "val", "test"),
+    [
+        *[("train", "val", "Test"), ("Train", "val", "Test")],
+        *[("TRAIN", "val", "TEST"), ("training", "validation", "Testing")],
+        *[("Training", "Valid", "test"), ("TrainSet", "DEV", "EVAL")],
+    ],
+)
+def test_val_tested_each_epoch_test_at_end(tmp_path, train, val, test):
+    parts(tmp_path, train, pictures=5)
     parts(tmp_path, val, pictures=3)
-    parts(tmp_path, "Test", pictures=2)
+    parts(tmp_path, test, pictures=2)
     folders = read_folders(tmp_path)
     assert (len(folders.test), len(folders.final)) == (6, 4)
     assert f"{os.sep}{val}{os.sep}" in folders.test[0][0]
@@ -95,6 +103,10 @@ def test_unknown_layout_refused(tmp_path):
     refused(
         rf"val/ and valid/ are both for val; rename one of them, or {WHICH}",
         parts(tmp_path / "d", "train", "val", "valid"),
+    )
+    refused(
+        rf"val/ and validation/ are both for val; rename one of them, or {WHICH}",
+        parts(tmp_path / "j", "training", "validation", "val"),
     )
     without = parts(tmp_path / "e", "learn", "test")
     for val in (None, 0.1):
@@ -147,16 +159,54 @@ def test_class_may_be_called_like_a_part(tmp_path, names):
 
 
 @pytest.mark.pictures
-@pytest.mark.parametrize("unlabelled", ["test/1.png", "Test/unknown/1.png"])
-def test_unlabelled_test_folder_left_aside(tmp_path, unlabelled):
+@pytest.mark.parametrize(
+    "unlabelled",
+    ["test/1.png", "Test/unknown/1.png", "val/1.png", "val/images/1.png"],
+)
+def test_unlabelled_folder_left_aside(tmp_path, unlabelled):
     parts(tmp_path, "train", pictures=4)
     make(tmp_path, unlabelled)
-    refused("no images to test on: --val 0.1", tmp_path)
+    name = unlabelled.partition("/")[0]
+    refused(rf"no images to test on: --val 0.1.* 1 without a label \({name}/", tmp_path)
     folders = read_folders(tmp_path, 0.25)
     assert (len(folders.train), len(folders.test)) == (6, 2)
     assert "1 without a label" in str(folders.unused)
-    parts(tmp_path, "val")
+    labelled = "val" if name.lower() == "test" else "test"
+    parts(tmp_path, labelled)
     assert len(read_folders(tmp_path).test) == 4
+
+
+@pytest.mark.pictures
+def test_part_with_a_single_class_is_tested(tmp_path):
+    parts(tmp_path, "train")
+    parts(tmp_path, "test", classes=("Cat",), pictures=3)
+    folders = read_folders(tmp_path)
+    assert folders.test.labels.tolist() == [0, 0, 0]
+    assert "no picture for it: dog" in folders.notes[0]
+
+
+@pytest.mark.pictures
+@pytest.mark.parametrize(
+    ("train", "test"), [("seg_train", "seg_test"), ("train", "val"), ("Train", "TEST")]
+)
+def test_folder_of_a_part_in_itself_is_read(tmp_path, train, test):
+    """As an archive is unpacked into a folder of its name."""
+    parts(tmp_path, f"{train}/{train}", pictures=3)
+    parts(tmp_path, f"{test}/{test}")
+    make(tmp_path, "seg_pred/seg_pred/1.png")
+    folders = read_folders(tmp_path)
+    assert (len(folders.train), len(folders.test)) == (6, 4)
+    assert str(folders.unused) == "1 in other folders (seg_pred/)"
+
+
+@pytest.mark.pictures
+def test_folders_in_a_class_are_told(tmp_path):
+    parts(tmp_path, "cat", classes=("siamese", "persian"))
+    parts(tmp_path, "dog", classes=("images",))
+    folders = read_folders(tmp_path, 0.5)
+    assert folders.class_names == ["cat", "dog"]
+    told = "the folders in a class are one class: cat (persian, siamese)"
+    assert told in folders.notes
 
 
 @pytest.mark.pictures
@@ -175,7 +225,8 @@ def test_missing_class_refused_in_train_told_in_val(tmp_path):
     make(tmp_path, "train/hat/1.png", "test/hat/1.gif")
     assert "no picture for it: hat" in read_folders(tmp_path).notes[0]
     parts(tmp_path, "val", classes=("other", "names"))
-    refused(r"val has none of the classes of .*\['cat', 'dog', 'hat'\]", tmp_path)
+    words = "val has no pictures of the classes of .*, cat, dog, hat; its folders are n"
+    refused(words, tmp_path)
 
 
 @pytest.mark.pictures

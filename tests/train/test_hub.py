@@ -101,6 +101,33 @@ def test_columns_found_by_type(tmp_path, kind, label, names):
     assert "images from the column img, classes from fine_label" in parts.notes
 
 
+def test_labels_are_compared_by_name(tmp_path):
+    """The splits of a set may number their classes in another order."""
+    other = datasets.ClassLabel(names=NAMES[::-1])
+    splits = {"train": make(9), "test": make(6, lambda row: 2 - row % 3, other)}
+    parts = opened(tmp_path, splits, saved=True)
+    assert rows_of(parts.test) == list(range(6))
+
+
+def test_file_of_parquet_and_metadata_are_read(tmp_path):
+    make(12).to_parquet(str(tmp_path / "a.parquet"))
+    options = Options(val=0.25, data_root=tmp_path / "cache")
+    parts = read_hub(str(tmp_path / "a.parquet"), options)
+    assert (len(parts.train), len(parts.test)) == (9, 3)
+    for part in ("train", "test"):
+        (tmp_path / "photos" / part).mkdir(parents=True)
+        lines = ["file_name,label"]
+        for row in range(6):
+            picture = Image.new("L", (8, 8), row)
+            picture.save(tmp_path / "photos" / part / f"{row}.png")
+            lines.append(f"{row}.png,{NAMES[row % 3]}")
+        table = tmp_path / "photos" / part / "metadata.csv"
+        table.write_text("\n".join(lines))
+    assert is_saved(tmp_path / "photos")
+    parts = read_hub(str(tmp_path / "photos"), Options(data_root=options.data_root))
+    assert (len(parts.train), len(parts.test)) == (6, 6)
+
+
 def test_column_is_asked_for(tmp_path):
     made = make(12, column="fine_label")
     made = made.add_column("coarse_label", [row % 2 for row in range(12)])

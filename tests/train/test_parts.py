@@ -14,10 +14,7 @@ from scatterpar.train.parts import (
     VAL,
     Files,
     Unused,
-    choose_column,
-    class_names_of,
     first_names,
-    labelled_rows,
     make_parts,
     part_of,
     split,
@@ -74,35 +71,16 @@ def test_untested_class_is_told():
         make_parts(pictures, ["a"], Unused(), 0.3)
 
 
-@pytest.mark.parametrize(
-    ("columns", "chosen", "column"),
-    [
-        (["id", "Image Path", "x"], None, "Image Path"),
-        (["photo"], None, "photo"),
-        (["image", "photo"], "photo", "photo"),
-        (["image", "photo"], "foto", "foto: its columns are image, photo"),
-        (["a", "b"], None, "which column has the images is not known"),
-    ],
-)
-def test_column_by_option_name_or_alone(columns, chosen, column):
-    usual = "image imagepath id"
-    if column in columns:
-        assert choose_column(columns, usual, "image", chosen) == column
-        return
-    with pytest.raises(UsageError, match=column):
-        choose_column(columns, usual, "image", chosen)
+def test_classes_differing_in_case_are_told():
+    parts = make_parts({TRAIN: files(0, 0, 1, 1)}, ["Cat", "cat"], Unused(), 0.5)
+    assert parts.notes == ["warning: these classes differ in case only: Cat, cat"]
 
 
-def test_labels_of_a_column_become_classes():
-    assert class_names_of(["10", "9", "9", "", None], "y") == ["9", "10"]
-    assert class_names_of([True, False, float("nan")], "y") == ["False", "True"]
-    with pytest.raises(UsageError, match="column id has 100 values for 100 images"):
-        class_names_of([f"photo {number}" for number in range(100)], "id")
+def test_untestable_set_tells_what_is_left_aside():
     unused = Unused()
-    labels = ["b", None, "a", "other", ""]
-    assert labelled_rows(labels, ["a", "b"], unused) == [(0, 1), (2, 0)]
-    said = "2 without a label, 1 of classes that the training images lack (other)"
-    assert str(unused) == said
+    unused.add("without a label", "val/", 4)
+    with pytest.raises(UsageError, match=r"--val 0.1 .*: 4 without a label \(val/\)"):
+        make_parts({TRAIN: files(0, 1)}, ["a", "b"], unused, None)
 
 
 def test_long_list_is_cut():

@@ -5,6 +5,7 @@ lines.
 from __future__ import annotations
 
 import io
+import os
 
 import pytest
 import torch
@@ -55,6 +56,16 @@ def test_bar_is_there_before_the_first_step(monkeypatch):
     with Progress(100, file=terminal) as progress:
         progress.describe("reading 64 of 4,096")
         assert "reading 64 of 4,096" in terminal.getvalue()
+
+
+def test_bar_in_a_terminal_of_unknown_size(monkeypatch):
+    """As in a container's, or one that a program opens."""
+    pty = pytest.importorskip("pty", reason="needs a terminal of Unix")
+    screen, end = pty.openpty()
+    with os.fdopen(end, "w") as terminal, os.fdopen(screen, "rb", 0) as shown:
+        monkeypatch.setattr("sys.stderr", terminal)
+        with Progress(100, file=terminal):
+            assert b"0/100 " in shown.read(1000)
 
 
 def test_lines_without_a_terminal(monkeypatch):

@@ -1,0 +1,123 @@
+"""Columns of pictures and labels, in a table or a data set of Hugging Face: which they
+are, and which classes the labels name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from scatterpar.train.command_line import UsageError
+from scatterpar.train.parts import (
+    TRAIN,
+    UNKNOWN_CLASS,
+    UNLABELLED,
+    Unused,
+    first_names,
+)
+
+# Usual names of columns, the most usual first, in lower case and without other signs.
+IMAGE_COLUMNS = "image img picture filename file filepath path imagepath imageid id"
+LABEL_COLUMNS = "label labels class classname category finelabel target species y"
+PART_COLUMNS = "split subset partition set"
+_FEW_CLASSES = 20  # any table may have so many
+
+
+def choose_column(
+    columns: Sequence[str], usual: str, kind: str, chosen: str | None
+) -> str:
+    """Return the column that an option names, else one with a usual name, else the only
+    one.
+
+    Args:
+        columns: the names of the columns.
+        usual: the usual names.
+        kind: ``"image"`` or ``"label"``, as in the option's name.
+        chosen: the value of the option.
+    """
+    listed = first_names(columns)
+    if chosen is not None:
+        if chosen not in columns:
+            raise UsageError(f"--column-{kind} {chosen}: its columns are {listed}")
+        return chosen
+    for name in usual.split():
+        for column in columns:
+            if re.sub("[^a-z0-9]", "", column.lower()) == name:
+                return column
+    if len(columns) == 1:
+        return columns[0]
+    raise UsageError(
+        f"which column has the {kind}s is not known: --column-{kind} NAME, one of "
+        f"{listed or 'none'}"
+    )
+
+
+def columns_in_words(image: str, label: str, columns: Sequence[str]) -> str:
+    """Return a line that says which columns are read, and which are not."""
+    words = f"images from the column {image}, classes from {label}"
+    others = [column for column in columns if column not in (image, label, "")]
+    if others:
+        words += f"; not used: {first_names(others)}"
+    return words
+
+
+def label_rows(
+    labels_of_parts: Mapping[str, Sequence[Any]],
+    column: str,
+    unused: Unused,
+    names: Sequence[str] | None = None,
+) -> tuple[Sequence[str], dict[str, list[tuple[int, int]]]]:
+    """Return the names of the classes; and of each part the rows that have a class,
+    each with the number of the class.
+
+    Args:
+        labels_of_parts: the labels of the rows, as text or numbers, by part.
+        column: the name of their column.
+        unused: counts the rows without a class.
+        names: the names of the classes; by default those of the training images.
+    """
+    if TRAIN not in labels_of_parts:
+        raise UsageError("it has no images to train on: no part is called train")
+    class_names = names or class_names_of(labels_of_parts[TRAIN], column)
+    pairs_of_parts = {}
+    for part, labels in labels_of_parts.items():
+        pairs = labelled_rows(labels, class_names, unused)
+        if pairs:
+            pairs_of_parts[part] = pairs
+    if TRAIN not in pairs_of_parts:
+        raise UsageError(f"its images to train on have no {column}")
+    return class_names, pairs_of_parts
+
+
+def class_names_of(labels: Sequence[Any], column: str) -> list[str]:
+    """Return the classes that labels name, sorted; by number if they are numbers."""
+    names = sorted({str(label) for label in labels if not _is_missing(label)})
+    if len(names) > max(_FEW_CLASSES, len(labels) // 2):
+        raise UsageError(
+            f"the column {column} has {len(names):,} values for {len(labels):,} "
+            "images: --column-label NAME names the column of their classes"
+        )
+    if all(name.isdigit() for name in names):
+        names.sort(key=int)
+    return names
+
+
+def _is_missing(label: Any) -> bool:
+    return label is None or label == "" or label != label  # NaN
+
+
+def labelled_rows(
+    labels: Sequence[Any], class_names: Sequence[str], unused: Unused
+) -> list[tuple[int, int]]:
+    """Return the rows whose label is a class, each with the number of the class."""
+    numbers = {name: number for number, name in enumerate(class_names)}
+    pairs = []
+    for row, label in enumerate(labels):
+        if _is_missing(label):
+            unused.add(UNLABELLED)
+        elif str(label) in numbers:
+            pairs.append((row, numbers[str(label)]))
+        else:
+            unused.add(UNKNOWN_CLASS, str(label))
+    return pairs

@@ -250,8 +250,9 @@ def count_labels(
         ignore_index: the value of labels that are ignored, such as padding.
         shifted: ignore the first position of each row, as causal language models do: no
             position predicts the first label.
-        key: the key of the labels if the targets are no tensor: ``targets[key]``, else
-            ``inputs[key]``; in a tuple, their number, such as 1.
+        key: the key of the labels if the targets are no tensor, and no tuple that holds
+            one tensor: ``targets[key]``, else ``inputs[key]``; in a tuple, their
+            number, such as 1.
 
     Returns:
         ``count(inputs, targets)``, the number of labels as a 0-dim tensor. It can be
@@ -294,8 +295,13 @@ def _count(
 
 
 def _labels_in(inputs: Any, targets: Any, key: str | int) -> Tensor | None:
-    """The targets if they are a tensor, else targets or inputs at ``key``."""
+    """The targets if they are a tensor, or hold nothing but one; else targets or inputs
+    at ``key``.
+    """
     candidates = [targets]
+    # fastai's targets are a tuple, usually with one entry.
+    if isinstance(targets, (tuple, list)) and len(targets) == 1:
+        candidates += targets
     for part in (targets, inputs):
         if isinstance(part, Mapping):
             candidates.append(part.get(key))

@@ -231,6 +231,7 @@ RESTORABLE = {
         lambda o, loss, x: o.kept(f"{loss}\n"),
         lambda o: o.kept.__self__.getvalue(),
     ),
+    "cache": Write(dict, lambda o, loss, x: o.kept.setdefault(x > 0, x)),
     "last": Write(lambda: 0.0, lambda o, loss, x: set_(o, loss)),
     "context variable": Write(
         lambda: contextvars.ContextVar("number", default=0),

@@ -44,7 +44,7 @@ from fastai.metrics import accuracy  # noqa: E402
 from fastai.optimizer import SGD  # noqa: E402
 from fastai.torch_core import params  # noqa: E402
 
-from scatterpar import splitcheck  # noqa: E402
+from scatterpar import count_labels, splitcheck  # noqa: E402
 from scatterpar.integrations.fastai import ScatterOnce  # noqa: E402
 
 pytestmark = [pytest.mark.loops, pytest.mark.draws]
@@ -96,11 +96,14 @@ def fitted(learn, how=None, epochs=2):
     return learn
 
 
-def assert_same(ours, stock, tolerance=SAME):
-    for one, other in zip(
-        ours.model.parameters(), stock.model.parameters(), strict=True
-    ):
+def assert_same_weights(ours, stock, tolerance=SAME):
+    pairs = zip(ours.model.parameters(), stock.model.parameters(), strict=True)
+    for one, other in pairs:
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+def assert_same(ours, stock, tolerance=SAME):
+    assert_same_weights(ours, stock, tolerance)
     for one, other in zip(ours.recorder.values, stock.recorder.values, strict=True):
         assert [*one] == pytest.approx([*other], rel=max(tolerance, 1e-6), nan_ok=True)
     losses, expected = (torch.stack(learn.recorder.losses) for learn in (ours, stock))
@@ -141,6 +144,11 @@ def halves(pred, target):
     return nn.functional.cross_entropy(pred[rows], target[rows])
 
 
+def labelled(pred, target):
+    """A mean over labels that are not ignored, of whose number nothing tells."""
+    return nn.functional.cross_entropy(pred, target)
+
+
 def total(pred, target):
     return nn.functional.cross_entropy(pred, target, reduction="sum")
 
@@ -156,6 +164,11 @@ RUNS = {
     "count": {
         "loss_func": halves,
         "own": {"count": lambda _, targets: (targets[0] > 0).sum()},
+    },
+    "count_labels": {
+        "loss_func": labelled,
+        "targets": IGNORED,
+        "own": {"count": count_labels()},
     },
     "a sum of torch's": {
         "loss_func": nn.CrossEntropyLoss(reduction="sum"),
@@ -262,6 +275,19 @@ def test_loss_of_whole_batch_equals_one_device(name, devices, tmp_path):
 def test_whole_batch_with_number_of_terms_refused():
     with pytest.raises(ValueError, match="does not go together with count"):
         ScatterOnce(["cpu"] * 2, whole_batch=True, count=lambda inputs, targets: 1)
+
+
+def test_unverified_loss_is_that_of_accumulation(devices, tmp_path):
+    """A loss that compares rows, which a look would refuse, as the user has asked."""
+    new = ScatterOnce(devices(2), 2, verify=False)
+    ours = learner(tmp_path, new, loss_func=contrastive, opt_func=SGD)
+    ours.dls.train = ours.dls.train.new(bs=12, drop_last=True)
+    ours = fitted(ours)
+    accumulation = GradientAccumulation(12)
+    stock = learner(tmp_path, accumulation, loss_func=contrastive, opt_func=SGD)
+    stock.dls.train = stock.dls.train.new(bs=3, n=36)
+    stock = fitted(stock)
+    assert_same_weights(ours, stock)
 
 
 @pytest.mark.parametrize("options", [{}, {"whole_batch": True}])

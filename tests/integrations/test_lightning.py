@@ -481,6 +481,11 @@ class Correlates(Classifier):
         (Correlates, {}, "PearsonCorrCoef cannot be merged"),
         (with_own(training_step=kept), {}, "count="),
         (Classifier, {"strategy": {"graphs": True}}, "graphs=True"),
+        (
+            Classifier,
+            {"strategy": {"whole_batch": True}},
+            r"engine\.loss\(.*whole_batch",
+        ),
         (Classifier, {"sync_batchnorm": True}, "sync_batchnorm"),
         (Classifier, {"num_nodes": 2}, "num_nodes"),
     ],
@@ -997,6 +1002,24 @@ def test_proposed_remedy_works():
     ranked(stock(rows)).backward()
     for mine, other in zip(module.parameters(), stock.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, other.grad, rtol=SAME, atol=SAME)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_unverified_loss_is_that_of_accumulation(layout, recwarn):
+    """A loss that compares rows, which a look would refuse, as the user has asked."""
+    parts = 2 * len(layout)
+    modules = []
+    for strategy, num_batches in (
+        (ScatterOnceStrategy(layout, 2, verify=False), 1),
+        (None, parts),
+    ):
+        module = made(with_own(training_step=contrastive))
+        options = {"accumulate_grad_batches": num_batches}
+        options["limit_train_batches"] = 3 * num_batches
+        trainer(strategy, **options).fit(module, loader(12 // num_batches))
+        modules.append(module)
+    assert_same(*modules)
+    assert not [one for one in recwarn if "could not check" in str(one.message)]
 
 
 def ranked(outputs):

@@ -218,9 +218,12 @@ def ours(saved, folder, loss, rows, *, classes=EMBEDDINGS, layout="virtual", **o
     return trained(classes[0], saved, folder, loss, rows(), **options)
 
 
-def both(saved, folder, loss, rows, *, classes=EMBEDDINGS, **options):
-    """Ours, and the stock one with the rows of a step in a batch."""
-    mine = ours(saved, folder, loss, rows, classes=classes, **options)
+def both(saved, folder, loss, rows, *, classes=EMBEDDINGS, own=None, **options):
+    """Ours, and the stock one with the rows of a step in a batch.
+
+    ``own`` are arguments of ours alone.
+    """
+    mine = ours(saved, folder, loss, rows, classes=classes, **(own or {}), **options)
     return mine, trained(classes[1], saved, folder, loss, rows(), size=12, **options)
 
 
@@ -258,12 +261,14 @@ RUNS = {
         {"options": {"prompts": PROMPTS}},
     ),
     "bags of words": (MNRL, PAIRS, {"model": bags}),
+    # A mean over rows, which by default sees the rows of a batch.
+    "all rows": (losses.CosineSimilarityLoss, SCORED, {"own": {"whole_batch": True}}),
 }
 QUICK = [
     *("embeddings, MNRL symmetric", "embeddings, CachedMNRL"),
     *("embeddings, Matryoshka cached", "embeddings, BatchAllTriplet"),
     *("embeddings, Softmax", "scores, CachedMNRL", "scores, ListNet"),
-    *("two data sets, a loss each", "bags of words"),
+    *("two data sets, a loss each", "bags of words", "all rows"),
 ]
 
 
@@ -273,11 +278,13 @@ def test_run_equals_one_device_with_all_rows(saved, tmp_path, name):
     bits.
     """
     loss, rows, options = RUNS[name]
+    options = dict(options)
     mine, stock = both(saved, tmp_path, loss, rows, **options)
     assert_same_run(
         mine, stock, 1e-6 if name.startswith("scores") else SAME, logged=1e-4
     )
-    shared = ours(saved, tmp_path, loss, rows, layout="shared", **options)
+    own = options.pop("own", {})
+    shared = ours(saved, tmp_path, loss, rows, layout="shared", **own, **options)
     assert_same_bits(mine.model, shared.model)
     start = dict(options.get("model", encoder)(saved).named_parameters())
     assert any(not torch.equal(start[n], p) for n, p in mine.model.named_parameters())

@@ -20,9 +20,9 @@ _NUM_ORDERS = 256  # that are tried if some count does not show
 _ROUNDING = 1e-9
 
 
-def order_rows(
+def orders_of_rows(
     tensors: Sequence[NamedTensor], counts: Sequence[Count], groups: Sequence[Groups]
-) -> list[int]:
+) -> list[list[int]]:
     """The numbers of all rows, ordered so that every count differs between groups.
 
     Rows with the most labels come first, then the largest. So the first of several
@@ -32,37 +32,75 @@ def order_rows(
     differs most is taken. Counts of labels and masks weigh twice, because more losses
     divide by them than by weights, lengths, or the number of some class.
 
+    A group may then have no terms, as a part without labels::
+
+        labels of the parts    hides                     shows
+        8, 4, 0                what becomes of part 3    a mean of nothing
+        6, 4, 2                a mean of nothing         what becomes of each part
+
+    So a second order follows, in which more groups have terms, if there is one.
+
     ``groups`` has the sizes of parts, and those of ranks.
     """
     usual = _order_by_labels(tensors, sum(groups[0]))
-    is_selective: dict[tuple[float, ...], bool] = {}  # by the terms of each row
+    by_terms: dict[tuple[float, ...], Count] = {}  # by the terms of each row
     for count in counts:
-        # An id that happens to be 0 in some row is neither padding nor a weight.
-        may_count = count.is_selective or count.is_sum
-        if may_count and not count.is_constant:
-            is_selective[count.per_row] = (
-                is_selective.get(count.per_row, False) or count.is_selective
-            )
-    if not is_selective or all(len(sizes) == 1 for sizes in groups):
-        return usual
-    table = torch.tensor(list(is_selective), dtype=torch.float64)
+        if not count.is_constant and _may_hide(count):
+            # A loss divides by labels rather than by a sum with the same numbers.
+            known = by_terms.get(count.per_row, count)
+            by_terms[count.per_row] = known if known.is_selective else count
+    if not by_terms or all(len(sizes) == 1 for sizes in groups):
+        return [usual]
+    distinct = list(by_terms.values())
+    table = torch.tensor(list(by_terms), dtype=torch.float64)
+    orders = torch.cat([torch.tensor([usual]), _orders_by_counts(table)])
+    spreads, are_filled = _spreads(distinct, orders, groups)
+    # More than the least spread shows no better.
+    spreads = spreads.clamp_max(_LEAST_SPREAD)
+    is_selective = torch.tensor([count.is_selective for count in distinct])
+    first = _best(spreads, is_selective)
+    numbers = [first]
+    if not are_filled[first].all():
+        second = _best(spreads * are_filled, is_selective)
+        if are_filled[second].sum() > are_filled[first].sum():
+            numbers.append(second)
+    selected: list[list[int]] = orders[numbers].tolist()
+    return selected
+
+
+def _may_hide(count: Count) -> bool:
+    """Whether a loss may count so, and an order of rows hide it.
+
+    An id that happens to be 0 in some row is neither padding nor a weight.
+    """
+    return count.is_selective or count.is_sum
+
+
+def _orders_by_counts(table: Tensor) -> Tensor:
+    """Orders by each count, by sums of counts, and by these with noise."""
     generator = torch.Generator().manual_seed(0)
+    num_counts, num_rows = table.shape
     scaled = (table - table.mean(1, keepdim=True)) / table.std(1, keepdim=True)
     # Sums of counts in random proportions separate rows that single counts do not.
-    factors = torch.randn(
-        _NUM_ORDERS, len(table), generator=generator, dtype=torch.float64
+    factors, noise = torch.randn(
+        2,
+        _NUM_ORDERS,
+        max(num_counts, num_rows),
+        generator=generator,
+        dtype=table.dtype,
     )
-    keys = torch.cat([scaled, factors @ scaled])
-    orders = torch.cat([torch.tensor([usual]), keys.argsort(1, descending=True)])
-    # More than the least spread shows no better.
-    spreads = _spreads(table, orders, groups).clamp_max(_LEAST_SPREAD)
+    sums = factors[:, :num_counts] @ scaled
+    # Noise leaves rows with terms for the last part.
+    keys = torch.cat([scaled, sums, sums + noise[:, :num_rows] * sums.std()])
+    return keys.argsort(1, descending=True)
+
+
+def _best(spreads: Tensor, is_selective: Tensor) -> int:
+    """The first of equally good orders, which is the usual one if all counts show."""
     smallest = spreads.amin(1)
-    if any(is_selective.values()):
-        smallest += spreads[:, list(is_selective.values())].amin(1)
-    # The first of equally good orders, which is the usual one if all counts show.
-    best = int((smallest >= smallest.max() - _ROUNDING).nonzero()[0])
-    order: list[int] = orders[best].tolist()
-    return order
+    if is_selective.any():
+        smallest = smallest + spreads[:, is_selective].amin(1)
+    return int((smallest >= smallest.max() - _ROUNDING).nonzero()[0])
 
 
 def _order_by_labels(tensors: Sequence[NamedTensor], num_rows: int) -> list[int]:
@@ -84,31 +122,40 @@ def _order_by_labels(tensors: Sequence[NamedTensor], num_rows: int) -> list[int]
     )
 
 
-def _spreads(table: Tensor, orders: Tensor, groups: Sequence[Groups]) -> Tensor:
+def _spreads(
+    counts: Sequence[Count], orders: Tensor, groups: Sequence[Groups]
+) -> tuple[Tensor, Tensor]:
     """By order and count, how much the count differs between groups of rows.
 
     The smallest over parts and ranks, for the terms of a group and for those per row:
     a loop may weigh groups equally, or by rows.
+
+    Returns also whether all groups have terms.
     """
+    table = torch.tensor([count.per_row for count in counts], dtype=torch.float64)
     sums = table[:, orders].transpose(0, 1).cumsum(2)
     sums = torch.nn.functional.pad(sums, (1, 0))
+    # Nobody divides by the padding of a mask, of which most parts may have none.
+    is_padding = torch.tensor([count.ignored == 1 for count in counts])
     spreads = []
+    are_filled = []
     for sizes in groups:
         if len(sizes) == 1:
             continue
         stops = torch.tensor([0, *accumulate(sizes)])
         terms = sums[:, :, stops].diff(dim=2)
+        are_filled.append(terms.all(2) | is_padding)
         # A loop may weigh parts equally, or by rows: neither may hide the count.
         for numbers in (terms, terms / torch.tensor(sizes)):
             spread = numbers.amax(2) - numbers.amin(2)
             spreads.append(spread / numbers.abs().mean(2).clamp_min(math.ulp(1.0)))
-    return torch.stack(spreads).amin(0)
+    return torch.stack(spreads).amin(0), torch.stack(are_filled).all(0)
 
 
 def hidden_counts(
-    counts: Sequence[Count], rows: Sequence[int], groups: Sequence[Groups]
-) -> list[Count]:
-    """The counts of labels, masks or weights that are the same in all groups, per row.
+    counts: Sequence[Count], orders: Sequence[Sequence[int]], groups: Sequence[Groups]
+) -> list[tuple[Count, str]]:
+    """Counts of labels, masks or weights that no order shows, each with the reason.
 
     Weights that are the same for all rows hide nothing.
     """
@@ -116,13 +163,15 @@ def hidden_counts(
         return []
     hidden = []
     for count in counts:
-        may_differ = count.is_selective or (count.is_sum and not count.is_constant)
-        if not may_differ or not any(count.per_row):
+        is_plain = count.is_sum and count.is_constant
+        if is_plain or not _may_hide(count) or not any(count.per_row):
             continue
-        table = torch.tensor([count.per_row], dtype=torch.float64)
-        spread = _spreads(table, torch.tensor([list(rows)]), groups)
-        if float(spread) < _ROUNDING:
-            hidden.append(count)
+        spreads, are_filled = _spreads([count], torch.tensor(orders), groups)
+        do_differ = spreads >= _ROUNDING
+        if not do_differ.any():
+            hidden.append((count, "all parts have equally many per row"))
+        elif not (do_differ & are_filled).any():
+            hidden.append((count, "some part has none"))
     return hidden
 
 

@@ -56,7 +56,8 @@ class Trial:
 
     Attributes:
         arguments: what the user asks.
-        rows: the numbers of all rows, in the order in which they are cut.
+        rows: the numbers of all rows, in the order in which they are cut: in the
+            second one that parts allow, if the first shows no difference.
         counts: what a loss may divide by, for each row.
         settings: how the step is run; found out by ``first_reference``.
         limit: the largest relative difference that rounding explains.
@@ -95,7 +96,8 @@ class Trial:
         # The sizes of parts and ranks do not depend on the order of rows.
         self.rows = list(range(num_rows))
         self._groups = self._sizes_of_groups()
-        self.rows = row_parts.order_rows(tensors, self.counts, self._groups)
+        self._orders = row_parts.orders_of_rows(tensors, self.counts, self._groups)
+        self.rows = self._orders[0]
         self._state = ProcessState(self.model, (step, loss))
 
     # --- cutting ---
@@ -147,6 +149,15 @@ class Trial:
 
         Raises ``ValueError`` if the step leaves no gradient, or is for one batch.
         """
+        reference, results = self._compare_first_order()
+        for rows in self._orders[1:]:
+            worst, _ = self.worst_error(results, reference.gradients)
+            if worst <= self.limit:
+                self.rows = rows
+                results = self.results(self.split())
+        return reference, results
+
+    def _compare_first_order(self) -> tuple[StepResult, list[StepResult]]:
         try:
             reference = self.first_reference()
             results = self.results(self.split())
@@ -360,17 +371,14 @@ class Trial:
                 "whether labels are counted right, since all rows have equally many; "
                 "give some rows labels of -100"
             ]
-        hidden = row_parts.hidden_counts(self.counts, self.rows, self._groups)
-        sentences = []
-        for path in dict.fromkeys(count.path for count in hidden):
-            count = next(count for count in hidden if count.path == path)
-            counted = f"{count.words} are counted right in {path}"
+        hidden = row_parts.hidden_counts(self.counts, self._orders, self._groups)
+        sentences: dict[str, str] = {}  # by the tensor: its first count is the usual
+        for count, reason in hidden:
+            counted = f"{count.words} are counted right in {count.path}"
             if count.is_sum:
                 counted = f"the {count.words} counts right"
-            sentences.append(
-                f"whether {counted}, since all parts have equally many per row"
-            )
-        return sentences
+            sentences.setdefault(count.path, f"whether {counted}, since {reason}")
+        return list(sentences.values())
 
     def _tell_limit(self, reason: str) -> None:
         reason = reason.replace("torch.", "")

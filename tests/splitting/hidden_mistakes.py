@@ -206,6 +206,57 @@ def hardest_rows_of_each_part(model, batches):
         (losses.topk(len(losses) // 2).values.mean() / len(batches)).backward()
 
 
+# --- all terms could be in one part, or none in the one that is treated otherwise ---
+
+
+def half_of_rows(kind):
+    """Every other row counts: its label is a class, or its mask or weight is not 0."""
+    pixels, classes = few_images()
+    if kind == "labels":
+        return pixels, classes.masked_fill(is_even(), -100)
+    return pixels, classes, (~is_even()).to(kind)
+
+
+def losses_and_weights(model, batch):
+    pixels, classes, *weights = batch
+    losses = cross_entropy(model(pixels), classes, reduction="none")
+    return losses, weights[0] if weights else (classes != -100)
+
+
+@hidden("sum of means", Net, functools.partial(half_of_rows, "labels"), parts=2)
+def means_of_labelled_rows_are_added(model, batches):
+    for batch in batches:
+        losses, weights = losses_and_weights(model, batch)
+        ((losses * weights).sum() / weights.sum().clamp_min(1)).backward()
+
+
+@hidden("sum of means", Net, functools.partial(half_of_rows, torch.bool), parts=2)
+def means_of_masked_rows_are_added(model, batches):
+    means_of_labelled_rows_are_added(model, batches)
+
+
+@hidden("only some parts", Net, functools.partial(half_of_rows, torch.float32))
+def last_part_is_left_out(model, batches):
+    """Its weights would all be zero if rows with weights came first."""
+    count = sum(weights.sum() for *_, weights in batches)
+    for batch in batches[:-1] or batches:
+        losses, weights = losses_and_weights(model, batch)
+        ((losses * weights).sum() / count).backward()
+
+
+def sums_over_local_counts(model, batches):
+    """Each rank divides by its own count, and all gradients are added."""
+    means_of_labelled_rows_are_added(model, batches)
+    for parameter in model.parameters():
+        if torch.distributed.get_world_size() > 1:
+            torch.distributed.all_reduce(parameter.grad)
+
+
+hidden(
+    "sum of means", Net, functools.partial(half_of_rows, "labels"), ranks=2, parts=1
+)(sums_over_local_counts)
+
+
 # --- trained outside of the model ---
 
 

@@ -7,6 +7,7 @@ import contextlib
 from collections import defaultdict
 from dataclasses import dataclass
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.nn
@@ -38,7 +39,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn.functional import cross_entropy, logsigmoid, softplus
+from torch.nn.functional import cross_entropy, logsigmoid, normalize, softplus
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.nn.utils.parametrizations import weight_norm
@@ -87,6 +88,26 @@ def frozen_net():
     return model
 
 
+def net_with_lora():
+    """peft's adapters: their second factors are zero at the start."""
+    peft = pytest.importorskip("peft", reason="the extra `trl`")
+    config = peft.LoraConfig(r=2, lora_dropout=0.1, target_modules=["first", "last"])
+    return peft.get_peft_model(Net(), config)
+
+
+class Pairs(nn.Module):
+    """Embeddings, and the scale and bias of a loss of pairs."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+        self.scale = nn.Parameter(torch.tensor([1.0, 0.5, 0.5]))
+        self.bias = nn.Parameter(torch.tensor([-1.0, -0.5, -0.5]))
+
+    def forward(self, rows):
+        return normalize(self.net(rows), dim=-1), self.scale.sum(), self.bias.sum()
+
+
 def clamped_net():
     model = Net()
     model.first.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
@@ -102,6 +123,7 @@ def clamped_net():
 @right(lambda: nn.Sequential(weight_norm(nn.Linear(10, 4))), images)
 @right(frozen_net, images)
 @right(clamped_net, images)
+@right(net_with_lora, images)
 @right(lambda: Net().half(), lambda: (images()[0].half(), images()[1]))
 def weighted_by_rows(model, batches):
     for batch in batches:
@@ -248,6 +270,55 @@ def cached_contrastive_loss(model, batches):
         (model(first) * firsts.grad[start:stop]).sum().backward()
         (model(second) * seconds.grad[start:stop]).sum().backward()
         start = stop
+
+
+def sigmoid_loss(first, second, scale, bias, start=0):
+    """SigLIP's sum over all pairs; the first row belongs to column ``start``."""
+    labels = -torch.ones(len(first), len(second))
+    rows = torch.arange(len(first))
+    labels[rows, rows + start] = 1
+    return -logsigmoid(labels * (scale * first @ second.T + bias)).sum()
+
+
+@right(Pairs, pairs)
+def sigmoid_loss_of_chunks(model, batches):
+    """SigLIP without a gather: each part beside the embeddings of all rows."""
+    count = num_rows(batches)
+    seconds = torch.cat([model(second)[0] for _, second in batches])
+    of_seconds = seconds.detach().requires_grad_()
+    start = 0
+    for rows, _ in batches:
+        first, scale, bias = model(rows)
+        loss = sigmoid_loss(first, of_seconds, scale, bias, start) / count
+        loss.backward()
+        start += len(first)
+    seconds.backward(of_seconds.grad)
+
+
+@right(Net, pairs)
+def nt_xent_of_cached_views(model, batches):
+    """GradCache: a loss of two views of all rows, and one backward pass per part."""
+    views = [torch.cat(batch) for batch in batches]
+    with torch.no_grad():
+        chunks = [model(view).chunk(2) for view in views]
+    firsts = torch.cat([first for first, _ in chunks]).requires_grad_()
+    seconds = torch.cat([second for _, second in chunks]).requires_grad_()
+    nt_xent(firsts, seconds).backward()
+    start = 0
+    for view in views:
+        stop = start + len(view) // 2
+        gradient = torch.cat([firsts.grad[start:stop], seconds.grad[start:stop]])
+        model(view).backward(gradient)
+        start = stop
+
+
+def nt_xent(firsts, seconds):
+    """SimCLR's loss: each view beside all other views of all rows."""
+    outputs = normalize(torch.cat([firsts, seconds]), dim=-1)
+    count = len(firsts)
+    itself = torch.eye(2 * count, dtype=torch.bool)
+    logits = (outputs @ outputs.T / 0.5).masked_fill(itself, -torch.inf)
+    return cross_entropy(logits, torch.arange(2 * count).roll(count))
 
 
 @right(Experts, images)
@@ -469,16 +540,66 @@ def contrastive_loss_gathered_with_gradient(model, batches):
     info_nce(firsts, seconds).backward()
 
 
-@right(Net, pairs, ranks=2)
+@right(Pairs, pairs, ranks=2)
 def sigmoid_loss_gathered_with_gradient(model, batches):
     parallel = DistributedDataParallel(model)
-    first, second = embedded(parallel, batches)
+    outputs, scale, bias = parallel(torch.cat(batches[0]))
+    first, second = outputs.chunk(2)
     seconds = torch.cat(torch.distributed.nn.all_gather(second))
-    rows = torch.arange(len(first))
-    labels = -torch.ones(len(first), len(seconds))
-    labels[rows, rows + len(first) * dist.get_rank()] = 1
-    loss = -logsigmoid(labels * (first @ seconds.T)).sum() / len(first)
+    start = len(first) * dist.get_rank()
+    (sigmoid_loss(first, seconds, scale, bias, start) / len(first)).backward()
+
+
+@right(Pairs, pairs, ranks=2)
+def clip_loss_gathered_with_gradient(model, batches):
+    """CLIP with a local loss: rows of this rank beside columns of all."""
+    parallel = DistributedDataParallel(model)
+    outputs, scale, bias = parallel(torch.cat(batches[0]))
+    first, second = outputs.chunk(2)
+    labels = torch.arange(len(first)) + len(first) * dist.get_rank()
+    loss = 0
+    for rows, columns in ((first, second), (second, first)):
+        others = torch.cat(torch.distributed.nn.all_gather(columns))
+        loss = loss + cross_entropy(scale * rows @ others.T + bias, labels) / 2
     loss.backward()
+
+
+@right(Net, pairs, ranks=2)
+def nt_xent_gathered_with_gradient(model, batches):
+    parallel = DistributedDataParallel(model)
+    first, second = embedded(parallel, batches)
+    firsts = torch.cat(torch.distributed.nn.all_gather(first))
+    seconds = torch.cat(torch.distributed.nn.all_gather(second))
+    nt_xent(firsts, seconds).backward()
+
+
+@right(Net, images, ranks=2)
+def metric_loss_in_its_wrapper(model, batches):
+    """pytorch-metric-learning gathers embeddings, and multiplies by the ranks."""
+    losses = pytest.importorskip("pytorch_metric_learning.losses")
+    wrappers = pytest.importorskip("pytorch_metric_learning.utils.distributed")
+    criterion = wrappers.DistributedLossWrapper(losses.ContrastiveLoss())
+    parallel = DistributedDataParallel(model)
+    ((pixels, classes),) = batches
+    criterion(parallel(pixels), classes).backward()
+
+
+@right(Net, images, ranks=2)
+def margin_loss_times_ranks(model, batches):
+    """The same in plain torch: all distances, of which this rank's have a gradient."""
+    parallel = DistributedDataParallel(model)
+    ((pixels, classes),) = batches
+    outputs = gathered(parallel(pixels))
+    is_alike = gathered_labels(classes)[:, None] == gathered_labels(classes)
+    distances = (outputs[:, None] - outputs).square().sum(-1)
+    losses = torch.where(is_alike, distances, (2 - distances).clamp_min(0))
+    (losses.mean() * dist.get_world_size()).backward()
+
+
+def gathered_labels(classes):
+    of_ranks = [torch.empty_like(classes) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_ranks, classes.contiguous())
+    return torch.cat(of_ranks)
 
 
 @right(Tagger, tokens, ranks=2, parts=3)

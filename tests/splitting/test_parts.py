@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from scatterpar.causes.counts import NamedTensor, counts_of, named_tensors
-from scatterpar.splitting.parts import cut, hidden_counts, order_rows
+from scatterpar.splitting.parts import cut, hidden_counts, orders_of_rows
 
 LABELS = torch.tensor([[1, -100, -100], [1, 2, 3], [-100, 4, -100]])
 WEIGHTS = torch.tensor([0.5, 0.0, 0.9])
@@ -16,8 +16,9 @@ def ordered(tensor, *groups):
     """The order of rows, and the counts that it hides."""
     tensors = [NamedTensor("batch", tensor)]
     counts = counts_of(tensors, len(tensor))
-    rows = order_rows(tensors, counts, groups)
-    return rows, [count.words for count in hidden_counts(counts, rows, groups)]
+    orders = orders_of_rows(tensors, counts, groups)
+    hidden = hidden_counts(counts, orders, groups)
+    return orders[0], [count.words for count, _ in hidden]
 
 
 def test_rows_with_most_labels_come_first():
@@ -37,12 +38,13 @@ def test_masks_differ_between_parts_and_ranks(kind, groups):
     batch = {"ids": ids, "mask": mask}
     tensors = named_tensors(batch)
     counts = counts_of(tensors, num_rows)
-    rows = order_rows(tensors, counts, groups)
+    rows, *others = orders_of_rows(tensors, counts, groups)
+    assert not others
     for sizes in groups:
         terms = mask[rows].double().sum(1).split(sizes)
         assert len({float(part.mean()) for part in terms}) > 1
         assert len({float(part.sum()) for part in terms}) > 1
-    assert not hidden_counts(counts, rows, groups)
+    assert not hidden_counts(counts, [rows], groups)
 
 
 def test_count_without_first_entry_differs_too():
@@ -56,6 +58,35 @@ def test_count_without_first_entry_differs_too():
     assert len({int(part.sum()) for part in later}) > 1
     assert "entries that are not 0" in hidden  # three in each row
     assert "entries that are not 0, without the first of a row" not in hidden
+
+
+@pytest.mark.parametrize("groups", [[[4] * 4], [[8, 8]], [[4] * 4, [8, 8]]])
+@pytest.mark.parametrize("ignored", [-100, 0])
+def test_second_order_gives_each_part_terms(groups, ignored):
+    """Half of the rows count, and come first in the first order."""
+    labels = torch.arange(1, 17).masked_fill(torch.arange(16) % 2 == 0, ignored)
+    labels = labels if ignored else labels.bool()
+    tensors = [NamedTensor("batch", labels)]
+    counts = counts_of(tensors, 16)
+    first, second = orders_of_rows(tensors, counts, groups)
+    is_counted = labels != ignored
+    for sizes in groups:
+        assert not is_counted[first].split(sizes)[-1].any()
+        terms = [int(part.sum()) for part in is_counted[second].split(sizes)]
+        assert min(terms) > 0
+        assert len(set(terms)) > 1
+    assert not hidden_counts(counts, [first, second], groups)
+
+
+def test_terms_in_too_few_rows_are_hidden():
+    labels = torch.full((16,), -100)
+    labels[:2] = torch.tensor([3, 4])
+    tensors = [NamedTensor("batch", labels)]
+    counts = counts_of(tensors, 16)
+    orders = orders_of_rows(tensors, counts, [[4] * 4])
+    ((count, reason), *_) = hidden_counts(counts, orders, [[4] * 4])
+    assert count.words == "labels that are not -100"
+    assert reason == "some part has none"
 
 
 @pytest.mark.parametrize(

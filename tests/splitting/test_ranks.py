@@ -94,6 +94,17 @@ def test_model_in_this_process_unchanged():
     assert not any(parameter.is_shared() for parameter in model.parameters())
 
 
+def test_wrong_gradient_of_the_last_rank_is_found():
+    def step(model, batches):
+        averaged(model, batches)
+        if dist.get_rank() == dist.get_world_size() - 1 > 0:
+            model.first.weight.grad *= 1.001
+
+    report = splitcheck(step, new(Net), images(), ranks=2)
+    assert report.cause == "ranks differ"
+    assert report.wrong == ["first.weight"]
+
+
 def test_error_on_rank_told_ends_others():
     def step(model, batches):
         averaged(model, batches)

@@ -128,6 +128,25 @@ def averaged_means(model, batches):
     average(model)
 
 
+def added_means(model, batches):
+    for pixels, classes in batches:
+        losses = cross_entropy(model(pixels), classes, reduction="none")
+        (losses.sum() / (classes != -100).sum().clamp_min(1)).backward()
+
+
+def test_part_without_terms_gets_some():
+    """With all labels in the first part, a sum of means would be the mean."""
+    pixels, classes = images(16)
+    half = classes.masked_fill(torch.arange(16) % 2 == 0, -100)
+    report = splitcheck(added_means, new(Net), (pixels, half), parts=2, equal=True)
+    assert report.cause == "sum of means"
+    few = classes.masked_fill(torch.arange(16) > 0, -100)
+    report = splitcheck(added_means, new(Net), (pixels, few), parts=2, equal=True)
+    report.assert_passed()
+    assert "labels that are not -100 are counted right in batch[1]" in report.note
+    assert "since some part has none" in report.note
+
+
 def test_mask_of_ones_is_noted():
     batch = masked_rows(alternating=False)
     report = splitcheck(mean_over_the_mask, new(Tagger), batch, equal=True)

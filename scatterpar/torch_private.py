@@ -193,8 +193,7 @@ SETTINGS: tuple[Setting, ...] = tuple(_settings())
 
 
 @contextlib.contextmanager
-def full_float32() -> Iterator[None]:
-    """In the body, no operator rounds float32 numbers to a coarser format inside."""
+def _full_float32() -> Iterator[None]:
     earlier: list[tuple[Setting, Any]] = []
     for setting in _PRECISION_SETTINGS:
         # Older ones are unreadable if a program has used torch's newer ones.
@@ -216,6 +215,14 @@ def full_float32() -> Iterator[None]:
                 is_same = read() == value
             if not is_same:
                 write(value)
+
+
+_full = ForAllThreads(_full_float32)
+
+
+def full_float32() -> contextlib.AbstractContextManager[None]:
+    """In the body, no operator rounds float32 numbers to a coarser format inside."""
+    return _full
 
 
 # --- an optimizer within another: the outer one runs the hooks, once ---

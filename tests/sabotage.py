@@ -628,11 +628,20 @@ SABOTAGES = [
     Sabotage(
         name="settings of the process stay as replicas leave them",
         promise="all or nothing",
-        file="threads/workers.py",
-        place="Workers.parallel_apply",
-        text="restore_settings(settings)",
+        file="threads/process_settings.py",
+        place="_SettingsKept.__exit__",
+        text="restore_settings(self._values)",
         replacement="pass",
         seen_by="test_settings_restored_after_step",
+    ),
+    Sabotage(
+        name="a step restores settings of another engine's look",
+        promise="all or nothing",
+        file="threads/process_settings.py",
+        place="_SettingsKept.__enter__",
+        text="if not self._bodies:",
+        replacement="if True:",
+        seen_by="test_step_that_outlives_a_look",
     ),
     Sabotage(
         name="buffers are not restored if a hook on a gradient raises",

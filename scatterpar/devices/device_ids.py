@@ -94,7 +94,12 @@ def identity_of(device: torch.device) -> str | None:
     if properties is None:
         return None
     uuid = getattr(properties(device), "uuid", None)
-    return None if uuid is None else str(uuid)
+    if uuid is None:
+        return None
+    # A process sees one part of a GPU (MIG) at most, and only by this variable. The
+    # driver may tell the GPU's number, which other parts have, too.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return f"{uuid}/{visible}" if visible.startswith("MIG-") else str(uuid)
 
 
 def _resolve_one(entry: DeviceLike, accelerator: torch.device | None) -> torch.device:

@@ -33,7 +33,7 @@ _MALLOC_VARIABLES = (
 # Parts of the texts that allocators and libraries put into a plain RuntimeError.
 _OUT_OF_MEMORY = re.compile(
     "out of memory|can(no|')t allocate memory|"
-    "cudnn_status_alloc_failed|cublas_status_alloc_failed|"
+    "_alloc_failed|"  # cuBLAS, cuDNN, cuFFT, cuSOLVER
     r"cudnn_status_internal_error_\w+_allocation_failed|"  # of the device or the host
     "cublas_status_not_initialized|"  # its workspace did not fit
     "unable to find an engine to execute this computation",

@@ -7,7 +7,9 @@ threads::
     replica 1            enters: off                        leaves: off, as it was
 
 So after the calls of several threads every setting is again what it was before them.
-A context in a single thread needs no help.
+A context in a single thread needs no help. Two engines in two threads are one more case
+of this: what was before is known when the first calls begin, and restored when the last
+ones end (``SETTINGS_KEPT``).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import logging
 import operator
 import os
 import sys
+import threading
 import warnings
 from _locale import setlocale  # the public one does more in Python
 from collections.abc import Callable
@@ -163,3 +166,32 @@ def restore_settings(values: SettingValues) -> None:
     warnings.filters[:] = filters  # type: ignore[index]
     with warnings.catch_warnings():
         pass  # it tells the registries of modules that filters have changed
+
+
+class _SettingsKept:
+    """In the bodies of all threads settings may change; after the last one they are as
+    before the first.
+
+    A body that began in another one's look, and outlived it, would else restore what
+    holds in the look: no search for kernels, no TF32.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bodies = 0
+        self._values: SettingValues = ([], [])
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._bodies:
+                self._values = read_settings()
+            self._bodies += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._bodies -= 1
+            if not self._bodies:
+                restore_settings(self._values)
+
+
+SETTINGS_KEPT = _SettingsKept()

@@ -32,7 +32,7 @@ from scatterpar.devices import memory, streams
 from scatterpar.errors import Refusal, add_note
 from scatterpar.threads.caller_context import CallerContext, no_autocast_cache
 from scatterpar.threads.interrupts import Interrupts
-from scatterpar.threads.process_settings import read_settings, restore_settings
+from scatterpar.threads.process_settings import SETTINGS_KEPT
 
 _Queue = SimpleQueue[Callable[[], object] | None]
 
@@ -294,16 +294,15 @@ class Workers:
             at_once = max_concurrency(devices)
         job = Job(calls, at_once, cancel or threading.Event())
         deadline = math.inf if seconds is None else time.monotonic() + seconds
-        settings = read_settings()
         try:
-            self._post(job, threads_of(devices))
-            self._wait(job, deadline)
+            with SETTINGS_KEPT:
+                self._post(job, threads_of(devices))
+                self._wait(job, deadline)
             error = job.first_error()
             if error is not None:
                 raise error
             return [job.results.get(number) for number in range(len(calls))]
         finally:
-            restore_settings(settings)
             # A traceback refers to this frame.
             job.results = {}
             job.errors = {}

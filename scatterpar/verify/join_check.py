@@ -14,6 +14,7 @@ from scatterpar.devices.memory import no_kernel_search
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.request import Request
 from scatterpar.step.task import ReplicaTask
+from scatterpar.threads.process_settings import SETTINGS_KEPT
 from scatterpar.verify.measurements import computed_with_constants
 from scatterpar.verify.output_differences import compare_outputs, entries_per_row
 from scatterpar.verify.rows import Parts
@@ -175,5 +176,5 @@ def _outputs_of(
         with isolated, runs.user_code.isolated(), torch.no_grad():
             return [computed_with_constants(runs, rows, compute) for rows in parts]
 
-    with no_kernel_search():  # a look has other sizes
+    with SETTINGS_KEPT, no_kernel_search():  # a look has other sizes
         return attempt.threads.call(task.share.device, outputs)

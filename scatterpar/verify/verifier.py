@@ -25,6 +25,7 @@ from scatterpar.step.request import LossCandidate, Request
 from scatterpar.step.task import ReplicaTask
 from scatterpar.step.turns import Scope
 from scatterpar.tables import shown
+from scatterpar.threads.process_settings import SETTINGS_KEPT
 from scatterpar.verify.choice import Choice, is_open, rivals
 from scatterpar.verify.compared_leaves import MAX_ELEMENTS
 from scatterpar.verify.comparison import Inconclusive
@@ -72,7 +73,7 @@ class Verifier:
                 user's own module and criterion for the same rows.
         """
         self._looks.begin()
-        with attempt.span("verify"), no_kernel_search():  # a look has other sizes
+        with attempt.span("verify"):
             with_criterion = tasks[: len(attempt.replicas.criteria)]
             return self._check(attempt, with_criterion, loop)
 
@@ -102,7 +103,8 @@ class Verifier:
             details = "open", kind.steps  # new in each step
         if kind.is_due(question.ranges, details):
             try:
-                with self._looks.counted(kind):
+                # A look has other sizes than steps, for which no kernel is searched.
+                with SETTINGS_KEPT, no_kernel_search(), self._looks.counted(kind):
                     chosen = self._ask(question, kind, loop)
             finally:
                 _drop_gradients(attempt)  # user code may compute some

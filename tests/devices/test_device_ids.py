@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -127,3 +128,23 @@ def test_command_devices_by_comma_or_space(words):
 def test_virtual_devices_are_the_host():
     assert physical(torch.device("cpu:3")) == HOST
     assert physical(torch.device("cuda:1")) == torch.device("cuda:1")
+
+
+@pytest.mark.parametrize(
+    ("visible", "name"),
+    [
+        ("", "number"),
+        ("GPU-number", "number"),
+        ("MIG-1", "number/MIG-1"),
+        ("MIG-2", "number/MIG-2"),
+    ],
+)
+def test_parts_of_a_gpu_have_names(monkeypatch, visible, name):
+    """Two processes on two parts of one GPU were told that they had the same one."""
+    module = SimpleNamespace(
+        get_device_properties=lambda _: SimpleNamespace(uuid="number")
+    )
+    monkeypatch.setattr(device_ids.torch, "get_device_module", lambda _: module)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert device_ids.identity_of(torch.device("cuda:0")) == name
+    assert device_ids.identity_of(HOST) is None

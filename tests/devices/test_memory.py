@@ -28,6 +28,9 @@ OUT_OF_MEMORY = [
     RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
     RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublas"),
+    RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `c`"),
+    RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
     RuntimeError(
         "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate`"
     ),

@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
@@ -19,6 +20,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from scatterpar import ScatterOnceParallel
+from scatterpar.torch_private import full_float32
 
 pytestmark = pytest.mark.core
 
@@ -161,3 +163,59 @@ def test_settings_that_cannot_be_read_stay(devices):
     finally:
         matmul.fp32_precision = before
     assert logging.root.manager.disable == logging.NOTSET
+
+
+class Met:
+    """A look, in which a step of another engine begins; it ends after the look."""
+
+    def __init__(self):
+        self.looking = threading.Event()
+        self.begun = threading.Event()
+        self.ended = threading.Event()
+
+    def forward_of_look(self, m, inputs):
+        if not torch.backends.cudnn.benchmark and not self.looking.is_set():
+            self.looking.set()
+            assert self.begun.wait(30)
+        return m.linear(inputs)
+
+    def forward_of_step(self, m, inputs):
+        self.begun.set()
+        assert self.ended.wait(30)
+        return m.linear(inputs)
+
+    def step(self, devices):
+        assert self.looking.wait(30)
+        model = Of(self.forward_of_step, linear=linear())
+        with ScatterOnceParallel(model, 1, devices, verify=False) as engine:
+            engine.forward_backward(ROWS, VALUES, nn.MSELoss())
+
+
+def test_step_that_outlives_a_look(devices, monkeypatch):
+    """Its engine would restore what the look of the other one had switched off."""
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    met = Met()
+    model = Of(met.forward_of_look, linear=linear())
+    with ThreadPoolExecutor(1) as executor:
+        step = executor.submit(met.step, devices(2))
+        with ScatterOnceParallel(model, 2, devices(2)) as engine:
+            engine.forward_backward(ROWS, VALUES, nn.MSELoss())
+        met.ended.set()
+        step.result()
+    assert torch.backends.cudnn.benchmark
+
+
+def test_float32_is_whole_until_the_last_thread_leaves():
+    """Two looks in two threads: the second one began in the first one's body."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        first, second = full_float32(), full_float32()
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert torch.get_float32_matmul_precision() == "highest"
+        second.__exit__(None, None, None)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice, starmap
 from operator import is_
 from typing import Any
@@ -103,6 +103,20 @@ class Snapshot:
             refill(container, saved)
         self._known = self._facts()
         self._remember()
+
+    def exchange(self, substitutes: Mapping[int, Any]) -> None:
+        """Put other values, by the ``id`` of those that they stand for, until
+        ``restore``.
+        """
+        for container in self._containers:
+            if isinstance(container, set):
+                continue
+            is_dict = isinstance(container, dict)
+            for key, value in [
+                *(container.items() if is_dict else enumerate(container))
+            ]:
+                if id(value) in substitutes:
+                    container[key] = substitutes[id(value)]
 
     def value_changes(self) -> list[ValueChange] | None:
         """The plain values that were replaced by plain values.

@@ -99,6 +99,11 @@ class Substituted:
         self._row = row
         self._saved = row.save(value)
 
+    @property
+    def of_original(self) -> tuple[int, Any]:
+        """The ``id`` of the user's value, and what is in its places."""
+        return id(self._original), self._present
+
     def is_same(self) -> bool:
         """Whether the value in the places does what the original one would do."""
         return self._row.is_same(self._present, self._saved)
@@ -338,6 +343,10 @@ class Journal:
             value.put_original()
         if self._substituted:
             self._save_references()
+
+    def substitutes(self) -> dict[int, Any]:
+        """What is in the places of values that cannot be set back, by their ``id``."""
+        return dict(value.of_original for value in self._substituted)
 
     def _restore_classes(self) -> None:
         """Remove attributes that calls have given to classes."""

@@ -8,7 +8,6 @@ places, such as a copy of an iterator, and a file in memory for one on a disk.
 from __future__ import annotations
 
 import array
-import csv
 import io
 import pickle
 import queue
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.transfers import write
 from scatterpar.replicas.snapshot import PLAIN
-from scatterpar.state.whose import CSV_WRITER, Whose, whose
+from scatterpar.state.whose import Whose, is_writer, whose
 
 _COMPARED = {*PLAIN, range}
 
@@ -277,17 +276,32 @@ class _WrittenFile(Substitution):
         return saved()
 
 
-class _WriterOfTable(Substitution):
-    """A writer of the module ``csv``, which leads to its file unseen."""
+class _SilentWriter:
+    """Has the values of a writer. All of its methods do nothing."""
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._writer, name)
+        return _nothing if callable(value) else value
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+class _Writer(Substitution):
+    """A writer of rows or of summaries: what calls give it is dropped."""
 
     def fits(self, value: Any) -> bool:
-        return type(value) is CSV_WRITER
+        return is_writer(type(value))
 
     def save(self, value: Any) -> Any:
-        return value.dialect
+        return value
 
     def make(self, saved: Any) -> Any:
-        return csv.writer(io.StringIO(), saved)
+        return _SilentWriter(saved)
 
 
 class _MovedByCalls(Substitution):
@@ -307,7 +321,7 @@ class _MovedByCalls(Substitution):
         return is_at_same_position(value, saved)
 
 
-SUBSTITUTIONS = _WrittenFile(), _WriterOfTable(), _MovedByCalls()
+SUBSTITUTIONS = _WrittenFile(), _Writer(), _MovedByCalls()
 
 
 def substitution_for(value: Any) -> Substitution | None:
@@ -317,7 +331,7 @@ def substitution_for(value: Any) -> Substitution | None:
 
 def moves_by_calls(kind: type) -> bool:
     """Whether values of a class are iterators, coroutines, sockets, plain queues, or
-    csv's writers.
+    writers.
 
     Files are among the iterators.
     """
@@ -325,7 +339,7 @@ def moves_by_calls(kind: type) -> bool:
         return True
     if issubclass(kind, (types.CoroutineType, queue.SimpleQueue)):
         return True
-    if kind is CSV_WRITER:
+    if is_writer(kind):
         return True
     sockets = sys.modules.get("_socket")
     return sockets is not None and issubclass(kind, sockets.socket)

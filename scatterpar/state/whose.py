@@ -10,15 +10,14 @@ and steps of other libraries' loops, ask the same question::
     accelerator = Accelerator()         library's   a package has defined its class
     pairs = PairDataset()               data        its class is a ``Dataset``
     meter = LockedMeter()               user's      a lock in it is left alone
-    writer = ThreadedWriter()           threads'    a thread in it writes at any time
+    writer = SummaryWriter()            writer's    what it is given goes to a file
+    meter = ThreadedMeter()             threads'    a thread in it writes at any time
 """
 
 from __future__ import annotations
 
-import csv
 import enum
 import functools
-import io
 import sys
 import threading
 import types
@@ -38,6 +37,7 @@ class Whose(enum.Enum):
     USER = "the user's"
     LIBRARY = "a library's"
     DATA = "data"
+    WRITER = "a writer's: what it is given goes to a file"
     THREADS = "shared with a thread of its own"
 
 
@@ -66,13 +66,16 @@ RULES = (
     ClassRule("Trainer", Whose.DATA, "it is the loop, and leads to data"),
     ClassRule("Optimizer", Whose.DATA, "its state has the size of the parameters"),
     ClassRule("IOBase", Whose.DATA, "it is a file, which code reads or writes"),
+    ClassRule("DictWriter", Whose.USER, "it holds csv's writer, of the next row"),
+    ClassRule("writer", Whose.WRITER, "csv's, which leads to its file unseen"),
+    ClassRule("SummaryWriter", Whose.WRITER, "TensorBoard's, whose thread writes"),
+    ClassRule("FileWriter", Whose.WRITER, "inside of a SummaryWriter"),
     ClassRule("Namespace", Whose.USER, "its attributes are those that user code sets"),
 )
 
 _ENDINGS = tuple(rule.ending for rule in RULES)
 _THREADS = (threading.Thread, Executor)
-CSV_WRITER = type(csv.writer(io.StringIO()))
-_VALUES = (*PLAIN_CLASSES, Tensor, dict, list, tuple, set, frozenset, deque, CSV_WRITER)
+_VALUES = (*PLAIN_CLASSES, Tensor, dict, list, tuple, set, frozenset, deque)
 
 
 def whose(value: Any) -> Whose:
@@ -97,6 +100,12 @@ def _rule_for(kind: type) -> ClassRule | None:
     return None
 
 
+def is_writer(kind: type) -> bool:
+    """Whether objects of a class write what they are given to a file, unseen."""
+    rule = _rule_for(kind)
+    return rule is not None and rule.whose is Whose.WRITER
+
+
 def attributes_of(value: Any) -> dict[str, Any]:
     """The ``__dict__`` of an object; an empty one if it has none."""
     attributes = getattr(value, "__dict__", None)
@@ -116,8 +125,6 @@ def _holds_a_thread(value: Any) -> bool:
 
 def _is_record(value: Any) -> bool:
     """Whether all attributes of an object are values, as a library's meter has them.
-
-    A writer of tables counts as a value: ``csv.DictWriter`` holds one.
 
     Such objects are made to be written, and lead to nothing of their library.
     """

@@ -71,8 +71,8 @@ class UserCode:
             # Before state is saved: the switch is no change of the user's.
             self._undo.callback(self._use_running_statistics, False)
             self._use_running_statistics(True)
+            self._undo.callback(self.refresh)  # after the user's values are back
             self._save()
-            self._undo.callback(self.restart)
             unsaved = [name for journal in self.journals for name in journal.unsaved]
             if unsaved:
                 why = f"a look could not put back {', '.join(unsaved)}"
@@ -85,13 +85,15 @@ class UserCode:
         for batch in request.batches:
             collates += [marker.collate for marker in batch.markers]
         criteria = self._task.criterion, request.criterion, request.count
-        self.journals = [
-            Journal(Walk(criteria), [self._task.share.device]),
-            Journal(Walk([self._own_module, *collates])),
-        ]
-        for journal in self.journals:
-            journal.begin()
+        modules = [self._own_module, *collates]
+        device = self._task.share.device
+        for roots, devices in ((criteria, [device]), (modules, [])):
+            # The second walk finds the substitutes of the first: a file that both name
+            # has one.
+            journal = Journal(Walk(roots), devices)
+            self.journals.append(journal)
             self._undo.callback(journal.end)
+            journal.begin()
 
     @property
     def of_criterion(self) -> Journal:
@@ -150,8 +152,13 @@ class UserCode:
     @torch.no_grad()
     def refresh(self) -> None:
         """Undo what user code has changed in replicas."""
+        substitutes: dict[int, Any] = {}
+        for journal in self.journals:
+            substitutes |= journal.substitutes()
         for replica in self._task.replicas:
             replica.refresh()
+            if substitutes:
+                replica.state.exchange(substitutes)
         self._use_running_statistics(True)  # a refresh copies the user's switches
         torch.clear_autocast_cache()  # it may hold parameters without a graph
 

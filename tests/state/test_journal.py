@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 import torch
 from harness.looks import INPUTS, LABELS, ROWS, VALUES, net
-from harness.models import CLASSES, Classifier, mlp
+from harness.models import CLASSES, Classifier, Of, mlp
 from harness.oracle import assert_close, assert_step, build
 from harness.writes import ThreadedMeter
 from state.test_whose import OBJECTS
@@ -410,11 +410,37 @@ class Table:
         self.file.close()
 
 
+class SummaryWriter:
+    """As TensorBoard's: a thread of its own writes the file."""
+
+    def __init__(self, path):
+        self.path = path
+        self.entries = queue.Queue()
+        self.thread = threading.Thread(target=self.drain, daemon=True)
+        self.thread.start()
+
+    def drain(self):
+        with open(self.path, "w") as file:
+            for text in iter(self.entries.get, None):
+                file.write(text)
+
+    def write(self, text):
+        self.entries.put(text)
+
+    def close(self):
+        self.entries.put(None)
+        self.thread.join()
+
+
+SummaryWriter.__module__ = "torch.utils.tensorboard"
+
+
 FILES = {
     "text": lambda path: open(path, "w"),  # noqa: SIM115
     "appended text": lambda path: open(path, "a"),  # noqa: SIM115
     "bytes": lambda path: io.TextIOWrapper(gzip.open(path, "wb")),  # noqa: SIM115
     "table": Table,
+    "summaries": SummaryWriter,
 }
 
 
@@ -442,6 +468,46 @@ def test_log_file_does_not_end_looks(name, writes, tmp_path):
     if name == "bytes":
         content = gzip.decompress(content)
     assert content.count(b"a loss") == (4 if writes else 0)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["text", "table", "summaries"])
+@pytest.mark.parametrize("device_ids", [["cpu"] * 2, ["cpu:0", "cpu:1"]])
+def test_writer_that_module_and_criterion_share(name, device_ids, tmp_path):
+    """Replicas write in their sub-steps alone, into the file of the user's writer."""
+    path = tmp_path / "log"
+    log = FILES[name](path)
+
+    def forward(module, rows):
+        module.log.write("a forward pass\n")
+        return module.body(rows)
+
+    def criterion(output, targets):
+        log.write("a loss\n")
+        return F.mse_loss(output, targets)
+
+    model = build(lambda: Of(forward, body=mlp()))
+    model.log = log
+    with ScatterOnceParallel(model, 2, device_ids) as engine:
+        engine.forward_backward(INPUTS, VALUES, criterion)
+    log.close()
+    assert model.log is log
+    content = path.read_text()
+    assert (content.count("a forward"), content.count("a loss")) == (4, 4)
+
+
+def test_look_leaves_iterators_of_a_module():
+    """Replicas refer to the module's own: a look moved it by its five calls."""
+
+    def forward(module, rows):
+        return module.body(rows) + 0 * (next(module.numbers) + next(module.of["calls"]))
+
+    model = build(lambda: Of(forward, body=mlp()))
+    model.numbers = itertools.count()
+    model.of = {"calls": itertools.count()}
+    with ScatterOnceParallel(model, 2, ["cpu"] * 2) as engine:
+        engine.forward_backward(INPUTS, VALUES, F.mse_loss)
+    assert next(model.numbers) == next(model.of["calls"]) == 4
 
 
 def test_look_does_not_draw_from_a_generator():

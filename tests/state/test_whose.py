@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import csv
 import enum
 import functools
 import io
@@ -84,6 +85,10 @@ OBJECTS = {
     "a trainer": (PairTrainer(), Whose.DATA),
     "an optimizer": (torch.optim.SGD([torch.zeros(1)], 0.1), Whose.DATA),
     "a constant": (Stage.FIRST, Whose.DATA),
+    "csv's writer": (csv.writer(io.StringIO()), Whose.WRITER),
+    "csv's writer of dicts": (csv.DictWriter(io.StringIO(), ["a"]), Whose.USER),
+    "TensorBoard's writer": (of_library("SummaryWriter"), Whose.WRITER),
+    "a writer inside of it": (of_library("EventFileWriter"), Whose.WRITER),
     "a file": (io.StringIO(), Whose.DATA),
     "a lock": (threading.Lock(), Whose.LIBRARY),
     "a thread": (threading.Thread(), Whose.THREADS),

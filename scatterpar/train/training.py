@@ -121,7 +121,8 @@ class Training:
     ) -> None:
         # torch.manual_seed seeds the generators of accelerators, too.
         torch.manual_seed(seed_host("run", options.seed))
-        model, options = start_model(options, source, saved)
+        processes.connect(devices[0])
+        model, options = start_model(options, source, saved, processes)
         self.options = options
         self.source = source
         self.processes = processes
@@ -460,13 +461,17 @@ def choose_devices(
 
 
 def start_model(
-    options: Options, source: Source, saved: Mapping[str, Any] | None
+    options: Options,
+    source: Source,
+    saved: Mapping[str, Any] | None,
+    processes: Processes = ALONE,
 ) -> tuple[OnPixels, Options]:
     """Build the model with its initial weights. Returns it, and the options, with what
     was chosen.
 
     Weights are pretrained if the options ask for them, or if a library has them for a
-    network on pictures in files, and they can be had. Notes of the source say which.
+    network on pictures in files, and the first process can have them: the engine sends
+    its weights to the others, which look for none. Notes of the source say which.
     """
     name = options.model
     shape = source.image_shape
@@ -477,35 +482,48 @@ def start_model(
     if options.pretrained and options.from_scratch:
         raise UsageError("--pretrained and --from-scratch exclude each other")
     is_default = has_library_weights(name) and not source.in_memory
-    pretrained = options.pretrained or (is_default and not options.from_scratch)
-    if pretrained:
-        try:
-            model = build_model(name, shape, classes, pretrained=True)
-            source.notes.append(
-                f"{name} starts from pretrained weights (--from-scratch: from random "
-                "ones)"
-            )
-        except UsageError as error:
-            if options.pretrained:
-                raise
-            pretrained = False
-            reason = str(error).removeprefix(f"--model {name}: ")
-            source.notes.append(
-                f"warning: {name} starts from random weights, as its pretrained ones "
-                f"are not cached, and cannot be fetched ({reason:.100})"
-            )
-    if not pretrained:
+    model = None
+    if options.pretrained or (is_default and not options.from_scratch):
+        if processes.is_first:
+            model = _pretrained_model(options, source)
+        pretrained = bool(processes.largest(int(model is not None)))
+    else:
+        pretrained = False
+    if model is None:
         # Again: a try with pretrained weights may have drawn random numbers.
         torch.manual_seed(seed_host("run", options.seed))
         model = build_model(name, shape, classes, source.mean, source.std)
-        has_weights_of_own = name != BUILT_IN and not has_library_weights(name)
-        if options.freeze and not has_weights_of_own:
-            raise UsageError(
-                f"--freeze {options.freeze}: {name} starts from random weights, of "
-                "which the last layer alone learns little"
-            )
+    has_weights_of_own = name != BUILT_IN and not has_library_weights(name)
+    if options.freeze and not (pretrained or has_weights_of_own):
+        raise UsageError(
+            f"--freeze {options.freeze}: {name} starts from random weights, of "
+            "which the last layer alone learns little"
+        )
     chosen = replace(options, pretrained=pretrained)
     return model, replace(chosen, optimizer=optimizer_of(chosen))
+
+
+def _pretrained_model(options: Options, source: Source) -> OnPixels | None:
+    """Build the model with its library's weights. Returns None if they cannot be had
+    and need not; a note says why.
+    """
+    name = options.model
+    classes = len(source.class_names)
+    try:
+        model = build_model(name, source.image_shape, classes, pretrained=True)
+    except UsageError as error:
+        if options.pretrained:
+            raise
+        reason = str(error).removeprefix(f"--model {name}: ")
+        source.notes.append(
+            f"warning: {name} starts from random weights, as its pretrained ones "
+            f"are not cached, and cannot be fetched ({reason:.100})"
+        )
+        return None
+    source.notes.append(
+        f"{name} starts from pretrained weights (--from-scratch: from random ones)"
+    )
+    return model
 
 
 def make_engine(
@@ -515,7 +533,6 @@ def make_engine(
     processes: Processes,
 ) -> ScatterOnceParallel[OnPixels]:
     """Build the engine of a model, which it moves to the first device."""
-    processes.connect(devices[0])
     if options.batch == "auto" and len(devices) * processes.size < 2:
         raise UsageError(
             "--batch auto compares the gradients of replicas, and there is one: name "

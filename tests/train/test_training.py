@@ -21,10 +21,13 @@ from torch.utils.data import TensorDataset
 
 from scatterpar.recipe import gradual_warmup
 from scatterpar.train import data as data_module
+from scatterpar.train import models as models_module
 from scatterpar.train.command_line import UsageError, parse
 from scatterpar.train.data import Source, load
 from scatterpar.train.feed import Feed
 from scatterpar.train.models import build_model
+from scatterpar.train.parts import Files
+from scatterpar.train.processes import Processes
 from scatterpar.train.run import main
 from scatterpar.train.training import (
     Training,
@@ -32,6 +35,7 @@ from scatterpar.train.training import (
     default_batch,
     first_batch,
     make_optimizer,
+    start_model,
 )
 
 pytestmark = pytest.mark.draws
@@ -348,3 +352,74 @@ def test_each_device_has_a_replica(monkeypatch, gpus, given, chosen):
     assert [str(d) for d in choose_devices(given)] == chosen
     with pytest.raises(UsageError, match=r"^--devices: cuda:2 is not here"):
         choose_devices("cuda:2")
+
+
+# --- initial weights ---
+
+
+class Answering(Processes):
+    """A process that hears from the first one whether that has pretrained weights."""
+
+    def __init__(self, rank, answer):
+        super().__init__(rank, 2)
+        self.answer = answer
+        self.asked = []
+
+    def largest(self, number):
+        self.asked.append(number)
+        return max(number, self.answer)
+
+
+def network_of_library(monkeypatch, are_cached):
+    """Let timm have a small network, with weights of five if they are cached."""
+
+    def create(name, shape, classes, pretrained):
+        if pretrained and not are_cached:
+            raise UsageError("no server answers")
+        network = Toy(classes)
+        network.pretrained_cfg = {"mean": [0.5], "std": [0.25]}
+        network.get_classifier = lambda: network[2]
+        if pretrained:
+            nn.init.constant_(network[1].weight, 5.0)
+        return network
+
+    monkeypatch.setattr(models_module, "_create_timm_model", create)
+
+
+def start(processes, *options):
+    files = toy_data()
+    files.train = Files([("a.png", 0), ("b.png", 1)])  # pictures in files
+    options = parse(["--model", "timm:toy", *options])
+    model, chosen = start_model(options, files, None, processes)
+    return model.network[1].weight, chosen, files.notes
+
+
+@pytest.mark.parametrize("are_cached", [True, False])
+def test_first_process_decides_on_weights(monkeypatch, are_cached):
+    """In the second one the library would answer otherwise: another optimizer, and
+    other weights, which the engine then replaces.
+    """
+    network_of_library(monkeypatch, are_cached)
+    first = Answering(0, answer=0)
+    weight, chosen, notes = start(first)
+    assert first.asked == [int(are_cached)]
+    assert bool((weight == 5).all()) is are_cached
+    assert ("starts from random weights" in notes[0]) is not are_cached
+    network_of_library(monkeypatch, not are_cached)
+    second = Answering(1, answer=int(are_cached))
+    weight, chosen_by_second, notes = start(second)
+    assert second.asked == [0]
+    assert not (weight == 5).all()
+    assert notes == []
+    assert chosen_by_second.settings() == chosen.settings()
+    assert chosen.optimizer == ("AdamW" if are_cached else "SGD")
+
+
+def test_weights_are_not_asked_for_from_scratch(monkeypatch):
+    network_of_library(monkeypatch, are_cached=True)
+    process = Answering(1, answer=1)
+    _, chosen, _ = start(process, "--from-scratch")
+    assert (process.asked, chosen.pretrained) == ([], False)
+    network_of_library(monkeypatch, are_cached=False)
+    with pytest.raises(UsageError, match="no server answers"):
+        start(Answering(0, answer=0), "--pretrained")

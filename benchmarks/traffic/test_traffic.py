@@ -34,8 +34,8 @@ def test_traffic(benchmark, publish, quick, name):
     for replicas, by_contender in counts.items():
         bound = by_contender["lower bound"]
         assert by_contender["engine"]["bytes"] == bound["bytes"]
-        for name, count in by_contender.items():
-            rows.append([replicas, name, *_cells(count)])
+        for contender, count in by_contender.items():
+            rows.append([replicas, contender, *_cells(count)])
     columns = ["replicas", "who", "scatter", "replicate", "outputs", "reduce", "total"]
     publish(name, Table(columns, rows), {"counts": counts}, draw(counts))
 

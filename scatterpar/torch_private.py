@@ -482,7 +482,9 @@ def free_cublas_workspaces() -> None:
 _LOST: list[Any] = []  # graphs whose capture failed, kept alive
 
 
-def give_up_capture(graph: Any, device: torch.device, pool: Any) -> None:
+def give_up_capture(
+    graph: Any, device: torch.device, pool: Any, *, has_ended: bool
+) -> None:
     """End the failed capture of a CUDA graph, so that operators on ``device`` work as
     before.
 
@@ -490,19 +492,29 @@ def give_up_capture(graph: Any, device: torch.device, pool: Any) -> None:
     the allocator and the generator. The allocator then still allocates in the graph's
     pool, and the generator refuses to draw, until the next successful capture. So this
     function captures a trivial graph.
+
+    Args:
+        graph: the graph that was captured.
+        device: on which it was captured.
+        pool: its memory.
+        has_ended: whether it was ``capture_end`` that failed. A second call in torch
+            2.12 leaves an error of CUDA behind, which the next operator raises.
     """
-    try:
-        graph.capture_end()
-    except Exception:  # the caller raises the error that invalidated the capture
-        # the allocator was informed
-        with contextlib.suppress(RuntimeError, AttributeError):
-            torch._C._cuda_endAllocateToPool(device.index, pool)
-            _LOST.append(graph)
-            another = type(graph)()
-            another.capture_begin(capture_error_mode="thread_local")
-            # torch warns of a graph without a kernel
-            torch.empty(1, device=device).zero_()
-            another.capture_end()
+    if not has_ended:
+        try:
+            graph.capture_end()
+            return
+        except Exception:  # the caller raises the error that invalidated the capture
+            pass
+    # the allocator was informed
+    with contextlib.suppress(RuntimeError, AttributeError):
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+        _LOST.append(graph)
+        another = type(graph)()
+        another.capture_begin(capture_error_mode="thread_local")
+        # torch warns of a graph without a kernel
+        torch.empty(1, device=device).zero_()
+        another.capture_end()
 
 
 # --- compiled modules: no public way compiles another function in the same way ---

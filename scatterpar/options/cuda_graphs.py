@@ -662,11 +662,15 @@ class _ReplicaGraphs:
         # a data loader's, would end the capture.
         torch_private.free_cublas_workspaces()
         kernels.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        has_ended = False
         try:
             work()
+            has_ended = True
             kernels.capture_end()
         except BaseException as error:
-            torch_private.give_up_capture(kernels, self._device, self._pool)
+            torch_private.give_up_capture(
+                kernels, self._device, self._pool, has_ended=has_ended
+            )
             self._pool = None  # it may have been freed
             if not isinstance(error, Exception) or is_out_of_memory(error):
                 raise

@@ -159,7 +159,9 @@ the host reads what has not arrived
 test_values_read_by_host_have_arrived: AssertionError
 
 a capture that failed is not ended
--torch_private.give_up_capture(kernels, self._device, self._pool)
+-torch_private.give_up_capture(
+-                kernels, self._device, self._pool, has_ended=has_ended
+-            )
 test_failed_capture_restores_allocator: Error
 
 a capture uses the workspaces of other graphs

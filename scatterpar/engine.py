@@ -591,7 +591,8 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             with undo, outcome.attempt.span("commit"):
                 noise = noise_of(outcome) if self.measure_noise else None
                 loss = commit(outcome, deferred=deferred)  # 6
-            if deferred:
+            # A library's loop may skip a batch, and its backward pass, on purpose.
+            if deferred and not self.loop.loss_name:
                 self._loss_watch.begin(loss)
             self.last_step = outcome.report(noise, waited)
         return (loss, outcome.outputs) if call.return_outputs else loss

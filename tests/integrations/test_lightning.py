@@ -231,8 +231,14 @@ def in_part(self, batch, batch_idx):
     return None if is_last else loss
 
 
+def skipped(self, batch, batch_idx):
+    """No loss for the batches with odd numbers."""
+    return None if batch_idx % 2 else Classifier.training_step(self, batch, batch_idx)
+
+
 RUNS = {
     "plain": {},
+    "skipped batches": {"kind": with_own(training_step=skipped)},
     # memory suffices for one sub-step per replica
     "accum auto": {"strategy": {"accum": "auto"}},
     "a sum": {
@@ -273,7 +279,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_run_equals_one_device(name, devices):
+def test_run_equals_one_device(name, devices, recwarn):
     options = dict(RUNS[name])
     kind, how = (
         options.pop("kind", Classifier),
@@ -281,6 +287,8 @@ def test_run_equals_one_device(name, devices):
     )
     ours, own = fitted(ScatterOnceStrategy(devices(2), **how), made(kind), **options)
     stock, one = fitted(None, made(kind), **options)
+    told = [str(one.message) for one in recwarn]
+    assert not [text for text in told if "had no backward pass" in text]
     assert own.world_size == 1
     assert own.current_epoch == one.current_epoch
     assert_same(ours, stock)

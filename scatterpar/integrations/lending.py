@@ -35,6 +35,7 @@ from collections.abc import (
     Sequence,
 )
 from contextvars import ContextVar
+from itertools import chain
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ class Parts:
 
     Attributes:
         modules: the pairs that differ, also of the modules inside of these.
+        tensors: pairs of all parameters and buffers.
     """
 
     def __init__(
@@ -67,7 +69,9 @@ class Parts:
         tensors: Iterable[tuple[Tensor, Tensor]] = (),
     ) -> None:
         self.modules: list[tuple[nn.Module, nn.Module]] = []
-        self._pairs: list[tuple[Any, Any]] = [*tensors]
+        self.tensors: list[tuple[Tensor, Tensor]] = [*tensors]
+        # Other values, such as a module of torch.compile and what a hook binds.
+        self._values: list[tuple[Any, Any]] = []
         self._seen: set[int] = set()
         for module, replica in pairs:
             self._add(module, replica)
@@ -76,7 +80,7 @@ class Parts:
         if module is replica or id(module) in self._seen:
             return
         self._seen.add(id(module))
-        self._pairs.append((module, replica))
+        self._values.append((module, replica))
         if is_compiled_module(module):  # a replica of the original runs compiled
             self._add(unwrapped(module)[0], replica)
             return
@@ -92,7 +96,7 @@ class Parts:
             for name, tensor in vars(module)[registry].items():
                 copied = vars(replica)[registry].get(name)
                 if tensor is not None and copied is not None:
-                    self._pairs.append((tensor, copied))
+                    self.tensors.append((tensor, copied))
 
     def _add_bound(self, hook: Any, copied: Any) -> None:
         """Add what a hook binds, such as a dict: a replica's hook binds a copy."""
@@ -100,15 +104,17 @@ class Parts:
             values = parts_of(copied).bound
             for name, value in parts_of(hook).bound.items():
                 if values.get(name, value) is not value:
-                    self._pairs.append((value, values[name]))
+                    self._values.append((value, values[name]))
 
     def of_replica(self) -> dict[int, Any]:
         """The replica's parts, by the ``id`` of the user's."""
-        return {id(original): part for original, part in self._pairs}
+        pairs = chain(self._values, self.tensors)
+        return {id(original): part for original, part in pairs}
 
     def of_user(self) -> dict[int, Any]:
         """The user's parts, by the ``id`` of the replica's."""
-        return {id(part): original for original, part in self._pairs}
+        pairs = chain(self._values, self.tensors)
+        return {id(part): original for original, part in pairs}
 
 
 class Lending:

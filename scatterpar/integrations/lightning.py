@@ -91,6 +91,12 @@ _NO_BATCHES = (
     "batch, with rows along the first dimension, and divided; pass batch_size= to make "
     "batches of items"
 )
+_UNEQUAL = (
+    "the batch is that of several loaders, and each replica gets a part of the rows; "
+    "give the loaders the same batch_size and drop_last=True, or let a loader return "
+    "whole batches to each micro-batch: collate_fn=lambda rows: "
+    "scatterpar.Replicated(default_collate(rows))"
+)
 _ONCE_PER_BATCH = (
     "on_train_batch_start runs once per batch, and self.global_step counts steps"
 )
@@ -252,7 +258,6 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """Compute the whole batch's loss, with ``training_step`` on the replicas."""
         precision = self.precision_plugin
         module = self.lightning_module
-        _refuse_unequal_loaders(module.trainer, batch)
         options = dict(self._combination)
         options["scaler"] = getattr(precision, "scaler", None)
         options["return_outputs"] = itemgetter("call")
@@ -266,7 +271,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             try:
                 loss, records = self._engine.loss(inputs, **options)
             except Exception as error:
-                self._note_items_without_rows(error)
+                self._note_loaders(error)
                 raise
             finally:
                 self._lending.end_step()
@@ -317,13 +322,17 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             loss = _zero(work)
         return {"loss": loss, "call": call}
 
-    def _note_items_without_rows(self, error: Exception) -> None:
-        """Add a note to a step's error if items of a data set are taken for batches."""
-        for loader in self.lightning_module.trainer.fit_loop._combined_loader.flattened:
+    def _note_loaders(self, error: Exception) -> None:
+        """Add to a step's error what in the loaders may have caused it."""
+        combined = self.lightning_module.trainer.fit_loop._combined_loader
+        for loader in combined.flattened:
             is_of_torch = isinstance(loader, DataLoader)
             # With a batch sampler, or a batch size, the loader has both.
             if is_of_torch and loader.batch_size is None and not loader.batch_sampler:
                 add_note(error, _NO_BATCHES)
+        # The engine has compared the rows of all tensors, and knows no loaders.
+        if len(combined.flattened) > 1 and "disagrees in its rows" in str(error):
+            add_note(error, _UNEQUAL)
 
     def _is_skipped(self) -> bool:
         """Whether all calls of the present step have returned ``None``."""
@@ -532,7 +541,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         metrics = _metrics_of(module)
         with _placed(module, dict.fromkeys(metrics, _NO_METRIC)):
             replica = self._engine.replicas[number][0]
-            pairs = _tensor_pairs(module, replica)
+            pairs = Parts([(module, replica)]).tensors
             lending = Lending(
                 partial(list, [*module.modules()]), _OF_LOOP, self.root_device
             )
@@ -853,31 +862,13 @@ class _PartsOf(nn.Module):
 
 
 def _lent_parts(module: LightningModule, replica: LightningModule) -> Parts:
-    """The parts of a LightningModule and its replica, except its own buffers."""
-    children: list[tuple[nn.Module, nn.Module]] = []
-    for name, child in module._modules.items():
-        if child is not None:
-            children.append((child, replica._modules[name]))
-    parameters: list[tuple[Tensor, Tensor]] = []
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            parameters.append((parameter, replica._parameters[name]))
-    return Parts(children, parameters)
+    """The parts of a LightningModule and its replica, except its own buffers.
 
-
-def _tensor_pairs(module: nn.Module, replica: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Parameters and buffers of a module, each with that of its replica."""
-    copies = dict(_named_tensors(replica))
-    pairs: list[tuple[Tensor, Tensor]] = []
-    for name, tensor in _named_tensors(module):
-        if name in copies:
-            pairs.append((tensor, copies[name]))
-    return pairs
-
-
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
+    Calls write these, so they stay the user's.
+    """
+    children = zip(module.children(), replica.children(), strict=True)
+    own = partial(nn.Module.parameters, recurse=False)
+    return Parts(children, zip(own(module), own(replica), strict=True))
 
 
 def _zero(work: nn.Module) -> Tensor:
@@ -915,36 +906,6 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
     takes_loader = is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
     unsupported["training_step(dataloader_iter)"] = takes_loader
     loop.refuse("ScatterOnceStrategy", unsupported, _UNSUPPORTED)
-
-
-def _refuse_unequal_loaders(trainer: Trainer, batch: Any) -> None:
-    """Raise ``ValueError`` if the batches of a ``CombinedLoader`` differ in rows."""
-    combined = getattr(trainer._active_loop, "_combined_loader", None)
-    if combined is None or combined._mode == "sequential":
-        return  # one batch of one loader
-    loaders = combined.iterables
-    if isinstance(loaders, Mapping):
-        batches = {repr(name): batch[name] for name in loaders}
-    elif isinstance(loaders, (list, tuple)):
-        batches = {f"number {i}": part for i, part in enumerate(batch)}
-    else:
-        return
-    rows = {}
-    for name, batch_of_loader in batches.items():
-        num_rows = loop.known_rows(batch_of_loader)
-        if num_rows is not None:  # the loader has ended, or its values have no rows
-            rows[name] = num_rows
-    if len(set(rows.values())) > 1:
-        listed = ", ".join(
-            f"{number} of loader {name}" for name, number in rows.items()
-        )
-        raise ValueError(
-            "the batches of a CombinedLoader have different numbers of rows "
-            f"({listed}), and each replica gets a part of the rows; give the loaders "
-            "the same batch_size and drop_last=True, or let a loader return whole "
-            "batches to each micro-batch: collate_fn=lambda rows: "
-            "scatterpar.Replicated(default_collate(rows))"
-        )
 
 
 # Metrics of torchmetrics: each call updates empty copies, whose states are merged in

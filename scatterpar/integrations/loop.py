@@ -270,12 +270,8 @@ def num_rows(batch: Any) -> int:
     """The number of rows: that of the outermost tensor or marker with rows.
 
     Without one, the length of the longest list at the outermost level that has lists.
+    One if nothing has rows.
     """
-    return known_rows(batch) or 1
-
-
-def known_rows(batch: Any) -> int | None:
-    """``num_rows(batch)``, or ``None`` if nothing in it has rows."""
     level = [batch]
     longest = 0
     while level:
@@ -287,7 +283,7 @@ def known_rows(batch: Any) -> int | None:
             lengths = [len(value) for value in level if _is_list(value)]
             longest = max(lengths, default=0)
         level = list(chain.from_iterable(map(nested.children_of, level)))
-    return longest or None
+    return longest or 1
 
 
 def as_rows(batch: Any) -> Any:

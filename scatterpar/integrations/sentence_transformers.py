@@ -17,7 +17,6 @@ import copy
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,9 +24,9 @@ from sentence_transformers import CrossEncoderTrainer, SentenceTransformerTraine
 from sentence_transformers.base.sampler import BatchSamplers
 from torch import Tensor, nn
 
-from scatterpar.batch import nested
 from scatterpar.batch.markers import Rows
 from scatterpar.devices.device_ids import DeviceLike
+from scatterpar.integrations.evaluation import outputs_of_batches
 from scatterpar.integrations.loop import moved, num_rows, overridden, refuse, replaced
 from scatterpar.integrations.step_batches import ROWS, Step, by_lengths
 from scatterpar.integrations.transformers import ScatterOnceMixin
@@ -433,13 +432,13 @@ class _ReplicaInference:
         engine.accum = 1
         # Texts are sorted by length: part 0 of 3 has number 0, 3, 6, …
         parts = [inputs[number::num_parts] for number in range(num_parts)]
-        infer = partial(_inferred, parts, options)
+        infer = partial(_inferred, parts=parts, options=options)
         with torch.inference_mode(False), torch.no_grad():
-            results = engine(infer, numbers=Rows(range(num_parts)))
+            results = outputs_of_batches(engine, infer, range(num_parts))
         device = torch.device("cpu") if options.get("save_to_cpu") else model.device
         outputs: list[Any] = [None] * len(inputs)
-        for number, result in enumerate(nested.atoms(results)):
-            outputs_of_part = moved(result.output, device)
+        for number, result in enumerate(results):
+            outputs_of_part = moved(result, device)
             outputs[number::num_parts] = list(outputs_of_part)
         are_tensors = isinstance(outputs[0], Tensor)
         # Token embeddings of texts have different lengths.
@@ -449,15 +448,13 @@ class _ReplicaInference:
 
 
 def _inferred(
-    parts: Sequence[Any], options: Mapping[str, Any], work: Any, numbers: Sequence[int]
-) -> SimpleNamespace:
+    work: Any, number: int, parts: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
     """The outputs of a replica for its part of the inputs."""
-    (number,) = numbers
     own_options = dict(options)
-    if number > 0:
+    if number > 0:  # one bar, of the first part
         own_options["show_progress_bar"] = False
-    output = work[0]._inference(parts[number], **own_options)
-    return SimpleNamespace(output=output)
+    return work[0]._inference(parts[number], **own_options)
 
 
 class _Outputs(dict[str, Any]):

@@ -35,7 +35,7 @@ from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import warn
 from scatterpar.integrations import loop, step_batches
 from scatterpar.integrations.device_errors import explained
-from scatterpar.integrations.evaluation import Groups
+from scatterpar.integrations.evaluation import Groups, outputs_of_batches
 from scatterpar.integrations.images import images_by_row
 from scatterpar.integrations.lending import Lending, OwnerCopies, Parts, modules_of
 from scatterpar.integrations.step_batches import (
@@ -732,16 +732,12 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             engine = self._engine_of_the_model(self._modules_of_evaluation())
             engine.accum = 1
             self._copies = OwnerCopies(self, _NOT_LENT)
-        batches = [self._prepared_on_host(batch) for batch in groups.batches]
-        # A batch is one row: the engine gives each replica a whole one.
-        batch = Rows(batches, FIRST)
-        is_last = Rows(groups.is_last, FIRST)
-        call = partial(self._predict_on_replica, args=args, options=options)
+        batches = map(self._prepared_on_host, groups.batches)
+        calls = list(zip(batches, groups.is_last, strict=True))
+        predict = partial(self._predict_on_replica, args=args, options=options)
         with torch.no_grad(), self._in_step(engine, "prediction_step", "compute_loss"):
-            outputs = engine(call, batch=batch, is_last=is_last)
+            records = outputs_of_batches(engine, predict, calls)
         groups.engine = engine
-        engine.loop.continues_evaluation = True
-        records = nested.atoms(outputs)
         self._transfer(records)
         for record in records:
             self._add_metrics_of_evaluation(record.metrics.get("eval", {}))
@@ -758,12 +754,12 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
     def _predict_on_replica(
         self,
         work: Any,
-        batch: Any,
-        is_last: bool,
+        call: tuple[Any, bool],
         args: Sequence[Any],
         options: Mapping[str, Any],
     ) -> _CallRecord:
         """The Trainer's own ``prediction_step`` for one batch, on a replica."""
+        batch, is_last = call
         with self._standing_in(work, is_last) as (trainer, record):
             record.output = trainer.prediction_step(
                 trainer.model, copy.copy(batch), *args, **options

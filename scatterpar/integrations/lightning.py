@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -59,6 +58,7 @@ from scatterpar.integrations.lending import Lending, Parts
 from scatterpar.option_checks import check_bool
 from scatterpar.replicas.broadcast import version, versions
 from scatterpar.state.journal import Journal
+from scatterpar.state.savers import Silent
 from scatterpar.state.walk import Walk
 from scatterpar.state.whose import is_user_class
 from scatterpar.step.request import Accum, Reduction
@@ -609,7 +609,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """
         trainer = self.lightning_module.trainer
         silent: dict[str, Any] = {"profiler": PassThroughProfiler()}
-        silent["_loggers"] = [_Silent(logger) for logger in trainer.loggers]
+        silent["_loggers"] = [Silent(logger) for logger in trainer.loggers]
         with (
             # First: each call of the look begins with what the journal saves.
             loop.overridden(trainer, **silent),
@@ -814,31 +814,6 @@ class _Sizes:
         if len(self._sizes) == 1 and not are_rows:
             return sizes[0], weights
         return sum(sizes), list(map(float, sizes))
-
-
-class _Silent:
-    """A logger, or an object of one, in a look: its methods do nothing.
-
-    Methods that return something, by their name, and attributes are the logger's.
-    """
-
-    def __init__(self, target: Any) -> None:
-        self._target = target
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:  # for isinstance(self.logger, TensorBoardLogger)
-        return type(self._target)
-
-    def __call__(self, *_: Any, **__: Any) -> None:
-        """Do nothing."""
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._target, name)
-        if callable(value) and name.startswith(("get", "is_", "has_")):
-            return value
-        if value is None or isinstance(value, (bool, int, float, str, os.PathLike)):
-            return value
-        return _Silent(value)
 
 
 def _do_nothing(*_: Any, **__: Any) -> None:

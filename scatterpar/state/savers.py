@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import io
+import os
 import pickle
 import queue
 import random
@@ -276,19 +277,29 @@ class _WrittenFile(Substitution):
         return saved()
 
 
-class _SilentWriter:
-    """Has the values of a writer. All of its methods do nothing."""
+class Silent:
+    """A writer or logger, or an object of one, in a look: its methods do nothing.
 
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer
+    Methods that return something, by their name, and attributes are the writer's.
+    """
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # for isinstance(self.logger, TensorBoardLogger)
+        return type(self._target)
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        """Do nothing."""
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._writer, name)
-        return _nothing if callable(value) else value
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
+        value = getattr(self._target, name)
+        if callable(value) and name.startswith(("get", "is_", "has_")):
+            return value
+        if value is None or isinstance(value, (bool, int, float, str, os.PathLike)):
+            return value
+        return Silent(value)
 
 
 class _Writer(Substitution):
@@ -301,7 +312,7 @@ class _Writer(Substitution):
         return value
 
     def make(self, saved: Any) -> Any:
-        return _SilentWriter(saved)
+        return Silent(saved)
 
 
 class _MovedByCalls(Substitution):

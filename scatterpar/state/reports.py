@@ -144,16 +144,16 @@ def moved_between(states: Sequence[State]) -> list[str]:
     ]
 
 
-def _is_same(value: Any, other: Any) -> bool:
+def _is_same(value: Any, later: Any) -> bool:
     """Whether two values are the same, or of types that cannot be compared."""
-    if type(value) is not type(other):
+    if type(value) is not type(later):
         return True
     if isinstance(value, Tensor):
-        return same_bits(value, other)
+        return same_bits(value, later)
     if isinstance(value, dict):
-        return all(_is_same(value[key], other[key]) for key in value if key in other)
+        return all(_is_same(value[key], later[key]) for key in value if key in later)
     if isinstance(value, list):
-        pairs = zip(value, other, strict=False)  # their lengths are their first entries
-        return all(_is_same(entry, later) for entry, later in pairs)
-    are_nan = value != value and other != other
-    return are_nan or bool(value == other)
+        pairs = zip(value, later, strict=False)  # their lengths are their first entries
+        return all(_is_same(*pair) for pair in pairs)
+    are_nan = value != value and later != later
+    return are_nan or bool(value == later)

@@ -393,23 +393,23 @@ def _copied(state: Any, *, lists: bool = False) -> Any:
     return copy_of_iterator(state) if _is_iterator(state) else state
 
 
-def is_at_same_position(iterator: Any, other: Any) -> bool:
-    """Whether two iterators, one of which is a copy, give the same items from here."""
-    if type(iterator) is not type(other):
+def is_at_same_position(iterator: Any, copied: Any) -> bool:
+    """Whether an iterator and a copy give the same items from here."""
+    if type(iterator) is not type(copied):
         return False
-    return _are_same(_position(iterator), _position(other))
+    return _are_same(_position(iterator), _position(copied))
 
 
-def _are_same(values: Any, others: Any) -> bool:
-    if len(values) != len(others):
+def _are_same(values: Any, copies: Any) -> bool:
+    if len(values) != len(copies):
         return False
-    for value, other in zip(values, others, strict=True):
-        if value is other or (type(value) in _COMPARED and value == other):
+    for value, copied in zip(values, copies, strict=True):
+        if value is copied or (type(value) in _COMPARED and value == copied):
             continue
-        if _is_iterator(value) and is_at_same_position(value, other):
+        if _is_iterator(value) and is_at_same_position(value, copied):
             continue
-        are_lists = type(value) is type(other) and isinstance(value, (list, tuple))
-        if not are_lists or not _are_same(value, other):
+        are_lists = type(value) is type(copied) and isinstance(value, (list, tuple))
+        if not are_lists or not _are_same(value, copied):
             return False  # else the items that remain are in new lists
     return True
 

@@ -25,7 +25,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -447,15 +447,6 @@ class Walk:
 
     # --- what a caller asks ---
 
-    def places_leading_to(self, kinds: type | tuple[type, ...]) -> Iterator[Place]:
-        """Yield the writable places whose value is, or is made of, one of these kinds.
-
-        ``exchanged`` makes the value to write there.
-        """
-        for place in self.places:
-            if place.is_writable and _is_made_of(place.value, kinds):
-                yield place
-
     def name_of(self, number: int) -> str:
         """The name of a value: its path from a root; empty for a root."""
         place = self._first_places[number]
@@ -482,25 +473,6 @@ class Walk:
         return f"{outer}.{key}" if outer else str(key)
 
 
-def exchanged(value: Any, replacements: Mapping[int, Any]) -> Any:
-    """``value``, with replacements by ``id`` for what it is, or is made of.
-
-    A tuple, partial or method is made again. Returns ``value`` itself if it has no
-    replacement.
-    """
-    if id(value) in replacements:
-        return replacements[id(value)]
-    parts = _parts_made_again(value)
-    if parts is None:
-        return value
-    originals = parts.made_of()
-    others = [exchanged(original, replacements) for original in originals]
-    if all(other is part for other, part in zip(others, originals, strict=True)):
-        return value
-    assert parts.make is not None
-    return parts.make(*others)
-
-
 def _slots_of(kind: type) -> list[Any]:
     """The descriptors of slots in a class and its bases."""
     slots: list[Any] = []
@@ -511,24 +483,6 @@ def _slots_of(kind: type) -> list[Any]:
             if is_slot and not name.startswith("__"):
                 slots.append(slot)
     return slots
-
-
-def _is_made_of(value: Any, kinds: type | tuple[type, ...]) -> bool:
-    if isinstance(value, kinds):
-        return True
-    parts = _parts_made_again(value)
-    return parts is not None and any(
-        _is_made_of(part, kinds) for part in parts.made_of()
-    )
-
-
-def _parts_made_again(value: Any) -> Any:
-    """The parts of a value that cannot be changed; ``None`` for any other value."""
-    is_plain = type(value) in PLAIN
-    if is_plain or isinstance(value, (Tensor, nn.Module, dict, list, weakref.ref)):
-        return None
-    parts = parts_of(value)
-    return None if parts.make is None else parts
 
 
 def function_of(attribute: Any) -> Any:

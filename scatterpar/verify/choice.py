@@ -32,7 +32,7 @@ class Choice:
 
     def remaining(self, candidates: Sequence[LossCandidate]) -> list[LossCandidate]:
         """Those of ``candidates`` that no look has refuted; the first is assumed."""
-        known = [each for each in candidates if each.words in self._words]
+        known = [entry for entry in candidates if entry.words in self._words]
         # A look may have moved another candidate to the front.
         known.sort(key=lambda candidate: self._words.index(candidate.words))
         return known or list(candidates)

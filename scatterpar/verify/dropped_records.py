@@ -67,6 +67,6 @@ def _handlers() -> list[logging.Handler]:
 def _loggers() -> list[logging.Logger]:
     """The loggers that exist, the root's first."""
     # A copy: other threads make loggers.
-    others = [*logging.root.manager.loggerDict.values()]
-    loggers = [logger for logger in others if isinstance(logger, logging.Logger)]
+    named = [*logging.root.manager.loggerDict.values()]
+    loggers = [logger for logger in named if isinstance(logger, logging.Logger)]
     return [logging.root, *loggers]

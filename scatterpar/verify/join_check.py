@@ -155,8 +155,8 @@ def _equal_tensors(outputs: Sequence[Any]) -> frozenset[int]:
     """The positions of tensors that are the same in all outputs."""
     positions: list[int] = []
     tensors_by_position = zip(*map(nested.tensors, outputs), strict=False)
-    for position, (first, *others) in enumerate(tensors_by_position):
-        if all(same_bits(first, other) for other in others):
+    for position, (first, *later) in enumerate(tensors_by_position):
+        if all(same_bits(first, tensor) for tensor in later):
             positions.append(position)
     return frozenset(positions)
 

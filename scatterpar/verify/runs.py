@@ -322,9 +322,9 @@ class Runs:
             }
             if sizes_of_leaves == self._step_rows:
                 return torch.cat(leaves, dim)
-            first, *others = leaves
+            first, *later = leaves
             is_constant = id(first) in constants and all(
-                same_bits(first, other) for other in others
+                same_bits(first, leaf) for leaf in later
             )
             positions = [0] if is_constant else []
             return join_rows(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextvars
+import csv
 import dataclasses
 import heapq
 import io
@@ -17,6 +18,7 @@ import queue
 import random
 import tempfile
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -150,6 +152,25 @@ def write_smallest(owner, loss, _):
         heapq.heappop(owner.kept)
 
 
+def closure():
+    """A function that writes variables which it closes over, and one that reads them."""
+    total = 1.0
+    values = []
+
+    def write(loss):
+        nonlocal total
+        total = total / 2 + loss
+        values.append(total)
+
+    return write, lambda: values
+
+
+def table():
+    """A writer of rows, and the text that it writes."""
+    text = io.StringIO()
+    return csv.writer(text), text
+
+
 def write_class(owner, loss, _):
     type(owner).total = getattr(type(owner), "total", 0.0) + loss
 
@@ -247,6 +268,41 @@ RESTORABLE = {
         lambda: {"meters": [LockedMeter()]},
         lambda o, loss, x: o.kept["meters"][0].add(loss),
         lambda o: o.kept["meters"][0].values,
+    ),
+}
+RESTORABLE |= {
+    "set": Write(
+        set, lambda o, loss, x: o.kept.add(round(x)), lambda o: sorted(o.kept)
+    ),
+    "default dict": Write(
+        lambda: collections.defaultdict(float),
+        lambda o, loss, x: o.kept.update({round(x): o.kept[round(x)] + loss}),
+    ),
+    "closure": Write(
+        closure, lambda o, loss, x: o.kept[0](loss), lambda o: o.kept[1]()
+    ),
+    "rows of csv": Write(
+        table,
+        lambda o, loss, x: o.kept[0].writerow([loss, x]),
+        lambda o: o.kept[1].getvalue(),
+    ),
+    "attribute of a module": Write(
+        lambda: types.ModuleType("of_a_user"),
+        lambda o, loss, x: setattr(o.kept, "total", getattr(o.kept, "total", 1) - loss),
+        lambda o: o.kept.total,
+    ),
+    "Python's random numbers": Write(
+        lambda: random.seed(1) or [], lambda o, loss, x: o.kept.append(random.random())
+    ),
+    "NumPy's random numbers": Write(
+        lambda: np.random.seed(1) or [],
+        lambda o, loss, x: o.kept.append(np.random.rand()),
+    ),
+    "nested dicts": Write(
+        lambda: {"of": {}}, lambda o, loss, x: o.kept["of"].update({len(o.kept): loss})
+    ),
+    "array in place": Write(
+        lambda: np.ones(3), lambda o, loss, x: np.multiply(o.kept, loss, out=o.kept)
     ),
 }
 # What no look can put back: it leaves the function out.

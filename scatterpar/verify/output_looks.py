@@ -45,8 +45,9 @@ from scatterpar.verify.evidence import Losses, name_of, weighted_parts
 from scatterpar.verify.gradient_check import moved_to, uses_batch_statistics
 from scatterpar.verify.looks import Looks, shown_reason
 from scatterpar.verify.measurements import losses_of_cuts
+from scatterpar.verify.nudges import Nudge, rounding_limit
 from scatterpar.verify.output_differences import cut_rows
-from scatterpar.verify.ranges import informative_tensors, ranges_of
+from scatterpar.verify.ranges import informative_tensors, ranges_of_step
 from scatterpar.verify.rounding import HALF_PRECISION, Rounding
 from scatterpar.verify.rows import Part, Parts, RowChoice, ignored_values, in_two
 from scatterpar.verify.schedule import Kind
@@ -60,9 +61,6 @@ from scatterpar.verify.verdicts import (
 _MAX_ROWS = 16
 _MIN_ROWS = 2
 _MAX_BYTES = 2**22  # of outputs that are copied to one device
-_MAX_ENTRIES = 128  # of ``Rows`` among the targets, whose sizes are read in each call
-# Rounding of the outputs may change the result of several terms.
-_FACTOR_OF_ROUNDING = 4
 
 
 class OutputLooks:
@@ -86,7 +84,7 @@ class OutputLooks:
         )
         ranges: Sequence[Tensor] = ()
         if not is_cross_entropy(request.criterion):  # the pair counts as torch does
-            ranges = ranges_of(informative_tensors(request, _MAX_ENTRIES))
+            ranges = ranges_of_step(request)
         if not kind.is_due(ranges, details):
             return
         with self._looks.counted(kind), warnings_dropped():
@@ -313,19 +311,17 @@ class _LossesOfOutputs(Losses):
     def is_rounding_alone(self, rounding: Rounding) -> bool:
         """Whether rounding of the outputs changes the loss of all rows as much."""
         rows = list(chain(*self.parts))
-        size = rounding.coarsest_eps / 2
+        nudge = Nudge(0, rounding.coarsest_eps)
 
         def nudged(tensor: Tensor) -> Tensor:
             if not tensor.requires_grad:
                 return tensor
-            angles = torch.arange(tensor.numel(), device=tensor.device)
-            changes = size * angles.cos().view(tensor.shape).to(tensor.dtype)
-            return (tensor.detach() * (1 + changes)).requires_grad_()
+            return nudge(tensor.detach()).requires_grad_()
 
         output = nested.map_tensors(nudged, self._output)
         (result,) = self._losses(output, [rows], rounding)
         effect = result.difference_from(self.expected)
-        return self.difference <= _FACTOR_OF_ROUNDING * effect
+        return self.difference <= rounding_limit([effect], self.difference)
 
     def _losses(self, output: Any, parts: Parts, rounding: Rounding) -> list[Result]:
         """The loss of each part, from the same state and with constant numbers."""

@@ -13,10 +13,12 @@ from torch.nn import Parameter
 
 from scatterpar.batch.batch import Batch
 from scatterpar.batch.markers import Marker
+from scatterpar.causes.counts import sizes_of_entries
 from scatterpar.devices.transfers import to_host
 from scatterpar.step.request import Request
 
 _LARGEST = 2**22  # tensors of more elements are not searched
+_MAX_ENTRIES = 128  # of ``Rows``, because each is a call of Python in each step
 _EXACT_UPTO = (
     1000  # labels above this are token ids, of which only the power of two counts
 )
@@ -55,7 +57,9 @@ def informative_tensors(
 def _informative(batch: Batch, most_entries: int | None) -> Iterator[Tensor]:
     for atom in batch.atoms:
         if isinstance(atom, Marker) and atom.num_rows is not None:
-            yield _sizes_of_rows(atom, atom.num_rows, most_entries)
+            # Rows from all over.
+            every = 1 if most_entries is None else -(-atom.num_rows // most_entries)
+            yield sizes_of_entries(atom, every)
             continue
         is_plain = type(atom) in (Tensor, Parameter) and atom.layout == torch.strided
         if not is_plain or atom.is_complex():
@@ -81,14 +85,9 @@ def _with_all_operators(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _sizes_of_rows(marker: Marker, num_rows: int, most: int | None) -> Tensor:
-    """The number of elements in each row, or in ``most`` rows from all over."""
-    every = 1 if most is None else -(-num_rows // most)
-    sizes = []
-    for row in range(0, num_rows, every):
-        atoms = marker.select([row]).atoms()
-        sizes.append(sum(atom.numel() for atom in atoms if isinstance(atom, Tensor)))
-    return torch.tensor(sizes)
+def ranges_of_step(request: Request) -> list[Tensor]:
+    """The ranges that say whether a look is due; each step reads them."""
+    return ranges_of(informative_tensors(request, _MAX_ENTRIES))
 
 
 def ranges_of(tensors: Iterable[Tensor]) -> list[Tensor]:

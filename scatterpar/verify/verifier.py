@@ -33,7 +33,7 @@ from scatterpar.verify.evidence import name_of
 from scatterpar.verify.join_check import Compute, JoinCheck
 from scatterpar.verify.look import Findings, look
 from scatterpar.verify.looks import Looks, shown_reason
-from scatterpar.verify.ranges import informative_tensors, ranges_of
+from scatterpar.verify.ranges import informative_tensors, ranges_of_step
 from scatterpar.verify.rows import RowChoice, ignored_values
 from scatterpar.verify.schedule import Kind
 from scatterpar.verify.verdicts import RETURN, Action, Verdict, in_lines
@@ -43,7 +43,6 @@ _SUBSTEPS_OF_FIRST_LOOK = 2  # as many rows as so many micro-batches have
 _SHARE_OF_LATER_LOOKS = 4  # of the rows of a micro-batch
 _SHARE_OF_LARGE_MODELS = 8  # of the rows of the batch, because each row takes long
 _MAX_BYTES = 2**22  # of inputs in a look
-_MAX_ENTRIES = 128  # of ``Rows``, whose sizes are read in each step
 _LOOK_AS_IN_STEP = 1  # the second look: in the first one chosen rows tell more
 
 
@@ -269,7 +268,7 @@ class Question:
         self.counts_as_torch = is_counted and not request.count
         self.ranges: Sequence[Tensor] = ()
         if not self.counts_as_torch:
-            self.ranges = ranges_of(informative_tensors(request, _MAX_ENTRIES))
+            self.ranges = ranges_of_step(request)
 
     def is_open_between(self, candidates: Sequence[LossCandidate]) -> bool:
         """Whether it matters in this step which of these candidates holds."""

@@ -76,6 +76,7 @@ class Groups:
             while self._read(batches):
                 for number, batch in enumerate(self.batches):
                     is_last = self.is_last[number]
+                    # The loader was ahead, and the loop asks it before each batch.
                     if is_last or self._is_at_end():
                         self.loader.end_of_dataloader = is_last
                     self.number = number
@@ -96,12 +97,14 @@ class Groups:
         """In the body, accelerate's loader does not move batches to its device: the
         engine copies each to its replica.
         """
+        # A plain DataLoader moves nothing.
         if not hasattr(self.loader, "end_of_dataloader"):
             return contextlib.nullcontext()
         return loop.overridden(self.loader, device=None)
 
     def _read(self, batches: Iterator[Any]) -> bool:
         """Read the next group. Returns whether there is one."""
+        # Before it reads: two groups need twice the memory.
         self._clear()
         for batch in batches:
             if self._prepare is not None:

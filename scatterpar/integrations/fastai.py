@@ -147,6 +147,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
             "it replicates the model, or replaces the prediction, itself; remove the "
             "callback",
         )
+        # A fit that failed in an evaluation has left a group.
         self._groups = None
         self._begin()
 
@@ -170,6 +171,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
 
     def after_fit(self) -> None:
         """Restore the Learner's own method, and close the engine."""
+        # A pickled Learner must not have a method of this callback.
         self.learn.__dict__.pop("_do_one_batch", None)
         self._close()
 
@@ -179,6 +181,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         """
         learn = self.learn
         learn._do_one_batch = partial(self._do_one_batch, learn)
+        # Training and validation begin in turns, and share the replicas.
         if self._engine is not None and self._engine.module is learn.model:
             return
         self._close()
@@ -211,6 +214,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
             learn.pred, loss = self._train(learn)
         else:
             learn.pred = self._predict(learn)
+        # A callback may change predictions in place, too, so versions are compared.
         predicted = _places(learn.pred)
         learn("after_pred")
         if trains and predicted != _places(learn.pred):
@@ -220,6 +224,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
             )
         if len(learn.yb):
             learn.loss_grad = loss if trains else learn.loss_func(learn.pred, *learn.yb)
+            # As fastai does: callbacks scale loss_grad, and loss is what is shown.
             learn.loss = learn.loss_grad.clone()
         learn("after_loss")
         if trains:
@@ -251,6 +256,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
     @contextlib.contextmanager
     def _in_turns(self, criterion: _Criterion) -> Iterator[None]:
         """In the body, replicas call functions of the user's in turn."""
+        # parallel=True is the user's word for hooks, too.
         hooks: list[Any] = []
         if not self._is_parallel:
             hooks = _hooks_of_user(self._engine.module)
@@ -327,6 +333,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
 
     def _inputs_of(self, learn: Any, batch: Any) -> tuple[Any, ...]:
         """The inputs of a batch that the loop has not reached."""
+        # fastai knows how many of a batch's entries are inputs.
         with loop.overridden(learn, xb=None, yb=None):
             learn._split(batch)
             return tuple(learn.xb)
@@ -368,6 +375,7 @@ class _Criterion(nn.Module):
         self, loss_func: Any, mixes: bool, is_parallel: bool, home: torch.device
     ) -> None:
         super().__init__()
+        # A module that is the loss function has its modules inside.
         modules = modules_of(loss_func)
         if isinstance(loss_func, nn.Module):
             modules = [loss_func]
@@ -380,6 +388,7 @@ class _Criterion(nn.Module):
             self.parts = nn.ParameterList(_parameters_of(modules))
         else:
             self.parts = nn.ModuleList(modules)
+        # Replicas exchange parts by their order.
         self.user = _OfUser(loss_func, [*self.parts])
         submodules = [part for module in modules for part in module.modules()]
         self.lending = Lending(lambda: [loss_func, *submodules], (), home)

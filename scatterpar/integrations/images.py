@@ -32,12 +32,14 @@ def images_by_row(batch: Any, config: Any) -> Any:
     if not isinstance(batch, MutableMapping):
         return batch
     divided = copy.copy(batch)
+    # Packed rows are one row, which cannot be divided.
     ids = batch.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2:
         return divided
     for name, (grid_name, token_names) in _KINDS.items():
         values = batch.get(name)
         token = _first_attribute(config, token_names)
+        # Without a placeholder nothing says whose an image is.
         if isinstance(values, Tensor) and token is not None:
             placeholders = ids.eq(token).sum(1).tolist()
             divided.update(_divided(batch, name, grid_name, placeholders))
@@ -97,6 +99,7 @@ def _images_of_rows(
         stop = first
         # tokens / all tokens == patches of the row's images / all patches
         wanted = tokens * sum(patches)
+        # In integers: a quotient would be rounded.
         while stop < len(patches) and wanted > 0:
             wanted -= patches[stop] * sum(placeholders)
             stop += 1

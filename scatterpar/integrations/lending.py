@@ -79,6 +79,7 @@ class Parts:
     def _add(self, module: nn.Module, replica: nn.Module) -> None:
         if module is replica or id(module) in self._seen:
             return
+        # Tied modules are met more than once, and a pair has one replica.
         self._seen.add(id(module))
         self._values.append((module, replica))
         if is_compiled_module(module):  # a replica of the original runs compiled
@@ -148,6 +149,7 @@ class Lending:
     @contextlib.contextmanager
     def lent(self, parts: Parts, device: torch.device) -> Iterator[None]:
         """In the body, roots refer to the replica's ``parts``, and to ``device``."""
+        # First: what is rebound now is none of this call's.
         self._set_rebound_before(parts)
         attributes = [dict(vars(replica)) for _, replica in parts.modules]
         exchange = _Exchange(parts.of_replica(), device)
@@ -156,11 +158,13 @@ class Lending:
             self._walk = self._searched()
         exchange.apply(self._walk)
         self._set_variables()
+        # A copy of a context is cheap, and says which variables a call has set.
         variables = contextvars.copy_context()
         try:
             yield
         finally:
             self._note_variables(variables)
+            # Before the search, so that it meets the user's own parts.
             exchange.undo()
             # A call may have stored parts of the replica, or tensors of its device.
             self._walk = self._searched()
@@ -254,6 +258,7 @@ class _Exchange:
     def undo(self) -> None:
         """Write the originals again, except where there is something else now."""
         for place, value in self._written:
+            # The call may have bound the place again, and that value stays.
             if place.read() is value:
                 place.write(place.value)
         for tensor, copied, before in self._tensors:
@@ -266,6 +271,7 @@ class _Exchange:
             return True
         if not isinstance(value, Tensor) or not self._is_elsewhere(value):
             return False
+        # Kept: each place that refers to the tensor gets the same copy.
         copied = to_device(value.detach(), self._device)
         self._values[id(value)] = copied
         self._tensors.append((value, copied, version(copied)))
@@ -364,6 +370,7 @@ class _OwnerCopy:
         if isinstance(value, type):
             return value
         shallow = copy.copy(value)
+        # Before its entries: one of them may refer to it.
         self._values[id(value)] = shallow
         if isinstance(value, dict):
             self._exchange(shallow, value.items())

@@ -212,12 +212,15 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             device_ids=self._device_ids or self.parallel_devices,
             **self._options,
         )
+        # In turns calls have the user's own module, so what they write is its own.
         engine.loop.takes_turns = not self._parallel
         engine.loop.loss_name = "training_step"
         engine.loop.remedies = _REMEDIES
         engine.loop.around_looks = self._around_look
+        # With parallel=True calls write copies, which are dropped after a failed try.
         engine.loop.journal = None if self._parallel else self._saved
         self._engine = self._until_teardown.enter_context(engine)
+        # Two replicas on one device would only wait for each other in an evaluation.
         first_replicas: dict[torch.device, int] = {}
         for number, device in enumerate(engine.device_ids):
             first_replicas.setdefault(device, number)
@@ -230,6 +233,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     def teardown(self) -> None:
         """Close the engine, and do what ``SingleDeviceStrategy`` does."""
         self._end_evaluation()
+        # Before the module goes to the host: replicas read its tensors.
         self._until_teardown.close()
         self._engine = None
         super().teardown()
@@ -259,11 +263,13 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         precision = self.precision_plugin
         module = self.lightning_module
         options = dict(self._combination)
+        # Backward passes of sub-steps run before the Trainer scales the loss.
         options["scaler"] = getattr(precision, "scaler", None)
         options["return_outputs"] = itemgetter("call")
         inputs: dict[str, Any] = {"work": self._training_call}
         inputs["arguments"] = list(arguments)
         inputs["batch"] = loop.as_rows(batch)
+        # Calls end in any order of the replicas, and are sorted by their first rows.
         inputs["rows"] = Rows(range(loop.num_rows(batch)))
         self._skips = None
         with precision.train_step_context(), self._calling() as metrics:
@@ -276,6 +282,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             finally:
                 self._lending.end_step()
         calls = sorted(nested.atoms(records), key=attrgetter("first_row"))
+        # As the stock loop, which then makes no backward pass.
         if self._is_skipped():
             return None
         if not self._parallel:
@@ -312,12 +319,14 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             output = module.training_step(batch, *arguments)
         # Raises Lightning's own error if it is no loss.
         result = ClosureResult.from_training_step_output(output)
+        # A graph would keep the activations of all micro-batches until the step ends.
         call.output = nested.map_tensors(Tensor.detach, result.extra)
         if is_look():
             self._logged.look(call, is_whole=work[0] is self._replicated)
         self._logged.note_sizes(call)
         loss = result.closure_loss
         self._check_skips(loss is None)
+        # All calls of the step return None, and the step's gradient is dropped.
         if loss is None:
             loss = _zero(work)
         return {"loss": loss, "call": call}
@@ -376,6 +385,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     def _joined(self, calls: Sequence[_Call]) -> Any:
         """What calls returned beside their losses, with their rows joined."""
         outputs = [loop.moved(call.output, self.root_device) for call in calls]
+        # Averages of outputs are weighted like the loss.
         weights = [float(call.weight) for call in calls]
         rows = [call.num_rows for call in calls]
 
@@ -441,9 +451,11 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
                     # Lightning keeps names of metrics by their ids.
                     attributes = {"_device": device, "_metric_attributes": None}
                     stack.enter_context(loop.overridden(part, **attributes))
+            # A context variable, because replicas call at the same time.
             token = _present_call.set(call)
             stack.callback(_present_call.reset, token)
             yield module
+        # Not in a finally: what a failed call has measured is dropped.
         call.metrics = _updated(copies)
 
     def _merge_metrics(self, calls: Sequence[_Call]) -> None:
@@ -477,6 +489,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._until_end_of_evaluation.enter_context(overridden)
 
     def _end_evaluation(self) -> None:
+        # Also after an error, or a limit of batches: results of a group may be left.
         self._fetcher = None
         self._results.clear()
         self._until_end_of_evaluation.close()
@@ -498,6 +511,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     def _prepared(self, item: tuple[Any, int, int]) -> tuple[Any, int, int]:
         """A batch that was read ahead, after the hooks on batch transfer."""
         batch, batch_idx, dataloader_idx = item
+        # As the loop prepares each batch, in the same order.
         batch = self.precision_plugin.convert_input(batch)
         batch = self._on_before_batch_transfer(batch, dataloader_idx)
         batch = self.batch_to_device(batch, dataloader_idx=dataloader_idx)
@@ -508,6 +522,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         if self._fetcher is not None:
             return self._result_of_group(step, arguments)
         number = self._replica_of_batch
+        # A batch that the loop does not transfer is on the first device.
         self._replica_of_batch = 0
         function = getattr(super(), step)
         if number == 0:
@@ -570,6 +585,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             ahead[:] = [self._prepared(item) for item in ahead]
             group = [arguments]
             group += [self._arguments_of(step, *item) for item in ahead]
+            # The stock strategy enters it for a single batch.
             with self.precision_plugin.forward_context(), self._calling() as metrics:
                 function = partial(self._evaluation_call, step, _Metrics(metrics))
                 self._results.extend(outputs_of_batches(self._engine, function, group))
@@ -609,6 +625,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """
         trainer = self.lightning_module.trainer
         silent: dict[str, Any] = {"profiler": PassThroughProfiler()}
+        # A logger writes files and sends numbers, which no journal restores.
         silent["_loggers"] = [Silent(logger) for logger in trainer.loggers]
         with (
             # First: each call of the look begins with what the journal saves.
@@ -653,6 +670,7 @@ _present_call: ContextVar[_Call] = ContextVar("_present_call")
 def _record(fx: str, name: str, value: Any, **options: Any) -> None:
     """Record a value, in the place of Lightning's ``_ResultCollection.log``."""
     call = _present_call.get()
+    # A step may log a name more than once: each time is a value of its own.
     times = sum(name == other for other, _ in call.logged)
     options["fx"] = fx
     value = call.places[id(value)] if isinstance(value, Metric) else value.detach()
@@ -697,6 +715,7 @@ class _LoggedValues:
             options = dict(entries[-1].options)
             if isinstance(value, _Place):
                 value = metrics[value]
+            # A single call's value is that of the batch, with the user's own options.
             elif len(entries) > 1:
                 value, options["batch_size"] = self._value_of(name, entries)
             if isinstance(value, Tensor):
@@ -720,6 +739,7 @@ class _LoggedValues:
             self._whole = call
             self._parts = []
             return
+        # A look may go on with other parts, of a part of the rows.
         self._parts.append(call)
         num_rows = sum(part.num_rows for part in self._parts)
         if self._whole is None or num_rows < self._whole.num_rows:
@@ -758,6 +778,7 @@ class _LoggedValues:
         reduction = last.options["reduce_fx"]
         # torch.sum, "sum" and Python's sum mean the same
         reduce = _REDUCTIONS.get(getattr(reduction, "__name__", reduction))
+        # A mean, or a function of the user's, of which a mean is expected.
         if reduce is None:
             return join_rows(values, 0, weights), size
         return reduce(torch.stack(values)), size
@@ -985,6 +1006,7 @@ def _emptied(metric: Any) -> Any:
         # values of the last batch and of all
         memo[id(single._forward_cache)] = None
         memo[id(single._computed)] = None
+    # A reset sets the defaults, which deepcopy has copied.
     copied = copy.deepcopy(metric, memo)
     copied.reset()
     return copied

@@ -73,6 +73,7 @@ def looking(roots: Iterable[Any], excluded: Container[str] = ()) -> Iterator[Jou
         Inconclusive: the calls may write what cannot be restored.
     """
     journal = Journal(Walk(roots, excluded=excluded, enters_modules=False))
+    # Before anything is called: a file, a socket or a generator is lost after it.
     if journal.unsaved:
         names = ", ".join(journal.unsaved)
         raise Inconclusive(f"a look could not put back {names}", 1, is_final=True)
@@ -145,9 +146,11 @@ class UserFunctions:
             return
         names: list[str] = []
         for name in filter(self._told.is_new, self._numbers):
+            # self.seen["a"] and self.meter.total begin with their attributes.
             attribute = name.split("[")[0].split(".")[0]
             is_of_owner = attribute in getattr(owner, "__dict__", ())
             names.append(f"self.{name}" if is_of_owner else name)
+        # Told or not, they were of the last look.
         self._numbers = []
         if names:
             warn(

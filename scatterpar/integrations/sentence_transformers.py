@@ -76,6 +76,7 @@ class _WholeBatch(ScatterOnceMixin):
     ) -> None:
         name = type(self).__name__
         super().__init__(*args, device_ids=device_ids, **kwargs)
+        # Now: the stock constructor has made the losses.
         losses = [self.loss]
         if isinstance(self.loss, dict):  # one for each data set
             losses = list(self.loss.values())
@@ -143,13 +144,16 @@ class _WholeBatch(ScatterOnceMixin):
         if not self._sees_all:
             return super()._loss_of_step(model, step, **options)
         recorded = _RecordedModel(self)
+        # The user's loss runs there, with the labels.
         on_master = self._prepare_input(dict(step))
+        # Before the engine's step, which needs the columns as its inputs.
         state = self._record_columns(recorded, step, on_master)
         columns = list(recorded.columns.values())
         has_cost = self._micro_batch_cost is not None
         costs = _costs_of(columns) if has_cost else None
 
         def criterion(outputs: tuple[Tensor, ...], _: Any) -> Any:
+            # With their graph, which leads to the replicas.
             recorded.outputs = torch.cat(outputs)
             with torch.random.fork_rng((), enabled=state is not None):
                 if state is not None:  # the state before the first run of the loss
@@ -371,6 +375,7 @@ class _RecordedModel:
 
     def preprocess(self, inputs: Any, **options: Any) -> dict[str, Any]:
         """Preprocess and record a column, once. Returns the numbers of its rows."""
+        # A loss may ask for the same pairs twice, and texts have no other key.
         key = repr((inputs, options))
         if key not in self.columns:
             if self.outputs is not None:

@@ -49,6 +49,7 @@ class Step(list[Any]):
         if not isinstance(key, str):
             super().__setitem__(key, value)
             return
+        # The user sees the step as one batch, and sets entries of all rows.
         sizes = [num_rows(batch) for batch in self]
         has_rows = isinstance(value, list) or (isinstance(value, Tensor) and value.ndim)
         has_all_rows = has_rows and len(value) == sum(sizes)
@@ -150,6 +151,7 @@ def terms(how: How, batch: Any) -> Tensor:
     if callable(how):
         count = torch.as_tensor(how(batch))
         return count.detach().reshape(1)
+    # What a loss is averaged over if there are no labels.
     one_per_row = torch.ones(num_rows(batch))
     shifted_labels = entry_of(batch, "shift_labels")  # by the user's collator
     labels = shifted_labels

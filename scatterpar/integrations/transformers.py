@@ -155,9 +155,11 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         self._buffers = buffers
         self._takes_turns = False  # in the present step
         self._user_functions = loop.UserFunctions()
+        # The user may pass the same arguments to a stock Trainer, too.
         copied_args = [_own_arguments(value) for value in args]
         copied_kwargs = {name: _own_arguments(v) for name, v in kwargs.items()}
         super().__init__(*copied_args, **copied_kwargs)
+        # Only now: TRL's constructors set the type of loss.
         _refuse_losses(self)
         self._count = SUM if reduction == "sum" else count
         # Attributes hide the methods of the class, also from a user's training_step.
@@ -183,6 +185,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         attributes[_BATCHES] = _Changed(1, num_batches)
         self.args.__class__ = _changed_class(type(self.args))
         attributes["_n_gpu"] = min(self.args.n_gpu, 1)  # prevents nn.DataParallel
+        # A search of hyperparameters reads it, and then calls this method.
         self._train_batch_size = self.args.train_batch_size
         super().create_accelerator_and_postprocess()
 
@@ -217,6 +220,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         batches.
         """
         collator = self._step_collator(self.data_collator)
+        # On its device a batch would be copied to replicas from there: a byte twice.
         with (
             loop.overridden(self.accelerator, device_placement=False),
             loop.overridden(self, data_collator=collator),
@@ -271,9 +275,11 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         ids = [id(part) for part in parts]
         if self._engine is not None and ids == [id(part) for part in self._parts]:
             return self._engine
+        # Two engines of one model would have two copies of it on each device.
         self._close_engine()
         self._parts = parts
         model = parts[0]
+        # accelerate compiles what it wraps, which replicas do not call.
         if self.args.torch_compile:
             backend = self.args.torch_compile_backend
             mode = self.args.torch_compile_mode
@@ -389,6 +395,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
     def _loss_of_step(self, model: Any, step: Any, **options: Any) -> Any:
         """The loss of all rows of a step. Adds what the calls kept and logged."""
         batches = step_batches.batches_of(step)
+        # Losses of parts do not combine here, so the whole step has one loss.
         is_contrastive = any(
             step_batches.entry_of(batch, "return_loss") for batch in batches
         )
@@ -401,6 +408,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         inputs = {"work": self._on_replica, "batch": batch, "items": None}
         candidates = self._candidates(batches)
         loop_options = self._engine_of_the_model().loop
+        # By their order: of two that fit the first is taken.
         loop_options.candidates = list(candidates)
         select = itemgetter("beside")
         loss, outputs = self._engine_loss(inputs, accum, return_outputs=select)
@@ -424,6 +432,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
 
     def _hows(self) -> Sequence[How]:
         """How losses of batches may combine, the likeliest way first."""
+        # Its own compute_loss: a subclass of the user's may combine otherwise.
         is_of_trl = _loss_class(self).__module__.startswith("trl.")
         if self._count is not None:
             return [self._count]
@@ -484,6 +493,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         # A criterion of all rows knows more of the step than a few outputs.
         engine.loop.is_checked = self._is_checked and not options.get("whole_batch")
         with self._in_step(engine, "compute_loss"):
+            # Once per step: the Trainer may refer to other objects in the next one.
             if not self._takes_turns:
                 self._copies = OwnerCopies(self, _NOT_LENT)
             try:
@@ -519,6 +529,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             value = vars(self).get(name)  # such as compute_loss_func
             if callable(value) and not isinstance(value, nn.Module):
                 functions.append(value)
+            # All classes, not the first: a method may call that of its base.
             for base in type(self).__mro__ if name not in _REPLACED else ():
                 function = function_of(vars(base).get(name))
                 if function is not None:
@@ -548,6 +559,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             self._standing_in(work) as (trainer, record),
             loop.overridden(trainer, _get_num_items_in_batch=lambda *_: items),
         ):
+            # A copy, because compute_loss may take labels out of the batch.
             loss = trainer.compute_loss(
                 trainer.model, copy.copy(batch), num_items_in_batch=items
             )
@@ -680,6 +692,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         """Evaluate as the Trainer does, a batch on each replica at a time. Outside of
         training, close the engine at the end.
         """
+        # Nothing is read ahead for one device.
         if len(self._devices) == 1:
             return super().evaluation_loop(dataloader, *args, **kwargs)
         groups = Groups(dataloader, len(self._devices))
@@ -710,8 +723,10 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             groups.results = dict(enumerate(results_of_group))
             groups.options = options
         results: Any = groups.results or {}
+        # Such as a batch of the user's own, or other keys to ignore.
         if number not in results or groups.options != options:
             return type(self).prediction_step(self, model, inputs, *args, **kwargs)
+        # Results are large: each is dropped once the loop has it.
         result = results.pop(number)
         # Also between virtual devices, each of which has a memory of its own.
         move = partial(to_device, device=self._devices[0], copy=number != 0)
@@ -1020,6 +1035,7 @@ def _divided_by_pairs(batch: Mapping[str, Any]) -> dict[str, Any]:
     input_ids    chosen 0, chosen 1, chosen 2, rejected 0, rejected 1, rejected 2
     rows         (chosen 0, rejected 0), (chosen 1, rejected 1), (chosen 2, …)
     """
+    # Chosen and rejected rows, so twice the number of pairs.
     num_rows = len(batch["input_ids"])
     divided = dict(batch)
     for name, value in batch.items():
@@ -1089,6 +1105,7 @@ def _refuse_losses(trainer: Any) -> None:
     kind = str(getattr(trainer.model, "loss_type", None))
     model_name = type(trainer.model).__name__
     detector = f"several batches per step of {model_name} (loss_type={kind!r})"
+    # transformers calls the losses of detectors so, such as ForObjectDetection.
     is_refused = "Detection" in kind and trainer._num_batches > 1
     reason = "its loss is divided by the boxes of a whole batch; use the stock Trainer"
     loop.refuse("ScatterOnceTrainer", {detector: is_refused}, reason)

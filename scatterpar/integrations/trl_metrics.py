@@ -128,6 +128,7 @@ def _reduced(kind: Aggregate, args: Sequence[Any], result: Any) -> Statistic | N
         return None
     if entries.statistic is not None:  # the number itself
         return entries.statistic
+    # Each process has gathered one number, which is a mean already.
     if kind is Aggregate.MEAN and entries.ndim == 0:
         kind = Aggregate.MEAN_OF_MEANS
     return Statistic(kind, result.detach(), entries.numel())

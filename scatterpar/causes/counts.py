@@ -70,6 +70,7 @@ def named_tensors(batch: Any, path: str = "batch") -> list[NamedTensor]:
         return _tensors_of_atoms(batch, path)
     tensors = []
     for child_path, value in children:
+        # With the quotes of this package's pages, which tell the path.
         tensors += named_tensors(value, child_path.replace("'", '"'))
     return tensors
 
@@ -167,6 +168,7 @@ def rank_of_labels(named: NamedTensor) -> int:
 
 def _may_be_weights(tensor: Tensor) -> bool:
     """Whether entries may be weights of terms, or the lengths of rows."""
+    # Neither weights nor lengths are negative; a mask is counted as labels are.
     if tensor.dtype == torch.bool or bool((tensor < 0).any()):
         return False
     return tensor.ndim == 1 or (tensor.ndim == 2 and tensor.is_floating_point())

@@ -99,6 +99,7 @@ def once_per_part(evidence: SplitEvidence) -> Finding | None:
         # Without growth any difference would fit.
         is_flat = math.isclose(growth.expected, 1, abs_tol=_SAME_GROWTH)
         is_expected = math.isclose(growth.factor, growth.expected, rel_tol=_ROUGHLY)
+        # The same direction, because any difference may grow as fast by chance.
         if is_expected and not is_flat and growth.cosine >= _ALIKE:
             return Finding(CauseKind.ONCE_PER_PART, growth=growth)
     return None
@@ -211,6 +212,7 @@ def other_weights(evidence: SplitEvidence, names: Sequence[str]) -> Finding | No
 def kind_of_weights(computed: Tensor, right: Tensor, num_parts: int) -> CauseKind:
     """The kind of the weights of parts with terms, among ``num_parts``."""
     size = len(computed)
+    # First: weights of zero would divide the running sum below.
     if computed.abs().min() < CLOSE * computed.abs().max():
         return CauseKind.ONLY_SOME_PARTS
     # A loop divides by the parts that it has read, or by those that had labels.

@@ -49,9 +49,8 @@ from scatterpar.state.savers import (
 from scatterpar.state.walk import Place, PlaceKind, Walk
 from scatterpar.threads.generators import default_of
 
-_MAX_BYTES = (
-    2**26
-)  # of tensors that are no buffers, and of arrays; larger ones are data
+# Of tensors that are no buffers, and of arrays; larger ones are data.
+_MAX_BYTES = 2**26
 # Places that no container saves.
 # A tuple: the hash of a member of an enumeration takes a call of Python.
 _VARIABLES = PlaceKind.SLOT, PlaceKind.CELL, PlaceKind.GLOBAL, PlaceKind.CLASS
@@ -90,6 +89,7 @@ class Substituted:
     def __init__(
         self, number: int, value: Any, row: Substitution, places: Sequence[Place]
     ) -> None:
+        # A substitute in some of the places would move apart from the original.
         if not places or not all(place.is_writable for place in places):
             raise CannotSaveError
         self.number = number
@@ -159,6 +159,7 @@ class Journal:
 
     def _save_default_generators(self, devices: Sequence[torch.device]) -> None:
         generators = [default_of(device) for device in {HOST, *map(physical, devices)}]
+        # Only if user code has it: the import takes longer than a small step.
         if numpy_random := sys.modules.get("numpy.random"):
             generators.append(numpy_random)
         for generator in generators:
@@ -169,6 +170,7 @@ class Journal:
 
     def _save_values(self) -> None:
         """Save values other than tensors that are written in place."""
+        # Rows are asked once per class, because values of one class are thousands.
         kinds: dict[type, bool] = {}  # whether values of a class are saved
         for number, value in enumerate(self.walk.values):
             kind = type(value)
@@ -315,6 +317,7 @@ class Journal:
             place.write(referent)
         self._restore_classes()
         _restore(self._values)
+        # Last: what containers have restored is the substitute that calls have moved.
         if _restore(self._substituted):
             self._save_references()  # from now on others are in these places
 
@@ -350,6 +353,7 @@ class Journal:
 
     def _restore_classes(self) -> None:
         """Remove attributes that calls have given to classes."""
+        # A class has no dictionary that a snapshot could fill again.
         for kind, names in self._class_names:
             for name in vars(kind).keys() - names:
                 delattr(kind, name)

@@ -15,6 +15,7 @@ from scatterpar.replicas.replicas import Replica
 from scatterpar.replicas.snapshot import PLAIN
 from scatterpar.state.walk import PlaceKind, Walk
 
+# Every module has these, such as hooks: no forward pass of the user's moves them.
 _OF_TORCH = vars(nn.Module()).keys()
 _PLAIN = (int, float, bool, str)
 _DEPTH = 3  # a list in a dictionary, and what it holds
@@ -122,6 +123,7 @@ def _contents_of(value: Any, depth: int) -> Any:
         entries = islice(value.items(), _MAX_ENTRIES)
         contents = {key: _contents_of(entry, depth - 1) for key, entry in entries}
         return [len(value), contents]
+    # In a set positions say nothing.
     if type(value) is set:
         return [len(value)]
     if type(value) in CONTAINERS or type(value) is tuple:

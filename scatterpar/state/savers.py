@@ -163,6 +163,7 @@ class _TextInMemory(Saver):
         value.seek(0)
         value.truncate()
         value.write(text)
+        # Last, because writing has moved it.
         value.seek(position)
 
 
@@ -173,6 +174,7 @@ class _FileThatIsRead(Saver):
         return issubclass(kind, io.IOBase)
 
     def save(self, value: Any) -> Any:
+        # What a terminal has shown stays, and has no position.
         if value.closed or _is_of_terminal(value):
             return None
         if value.writable() or not value.seekable():
@@ -188,6 +190,7 @@ class _Storage(Saver):
     """Where a leaf is stored: a forward pass may exchange its memory."""
 
     def fits(self, kind: type) -> bool:
+        # Exactly these: a subclass need not have a storage.
         return kind in (Tensor, nn.Parameter, nn.Buffer)
 
     def save(self, value: Any) -> Any:
@@ -332,6 +335,7 @@ class _MovedByCalls(Substitution):
         return is_at_same_position(value, saved)
 
 
+# Writers before iterators, which are among what calls move, too.
 SUBSTITUTIONS = _WrittenFile(), _Writer(), _MovedByCalls()
 
 

@@ -56,7 +56,9 @@ _MAX_SAVED_ENTRIES = 2**20  # of a container: a longer one is data
 UNSET = object()  # the value of a place that has none
 # Classes that override this compute their items, such as a library's table of classes.
 _GETTERS = dict.__getitem__, list.__getitem__, deque.__getitem__, None
+# By class: a subclass may have attributes, or compute its items.
 _BUILTIN_CONTAINERS = {dict, list, deque, set}
+# What a library's decorator may call of the user's.
 _FUNCTIONS = types.FunctionType, types.MethodType, nn.Module
 _BUILTIN_METHODS = types.BuiltinMethodType, types.MethodWrapperType
 _NAMELESS = {"_modules", "_parameters", "_buffers"}  # containers inside of modules
@@ -109,6 +111,7 @@ class Place(NamedTuple):
                 return vars(self.holder)[self.key]
             return self.holder[self.key]
         except (AttributeError, LookupError, ValueError):
+            # Attributes and entries may be gone, and a cell may be empty.
             return UNSET
 
     def write(self, value: Any) -> None:
@@ -211,6 +214,7 @@ class Walk:
         """Add a value that a place refers to, unless it is known."""
         if id(value) in self._seen or type(value) in PLAIN:
             return
+        # By id: a value may have no hash. ``values`` keeps it alive, so ids are unique.
         self._seen.add(id(value))
         self.values.append(value)
         self._depths.append(depth)
@@ -319,6 +323,7 @@ class Walk:
             self._refer(PlaceKind.PART, weight, "quantised", part, number)
 
     def _follow_module(self, number: int, module: nn.Module) -> None:
+        # An engine restores itself, so only the user's module is followed.
         if isinstance(module, tuple(_wrappers)):
             self._refer(PlaceKind.PART, module, "", module.module, number)
             return
@@ -329,6 +334,7 @@ class Walk:
         self.modules.append(module)
         if not self._enters_modules and id(module) not in self._root_ids:
             return
+        # Networks may be deeper than the chains of objects in data.
         self._depths[number] = 0
         self._follow_attributes(number, vars(module))
         if is_user_class(type(module)):
@@ -463,6 +469,7 @@ class Walk:
         outer = self.name_of(parent)
         key = getattr(key, "__name__", key)  # of a slot
         above = self._first_places[parent]
+        # Users write ``layers.0``, not ``layers._modules['0']``.
         if above is not None and above.key in _NAMELESS and kind is PlaceKind.ENTRY:
             outer = self.name_of(above.parent)
             kind = PlaceKind.ATTRIBUTE

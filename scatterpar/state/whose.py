@@ -80,6 +80,7 @@ _VALUES = (*PLAIN_CLASSES, Tensor, dict, list, tuple, set, frozenset, deque)
 
 def whose(value: Any) -> Whose:
     """Whose an object is; not for plain values, containers, tensors and modules."""
+    # Before the rules: its thread may write at any time, whatever its class.
     if _holds_a_thread(value):
         return Whose.THREADS
     kind: Any = type(value)
@@ -144,6 +145,7 @@ def is_library(module: str | None) -> bool:
     if root in sys.stdlib_module_names or root in ("torch", "scatterpar"):
         return True
     file = getattr(sys.modules.get(name), "__file__", None)
+    # ``site-packages``, and Debian's ``dist-packages``.
     return "-packages" in str(file)
 
 

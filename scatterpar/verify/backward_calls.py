@@ -31,6 +31,7 @@ class BackwardCalls:
     def __init__(self, modules_of_user: Iterable[nn.Module]) -> None:
         self.calls_modules = False
         self.disturbs = False
+        # By id: the class of a module may define what is equal.
         self._modules_of_user = {*map(id, modules_of_user)}
 
     def note_unknown(self) -> None:

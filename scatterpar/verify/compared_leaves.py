@@ -25,6 +25,7 @@ class ComparedLeaves:
         for replica_set, replica in pairs:
             for number, leaf in replica_set.leaves.items():
                 copies.setdefault(id(leaf), [leaf]).append(replica.tensors[number])
+        # The smallest first, so that most layers have one within the limit.
         by_size = sorted(copies.values(), key=lambda leaves: leaves[0].numel())
         sizes = list(accumulate(leaves[0].numel() for leaves in by_size))
         self._by_leaf = by_size[: max(1, bisect(sizes, MAX_ELEMENTS))]

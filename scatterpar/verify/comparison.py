@@ -63,6 +63,7 @@ class Result:
         """The relative difference of gradients, or of losses if that is larger."""
         if not math.isfinite(self.loss):
             return math.inf
+        # A loss near zero is a difference of larger terms, whose rounding it has.
         scale = max(abs(self.loss), abs(expected.loss), SMALLEST_SCALE)
         of_losses = abs(self.loss - expected.loss) / scale
         of_gradients, _ = relative_difference(self.gradients, expected.gradients)
@@ -159,6 +160,7 @@ def relative_difference(
         if not difference:
             continue
         relative = difference / max(scales[number], floor)
+        # NaN would be no difference, since it is larger than nothing.
         if math.isnan(relative) or any(gradient is None for gradient in pairs[number]):
             relative = math.inf
         if relative > worst:

@@ -11,9 +11,8 @@ import torch
 
 from scatterpar.torch_private import OperatorMode
 
-_CONSTANT = (
-    0.618  # of no special meaning: neither 0, 1 nor 0.5, which losses may treat apart
-)
+# Of no special meaning: neither 0, 1 nor 0.5, which losses may treat apart.
+_CONSTANT = 0.618
 _PER_ROW = ("aten::randperm", "aten::multinomial")  # what they draw depends on the rows
 
 
@@ -54,6 +53,7 @@ class ConstantNumbers(OperatorMode):
             0.0 if name in probabilities else value
             for name, value in zip(parameters, args, strict=False)
         ]
+        # The operator is called, because its result has the right shape and device.
         drawn = func(*without_dropout, **kwargs)
         if not probabilities.isdisjoint(parameters):
             return drawn

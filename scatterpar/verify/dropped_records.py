@@ -39,6 +39,7 @@ def records_dropped() -> Iterator[None]:
     """
     of_other_threads = _OfOtherThreads()
     levels = [(logger, logger.level) for logger in _loggers()]
+    # At handlers, because a logger's filter does not see records of its children.
     handlers = _handlers()
     for handler in handlers:
         handler.addFilter(of_other_threads)

@@ -114,6 +114,7 @@ class Losses(SplitEvidence):
         if self.counts_inputs:
             tensors += named_tensors(inputs, "inputs")
         dim = self.request.dim
+        # Counts are read along dimension 0.
         by_row = [
             NamedTensor(path, tensor.movedim(dim, 0))
             for path, tensor in tensors

@@ -90,6 +90,7 @@ def compare(module: nn.Module, outcome: Outcome, device: torch.device) -> Gradie
     attempt = outcome.attempt
     request = attempt.request
     drew_numbers = attempt.generators.drawn
+    # Before the plain step, which starts from the same buffers and generators.
     attempt.undo.restore()
     leaves = [leaf for leaf, _ in outcome.gradients]
     actual = [gradient for _, gradient in outcome.gradients]
@@ -104,6 +105,7 @@ def compare(module: nn.Module, outcome: Outcome, device: torch.device) -> Gradie
     with state.restored(), uncompiled(), hooks_taken_off(leaves):
         expected = attempt.threads.call(device, plain)
     worst, position = relative_difference(actual, expected)
+    # The surest reason first: later ones are guesses.
     if not all(map(math.isfinite, magnitudes(expected))):
         meaning = _NAN
     elif drew_numbers or state.drawn:

@@ -73,6 +73,7 @@ class JoinCheck:
         key = self._key_of(attempt, request, function, outputs[0][0], sizes[0])
         if key in self._known:
             return self._known[key]
+        # The fewest rows with parts of two sizes: what has no rows differs in none.
         rows = [0, request.rows // 2, request.rows - 1]
         parts = [rows[:-1], rows[-1:]]
         whole, backwards, *computed = _outputs_of(

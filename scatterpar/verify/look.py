@@ -53,6 +53,7 @@ from scatterpar.verify.verdicts import (
 PATIENCE_SECONDS = 20.0
 # The workers' limit: the look itself ends at twice the patience, unless a call waits.
 _WORKERS_PATIENCE = 2.2
+# One row has no parts.
 _MIN_ROWS = 2
 _PATIENCE = 4  # with code that fails for a few rows
 # Of the graph of rows beyond a micro-batch: so much memory is always there.
@@ -318,6 +319,7 @@ class ReplicaLook:
         try:
             run = self._in_parts(parts, weights, runs)
         except Exception as error:
+            # A replica that computes the rows at once needs more rows than a part has.
             is_answer = isinstance(error, Inconclusive) or is_out_of_memory(error)
             if is_answer or self._replica_computes(rows, runs):
                 raise
@@ -383,6 +385,7 @@ class ReplicaLook:
         """
         run = runs.run([rows], runs.own_task)
         runs.user_code.restart()  # which sees whether numbers were drawn
+        # Only a run shows whether numbers are drawn, and in which dtypes it computes.
         changes: dict[str, bool] = {}
         conditions = runs.conditions
         if runs.user_code.of_criterion.drawn and not conditions.draws_constants:

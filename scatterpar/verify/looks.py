@@ -58,6 +58,7 @@ class Looks:
     def tell(self) -> None:
         """The call has succeeded: warn of what its look has found."""
         for text, names in self._waiting:
+            # By their beginnings, because numbers at the end differ from step to step.
             if text[:_KEY_LENGTH] not in self.told:
                 self.told.update([text[:_KEY_LENGTH], *names])
                 warn(text)

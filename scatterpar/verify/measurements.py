@@ -93,6 +93,7 @@ def attributes_that_calls_move(runs: Runs, rows: Part) -> list[str]:
     before = attributes_of(task.replicas)
     states = []
     with runs.surroundings(task):
+        # The first call may only create an attribute, which is no state yet.
         for _ in range(2):
             runs.user_code.require_time()
             task.output_of(runs.inputs_of(rows))
@@ -109,6 +110,7 @@ def bytes_per_row(runs: Runs, rows: Part) -> float:
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
+        # By address, because a graph saves several views of one tensor.
         storages[storage.data_ptr()] = storage.nbytes()
         # Not the tensor itself: its node, which saves it, would never be freed.
         return tensor.detach()

@@ -105,6 +105,7 @@ class OutputLooks:
     def _look(
         self, of_targets: Request, plan: Plan, outputs: Sequence[Any], kind: Kind
     ) -> None:
+        # One graph shows it, because all replicas have the same layers.
         if injects_gradient(outputs[-1]):
             raise ValueError(refused_injection("the model").text)
         ignored = ignored_values(of_targets.criterion, of_targets.count)
@@ -193,6 +194,7 @@ class OutputLook:
             raise Inconclusive("a batch normalisation ties rows to each other")
         roots = criterion, self._of_targets.count
         state = Journal(Walk(roots), [self._device])
+        # The caller may be within no_grad, and a look needs gradients.
         with (
             torch.inference_mode(False),
             torch.enable_grad(),

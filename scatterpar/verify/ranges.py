@@ -19,9 +19,8 @@ from scatterpar.step.request import Request
 
 _LARGEST = 2**22  # tensors of more elements are not searched
 _MAX_ENTRIES = 128  # of ``Rows``, because each is a call of Python in each step
-_EXACT_UPTO = (
-    1000  # labels above this are token ids, of which only the power of two counts
-)
+# Labels above this are token ids, of which only the power of two counts.
+_EXACT_UPTO = 1000
 _ABOVE_ALL_LABELS = 1100  # frexp's exponents, from -1073 on, then lie above 0
 
 _NUMBERS_PER_TENSOR = 3
@@ -124,6 +123,7 @@ def read_ranges(ranges: Sequence[Tensor]) -> list[float]:
 
 
 def _roughly(value: float) -> float:
+    # As the largest number it is new once, and not in each step.
     if math.isnan(value):
         return math.inf
     if not math.isfinite(value):

@@ -52,9 +52,8 @@ FLOAT32 = Format(2.0**-23, tolerance=3e-3, limit=1e-4)
 TF32 = Format(2.0**-10, tolerance=3e-2, limit=1e-2)
 FLOAT16 = Format(2.0**-10, tolerance=3e-2, limit=1e-2)
 BFLOAT16 = Format(2.0**-7, tolerance=3e-2, limit=5e-2)
-COARSER = Format(
-    2.0**-2, tolerance=1.0, limit=1.0
-)  # such as float8: nothing can be compared
+# Such as float8: nothing can be compared.
+COARSER = Format(2.0**-2, tolerance=1.0, limit=1.0)
 
 _FORMATS = {
     torch.float64: FLOAT64,
@@ -177,15 +176,15 @@ class Rounding:
                 if inside is not None and format_of(gradient.dtype) == FLOAT32:
                     self._formats.add(inside)
 
+        # Only the backward pass itself shows the dtypes of its gradients.
         node.register_prehook(record)
 
     def _format_inside(self, node: Any) -> Format | None:
         """The format of float32 numbers inside of the node's kernels, if another."""
         if not self._inside_operators:
             return None
-        if isinstance(
-            node, BackwardCFunction
-        ):  # a function of the user's may do anything
+        # A function of the user's may do anything.
+        if isinstance(node, BackwardCFunction):
             return max(self._inside_operators.values(), key=lambda inside: inside.eps)
         for operation, inside in self._inside_operators.items():
             if node.name().startswith(_NODES_BY_OPERATION[operation]):

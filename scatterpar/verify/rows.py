@@ -33,9 +33,8 @@ Parts = Sequence[Part]
 
 _USUAL_IGNORED = -100, 255, -1  # first: several may explain the loss of a few rows
 _MAX_IGNORED = 8  # integers in a function that are taken for ignored labels
-_SCORED_FEATURES = (
-    8  # each counts a tenth of the one before: others would be lost in rounding
-)
+# Each counts a tenth of the one before: others would be lost in rounding.
+_SCORED_FEATURES = 8
 _SECOND_ORDER = 1e-6  # the weight of other features among rows with equal values of one
 _THIRD_ORDER = 1e-9  # the weight of chance among rows with equal features
 _MIN_ROWS_FOR_SINGLES = 6  # of so many rows, two are parts of one row
@@ -111,6 +110,7 @@ def choose_rows(
     step = (num_rows - 1) / (wanted - 1)
     candidates += [order[round(number * step)] for number in range(wanted)]
     rows = _without_repeats([*candidates, *order])[:wanted]
+    # Every other look has the other end of the order in the large parts.
     rows.sort(key=to_numbers(score).__getitem__, reverse=bool(variant % 2))
     return _divided(rows)
 
@@ -147,6 +147,7 @@ def _score(features: Sequence[Tensor], num_rows: int, variant: int) -> Tensor:
     """One number per row that is high for rows that the first features tell from
     others.
     """
+    # A generator of its own, so that the user's draws as without a look.
     generator = torch.Generator("cpu").manual_seed(variant)
     chance = torch.rand(
         num_rows, generator=generator, dtype=torch.float64, device="cpu"

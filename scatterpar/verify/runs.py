@@ -138,6 +138,7 @@ class Runs:
 
     def under(self, **changes: Any) -> Runs:
         """The same runs under conditions with these changes."""
+        # Both share user code and leaves, of which there is one state.
         runs = copy.copy(self)
         runs.conditions = replace(self.conditions, **changes)
         # Other formats are rounded to. The scale and random numbers change none.

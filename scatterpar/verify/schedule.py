@@ -80,6 +80,7 @@ class Kind:
             return False
         if self.looks < _LOOKS_BECAUSE_OF_NEWS:
             return True
+        # A number that is another one in each step, such as a counter, is no news.
         return was_steady and self._may_look_at_news()
 
     def _is_beyond(self, ranges: Sequence[Tensor]) -> bool:
@@ -133,6 +134,7 @@ class Kinds:
         words = [atom for atom in atoms if isinstance(atom, (bool, str))]
         key = is_divided, request.whole_batch, names, kinds_of_atoms
         details = flags, numbers, tuple(words)
+        # Hashes, because the code objects in them would keep functions alive.
         return self._kinds[hash(key)], hash(details)
 
 

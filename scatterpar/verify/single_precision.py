@@ -49,6 +49,7 @@ class SinglePrecision(OperatorMode):
         """``nudge`` changes the copies of ``leaves`` and of their views."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._nudge = nudge
+        # By memory, so that views of a leaf are nudged, too.
         self._nudged = {leaf.untyped_storage().data_ptr() for leaf in leaves}
         # By id: a gradient in half precision, and what was rounded to it.
         self._rounded: dict[int, tuple[Tensor, Tensor]] = {}

@@ -52,6 +52,7 @@ class UserCode:
         self._own_module = own_module
         self._task = task
         self._deadline = deadline
+        # A refusal needs runs of its own: the second half of the time is for these.
         self._halfway = (time.monotonic() + deadline) / 2
         self._fixed_layers: list[nn.Module] = []
         self._undo = contextlib.ExitStack()

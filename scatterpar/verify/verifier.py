@@ -98,6 +98,7 @@ class Verifier:
         kind, details = self._looks.kinds.kind_of(
             of_kind, question.batch, is_divided, flags
         )
+        # A batch that leaves several candidates says nothing of the next one.
         if question.is_open_between(candidates):
             details = "open", kind.steps  # new in each step
         if kind.is_due(question.ranges, details):
@@ -335,6 +336,7 @@ class Question:
             most = min(most, rows_of_substep, share_of_batch)
         tensors = self.batch.without_targets().tensors()
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        # Inputs are copied to the device for the look alone, twice and in parts.
         affordable = _MAX_BYTES * self.request.rows // (size + 1)
         return min(max(_MIN_ROWS, most), max(2, affordable))
 

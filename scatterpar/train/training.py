@@ -52,9 +52,9 @@ from scatterpar.train.results import Tally
 FIRST = 256  # images; `--base-lr` is the rate for them
 _SMALLEST_BATCH = 32  # by default
 _STEPS_PER_EPOCH = 50  # by default, at least
-# Rates for 256 images, tried on the included images, but for adamw and rmsprop, which
-# have adam's, and nadam, which has torch's default. That of another class or name is
-# not known, and asked for.
+# Rates for 256 images, tried on the included images; adamw and rmsprop have adam's, and
+# nadam has torch's default (docs/training-tool.md, Models and options). That of another
+# class or name is not known, and asked for.
 _RATES = {
     "sgd": 0.0125,
     "asgd": 0.05,

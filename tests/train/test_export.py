@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 
 import numpy as np
 import pytest
@@ -10,10 +11,12 @@ import torch
 from faults.processes import run_forked
 from harness.pictures import CLASSES, write_folder
 from harness.runs import write_run
+from PIL import Image
 from torch import nn
 
 from scatterpar.__main__ import main as command
 from scatterpar.train import export as export_module
+from scatterpar.train.libraries import library
 from scatterpar.train.models import load_model
 from scatterpar.train.pictures import read_picture
 
@@ -96,3 +99,22 @@ def test_model_that_varies_is_refused(run, capsys):
     assert command(["export", str(run), "--model", name]) == 2
     assert "has other scores than the model" in capsys.readouterr().err
     assert not (run / "model.pt2").exists()
+
+
+@pytest.mark.pictures
+def test_pixels_of_script_are_torchvisions(run, tmp_path):
+    """Of pictures of any size, in the file that needs torch and Pillow only."""
+    v2 = library("torchvision.transforms.v2")
+    assert command(["export", str(run)]) == 0
+    script = runpy.run_path(str(run / "classify.py"))
+    generator = np.random.default_rng(0)
+    for width, height in ((60, 45), (301, 200), (33, 500), (224, 224), (1, 9)):
+        pixels = generator.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        file = tmp_path / f"{width}.png"
+        Image.fromarray(pixels).save(file)
+        for size, side in ((32, 32), (100, 100), (128, 146), (224, 256)):
+            transform = v2.Compose(
+                [v2.Resize(side), v2.CenterCrop(size), v2.PILToTensor()]
+            )
+            expected = transform(Image.open(file))
+            assert torch.equal(script["read_picture"](file, size), expected)

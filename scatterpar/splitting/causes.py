@@ -132,7 +132,7 @@ def _ranks_differ(finding: Finding, evidence: GradientEvidence) -> Cause:
         CauseKind.RANKS_DIFFER.value,
         f"The ranks end with different gradients of {place}: they were not averaged.",
         "call the DDP module, not model.module or parameters outside of it, and keep "
-        "the last backward() out of no_sync().",
+        "the last backward() out of no_sync(); clip after the average.",
     )
 
 

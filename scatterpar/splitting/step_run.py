@@ -124,7 +124,8 @@ def run_step(
         _fill_zeros(model)
     generators = _generator_states()
     gradients = TrainedGradients(model, leaves_outside(model, step))
-    optimizers = OptimizersWithoutGradients(gradients)
+    clippings = Clippings()
+    optimizers = OptimizersWithoutGradients(gradients, clippings)
     terms = Terms(settings.without_term)
     repeated = RepeatedNumbers(settings.numbers, settings.fixed_shapes)
     dtypes = CoarsestDtype()  # type: ignore[no-untyped-call]
@@ -140,7 +141,7 @@ def run_step(
             stack.enter_context(dtypes)
         if settings.casts_in_double:
             stack.enter_context(CastsInDouble())  # type: ignore[no-untyped-call]
-        stack.enter_context(clipping_replaced(Clippings()))
+        stack.enter_context(clipping_replaced(clippings))
         stack.enter_context(gradients)
         stack.enter_context(terms)
         stack.enter_context(optimizers)
@@ -148,6 +149,7 @@ def run_step(
         optimizers.returned = value  # if the step has not ended before
         if not gradients.has_run_backward and not settings.returns_values:
             terms.run_backward(value)
+        clippings.end()
     if settings.returns_values:
         result = values_of(optimizers.returned)
     else:
@@ -210,9 +212,10 @@ class OptimizersWithoutGradients:
     A closure that is passed to ``optimizer.step`` runs first, as Lightning's does.
     """
 
-    def __init__(self, gradients: TrainedGradients) -> None:
+    def __init__(self, gradients: TrainedGradients, clippings: Clippings) -> None:
         self.returned: Any = None
         self._gradients = gradients
+        self._clippings = clippings
 
     def __enter__(self) -> None:
         self._hook = register_optimizer_step_pre_hook(self._receive)
@@ -231,6 +234,7 @@ class OptimizersWithoutGradients:
             # ``Optimizer.step`` runs under ``no_grad``, its closure does not.
             with torch.enable_grad():
                 self.returned = closure()
+        self._clippings.end()
         if self._gradients.is_complete(optimizer):
             raise _EndOfStep
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -246,8 +250,8 @@ class OptimizersWithoutGradients:
 class Clippings:
     """Replaces torch's functions that clip gradients. The last clipping does nothing.
 
-    So clipping hides no factor. Any clipping before the last one halves what has been
-    accumulated until then, as in a loop that clips after each part:
+    So clipping hides no factor. Any clipping before the last change of a gradient
+    halves what has been accumulated until then, as if a loop clips after each part:
 
     ```text
     gradient         clip       then
@@ -256,25 +260,39 @@ class Clippings:
     a / 2 + b + c    by norm 1  a / 4 + b / 2 + c
     ```
 
-    Then parts have other weights than the whole batch. The limit does not matter: the
-    gradients of a small test may be below it, and those of a run exceed it.
+    Then parts have other weights than the whole batch. So it is for a rank that clips
+    before it averages. The limit does not matter: the gradients of a small test may be
+    below it, and those of a run exceed it.
     """
 
     def __init__(self) -> None:
         # By parameter: the gradient that the last clipping found, and its values.
-        self._clipped: dict[int, tuple[Tensor, Tensor]] = {}
+        self._clipped: dict[Tensor, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, parameters: Sequence[Tensor]) -> None:
         """Clip the gradients of ``parameters``."""
         for parameter in parameters:
             gradient = parameter.grad
-            if gradient is None:
-                continue
-            # Another gradient object was accumulated anew, after ``zero_grad()``.
-            clipped, values = self._clipped.pop(id(parameter), (None, gradient))
-            if clipped is gradient and not torch.equal(gradient, values):
-                gradient.sub_(values, alpha=0.5)
-            self._clipped[id(parameter)] = gradient, gradient.clone()
+            if gradient is not None:
+                self._halve(parameter)
+                self._clipped[parameter] = gradient, gradient.clone()
+
+    def end(self) -> None:
+        """Halve what was clipped before the last change of each gradient."""
+        for parameter in list(self._clipped):
+            self._halve(parameter)
+
+    def _halve(self, parameter: Tensor) -> None:
+        """Halve what the last clipping found, if the gradient has changed since."""
+        clipped, values = self._clipped.pop(parameter, (None, None))
+        # Another gradient object was accumulated anew, after ``zero_grad()``.
+        if clipped is None or values is None or clipped is not parameter.grad:
+            return
+        # Whole, because a shard may be unchanged where another one is not.
+        gradient = whole(clipped)
+        # Zeros were written after an update by hand.
+        if gradient.any() and not torch.equal(gradient, whole(values)):
+            clipped.sub_(values, alpha=0.5)
 
 
 def _as_number(value: Any) -> float | None:

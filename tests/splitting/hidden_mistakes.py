@@ -7,7 +7,7 @@ import functools
 from dataclasses import dataclass
 
 import torch
-from splitting.loop_models import Net, Tagger, class_loss, images, new
+from splitting.loop_models import Net, Tagger, average, class_loss, images, new
 from splitting.wrong_loops import Wrong
 from torch import nn
 from torch.nn.functional import cross_entropy, linear, mse_loss, one_hot
@@ -431,8 +431,8 @@ def average_moves_with_each_part(model, batches):
     averages = [parameter.detach().clone() for parameter in model.parameters()]
     for number, batch in enumerate(batches):
         distance = 0
-        for parameter, average in zip(model.parameters(), averages, strict=True):
-            distance = distance + (parameter - 0.9**number * average).square().sum()
+        for parameter, mean in zip(model.parameters(), averages, strict=True):
+            distance = distance + (parameter - 0.9**number * mean).square().sum()
         ((class_loss(model, batch) + 1e-3 * distance) / len(batches)).backward()
 
 
@@ -448,6 +448,30 @@ def clipped_by_value_after_each_part(model, batches):
     for batch in batches:
         (class_loss(model, batch) / len(batches)).backward()
         clip_grad_value_(model.parameters(), 1e3)
+
+
+@hidden("other weights", Net, few_images)
+def clipped_before_the_last_part(model, batches):
+    for number, batch in enumerate(batches):
+        (class_loss(model, batch) / len(batches)).backward()
+        if number == len(batches) - 2:
+            clip_grad_norm_(model.parameters(), 1.0)
+
+
+@hidden("ranks differ", Net, few_images, ranks=2)
+def clipped_before_the_average(model, batches):
+    class_loss(model, batches[0]).backward()
+    clip_grad_norm_(model.parameters(), 1.0)
+    average(model)
+    torch.optim.AdamW(model.parameters()).step()
+
+
+@hidden("ranks differ", Net, few_images, ranks=2)
+def clipped_by_value_before_the_sum(model, batches):
+    (class_loss(model, batches[0]) / torch.distributed.get_world_size()).backward()
+    clip_grad_value_(model.parameters(), 1.0)
+    for parameter in model.parameters():
+        torch.distributed.all_reduce(parameter.grad)
 
 
 @hidden("state between parts", Net, few_images)

@@ -216,6 +216,24 @@ def optimizer_and_scaler_from_outside(model, batches):
 
 
 @right(Net, images)
+def clipped_and_then_scaled_and_decayed(model, batches):
+    backward_sums(model, batches)
+    clip_grad_norm_(model.parameters(), 1.0)
+    for parameter in model.parameters():
+        parameter.grad.mul_(0.5).add_(0.01 * parameter.detach())
+
+
+@right(Net, images)
+def clipped_and_updated_by_hand(model, batches):
+    backward_sums(model, batches)
+    clip_grad_norm_(model.parameters(), 1.0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.1 * parameter.grad
+            parameter.grad.zero_()
+
+
+@right(Net, images)
 def closure_of_lbfgs(model, batches):
     optimizer = torch.optim.LBFGS(model.parameters())
 
@@ -632,3 +650,4 @@ def sharded_optimizer(model, batches):
 def sharded_parameters(model, batches):
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     backward_sums(model, batches)
+    clip_grad_norm_(model.parameters(), 1.0)

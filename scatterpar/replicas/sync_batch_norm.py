@@ -527,7 +527,9 @@ class Normalise(torch.autograd.Function):
         """
         rows, weight, bias, mean, variance = context.saved_tensors
         slope = torch.rsqrt(variance + context.eps)
-        scale = cast(weight, mean.dtype)
+        # CUDA's kernel for rows with channels last, or without further dimensions, asks
+        # for all of these, and has no gradients without a weight.
+        scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
         of_rows = torch.empty_like(rows)
         of_weight = torch.zeros_like(mean)
         of_bias = torch.zeros_like(mean)
@@ -539,8 +541,8 @@ class Normalise(torch.autograd.Function):
                 scale,
                 mean,
                 variance,
-                save_mean=None,
-                save_invstd=None,
+                save_mean=mean,
+                save_invstd=slope,
                 train=False,
                 eps=context.eps,
                 output_mask=[True, True, True],
@@ -549,9 +551,7 @@ class Normalise(torch.autograd.Function):
         if context.needs_input_grad[0]:
             packed = torch.stack([of_bias, of_weight])
             _, sums = context.call.combine("backward", 0, packed)
-            sums = sums * slope / context.values
-            if scale is not None:
-                sums *= scale
+            sums = sums * slope / context.values * scale
             of_shift, of_slope = sums
             # In the statistics' dtype: rows in half precision would be rounded thrice.
             correction = rows - per_channel(mean, rows)

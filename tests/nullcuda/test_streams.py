@@ -20,7 +20,8 @@ from nullcuda import card
 from nullcuda.test_the_path import batch, network
 from scatterpar import ScatterOnceParallel
 from scatterpar.devices.transfers import Prefetcher, to_host
-from scatterpar.step.turns import Scope
+from scatterpar.integrations.lending import Lending, Parts
+from scatterpar.step.turns import Scope, lasting_a_turn
 
 pytestmark = [pytest.mark.nullcuda, pytest.mark.draws]
 CARD = torch.device("cuda:0")
@@ -37,6 +38,54 @@ def traced(work):
 
 
 # --- streams ---
+
+
+class Averaging:
+    """The owner of a step function: each call updates an average on the first card."""
+
+    def __init__(self, model):
+        self.model = model
+        self.average = torch.zeros(1, device=CARD)
+
+    def step(self, rows):
+        outputs = self.model(rows)
+        # Reads what the call before has left, which ran on another card.
+        self.average = 0.5 * self.average + outputs.detach().mean(0)
+        self.average.mul_(2.0)
+        return (outputs - self.average).square().mean()
+
+
+@pytest.mark.parametrize("is_on_side_stream", [False, True])
+def test_lent_tensors_come_home_in_order(is_on_side_stream):
+    """Copies to the replica's card, and back, wait for the kernels of the call before."""
+    model = nn.Linear(8, 1).to(CARD)
+    owner = Averaging(model)
+    lending = Lending(lambda: [owner], (), CARD)
+
+    class Calls(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, rows):
+            parts = Parts([(model, self.model)])
+            with lasting_a_turn(lending.lent(parts, rows.device)):
+                return owner.step(rows)
+
+    inputs = torch.randn(32, 8)
+    expected = torch.zeros(1, device=CARD)
+    for rows in inputs.to(CARD).split(4):
+        expected = 2 * (0.5 * expected + model(rows).detach().mean(0))
+    stream = torch.cuda.Stream(CARD) if is_on_side_stream else None
+    engine = ScatterOnceParallel(Calls(), 4, TWO, verify=False)
+    engine.loop.takes_turns = True
+    with engine, torch.cuda.stream(stream):
+        if stream is not None:
+            stream.wait_stream(torch.cuda.default_stream(CARD))
+        engine.forward_backward(inputs)
+        lending.end_step()
+        assert owner.average.device == CARD
+        torch.testing.assert_close(owner.average, expected)
 
 
 @pytest.mark.parametrize("place", ["pinned", "cuda:0"])

@@ -6,6 +6,8 @@ the figures themselves are on the page (README.md).
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 from devices.cards.test_accelerator import LOSS
@@ -256,6 +258,78 @@ except torch.OutOfMemoryError:
 """
     fewest, *words = script(code, NULLCUDA_MEMORY=str(700 << 20))
     assert (int(fewest) > 1, words) == (True, ["ran", "out"])
+
+
+ROWS_OF_LAYERS = {
+    "rows": (nn.BatchNorm1d, (), torch.contiguous_format),
+    "texts": (nn.BatchNorm1d, (5,), torch.contiguous_format),
+    "images": (nn.BatchNorm2d, (3, 3), torch.contiguous_format),
+    "channels last": (nn.BatchNorm2d, (3, 3), torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("affine", [needing(2, True), needing(2, False)])
+@pytest.mark.parametrize("kind", ROWS_OF_LAYERS)
+def test_synchronised_layers_equal_plain_ones(kind, affine):
+    """Torch's kernels for GPUs ask for arguments that the CPU's do not need."""
+    make, sizes, layout = ROWS_OF_LAYERS[kind]
+    plain = nn.Sequential(make(4, affine=affine), nn.Flatten(1), nn.LazyLinear(2))
+    inputs = torch.randn(12, 4, *sizes).to(memory_format=layout)
+    targets = torch.randn(12, 2)
+    plain(inputs)
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(deepcopy(plain)).cuda(0)
+    nn.MSELoss()(plain(inputs), targets).backward()
+    with ScatterOnceParallel(model, 1, [0, 1], verify=False) as engine:
+        engine.forward_backward(inputs, targets, nn.MSELoss())
+    for ours, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.cpu(), expected.grad)
+
+
+def test_gpus_without_peer_access():
+    """Copies between them go through the host, in torch: same bits, same bytes."""
+    code = """
+from scatterpar import ScatterOnceParallel
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.SyncBatchNorm(16), nn.Linear(16, 4))
+model = model.to("cuda:0")
+inputs, targets = torch.randn(32, 8), torch.arange(32) % 4
+with ScatterOnceParallel(model, 2, [0, 1, 2]) as engine:
+    for _ in range(2):
+        loss = engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+gradients = [parameter.grad.double().sum().item() for parameter in model.parameters()]
+print(loss.item(), sum(engine.last_step.bytes.values()), *gradients)
+print(sum(card.moved(device)["copy_peer"] for device in range(3)) > 0)
+"""
+    outcomes = [script(code, NULLCUDA_PEERS=peers) for peers in "01"]
+    assert outcomes[0] == outcomes[1]
+
+
+def test_gpus_of_unequal_memory():
+    """One limit of rows per GPU; with ``accum="auto"`` the smallest GPU decides."""
+    code = """
+import warnings
+from scatterpar import ScatterOnceParallel
+warnings.simplefilter("ignore")
+
+
+def substeps(accum, **options):
+    model = nn.Sequential(nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 8)).to("cuda:0")
+    inputs, targets = torch.randn(16384, 64), torch.arange(16384) % 8
+    with ScatterOnceParallel(model, accum, [0, 1], verify=False, **options) as engine:
+        for _ in range(2):
+            model.zero_grad()
+            engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+        shares = engine.last_step.plan.shares
+        return [len(share.micro_batches) for share in shares]
+
+
+print(*substeps(1, micro_batch_size=[8192, 1024]))
+print(*substeps("auto"))
+"""
+    memories = f"{4 << 30},{150 << 20}"  # bytes
+    large, small, *found = map(int, script(code, NULLCUDA_MEMORY=memories))
+    assert (large, small) == (1, 8)
+    assert found[0] == found[1] > 1
 
 
 def test_more_devices_than_streams_work():

@@ -84,7 +84,12 @@ class SavedValue:
 
 
 class Substituted:
-    """A value that cannot be set back: another one takes its places during calls."""
+    """A value that cannot be set back: another one takes its places during calls.
+
+    Attributes:
+        original: the user's value.
+        present: what is in its places.
+    """
 
     def __init__(
         self, number: int, value: Any, row: Substitution, places: Sequence[Place]
@@ -93,20 +98,15 @@ class Substituted:
         if not places or not all(place.is_writable for place in places):
             raise CannotSaveError
         self.number = number
-        self._original = value
-        self._present = value
+        self.original = value
+        self.present = value
         self._places = places
         self._row = row
         self._saved = row.save(value)
 
-    @property
-    def of_original(self) -> tuple[int, Any]:
-        """The ``id`` of the user's value, and what is in its places."""
-        return id(self._original), self._present
-
     def is_same(self) -> bool:
         """Whether the value in the places does what the original one would do."""
-        return self._row.is_same(self._present, self._saved)
+        return self._row.is_same(self.present, self._saved)
 
     def restore(self) -> None:
         """Put a substitute into the places."""
@@ -114,10 +114,10 @@ class Substituted:
 
     def put_original(self) -> None:
         """Put the user's value into the places."""
-        self._put(self._original)
+        self._put(self.original)
 
     def _put(self, value: Any) -> None:
-        self._present = value
+        self.present = value
         for place in self._places:
             place.write(value)
 
@@ -349,7 +349,7 @@ class Journal:
 
     def substitutes(self) -> dict[int, Any]:
         """What is in the places of values that cannot be set back, by their ``id``."""
-        return dict(value.of_original for value in self._substituted)
+        return {id(value.original): value.present for value in self._substituted}
 
     def _restore_classes(self) -> None:
         """Remove attributes that calls have given to classes."""

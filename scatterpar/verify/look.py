@@ -38,7 +38,7 @@ from scatterpar.verify.dropped_warnings import warnings_dropped
 from scatterpar.verify.evidence import Evidence, name_of, weighted_parts
 from scatterpar.verify.measurements import attributes_that_calls_move, bytes_per_row
 from scatterpar.verify.rounding import formats_inside_operators
-from scatterpar.verify.rows import Part, Parts, RowChoice, in_two
+from scatterpar.verify.rows import MAX_BYTES, MIN_ROWS, Part, Parts, RowChoice, in_two
 from scatterpar.verify.runs import RunResult, Runs
 from scatterpar.verify.verdicts import (
     RIGHT,
@@ -53,11 +53,7 @@ from scatterpar.verify.verdicts import (
 PATIENCE_SECONDS = 20.0
 # The workers' limit: the look itself ends at twice the patience, unless a call waits.
 _WORKERS_PATIENCE = 2.2
-# One row has no parts.
-_MIN_ROWS = 2
 _PATIENCE = 4  # with code that fails for a few rows
-# Of the graph of rows beyond a micro-batch: so much memory is always there.
-_MAX_BYTES = 2**22
 _MAX_ROWS_OF_BATCH = 256
 _MAX_PARTS_OF_STEP = 16  # a look at all of them costs as much as a step
 
@@ -226,11 +222,11 @@ class ReplicaLook:
         affordable = len(rows)
         if self.runs.has_half_precision:  # single precision takes twice the memory
             affordable //= 2
-        affordable = max(_MIN_ROWS, affordable)
+        affordable = max(MIN_ROWS, affordable)
         if most <= affordable:
             return most
         # Micro-batches are small: because memory is short, or because the batch is.
-        is_small = bytes_per_row(self.runs, rows) * most <= _MAX_BYTES
+        is_small = bytes_per_row(self.runs, rows) * most <= MAX_BYTES
         return most if is_small else affordable
 
     def _trials(self, choice: RowChoice, most: int) -> list[RowTrial]:
@@ -255,7 +251,7 @@ class ReplicaLook:
             trials.append(RowTrial(of_step, is_whole_batch=True))
         trials += [RowTrial(chosen), RowTrial(chosen, is_as_in_step=True)]
         fewer = rows
-        while len(fewer) > _MIN_ROWS:
+        while len(fewer) > MIN_ROWS:
             fewer = fewer[::2]  # rows are sorted by what distinguishes them
             parts = choice.divided(fewer)
             trials.append(RowTrial(parts, is_as_in_step=True, saves_memory=True))
@@ -300,7 +296,7 @@ class ReplicaLook:
         if num_rows > _MAX_ROWS_OF_BATCH:
             return False
         size = bytes_per_row(self.runs, self._parts_of_step()[0])
-        return size * num_rows < _MAX_BYTES
+        return size * num_rows < MAX_BYTES
 
     def _parts_of_step(self) -> Parts:
         """The rows of each micro-batch of the step."""

@@ -49,7 +49,15 @@ from scatterpar.verify.nudges import Nudge, rounding_limit
 from scatterpar.verify.output_differences import cut_rows
 from scatterpar.verify.ranges import informative_tensors, ranges_of_step
 from scatterpar.verify.rounding import HALF_PRECISION, Rounding
-from scatterpar.verify.rows import Part, Parts, RowChoice, ignored_values, in_two
+from scatterpar.verify.rows import (
+    MAX_BYTES,
+    MIN_ROWS,
+    Part,
+    Parts,
+    RowChoice,
+    ignored_values,
+    in_two,
+)
 from scatterpar.verify.schedule import Kind
 from scatterpar.verify.single_precision import OneDtype, SinglePrecision
 from scatterpar.verify.verdicts import (
@@ -59,8 +67,6 @@ from scatterpar.verify.verdicts import (
 )
 
 _MAX_ROWS = 16
-_MIN_ROWS = 2
-_MAX_BYTES = 2**22  # of outputs that are copied to one device
 
 
 class OutputLooks:
@@ -168,8 +174,8 @@ def _affordable_rows(outputs: Sequence[Any], plan: Plan) -> int:
     """The number of rows of a look: fewer if outputs are large."""
     tensors = nested.tensors(list(outputs))
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    affordable = _MAX_BYTES * plan.rows // (size + 1)
-    return max(_MIN_ROWS, min(_MAX_ROWS, affordable))
+    affordable = MAX_BYTES * plan.rows // (size + 1)
+    return max(MIN_ROWS, min(_MAX_ROWS, affordable))
 
 
 class OutputLook:

@@ -31,6 +31,10 @@ from scatterpar.verify.ranges import may_be_labels
 Part = Sequence[int]  # the numbers of its rows
 Parts = Sequence[Part]
 
+MIN_ROWS = 2  # one row has no parts
+# Of the graph, inputs or outputs of a look: so much memory is always there.
+MAX_BYTES = 2**22
+
 _USUAL_IGNORED = -100, 255, -1  # first: several may explain the loss of a few rows
 _MAX_IGNORED = 8  # integers in a function that are taken for ignored labels
 # Each counts a tenth of the one before: others would be lost in rounding.

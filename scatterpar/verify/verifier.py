@@ -34,7 +34,7 @@ from scatterpar.verify.join_check import Compute, JoinCheck
 from scatterpar.verify.look import Findings, look
 from scatterpar.verify.looks import Looks, shown_reason
 from scatterpar.verify.ranges import informative_tensors, ranges_of_step
-from scatterpar.verify.rows import RowChoice, ignored_values
+from scatterpar.verify.rows import MAX_BYTES, RowChoice, ignored_values
 from scatterpar.verify.schedule import Kind
 from scatterpar.verify.verdicts import RETURN, Action, Verdict, in_lines
 
@@ -42,7 +42,6 @@ _MIN_ROWS = 9  # of a look, unless a row needs much memory
 _SUBSTEPS_OF_FIRST_LOOK = 2  # as many rows as so many micro-batches have
 _SHARE_OF_LATER_LOOKS = 4  # of the rows of a micro-batch
 _SHARE_OF_LARGE_MODELS = 8  # of the rows of the batch, because each row takes long
-_MAX_BYTES = 2**22  # of inputs in a look
 _LOOK_AS_IN_STEP = 1  # the second look: in the first one chosen rows tell more
 
 
@@ -337,7 +336,7 @@ class Question:
         tensors = self.batch.without_targets().tensors()
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         # Inputs are copied to the device for the look alone, twice and in parts.
-        affordable = _MAX_BYTES * self.request.rows // (size + 1)
+        affordable = MAX_BYTES * self.request.rows // (size + 1)
         return min(max(_MIN_ROWS, most), max(2, affordable))
 
     @property

@@ -98,6 +98,7 @@ def class_names_of(labels: Sequence[Any], column: str) -> list[str]:
             f"the column {column} has {len(names):,} values for {len(labels):,} "
             "images: --column-label NAME names the column of their classes"
         )
+    # As text 10 would come before 9.
     if all(name.isdigit() for name in names):
         names.sort(key=int)
     return names

@@ -84,6 +84,7 @@ def _read(path: Path) -> list[dict[str, str]]:
     header, *rows = [line for line in stripped if any(line)] or [[]]
     if not rows:
         raise UsageError("it has no rows below a line with the names of its columns")
+    # The last one of a name would hide the others.
     if len(set(header)) < len(header):
         raise UsageError(f"two of its columns have one name: {first_names(header)}")
     for row in rows:
@@ -110,6 +111,7 @@ def _places(folder: Path, names: Sequence[str]) -> dict[str, str]:
     """
     if not folder.is_dir():
         raise UsageError(f"there is no folder {folder}")
+    # Tables of competitions name files without folder and ending.
     by_name = dict[str, list[str]]()
     for path in find_pictures(folder, Unused()):
         relative = os.path.relpath(path, folder)
@@ -136,6 +138,7 @@ def _places(folder: Path, names: Sequence[str]) -> dict[str, str]:
             f"are there twice: {first_names(missing)}; --train-folder names their "
             "folder"
         )
+    # A picture in two rows could be trained on, and tested.
     files = set(places.values())
     if len(files) < len(names):
         raise UsageError(

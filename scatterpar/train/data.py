@@ -358,6 +358,7 @@ def _open_parts(options: Options) -> DataParts:
         return read_hub(name, options)
     if library_name == "torch":
         return _of_torchvision(options)
+    # A misspelt path looks like the name of a library's set.
     near = suggestion(path.name, [entry.name for entry in _beside(path)])
     if options.resume:
         raise UsageError(
@@ -406,6 +407,7 @@ def _default_size(model: str, pairs: Any) -> int:
     if model.startswith("timm:"):
         return _LARGEST_SIDE
     sides = []
+    # Over all classes, as pairs are sorted by class.
     stride = -(-len(pairs) // _SAMPLE)
     for row in range(0, len(pairs), stride):
         # The feed reports a picture that cannot be read.

@@ -80,6 +80,7 @@ def evaluate(options: EvaluationOptions) -> int:
             unreadable |= dict(batch.broken)
             if len(batch.labels):
                 tally.add(scores, batch.labels, batch.images)
+    # Accuracies of a part of the images would look like those of all.
     if signals:
         print(f"interrupted after {tally.images:,} of {len(names):,} images")
         return 128 + signals[0]

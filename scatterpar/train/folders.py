@@ -82,6 +82,7 @@ def read_folders(path: Path, options: Options) -> DataParts:
                 f"{first_names(sorted(names))}"
             )
         pictures[part] = Files(pairs)
+    # With --train-folder . the other folders are the classes.
     if TRAIN in parts and train != path:
         for folder in visible_folders(path):
             if folder not in parts.values():
@@ -183,6 +184,7 @@ def _unwrapped(folder: Path, part: str) -> Path:
 
 def _refuse_unnamed_parts(folders: Sequence[Path]) -> None:
     """Raise a `UsageError` if folders that would be classes have the same folders."""
+    # Pairs of a thousand classes would take long to compare.
     if len(folders) > _MOST_PARTS:
         return
     names_below = []
@@ -243,6 +245,7 @@ def pairs_of_part(
     """
     pairs = _Pairs()
     empty = []
+    # Parts that people made by hand differ in the case of a class.
     by_lower_case = {name.lower(): name for name in class_names}
     for entry in sorted(folder.iterdir()):
         if _is_hidden(entry.name):

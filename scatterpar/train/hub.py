@@ -58,6 +58,7 @@ def read_hub(name: str, options: Options) -> DataParts:
     unused = Unused()
     splits = _load(name, options)
     for split_name, dataset in splits.items():
+        # A set with one split may call it anything: there is nothing else to train on.
         part = part_of(split_name) if len(splits) > 1 else TRAIN
         if part is None or part in parts:
             unused.add("in other splits", split_name, len(dataset))
@@ -74,6 +75,7 @@ def read_hub(name: str, options: Options) -> DataParts:
     pictures = {}
     for part, pairs in pairs_of_parts.items():
         rows, numbers = torch.tensor(pairs).unbind(1)
+        # Other columns would be decoded with each row.
         column = parts[part].select_columns([image])
         column = column.cast_column(image, datasets.Image())
         pictures[part] = HubRows(column, rows, numbers)

@@ -218,6 +218,7 @@ def _find_network(name: str, shape: Shape, classes: int, pretrained: bool) -> An
 def _near_model(name: str) -> str:
     """Return a hint with the models that have similar names."""
     known = [BUILT_IN]
+    # Each library has names that the other lacks, such as torchvision's vit_b_16.
     with contextlib.suppress(UsageError):  # the libraries are not installed
         known += [f"timm:{model}" for model in library("timm.models").list_models()]
         models = library("torchvision.models")
@@ -296,6 +297,7 @@ def load_model(
     state = load(path)
     about = state["about"]
     name = about["model"]
+    # A checkpoint from elsewhere must not choose which code is called.
     if name != model and name.partition(":")[0] not in _KNOWN:
         raise UsageError(
             f"{path} is of --model {name}, which is code from elsewhere: give --model "

@@ -197,6 +197,7 @@ def split(labels: Tensor, val: float) -> tuple[Tensor, Tensor]:
     """Hold out this part of each class, at least one picture of each class that has
     two, in the same way in every run. Returns the rows to train on, and to test on.
     """
+    # Not the run's seed: runs with other seeds are tested on the same images.
     generator = torch.Generator().manual_seed(0)
     shuffled = torch.randperm(len(labels), generator=generator)
     is_test = torch.zeros(len(labels), dtype=torch.bool)

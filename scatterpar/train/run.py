@@ -121,6 +121,7 @@ def run(arguments: Sequence[str], processes: Processes = ALONE) -> int:
     training = Training(options, source, devices, processes, saved)
     if checkpoint is not None:
         _compare_data(options, checkpoint["about"], training.about)
+        # After the comparison, so that a run with other images changes nothing.
         training.load_state_dict(checkpoint)
     if not processes.is_first:
         with training.engine:
@@ -602,6 +603,7 @@ class Run:
         if self._last_step is not None and sub_steps(self._last_step) > 1:
             self._say(traffic(self._last_step))
         accuracies = self._say_accuracies(epochs)
+        # The last pictures are drawn, however long drawing takes.
         self._seconds_of_drawing = 0.0
         self._draw()
         if self._final is not None:

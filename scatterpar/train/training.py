@@ -261,6 +261,7 @@ class Training:
             )
         torch.manual_seed(seed_host("step", self.options.seed, self.position.consumed))
         report = self._update(batch) if len(batch.labels) else None
+        # Unreadable images count, so that all processes end the epoch together.
         self.position.consumed += rows
         return report
 
@@ -443,6 +444,7 @@ def choose_devices(
     else of all accelerators, else of virtual CPUs, two at least.
     """
     names: Any = parse_devices(words or ())
+    # Two replicas show on any machine what a step copies and sums.
     if not names and not torch.accelerator.is_available():
         names = [f"cpu:{number}" for number in range(max(2, processes.size))]
     try:
@@ -477,13 +479,14 @@ def start_model(
     shape = source.image_shape
     classes = len(source.class_names)
     if saved is not None:  # the checkpoint's weights follow: nothing is fetched
-        model = build_model(name, shape, classes, saved["mean"], saved["std"])
-        return model, options
+        built = build_model(name, shape, classes, saved["mean"], saved["std"])
+        return built, options
     if options.pretrained and options.from_scratch:
         raise UsageError("--pretrained and --from-scratch exclude each other")
     is_default = has_library_weights(name) and not source.in_memory
-    model = None
+    model: OnPixels | None = None
     if options.pretrained or (is_default and not options.from_scratch):
+        # The caches of processes may differ, and two would fetch at once.
         if processes.is_first:
             model = _pretrained_model(options, source)
         pretrained = bool(processes.largest(int(model is not None)))

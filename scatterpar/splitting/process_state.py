@@ -7,7 +7,6 @@ import copy
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from scatterpar.replicas.references import reachable
-from scatterpar.replicas.snapshot import refill
 from scatterpar.state.journal import Journal
 from scatterpar.state.walk import Walk
 from scatterpar.threads.interrupts import Interrupts
@@ -58,7 +56,8 @@ class ProcessState:
             # NumPy imports it at its first use, which may be in the step.
             importlib.import_module("numpy.random")
         helpers = _training_helpers(step)
-        roots = [model, step, *(vars(helper) for helper in helpers)]
+        shared = _singletons()
+        roots = [model, step, *(vars(helper) for helper in helpers), *shared.values()]
         devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
         walk = Walk(roots)
         self._user = Journal(walk, list(devices), weights=True)
@@ -66,7 +65,7 @@ class ProcessState:
         self._leaves = [_Leaf(tensor) for tensor in self.tensors if tensor.is_leaf]
         self._switches = [(read(), read, write) for read, write in _SWITCHES]
         self._settings = read_settings()
-        self._singletons = _contents_of_singletons()
+        self._known_singletons = set(shared)
         self._has_group = dist.is_available() and dist.is_initialized()
 
     @contextlib.contextmanager
@@ -89,7 +88,9 @@ class ProcessState:
         self._user.end()
         for leaf in self._leaves:
             leaf.restore()
-        _restore_singletons(self._singletons)
+        for name, contents in _singletons().items():
+            if name not in self._known_singletons:
+                contents.clear()  # the step has imported accelerate
         if dist.is_available() and dist.is_initialized() and not self._has_group:
             dist.destroy_process_group()
 
@@ -161,39 +162,3 @@ def _singletons() -> dict[str, Any]:
     if states is None:
         return {}
     return {name: getattr(states, name)._shared_state for name in _SINGLETONS}
-
-
-@dataclass(frozen=True)
-class _Value:
-    """A value of a shared dictionary; ``contents`` if it is a list or dictionary."""
-
-    value: Any
-    contents: Any
-
-    @classmethod
-    def of(cls, value: Any) -> _Value:
-        """The value, with a copy of its contents."""
-        is_container = type(value) in (list, dict)
-        return cls(value, copy.copy(value) if is_container else None)
-
-    def restored(self) -> Any:
-        """The value, with its earlier contents."""
-        if self.contents is not None:
-            self.value.clear()
-            refill(self.value, self.contents)
-        return self.value
-
-
-def _contents_of_singletons() -> dict[str, dict[str, _Value]]:
-    """The contents of accelerate's shared dictionaries."""
-    contents = {}
-    for name, shared in _singletons().items():
-        contents[name] = {key: _Value.of(value) for key, value in shared.items()}
-    return contents
-
-
-def _restore_singletons(saved: dict[str, dict[str, _Value]]) -> None:
-    for name, shared in _singletons().items():
-        shared.clear()  # also of a class that was not imported before
-        for key, value in saved.get(name, {}).items():
-            shared[key] = value.restored()

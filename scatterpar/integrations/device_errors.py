@@ -52,6 +52,7 @@ def explained(device: torch.device, remedy: str) -> Iterator[None]:
         found = _named_elsewhere(error, device)
         if "device" not in str(error):
             raise
+        # A kernel that failed on one device is no question of places.
         if not found and len({*_ACCELERATOR.findall(str(error))}) < 2:
             raise
         if not found:
@@ -82,6 +83,7 @@ def _named_elsewhere(
     """
     found: dict[str, Tensor | nn.Module] = {}
     for frame, _ in traceback.walk_tb(error.__traceback__):
+        # A library's variables are no names that the user knows.
         if is_library(frame.f_globals.get("__name__")):
             continue
         names = frame.f_code.co_names  # of globals and attributes
@@ -116,6 +118,7 @@ def _parts(
         yield name, value
     if isinstance(value, (Tensor, *WITHOUT_PARTS)) or depth == _MAX_DEPTH:
         return
+    # Longer containers are data.
     if isinstance(value, (list, tuple)) and len(value) <= MAX_ENTRIES:
         for number, entry in enumerate(value):
             yield from _parts(f"{name}[{number}]", entry, names, depth + 1)

@@ -139,6 +139,7 @@ def outputs_of_batches(
     """
     # A batch is one row: the engine gives each replica a whole one.
     rows = Rows(batches, FIRST)
+    # Outputs may have no rows, or another number of them in each batch.
     boxes = engine.map(partial(_boxed, function=function), batch=rows)
     engine.loop.continues_evaluation = True
     return [box.output for box in nested.atoms(boxes)]

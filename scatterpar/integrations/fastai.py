@@ -250,6 +250,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
             loss, outputs = self._engine.loss(
                 tuple(learn.xb), tuple(learn.yb), criterion, **options
             )
+        # Callbacks and metrics of the training read the predictions of all rows.
         prediction = gather(outputs, physical(self._engine.device_ids[0]))
         return to_float(prediction) if mixes else prediction, loss
 

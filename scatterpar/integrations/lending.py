@@ -369,6 +369,7 @@ class _OwnerCopy:
             return self._function(value)
         if isinstance(value, type):
             return value
+        # Shallow: all that leads to no part is shared with the owner.
         shallow = copy.copy(value)
         # Before its entries: one of them may refer to it.
         self._values[id(value)] = shallow

@@ -602,6 +602,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         is_sequential = evaluation._combined_loader._mode == "sequential"
         has_several = is_sequential and evaluation.num_dataloaders > 1
         number = dataloader_idx if has_several else None
+        # The loop's own way, because a step may leave out arguments.
         options = evaluation._build_kwargs(batch, batch_idx, number)
         arguments: Sequence[Any]
         arguments = evaluation._build_step_args_from_hook_kwargs(options, step)
@@ -611,6 +612,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self, step: str, metrics: _Metrics, work: Any, arguments: Sequence[Any]
     ) -> _Call:
         """Call a step function for a batch of a group."""
+        # A batch is one row of its group.
         call = _Call(0, 1)
         with self._in_call(work[0], call, metrics) as module:
             call.output = getattr(module, step)(*arguments)
@@ -863,8 +865,9 @@ def _lent_parts(module: LightningModule, replica: LightningModule) -> Parts:
     Calls write these, so they stay the user's.
     """
     children = zip(module.children(), replica.children(), strict=True)
-    own = partial(nn.Module.parameters, recurse=False)
-    return Parts(children, zip(own(module), own(replica), strict=True))
+    parameters_of = partial(nn.Module.parameters, recurse=False)
+    parameters = zip(parameters_of(module), parameters_of(replica), strict=True)
+    return Parts(children, parameters)
 
 
 def _zero(work: nn.Module) -> Tensor:
@@ -877,6 +880,7 @@ def _zero(work: nn.Module) -> Tensor:
 
 def _replicas_compiled(module: Any) -> contextlib.AbstractContextManager[None]:
     """In the body replicas of ``torch.compile(module)`` run ``forward`` compiled."""
+    # Lightning replaces methods of the module, which replicas would call on it.
     compiled = module._compiler_ctx
     methods = {name: compiled[f"original_{name}"] for name in _STEPS}
     return loop.overridden(
@@ -889,6 +893,7 @@ def _replicas_compiled(module: Any) -> contextlib.AbstractContextManager[None]:
 
 def _refuse(trainer: Trainer, module: LightningModule) -> None:
     """Raise ``ValueError`` for what this strategy does not support."""
+    # Read here, because a strategy is not told of these arguments.
     settings = trainer._accelerator_connector
     step = module.training_step
     is_manual = not module.automatic_optimization
@@ -1032,6 +1037,7 @@ def _merge(metric: Metric, copies: Sequence[Metric], device: torch.device) -> No
     of_step = _emptied(metric)
     for copied in copies:
         _check_states(metric, copied)
+        # A state's graph leads to the replica's activations.
         states = nested.map_tensors(
             lambda tensor: tensor.detach().to(device), copied.metric_state
         )

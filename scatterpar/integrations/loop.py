@@ -275,6 +275,7 @@ def num_rows(batch: Any) -> int:
     Without one, the length of the longest list at the outermost level that has lists.
     One if nothing has rows.
     """
+    # Level by level: the outermost tensor is the least likely to be one row's own.
     level = [batch]
     longest = 0
     while level:

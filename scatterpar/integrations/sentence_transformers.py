@@ -163,6 +163,7 @@ class _WholeBatch(ScatterOnceMixin):
                 with self._standing_for_model(recorded):
                     return self._loss_of(recorded, on_master)
 
+        # With costs the engine finds out itself how many micro-batches there are.
         accum = 1 if has_cost else self._user_args["gradient_accumulation_steps"]
         with self._cut_by_cost(has_cost):
             loss = self._engine_loss(
@@ -257,6 +258,7 @@ class _WholeBatch(ScatterOnceMixin):
         if outputs is None or not (loss.is_leaf and loss.requires_grad):
             return loss
         # A cached loss has no graph. In its backward pass it calls the model again.
+        # A leaf, so that its gradient can be read after the backward pass.
         recorded.outputs = outputs.detach().requires_grad_()
         loss.backward()
         gradient = recorded.outputs.grad
@@ -505,6 +507,7 @@ def _divisible(column: Mapping[str, Any]) -> Any:
 
 def _lengths(mask: Tensor) -> list[int]:
     """The positions of each row up to its last token: leading padding is kept."""
+    # From 1, so that the largest position with a token is the length.
     positions = torch.arange(1, mask.shape[1] + 1, device=mask.device)
     last_positions = (mask.ne(0) * positions).amax(1)
     lengths: list[int] = last_positions.clamp(min=1).tolist()

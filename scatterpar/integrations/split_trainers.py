@@ -20,6 +20,7 @@ _BUFFERS = ("_buffered_inputs", "_generate_and_score_completions")
 
 def run_one_step(trainer: Any, model: nn.Module, batches: Sequence[Any]) -> None:
     """Train one optimizer step. Raises ``TypeError`` for an unknown trainer."""
+    # By name: to import the class would import its library.
     for kind in type(trainer).__mro__:
         library = kind.__module__.partition(".")[0]
         run = _STEPS.get((library, kind.__name__))
@@ -64,10 +65,12 @@ def _of_transformers(trainer: Any, _: nn.Module, batches: Sequence[Any]) -> None
     arguments.max_steps = 1
     arguments.save_strategy = "no"
     arguments.eval_strategy = "no"
+    # A step leaves no files, and shows nothing, on any rank.
     arguments.logging_strategy = "no"
     arguments.report_to = []
     flow = [c for c in trainer.callback_handler.callbacks if _is_flow(c)]
     trainer.callback_handler.callbacks = flow
+    # The parts are given, so no sampler may divide them again.
     trainer.get_train_dataloader = lambda: _loader(parts)
     trainer.train()
 
@@ -104,6 +107,7 @@ def _of_lightning(trainer: Any, module: nn.Module, batches: Sequence[Any]) -> No
     steps = trainer.accumulate_grad_batches
     _check_steps(steps, len(batches), "accumulate_grad_batches")
     parts = _collated(batches, default_collate)
+    # A Trainer checks these in its constructor, which the user has called.
     trainer.fit_loop.epoch_loop.max_steps = 1
     trainer.limit_train_batches = len(parts)
     trainer.limit_val_batches = 0

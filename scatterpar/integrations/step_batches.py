@@ -188,6 +188,7 @@ def weights_of_parts(
     how: How, batch: Any, parts: Sequence[tuple[int, int]]
 ) -> list[float]:
     """The weights of the losses of parts of a batch: each from one row to another."""
+    # A part of the batch has the weights of its rows together.
     by_row = weights(how, batch)
     rows = num_rows(batch)
     if len(by_row) != rows:  # such as a user's ``count=``, of the whole batch
@@ -200,6 +201,7 @@ def candidate(how: How, items: Any) -> LossCandidate:
 
     ``items`` are those of all batches, by which a loss that is a sum is divided.
     """
+    # Each micro-batch divides by the items of all, so the parts are added.
     if how == SUM:
         return LossCandidate(SUM, "sum", entries={"items": items})
 

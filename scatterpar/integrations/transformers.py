@@ -488,6 +488,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
     def _engine_loss(self, inputs: Any, accum: int, *args: Any, **options: Any) -> Any:
         """``engine.loss``, by replicas that call a function of the user's in turn."""
         engine = self._engine_of_the_model()
+        # The number of batches differs from step to step: the last has fewer.
         engine.accum = accum
         scaler = self.accelerator.scaler
         # A criterion of all rows knows more of the step than a few outputs.
@@ -822,6 +823,7 @@ class ScatterOnceTrainer(ScatterOnceMixin, transformers.Trainer):
 
 def _replace_margins(metrics: dict[str, Any]) -> None:
     """Compute KTO's margins again: calls append them only for rows of both kinds."""
+    # A mean of the calls' margins would count each call, and not each row.
     metrics.pop(_MARGINS, None)
     if metrics.keys() >= {_CHOSEN, _REJECTED}:
         metrics[_MARGINS] = metrics[_CHOSEN] - metrics[_REJECTED]
@@ -861,6 +863,7 @@ def _returning(
     tower: nn.Module, pooled: Tensor
 ) -> contextlib.AbstractContextManager[Any]:
     """In the body, a tower returns this pooled output."""
+    # What the model's own forward reads of a tower.
     output = BaseModelOutputWithPooling(pooler_output=pooled)
 
     def forward(*_: Any, **__: Any) -> Any:
@@ -1004,6 +1007,7 @@ def _own_arguments(value: Any) -> Any:
     """
     if not isinstance(value, transformers.TrainingArguments):
         return value
+    # Not replace(): it would run the constructor's checks for changed numbers.
     copied = copy.copy(value)
     vars(copied).update(_with_user_values(vars(copied)))
     return copied

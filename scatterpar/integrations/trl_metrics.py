@@ -99,6 +99,7 @@ class Gathered(Tensor):
         name = getattr(function, "__name__", "")
         if name == "item":
             return _number(result, args[0].statistic)
+        # The same number in another form has the same statistic.
         if name in _CONVERSIONS:
             return _with(result, args[0].statistic)
         if isinstance(result, cls):
@@ -138,6 +139,7 @@ def _ratio_of(numerator: Any, denominator: Any) -> Statistic | None:
     """The ratio of two numbers; ``None`` if one of them is not known to combine."""
     above = getattr(numerator, "statistic", None)
     below = getattr(denominator, "statistic", None)
+    # A number of the user's own may be another one in each batch.
     if above is None or below is None:
         return None
     return Statistic(Aggregate.RATIO, operands=(above, below))
@@ -165,6 +167,7 @@ class _Whole(_Number, int):
 def _number(value: Any, statistic: Statistic | None) -> Any:
     """A Python number with its statistic; any other value itself."""
     kinds = {float: _Real, int: _Whole}
+    # A flag is an int in Python, and no number here.
     if statistic is None or type(value) not in kinds:
         return value
     number = kinds[type(value)](value)
@@ -184,6 +187,7 @@ def metric_of_step(values: Sequence[Any], weights: Sequence[float]) -> Any:
         if isinstance(value, _Number):
             statistics.append(value.statistic)
             their_weights.append(weight)
+    # A metric that a branch computes otherwise has no single rule.
     if statistics and _are_alike(statistics):
         return _joined(statistics, their_weights)
     return _weighted_mean(values, weights)

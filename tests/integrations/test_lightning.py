@@ -895,6 +895,26 @@ def of_two_loaders(strategy, sizes, collate=None, validates=False):
     return module
 
 
+class CompiledPart(Plain):
+    """A part of the module is compiled, as ``torch.compile`` returns it."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.compile(self.net, backend="eager")
+        self.weights = set()  # by their memory
+
+    def validation_step(self, batch, batch_idx):
+        self.weights.add(self.net._orig_mod.weight.data_ptr())
+
+
+def test_compiled_part_is_lent_in_an_evaluation():
+    """The second device computed with the tensors of the first one."""
+    module = made(CompiledPart)
+    ours = trainer(ScatterOnceStrategy(["cpu:0", "cpu:1"]))
+    ours.validate(module.double(), loader(), verbose=False)
+    assert len(module.weights) == 2
+
+
 def test_combined_loaders_need_one_size():
     ours = ScatterOnceStrategy(["cpu:0", "cpu:1"], 2)
     with pytest.raises(ValueError, match=r"inputs with 12 .*, inputs with 7 ") as error:

@@ -183,12 +183,14 @@ class Captured(Schedule):
         """
         if not isinstance(graphs, bool):
             raise TypeError(f"graphs must be True or False, got {graphs!r}")
-        is_compiled = compile_fn is not None
-        is_by_cost = micro_batch_cost is not None
         conflicts = {
-            "a compiled module, which runs either compiled or captured": is_compiled,
+            "a compiled module, which runs either compiled or captured": (
+                compile_fn is not None
+            ),
             'buffers="batch", which needs Python in every sub-step': buffers == "batch",
-            "micro_batch_cost, which changes the shapes of micro-batches": is_by_cost,
+            "micro_batch_cost, which changes the shapes of micro-batches": (
+                micro_batch_cost is not None
+            ),
         }
         for option, is_on in conflicts.items():
             if is_on:
@@ -228,13 +230,12 @@ class Captured(Schedule):
         substeps = self.substeps(attempt, task)
         if not isinstance(substeps, GraphedSubsteps) or not substeps.is_look_due():
             return
-        look = partial(self._look, task, substeps)
         with (
             attempt.span("verify"),
             parameter_writes_refused(attempt.replicas.replica_sets),
             attempt.generators.of(task.share.replica),
         ):
-            attempt.threads.call(task.share.device, look)
+            attempt.threads.call(task.share.device, partial(self._look, task, substeps))
 
     def _look(self, task: ReplicaTask, substeps: GraphedSubsteps) -> None:
         findings = substeps.compare_replay()
@@ -347,8 +348,9 @@ class GraphedSubsteps(Substeps):
             if graph is None:
                 return None
             copy_each(nested.tensors(graph.rows), nested.tensors(rows))
-            replay = partial(self._replay_alone, graph)
-            comparison = compare(self._attempt, task, rows, replay)
+            comparison = compare(
+                self._attempt, task, rows, partial(self._replay_alone, graph)
+            )
         except Exception as error:
             if is_out_of_memory(error):
                 return None
@@ -547,13 +549,11 @@ def _values_of(task: ReplicaTask) -> list[Any]:
     objects: list[Any] = [task.module, *task.replicas]
     objects += parts.closure.values()
     objects += parts.attributes.values()  # such as ``label_smoothing``
-    values: list[Any] = []
-    for value in objects:
-        # The object itself is kept: another one could get the same id.
-        values.append(
-            value if isinstance(value, nested.PLAIN_CLASSES) else (id(value), value)
-        )
-    return values
+    # The object itself is kept: another one could get the same id.
+    return [
+        value if isinstance(value, nested.PLAIN_CLASSES) else (id(value), value)
+        for value in objects
+    ]
 
 
 def _graph_key(rows: Any) -> Hashable:
@@ -643,8 +643,8 @@ class _ReplicaGraphs:
                 graph, kernels = warm_up(), module.CUDAGraph()
                 self._capture(kernels, partial(graph.compute, task, number))
         graph.replay = lambda *_: kernels.replay()
-        number = len(self.by_shape) + 1
-        logger.info("%s captured a sub-step, its graph number %d", self._device, number)
+        words = "%s captured a sub-step, its graph number %d"
+        logger.info(words, self._device, len(self.by_shape) + 1)
         return graph
 
     def _capture(self, kernels: Any, work: Callable[[], None]) -> None:

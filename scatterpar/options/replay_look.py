@@ -66,8 +66,12 @@ def compare(
     """
     task = replace(task, clock=None)
     request = attempt.request
-    module = attempt.replicas.of_model.root
-    roots = module, task.criterion, request.criterion, request.count
+    roots = [
+        attempt.replicas.of_model.root,
+        task.criterion,
+        request.criterion,
+        request.count,
+    ]
     # The eager run is one call of user code more than the step has.
     state = Journal(Walk(roots), [task.share.device])
     rounding = Rounding(task.share.device)

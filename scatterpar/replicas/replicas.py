@@ -151,11 +151,7 @@ class Replicas:
 
     def exchange_statistics(self) -> bool:
         """Whether an ``nn.SyncBatchNorm`` layer is in training mode."""
-        for replica_set in self.replica_sets:
-            for layer in replica_set.synchronised:
-                if layer.training:
-                    return True
-        return False
+        return any(map(ReplicaSet.exchanges_statistics, self.replica_sets))
 
     def meeting(
         self,
@@ -172,9 +168,7 @@ class Replicas:
         if len(shares) == 1:
             return None
         of_model, *of_criterion = self.replica_sets
-        in_criterion = False
-        for replica_set in of_criterion:
-            in_criterion |= any(layer.training for layer in replica_set.synchronised)
+        in_criterion = any(map(ReplicaSet.exchanges_statistics, of_criterion))
         accelerators = [share.device for share in shares if is_async(share.device)]
         has_own = any(has_own_forward(layer) for layer in of_model.synchronised)
         refuse_to_wait(
@@ -283,6 +277,10 @@ class ReplicaSet:
         reads_all = is_look_step(self.sends)
         for replica in self.replicas:
             replica.refresh(reads_all=reads_all)
+
+    def exchanges_statistics(self) -> bool:
+        """Whether one of its ``nn.SyncBatchNorm`` layers is in training mode."""
+        return any(layer.training for layer in self.synchronised)
 
     def contains_all_of(self, root: Any) -> bool:
         """Whether the modules and tensors of ``root`` are all replicated here."""

@@ -100,11 +100,9 @@ class TurnOrder:
             self._end(turn)
 
     def _begin(self, turn: tuple[int, int]) -> None:
-        def may_begin() -> bool:
-            return self._is_cancelled() or self._is_next(turn)
-
         with self._cancel.changed:
-            self._cancel.changed.wait_for(may_begin)
+            while not (self._is_cancelled() or self._is_next(turn)):
+                self._cancel.changed.wait()
             if self._is_cancelled():
                 raise Cancelled
             self._holder = turn

@@ -51,6 +51,7 @@ from scatterpar.replicas.sync_batch_norm import (
 from scatterpar.torch_private import CompileFn, version_counters_kept
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
+_TRAINING = attrgetter("training")
 
 
 class ReplicaOptions(NamedTuple):
@@ -280,7 +281,7 @@ class ReplicaSet:
 
     def exchanges_statistics(self) -> bool:
         """Whether one of its ``nn.SyncBatchNorm`` layers is in training mode."""
-        return any(layer.training for layer in self.synchronised)
+        return any(map(_TRAINING, self.synchronised))
 
     def contains_all_of(self, root: Any) -> bool:
         """Whether the modules and tensors of ``root`` are all replicated here."""

@@ -637,10 +637,10 @@ SABOTAGES = [
     Sabotage(
         name="a step restores settings of another engine's look",
         promise="all or nothing",
-        file="threads/process_settings.py",
-        place="_SettingsKept.__enter__",
-        text="if not self._bodies:",
-        replacement="if True:",
+        file="verify/verifier.py",
+        place="Verifier._check",
+        text="with SETTINGS_KEPT, no_kernel_search()",
+        replacement="with no_kernel_search()",
         seen_by="test_step_that_outlives_a_look",
     ),
     Sabotage(

@@ -591,11 +591,17 @@ def nt_xent_gathered_with_gradient(model, batches):
     nt_xent(firsts, seconds).backward()
 
 
-@right(Net, images, ranks=2)
+def net_for_metric_loss():
+    pytest.importorskip("pytorch_metric_learning")
+    return Net()
+
+
+@right(net_for_metric_loss, images, ranks=2)
 def metric_loss_in_its_wrapper(model, batches):
     """pytorch-metric-learning gathers embeddings, and multiplies by the ranks."""
-    losses = pytest.importorskip("pytorch_metric_learning.losses")
-    wrappers = pytest.importorskip("pytorch_metric_learning.utils.distributed")
+    from pytorch_metric_learning import losses
+    from pytorch_metric_learning.utils import distributed as wrappers
+
     criterion = wrappers.DistributedLossWrapper(losses.ContrastiveLoss())
     parallel = DistributedDataParallel(model)
     ((pixels, classes),) = batches

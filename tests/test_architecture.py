@@ -345,6 +345,7 @@ TOGETHER = (
 # About the repository: files beside the folders, each with its subject.
 OF_THE_REPOSITORY = {
     "test_architecture.py": "the order of imports, and this rule",
+    "test_benchmarks.py": "`python -m benchmarks` is no part of the package",
     "test_card.py": "`python -m benchmarks card` is no part of the package",
     "test_sabotage.py": "each promise is broken in turn",
     "test_types.py": "what type checkers say of the public names",

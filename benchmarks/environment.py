@@ -2,24 +2,29 @@
 
 import os
 import platform
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
+# Whose loops are timed beside the engine, as they are installed.
+_PEERS = ("accelerate", "transformers", "lightning", "fastai")
+
 
 def describe() -> dict[str, str]:
-    """Processor, system, versions, and how busy the machine was at the start."""
+    """Date, processor, system, versions, and how busy the machine was at the start."""
     kind = f"{platform.system()} {platform.machine()}"
     libc = " ".join(platform.libc_ver())
     return {
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "processor": _processor(),
         "cores": str(len(os.sched_getaffinity(0))),
         "intra-op threads": str(torch.get_num_threads()),
         "system": f"{kind}, {libc}",
         "Python": platform.python_version(),
         "torch": torch.__version__,
-        "accelerate": _version("accelerate"),
+        **_versions(),
         "load average at the start": f"{os.getloadavg()[0]:.2f}",
     }
 
@@ -32,8 +37,11 @@ def _processor() -> str:
     return platform.processor()
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
+def _versions() -> dict[str, str]:
+    versions = {}
+    for package in _PEERS:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return versions

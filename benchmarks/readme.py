@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.markers import replace
+from benchmarks.timing import ratio
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -136,8 +137,99 @@ def evaluation() -> str:
     return "\n".join(lines)
 
 
+def beside_the_loop() -> str:
+    """What launching, a look, the engine itself and an evaluation cost."""
+    lines = [
+        "| figure | | beside | command | date |",
+        "|---|---:|---|---|---|",
+    ]
+    for path, name, peer, value in _MEASURED:
+        result = _read(path)
+        environment = result["environment"]
+        version = f"{peer} {environment[peer]}" if peer in environment else peer
+        folder, _, _ = path.partition("/")
+        command = f"[`benchmarks {folder}`](../benchmarks/{folder}/README.md)"
+        cells = [name, value(result), version, command, environment["date"]]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _of_launchers(processes: int) -> Callable[[Any], str]:
+    """The time of a step in so many processes, relative to that in one."""
+
+    def value(result: Any) -> str:
+        seconds = result["seconds"]
+        return f"{ratio(seconds[str(processes)], seconds['1']).median:.2f}"
+
+    return value
+
+
+def _in_row(number: int, column: int) -> Callable[[Any], str]:
+    """A cell of the result's table."""
+    return lambda result: str(result["rows"][number][column])
+
+
+_MEASURED: list[tuple[str, str, str, Callable[[Any], str]]] = [
+    (
+        "many_cards/launchers.json",
+        "a step of 8 replicas that is all launching, in two processes of 4",
+        "one process of 8",
+        _of_launchers(2),
+    ),
+    (
+        "many_cards/launchers.json",
+        "the same, in four processes of 2",
+        "one process of 8",
+        _of_launchers(4),
+    ),
+    (
+        "memory/look.json",
+        "the peak memory of a step with a look, float32",
+        "the same step without",
+        _in_row(0, 2),
+    ),
+    (
+        "memory/look.json",
+        "the same, bfloat16",
+        "the same step without",
+        _in_row(2, 2),
+    ),
+    (
+        "fixed_cost/own-cost.json",
+        "µs that a step on two replicas adds, one sub-step each",
+        "torch",
+        _in_row(0, 1),
+    ),
+    (
+        "fixed_cost/own-cost.json",
+        "µs that a further round of sub-steps adds",
+        "torch",
+        _in_row(1, 1),
+    ),
+    (
+        "evaluation/evaluation.json",
+        "speed of `Trainer.evaluate` on two devices, forward waits 20 ms",
+        "transformers",
+        _in_row(0, 2),
+    ),
+    (
+        "evaluation/evaluation.json",
+        "speed of Lightning's `validate` on two devices, `parallel=True`, 20 ms",
+        "lightning",
+        _in_row(1, 2),
+    ),
+    (
+        "evaluation/evaluation.json",
+        "speed of `engine.map(model.generate, ...)` on two devices, 20 ms",
+        "transformers",
+        _in_row(4, 2),
+    ),
+]
+
+
 TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
     "figures": (ROOT / "docs" / "benchmarks.md", figures),
+    "beside": (ROOT / "docs" / "benchmarks.md", beside_the_loop),
     "accuracy": (ROOT / "docs" / "large-batches.md", accuracy),
     "evaluation": (ROOT / "docs" / "evaluation.md", evaluation),
     "turns": (ROOT / "docs" / "other-loops.md", turns),

@@ -66,7 +66,7 @@ def test_folder_gives_parts_and_classes(folder):
         ("embedded: it is used as it is: --val is for", "embedded", {"val": 0.1}),
         ("torch/absent: Unknown torchvision dataset absent", "torch/absent", {}),
         (r"absent: there is no such folder; known by name are", "absent", {}),
-        (r"did you mean scatterpar\?", "scatterpr", {}),
+        (r"did you mean scatterpar[,?]", "scatterpr", {}),
         ("setup.cfg: it is no folder and no table", "setup.cfg", {}),
         ("is neither none, nor crop, nor a policy", None, {"augment": "nonsense"}),
     ],

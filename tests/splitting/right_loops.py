@@ -549,13 +549,16 @@ def contrastive_loss_times_ranks(model, batches):
     (loss * dist.get_world_size()).backward()
 
 
+def of_all_ranks(rows):
+    """The rows of all ranks, each with its gradient."""
+    return torch.cat(torch.distributed.nn.all_gather(rows))
+
+
 @right(Net, pairs, ranks=2)
 def contrastive_loss_gathered_with_gradient(model, batches):
     parallel = DistributedDataParallel(model)
     first, second = embedded(parallel, batches)
-    firsts = torch.cat(torch.distributed.nn.all_gather(first))
-    seconds = torch.cat(torch.distributed.nn.all_gather(second))
-    info_nce(firsts, seconds).backward()
+    info_nce(of_all_ranks(first), of_all_ranks(second)).backward()
 
 
 @right(Pairs, pairs, ranks=2)
@@ -563,7 +566,7 @@ def sigmoid_loss_gathered_with_gradient(model, batches):
     parallel = DistributedDataParallel(model)
     outputs, scale, bias = parallel(torch.cat(batches[0]))
     first, second = outputs.chunk(2)
-    seconds = torch.cat(torch.distributed.nn.all_gather(second))
+    seconds = of_all_ranks(second)
     start = len(first) * dist.get_rank()
     (sigmoid_loss(first, seconds, scale, bias, start) / len(first)).backward()
 
@@ -577,7 +580,7 @@ def clip_loss_gathered_with_gradient(model, batches):
     labels = torch.arange(len(first)) + len(first) * dist.get_rank()
     loss = 0
     for rows, columns in ((first, second), (second, first)):
-        others = torch.cat(torch.distributed.nn.all_gather(columns))
+        others = of_all_ranks(columns)
         loss = loss + cross_entropy(scale * rows @ others.T + bias, labels) / 2
     loss.backward()
 
@@ -586,9 +589,7 @@ def clip_loss_gathered_with_gradient(model, batches):
 def nt_xent_gathered_with_gradient(model, batches):
     parallel = DistributedDataParallel(model)
     first, second = embedded(parallel, batches)
-    firsts = torch.cat(torch.distributed.nn.all_gather(first))
-    seconds = torch.cat(torch.distributed.nn.all_gather(second))
-    nt_xent(firsts, seconds).backward()
+    nt_xent(of_all_ranks(first), of_all_ranks(second)).backward()
 
 
 def net_for_metric_loss():

@@ -111,10 +111,10 @@ class Snapshot:
         for container in self._containers:
             if isinstance(container, set):
                 continue
-            is_dict = isinstance(container, dict)
-            for key, value in [
-                *(container.items() if is_dict else enumerate(container))
-            ]:
+            entries: Iterable[tuple[Any, Any]] = enumerate(container)
+            if isinstance(container, dict):
+                entries = container.items()
+            for key, value in list(entries):
                 if id(value) in substitutes:
                     container[key] = substitutes[id(value)]
 

@@ -956,6 +956,31 @@ def test_step_actions_are_profiled():
     assert len(durations[step]) == len(expected[step])
 
 
+class LogsItself(Plain):
+    """Writes to loggers past ``self.log``, by three ways to them."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.logger.log_metrics({"module's": float(loss)})
+        self.trainer.loggers[0].log_metrics({"list's": float(loss)})
+        self.logger.experiment.add_scalar("experiment's", float(loss))
+        return loss
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loggers_hear_nothing_of_a_look(layout):
+    """They hear of each micro-batch of each step, and of no call of a look."""
+    logger = mock.Mock(spec=Logger, experiment=mock.Mock())
+    own = made(LogsItself).double()
+    fitted(ScatterOnceStrategy(layout, 2), own, logger=logger)
+    heard = [call.args for call in logger.log_metrics.call_args_list]
+    names = [name for arguments in heard if arguments for name in arguments[0]]
+    sizes = [12, 12, 12, 5]
+    calls = 2 * sum(min(2 * len(layout), size) for size in sizes)  # of two epochs
+    assert names.count("module's") == names.count("list's") == calls
+    assert logger.experiment.add_scalar.call_count == calls
+
+
 class KeepsModules(Plain):
     """What is written leads to modules, which replicas need."""
 

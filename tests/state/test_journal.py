@@ -14,7 +14,7 @@ import socket
 import threading
 import types
 import warnings
-from collections import UserDict, UserList
+from collections import UserDict, UserList, deque
 from functools import partial
 from queue import Queue
 from types import SimpleNamespace
@@ -508,6 +508,74 @@ def test_look_leaves_iterators_of_a_module():
     with ScatterOnceParallel(model, 2, ["cpu"] * 2) as engine:
         engine.forward_backward(INPUTS, VALUES, F.mse_loss)
     assert next(model.numbers) == next(model.of["calls"]) == 4
+
+
+class Counted(torch.autograd.Function):
+    """Counts its calls, in both directions, in its class."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx, rows):
+        Counted.calls += 1
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Counted.calls += 1
+        return gradient
+
+
+# how a value is made, moved by a call, and read
+SHARED = {
+    "iterator": (itertools.count, next, next),
+    "deque in an object": (
+        lambda: SimpleNamespace(calls=deque([0], maxlen=3)),
+        lambda kept: kept.calls.append(kept.calls[-1] + 1),
+        lambda kept: list(kept.calls),
+    ),
+    "NumPy's generator": (
+        lambda: np.random.default_rng(3),
+        lambda kept: kept.random(),
+        lambda kept: kept.random(),
+    ),
+    "NumPy's older generator": (
+        lambda: np.random.RandomState(3),
+        lambda kept: kept.rand(),
+        lambda kept: kept.rand(),
+    ),
+    "class of a Function": (
+        lambda: setattr(Counted, "calls", 0),
+        lambda kept: 0,
+        lambda kept: Counted.calls,
+    ),
+}
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("name", SHARED)
+def test_look_leaves_what_module_and_criterion_share(devices, name):
+    """A step moves it as often as without a look."""
+    make, move, read = SHARED[name]
+
+    def forward(module, rows):
+        move(module.kept)
+        return Counted.apply(module.body(rows))
+
+    def criterion(output, targets):
+        move(kept)
+        return F.mse_loss(output, targets)
+
+    values = []
+    for verify in (False, True):
+        kept = make()
+        model = build(lambda: Of(forward, body=mlp()))
+        model.kept = kept
+        with ScatterOnceParallel(model, 2, devices(1), verify=verify) as engine:
+            engine.forward_backward(INPUTS, VALUES, criterion)
+        assert model.kept is kept
+        values.append(read(kept))
+    assert values[0] == values[1]
 
 
 def test_look_does_not_draw_from_a_generator():

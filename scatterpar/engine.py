@@ -90,6 +90,8 @@ _MAX_REPLICAS = 2**16
 
 # Options that are True or False, but ``graphs``, whose own check names it.
 _SWITCHES = ("check_finite", "measure_noise", "verify")
+# Each of these is refused with some values of the others.
+_CHECKED_TOGETHER = ("accum", "micro_batch_size", "micro_batch_cost", "graphs")
 
 
 class ScatterOnceParallel(Wrapper[ModuleT]):
@@ -267,27 +269,28 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             check_int("dim", value)
         elif name in _SWITCHES:
             check_bool(name, value)
-        # Set before the checks, which read the engine's attributes.
-        earlier = dict(vars(self))
-        vars(self)[f"_{name}"] = value
-        try:
-            check_cuts(
-                self.accum,
-                self.micro_batch_size,
-                self.micro_batch_cost,
-                len(self.device_ids),
+        options = {option: getattr(self, option) for option in _CHECKED_TOGETHER}
+        options[name] = value
+        check_cuts(
+            options["accum"],
+            options["micro_batch_size"],
+            options["micro_batch_cost"],
+            len(self.device_ids),
+        )
+        if name == "measure_noise" and value:
+            self._check_noise()
+        schedule = self._one_pass
+        if name in ("graphs", "micro_batch_cost"):
+            schedule = self._made_schedule(
+                options["graphs"], options["micro_batch_cost"]
             )
-            if name == "accum":
-                self._auto_accum = AutoAccum() if value == "auto" else None
-            elif name == "verify":
-                self._init_verifier()
-            elif name in ("graphs", "micro_batch_cost"):
-                self._init_schedule()
-            elif name == "measure_noise":
-                self._check_noise()
-        except BaseException:
-            vars(self).update(earlier)
-            raise
+        # Nothing below raises: a refused value has changed nothing.
+        vars(self)[f"_{name}"] = value
+        self._one_pass = schedule
+        if name == "accum":
+            self._auto_accum = AutoAccum() if value == "auto" else None
+        elif name == "verify":
+            self._init_verifier()
 
     _transient = (
         "_workers",
@@ -308,8 +311,9 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         )
         self._replicas = Replicas(self.device_ids, options)
         self._init_verifier()
-        self._init_schedule()
-        self._check_noise()
+        self._one_pass = self._made_schedule(self.graphs, self.micro_batch_cost)
+        if self.measure_noise:
+            self._check_noise()
         self._trace: Trace | None = None
         self._loss_watch = LossWatch(self.module)
         self._step_ended = math.inf  # the first step has not waited
@@ -318,20 +322,20 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
     def _init_verifier(self) -> None:
         self._verifier = Verifier(self._ranks is not None) if self.verify else None
 
-    def _init_schedule(self) -> None:
-        self._one_pass = Schedule()
-        if self.graphs is not False:
-            self._one_pass = Captured(
-                self.graphs,
-                self.device_ids,
-                self.buffer_policy,
-                self._compile_fn,
-                self.micro_batch_cost,
-            )
+    def _made_schedule(self, graphs: Any, micro_batch_cost: float | None) -> Schedule:
+        """Returns the schedule of steps without ``whole_batch``."""
+        if graphs is False:
+            return Schedule()
+        return Captured(
+            graphs,
+            self.device_ids,
+            self.buffer_policy,
+            self._compile_fn,
+            micro_batch_cost,
+        )
 
     def _check_noise(self) -> None:
-        if self.measure_noise:
-            check_noise(self.device_ids, self._ranks.size if self._ranks else 1)
+        check_noise(self.device_ids, self._ranks.size if self._ranks else 1)
 
     @overload
     def forward_backward(

@@ -452,7 +452,7 @@ SABOTAGES = [
         file="step/turns.py",
         place="TurnOrder._is_next",
         text="return turn == next(iter(self._pending), turn)",
-        replacement="return self._holder is None",
+        replacement="return self._cancel.holder is None",
         seen_by="test_calls_in_order_of_rows",
     ),
     Sabotage(

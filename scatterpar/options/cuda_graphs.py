@@ -183,14 +183,12 @@ class Captured(Schedule):
         """
         if not isinstance(graphs, bool):
             raise TypeError(f"graphs must be True or False, got {graphs!r}")
+        is_compiled = compile_fn is not None
+        is_by_cost = micro_batch_cost is not None
         conflicts = {
-            "a compiled module, which runs either compiled or captured": (
-                compile_fn is not None
-            ),
+            "a compiled module, which runs either compiled or captured": is_compiled,
             'buffers="batch", which needs Python in every sub-step': buffers == "batch",
-            "micro_batch_cost, which changes the shapes of micro-batches": (
-                micro_batch_cost is not None
-            ),
+            "micro_batch_cost, which changes the shapes of micro-batches": is_by_cost,
         }
         for option, is_on in conflicts.items():
             if is_on:
@@ -235,7 +233,8 @@ class Captured(Schedule):
             parameter_writes_refused(attempt.replicas.replica_sets),
             attempt.generators.of(task.share.replica),
         ):
-            attempt.threads.call(task.share.device, partial(self._look, task, substeps))
+            look = partial(self._look, task, substeps)
+            attempt.threads.call(task.share.device, look)
 
     def _look(self, task: ReplicaTask, substeps: GraphedSubsteps) -> None:
         findings = substeps.compare_replay()
@@ -348,9 +347,8 @@ class GraphedSubsteps(Substeps):
             if graph is None:
                 return None
             copy_each(nested.tensors(graph.rows), nested.tensors(rows))
-            comparison = compare(
-                self._attempt, task, rows, partial(self._replay_alone, graph)
-            )
+            replay = partial(self._replay_alone, graph)
+            comparison = compare(self._attempt, task, rows, replay)
         except Exception as error:
             if is_out_of_memory(error):
                 return None
@@ -549,11 +547,14 @@ def _values_of(task: ReplicaTask) -> list[Any]:
     objects: list[Any] = [task.module, *task.replicas]
     objects += parts.closure.values()
     objects += parts.attributes.values()  # such as ``label_smoothing``
-    # The object itself is kept: another one could get the same id.
-    return [
-        value if isinstance(value, nested.PLAIN_CLASSES) else (id(value), value)
-        for value in objects
-    ]
+    values: list[Any] = []
+    for value in objects:
+        if isinstance(value, nested.PLAIN_CLASSES):
+            values.append(value)
+        else:
+            # The object itself is kept: another one could get the same id.
+            values.append((id(value), value))
+    return values
 
 
 def _graph_key(rows: Any) -> Hashable:
@@ -643,8 +644,12 @@ class _ReplicaGraphs:
                 graph, kernels = warm_up(), module.CUDAGraph()
                 self._capture(kernels, partial(graph.compute, task, number))
         graph.replay = lambda *_: kernels.replay()
-        words = "%s captured a sub-step, its graph number %d"
-        logger.info(words, self._device, len(self.by_shape) + 1)
+        number_of_graph = len(self.by_shape) + 1
+        logger.info(
+            "%s captured a sub-step, its graph number %d",
+            self._device,
+            number_of_graph,
+        )
         return graph
 
     def _capture(self, kernels: Any, work: Callable[[], None]) -> None:

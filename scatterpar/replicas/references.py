@@ -36,12 +36,6 @@ from scatterpar.batch.nested import PLAIN_CLASSES
 DEPTH = 4  # a function, another one in its file, an object there, a list in the object
 MAX_ENTRIES = 1000  # of a container; longer ones are data
 WITHOUT_PARTS = (*PLAIN_CLASSES, type, types.ModuleType)  # a walk passes these over
-_CACHED_FUNCTION = type(functools.lru_cache(len))
-_WEAK_CONTAINERS = (
-    weakref.WeakKeyDictionary,
-    weakref.WeakValueDictionary,
-    weakref.WeakSet,
-)
 _NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 
 
@@ -79,45 +73,111 @@ class References(NamedTuple):
 
 def parts_of(value: Any) -> References:
     """What ``value`` refers to directly."""
-    # First, because a proxy claims to be of its object's class.
-    if type(value) in weakref.ProxyTypes:
-        return References(weak=_object_of(value), make=weakref.proxy)
-    attributes = getattr(value, "__dict__", _NOTHING)
-    if type(value) is frozenset:
-        return References(entries=value, make=_frozenset_of)
-    if isinstance(value, (list, set, frozenset, deque)):
-        return References(entries=value, attributes=attributes)
-    if isinstance(value, dict):
-        return References(entries=value.values(), attributes=attributes)
-    if isinstance(value, tuple):
-        make: Callable[..., Any] = functools.partial(_tuple_of, type(value))
-        return References(entries=value, attributes=attributes, make=make)
-    if isinstance(value, types.FunctionType):
-        closure, file_globals = _variables_of(value)
-        return References(
-            closure=closure, file_globals=file_globals, attributes=attributes
-        )
-    if isinstance(value, types.MethodType):  # its ``__dict__`` is its function's
-        bound = {"self": value.__self__}
-        return References(called=value.__func__, bound=bound, make=types.MethodType)
-    if type(value) is functools.partial:
-        bound = {f"argument {k}": argument for k, argument in enumerate(value.args)}
-        bound |= value.keywords
-        make = functools.partial(_partial, len(value.args), list(value.keywords))
-        return References(value.func, bound, attributes=attributes, make=make)
-    if isinstance(value, _CACHED_FUNCTION):  # each copy has a cache of its own
-        make = functools.lru_cache(**value.cache_parameters())
-        return References(value.__wrapped__, attributes=attributes, make=make)
-    if type(value) in (weakref.ref, weakref.WeakMethod):
-        return References(weak=(value(),), make=type(value))
-    if type(value) is weakref.KeyedRef:  # an entry of a WeakValueDictionary
-        return References(
-            weak=(value(),), make=functools.partial(_keyed_ref, value.key)
-        )
-    if type(value) in _WEAK_CONTAINERS:
-        make = functools.partial(_weak_container, type(value))
-        return References(bound={"data": attributes["data"]}, make=make)
-    return References(attributes=attributes)
+    # By ``type``: a proxy claims to be of its object's class.
+    kind = type(value)
+    parts_of_kind = _PARTS.get(kind)
+    if parts_of_kind is None:
+        # Containers alone may have subclasses: another class has its own constructor.
+        base = next((base for base in _CONTAINERS if issubclass(kind, base)), object)
+        parts_of_kind = _PARTS[base]
+    return parts_of_kind(value)
+
+
+def _attributes_of(value: Any) -> Mapping[str, Any]:
+    attributes: Mapping[str, Any] = getattr(value, "__dict__", _NOTHING)
+    return attributes
+
+
+def _parts_of_object(value: Any) -> References:
+    return References(attributes=_attributes_of(value))
+
+
+def _parts_of_collection(value: Collection[Any]) -> References:
+    return References(entries=value, attributes=_attributes_of(value))
+
+
+def _parts_of_frozenset(value: frozenset[Any]) -> References:
+    # A subclass may have another constructor.
+    make = _frozenset_of if type(value) is frozenset else None
+    return References(entries=value, attributes=_attributes_of(value), make=make)
+
+
+def _parts_of_dict(value: dict[Any, Any]) -> References:
+    return References(entries=value.values(), attributes=_attributes_of(value))
+
+
+def _parts_of_tuple(value: tuple[Any, ...]) -> References:
+    make = functools.partial(_tuple_of, type(value))
+    return References(entries=value, attributes=_attributes_of(value), make=make)
+
+
+def _parts_of_function(value: types.FunctionType) -> References:
+    closure, file_globals = _variables_of(value)
+    attributes = _attributes_of(value)
+    return References(closure=closure, file_globals=file_globals, attributes=attributes)
+
+
+def _parts_of_method(value: types.MethodType) -> References:
+    # Without attributes: the ``__dict__`` of a method is that of its function.
+    bound = {"self": value.__self__}
+    return References(called=value.__func__, bound=bound, make=types.MethodType)
+
+
+def _parts_of_partial(value: functools.partial[Any]) -> References:
+    bound = {f"argument {k}": argument for k, argument in enumerate(value.args)}
+    bound |= value.keywords
+    make = functools.partial(_partial, len(value.args), list(value.keywords))
+    return References(value.func, bound, attributes=_attributes_of(value), make=make)
+
+
+def _parts_of_cached_function(value: Any) -> References:
+    # Each copy has a cache of its own.
+    make = functools.lru_cache(**value.cache_parameters())
+    attributes = _attributes_of(value)
+    return References(value.__wrapped__, attributes=attributes, make=make)
+
+
+def _parts_of_weak_reference(value: weakref.ref[Any]) -> References:
+    return References(weak=(value(),), make=type(value))
+
+
+def _parts_of_proxy(value: Any) -> References:
+    return References(weak=_object_of(value), make=weakref.proxy)
+
+
+def _parts_of_keyed_reference(value: weakref.KeyedRef[Any, Any]) -> References:
+    make = functools.partial(_keyed_ref, value.key)
+    return References(weak=(value(),), make=make)
+
+
+def _parts_of_weak_container(value: Any) -> References:
+    make = functools.partial(_weak_container, type(value))
+    return References(bound={"data": value.data}, make=make)
+
+
+_CONTAINERS = (list, set, frozenset, deque, dict, tuple)
+_PARTS: Mapping[type, Callable[[Any], References]] = {
+    object: _parts_of_object,
+    list: _parts_of_collection,
+    set: _parts_of_collection,
+    deque: _parts_of_collection,
+    frozenset: _parts_of_frozenset,
+    dict: _parts_of_dict,
+    tuple: _parts_of_tuple,
+    types.FunctionType: _parts_of_function,
+    types.MethodType: _parts_of_method,
+    functools.partial: _parts_of_partial,
+    type(functools.lru_cache(len)): _parts_of_cached_function,
+    weakref.ref: _parts_of_weak_reference,
+    weakref.WeakMethod: _parts_of_weak_reference,
+    weakref.ProxyType: _parts_of_proxy,
+    weakref.CallableProxyType: _parts_of_proxy,
+    # The entries of a ``WeakValueDictionary``.
+    weakref.KeyedRef: _parts_of_keyed_reference,
+    weakref.WeakKeyDictionary: _parts_of_weak_container,
+    weakref.WeakValueDictionary: _parts_of_weak_container,
+    weakref.WeakSet: _parts_of_weak_container,
+}
 
 
 def contents(cell: types.CellType) -> Any:

@@ -553,6 +553,10 @@ class Replica(ModuleCopy):
             self.large.refresh(reads_all=reads_all)
         self.clear_records()
 
+    def affects_others(self) -> bool:
+        """Whether outputs of other replicas depend on its rows in this sub-step."""
+        return self.seat.is_shared()
+
     def apply_changes(self, changes: Iterable[ValueChange]) -> None:
         """Replace plain values, as the user has in the original's containers."""
         copied = [(number, key, self.copy_of(value)) for number, key, value in changes]

@@ -134,7 +134,6 @@ class Meeting(Cancellation):
                 self._sub_steps[seat.number].ended.add(replica)
                 self.changed.notify_all()
         seat.meeting = None
-        seat.holds_lock = False
         if number is not None:
             seat.meeting = self
             seat.replica = replica
@@ -297,8 +296,6 @@ class Seat:
         meeting: of the pass that runs; ``None`` outside of passes.
         replica: its number among those of the pass.
         number: of its present sub-step.
-        holds_lock: whether it calls a criterion that only one replica may call at a
-            time, so that the others cannot come to an exchange.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -306,7 +303,6 @@ class Seat:
         self.meeting: Meeting | None = None
         self.replica = 0
         self.number = 0
-        self.holds_lock = False
 
     def is_shared(self) -> bool:
         """Whether other replicas have the present sub-step, too."""
@@ -394,7 +390,8 @@ class LayerCall(NamedTuple):
                 f"the {direction} pass of {self.layer!r} runs outside of a sub-step, "
                 f"where replicas exchange nothing; {_INSTEAD}"
             )
-        if seat.holds_lock:
+        # The others cannot come to an exchange, as long as they wait for their turn.
+        if seat.meeting.holder == (seat.replica, seat.number):
             raise RuntimeError(
                 f"the criterion asks for a gradient through {self.layer!r}, where "
                 "replicas wait for each other, and one replica at a time calls a "

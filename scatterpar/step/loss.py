@@ -61,10 +61,7 @@ def _loss_of_user(
     """
     nodes = nodes_of(nested.tensors(output))  # first: a criterion may write outputs
     with task.turn(Scope.CRITERION, sub_step), task.span("criterion", sub_step):
-        seat = task.replicas[0].seat
-        seat.holds_lock = task.threads.turns is not None
         loss = loss_of(output, targets, criterion)
-        seat.holds_lock = False
     for leaf in leaves_reached(loss, nodes):
         if isinstance(leaf, nn.Parameter) and not any(
             leaf is known for known in task.leaves

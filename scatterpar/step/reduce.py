@@ -124,13 +124,7 @@ class Outcome:
 
 def reduce(attempt: Attempt, computed: Computed, norms: ReplicaNorms) -> Outcome:
     """Combine what the replicas have; the results are in the master's memory."""
-    all_buffers, statistics = reduce_buffers(attempt)
-    # Buffers that the criterion has written keep its values.
-    written = attempt.undo.written()
-    buffers: list[BufferValue] = []
-    for place, name, value in all_buffers:
-        if id(place.get(name)) not in written:
-            buffers.append((place, name, value))
+    buffers, statistics = reduce_buffers(attempt)
     return Outcome(
         attempt,
         loss=computed.loss,
@@ -197,11 +191,18 @@ def reduce_buffers(
 ) -> tuple[list[BufferValue], StepStatistics | None]:
     """The buffers' values after the step, and the statistics of the step.
 
-    Buffers that are updated once per step from the statistics are left out.
+    Buffers that are updated once per step from the statistics are left out, and those
+    that the criterion has written, which keep its values.
     """
     buffers: list[BufferValue] = []
     for replica_set in attempt.replicas.replica_sets:
         buffers += replica_set.buffers_after()
+    for tensor in attempt.undo.written():
+        buffers = [
+            (container, name, value)
+            for container, name, value in buffers
+            if container.get(name) is not tensor
+        ]
     active = len(attempt.plan.shares)
     return buffers, attempt.replicas.statistics_after(active, attempt.transfers)
 

@@ -147,7 +147,7 @@ class Substeps:
         if request.return_outputs:
             returned = detached_output(output, request.return_outputs)
         # Without synchronised layers, rows that do not count have no gradient at all.
-        if not weight and request.backward and task.replicas[0].seat.is_shared():
+        if not weight and request.backward and task.replicas[0].affects_others():
             self._run_backward_of_nothing(sub_step, output, loss)
         # The graph has what the backward pass needs: a large output is freed before it.
         del output

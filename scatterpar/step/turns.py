@@ -60,7 +60,6 @@ class TurnOrder:
         self.scope = scope
         self._cancel = cancel
         self.is_ordered = scope > Scope.CRITERION
-        self._holder: tuple[int, int] | None = None
         # Numbers of replicas and sub-steps whose turn has not ended, the next first.
         self._pending: dict[tuple[int, int], None] = {}
         if self.is_ordered:
@@ -81,7 +80,7 @@ class TurnOrder:
         Raises ``Cancelled`` in place of the body if another replica has failed.
         """
         turn = replica, sub_step
-        if self._holder == turn:  # a part of what is this replica's turn already
+        if self._cancel.holder == turn:  # a part of what is this replica's turn already
             yield
             return
         self._begin(turn)
@@ -105,11 +104,11 @@ class TurnOrder:
                 self._cancel.changed.wait()
             if self._is_cancelled():
                 raise Cancelled
-            self._holder = turn
+            self._cancel.holder = turn
 
     def _end(self, turn: tuple[int, int]) -> None:
         with self._cancel.changed:
-            self._holder = None
+            self._cancel.holder = None
             self._pending.pop(turn, None)
             self._cancel.changed.notify_all()
 
@@ -121,7 +120,7 @@ class TurnOrder:
     def _is_next(self, turn: tuple[int, int]) -> bool:
         if self.is_ordered:
             return turn == next(iter(self._pending), turn)
-        return self._holder is None
+        return self._cancel.holder is None
 
 
 def _in_order(shares: Sequence[Share]) -> list[tuple[int, int]]:

@@ -58,13 +58,11 @@ class Undo(contextlib.AbstractContextManager["Undo"]):
         for generator in generators:
             self._generator_states.append((generator, generator.get_state()))
 
-    def written(self) -> set[int]:
-        """The ids of the tensors with a saved value that have another value now."""
-        written: set[int] = set()
-        for tensor, value in self._values:
-            if not same_bits(tensor, value):
-                written.add(id(tensor))
-        return written
+    def written(self) -> list[Tensor]:
+        """The tensors with a saved value that have another value now."""
+        return [
+            tensor for tensor, value in self._values if not same_bits(tensor, value)
+        ]
 
     def restore(self, error: BaseException | None = None) -> None:
         """Restore everything that was saved, and wait for pending copies.

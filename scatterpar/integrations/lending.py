@@ -272,7 +272,9 @@ class _Exchange:
         if not isinstance(value, Tensor) or not self._is_elsewhere(value):
             return False
         # Kept: each place that refers to the tensor gets the same copy.
-        copied = to_device(value.detach(), self._device)
+        # An inference tensor has no version, which tells that the call has written it.
+        with torch.inference_mode(False):
+            copied = to_device(value.detach(), self._device)
         self._values[id(value)] = copied
         self._tensors.append((value, copied, version(copied)))
         return True

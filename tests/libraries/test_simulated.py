@@ -20,7 +20,12 @@ CHOSEN = {
         "or (hooked_features and virtual) or (equals_one_device and drop)",
         4,
     ),
-    "lightning": ("loops", "integrations/test_lightning.py", "sums_loggers", 1),
+    "lightning": (
+        "loops",
+        "integrations/test_lightning.py",
+        "(writes_equal_gradient and layout0) or writes_of_an_evaluation",
+        14,
+    ),
     "fastai": (
         "loops",
         "integrations/test_fastai.py",

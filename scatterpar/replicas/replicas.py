@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from scatterpar.devices.coalescing import copy_each
+from scatterpar.devices.coalescing import copy_each, messages
 from scatterpar.devices.device_ids import physical
 from scatterpar.devices.streams import is_async
 from scatterpar.devices.transfers import Transfers, to_host
@@ -515,6 +515,8 @@ class Replica(ModuleCopy):
             else:
                 self._private.append(tensor)
                 self._sources.append(source)
+        # Cut once: ``refresh`` puts exchanged storages back, so shapes stay.
+        self._messages = messages(dict(enumerate(self._private)))
         self.large: LargeCopies | None = None
         if large_copies:
             self.large = LargeCopies(large_copies, large_sources)
@@ -548,7 +550,7 @@ class Replica(ModuleCopy):
             self.set_requires_grad(self._trained)
             self.state.restore()
         # After the storages are back: values go to where the replica reads them.
-        copy_each(self._private, self._sources)
+        copy_each(self._private, self._sources, self._messages)
         if self.large is not None:
             self.large.refresh(reads_all=reads_all)
         self.clear_records()

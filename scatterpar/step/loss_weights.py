@@ -62,7 +62,7 @@ def compute_loss_weights(
         total = sum(counts)  # if it is zero, all factors are zero
         factors = [count / total if count else 0.0 for count in counts]
         # Only then can a micro-batch without terms have a loss.
-        has_loss_without_terms = total > 0 and is_smoothed(request)
+        has_loss_without_terms = total > 0 and 0.0 in factors and is_smoothed(request)
     else:
         factors = [1.0] * len(spans)
     by_share: list[list[float]] = []

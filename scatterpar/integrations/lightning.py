@@ -29,6 +29,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial, partialmethod
 from operator import attrgetter, itemgetter
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +55,7 @@ from scatterpar.errors import Told, add_note, warn
 from scatterpar.integrations import loop
 from scatterpar.integrations.device_errors import explained
 from scatterpar.integrations.evaluation import outputs_of_batches
-from scatterpar.integrations.lending import Lending, Parts
+from scatterpar.integrations.lending import Lending, Parts, modules_of
 from scatterpar.option_checks import check_bool
 from scatterpar.replicas.broadcast import version, versions
 from scatterpar.state.journal import Journal
@@ -228,7 +229,17 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._lending = Lending(self._lent_roots, _OF_LOOP, self.root_device)
 
     def _lent_roots(self) -> list[Any]:
-        return [self.lightning_module]
+        """The LightningModule, and modules to which it refers by plain containers.
+
+        Calls write these, too, such as metrics in a dict.
+        """
+        module = self.lightning_module
+        parts = {id(part) for part in module.modules()}
+        roots: list[Any] = [module]
+        for other in modules_of(module, _OF_LOOP):
+            if id(other) not in parts:
+                roots.append(other)
+        return roots
 
     def teardown(self) -> None:
         """Close the engine, and do what ``SingleDeviceStrategy`` does."""
@@ -356,9 +367,10 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         groups and schedules, the data module; callbacks and data sets of the user.
         """
         trainer = self.lightning_module.trainer
-        roots: list[Any] = [self.lightning_module, trainer, trainer.datamodule]
+        roots = [*self._lent_roots(), trainer, trainer.datamodule]
         # Not the states of optimizers, which only their own steps write.
-        roots += [optimizer.param_groups for optimizer in trainer.optimizers]
+        for optimizer in trainer.optimizers:
+            roots.append(SimpleNamespace(param_groups=optimizer.param_groups))
         roots += [config.scheduler for config in trainer.lr_scheduler_configs]
         loaders = trainer.fit_loop._combined_loader.flattened
         data_sets = [getattr(loader, "dataset", None) for loader in loaders]

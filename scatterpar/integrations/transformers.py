@@ -455,7 +455,9 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         """In the body, which is a look, calls of functions leave nothing."""
         # The Trainer's own objects, which a user's function may write, too.
         roots = [*self._roots(), self.args, self.state, self.control]
-        roots += getattr(self.optimizer, "param_groups", ())
+        # Not the optimizer's state, which only its own steps write.
+        groups = getattr(self.optimizer, "param_groups", ())
+        roots.append(SimpleNamespace(param_groups=groups))
         for dataset in (self.train_dataset, self.eval_dataset):
             if is_user_class(type(dataset)):  # it may have statistics
                 roots.append(dataset)

@@ -46,7 +46,7 @@ from scatterpar.state.savers import (
     saver_of,
     substitution_for,
 )
-from scatterpar.state.walk import Place, PlaceKind, Walk
+from scatterpar.state.walk import UNSET, Place, PlaceKind, Walk
 from scatterpar.threads.generators import default_of
 
 # Of tensors that are no buffers, and of arrays; larger ones are data.
@@ -261,11 +261,12 @@ class Journal:
     def changed_numbers(self) -> list[str]:
         """The names of variables, attributes and entries with another number now.
 
-        So are new lists, tuples and dicts with other numbers.
+        So are new lists, tuples and dicts with other numbers. New entries are not:
+        they are those of a cache or a log, which later calls leave as they are.
         """
         names: dict[str, None] = {}
         for name, saved, value in self._changed_entries():
-            if _has_other_numbers(saved, value):
+            if saved is not UNSET and _has_other_numbers(saved, value):
                 names[name] = None
         for place, referent in self._changed_variables():
             if _has_other_numbers(referent, place.read()):
@@ -281,11 +282,14 @@ class Journal:
     def _changed_entries(self) -> Iterator[tuple[str, Any, Any]]:
         """Yield the names of entries and attributes that differ, with the saved and the
         present values.
+
+        A new entry was ``UNSET``, and a new attribute ``None``.
         """
         for position, container, saved in self._containers.changed():
             number, _ = self.walk.containers[position]
             is_value = self.walk.values[number] is container
             kind = PlaceKind.ENTRY if is_value else PlaceKind.ATTRIBUTE
+            missing = UNSET if is_value else None
             if not isinstance(saved, dict):
                 yield self.walk.name_of(number), saved, container
                 continue
@@ -293,7 +297,7 @@ class Journal:
                 is_same = key in saved and key in container
                 if not (is_same and saved[key] is container[key]):
                     name = self.walk.name_of_entry(number, kind, key)
-                    yield name, saved.get(key), container.get(key)
+                    yield name, saved.get(key, missing), container.get(key)
 
     def lost(self) -> list[tuple[int, ...]]:
         """The shapes of large tensors that were written, whose values are not saved."""
@@ -365,7 +369,8 @@ def _has_other_numbers(saved: Any, value: Any) -> bool:
         return bool(value != saved)
     pairs: list[tuple[Any, Any]] = []
     if isinstance(value, dict) and isinstance(saved, dict):
-        pairs = [(saved.get(key), entry) for key, entry in value.items()]
+        names = saved.keys() & value.keys()
+        pairs = [(saved[name], value[name]) for name in names]
     elif isinstance(value, (list, tuple)) and isinstance(saved, (list, tuple)):
         pairs = [*zip(saved, value, strict=False)]  # what is appended is a log
     return any(_has_other_numbers(before, entry) for before, entry in pairs)

@@ -1,15 +1,24 @@
 """What user code logs during a look is dropped, because the step logs it again.
 
-A loop of another library asks ``is_look()``, and silences the loggers of its own.
+So is what it writes into files that it opens in its calls. A loop of another library
+asks ``is_look()``, and silences the loggers of its own.
 """
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import functools
+import inspect
+import io
 import logging
+import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from typing import Any
+
+from scatterpar.state.whose import is_library
 
 _is_look = ContextVar("is_look", default=False)
 
@@ -32,7 +41,8 @@ class _OfOtherThreads(logging.Filter):
 
 @contextlib.contextmanager
 def records_dropped() -> Iterator[None]:
-    """In the body, no handler of ``logging`` gets what this thread logs.
+    """In the body, no handler of ``logging`` gets what this thread logs, and no file
+    that it opens gets what it writes.
 
     Other threads of the process log as ever, so no level is set. Levels that user code
     sets are restored.
@@ -43,16 +53,49 @@ def records_dropped() -> Iterator[None]:
     handlers = _handlers()
     for handler in handlers:
         handler.addFilter(of_other_threads)
+    # ``pathlib`` calls the one of ``io``.
+    openers = builtins.open, io.open
+    builtins.open = io.open = _opening_nothing(builtins.open)
     token = _is_look.set(True)
     try:
         yield
     finally:
         _is_look.reset(token)
+        builtins.open, io.open = openers
         for handler in handlers:
             handler.removeFilter(of_other_threads)
         for logger, level in levels:
             if logger.level != level:
                 logger.setLevel(level)
+
+
+def _opening_nothing(opener: Callable[..., Any]) -> Callable[..., Any]:
+    """``open``, which opens the null device if user code in a look opens a path to
+    write.
+    """
+
+    @functools.wraps(opener)
+    def opened(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
+        writes = not {*mode}.isdisjoint("wax")
+        # A number is a file that is open already.
+        if writes and is_look() and not isinstance(file, int) and _is_asked_by_user():
+            file = os.devnull
+            mode = mode.replace("x", "w")
+        return opener(file, mode, *args, **options)
+
+    return opened
+
+
+def _is_asked_by_user() -> bool:
+    """Whether user code opens the file, itself or as a path of ``pathlib``.
+
+    A library may read again what it has written: a compiler its code.
+    """
+    frame = inspect.currentframe()
+    modules = __name__, "pathlib", "pathlib._local"  # the last one since Python 3.13
+    while frame is not None and frame.f_globals.get("__name__") in modules:
+        frame = frame.f_back
+    return frame is not None and not is_library(frame.f_globals.get("__name__"))
 
 
 def _handlers() -> list[logging.Handler]:

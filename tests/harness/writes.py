@@ -20,6 +20,7 @@ import tempfile
 import threading
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,6 +73,12 @@ class Numbers:
 
 class Numbered:
     number = Numbers()
+
+
+def numbered():
+    value = Numbered()
+    value.number = 0  # the values have that of a dead object with the same id
+    return value
 
 
 class LockedMeter:
@@ -175,6 +182,27 @@ def write_class(owner, loss, _):
     type(owner).total = getattr(type(owner), "total", 0.0) + loss
 
 
+def write_line(owner, loss, _):
+    with open(owner.kept, "a") as file:
+        file.write(f"{loss:.9f}\n")
+
+
+class Key:
+    """A key of a dict, which calls write."""
+
+    def __init__(self) -> None:
+        self.total = 1.0
+
+
+def write_key(owner, loss, _):
+    for key in owner.kept:
+        key.total = key.total / 2 + loss
+
+
+def write_longer(owner, loss, _):
+    owner.kept.resize_(len(owner.kept) + 1)[-1] = loss
+
+
 def set_(owner, value):
     owner.kept = value
 
@@ -260,7 +288,7 @@ RESTORABLE = {
         lambda o: o.kept.get(),
     ),
     "descriptor": Write(
-        Numbered,
+        numbered,
         lambda o, loss, x: setattr(o.kept, "number", o.kept.number + 1),
         lambda o: o.kept.number,
     ),
@@ -301,6 +329,15 @@ RESTORABLE |= {
     "nested dicts": Write(
         lambda: {"of": {}}, lambda o, loss, x: o.kept["of"].update({len(o.kept): loss})
     ),
+    "file by its path": Write(
+        lambda: Path(tempfile.mkdtemp()) / "losses.txt",
+        write_line,
+        lambda o: o.kept.read_text(),
+    ),
+    "object as a key": Write(
+        lambda: {Key(): 0}, write_key, lambda o: [key.total for key in o.kept]
+    ),
+    "longer tensor": Write(lambda: torch.zeros(1).double(), write_longer),
     "array in place": Write(
         lambda: np.ones(3), lambda o, loss, x: np.multiply(o.kept, loss, out=o.kept)
     ),

@@ -39,7 +39,13 @@ from lightning.pytorch.loggers.logger import Logger  # noqa: E402
 from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 from lightning.pytorch.tuner import Tuner  # noqa: E402
 from lightning.pytorch.utilities import CombinedLoader  # noqa: E402
-from torchmetrics import AUROC, MeanSquaredError, MetricCollection, PearsonCorrCoef  # noqa: E402
+from torchmetrics import (  # noqa: E402
+    AUROC,
+    MeanMetric,
+    MeanSquaredError,
+    MetricCollection,
+    PearsonCorrCoef,
+)
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score  # noqa: E402
 
 from scatterpar import Replicated, ScatterOnceParallel, count_labels, splitcheck  # noqa: E402
@@ -609,12 +615,14 @@ class Writes(Plain):
         self.written = Written(self.kinds)
         self.number = 0
         self.same = self.history = [[]]
+        self.meters = {"mean": MeanMetric()}  # a dict hides it from the module
         self.register_buffer("queue", torch.zeros(5).double())
         self.save_hyperparameters({"beta": 1.0})
 
     def note(self, loss, first):
         self.number += 1
         self.same[0].append(loss)
+        self.meters["mean"].update(loss)
         self.queue[self.number % 5] = loss
         self.hparams.beta *= 0.99
         self.net[1].temperature = 1 + 0.1 * self.global_step
@@ -633,6 +641,7 @@ class Writes(Plain):
             values[f"{name} of the callback"] = kept
         values["history"] = list(atoms(self.history))
         values["queue"] = list(atoms(self.queue))
+        values["meter"] = [round(float(self.meters["mean"].compute()), 5)]
         values["numbers"] = [self.number, self.hparams.beta, self.net[1].temperature]
         values["trainer"] = [trainer.datamodule.rows, trainer.own_rows]
         return values

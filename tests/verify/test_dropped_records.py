@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 
+import numpy as np
 import pytest
 import torch
 from harness.models import Of
@@ -108,3 +109,36 @@ def test_levels_that_a_look_sets_are_restored():
         ALONE.setLevel(logging.ERROR)
         logging.getLogger("made.in.a.look")
     assert ALONE.level == level
+
+
+WRITERS = {
+    "open": lambda path, text: open(path, "a").write(text),  # noqa: SIM115
+    "path": lambda path, text: path.open("a").write(text),
+    "bytes": lambda path, text: path.open("ab").write(text.encode()),
+    "new file": lambda path, text: path.with_suffix(f".{text}").write_text("text"),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_look_writes_no_file_that_it_opens(tmp_path, name):
+    """A file that user code opens in each call had lines of looks."""
+
+    def criterion(output, targets):
+        WRITERS[name](tmp_path / "losses.txt", "look" if is_look() else "step")
+        return (output - targets).square().mean()
+
+    model = build(lambda: torch.nn.Linear(3, 2))
+    with ScatterOnceParallel(model, 2, ["cpu"]) as engine:
+        engine.forward_backward(randn(8, 3), randn(8, 2), criterion)
+    files = list(tmp_path.iterdir())
+    written = "".join(file.name + file.read_text() for file in files)
+    assert "step" in written
+    assert "look" not in written
+
+
+def test_library_writes_its_files_in_a_look(tmp_path):
+    """A compiler reads the code that it has written."""
+    array = torch.ones(1).numpy()
+    with records_dropped():
+        np.save(tmp_path / "array.npy", array)
+    assert np.load(tmp_path / "array.npy") == array

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from itertools import compress
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,10 +26,11 @@ from scatterpar.devices.memory import empty
 from scatterpar.devices.transfers import Transfers, to_numbers
 from scatterpar.look_steps import is_look_step
 from scatterpar.replicas.checks import refuse_sparse
-from scatterpar.replicas.large_tensors import is_large, sample
+from scatterpar.replicas.large_tensors import Freshness, Reading, is_large, sample
 from scatterpar.replicas.module_contents import ModuleContents
 
 _VERSION = attrgetter("_version")
+# Numbers of the tensors that are compared, and of those among them that are sampled.
 _Compared = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -44,6 +45,24 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
         return list(map(_VERSION, tensors))  # without a Python call per tensor
     except RuntimeError:  # there are inference tensors
         return list(map(version, tensors))
+
+
+class Comparison(NamedTuple):
+    """The tensors that may have changed since they were sent, beside their copies.
+
+    Attributes:
+        versions: of all tensors, before values were read.
+        trusted: the numbers of tensors that are as they were, as their versions say.
+        compared: which tensors were read.
+        fingerprints: of the master's values of these; ``None`` if nothing was read.
+        differences: whether each of them differs, on a device or on the host.
+    """
+
+    versions: Sequence[int]
+    trusted: Set[int]
+    compared: _Compared
+    fingerprints: Fingerprints | None
+    differences: Tensor
 
 
 class Broadcast:
@@ -92,10 +111,11 @@ class Broadcast:
         }
         self._messages = messages(dict(enumerate(self._tensors)))
         self._large = {
-            number for number, tensor in enumerate(self._tensors) if is_large(tensor)
+            number: Freshness()
+            for number, tensor in enumerate(self._tensors)
+            if is_large(tensor)
         }
         self._comparisons = 0
-        self._without_version: set[int] = set()  # large ones that were written so
         self.invalidate()
 
     def is_of(
@@ -136,69 +156,72 @@ class Broadcast:
     def invalidate(self) -> None:
         """Send all tensors the next time, also unchanged ones."""
         self._sent: dict[int, int] = {}  # the versions of the sent values
-        # Of the sent values, by the numbers of the tensors, and of those that are
-        # sampled.
-        self._known: dict[_Compared, Fingerprints] = {}
+        self._last: Comparison | None = None  # its fingerprints are those of the copies
 
-    def compare(self, *, trusts_versions: bool = False) -> Tensor:
+    def compare(self, *, trusts_versions: bool = False) -> Comparison:
         """Compare tensors that may have changed with their copies.
 
-        Returns what differs. ``update`` needs the result on the host, which waits once
-        for those of several objects. ``trusts_versions``: a tensor with the version
+        The caller may bring the ``differences`` of several objects to the host
+        together, so that it waits once. ``trusts_versions``: a tensor with the version
         that was sent has not changed.
         """
         parameters = set(self.parameters)
-        self._present = versions(self._tensors)  # before the values are read
+        present = versions(self._tensors)  # before the values are read
         self._comparisons += 1
-        self._trusted: set[int] = set()
+        reads_all = is_look_step(self._comparisons)
+        trusted: set[int] = set()
         doubtful: list[int] = []
         sampled: list[int] = []
         for number, sent in self._sent.items():
-            is_as_sent = sent == self._present[number]
+            is_as_sent = sent == present[number]
             if is_as_sent and trusts_versions:
-                self._trusted.add(number)
+                trusted.add(number)
                 continue
-            # A small one is cheap to read, so its version need not be believed.
-            if number not in self._large:
+            freshness = self._large.get(number)
+            if freshness is None:
+                # A small one is cheap to read, so its version need not be believed.
                 if is_as_sent or number not in parameters:
                     doubtful.append(number)
-            elif is_as_sent or number in self._without_version:
+                continue
+            reading = freshness.reading(is_as_sent, reads_all)
+            if reading is not Reading.NOTHING:
                 doubtful.append(number)
-                is_read_whole = is_look_step(self._comparisons)
-                if number not in self._without_version and not is_read_whole:
-                    sampled.append(number)
-        self._compared: dict[_Compared, Fingerprints] = {}
+            if reading is Reading.SAMPLE:
+                sampled.append(number)
+        compared = tuple(doubtful), tuple(sampled)
         if not doubtful:  # an optimizer has updated all, and there are no buffers
-            return empty(0, torch.bool, HOST)
-        key = tuple(doubtful), tuple(sampled)
-        master = self._fingerprints(self.memories[0], key)
-        self._compared[key] = master
+            nothing = empty(0, torch.bool, HOST)
+            return Comparison(present, trusted, compared, None, nothing)
+        master = self._fingerprints(self.memories[0], compared)
         # Those of the copies are known from the last step, unless other tensors are
         # doubtful.
-        copies = self._known.get(key)
+        copies = None
+        if self._last is not None and self._last.compared == compared:
+            copies = self._last.fingerprints
         if copies is None:
-            copies = self._fingerprints(self.memories[1], key)
-        return master.differences(copies)
+            copies = self._fingerprints(self.memories[1], compared)
+        differences = master.differences(copies)
+        return Comparison(present, trusted, compared, master, differences)
 
-    def update(self, transfers: Transfers, differences: Tensor) -> None:
+    def update(self, transfers: Transfers, comparison: Comparison) -> None:
         """Send the master's values of changed tensors, after ``compare``."""
         if not self._copies:
             return
-        present = self._present
-        compared = self._compared
-        unchanged = self._trusted
-        for (doubtful, _), fingerprints in compared.items():
-            differing = set(compress(fingerprints.owners, to_numbers(differences)))
-            unchanged |= set(doubtful).difference(differing)
-            for number in differing:
+        present = comparison.versions
+        unchanged = set(comparison.trusted)
+        if comparison.fingerprints is not None:
+            owners = comparison.fingerprints.owners
+            differing = set(compress(owners, to_numbers(comparison.differences)))
+            unchanged |= set(comparison.compared[0]) - differing
+            for number in differing.intersection(self._large):
                 if self._sent[number] == present[number]:
-                    self._without_version.add(number)
+                    self._large[number].is_silent = True
         changed = set(range(len(self._tensors))) - unchanged
         self.invalidate()  # until all are sent
         self._send(self.memories[0], changed, transfers)
         # Last: if a copy failed, all are sent again.
         self._sent = dict(enumerate(present))
-        self._known = compared
+        self._last = comparison
 
     def _fingerprints(self, device: torch.device, key: _Compared) -> Fingerprints:
         numbers, sampled = key

@@ -17,6 +17,7 @@ reads all words.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 
 import torch
@@ -50,18 +51,87 @@ def sample(tensor: Tensor) -> Tensor:
     return torch.cat([words[:_WORDS], words[-_WORDS:], words[::step]])
 
 
-class LargeCopies:
-    """A replica's copies of large tensors in its own memory, on the host.
+class Reading(enum.Enum):
+    """What is read of a large tensor, to tell whether it was written.
 
-    On an accelerator a copy takes less time than the host would wait for an answer.
+    Attributes:
+        NOTHING: its version has moved, which tells.
+        SAMPLE: some of its words.
+        ALL: all of them.
     """
 
-    def __init__(self, copies: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    NOTHING = 0
+    SAMPLE = 1
+    ALL = 2
+
+
+class Freshness:
+    """How to tell whether one large tensor was written since it was copied.
+
+    ``Broadcast`` asks it of copies in other memories, ``LargeCopy`` of one in the same.
+
+    Attributes:
+        is_silent: whether it was once written without a change of its version.
+    """
+
+    def __init__(self) -> None:
+        self.is_silent = False
+
+    def reading(self, has_same_version: bool, reads_all: bool) -> Reading:
+        """What to read of a tensor with the version that was copied, or another one."""
+        if self.is_silent:
+            return Reading.ALL
+        if not has_same_version:
+            return Reading.NOTHING
+        return Reading.ALL if reads_all else Reading.SAMPLE
+
+
+class LargeCopy:
+    """A replica's copy of a large tensor in its own memory, on the host.
+
+    On an accelerator a copy takes less time than the host would wait for an answer.
+
+    Attributes:
+        copy: the replica's tensor.
+        versions: of copy and source, when they were equal; ``None`` before that, and of
+            inference tensors.
+    """
+
+    def __init__(self, copy: Tensor, source: Tensor) -> None:
+        self.copy = copy
+        self.versions: tuple[int, int] | None = None
+        self._source = source
+        self._freshness = Freshness()
+
+    def refresh(self) -> None:
+        """Copy the source."""
+        write(self.copy, self._source)
+        self.versions = self._present_versions()
+
+    def may_be_stale(self, *, reads_all: bool) -> bool:
+        """Whether the copy may differ from its source."""
+        present = self._present_versions()
+        has_same_version = present is not None and present == self.versions
+        reading = self._freshness.reading(has_same_version, reads_all)
+        # A copy of what differs in each step costs no more than a comparison.
+        if reading is Reading.NOTHING or self._freshness.is_silent:
+            return True
+        words_of = as_bytes if reading is Reading.ALL else sample
+        is_equal = torch.equal(words_of(self.copy), words_of(self._source))
+        self._freshness.is_silent = not is_equal
+        return not is_equal
+
+    def _present_versions(self) -> tuple[int, int] | None:
+        if self.copy.is_inference() or self._source.is_inference():
+            return None
+        return self.copy._version, self._source._version
+
+
+class LargeCopies:
+    """A replica's copies of large tensors."""
+
+    def __init__(self, copies: Sequence[LargeCopy]) -> None:
         self._copies = copies
-        self._sources = sources
-        # Of copy and source, when they were equal.
-        self._versions: list[tuple[int, int] | None] = [None] * len(copies)
-        self._without_version: set[int] = set()  # they were written nevertheless
         # Whether a forward pass in this mode was followed by a look at all words.
         self._is_trusted = False
 
@@ -72,56 +142,23 @@ class LargeCopies:
     def refresh(self, *, reads_all: bool = False) -> None:
         """Copy the sources that differ."""
         # In a first refresh everything is copied, and nothing is learnt.
-        was_refreshed = None not in self._versions
-        for number in self.differing(reads_all=reads_all):
-            write(self._copies[number], self._sources[number])
-            self._versions[number] = self._present_versions(number)
+        was_refreshed = all(large.versions is not None for large in self._copies)
+        for large in self.stale(reads_all=reads_all):
+            large.refresh()
         self._is_trusted |= reads_all and was_refreshed
 
-    def differing(self, *, reads_all: bool = False) -> list[int]:
-        """The numbers of the copies that may differ from their sources."""
+    def stale(self, *, reads_all: bool = False) -> list[LargeCopy]:
+        """The copies that may differ from their sources."""
         reads_all |= not self._is_trusted
         return [
-            number
-            for number in range(len(self._copies))
-            if not self._is_equal(number, reads_all)
+            large for large in self._copies if large.may_be_stale(reads_all=reads_all)
         ]
-
-    def _is_equal(self, number: int, reads_all: bool) -> bool:
-        versions = self._present_versions(number)
-        # The cheap question first.
-        if versions is None or versions != self._versions[number]:
-            return False
-        if number in self._without_version:
-            return False
-        copy = self._copies[number]
-        source = self._sources[number]
-        if reads_all:
-            is_equal = torch.equal(as_bytes(copy), as_bytes(source))
-        else:
-            is_equal = torch.equal(sample(copy), sample(source))
-        if not is_equal:
-            self._without_version.add(number)
-        return is_equal
-
-    def _present_versions(self, number: int) -> tuple[int, int] | None:
-        copy = self._copies[number]
-        source = self._sources[number]
-        if copy.is_inference() or source.is_inference():  # they have no versions
-            return None
-        return copy._version, source._version
-
-    def copies(self, numbers: Sequence[int]) -> list[Tensor]:
-        """The copies with these numbers."""
-        return [self._copies[number] for number in numbers]
 
     def equal_copies(self, *, reads_all: bool = False) -> list[Tensor]:
         """The copies that are as they were, and their sources, too."""
-        differing = set(self.differing(reads_all=reads_all))
+        stale = self.stale(reads_all=reads_all)
         self._is_trusted = True
-        return [
-            copy for number, copy in enumerate(self._copies) if number not in differing
-        ]
+        return [large.copy for large in self._copies if large not in stale]
 
 
 def may_stay(copy: Tensor, source: Tensor) -> bool:

@@ -26,12 +26,12 @@ from scatterpar.replicas.batch_statistics import (
     pooled,
     record,
 )
-from scatterpar.replicas.broadcast import Broadcast
+from scatterpar.replicas.broadcast import Broadcast, Comparison
 from scatterpar.replicas.buffers import RUNNING, BufferValue, values_after
 from scatterpar.replicas.checks import check_placement, parameters_of
 from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.computed_weights import ComputedWeight, computed_weights
-from scatterpar.replicas.large_tensors import LargeCopies, may_stay
+from scatterpar.replicas.large_tensors import LargeCopies, LargeCopy, may_stay
 from scatterpar.replicas.module_contents import (
     ModuleContents,
     is_leaf,
@@ -119,16 +119,18 @@ class Replicas:
             if root is not None and not self.of_model.contains_all_of(root):
                 self._of_criterion.follow(root, self._device_ids[:number])
                 self.replica_sets.append(self._of_criterion)
-            # The host waits once, for the model's and the criterion's.
-            compared = [
+            comparisons = [
                 replica_set.broadcast.compare(trusts_versions=trusts_versions)
                 for replica_set in self.replica_sets
             ]
-            differences = to_host(compared)
-            for replica_set, differing in zip(
-                self.replica_sets, differences, strict=True
+            # The host waits once, for the model's and the criterion's.
+            on_host = to_host([comparison.differences for comparison in comparisons])
+            for replica_set, comparison, differences in zip(
+                self.replica_sets, comparisons, on_host, strict=True
             ):
-                replica_set.send(transfers, differing)
+                replica_set.send(
+                    transfers, comparison._replace(differences=differences)
+                )
             # The criterion's own replicas, or those of the model that it is a part of.
             replicas = self.replica_sets[-1].replicas
             if root is None:
@@ -267,13 +269,13 @@ class ReplicaSet:
         for weight in self.computed:
             weight.set()
 
-    def send(self, transfers: Transfers, differences: Tensor) -> None:
+    def send(self, transfers: Transfers, comparison: Comparison) -> None:
         """Send the values of tensors to all replicas.
 
         Call it under ``torch.no_grad()``.
         """
         # Before the replicas refresh their buffers from these copies.
-        self.broadcast.update(transfers, differences)
+        self.broadcast.update(transfers, comparison)
         self.sends += 1
         reads_all = is_look_step(self.sends)
         for replica in self.replicas:
@@ -503,23 +505,19 @@ class Replica(ModuleCopy):
         # Buffers: each replica has its own, and copies their values before each step.
         self._private: list[Tensor] = []
         self._sources: list[Tensor] = []
-        large_copies: list[Tensor] = []
-        large_sources: list[Tensor] = []
+        large: list[LargeCopy] = []
         for number, tensor in enumerate(self.tensors):
             source = sources[number]
             if storages[number] is source:  # a parameter in shared memory
                 continue
             if may_stay(tensor, source):
-                large_copies.append(tensor)
-                large_sources.append(source)
+                large.append(LargeCopy(tensor, source))
             else:
                 self._private.append(tensor)
                 self._sources.append(source)
         # Cut once: ``refresh`` puts exchanged storages back, so shapes stay.
         self._messages = messages(dict(enumerate(self._private)))
-        self.large: LargeCopies | None = None
-        if large_copies:
-            self.large = LargeCopies(large_copies, large_sources)
+        self.large = LargeCopies(large) if large else None
         super().__init__(replica_set.contents, self.tensors, replica_set.compiler)
         self.root = self.copy_of(replica_set.root)
         self.modules = [self.copy_of(module) for module in replica_set.modules]
@@ -592,7 +590,7 @@ class Replica(ModuleCopy):
             private = list(self._private)
             if self.large is not None:
                 # Of the large ones only what the body's own refresh will overwrite.
-                private += self.large.copies(self.large.differing())
+                private += [large.copy for large in self.large.stale()]
             saved = list(map(Tensor.clone, private))
             self.refresh()
 

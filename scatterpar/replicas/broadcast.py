@@ -47,7 +47,7 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
         return list(map(version, tensors))
 
 
-class Comparison(NamedTuple):
+class CopyComparison(NamedTuple):
     """The tensors that may have changed since they were sent, beside their copies.
 
     Attributes:
@@ -156,9 +156,11 @@ class Broadcast:
     def invalidate(self) -> None:
         """Send all tensors the next time, also unchanged ones."""
         self._sent: dict[int, int] = {}  # the versions of the sent values
-        self._last: Comparison | None = None  # its fingerprints are those of the copies
+        self._last: CopyComparison | None = (
+            None  # its fingerprints are those of the copies
+        )
 
-    def compare(self, *, trusts_versions: bool = False) -> Comparison:
+    def compare(self, *, trusts_versions: bool = False) -> CopyComparison:
         """Compare tensors that may have changed with their copies.
 
         The caller may bring the ``differences`` of several objects to the host
@@ -191,7 +193,7 @@ class Broadcast:
         compared = tuple(doubtful), tuple(sampled)
         if not doubtful:  # an optimizer has updated all, and there are no buffers
             nothing = empty(0, torch.bool, HOST)
-            return Comparison(present, trusted, compared, None, nothing)
+            return CopyComparison(present, trusted, compared, None, nothing)
         master = self._fingerprints(self.memories[0], compared)
         # Those of the copies are known from the last step, unless other tensors are
         # doubtful.
@@ -201,9 +203,9 @@ class Broadcast:
         if copies is None:
             copies = self._fingerprints(self.memories[1], compared)
         differences = master.differences(copies)
-        return Comparison(present, trusted, compared, master, differences)
+        return CopyComparison(present, trusted, compared, master, differences)
 
-    def update(self, transfers: Transfers, comparison: Comparison) -> None:
+    def update(self, transfers: Transfers, comparison: CopyComparison) -> None:
         """Send the master's values of changed tensors, after ``compare``."""
         if not self._copies:
             return

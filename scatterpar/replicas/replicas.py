@@ -26,7 +26,7 @@ from scatterpar.replicas.batch_statistics import (
     pooled,
     record,
 )
-from scatterpar.replicas.broadcast import Broadcast, Comparison
+from scatterpar.replicas.broadcast import Broadcast, CopyComparison
 from scatterpar.replicas.buffers import RUNNING, BufferValue, values_after
 from scatterpar.replicas.checks import check_placement, parameters_of
 from scatterpar.replicas.compiled import Compiler
@@ -269,7 +269,7 @@ class ReplicaSet:
         for weight in self.computed:
             weight.set()
 
-    def send(self, transfers: Transfers, comparison: Comparison) -> None:
+    def send(self, transfers: Transfers, comparison: CopyComparison) -> None:
         """Send the values of tensors to all replicas.
 
         Call it under ``torch.no_grad()``.

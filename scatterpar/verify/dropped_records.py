@@ -53,20 +53,49 @@ def records_dropped() -> Iterator[None]:
     handlers = _handlers()
     for handler in handlers:
         handler.addFilter(of_other_threads)
-    # ``pathlib`` calls the one of ``io``.
-    openers = builtins.open, io.open
-    builtins.open = io.open = _opening_nothing(builtins.open)
     token = _is_look.set(True)
     try:
-        yield
+        with _OPENERS.exchanged():
+            yield
     finally:
         _is_look.reset(token)
-        builtins.open, io.open = openers
         for handler in handlers:
             handler.removeFilter(of_other_threads)
         for logger, level in levels:
             if logger.level != level:
                 logger.setLevel(level)
+
+
+class _Openers:
+    """The functions that open files, exchanged as long as a thread is in a look.
+
+    Looks of two threads may overlap, and the last one that ends puts them back.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_looks = 0
+        self._originals = builtins.open, io.open
+
+    @contextlib.contextmanager
+    def exchanged(self) -> Iterator[None]:
+        """In the body a file that user code of this thread opens gets nothing."""
+        with self._lock:
+            self._num_looks += 1
+            if self._num_looks == 1:
+                self._originals = builtins.open, io.open
+                # ``pathlib`` calls the one of ``io``.
+                builtins.open = io.open = _opening_nothing(builtins.open)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_looks -= 1
+                if self._num_looks == 0:
+                    builtins.open, io.open = self._originals
+
+
+_OPENERS = _Openers()
 
 
 def _opening_nothing(opener: Callable[..., Any]) -> Callable[..., Any]:

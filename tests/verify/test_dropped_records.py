@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 
@@ -142,3 +143,15 @@ def test_library_writes_its_files_in_a_look(tmp_path):
     with records_dropped():
         np.save(tmp_path / "array.npy", array)
     assert np.load(tmp_path / "array.npy") == array
+
+
+def test_openers_are_put_back_after_looks_that_overlap():
+    """The look that ended last put back the other one's."""
+    opener = open
+    first, second = contextlib.ExitStack(), contextlib.ExitStack()
+    first.enter_context(records_dropped())
+    second.enter_context(records_dropped())
+    first.close()
+    assert open is not opener
+    second.close()
+    assert open is opener

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from scatterpar.causes.counts import Count
 from scatterpar.causes.vectors import is_close
+
+Question = Callable[[], bool]  # answered by yes or no, perhaps after further runs
 
 # How far weights may be from those of a cause, if they were computed from gradients.
 CLOSE = 1e-3
@@ -91,9 +93,9 @@ class Finding:
 class SplitEvidence:
     """What is known of a result in parts beside that of the whole batch.
 
-    A user of the list overrides what it can answer: a look at a step, one at the
-    outputs of the pair, and ``splitcheck``. Answers may cost runs, so each is asked for
-    in the order of the list. By default there is no answer.
+    Those who ask override what they can answer: a look at a step, one at the outputs of
+    the pair, and ``splitcheck``. Answers may cost runs, so each is asked for in the
+    order of the list. By default there is no answer.
 
     Attributes:
         parts: the rows of all parts.
@@ -112,29 +114,9 @@ class SplitEvidence:
         """What a loss may divide by, the most usual first."""
         return ()
 
-    def is_finite(self) -> bool:
-        """Whether both results are finite."""
-        return True
-
-    def is_repeatable(self) -> bool:
-        """Whether the same rows give the same result again."""
-        return True
-
-    def has_gradient_of_no_loss(self) -> bool:
-        """Whether a backward pass adds a gradient that does not depend on the loss."""
-        return False
-
-    def is_rounding(self) -> bool:
-        """Whether rounding explains the difference."""
-        return False
-
-    def is_wrong_with_one_part(self) -> bool:
-        """Whether the result is wrong without any split, too."""
-        return False
-
-    def draws_per_part(self) -> bool:
-        """Whether the result is right if each part draws the same numbers."""
-        return False
+    def questions(self) -> Mapping[CauseKind, Question]:
+        """The causes that a yes shows, as far as this asker can answer."""
+        return {}
 
     def differing_ranks(self) -> Sequence[str]:
         """The results that differ between processes or replicas."""
@@ -156,10 +138,6 @@ class SplitEvidence:
         """The weights of the parts, if the results of parts add up to both results."""
         return None
 
-    def depends_on_earlier_parts(self) -> bool:
-        """Whether what one part leaves changes the result of the next one."""
-        return False
-
     def growths(self) -> Sequence[Growth]:
         """How the difference grows with the numbers of parts and of ranks."""
         return ()
@@ -167,22 +145,6 @@ class SplitEvidence:
     def count_that_decides(self) -> Count | None:
         """Terms: rows with equally many give a right result, and other rows do not."""
         return None
-
-    def has_entries_out_of_order(self) -> bool:
-        """Whether outputs of parts, joined, are in another order than the rows."""
-        return False
-
-    def do_rows_meet(self) -> bool:
-        """Whether the result of a row depends on the other rows of its part."""
-        return False
-
-    def uses_outputs_of_a_part(self) -> bool:
-        """Whether the loss of all rows uses what one part has returned or left."""
-        return False
-
-    def do_shapes_broadcast(self) -> bool:
-        """Whether outputs and targets broadcast to all pairs of rows."""
-        return False
 
     def terms_of(self, count: Count) -> list[float]:
         """The number of terms in each part."""

@@ -1,24 +1,4 @@
-"""The causes, in the order in which they are tested. The first that fits counts.
-
-::
-
-    not finite                                       nothing else can be compared
-    unrepeatable                                     all others compare results
-    gradient of no loss                              exact, however small it is
-    rounding                                         from here on its limit is known
-    wrong with one part, ranks differ                no split explains these
-    numbers drawn per part                           the result is right for the same
-    a factor, other weights of the parts             in all results, or all wrong ones
-    state between parts                              an earlier part changes the next
-    once per part                                    it grows with their number
-    a factor, other weights                          in one of the wrong results
-    mean of means in one of several terms            equal counts are treated right
-    entries out of order, rows are compared          no weights make up the whole batch
-    outputs of a part, shapes broadcast              why they do not
-
-Weights come before state, because a running sum of losses is both. They need no split
-but the one at hand, so they are also the cheaper question.
-"""
+"""The causes, in the order in which they are tested. The first that fits counts."""
 
 from __future__ import annotations
 
@@ -36,44 +16,10 @@ _ROUGHLY = 0.15  # how far a growth may be from that of a term per part, relativ
 _SAME_GROWTH = 0.05  # two growths that cannot be told apart
 
 
-def not_finite(evidence: SplitEvidence) -> Finding | None:
-    """One of the two results has NaN or infinite entries."""
-    return None if evidence.is_finite() else Finding(CauseKind.NOT_FINITE)
-
-
-def unrepeatable(evidence: SplitEvidence) -> Finding | None:
-    """The same rows give another result each time."""
-    return None if evidence.is_repeatable() else Finding(CauseKind.UNREPEATABLE)
-
-
-def gradient_of_no_loss(evidence: SplitEvidence) -> Finding | None:
-    """A backward pass adds a gradient of its own, once per part."""
-    if not evidence.has_gradient_of_no_loss():
-        return None
-    return Finding(CauseKind.GRADIENT_OF_NO_LOSS)
-
-
-def rounding(evidence: SplitEvidence) -> Finding | None:
-    """Rounding makes the difference."""
-    return Finding(CauseKind.ROUNDING) if evidence.is_rounding() else None
-
-
-def wrong_with_one_part(evidence: SplitEvidence) -> Finding | None:
-    """The result is wrong without a split, too."""
-    if not evidence.is_wrong_with_one_part():
-        return None
-    return Finding(CauseKind.WRONG_WITH_ONE_PART)
-
-
 def ranks_differ(evidence: SplitEvidence) -> Finding | None:
     """Processes end with different results."""
     names = evidence.differing_ranks()
     return Finding(CauseKind.RANKS_DIFFER, names) if names else None
-
-
-def numbers_per_part(evidence: SplitEvidence) -> Finding | None:
-    """Python or NumPy draw numbers once per part."""
-    return Finding(CauseKind.NUMBERS_PER_PART) if evidence.draws_per_part() else None
 
 
 def factor_or_weights(evidence: SplitEvidence) -> Finding | None:
@@ -84,13 +30,6 @@ def factor_or_weights(evidence: SplitEvidence) -> Finding | None:
 def one_result(evidence: SplitEvidence) -> Finding | None:
     """One of several losses is wrong: it shows in the results that only it reaches."""
     return _first_in(evidence, evidence.single_scopes())
-
-
-def state_between_parts(evidence: SplitEvidence) -> Finding | None:
-    """A part changes what the next one computes: a running mean, a counter."""
-    if not evidence.depends_on_earlier_parts():
-        return None
-    return Finding(CauseKind.STATE_BETWEEN_PARTS)
 
 
 def once_per_part(evidence: SplitEvidence) -> Finding | None:
@@ -111,50 +50,35 @@ def mean_of_means_in_a_term(evidence: SplitEvidence) -> Finding | None:
     return None if count is None else Finding(CauseKind.MEAN_OF_MEANS, count=count)
 
 
-def entries_out_of_order(evidence: SplitEvidence) -> Finding | None:
-    """An output has several entries per row, which are not row by row."""
-    if not evidence.has_entries_out_of_order():
-        return None
-    return Finding(CauseKind.ENTRIES_OUT_OF_ORDER)
-
-
-def rows_are_compared(evidence: SplitEvidence) -> Finding | None:
-    """The loss or the module ties rows to each other."""
-    return Finding(CauseKind.ROWS_ARE_COMPARED) if evidence.do_rows_meet() else None
-
-
-def outputs_of_a_part(evidence: SplitEvidence) -> Finding | None:
-    """The loss of all rows uses a number, or an attribute, that each part has."""
-    if not evidence.uses_outputs_of_a_part():
-        return None
-    return Finding(CauseKind.OUTPUTS_OF_A_PART)
-
-
-def shapes_broadcast(evidence: SplitEvidence) -> Finding | None:
-    """Outputs and targets have shapes that broadcast to all pairs of rows."""
-    if not evidence.do_shapes_broadcast():
-        return None
-    return Finding(CauseKind.SHAPES_BROADCAST)
-
-
 CauseFunction = Callable[[SplitEvidence], Finding | None]
-CAUSES: Sequence[CauseFunction] = (
-    not_finite,
-    unrepeatable,
-    gradient_of_no_loss,
-    rounding,
-    wrong_with_one_part,
+CAUSES: Sequence[CauseKind | CauseFunction] = (
+    # The asker answers the question of a kind by yes or no; a function tests figures.
+    # First: nothing can be compared with NaN.
+    CauseKind.NOT_FINITE,
+    # Before all others, because they compare results.
+    CauseKind.UNREPEATABLE,
+    # Before rounding, because this gradient is exact, however small it is.
+    CauseKind.GRADIENT_OF_NO_LOSS,
+    # From here on all compare with the limit that rounding explains.
+    CauseKind.ROUNDING,
+    # No split explains the next two.
+    CauseKind.WRONG_WITH_ONE_PART,
     ranks_differ,
-    numbers_per_part,
+    # The result is right if all parts draw the same numbers.
+    CauseKind.NUMBERS_PER_PART,
+    # Weights before state, because a running sum of losses is both. They need no other
+    # split, so they are also the cheaper question.
     factor_or_weights,
-    state_between_parts,
+    CauseKind.STATE_BETWEEN_PARTS,
     once_per_part,
+    # A single result comes after all of them, because it may fit by chance.
     one_result,
     mean_of_means_in_a_term,
-    entries_out_of_order,
-    rows_are_compared,
-    outputs_of_a_part,
-    shapes_broadcast,
+    # No weights make up the whole batch: why they do not.
+    CauseKind.ENTRIES_OUT_OF_ORDER,
+    CauseKind.ROWS_ARE_COMPARED,
+    CauseKind.OUTPUTS_OF_A_PART,
+    CauseKind.SHAPES_BROADCAST,
 )
 
 
@@ -163,7 +87,7 @@ def first_finding(evidence: SplitEvidence) -> tuple[Finding, list[Exception]]:
     failures = []
     for cause in CAUSES:
         try:
-            finding = cause(evidence)
+            finding = _finding_of(cause, evidence)
         # A cause that cannot be tested says nothing of the later ones.
         except evidence.passed_over as error:  # of the user's code, in another split
             failures.append(error)
@@ -171,6 +95,16 @@ def first_finding(evidence: SplitEvidence) -> tuple[Finding, list[Exception]]:
         if finding is not None:
             return finding, failures
     return Finding(CauseKind.UNKNOWN), failures
+
+
+def _finding_of(
+    cause: CauseKind | CauseFunction, evidence: SplitEvidence
+) -> Finding | None:
+    """The finding of one cause; ``None`` if it does not fit, or nobody can tell."""
+    if not isinstance(cause, CauseKind):
+        return cause(evidence)
+    question = evidence.questions().get(cause)
+    return Finding(cause) if question is not None and question() else None
 
 
 def _first_in(

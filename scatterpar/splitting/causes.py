@@ -214,7 +214,7 @@ def _effect_on_optimizers(finding: Finding, evidence: GradientEvidence) -> str:
     Adam divides by the size of the gradient, so that a factor vanishes.
     """
     actual, expected = joined(evidence.actual), joined(evidence.expected)
-    if not (evidence.is_finite() and actual.any() and expected.any()):
+    if evidence.is_not_finite() or not (actual.any() and expected.any()):
         return ""
     norms = f"norm {float(actual.norm()):.3g}, not {float(expected.norm()):.3g}"
     clipped = " Clipping by norm 1 does not"

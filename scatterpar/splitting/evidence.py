@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from scatterpar.causes.counts import Count
-from scatterpar.causes.evidence import CLOSE, Growth, SplitEvidence, Weights
+from scatterpar.causes.evidence import (
+    CLOSE,
+    CauseKind,
+    Growth,
+    Question,
+    SplitEvidence,
+    Weights,
+)
 from scatterpar.causes.vectors import factor_between, is_close, weights_of_parts
 from scatterpar.splitting.gradients import (
     Gradients,
@@ -59,10 +66,19 @@ class GradientEvidence(SplitEvidence):
         """What the loss may divide by, the most usual first."""
         return self.trial.counts
 
-    def is_finite(self) -> bool:
-        """Whether the gradients of the whole batch and in parts are finite."""
+    def questions(self) -> Mapping[CauseKind, Question]:
+        """The causes that a yes shows, with one or several further runs."""
+        return {
+            CauseKind.NOT_FINITE: self.is_not_finite,
+            CauseKind.WRONG_WITH_ONE_PART: self.is_wrong_with_one_part,
+            CauseKind.STATE_BETWEEN_PARTS: self.depends_on_earlier_parts,
+            CauseKind.ROWS_ARE_COMPARED: self.do_rows_meet,
+        }
+
+    def is_not_finite(self) -> bool:
+        """Whether the gradient of the whole batch or that in parts has NaN."""
         vectors = joined(self.expected), joined(self.actual)
-        return all(bool(vector.isfinite().all()) for vector in vectors)
+        return not all(bool(vector.isfinite().all()) for vector in vectors)
 
     def is_wrong_with_one_part(self) -> bool:
         """With ``loss=``: whether the step is wrong for a single part, too."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain, pairwise
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from scatterpar.batch.batch import batch_of
 from scatterpar.causes.counts import Count, NamedTensor, counts_of, named_tensors
-from scatterpar.causes.evidence import SplitEvidence, Weights
+from scatterpar.causes.evidence import CauseKind, Question, SplitEvidence, Weights
 from scatterpar.step.loss_weights import is_smoothed, term_counts
 from scatterpar.step.request import Request
 from scatterpar.verify.comparison import (
@@ -56,7 +56,7 @@ class Losses(SplitEvidence):
             parts.
         expected: the result for all rows at once.
         actual: the sum of the results of the parts, as the engine combines them.
-        limit: the largest difference that rounding explains.
+        tolerance: the largest difference between two right results.
     """
 
     weight_error = 1e-9  # the weights of a count are computed, not measured
@@ -69,14 +69,20 @@ class Losses(SplitEvidence):
         step_weights: Sequence[float],
         expected: Result,
         actual: Result,
+        tolerance: float = 0.0,
     ) -> None:
         self.request = request
         self.parts = parts
         self.step_weights = step_weights
         self.expected = expected
         self.actual = actual
+        self.tolerance = tolerance
         self.name = name_of(request)
-        self.limit = 0.0
+
+    @property
+    def limit(self) -> float:
+        """The largest difference that rounding explains."""
+        return self.tolerance
 
     @cached_property
     def ignored(self) -> Sequence[int]:
@@ -93,6 +99,7 @@ class Losses(SplitEvidence):
         """The relative difference between the results in parts and at once."""
         return self.actual.difference_from(self.expected)
 
+    @cached_property
     def results_of_parts(self) -> Sequence[Result]:
         """The result of each part from the same state, without weights."""
         raise NotImplementedError
@@ -162,6 +169,10 @@ class Losses(SplitEvidence):
         """The shapes of output and targets that are tensors."""
         raise NotImplementedError
 
+    def questions(self) -> Mapping[CauseKind, Question]:
+        """The cause that shapes show."""
+        return {CauseKind.SHAPES_BROADCAST: self.do_shapes_broadcast}
+
     def do_shapes_broadcast(self) -> bool:
         """Whether outputs and targets broadcast to all pairs of rows."""
         dimensions = {len(shape) for shape in self.shapes}
@@ -174,7 +185,7 @@ class Losses(SplitEvidence):
         """The weights of the step, and those with which the parts add up."""
         if self.request.whole_batch:  # which has one loss
             return None
-        results = self.results_of_parts()
+        results = self.results_of_parts
         if num_with_gradient(results) < 2:  # any weights might fit
             return None
         for right in self._weights_of_counts():
@@ -219,13 +230,33 @@ class Evidence(Losses):
         draws_steadily: bool,
         moved: Sequence[str],
     ) -> None:
-        super().__init__(runs.request, parts, step_weights, expected, total.result)
+        super().__init__(
+            runs.request,
+            parts,
+            step_weights,
+            expected,
+            total.result,
+            runs.rounding.tolerance,
+        )
         self.total = total
         self.runs = runs
         self.rows: Part = list(chain(*parts))
         self.draws_steadily = draws_steadily
         self.moved = moved
-        self.limit = runs.rounding.tolerance
+
+    @cached_property
+    def limit(self) -> float:
+        """The largest difference that rounding explains. It may cost runs.
+
+        Raises:
+            Inconclusive: the gradient is nothing but rounding.
+        """
+        # The cheap bound first: a nudge of the inputs costs a run.
+        of_summands = self.total.difference_by_rounding(self.expected)
+        limit = self.tolerance + of_summands
+        if self.difference <= limit:
+            return limit
+        return max(limit, self.difference_by_rounding())
 
     @cached_property
     def ignored(self) -> Sequence[int]:
@@ -246,26 +277,11 @@ class Evidence(Losses):
         return self.runs.at_once(self.rows, self.runs.replica_task)
 
     @cached_property
-    def repeated(self) -> Result:
-        """The result of the user's own module and criterion, once more."""
-        return self.runs.at_once(self.rows, self.runs.own_task)
-
-    @cached_property
-    def with_same_numbers(self) -> Result:
-        """The result in parts, each of which draws the same numbers."""
-        return self._in_parts(self.runs.user_code.restore_generators)
-
-    @cached_property
-    def from_same_state(self) -> Sequence[Result]:
-        """The result of each part from the same state, without weights."""
-        task = self.runs.replica_task
-        return self.runs.run(
-            self.parts, task, between=self.runs.user_code.restart
-        ).results
-
     def results_of_parts(self) -> Sequence[Result]:
         """The result of each part from the same state, without weights."""
-        return self.from_same_state
+        task = self.runs.replica_task
+        restart = self.runs.user_code.restart
+        return self.runs.run(self.parts, task, between=restart).results
 
     def _in_parts(self, between: Callable[[], None]) -> Result:
         run = self.runs.run(
@@ -352,33 +368,44 @@ class Evidence(Losses):
         of_parts = losses_of_parts(self.runs, output, self.parts)
         of_rows = losses_of_parts(self.runs, output, [self.rows])
         combined = weighted_sum(of_parts, self.step_weights)
-        limit = self.runs.rounding.tolerance
-        return combined.difference_from(of_rows[0]) <= limit
+        return combined.difference_from(of_rows[0]) <= self.tolerance
 
     # --- the answers to the causes ---
 
-    def is_repeatable(self) -> bool:
-        """Whether the user's own module gives the same result for the same rows.
+    def questions(self) -> Mapping[CauseKind, Question]:
+        """The causes that a yes shows. Most answers cost a run or two."""
+        return {
+            CauseKind.UNREPEATABLE: self.is_unrepeatable,
+            CauseKind.GRADIENT_OF_NO_LOSS: self.has_gradient_of_no_loss,
+            CauseKind.ROUNDING: self.is_rounding,
+            CauseKind.WRONG_WITH_ONE_PART: self.is_wrong_with_one_part,
+            CauseKind.NUMBERS_PER_PART: self.draws_per_part,
+            CauseKind.STATE_BETWEEN_PARTS: self.depends_on_earlier_parts,
+            CauseKind.ENTRIES_OUT_OF_ORDER: self.has_entries_out_of_order,
+            CauseKind.ROWS_ARE_COMPARED: self.do_rows_meet,
+            CauseKind.OUTPUTS_OF_A_PART: self.uses_outputs_of_a_part,
+            CauseKind.SHAPES_BROADCAST: self.do_shapes_broadcast,
+        }
+
+    def is_unrepeatable(self) -> bool:
+        """Whether the user's own module gives another result for the same rows.
 
         Raises:
-            Inconclusive: it does not, and losses do not combine either.
+            Inconclusive: it does, and losses do not combine either.
         """
-        if self.repeated.difference_from(self.expected) <= self.limit:
-            return True
+        repeated = self.runs.at_once(self.rows, self.runs.own_task)
+        if repeated.difference_from(self.expected) <= self.tolerance:
+            return False
         if not self.losses_combine:
             raise Inconclusive("it gives another result each time", 2)
-        return False
+        return True
 
     def has_gradient_of_no_loss(self) -> bool:
         """Whether a backward pass adds a gradient that does not depend on the loss."""
-        return self.injected_difference > self.runs.rounding.tolerance
+        return self.injected_difference > self.tolerance
 
     def is_rounding(self) -> bool:
-        """Whether rounding explains the difference. Later answers use its limit."""
-        # The cheap bound first: a nudge of the inputs costs a run.
-        self.limit = self.difference_by_summands()
-        if self.difference > self.limit:
-            self.limit = max(self.limit, self.difference_by_rounding())
+        """Whether rounding explains the difference."""
         return self.difference <= self.limit
 
     def is_wrong_with_one_part(self) -> bool:
@@ -393,7 +420,8 @@ class Evidence(Losses):
         """
         if not self.draws_steadily:
             raise Inconclusive("what is drawn depends on the rows", 2)
-        return self.with_same_numbers.difference_from(self.expected) <= self.limit
+        with_same_numbers = self._in_parts(self.runs.user_code.restore_generators)
+        return with_same_numbers.difference_from(self.expected) <= self.limit
 
     def depends_on_earlier_parts(self) -> bool:
         """Whether each part gives the expected result if it starts from the same state.
@@ -402,7 +430,7 @@ class Evidence(Losses):
         """
         # A criterion of all rows has one loss, which needs no weights.
         weights = () if self.request.whole_batch else self.step_weights
-        combined = weighted_sum(self.results_of_parts(), weights)
+        combined = weighted_sum(self.results_of_parts, weights)
         if combined.difference_from(self.expected) <= self.limit:
             return True
         return bool(self.moved) and self.combines_in_evaluation()
@@ -429,11 +457,6 @@ class Evidence(Losses):
             actual = self._in_parts(self.runs.user_code.restart)
         return actual.difference_from(expected) <= self.limit
 
-    def difference_by_summands(self) -> float:
-        """The difference that rounding of the parts' gradients makes in their sum."""
-        by_rounding = self.total.difference_by_rounding(self.expected)
-        return self.runs.rounding.tolerance + by_rounding
-
     def difference_by_rounding(self) -> float:
         """The difference that rounding makes in the replica's result for all rows.
 
@@ -444,9 +467,9 @@ class Evidence(Losses):
             Inconclusive: rounding changes the gradient so much that it is nothing else,
                 as for a student that starts as its teacher, or a constant loss.
         """
-        tolerance = self.runs.rounding.tolerance
         is_zero = self._gradient_is_zero()
-        is_replica_right = self.of_replica.difference_from(self.expected) <= tolerance
+        of_replica = self.of_replica.difference_from(self.expected)
+        is_replica_right = of_replica <= self.tolerance
         eps = self.runs.rounding.coarsest_eps
         task = self.runs.replica_task
         effects: list[float] = []
@@ -454,7 +477,7 @@ class Evidence(Losses):
         for number in range(NUM_NUDGES):
             run = self.runs.run([self.rows], task, nudge=Nudge(number, eps))
             (nudged,) = run.results
-            turns_into_actual = nudged.difference_from(self.actual) <= tolerance
+            turns_into_actual = nudged.difference_from(self.actual) <= self.tolerance
             if is_replica_right and turns_into_actual:
                 return self.difference
             effects.append(nudged.difference_from(self.of_replica))

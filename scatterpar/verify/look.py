@@ -421,7 +421,7 @@ class ReplicaLook:
         return None
 
     def _verdict(self, evidence: Evidence, run: RunResult) -> Verdict:
-        if evidence.difference > evidence.limit:
+        if evidence.difference > evidence.tolerance:
             return verdict_of(evidence)
         # The gradient of a balance loss may be smaller than the tolerance.
         may_add = evidence.runs.rounding.has_functions and len(evidence.parts) > 1

@@ -187,6 +187,8 @@ class OutputLook:
         self._outputs = outputs
         self._device = physical(plan.shares[0].device)
         self._rounding = Rounding(self._device)
+        roots = of_targets.criterion, of_targets.count
+        self._state = Journal(Walk(roots), [self._device])
 
     def refusal(self, parts: Parts) -> str:
         """The text of the refusal; empty if the losses of these parts combine.
@@ -194,54 +196,99 @@ class OutputLook:
         Raises:
             Inconclusive: the look could not tell.
         """
-        criterion = self._of_targets.criterion
-        module = module_of(criterion)
+        module = module_of(self._of_targets.criterion)
         if module is not None and any(map(uses_batch_statistics, module.modules())):
             raise Inconclusive("a batch normalisation ties rows to each other")
-        roots = criterion, self._of_targets.count
-        state = Journal(Walk(roots), [self._device])
         # The caller may be within no_grad, and a look needs gradients.
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
-            state.restored(),
+            self._state.restored(),
             records_dropped(),
         ):
-            return self._refusal(parts, state)
+            losses = self._losses_of(parts)
+            if losses.difference <= losses.limit:
+                return ""
+            if not losses.actual.is_finite:
+                losses = self._of_larger_parts(list(chain(*parts)), losses)
+            elif self._is_rounding_alone(losses):
+                raise Inconclusive("its gradient may be nothing but rounding")
+            return verdict_of(losses).text
 
-    def _refusal(self, parts: Parts, state: Journal) -> str:
-        losses = self._losses_of(parts, state)
-        if losses.difference <= losses.limit:
-            return ""
-        if not losses.actual.is_finite:
-            # One row may have NaN, which says less than two large parts.
-            rows = list(chain(*parts))
-            larger = [self._losses_of(halves, state) for halves in in_two(rows)]
-            finite = [halves for halves in larger if halves.actual.is_finite]
-            differing = [
-                halves for halves in finite if halves.difference > halves.limit
-            ]
-            losses = next(iter(differing), losses)
-        elif losses.is_rounding_alone(self._rounding):
-            raise Inconclusive("its gradient may be nothing but rounding")
-        return verdict_of(losses).text
-
-    def _losses_of(self, parts: Parts, state: Journal) -> _LossesOfOutputs:
-        """The losses of the rows of these parts, computed.
+    def _losses_of(self, parts: Parts) -> _LossesOfOutputs:
+        """The losses of the rows of these parts, at once and in parts.
 
         Raises:
-            Inconclusive: they cannot be compared.
+            Inconclusive: a gradient is NaN or infinite, or all are zero, or the
+                criterion gives another loss each time.
         """
         rows = list(chain(*parts))
         # Rows that count= leaves out become a part of their own.
         positions, weights = weighted_parts(self._request_of(rows), _consecutive(parts))
         rows = [rows[position] for position in chain(*positions)]
         request = self._request_of(rows)
+        output = request.batches[0].inputs
+        consecutive = _consecutive(positions)
+        all_rows = [range(len(rows))]
+        (expected,) = self._results(request, output, all_rows)
+        results = self._results(request, output, consecutive)
+        (repeated,) = self._results(request, output, all_rows)
+        tolerance = self._rounding.tolerance
+        if not expected.is_finite:
+            raise Inconclusive("a gradient is NaN or infinite")
+        if not expected.has_gradient:
+            raise Inconclusive("all gradients are zero")
+        if repeated.difference_from(expected) > tolerance:
+            raise Inconclusive("it gives another result each time", patience=2)
+        if not request.is_mean and num_with_gradient(results) < len(results):
+            raise Inconclusive("some parts have no gradient: it may be a mean or a sum")
+        actual = weighted_sum(results, weights)
         losses = _LossesOfOutputs(
-            request, _consecutive(positions), weights, state, self._device
+            request, consecutive, weights, expected, actual, tolerance
         )
-        losses.compute(self._rounding)
+        losses.results_of_parts = results
         return losses
+
+    def _of_larger_parts(
+        self, rows: Part, losses: _LossesOfOutputs
+    ) -> _LossesOfOutputs:
+        """The losses of two large parts of ``rows``, if these differ; else ``losses``.
+
+        One row may have NaN, which says less.
+        """
+        for halves in map(self._losses_of, in_two(rows)):
+            if halves.actual.is_finite and halves.difference > halves.limit:
+                return halves
+        return losses
+
+    def _is_rounding_alone(self, losses: _LossesOfOutputs) -> bool:
+        """Whether rounding of the outputs changes the loss of all rows as much."""
+        nudge = Nudge(0, self._rounding.coarsest_eps)
+
+        def nudged(tensor: Tensor) -> Tensor:
+            if not tensor.requires_grad:
+                return tensor
+            return nudge(tensor.detach()).requires_grad_()
+
+        request = losses.request
+        output = nested.map_tensors(nudged, request.batches[0].inputs)
+        (result,) = self._results(request, output, [range(losses.num_rows)])
+        effect = result.difference_from(losses.expected)
+        return losses.difference <= rounding_limit([effect], losses.difference)
+
+    def _results(self, request: Request, output: Any, parts: Parts) -> list[Result]:
+        """The loss of each part, from the same state and with constant numbers."""
+        targets = []
+        for part in parts:
+            batch = request.batches[0].without_inputs().select(part)
+            targets.append(moved_to(self._device, batch)[1])
+        self._state.restore()
+        with ConstantNumbers(), OneDtype(), SinglePrecision():
+            results = losses_of_cuts(
+                output, targets, parts, request, request.criterion, self._rounding
+            )
+        self._state.restore()
+        return results
 
     def _request_of(self, rows: Part) -> Request:
         """The call's request for these rows alone, with outputs without their graph."""
@@ -272,89 +319,15 @@ class _LossesOfOutputs(Losses):
 
     counts_inputs = False  # they are outputs
 
-    def __init__(
-        self,
-        request: Request,
-        parts: Parts,
-        step_weights: Sequence[float],
-        state: Journal,
-        device: torch.device,
-    ) -> None:
-        nothing = Result(0.0, ())
-        super().__init__(request, parts, step_weights, expected=nothing, actual=nothing)
-        self._state = state
-        self._device = device
-        self._output = request.batches[0].inputs
-        self._targets = request.batches[0].without_inputs()
-        self._results: Sequence[Result] = ()
-
     @property
     def compares_rows(self) -> str:
         """What to do with a loss that compares rows."""
         return "call the plain criterion on gather(outputs, device)"
 
-    def compute(self, rounding: Rounding) -> None:
-        """Compute the losses at once and in parts.
-
-        Raises:
-            Inconclusive: a gradient is NaN or infinite, or all are zero, or the
-                criterion gives another loss each time.
-        """
-        rows = list(chain(*self.parts))
-        (self.expected,) = self._losses(self._output, [rows], rounding)
-        self._results = self._losses(self._output, self.parts, rounding)
-        self.actual = weighted_sum(self._results, self.step_weights)
-        self.limit = rounding.tolerance
-        (repeated,) = self._losses(self._output, [rows], rounding)
-        if not self.expected.is_finite:
-            raise Inconclusive("a gradient is NaN or infinite")
-        if not self.expected.has_gradient:
-            raise Inconclusive("all gradients are zero")
-        if repeated.difference_from(self.expected) > self.limit:
-            raise Inconclusive("it gives another result each time", patience=2)
-        with_gradient = num_with_gradient(self._results)
-        if not self.request.is_mean and with_gradient < len(self.parts):
-            raise Inconclusive("some parts have no gradient: it may be a mean or a sum")
-
-    def is_rounding_alone(self, rounding: Rounding) -> bool:
-        """Whether rounding of the outputs changes the loss of all rows as much."""
-        rows = list(chain(*self.parts))
-        nudge = Nudge(0, rounding.coarsest_eps)
-
-        def nudged(tensor: Tensor) -> Tensor:
-            if not tensor.requires_grad:
-                return tensor
-            return nudge(tensor.detach()).requires_grad_()
-
-        output = nested.map_tensors(nudged, self._output)
-        (result,) = self._losses(output, [rows], rounding)
-        effect = result.difference_from(self.expected)
-        return self.difference <= rounding_limit([effect], self.difference)
-
-    def _losses(self, output: Any, parts: Parts, rounding: Rounding) -> list[Result]:
-        """The loss of each part, from the same state and with constant numbers."""
-        request = self.request
-        targets = [self._targets_of(part) for part in parts]
-        self._state.restore()
-        with ConstantNumbers(), OneDtype(), SinglePrecision():
-            results = losses_of_cuts(
-                output, targets, parts, request, request.criterion, rounding
-            )
-        self._state.restore()
-        return results
-
-    def _targets_of(self, part: Part) -> Any:
-        _, targets = moved_to(self._device, self._targets.select(part))
-        return targets
-
-    def results_of_parts(self) -> Sequence[Result]:
-        """The result of each part, without weights."""
-        return self._results
-
     @property
     def shapes(self) -> Sequence[tuple[int, ...]]:
         """The shapes of output and targets that are tensors."""
-        compared = self._output, self._targets_of(range(self.num_rows))
+        compared = self.request.batches[0].unwrapped()
         return [tuple(value.shape) for value in compared if isinstance(value, Tensor)]
 
 

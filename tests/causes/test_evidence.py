@@ -27,6 +27,6 @@ def test_weights_are_named_by_first_count():
 
 def test_evidence_without_answers_has_none():
     evidence = SplitEvidence()
-    assert evidence.is_finite()
+    assert not evidence.questions()
     assert evidence.weights(()) is evidence.factor(()) is None
     assert not evidence.growths()

@@ -13,57 +13,66 @@ LABELS = Count("labels", "batch", (1, 2))
 
 
 class Answers(SplitEvidence):
-    """SplitEvidence with the answers that a test gives."""
+    """SplitEvidence with the answers that a test gives, to kinds and by name."""
 
     parts = ((0,), (1,))
     counts = (LABELS,)
     tolerance = 1e-4
 
-    def __init__(self, **answers):
+    def __init__(self, *kinds, **answers):
+        self.kinds = kinds
         for name, answer in answers.items():
             setattr(self, name, lambda *_, answer=answer: answer)
+
+    def questions(self):
+        return {kind: lambda kind=kind: kind in self.kinds for kind in CauseKind}
 
 
 def weights(computed, right):
     return Weights(torch.tensor(computed), torch.tensor(right))
 
 
+STATE, COMPARED = CauseKind.STATE_BETWEEN_PARTS, CauseKind.ROWS_ARE_COMPARED
+WITH_ONE, NOT_FINITE = CauseKind.WRONG_WITH_ONE_PART, CauseKind.NOT_FINITE
+
+
 @pytest.mark.parametrize(
-    ("answers", "kind"),
+    ("kinds", "answers", "kind"),
     [
-        ({}, CauseKind.UNKNOWN),
-        ({"do_rows_meet": True}, CauseKind.ROWS_ARE_COMPARED),
-        ({"do_rows_meet": True, "count_that_decides": LABELS}, CauseKind.MEAN_OF_MEANS),
-        (
-            {"count_that_decides": LABELS, "depends_on_earlier_parts": True},
-            CauseKind.STATE_BETWEEN_PARTS,
-        ),
-        ({"depends_on_earlier_parts": True, "factor": 4.0}, CauseKind.CONSTANT_FACTOR),
-        ({"factor": 0.0}, CauseKind.NO_GRADIENT),
-        ({"factor": 1.0}, CauseKind.UNKNOWN),
-        ({"weights": weights([0.5, 0.5], [0.7, 0.3])}, CauseKind.MEAN_OF_MEANS),
-        ({"weights": weights([0.5, 0.5], [0.5, 0.5])}, CauseKind.UNKNOWN),
-        ({"factor": 2.0, "differing_ranks": ["weight"]}, CauseKind.RANKS_DIFFER),
-        (
-            {"factor": 2.0, "is_wrong_with_one_part": True},
-            CauseKind.WRONG_WITH_ONE_PART,
-        ),
-        ({"factor": 2.0, "is_finite": False}, CauseKind.NOT_FINITE),
+        ([], {}, CauseKind.UNKNOWN),
+        ([COMPARED], {}, COMPARED),
+        ([COMPARED], {"count_that_decides": LABELS}, CauseKind.MEAN_OF_MEANS),
+        ([STATE], {"count_that_decides": LABELS}, STATE),
+        ([STATE], {"factor": 4.0}, CauseKind.CONSTANT_FACTOR),
+        ([], {"factor": 0.0}, CauseKind.NO_GRADIENT),
+        ([], {"factor": 1.0}, CauseKind.UNKNOWN),
+        ([], {"weights": weights([0.5, 0.5], [0.7, 0.3])}, CauseKind.MEAN_OF_MEANS),
+        ([], {"weights": weights([0.5, 0.5], [0.5, 0.5])}, CauseKind.UNKNOWN),
+        ([], {"factor": 2.0, "differing_ranks": ["weight"]}, CauseKind.RANKS_DIFFER),
+        ([WITH_ONE], {"factor": 2.0}, WITH_ONE),
+        ([NOT_FINITE, WITH_ONE], {"factor": 2.0}, NOT_FINITE),
     ],
 )
-def test_first_fitting_cause_is_found(answers, kind):
-    finding, failures = first_finding(Answers(**answers))
+def test_first_fitting_cause_is_found(kinds, answers, kind):
+    finding, failures = first_finding(Answers(*kinds, **answers))
     assert finding.kind is kind
     assert not failures
 
 
-def test_cause_that_cannot_be_tested_is_passed_over():
-    class Failing(Answers):
-        def depends_on_earlier_parts(self):
-            raise ZeroDivisionError("no labels")
+def test_question_that_nobody_answers_is_no_cause():
+    assert first_finding(SplitEvidence())[0].kind is CauseKind.UNKNOWN
 
-    finding, failures = first_finding(Failing(do_rows_meet=True))
-    assert finding.kind is CauseKind.ROWS_ARE_COMPARED
+
+def test_cause_that_cannot_be_tested_is_passed_over():
+    def fails():
+        raise ZeroDivisionError("no labels")
+
+    class Failing(Answers):
+        def questions(self):
+            return super().questions() | {STATE: fails}
+
+    finding, failures = first_finding(Failing(COMPARED))
+    assert finding.kind is COMPARED
     assert [str(error) for error in failures] == ["no labels"]
 
 

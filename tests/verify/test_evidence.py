@@ -68,7 +68,7 @@ def test_results_of_rows_and_parts(monkeypatch):
 
 def test_parts_start_from_same_state(monkeypatch):
     def question(evidence):
-        results = evidence.results_of_parts()
+        results = evidence.results_of_parts
         return (
             evidence.parts,
             [result.loss for result in results],
@@ -82,10 +82,22 @@ def test_parts_start_from_same_state(monkeypatch):
 
 def test_runs_of_the_same_rows_agree(monkeypatch):
     def question(evidence):
-        runs = evidence.of_replica, evidence.repeated
-        return [run.difference_from(evidence.expected) for run in runs]
+        difference = evidence.of_replica.difference_from(evidence.expected)
+        return difference, evidence.is_unrepeatable()
 
-    assert asked(monkeypatch, question) == [0, 0]
+    assert asked(monkeypatch, question) == (0, False)
+
+
+def test_limit_is_asked_for_without_an_order(monkeypatch):
+    """It was the tolerance until somebody had asked whether it is rounding."""
+
+    def question(evidence):
+        before = evidence.limit
+        assert not evidence.is_rounding()
+        return before, evidence.limit, evidence.tolerance
+
+    before, after, tolerance = asked(monkeypatch, question)
+    assert before == after > tolerance
 
 
 def test_outputs_of_rows_then_of_parts(monkeypatch):

@@ -32,18 +32,15 @@ RESULTS = [
 class ByHand(Losses):
     """The result of all rows is that of the parts with these weights."""
 
+    results_of_parts = RESULTS
     shapes = ()
 
     def __init__(self, true_weights, weights=(0.25, 0.75), shapes=(), **request):
         request = Request([batch_of(LABELS, LABELS, 4, 0)], 0, nn.MSELoss(), **request)
         expected = weighted_sum(RESULTS, true_weights)
         actual = weighted_sum(RESULTS, weights)
-        super().__init__(request, PARTS, weights, expected, actual)
-        self.limit = 1e-6
+        super().__init__(request, PARTS, weights, expected, actual, tolerance=1e-6)
         self.shapes = shapes
-
-    def results_of_parts(self):
-        return RESULTS
 
 
 @pytest.mark.parametrize(
@@ -93,7 +90,7 @@ def test_sum_with_rest_may_have_penalty():
 def test_one_part_shows_no_weights(monkeypatch):
     """One part alone has a gradient: any weights fit, so the text names none."""
     results = [RESULTS[0], Result(8.0, [torch.zeros(2)])]
-    monkeypatch.setattr(ByHand, "results_of_parts", lambda _: results)
+    monkeypatch.setattr(ByHand, "results_of_parts", results)
     losses = ByHand([1, 1])
     losses.expected = weighted_sum(results)
     assert losses.weights() is None

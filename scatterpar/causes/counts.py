@@ -147,7 +147,7 @@ def _is_padding(is_counted: Tensor) -> bool:
     return bool((changes <= 0).all()) or bool((changes >= 0).all())
 
 
-def may_be_labels(tensor: Tensor) -> bool:
+def has_ignored_label(tensor: Tensor) -> bool:
     """Whether a tensor has a label that losses leave out."""
     if tensor.is_floating_point():
         return False
@@ -159,7 +159,7 @@ def rank_of_labels(named: NamedTensor) -> int:
 
     Padding of tokens is 0, too, as in a mask of them, which is what a loss reads.
     """
-    if may_be_labels(named.tensor):
+    if has_ignored_label(named.tensor):
         return 0
     if is_mask(named.tensor):
         return 1

@@ -151,6 +151,7 @@ class Journal:
         # Tensors whose values are not saved, with their versions.
         self._large: list[tuple[Tensor, int]] = []
         self._variables = [place for place in walk.places if place.kind in _VARIABLES]
+        # Names alone, because the values are places of the walk.
         self._class_names = [(kind, {*vars(kind)}) for _, kind in walk.classes]
         self._save_default_generators(devices)
         self._save_values()
@@ -212,6 +213,7 @@ class Journal:
             key = id(tensor)
             if key not in self.walk.tensors:
                 continue
+            # Values of weights only on demand: they are most of a model's memory.
             is_weight = key in self.walk.weights
             is_buffer = key in buffers
             # The error of a chunk of a weight that was written since.
@@ -309,6 +311,7 @@ class Journal:
 
     def rewind(self) -> None:
         """Restore the random generators."""
+        # Noted here, because afterwards no state shows that numbers were drawn.
         self.drawn |= _restore(self._generators)
 
     @torch.no_grad()
@@ -317,6 +320,7 @@ class Journal:
         self.rewind()
         if not self._containers.unchanged():
             self._containers.restore()
+        # A list, because a write changes what the next comparison reads.
         for place, referent in [*self._changed_variables()]:
             place.write(referent)
         self._restore_classes()

@@ -18,9 +18,8 @@ from scatterpar.state.walk import PlaceKind, Walk
 # Every module has these, such as hooks: no forward pass of the user's moves them.
 _OF_TORCH = vars(nn.Module()).keys()
 _PLAIN = (int, float, bool, str)
-_DEPTH = 3  # a list in a dictionary, and what it holds
+_DEPTH = 3  # a list in a dictionary, and what it holds: each call of a look reads it
 _MAX_ENTRIES = 32  # of a container: those beyond are data
-_MAX_ELEMENTS = 2**20  # of a tensor in a container
 
 State = dict[str, Any]  # values by the names that a warning tells
 
@@ -52,8 +51,8 @@ def changed_names(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[s
 
 
 def state_of(replicas: Sequence[Replica]) -> State:
-    """The buffers of replicas, and the attributes that hold state: numbers, tensors,
-    lengths of lists.
+    """The buffers of replicas, and those attributes that hold state whatever the rows
+    are: numbers, tensors, lengths of lists.
 
     Running statistics do not change in a look, whose batch normalisations are in
     evaluation mode.
@@ -63,26 +62,20 @@ def state_of(replicas: Sequence[Replica]) -> State:
         for name, value in module._buffers.items():
             if value is not None:
                 state[_name("buffer", path, name)] = value.detach().clone()
-        for name, value in _attributes_of(module):
-            if type(value) in (int, float):
-                state[_name("attribute", path, name)] = value
-            elif isinstance(value, Tensor) and value.grad_fn is None:
-                state[_name("attribute", path, name)] = value.detach().clone()
-            elif type(value) in (list, deque):
-                state[_name("attribute", path, name)] = len(value)
-    return state
+    return state | attributes_of(replicas, has_same_rows=False)
 
 
-def attributes_of(replicas: Sequence[Replica]) -> State:
-    """The attributes of replicas that show whether calls with the same rows move them.
+def attributes_of(replicas: Sequence[Replica], *, has_same_rows: bool = True) -> State:
+    """The attributes of replicas that show whether calls move them.
 
-    Beside numbers and tensors these are switches, words and the contents of containers,
-    which may differ between calls with other rows.
+    Calls with the same rows are compared in switches, words and the contents of
+    containers, too, which may differ between calls with other rows.
     """
+    read = _contents_of if has_same_rows else _size_of
     state: State = {}
     for path, module in _modules_of(replicas):
-        for name, value in _attributes_of(module):
-            contents = _contents_of(value, _DEPTH)
+        for name, value in vars(module).items():
+            contents = None if name in _OF_TORCH else read(value)
             if contents is not None:
                 state[_name("attribute", path, name)] = contents
     return state
@@ -94,18 +87,20 @@ def _modules_of(replicas: Sequence[Replica]) -> Iterator[tuple[str, nn.Module]]:
             yield from replica.root.named_modules()
 
 
-def _attributes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, value in vars(module).items():
-        if name not in _OF_TORCH:
-            yield name, value
-
-
 def _name(kind: str, path: str, name: str) -> str:
     prefix = f"{path}." if path else ""
     return f"the {kind} {prefix + name!r}"
 
 
-def _contents_of(value: Any, depth: int) -> Any:
+def _size_of(value: Any) -> Any:
+    """A number or tensor, or the length of a list; ``None`` for all others."""
+    if type(value) in (list, deque):
+        return len(value)
+    # Words and switches may be those of the rows.
+    return None if type(value) in (bool, str) else _contents_of(value, 0)
+
+
+def _contents_of(value: Any, depth: int = _DEPTH) -> Any:
     """What shows that a call has moved ``value``; ``None`` if nothing does.
 
     Of a container its length and contents: a call that appends to it finds more entries
@@ -114,9 +109,7 @@ def _contents_of(value: Any, depth: int) -> Any:
     if type(value) in _PLAIN:
         return value
     if isinstance(value, Tensor):
-        is_large = depth < _DEPTH and value.numel() > _MAX_ELEMENTS
-        is_state = not is_large and value.grad_fn is None
-        return value.detach().clone() if is_state else None
+        return value.detach().clone() if value.grad_fn is None else None
     if not depth or isinstance(value, nn.Module):
         return None
     if type(value) in CONTAINERS and isinstance(value, dict):

@@ -102,6 +102,7 @@ class _NumpyGenerator(Saver):
     draws = True
 
     def fits(self, kind: type) -> bool:
+        # Its methods are those of its bit generator, which has the state.
         return _is_numpy_random(kind, "bit_generator")
 
     def save(self, value: Any) -> Any:
@@ -120,6 +121,7 @@ def _is_numpy_random(kind: type, method: str) -> bool:
 
 class _NumpyArray(Saver):
     def fits(self, kind: type) -> bool:
+        # By its protocol, because this package does not import NumPy.
         return hasattr(kind, "__array_interface__") and hasattr(kind, "flags")
 
     def size(self, value: Any) -> int:
@@ -153,6 +155,7 @@ class _Bytes(Saver):
 
 class _TextInMemory(Saver):
     def fits(self, kind: type) -> bool:
+        # Before files, which these are, too.
         return issubclass(kind, (io.StringIO, io.BytesIO))
 
     def save(self, value: Any) -> Any:
@@ -197,6 +200,7 @@ class _Storage(Saver):
         return value.data
 
     def is_same(self, value: Any, saved: Any) -> bool:
+        # The same memory, strides and shape: equal values would not be enough.
         return bool(value.data.is_set_to(saved))
 
     def restore(self, value: Any, saved: Any) -> None:
@@ -356,6 +360,7 @@ def moves_by_calls(kind: type) -> bool:
         return True
     if is_writer(kind):
         return True
+    # Only if user code has it: the import of sockets takes longer than a small step.
     sockets = sys.modules.get("_socket")
     return sockets is not None and issubclass(kind, sockets.socket)
 
@@ -379,6 +384,7 @@ def copy_of_iterator(iterator: Any) -> Any:
     Raises:
         CannotSaveError: it cannot be copied, as a generator, or another library's.
     """
+    # As pickle would, but without a copy of the items.
     make, args, *states = _position(iterator)
     copied = make(*_copied(args))
     for state in states:

@@ -52,6 +52,7 @@ from scatterpar.torch_private import is_compiled_module, unwrapped
 # A chain of objects is as long as this at most: a longer one is data, such as a linked
 # list. Modules begin a new chain, because networks may be deep.
 DEPTH = 16
+# The saved references of such a list take 8 MB.
 _MAX_SAVED_ENTRIES = 2**20  # of a container: a longer one is data
 UNSET = object()  # the value of a place that has none
 # Classes that override this compute their items, such as a library's table of classes.
@@ -103,6 +104,7 @@ class Place(NamedTuple):
     def read(self) -> Any:
         """The present value; ``UNSET`` if there is none."""
         try:
+            # By the descriptor: a subclass may have an attribute of the slot's name.
             if self.kind is PlaceKind.SLOT:
                 return self.key.__get__(self.holder)
             if self.kind is PlaceKind.CELL:
@@ -374,6 +376,7 @@ class Walk:
                 continue
             self._seen_classes.add(id(base))
             self.classes.append((number, base))
+            # A list, because a class may make attributes when they are read.
             for name, attribute in [*vars(base).items()]:
                 function = function_of(attribute)
                 if function is not None:
@@ -397,6 +400,7 @@ class Walk:
                 self._refer(PlaceKind.CELL, cell, name, value, number)
         if not is_users:
             return
+        # Cells are places of their own above; what is left are defaults.
         for name, value in parts_of(function).closure.items():
             is_default = name not in function.__code__.co_freevars
             if is_default and type(value) not in PLAIN:

@@ -120,6 +120,7 @@ def _holds_a_thread(value: Any) -> bool:
     Nobody else may restore what such a thread writes. A lock alone is no obstacle: a
     look makes one call at a time.
     """
+    # One level deep: what an attribute leads to is asked for itself.
     parts = (value, *attributes_of(value).values())
     return any(isinstance(part, _THREADS) for part in parts)
 
@@ -130,6 +131,7 @@ def _is_record(value: Any) -> bool:
     Such objects are made to be written, and lead to nothing of their library.
     """
     attributes = attributes_of(value)
+    # An error leads to its traceback, and by that to all frames.
     if not attributes or isinstance(value, BaseException):
         return False
     return all(isinstance(attribute, _VALUES) for attribute in attributes.values())
@@ -165,6 +167,7 @@ def is_user_function(function: Any) -> bool:
         return is_user_function(function.func)
     if isinstance(function, types.MethodType):
         return is_user_function(function.__func__)
+    # Layers of the user's are in models of libraries, too.
     if isinstance(function, nn.Module):
         return any(map(_is_user_layer, function.modules()))
     if isinstance(function, type):

@@ -41,10 +41,12 @@ class BackwardCalls:
 
     def _note(self, module: nn.Module, _: Any) -> None:
         self.calls_modules = True
+        # A hook may write an object that all replicas share.
         has_hooks = bool(module._forward_hooks or module._forward_pre_hooks)
         self.disturbs |= has_hooks or id(module) in self._modules_of_user
 
     def __enter__(self) -> None:
+        # A global hook, because checkpoints call modules that nobody has listed.
         self._handle = register_module_forward_pre_hook(self._note)
 
     def __exit__(self, *_: object) -> None:

@@ -21,6 +21,7 @@ from scatterpar.verify.comparison import Inconclusive
 from scatterpar.verify.evidence import weighted_parts
 from scatterpar.verify.rows import Parts
 
+# The last digits of a weight depend on the order of a sum.
 _DIGITS = 9  # of weights that are compared
 
 
@@ -28,6 +29,7 @@ class Choice:
     """The candidates of one loop that looks have not refuted."""
 
     def __init__(self) -> None:
+        # Their words, because a loop makes new candidates in each step.
         self._words: list[str] = []
 
     def remaining(self, candidates: Sequence[LossCandidate]) -> list[LossCandidate]:
@@ -35,6 +37,7 @@ class Choice:
         known = [entry for entry in candidates if entry.words in self._words]
         # A look may have moved another candidate to the front.
         known.sort(key=lambda candidate: self._words.index(candidate.words))
+        # None is known before the first look, and in a loop with other candidates.
         return known or list(candidates)
 
     def keep(self, candidates: Sequence[LossCandidate]) -> None:

@@ -21,6 +21,7 @@ class ComparedLeaves:
 
     def __init__(self, attempt: Attempt, task: ReplicaTask) -> None:
         copies: dict[int, list[Tensor]] = {}
+        # Model and criterion may share a leaf: each of the two has a copy of it.
         pairs = zip(attempt.replicas.replica_sets, task.replicas, strict=False)
         for replica_set, replica in pairs:
             for number, leaf in replica_set.leaves.items():
@@ -28,6 +29,7 @@ class ComparedLeaves:
         # The smallest first, so that most layers have one within the limit.
         by_size = sorted(copies.values(), key=lambda leaves: leaves[0].numel())
         sizes = list(accumulate(leaves[0].numel() for leaves in by_size))
+        # One at least, because losses alone hide wrong weights of equal losses.
         self._by_leaf = by_size[: max(1, bisect(sizes, MAX_ELEMENTS))]
 
     def all(self) -> list[Tensor]:
@@ -52,6 +54,7 @@ class ComparedLeaves:
         remaining = iter(gradients or [None] * len(self.all()))
         for leaves in self._by_leaf:
             terms = [next(remaining) for _ in leaves]
+            # Sparse gradients of an embedding are compared as dense ones.
             dense = [term.detach().to_dense() for term in terms if term is not None]
             total = dense[0] if dense else torch.zeros_like(leaves[0])
             for term in dense[1:]:

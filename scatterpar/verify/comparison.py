@@ -88,6 +88,7 @@ class Total:
         """Add the loss and the gradients of a result."""
         self.loss += result.loss
         self.num_with_gradient += result.has_gradient
+        # Each summand is rounded once, relative to its own largest entry.
         sizes = magnitudes(result.gradients)
         errors = [
             torch.finfo(gradient.dtype).eps * size
@@ -185,6 +186,7 @@ def _difference(actual: Tensor | None, expected: Tensor | None) -> Tensor | None
 
 def magnitudes(tensors: LeafGradients) -> list[float]:
     """The largest absolute entry of each tensor; zero if it has none."""
+    # With its device, because user code may have set another default.
     nothing = torch.zeros(1, device="cpu")
     norms = []
     for tensor in tensors:
@@ -192,6 +194,7 @@ def magnitudes(tensors: LeafGradients) -> list[float]:
         if tensor is not None and tensor.numel():
             dense = tensor.detach().to_dense()
         norms.append(torch.linalg.vector_norm(dense, math.inf))
+    # One copy to the host for all: each by itself would wait for its device.
     return [float(norm) for norm in to_host(norms)]
 
 
@@ -205,5 +208,6 @@ def difference_of_outputs(actual: Tensor, expected: Tensor) -> float:
         return 0.0
     if not (actual.is_floating_point() or actual.is_complex()):
         return math.inf
+    # NaN would be an infinite difference, also if both outputs have it.
     difference, _ = relative_difference([actual.nan_to_num()], [expected.nan_to_num()])
     return difference

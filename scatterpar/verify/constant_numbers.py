@@ -43,6 +43,7 @@ class ConstantNumbers(OperatorMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        # torch tags each operator that draws, so no list of names can be too short.
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         operator = func._schema.name
@@ -63,5 +64,6 @@ class ConstantNumbers(OperatorMode):
         if drawn.is_floating_point():
             drawn.fill_(_CONSTANT)
         elif drawn.numel():
+            # Drawn, not a constant: it must be within the range that was asked for.
             drawn.fill_(drawn.flatten()[0])
         return drawn

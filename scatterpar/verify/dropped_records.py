@@ -53,6 +53,7 @@ def records_dropped() -> Iterator[None]:
     handlers = _handlers()
     for handler in handlers:
         handler.addFilter(of_other_threads)
+    # A context variable: a look of one thread is none of another's.
     token = _is_look.set(True)
     try:
         with _OPENERS.exchanged():
@@ -63,6 +64,7 @@ def records_dropped() -> Iterator[None]:
             handler.removeFilter(of_other_threads)
         for logger, level in levels:
             if logger.level != level:
+                # Only if it differs: setLevel clears the caches of all loggers.
                 logger.setLevel(level)
 
 

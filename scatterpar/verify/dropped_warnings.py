@@ -21,6 +21,7 @@ def warnings_dropped() -> Iterator[None]:
     user's warnings would appear again after each look.
     """
     filters: Any = warnings.filters
+    # First, because the first filter that fits decides.
     filters.insert(0, _IGNORE)
     try:
         yield

@@ -205,6 +205,7 @@ class Losses(SplitEvidence):
         for count in self.counts:
             terms = self.terms_of(count)
             total = sum(terms)
+            # A constant count is the mean over rows, which comes first.
             if total and not count.is_constant:
                 yield [number / total for number in terms]
 
@@ -240,6 +241,7 @@ class Evidence(Losses):
         )
         self.total = total
         self.runs = runs
+        # In the order of the parts, so that outputs of all rows can be cut into them.
         self.rows: Part = list(chain(*parts))
         self.draws_steadily = draws_steadily
         self.moved = moved
@@ -480,6 +482,7 @@ class Evidence(Losses):
             turns_into_actual = nudged.difference_from(self.actual) <= self.tolerance
             if is_replica_right and turns_into_actual:
                 return self.difference
+            # From the replica's own result: the user's may be rounded otherwise.
             effects.append(nudged.difference_from(self.of_replica))
             by_rounding = rounding_limit(effects, self.difference)
             is_explained = self.difference <= by_rounding
@@ -533,6 +536,7 @@ def weighted_parts(request: Request, parts: Parts) -> tuple[Parts, Sequence[floa
 
 def _uncounted_apart(request: Request, parts: Parts) -> Parts:
     """The parts, with the rows that ``count=`` leaves out in a first part alone."""
+    # Each row is a call of count=.
     rows = list(chain(*parts))[:_MAX_UNCOUNTED]
     terms = _terms_of(request, [[row] for row in rows])
     uncounted = [row for row, count in zip(rows, terms, strict=True) if not count]

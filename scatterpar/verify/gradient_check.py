@@ -92,6 +92,7 @@ def compare(module: nn.Module, outcome: Outcome, device: torch.device) -> Gradie
     drew_numbers = attempt.generators.drawn
     # Before the plain step, which starts from the same buffers and generators.
     attempt.undo.restore()
+    # The gradients of the step wait in its outcome: nothing is committed yet.
     leaves = [leaf for leaf, _ in outcome.gradients]
     actual = [gradient for _, gradient in outcome.gradients]
     roots = {"": module}
@@ -100,6 +101,7 @@ def compare(module: nn.Module, outcome: Outcome, device: torch.device) -> Gradie
         roots["criterion."] = criterion_module
     rounding = Rounding(device)
     walk = Walk([*roots.values(), request.criterion])
+    # With weights, because a forward pass may write these, as one that clips does.
     state = Journal(walk, [device], weights=True)
     plain = partial(_plain, module, request, device, leaves, rounding)
     with state.restored(), uncompiled(), hooks_taken_off(leaves):

@@ -15,7 +15,7 @@ from scatterpar.step.attempt import Attempt
 from scatterpar.step.request import Request
 from scatterpar.step.task import ReplicaTask
 from scatterpar.threads.process_settings import SETTINGS_KEPT
-from scatterpar.verify.measurements import computed_with_constants
+from scatterpar.verify.constant_numbers import ConstantNumbers
 from scatterpar.verify.output_differences import compare_outputs, entries_per_row
 from scatterpar.verify.rows import Parts
 from scatterpar.verify.runs import Runs
@@ -174,8 +174,13 @@ def _outputs_of(
 
     def outputs() -> list[Any]:
         isolated = task.isolated(attempt.generators)
+        computed = []
         with isolated, runs.user_code.isolated(), torch.no_grad():
-            return [computed_with_constants(runs, rows, compute) for rows in parts]
+            for rows in parts:
+                runs.user_code.restart()
+                with ConstantNumbers():  # a draw would differ between rows and parts
+                    computed.append(compute(task, (runs.inputs_of(rows), None)))
+        return computed
 
     with SETTINGS_KEPT, no_kernel_search():  # a look has other sizes
         return attempt.threads.call(task.share.device, outputs)

@@ -115,6 +115,7 @@ def look(
     Raises:
         Inconclusive: the look could not tell.
     """
+    # All replicas have one deadline, because they may wait for each other.
     deadline = time.monotonic() + 2 * PATIENCE_SECONDS
     looks = [ReplicaLook(attempt, request, plan, task, deadline) for task in tasks]
     has_ended = Event()
@@ -293,6 +294,7 @@ class ReplicaLook:
     def _is_small_batch(self) -> bool:
         """Whether the whole batch can be computed at once without much memory."""
         num_rows = self._request.rows
+        # The cheap question first: the other one computes a sub-step.
         if num_rows > _MAX_ROWS_OF_BATCH:
             return False
         size = bytes_per_row(self.runs, self._parts_of_step()[0])

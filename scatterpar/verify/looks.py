@@ -34,6 +34,7 @@ class Looks:
         try:
             yield
         except ValueError:
+            # Each step is looked at until one agrees: a remedy may be wrong, too.
             kind.is_refused = True
             raise
         finally:

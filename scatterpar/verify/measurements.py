@@ -7,7 +7,7 @@ that calls move, memory. Each measurement begins in the state of the step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,7 @@ from scatterpar.batch import nested
 from scatterpar.state.reports import attributes_of, moved_between
 from scatterpar.step.loss import loss_of
 from scatterpar.step.request import Request
-from scatterpar.step.task import ReplicaTask
 from scatterpar.verify.comparison import Result
-from scatterpar.verify.constant_numbers import ConstantNumbers
 from scatterpar.verify.output_differences import cut_by_parts
 from scatterpar.verify.rounding import Rounding
 from scatterpar.verify.rows import Part, Parts
@@ -40,18 +38,6 @@ def outputs_of(runs: Runs, parts: Parts) -> list[Any]:
     return outputs
 
 
-def computed_with_constants(
-    runs: Runs, rows: Part, compute: Callable[[ReplicaTask, Any], Any]
-) -> Any:
-    """What ``compute`` returns for the replica's task and rows.
-
-    Random operators give constant numbers.
-    """
-    runs.user_code.restart()
-    with ConstantNumbers():
-        return compute(runs.replica_task, (runs.inputs_of(rows), None))
-
-
 def uses_number(runs: Runs, rows: Part) -> bool:
     """Whether the criterion's loss depends on a 0-dim output of the replica."""
     runs.user_code.require_time()
@@ -60,6 +46,7 @@ def uses_number(runs: Runs, rows: Part) -> bool:
     with runs.surroundings(task):
         output = task.output_of(runs.inputs_of(rows))
         tensors = nested.tensors(output)
+        # A number without a graph cannot be that of a balance loss.
         numbers = [t for t in tensors if t.requires_grad and not t.ndim]
         if not numbers:
             return False

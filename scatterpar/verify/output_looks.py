@@ -282,6 +282,7 @@ class OutputLook:
         for part in parts:
             batch = request.batches[0].without_inputs().select(part)
             targets.append(moved_to(self._device, batch)[1])
+        # Before the run, too, because count= may have written something.
         self._state.restore()
         with ConstantNumbers(), OneDtype(), SinglePrecision():
             results = losses_of_cuts(

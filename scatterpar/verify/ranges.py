@@ -43,10 +43,12 @@ def informative_tensors(
     dimensions.
     """
     batch = request.batches[0]
+    # Targets first: they are labels more often than inputs.
     tensors = list(_informative(batch.without_inputs(), most_entries))
     has_targets = bool(tensors)
     for tensor in _informative(batch.without_targets(), most_entries):
         is_data = tensor.is_floating_point() and has_targets
+        # Pixels and features are data: they have more dimensions than a mask.
         dimensions = sum(size > 1 for size in tensor.shape[1:])
         if not is_data and dimensions <= (2 if may_be_labels(tensor) else 1):
             tensors.append(tensor)

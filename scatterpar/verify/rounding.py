@@ -161,6 +161,7 @@ class Rounding:
     def watch(self, loss: Tensor) -> None:
         """Record the formats of the graph of ``loss``, when its backward pass runs."""
         self.add(loss.dtype)
+        # The whole graph, because autocast changes dtypes in the middle of it.
         for node in nodes_reached(loss):
             self._watch_node(node)
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scatterpar.causes.counts import IGNORED
 from scatterpar.devices.device_ids import HOST
 from scatterpar.devices.transfers import to_device, to_numbers
 from scatterpar.replicas.references import reachable
@@ -35,7 +36,6 @@ MIN_ROWS = 2  # one row has no parts
 # Of the graph, inputs or outputs of a look: so much memory is always there.
 MAX_BYTES = 2**22
 
-_USUAL_IGNORED = -100, 255, -1  # first: several may explain the loss of a few rows
 _MAX_IGNORED = 8  # integers in a function that are taken for ignored labels
 # Each counts a tenth of the one before: others would be lost in rounding.
 _SCORED_FEATURES = 8
@@ -111,6 +111,7 @@ def choose_rows(
         candidates += [by_feature[-1], by_feature[0]]
     candidates = _without_repeats(candidates)[: max(2, wanted - 1)]
     candidates += [order[-1], order[0]]
+    # Evenly over the order, because rows between the extremes differ, too.
     step = (num_rows - 1) / (wanted - 1)
     candidates += [order[round(number * step)] for number in range(wanted)]
     rows = _without_repeats([*candidates, *order])[:wanted]
@@ -211,7 +212,8 @@ def ignored_values(*functions: Any) -> list[int]:
     """Labels that functions may ignore: the usual ones, and the first integers they
     refer to.
     """
-    labels: list[int] = [*_USUAL_IGNORED]
+    # The usual ones first: several may explain the loss of a few rows.
+    labels: list[int] = [*IGNORED]
     for function in functions:
         integers: list[int] = []
         # The nearest first: its own integers before those of objects.

@@ -130,6 +130,7 @@ class Runs:
         for replica_set in replica_sets:
             modules_of_user += replica_set.contents.modules.values()
         self.backward_calls = BackwardCalls(modules_of_user)
+        # A join in the step takes tensors with these sizes for rows.
         self._step_rows = set(attempt.plan.substep_rows)
         self._shapes_at_once: list[torch.Size] = []
         # Of a function that replicas share, one replica's forward pass may change what
@@ -194,6 +195,7 @@ class Runs:
             for number, rows in enumerate(parts):
                 if number and between is not None:
                     between()
+                # Between parts: a call that runs cannot be ended.
                 self.user_code.require_time()
                 if nudge is not None:
                     self._nudge_copies(nudge)
@@ -301,6 +303,7 @@ class Runs:
         for rows.
         """
         tensors_of_first = nested.tensors(outputs[0])
+        # The run of all rows comes first, and shows the shapes for their number.
         if len(outputs) == 1:
             self._shapes_at_once = [tensor.shape for tensor in tensors_of_first]
             return outputs[0]

@@ -64,6 +64,7 @@ class Kind:
     def is_due(self, ranges: Sequence[Tensor], details: Hashable) -> bool:
         """Whether this step, with these ranges and details, is looked at."""
         self.steps += 1
+        # Both are asked in every step, because they also remember what they saw.
         has_news = self._has_news(details)
         is_beyond = self._is_beyond(ranges)
         if self.is_given_up:
@@ -108,6 +109,7 @@ class Kind:
         self.is_refused = False
         self.num_inconclusive = 0
         numbers = read_ranges(ranges)
+        # Of all looks together: batches of labels differ at random.
         widest = [max(pair) for pair in zip(self.ranges, numbers, strict=False)]
         self.ranges = widest or numbers
 
@@ -116,6 +118,7 @@ class Kinds:
     """The looks at all kinds of criteria and batches of one engine."""
 
     def __init__(self) -> None:
+        # It does not grow with steps: kinds have no sizes and no numbers in them.
         self._kinds: defaultdict[Hashable, Kind] = defaultdict(Kind)
 
     def kind_of(

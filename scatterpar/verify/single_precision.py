@@ -69,6 +69,7 @@ class SinglePrecision(OperatorMode):
             gradient = func(*args, **kwargs)
             self._note_rounded(gradient, self._widened(args[0]))
             return gradient
+        # All arguments, because kernels require one dtype of them.
         widened_args = [self._widened(value) for value in args]
         widened_kwargs = {name: self._widened(value) for name, value in kwargs.items()}
         result = func(*widened_args, **widened_kwargs)
@@ -84,6 +85,7 @@ class SinglePrecision(OperatorMode):
 
     def _view(self, func: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         """A view, which shares the memory of ``value``: it is not widened."""
+        # A widened copy would have other memory, and writes to it would be lost.
         view = func(value, *args, **kwargs)
         if id(value) in self._rounded:
             unrounded = self.unrounded(value)

@@ -55,6 +55,7 @@ class UserCode:
         # A refusal needs runs of its own: the second half of the time is for these.
         self._halfway = (time.monotonic() + deadline) / 2
         self._fixed_layers: list[nn.Module] = []
+        # A stack, because a look may end in any of its stages, and in another thread.
         self._undo = contextlib.ExitStack()
         self.journals: list[Journal] = []
 
@@ -93,6 +94,7 @@ class UserCode:
             # has one.
             journal = Journal(Walk(roots), devices)
             self.journals.append(journal)
+            # Before it begins, so that an error in the middle is undone.
             self._undo.callback(journal.end)
             journal.begin()
 
@@ -137,6 +139,7 @@ class UserCode:
 
     def end(self) -> None:
         """Undo everything, once. Calls that still run change nothing any more."""
+        # First: a call in another thread must not begin while values go back.
         self._deadline = -math.inf
         self._undo.pop_all().close()
 

@@ -18,6 +18,7 @@ from scatterpar.step.request import Request
 from scatterpar.verify.evidence import NUMBER_REMEDY, Evidence, Losses
 
 _MAX_SIZES = 6  # of parts, in a text
+# Only these keys can be told to count_labels(key=…).
 _KEY = re.compile(r'(?:inputs|targets)\["(\w+)"\]')
 _SEEMS = "It seems to be"
 _BATCH = 'inputs["batch"]'  # that of a loop, whose count= takes a batch
@@ -199,6 +200,7 @@ def _refused_combination(losses: Losses, remedy: str) -> Verdict:
         f"be {_size_of(losses.difference)}."
     )
     verdict = _refused(problem, remedy, *losses.other_remedies(remedy))
+    # Loops of libraries show it with remedies of their own.
     cause = remedy if remedy.startswith(_SEEMS) else ""
     return replace(verdict, problem=problem, cause=cause)
 

@@ -84,6 +84,7 @@ class Verifier:
     ) -> bool:
         request = attempt.request.of_largest_batch()
         is_divided = self._is_distributed or len(attempt.plan.substep_rows) > 1
+        # The criterion gets the one row, whatever the number of replicas.
         if request.whole_batch and request.rows == 1:
             is_divided = False
         assumed = loop.chosen or _candidate_of(request)

@@ -352,12 +352,16 @@ _REMEDIES = {
 }
 _ALL_RANKS = "give each rank's loss its weight, and average the gradients of all ranks."
 _NOT_A_MEAN = (
-    "compute a root, an exponential or a ratio of means once, from sums over all "
-    "parts: the loss is no mean over terms."
+    "compute a root, an exponential, a ratio of means or a running divisor once, from "
+    "sums over all parts: the loss is no mean over terms."
+)
+_UNKNOWN_TERMS = (
+    f"{_BY_TERMS}, which no tensor of the batch counts; if the loss is a ratio of "
+    f"means, compute it once, from sums over all parts."
 )
 _REPEATED = (
-    "clip, divide or all-reduce the gradient once, after the last backward(), not "
-    "after each part."
+    "clip, divide, rescale or all-reduce the gradient once, after the last backward(), "
+    "not after each part."
 )
 
 
@@ -376,8 +380,11 @@ def _weights_in_words(
     if kind is CauseKind.OTHER_WEIGHTS and ratio is not None:
         repeated = f" Each part multiplies the sum of those before it by {ratio:.4g}."
         remedy = _REPEATED
-    elif counted is None:
+    elif counted is None and not math.isclose(weights.right.sum(), 1, rel_tol=CLOSE):
         remedy = _NOT_A_MEAN
+    elif counted is None:
+        # The weights of a mean add up to 1, whatever its terms are.
+        remedy = _UNKNOWN_TERMS
     elif kind is CauseKind.ONLY_SOME_PARTS and ranks > 1:
         remedy = _ALL_RANKS
     elif ranks > 1:

@@ -126,9 +126,11 @@ class GradientEvidence(SplitEvidence):
     def factor(self, names: Sequence[str]) -> float | None:
         """The one number that the right gradient is multiplied by, if there is one."""
         actual = joined(self.actual, names)
-        if len(actual) < _LEAST_NUMBERS:
-            return None  # any two numbers are multiples of each other
-        return factor_between(actual, joined(self.expected, names), self.tolerance)
+        expected = joined(self.expected, names)
+        # Any two numbers are multiples of each other, and zero is of all.
+        if (actual.abs() + expected.abs()).count_nonzero() < _LEAST_NUMBERS:
+            return None
+        return factor_between(actual, expected, self.tolerance)
 
     def weights(self, names: Sequence[str]) -> Weights | None:
         """The weights of the parts in the loop, and in the whole batch."""

@@ -95,3 +95,19 @@ def joined(gradients: Gradients, names: Sequence[str] | None = None) -> Tensor:
 
 def _largest(tensor: Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A dense copy in float64 on the host; of a ``DTensor`` with all its shards."""
+    tensor = tensor.detach()
+    if hasattr(tensor, "full_tensor"):
+        tensor = tensor.full_tensor()
+    dense = as_double(tensor.to_dense().cpu()).clone()
+    return torch.view_as_real(dense) if dense.is_complex() else dense
+
+
+def as_double(tensor: Tensor) -> Tensor:
+    """The tensor in float64 or complex128; others stay as they are."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor

@@ -1,4 +1,4 @@
-"""Modes that see each operator: constant random numbers, and the coarsest dtype."""
+"""Modes that see each operator: constant random numbers, dtypes, draws."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class RepeatedNumbers(ConstantNumbers):
 
     Attributes:
         shapes: of floating-point numbers that have been drawn.
-        noise: the shapes of all draws, without those of dropout.
+        num_noise: how many numbers have been drawn, without those of dropout.
     """
 
     def __init__(self, numbers: Numbers, fixed_shapes: frozenset[Shape]) -> None:
         super().__init__()
         self.shapes: set[Shape] = set()
-        self.noise: set[Shape] = set()
+        self.num_noise = 0
         self._numbers = numbers
         self._fixed_shapes = fixed_shapes
 
@@ -72,7 +72,7 @@ class RepeatedNumbers(ConstantNumbers):
         # Dropout draws in place where its backward pass has no operator of its own.
         is_dropout = self.calls == calls or func is torch.ops.aten.bernoulli_.float
         if isinstance(drawn, Tensor) and not is_dropout:
-            self.noise.add(tuple(drawn.shape))
+            self.num_noise += drawn.numel()
         if isinstance(drawn, Tensor) and drawn.is_floating_point():
             self._fill(drawn)
         return drawn
@@ -130,15 +130,23 @@ class CastsInDouble(OperatorMode):
         return result
 
 
-class CoarsestDtype(OperatorMode):
-    """Finds the coarsest dtype to which numbers in float64 are converted."""
+class WatchedOperators(OperatorMode):
+    """Sees draws from any generator, and to which dtypes numbers are converted.
 
-    coarsest: torch.dtype | None = None  # of those below float64
+    Attributes:
+        drawn: ``torch``, once a random operator ran.
+        coarsest: the coarsest dtype to which numbers in float64 are converted.
+    """
+
+    drawn: frozenset[str] = frozenset()
+    coarsest: torch.dtype | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run ``func``, and compare the dtypes of its inputs and outputs."""
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.drawn = frozenset({"torch"})
         result = func(*args, **(kwargs or {}))
         if any(tensor.dtype in _DOUBLE for tensor in _tensors(args)):
             for tensor in _tensors([result]):

@@ -17,22 +17,17 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from scatterpar.batch import nested
-from scatterpar.splitting.gradients import Gradients
+from scatterpar.splitting.gradients import Gradients, as_double, whole
 from scatterpar.splitting.operator_modes import (
     CastsInDouble,
-    CoarsestDtype,
     Numbers,
     RepeatedNumbers,
     Shape,
+    WatchedOperators,
     fill_evenly,
 )
 from scatterpar.splitting.terms import Terms
-from scatterpar.splitting.trained import (
-    TrainedGradients,
-    as_double,
-    leaves_outside,
-    whole,
-)
+from scatterpar.splitting.trained import TrainedGradients, leaves_outside
 from scatterpar.torch_private import clipping_replaced
 
 # As an initial weight: outputs stay of the size that they have.
@@ -52,7 +47,7 @@ class Settings:
         numbers: what random operators give.
         fixed_shapes: shapes of draws that have no rows, for ``Numbers.BY_ENTRY``.
         running_statistics: batch normalisation does not use the statistics of a part.
-        watch_dtypes: look for the coarsest dtype to which the step casts.
+        watch_operators: see which numbers are drawn, and the dtypes of casts.
         casts_in_double: a cast to a lower dtype gives float64.
         fills_zeros: parameters that are all zero get other numbers.
         term: the term of the loss whose gradients are compared; empty for all.
@@ -65,7 +60,7 @@ class Settings:
     numbers: Numbers = Numbers.AS_DRAWN
     fixed_shapes: frozenset[Shape] = frozenset()
     running_statistics: bool = False
-    watch_dtypes: bool = False
+    watch_operators: bool = False
     casts_in_double: bool = False
     fills_zeros: bool = False
     term: str = ""
@@ -81,10 +76,11 @@ class StepResult:
     Attributes:
         gradients: by the name of the parameter.
         loss: what the step returned, if that is a number.
-        drawn: which generators it drew from: torch, Python, NumPy.
-        coarsest: the coarsest dtype to which it casts, if ``watch_dtypes``.
+        drawn: which generators it drew from: torch, Python, NumPy. Of torch's, those
+            of the user are seen with ``watch_operators`` alone.
+        coarsest: the coarsest dtype to which it casts, if ``watch_operators``.
         shapes: of what random operators drew, unless numbers are as drawn.
-        noise: those of draws that are not dropout.
+        num_noise: how many numbers they drew, without those of dropout.
         uncompared: parameters that got a gradient, and cannot be compared.
         terms: the names of the terms of the loss.
         outputs: of modules, in the order in which they end, if ``watch_modules``.
@@ -95,7 +91,7 @@ class StepResult:
     drawn: frozenset[str]
     coarsest: torch.dtype | None
     shapes: frozenset[Shape]
-    noise: frozenset[Shape]
+    num_noise: int
     uncompared: tuple[str, ...]
     terms: tuple[str, ...]
     outputs: list[tuple[str, Tensor]]
@@ -124,11 +120,10 @@ def run_step(
         _fill_zeros(model)
     generators = _generator_states()
     gradients = TrainedGradients(model, leaves_outside(model, step))
-    clippings = Clippings()
-    optimizers = OptimizersWithoutGradients(gradients, clippings)
+    optimizers = OptimizersWithoutGradients(gradients)
     terms = Terms(settings.without_term)
     repeated = RepeatedNumbers(settings.numbers, settings.fixed_shapes)
-    dtypes = CoarsestDtype()  # type: ignore[no-untyped-call]
+    watched = WatchedOperators()  # type: ignore[no-untyped-call]
     outputs: list[tuple[str, Tensor]] = []
     with contextlib.ExitStack() as stack:
         if settings.running_statistics:
@@ -137,11 +132,11 @@ def run_step(
             stack.enter_context(outputs_kept(model, outputs))
         if settings.numbers is not Numbers.AS_DRAWN:
             stack.enter_context(repeated)
-        if settings.watch_dtypes:
-            stack.enter_context(dtypes)
+        if settings.watch_operators:
+            stack.enter_context(watched)
         if settings.casts_in_double:
             stack.enter_context(CastsInDouble())  # type: ignore[no-untyped-call]
-        stack.enter_context(clipping_replaced(clippings))
+        stack.enter_context(clipping_replaced(gradients.clippings))
         stack.enter_context(gradients)
         stack.enter_context(terms)
         stack.enter_context(optimizers)
@@ -149,7 +144,7 @@ def run_step(
         optimizers.returned = value  # if the step has not ended before
         if not gradients.has_run_backward and not settings.returns_values:
             terms.run_backward(value)
-        clippings.end()
+        gradients.clippings.end()
     if settings.returns_values:
         result = values_of(optimizers.returned)
     else:
@@ -157,10 +152,10 @@ def run_step(
     return StepResult(
         gradients=result,
         loss=_as_number(optimizers.returned),
-        drawn=_drawn_since(generators),
-        coarsest=dtypes.coarsest,
+        drawn=_drawn_since(generators) | watched.drawn,
+        coarsest=watched.coarsest,
         shapes=frozenset(repeated.shapes),
-        noise=frozenset(repeated.noise),
+        num_noise=repeated.num_noise,
         uncompared=tuple(gradients.uncompared()),
         terms=tuple(terms.names),
         outputs=outputs,
@@ -212,10 +207,9 @@ class OptimizersWithoutGradients:
     A closure that is passed to ``optimizer.step`` runs first, as Lightning's does.
     """
 
-    def __init__(self, gradients: TrainedGradients, clippings: Clippings) -> None:
+    def __init__(self, gradients: TrainedGradients) -> None:
         self.returned: Any = None
         self._gradients = gradients
-        self._clippings = clippings
 
     def __enter__(self) -> None:
         self._hook = register_optimizer_step_pre_hook(self._receive)
@@ -234,7 +228,7 @@ class OptimizersWithoutGradients:
             # ``Optimizer.step`` runs under ``no_grad``, its closure does not.
             with torch.enable_grad():
                 self.returned = closure()
-        self._clippings.end()
+        self._gradients.clippings.end()
         if self._gradients.is_complete(optimizer):
             raise _EndOfStep
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -245,54 +239,6 @@ class OptimizersWithoutGradients:
             kwargs = {**kwargs, "closure": lambda: self.returned}
             return args[:1], kwargs
         return None
-
-
-class Clippings:
-    """Replaces torch's functions that clip gradients. The last clipping does nothing.
-
-    So clipping hides no factor. Any clipping before the last change of a gradient
-    halves what has been accumulated until then, as if a loop clips after each part:
-
-    ```text
-    gradient         clip       then
-    a                by norm 1  a
-    a + b            by norm 1  a / 2 + b
-    a / 2 + b + c    by norm 1  a / 4 + b / 2 + c
-    ```
-
-    Then parts have other weights than the whole batch. So it is for a rank that clips
-    before it averages. The limit does not matter: the gradients of a small test may be
-    below it, and those of a run exceed it.
-    """
-
-    def __init__(self) -> None:
-        # By parameter: the gradient that the last clipping found, and its values.
-        self._clipped: dict[Tensor, tuple[Tensor, Tensor]] = {}
-
-    def __call__(self, parameters: Sequence[Tensor]) -> None:
-        """Clip the gradients of ``parameters``."""
-        for parameter in parameters:
-            gradient = parameter.grad
-            if gradient is not None:
-                self._halve(parameter)
-                self._clipped[parameter] = gradient, gradient.clone()
-
-    def end(self) -> None:
-        """Halve what was clipped before the last change of each gradient."""
-        for parameter in list(self._clipped):
-            self._halve(parameter)
-
-    def _halve(self, parameter: Tensor) -> None:
-        """Halve what the last clipping found, if the gradient has changed since."""
-        clipped, values = self._clipped.pop(parameter, (None, None))
-        # Another gradient object was accumulated anew, after ``zero_grad()``.
-        if clipped is None or values is None or clipped is not parameter.grad:
-            return
-        # Whole, because a shard may be unchanged where another one is not.
-        gradient = whole(clipped)
-        # Zeros were written after an update by hand.
-        if gradient.any() and not torch.equal(gradient, whole(values)):
-            clipped.sub_(values, alpha=0.5)
 
 
 def _as_number(value: Any) -> float | None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from scatterpar.splitting.gradients import Gradients
+from scatterpar.splitting.clippings import Clippings
+from scatterpar.splitting.gradients import Gradients, whole
 from scatterpar.state.walk import Walk
 from scatterpar.torch_private import leaves_reached
 
@@ -42,10 +43,12 @@ class TrainedGradients:
 
     Attributes:
         has_run_backward: whether the body has run a backward pass.
+        clippings: what clips gradients in the body.
     """
 
     def __init__(self, model: nn.Module, outside: Mapping[str, Tensor]) -> None:
         self.has_run_backward = False
+        self.clippings = Clippings()
         self._model = model
         self._outside = outside
         self._before = {name: whole(leaf) for name, leaf in outside.items()}
@@ -67,6 +70,7 @@ class TrainedGradients:
     def _run_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
         """Runs in the place of ``torch.autograd.backward``."""
         self.has_run_backward = True
+        self.clippings.before_backward()
         for root in [tensors] if isinstance(tensors, Tensor) else tensors:
             if not isinstance(root, Tensor):  # an edge of the graph
                 continue
@@ -162,19 +166,3 @@ def copy_of_gradient(parameter: Tensor) -> Tensor:
     if parameter.grad is None:
         return torch.zeros_like(whole(parameter))
     return whole(parameter.grad)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """A dense copy in float64 on the host; of a ``DTensor`` with all its shards."""
-    tensor = tensor.detach()
-    if hasattr(tensor, "full_tensor"):
-        tensor = tensor.full_tensor()
-    dense = as_double(tensor.to_dense().cpu()).clone()
-    return torch.view_as_real(dense) if dense.is_complex() else dense
-
-
-def as_double(tensor: Tensor) -> Tensor:
-    """The tensor in float64 or complex128; others stay as they are."""
-    if tensor.is_complex():
-        return tensor.to(torch.complex128)
-    return tensor.double() if tensor.is_floating_point() else tensor

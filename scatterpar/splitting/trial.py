@@ -23,12 +23,13 @@ from scatterpar.splitting.arguments import Loss, SplitArguments
 from scatterpar.splitting.gradients import (
     EXACT,
     Gradients,
+    as_double,
     invisible,
     is_zero,
     largest_error,
     zeros_of_all,
 )
-from scatterpar.splitting.operator_modes import Numbers, Shape
+from scatterpar.splitting.operator_modes import Numbers
 from scatterpar.splitting.parts import Part, Split
 from scatterpar.splitting.process_state import ProcessState
 from scatterpar.splitting.ranks import RankJob, run_on_ranks
@@ -39,7 +40,6 @@ from scatterpar.splitting.step_run import (
     is_all_zero,
     run_step,
 )
-from scatterpar.splitting.trained import as_double
 
 # The largest relative difference that rounding explains, by the dtype to which the step
 # casts, or in which all is computed.
@@ -69,9 +69,6 @@ class Trial:
         self.model = arguments.model
         self.parts = arguments.num_parts
         self.ranks = arguments.ranks
-        self.settings = Settings(returns_values=arguments.returns_values)
-        self.limit = EXACT
-        self.unseen: list[str] = []
         step, loss = arguments.step, arguments.loss
         self._attributes = set(getattr(step, "__dict__", ()))
         self._numbers_of_step: dict[str, Any] = {}
@@ -97,8 +94,16 @@ class Trial:
         self.rows = list(range(num_rows))
         self._groups = self._sizes_of_groups()
         self._orders = row_parts.orders_of_rows(tensors, self.counts, self._groups)
-        self.rows = self._orders[0]
         self._state = ProcessState(self.model, (step, loss))
+        self._is_steady = False  # random numbers, whatever draws them
+        self._begin()
+
+    def _begin(self) -> None:
+        """Set all that a comparison finds out."""
+        self.settings = Settings(returns_values=self.arguments.returns_values)
+        self.limit = EXACT
+        self.unseen: list[str] = []
+        self.rows = self._orders[0]
 
     # --- cutting ---
 
@@ -149,6 +154,17 @@ class Trial:
 
         Raises ``ValueError`` if the step leaves no gradient, or is for one batch.
         """
+        reference, results = self._compare_orders()
+        worst, _ = self.worst_error(results, reference.gradients)
+        # Operators are only watched if something differs, because it takes time.
+        if worst > self.limit and self._watched().drawn > reference.drawn:
+            # A generator of the user gives each split other numbers, too.
+            self._begin()
+            self._is_steady = True
+            reference, results = self._compare_orders()
+        return reference, results
+
+    def _compare_orders(self) -> tuple[StepResult, list[StepResult]]:
         reference, results = self._compare_first_order()
         for rows in self._orders[1:]:
             worst, _ = self.worst_error(results, reference.gradients)
@@ -175,13 +191,13 @@ class Trial:
         worst, _ = self.worst_error(results, reference.gradients)
         if not self.settings.in_double or worst <= _ROUNDING:
             return reference, results
-        coarsest = self._coarsest_cast()
+        coarsest = self._watched().coarsest
         if coarsest is not None:
             # A cast rounds: with float64 in its place, only a mistake is left.
             settings = self.settings
             self.settings = replace(settings, casts_in_double=True)
             try:
-                coarsest = self._coarsest_cast()
+                coarsest = self._watched().coarsest
                 sharper = self.reference(self.rows), self.results(self.split())
             except TimeoutError:
                 raise
@@ -246,7 +262,7 @@ class Trial:
                 "step left no gradient on a parameter of the model; call backward() "
                 "for the model that step gets, and do not end with zero_grad()"
             )
-        if "torch" in result.drawn:
+        if self._is_steady or "torch" in result.drawn:
             result = self._with_steady_numbers(result)
         return result
 
@@ -305,7 +321,7 @@ class Trial:
                 f"the gradient of {_listed(vanished)}, which is zero with constant "
                 f"random numbers"
             )
-        if self._draws_for_rows(result.noise):
+        if self._draws_for_rows(result.num_noise):
             self.unseen.append(
                 "what random numbers of each row decide, such as weights or masks, "
                 "since all rows get the same numbers; draw them before, and pass them "
@@ -313,13 +329,11 @@ class Trial:
             )
         return result
 
-    def _draws_for_rows(self, shapes: frozenset[Shape]) -> bool:
-        """Whether draws have a number for each row, as initial weights have not."""
-        num_rows = len(self.rows)
-        of_rows = {shape for shape in shapes if shape and shape[0] % num_rows == 0}
-        if not of_rows:
+    def _draws_for_rows(self, num_noise: int) -> bool:
+        """Whether fewer rows draw fewer numbers, which initial weights do not."""
+        if not num_noise:
             return False
-        return not of_rows <= self.reference(self.rows[: num_rows // 2]).noise
+        return self.reference(self.rows[: len(self.rows) // 2]).num_noise != num_noise
 
     def _vanished(self, gradients: Gradients, as_drawn: Gradients) -> list[str]:
         """The parameters whose gradient is not finite, or rounding beside another."""
@@ -336,10 +350,10 @@ class Trial:
         dtypes = {parameter.dtype for parameter in self.model.parameters()}
         return max(_CAST.get(dtype, 0.0) for dtype in dtypes)
 
-    def _coarsest_cast(self) -> torch.dtype | None:
-        """The coarsest dtype below float64 to which the step casts."""
-        with self.changed(watch_dtypes=True):
-            return self.reference(self.rows).coarsest
+    def _watched(self) -> StepResult:
+        """The result for the whole batch, with the step's draws and casts."""
+        with self.changed(watch_operators=True):
+            return self.reference(self.rows)
 
     # --- what the comparison cannot show ---
 

@@ -466,6 +466,33 @@ def clipped_before_the_average(model, batches):
     torch.optim.AdamW(model.parameters()).step()
 
 
+@hidden("other weights", Net, few_images)
+def clipped_into_new_tensors(model, batches):
+    for batch in batches:
+        (class_loss(model, batch) / len(batches)).backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad.clone()
+
+
+@hidden("ranks differ", Net, few_images, ranks=2)
+def clipped_before_an_average_in_new_tensors(model, batches):
+    class_loss(model, batches[0]).backward()
+    clip_grad_norm_(model.parameters(), 1.0)
+    for parameter in model.parameters():
+        total = parameter.grad.clone()
+        torch.distributed.all_reduce(total)
+        parameter.grad = total / torch.distributed.get_world_size()
+
+
+@hidden("mean of means", Net, few_images, equal=None)
+def mean_beside_masks_of_a_generator(model, batches):
+    generator = torch.Generator().manual_seed(0)
+    for pixels, classes in batches:
+        mask = torch.rand(pixels.shape, generator=generator) < 0.8
+        (class_loss(model, (pixels * mask, classes)) / len(batches)).backward()
+
+
 @hidden("ranks differ", Net, few_images, ranks=2)
 def clipped_by_value_before_the_sum(model, batches):
     (class_loss(model, batches[0]) / torch.distributed.get_world_size()).backward()

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import cross_entropy, normalize, one_hot
+from torch.nn.functional import cross_entropy, ctc_loss, normalize, one_hot
 
 
 class Tagger(nn.Module):
@@ -154,6 +154,30 @@ def more_images():
     return images(48)
 
 
+def speech():
+    """Frames, targets, and the lengths of both."""
+    generator = torch.Generator().manual_seed(4)
+    frames = torch.randn(16, 14, 10, generator=generator)
+    lengths = torch.randint(11, 15, (16,), generator=generator)
+    sizes = torch.randint(1, 6, (16,), generator=generator)
+    targets = torch.randint(1, 4, (16, 5), generator=generator)
+    return (
+        frames,
+        targets.masked_fill(torch.arange(5) >= sizes[:, None], 0),
+        lengths,
+        sizes,
+    )
+
+
+def rollouts():
+    """Tokens and their mask, rewards of rows, and log-probabilities of an old model."""
+    ids, labels = tokens()
+    generator = torch.Generator().manual_seed(7)
+    rewards = torch.randn(16, generator=generator)
+    old = 0.1 * torch.randn(16, 8, generator=generator) - 3.9
+    return ids, (labels != -100).float(), rewards, old
+
+
 def pairs(rows=16):
     """Two views of each row."""
     generator = torch.Generator().manual_seed(3)
@@ -174,6 +198,28 @@ def token_loss(model, batch, reduction="mean"):
 def class_loss(model, batch, reduction="mean"):
     pixels, classes = batch
     return cross_entropy(model(pixels), classes, reduction=reduction)
+
+
+def speech_loss(model, batch, reduction="mean"):
+    """CTC: each row's loss over the size of its targets, or the sum."""
+    frames, targets, lengths, sizes = batch
+    outputs = model(frames).log_softmax(-1).transpose(0, 1)
+    return ctc_loss(outputs, targets, lengths, sizes, reduction=reduction)
+
+
+def standardised(rewards):
+    return (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+
+
+def policy_loss(model, batch, advantages):
+    """The sum of a clipped policy loss over the tokens of a mask."""
+    ids, mask, _, old = batch
+    chosen = model(ids).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    ratio = (chosen - old).exp()
+    gains = torch.min(
+        ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None]
+    )
+    return -(gains * mask).sum()
 
 
 def num_labels(batches):

@@ -32,6 +32,11 @@ from splitting.loop_models import (
     num_rows,
     pairs,
     partly_unlabelled,
+    policy_loss,
+    rollouts,
+    speech,
+    speech_loss,
+    standardised,
     token_loss,
     tokens,
 )
@@ -221,6 +226,24 @@ def clipped_and_then_scaled_and_decayed(model, batches):
     clip_grad_norm_(model.parameters(), 1.0)
     for parameter in model.parameters():
         parameter.grad.mul_(0.5).add_(0.01 * parameter.detach())
+
+
+@right(Net, images)
+def clipped_and_then_centred(model, batches):
+    """Into new tensors. The mean of a bias of classes is zero, but for rounding."""
+    backward_sums(model, batches)
+    clip_grad_norm_(model.parameters(), 1.0)
+    for parameter in model.parameters():
+        parameter.grad = parameter.grad - parameter.grad.mean()
+
+
+@right(Net, images)
+def clipped_before_other_gradients(model, batches):
+    """What was clipped is gone when the next gradients are accumulated."""
+    backward_sums(model, batches[:1])
+    clip_grad_norm_(model.parameters(), 1.0)
+    model.zero_grad()
+    backward_sums(model, batches)
 
 
 @right(Net, images)
@@ -416,6 +439,20 @@ def noise_depth_and_time_steps(model, batches):
         loss.backward()
 
 
+masks_of_noise = torch.Generator().manual_seed(5)
+
+
+@right(Net, images)
+@right(Net, images, ranks=2)
+def masks_of_a_generator_outside(model, batches):
+    for pixels, classes in batches:
+        mask = torch.rand(pixels.shape, generator=masks_of_noise) < 0.8
+        loss = cross_entropy(model(pixels * mask), classes, reduction="sum")
+        (loss / num_rows(batches)).backward()
+    if dist.is_initialized():
+        average(model)
+
+
 @right(Tagger, tokens)
 def tokens_masked_in_the_step(model, batches):
     masks = [torch.rand(ids.shape) < 0.3 for ids, _ in batches]
@@ -448,6 +485,21 @@ def hooks_registered_in_the_step(model, batches):
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: gradient * 0.5)
     backward_sums(model, batches)
+
+
+@right(Net, speech, equal=True)
+def means_of_ctc_losses(model, batches):
+    for batch in batches:
+        (speech_loss(model, batch) / len(batches)).backward()
+
+
+@right(Tagger, rollouts)
+def advantages_of_all_rows(model, batches):
+    count = sum(mask.sum() for _, mask, _, _ in batches)
+    advantages = standardised(torch.cat([rewards for _, _, rewards, _ in batches]))
+    of_parts = advantages.split([len(ids) for ids, _, _, _ in batches])
+    for batch, advantages_of_part in zip(batches, of_parts, strict=True):
+        (policy_loss(model, batch, advantages_of_part) / count).backward()
 
 
 @right(Net, images)

@@ -7,9 +7,9 @@ import torch
 
 from scatterpar.splitting.operator_modes import (
     CastsInDouble,
-    CoarsestDtype,
     Numbers,
     RepeatedNumbers,
+    WatchedOperators,
 )
 
 pytestmark = pytest.mark.draws
@@ -78,7 +78,7 @@ def inside_of_a_list(value):
     ],
 )
 def test_coarsest_dtype_of_casts(compute, coarsest):
-    with CoarsestDtype() as dtypes:
+    with WatchedOperators() as dtypes:
         compute(torch.ones(2, dtype=torch.float64))
     assert dtypes.coarsest == coarsest
 

@@ -316,7 +316,14 @@ def timesteps(model, batches):
         ((losses * weights).sum() / weights.sum() / len(batches)).backward()
 
 
-@pytest.mark.parametrize("step", [weighted_by_draws, timesteps])
+def weights_row_by_row(model, batches):
+    for pixels, classes in batches:
+        weights = torch.stack([torch.rand(()) for _ in pixels])
+        losses = cross_entropy(model(pixels), classes, reduction="none")
+        ((losses * weights).sum() / weights.sum() / len(batches)).backward()
+
+
+@pytest.mark.parametrize("step", [weighted_by_draws, timesteps, weights_row_by_row])
 def test_draws_of_rows_are_noted(step):
     """All rows get the same numbers, so a sum of these in each part does not show."""
     report = splitcheck(step, new(Net), images(), equal=True)

@@ -35,6 +35,11 @@ from splitting.loop_models import (
     num_rows,
     pairs,
     partly_unlabelled,
+    policy_loss,
+    rollouts,
+    speech,
+    speech_loss,
+    standardised,
     token_loss,
     tokens,
 )
@@ -109,6 +114,36 @@ def normalised_by_positives_of_a_part(model, batches):
         is_positive = classes > 0
         loss = losses[is_positive].sum() / is_positive.sum().clamp_min(1)
         (loss / len(batches)).backward()
+
+
+@wrong("mean of means", Net, speech, "sum of batch[2]", equal=True)
+def ctc_losses_over_the_frames_of_a_part(model, batches):
+    for batch in batches:
+        loss = speech_loss(model, batch, "sum") / batch[2].sum()
+        (loss / len(batches)).backward()
+
+
+def targets_and_mask():
+    """Targets whose last channel is a mask: no tensor counts it alone."""
+    ids, labels = tokens()
+    return ids, torch.stack([labels.abs() % 7 + 1.0, labels != -100], -1)
+
+
+@wrong("mean of means", Tagger, targets_and_mask, "no tensor of the batch counts")
+def mask_in_a_channel_of_the_targets(model, batches):
+    for ids, targets in batches:
+        values, mask = targets.unbind(-1)
+        losses = (model(ids).mean(-1) - values).square() * mask
+        (losses.sum() / mask.sum() / len(batches)).backward()
+
+
+@wrong("other weights", Net, images, "a running divisor")
+def divided_by_a_running_count(model, batches):
+    """As detectors divide by a moving average of the objects in a batch."""
+    count = 10.0
+    for pixels, classes in batches:
+        count = 0.9 * count + 0.1 * (classes > 1).sum()
+        (class_loss(model, (pixels, classes), "sum") / count).backward()
 
 
 @wrong("sum of means", Net, images, "loss=", "len(batches)")
@@ -339,6 +374,22 @@ def advantages_normalised_in_each_part(model, batches):
         advantages = (rewards - rewards.mean()) / rewards.std()
         chosen = model(pixels).log_softmax(-1).gather(1, actions[:, None])[:, 0]
         (-(chosen * advantages).sum() / num_rows(batches)).backward()
+
+
+@wrong("rows are compared", Tagger, rollouts, equal=True)
+def advantages_of_each_part(model, batches):
+    count = sum(mask.sum() for _, mask, _, _ in batches)
+    for batch in batches:
+        (policy_loss(model, batch, standardised(batch[2])) / count).backward()
+
+
+@wrong("rows are compared", Net, images, equal=True)
+def largest_losses_of_each_part_are_clamped(model, batches):
+    """Only one output is used, so that the last bias has a single number."""
+    for pixels, classes in batches:
+        losses = (model(pixels)[:, 0] - classes).square()
+        most = losses.detach().quantile(0.8)
+        (losses.clamp_max(most).mean() / len(batches)).backward()
 
 
 @wrong("batch normalisation", net_with_norm, images, "model.eval()")

@@ -18,9 +18,14 @@ from scatterpar.train.parts import (
 )
 
 # Usual names of columns, the most usual first, in lower case and without other signs.
-IMAGE_COLUMNS = "image img picture filename file filepath path imagepath imageid id"
-LABEL_COLUMNS = "label labels class classname category finelabel target species y"
-PART_COLUMNS = "split subset partition set"
+IMAGE_COLUMNS = (
+    "image img picture photo filename file filepath path imagepath imagename imageid "
+    "id name"
+)
+LABEL_COLUMNS = (
+    "label labels class classname classlabel category finelabel target species breed "
+    "tag tags y"
+)
 _FEW_CLASSES = 20  # any table may have so many
 
 
@@ -41,16 +46,24 @@ def choose_column(
         if chosen not in columns:
             raise UsageError(f"--column-{kind} {chosen}: its columns are {listed}")
         return chosen
-    for name in usual.split():
-        for column in columns:
-            if re.sub("[^a-z0-9]", "", column.lower()) == name:
-                return column
+    column = usual_column(columns, usual)
+    if column is not None:
+        return column
     if len(columns) == 1:
         return columns[0]
     raise UsageError(
         f"which column has the {kind}s is not known: --column-{kind} NAME, one of "
         f"{listed or 'none'}"
     )
+
+
+def usual_column(columns: Sequence[str], usual: str) -> str | None:
+    """Return the column with the most usual name, or None."""
+    for name in usual.split():
+        for column in columns:
+            if re.sub("[^a-z0-9]", "", column.lower()) == name:
+                return column
+    return None
 
 
 def columns_in_words(image: str, label: str, columns: Sequence[str]) -> str:
@@ -98,10 +111,29 @@ def class_names_of(labels: Sequence[Any], column: str) -> list[str]:
             f"the column {column} has {len(names):,} values for {len(labels):,} "
             "images: --column-label NAME names the column of their classes"
         )
+    _refuse_several_classes(names, column)
     # As text 10 would come before 9.
     if all(name.isdigit() for name in names):
         names.sort(key=int)
     return names
+
+
+def _refuse_several_classes(names: Sequence[str], column: str) -> None:
+    """Raise a `UsageError` if a label names several classes: each combination would
+    become a class of its own.
+    """
+    known = set(names)
+    for name in names:
+        words = re.findall(r"""[^\s,;|'"\[\]]+""", name)
+        # A name may have spaces and commas, as "great dane" and ImageNet's "tench,
+        # Tinca tinca": then its words are no classes.
+        is_list = name.startswith("[") or bool(re.search("[;|]", name))
+        if len(words) > 1 and (is_list or known.issuperset(words)):
+            raise UsageError(
+                f"the column {column} has several classes for one image ({name}), and "
+                "the tool trains one class per image: keep the rows with one class, or "
+                "make a column with one of them, and pass --column-label NAME"
+            )
 
 
 def _is_missing(label: Any) -> bool:

@@ -32,7 +32,6 @@ _DECISIVE = (
     "erase",
     "mixup",
     "cutmix",
-    "skip_broken",
     "model",
     "pretrained",
     "from_scratch",

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import gzip
 import random
+import re
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -297,6 +298,13 @@ def _transforms(size: int, options: Options, classes: int) -> Transforms:
 def _augmentation(create: Callable[..., Any], augment: str) -> Any:
     """Build timm's transform of a random crop, and its policy if one is named."""
     policy = None if augment == "crop" else augment
+    for section in (policy or "").split("-")[1:]:
+        # timm ignores a section without a number, such as the end of rand-m9-mst.
+        if not re.match("t|[a-z]+[0-9]", section):
+            raise UsageError(
+                f"--augment {policy}: its section {section} has no number; one of "
+                "timm's policies is rand-m9-mstd0.5"
+            )
     try:
         varied = create(is_training=True, color_jitter=None, auto_augment=policy)
     except (AssertionError, ValueError, KeyError) as error:

@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 from scatterpar.train.command_line import UsageError, printable, words_of
 from scatterpar.train.data import BatchRequest, Images, Source
+from scatterpar.train.parts import first_names
 from scatterpar.train.processes import ALONE, Processes
 
 PIECE = 64  # images that a worker reads at once; mixup mixes images of one piece
@@ -216,7 +217,8 @@ def broken_in_words(reasons: dict[str, str], limit: int) -> str:
         words = f"{name} cannot be read as an image: {reason}"
         return f"{words} (--skip-broken {limit + 1} or more leaves it out)"
     remedy = f"--skip-broken {len(reasons)} or more leaves them out"
-    return f"{len(reasons):,} images cannot be read: {', '.join(reasons)} ({remedy})"
+    names = first_names(list(reasons))
+    return f"{len(reasons):,} images cannot be read: {names} ({remedy})"
 
 
 def _default_workers() -> int:

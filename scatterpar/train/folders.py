@@ -266,9 +266,11 @@ def pairs_of_part(
             if not files:
                 empty.append(entry.name)
     if empty and is_training:
+        left_aside = f" (not read: {unused})" if str(unused) else ""
         raise UsageError(
-            f"{folder} lacks pictures of {first_names(empty)}; it is searched for "
-            f"files that end in {', '.join(endings())}"
+            f"{folder} lacks pictures of {first_names(empty)}{left_aside}; it is "
+            f"searched for files that end in {', '.join(endings())}: convert other "
+            "files, and remove folders without any"
         )
     return pairs
 

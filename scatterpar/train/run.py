@@ -536,7 +536,9 @@ class Run:
     def _save(self, every: int = 0) -> None:
         """Write a checkpoint if there were `every` steps since the last one."""
         step = self.training.position.step
-        if step - self._saved >= every:
+        # Before the first step there is nothing to go on from, and the folder stays
+        # free for another try.
+        if step and step - self._saved >= every:
             records.save(
                 self.options.out / FILE,
                 **self.training.state_dict(),

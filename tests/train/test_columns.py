@@ -46,6 +46,35 @@ def test_labels_of_a_column_become_classes():
     assert str(unused) == said
 
 
+SEVERAL_CLASSES = [
+    ["cat dog", "dog", "cat"],
+    ["Effusion|Mass", "No Finding"],
+    ["a;b", "c"],
+    ["['cat', 'dog']", "['dog']"],
+    ["b,a", "a", "b", "c"],
+]
+
+
+@pytest.mark.parametrize("labels", SEVERAL_CLASSES)
+def test_several_classes_of_one_image_are_refused(labels):
+    with pytest.raises(UsageError, match="the column y has several classes for one im"):
+        class_names_of(labels, "y")
+
+
+ONE_CLASS = [
+    ["great dane", "golden retriever", "dane"],
+    ["tench, Tinca tinca", "crane"],
+    ["T-shirt/top", "shirt"],
+    ["['cat']", "['dog']"],
+    ["black bear", "bear"],
+]
+
+
+@pytest.mark.parametrize("labels", ONE_CLASS)
+def test_class_may_have_several_words(labels):
+    assert class_names_of(labels, "y") == sorted(labels)
+
+
 def test_classes_are_those_of_training_images():
     labels = {TRAIN: ["b", "a", None], TEST: ["a", "c", "b"]}
     unused = Unused()

@@ -45,6 +45,9 @@ TABLES = [
         {},
     ),
     ("image,age,kind", lambda n: f"{n},{n},{n % 3}", {"column_label": "kind"}),
+    ("Image Name, Class Label ", lambda n: f"{n}.png,{'xyz'[n % 3]}", {}),
+    ("id,age,x,y0,z", lambda n: f"{n},{n},{n % 3 == 0},{n % 3 == 1},{n % 3 == 2}", {}),
+    ("image,A,B,C", lambda n: f"{n},{['1.0,0.0,0', '0,1,0', '0,0,1'][n % 3]}", {}),
 ]
 
 
@@ -71,6 +74,25 @@ def test_column_of_parts_divides_rows(folder):
     assert str(parts.unused) == "1 of other parts (extra)"
 
 
+@pytest.mark.parametrize("flags", [("False", "True"), ("0", "1")])
+def test_column_is_valid_divides_rows(folder, flags):
+    table = write(
+        folder, "name,label,is_valid", lambda n: f"{n}.png,{n % 2},{flags[n < 4]}"
+    )
+    parts = read_table(table, Options())
+    assert (len(parts.train), len(parts.test), parts.final) == (8, 4, None)
+    assert {parts.test[row][0] for row in range(4)} == {
+        str(folder / name_of(number)) for number in range(4)
+    }
+
+
+def test_table_may_be_in_utf_16(folder):
+    lines = ["image,label", *(f"{number},{'čd'[number % 2]}" for number in range(12))]
+    (folder / "train.csv").write_text("\n".join(lines), encoding="utf-16")
+    parts = read_table(folder / "train.csv", Options(val=0.2))
+    assert parts.class_names == ["d", "č"]
+
+
 def test_unlabelled_rows_left_aside(folder):
     table = write(folder, "image,label", lambda n: f"{n},{'xy'[n % 2] if n else ''}")
     parts = read_table(table, Options(val=0.2))
@@ -80,7 +102,11 @@ def test_unlabelled_rows_left_aside(folder):
 @pytest.mark.parametrize(
     ("header", "row", "words"),
     [
-        ("a.png,cat", lambda n: f"{n}.png,cat", "--column-image NAME, one of a.png, c"),
+        ("a,b", lambda n: f"{n}.png,cat", "--column-image NAME, one of a, b"),
+        ("a.png,cat", lambda n: f"{n}.png,cat", "no names of columns, but a.png, cat"),
+        ("image,cat,dog", lambda n: f"{n},1,{n % 2}", "1 is of 2 of the classes cat, "),
+        ("image,cat,dog", lambda n: f"{n},0,{n % 2}", "0 is of 0 of the classes cat, "),
+        ("image,tags", lambda n: f"{n},{'ab'[n % 2]};b", "several classes .* .a;b"),
         ("image,label", lambda n: f"{n + 2}.png,x", "2 of its 12 images are not below"),
         ("image,label", lambda n: f"/far/{n}.png,x", "12 of its 12 images are not"),
         ("image,label", lambda n: f"{n},x,y", "0, x, y has 3 cells, and its columns"),
@@ -123,5 +149,5 @@ def test_path_of_a_picture_may_lead_anywhere(folder):
 def test_text_that_is_no_table_is_refused(folder):
     for text in ("é,ü\n1,2\n".encode("latin-1"), b"", b"image,label\n , \n"):
         (folder / "train.csv").write_bytes(text)
-        with pytest.raises(UsageError, match=r"not a table in UTF-8|no rows below"):
+        with pytest.raises(UsageError, match=r"iconv -f latin1|no rows below"):
             read_table(folder / "train.csv", Options(val=0.2))

@@ -69,6 +69,7 @@ def test_folder_gives_parts_and_classes(folder):
         (r"did you mean scatterpar[,?]", "scatterpr", {}),
         ("setup.cfg: it is no folder and no table", "setup.cfg", {}),
         ("is neither none, nor crop, nor a policy", None, {"augment": "nonsense"}),
+        ("section mst has no number", None, {"augment": "rand-m9-mst"}),
     ],
 )
 def test_wrong_data_refused_in_one_line(folder, words, data, options, monkeypatch):

@@ -348,7 +348,8 @@ def test_resume_with_other_images_refused(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.pictures
-def test_broken_picture_ends_resumable_run(tmp_path, capsys):
+@pytest.mark.parametrize("skipped", [(), ("--skip-broken", "1")])
+def test_broken_picture_ends_resumable_run(tmp_path, capsys, skipped):
     folder = write_folder(tmp_path / "data", train=40, test=8, ending="jpg")
     file, out = min((folder / "train" / "Sandal").iterdir()), tmp_path / "out"
     content = file.read_bytes()
@@ -364,9 +365,21 @@ def test_broken_picture_ends_resumable_run(tmp_path, capsys):
         in printed
     )
     assert torch.load(out / "checkpoint.pt")["position"]["step"] == number
-    file.write_bytes(content)
-    assert train(folder, out, "--resume") == 0
+    if not skipped:
+        file.write_bytes(content)
+    assert train(folder, out, "--resume", *skipped) == 0
     assert len(steps(out)) == 9
+
+
+@pytest.mark.pictures
+def test_broken_first_batch_leaves_folder_free(tmp_path, capsys):
+    folder = write_folder(tmp_path / "data", train=4, test=2, ending="png")
+    for file in (folder / "train" / "Sandal").iterdir():
+        truncate(file)
+    options = ["--epochs", "1", "--workers", "0", "--out", str(tmp_path / "out")]
+    assert main(["--data", str(folder), *options]) == 2
+    assert "no checkpoint was written yet" in capsys.readouterr().err
+    assert main(["--data", str(folder), *options, "--skip-broken", "4"]) == 0
 
 
 @pytest.mark.pictures

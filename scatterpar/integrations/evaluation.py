@@ -23,8 +23,11 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from scatterpar.batch import nested
 from scatterpar.batch.markers import Rows
+from scatterpar.devices.transfers import to_device
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.integrations import loop
 from scatterpar.integrations.step_batches import FIRST
@@ -124,6 +127,13 @@ class Groups:
 
     def _is_at_end(self) -> bool:
         return bool(getattr(self.loader, "end_of_dataloader", False))
+
+
+def on_first(result: Any, number: int, device: torch.device) -> Any:
+    """The result of the batch with this number in its group, on the first device."""
+    # Also between virtual devices, each of which has a memory of its own.
+    move = partial(to_device, device=device, copy=number != 0)
+    return nested.map_tensors(move, result)
 
 
 def outputs_of_batches(

@@ -29,11 +29,10 @@ from torch import Tensor, nn
 
 from scatterpar.batch import nested
 from scatterpar.devices.device_ids import DeviceLike, physical
-from scatterpar.devices.transfers import to_device
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.integrations import loop
 from scatterpar.integrations.device_errors import explained
-from scatterpar.integrations.evaluation import Groups, outputs_of_batches
+from scatterpar.integrations.evaluation import Groups, on_first, outputs_of_batches
 from scatterpar.integrations.lending import Lending, OwnerCopies, Parts, modules_of
 from scatterpar.integrations.loop import refuse
 from scatterpar.pair.pair import gather
@@ -57,10 +56,6 @@ _REFUSED = {
     "RNNCallback",
     "RNNRegularizer",
 }
-_ELSEWHERE = (
-    "make it a buffer of the loss function, an nn.Module, of which each replica has a "
-    "copy"
-)
 _REMEDIES = (
     "In fastai pass ScatterOnce(…, count=lambda inputs, targets: …), the number of "
     "terms that the mean averages over, such as lambda inputs, targets: "
@@ -315,10 +310,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         if places != _places(learn.xb):
             groups.size = 1  # a callback changes batches, so do not read ahead
             return learn.model(*learn.xb)
-        # Also between virtual devices, each of which has a memory of its own.
-        device = self._engine.device_ids[0]
-        move = partial(to_device, device=device, copy=groups.number != 0)
-        return nested.map_tensors(move, prediction)
+        return on_first(prediction, groups.number, self._engine.device_ids[0])
 
     def _predictions(self, learn: Any, groups: Groups) -> dict[int, Any]:
         """The places of the inputs of each batch of a group, and the predictions."""
@@ -422,10 +414,10 @@ class _Criterion(nn.Module):
         loss_func = self.user.loss_func
         pairs = zip(self.user.parts, self.parts, strict=True)
         if not self.takes_turns:
-            with explained(device, _ELSEWHERE):
+            with explained(device):
                 loss_of_replica = OwnerCopies(loss_func, ()).of(Parts(pairs))
                 return loss_of_replica(output, *targets)
-        with explained(device, _ELSEWHERE), self.lending.lent(Parts((), pairs), device):
+        with explained(device), self.lending.lent(Parts((), pairs), device):
             return loss_func(output, *targets)
 
 

@@ -67,7 +67,6 @@ from scatterpar.verify.dropped_records import is_look
 
 __all__ = ["ScatterOnceStrategy"]
 
-_ELSEWHERE = "make it an attribute of the LightningModule, such as a buffer"
 _REMEDIES = (
     "In Lightning pass ScatterOnceStrategy(…, count=lambda batch: …), the number of "
     "terms that the mean averages over in a batch, such as lambda batch: "
@@ -446,14 +445,14 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self, replica: Any, call: _Call, metrics: _Metrics
     ) -> Iterator[LightningModule]:
         """In the body the call runs. Yields the module whose step function to call."""
-        device = self._device_of(replica)
+        device = loop.device_of(replica, self.root_device)
         copies = {}
         for place, metric in metrics.by_place.items():
             copies[place] = _emptied(metric).to(device)
         call.places = {id(metric): at for at, metric in _single(copies).items()}
         module = replica if self._parallel else self.lightning_module
         with contextlib.ExitStack() as stack:
-            stack.enter_context(explained(device, _ELSEWHERE))
+            stack.enter_context(explained(device))
             if not self._parallel:
                 parts = _lent_parts(module, replica)
                 stack.enter_context(self._lending.lent(parts, device))
@@ -541,19 +540,11 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             return function(*arguments, **options)
         with self._on_replica(number):
             output = function(*arguments, **options)
-        return nested.map_tensors(self._to_root, output)
+        return loop.moved(output, self.root_device)
 
     validation_step = partialmethod(_evaluate, "validation_step")
     test_step = partialmethod(_evaluate, "test_step")
     predict_step = partialmethod(_evaluate, "predict_step")
-
-    def _device_of(self, replica: nn.Module) -> torch.device:
-        """The device of a replica: that of its first parameter."""
-        parameter = next(replica.parameters(), None)
-        return self.root_device if parameter is None else parameter.device
-
-    def _to_root(self, tensor: Tensor) -> Tensor:
-        return to_device(tensor, self.root_device)
 
     @contextlib.contextmanager
     def _on_replica(self, number: int) -> Iterator[None]:
@@ -572,10 +563,10 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             lending = Lending(
                 partial(list, [*module.modules()]), _OF_LOOP, self.root_device
             )
-        device = self._device_of(replica)
+        device = loop.device_of(replica, self.root_device)
         before = versions([copied for _, copied in pairs])
         with (
-            explained(device, _ELSEWHERE),
+            explained(device),
             use_device(device, ()),
             lending.lent(Parts((), pairs), device),
             loop.overridden(module, _device=device),
@@ -604,7 +595,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         call = self._results.popleft()
         self._merge_metrics([call])
         self._logged.log(self.lightning_module, [call])
-        return nested.map_tensors(self._to_root, call.output)
+        return loop.moved(call.output, self.root_device)
 
     def _arguments_of(
         self, step: str, batch: Any, batch_idx: int, dataloader_idx: int

@@ -243,6 +243,12 @@ def refuse(integration: str, options: Mapping[str, object], reason: str) -> None
             )
 
 
+def device_of(module: nn.Module, default: Any) -> torch.device:
+    """The device of a replica: that of its first parameter, or ``default``."""
+    parameter = next(module.parameters(), None)
+    return torch.device(default if parameter is None else parameter.device)
+
+
 def moved(value: Any, device: torch.device) -> Any:
     """``value`` with its tensors on ``device``, without their graphs."""
 

@@ -30,12 +30,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from scatterpar.batch import nested
 from scatterpar.batch.markers import Rows
 from scatterpar.devices.device_ids import DeviceLike, physical, resolve
-from scatterpar.devices.transfers import to_device
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import warn
 from scatterpar.integrations import loop, step_batches
 from scatterpar.integrations.device_errors import explained
-from scatterpar.integrations.evaluation import Groups, outputs_of_batches
+from scatterpar.integrations.evaluation import Groups, on_first, outputs_of_batches
 from scatterpar.integrations.images import images_by_row
 from scatterpar.integrations.lending import Lending, OwnerCopies, Parts, modules_of
 from scatterpar.integrations.step_batches import (
@@ -78,11 +77,6 @@ _REPLACED = {"_prepare_inputs", "log"}
 _ROWS = "per_device_train_batch_size"
 _BATCHES = "gradient_accumulation_steps"
 _REFERENCE_ROWS = "precompute_ref_batch_size"
-_ELSEWHERE = (
-    "make it an attribute of the Trainer, or bind it with functools.partial("
-    "compute_loss_func, name=tensor), and each replica gets a copy on its device; or "
-    "move the tensor where it is used: tensor.to(logits.device)"
-)
 _REMEDIES = (
     "Pass count= to the Trainer, a function of a batch that gives its number of terms, "
     'for a mean over something else, or reduction="sum" for a sum. If it compares '
@@ -556,7 +550,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
     def _on_replica(self, work: Any, batch: Any, items: Any) -> Any:
         """The loss of a Trainer that refers to a replica's modules."""
         if items is None:
-            device = self._device_of(work)
+            device = loop.device_of(work[0], self.args.device)
             items = self._get_num_items_in_batch([batch], device)
         with (
             self._standing_in(work) as (trainer, record),
@@ -578,12 +572,12 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         In a turn it is this Trainer, otherwise a copy. ``is_last`` is whether the batch
         of an evaluation is its last.
         """
-        device = self._device_of(work)
+        device = loop.device_of(work[0], self.args.device)
         parts = Parts(zip(self._parts, work, strict=True))
         record = _CallRecord()
         attributes = self._attributes_on_replica(work, device, record, is_last)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(explained(device, _ELSEWHERE))
+            stack.enter_context(explained(device))
             trainer: Any = self
             if self._takes_turns:
                 lent = self._lending.lent(parts, device)
@@ -618,12 +612,6 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             attributes[_METRICS] = record.metrics
             attributes[_TOKENS] = self._total_train_tokens
         return attributes
-
-    def _device_of(self, work: Any) -> torch.device:
-        """The device of a replica."""
-        for parameter in work[0].parameters():
-            return torch.device(parameter.device)
-        return torch.device(self.args.device)
 
     def _collect(self, calls: Sequence[_CallRecord], how: How, step: Any) -> None:
         """Add what calls of ``compute_loss`` counted, logged and measured, as if it had
@@ -727,13 +715,10 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             groups.options = options
         results: Any = groups.results or {}
         # Such as a batch of the user's own, or other keys to ignore.
-        if number not in results or groups.options != options:
+        if number is None or number not in results or groups.options != options:
             return type(self).prediction_step(self, model, inputs, *args, **kwargs)
         # Results are large: each is dropped once the loop has it.
-        result = results.pop(number)
-        # Also between virtual devices, each of which has a memory of its own.
-        move = partial(to_device, device=self._devices[0], copy=number != 0)
-        return nested.map_tensors(move, result)
+        return on_first(results.pop(number), number, self._devices[0])
 
     def _is_grouped(self, groups: Groups, model: Any, number: int | None) -> bool:
         """Whether replicas compute the batches of this group."""

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from scatterpar.batch.batch import batch_of
-from scatterpar.causes.counts import Count, NamedTensor, counts_of, named_tensors
+from scatterpar.causes.counts import (
+    IGNORED,
+    Count,
+    NamedTensor,
+    counts_of,
+    named_tensors,
+)
 from scatterpar.causes.evidence import CauseKind, Question, SplitEvidence, Weights
 from scatterpar.step.loss_weights import is_smoothed, term_counts
 from scatterpar.step.request import Request
@@ -28,7 +34,7 @@ from scatterpar.verify.comparison import (
 from scatterpar.verify.measurements import losses_of_parts, outputs_of, uses_number
 from scatterpar.verify.nudges import NUM_NUDGES, Nudge, rounding_limit
 from scatterpar.verify.output_differences import OutputDifferences, compare_outputs
-from scatterpar.verify.rows import Part, Parts, ignored_values, unbound
+from scatterpar.verify.rows import Part, Parts, unbound
 from scatterpar.verify.runs import Runs, pieces_of_parts
 
 _MAX_UNCOUNTED = 32  # rows that are searched for some that count= leaves out
@@ -57,6 +63,7 @@ class Losses(SplitEvidence):
         expected: the result for all rows at once.
         actual: the sum of the results of the parts, as the engine combines them.
         tolerance: the largest difference between two right results.
+        ignored: labels that the loss may ignore.
     """
 
     weight_error = 1e-9  # the weights of a count are computed, not measured
@@ -70,6 +77,7 @@ class Losses(SplitEvidence):
         expected: Result,
         actual: Result,
         tolerance: float = 0.0,
+        ignored: Sequence[int] = IGNORED,
     ) -> None:
         self.request = request
         self.parts = parts
@@ -77,17 +85,13 @@ class Losses(SplitEvidence):
         self.expected = expected
         self.actual = actual
         self.tolerance = tolerance
+        self.ignored = ignored
         self.name = name_of(request)
 
     @property
     def limit(self) -> float:
         """The largest difference that rounding explains."""
         return self.tolerance
-
-    @cached_property
-    def ignored(self) -> Sequence[int]:
-        """Labels that the loss may ignore."""
-        return ignored_values(self.request.criterion, self.request.count)
 
     @property
     def num_rows(self) -> int:
@@ -228,6 +232,7 @@ class Evidence(Losses):
         expected: Result,
         total: Total,
         *,
+        ignored: Sequence[int],
         draws_steadily: bool,
         moved: Sequence[str],
     ) -> None:
@@ -238,6 +243,7 @@ class Evidence(Losses):
             expected,
             total.result,
             runs.rounding.tolerance,
+            ignored,
         )
         self.total = total
         self.runs = runs
@@ -259,14 +265,6 @@ class Evidence(Losses):
         if self.difference <= limit:
             return limit
         return max(limit, self.difference_by_rounding())
-
-    @cached_property
-    def ignored(self) -> Sequence[int]:
-        """Labels that the loss may ignore."""
-        criterion = self.request.criterion
-        module: Any = self.runs.own_task.module
-        function = module.forward if criterion is None else criterion
-        return ignored_values(function, self.request.count)
 
     @property
     def module_name(self) -> str:

@@ -117,7 +117,9 @@ def look(
     """
     # All replicas have one deadline, because they may wait for each other.
     deadline = time.monotonic() + 2 * PATIENCE_SECONDS
-    looks = [ReplicaLook(attempt, request, plan, task, deadline) for task in tasks]
+    looks = [
+        ReplicaLook(attempt, request, plan, task, choice, deadline) for task in tasks
+    ]
     has_ended = Event()
     begun: list[ReplicaLook] = []
 
@@ -128,7 +130,7 @@ def look(
         begun.append(replica_look)
         try:
             with replica_look.runs.user_code.isolated():
-                return replica_look.answer(choice, most)
+                return replica_look.answer(most)
         finally:
             has_ended.set()
 
@@ -177,15 +179,17 @@ class ReplicaLook:
         request: Request,
         plan: Plan,
         task: ReplicaTask,
+        choice: RowChoice,
         deadline: float,
     ) -> None:
         self.runs = Runs(attempt, request, task, deadline)
         self._request = request
         self._task = task
+        self._choice = choice
         self._plan = plan
         self._takes_turns = attempt.threads.scope in (Scope.LOSS, Scope.FUNCTION)
 
-    def answer(self, choice: RowChoice, most: int) -> Findings:
+    def answer(self, most: int) -> Findings:
         """The findings for chosen rows, or for others if user code fails for them.
 
         Raises:
@@ -193,7 +197,7 @@ class ReplicaLook:
         """
         error: Exception | None = None
         parts_before: Parts = ()
-        for trial in self._trials(choice, self._affordable(most)):
+        for trial in self._trials(self._affordable(most)):
             is_repeated = trial.parts == parts_before
             if not self._is_due(trial, error, is_repeated):
                 continue
@@ -213,7 +217,7 @@ class ReplicaLook:
             raise Inconclusive("memory ran out", patience=2)
         # The step itself may not fail: what fails for several rows may broadcast to
         # one.
-        patience = 1 if choice.has_single_rows else _PATIENCE
+        patience = 1 if self._choice.has_single_rows else _PATIENCE
         why = f"{type(error).__name__}: {error}"
         raise Inconclusive(why, patience)
 
@@ -230,7 +234,7 @@ class ReplicaLook:
         is_small = bytes_per_row(self.runs, rows) * most <= MAX_BYTES
         return most if is_small else affordable
 
-    def _trials(self, choice: RowChoice, most: int) -> list[RowTrial]:
+    def _trials(self, most: int) -> list[RowTrial]:
         """Parts of rows to try until user code computes some.
 
         ::
@@ -244,6 +248,7 @@ class ReplicaLook:
         Each first with autocast off and half precision in single precision, because
         rounding would hide differences, then as in the step, if that is different.
         """
+        choice = self._choice
         chosen = choice.parts(most)
         rows = list(chain(*chosen))
         of_step = self._parts_of_step()
@@ -343,6 +348,7 @@ class ReplicaLook:
             weights,
             expected,
             run.total,
+            ignored=self._choice.ignored,
             draws_steadily=run.random_calls == at_once.random_calls * len(parts),
             moved=self._moved(rows, run, runs),
         )

@@ -119,7 +119,7 @@ class OutputLooks:
         choice = RowChoice(tensors, plan.rows, ignored, kind.looks, is_divided=True)
         parts = choice.parts(_affordable_rows(outputs, plan))
         try:
-            refusal = OutputLook(of_targets, plan, outputs).refusal(parts)
+            refusal = OutputLook(of_targets, plan, outputs, ignored).refusal(parts)
         except Inconclusive:
             raise
         except Exception as error:  # raised by user code, for these rows
@@ -181,8 +181,15 @@ def _affordable_rows(outputs: Sequence[Any], plan: Plan) -> int:
 class OutputLook:
     """One look, in the caller's thread, on the master."""
 
-    def __init__(self, of_targets: Request, plan: Plan, outputs: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        of_targets: Request,
+        plan: Plan,
+        outputs: Sequence[Any],
+        ignored: Sequence[int],
+    ) -> None:
         self._of_targets = of_targets
+        self._ignored = ignored
         self._plan = plan
         self._outputs = outputs
         self._device = physical(plan.shares[0].device)
@@ -244,7 +251,7 @@ class OutputLook:
             raise Inconclusive("some parts have no gradient: it may be a mean or a sum")
         actual = weighted_sum(results, weights)
         losses = _LossesOfOutputs(
-            request, consecutive, weights, expected, actual, tolerance
+            request, consecutive, weights, expected, actual, tolerance, self._ignored
         )
         losses.results_of_parts = results
         return losses

@@ -6,7 +6,7 @@ Rows that differ in what a loss may count are the best. Of eight rows with label
     row                0     1     2     3     4     5     6     7
     ignored labels     0/4   2/4   4/4   1/4   0/4   3/4   0/4   2/4
 
-``choose_rows`` first takes rows 2 and 0, with the most and the fewest ignored labels,
+``RowChoice`` first takes rows 2 and 0, with the most and the fewest ignored labels,
 then those with the highest and lowest values of other features, then rows between
 these. They are sorted by their features, so that the parts ``[2, 5, 1, 7]``, ``[3,
 0]``, ``[4]`` and ``[6]`` have as different numbers of labels as possible.
@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -54,7 +54,8 @@ class RowChoice:
         tensors: that may hold labels, masks, lengths or weights of each row.
         num_rows: the number of rows in the batch.
         ignored: labels that the loss may ignore.
-        variant: from which feature of the rows the choice starts.
+        variant: from which feature of the rows the choice starts, so that each look
+            takes others.
         is_divided: whether the step divides the batch; otherwise there is one part, and
             only the replica is compared.
         has_single_rows: whether sub-steps have one row. A tensor with one entry per row
@@ -73,10 +74,7 @@ class RowChoice:
 
     def parts(self, most: int) -> Parts:
         """Up to ``most`` rows, at least two, in parts."""
-        parts = choose_rows(
-            self.tensors, self.num_rows, most, self.ignored, self.variant
-        )
-        return self.divided(list(chain(*parts)))
+        return self.divided(self._rows(most))
 
     def divided(self, rows: Part) -> Parts:
         """These rows in parts, as the step divides its batch."""
@@ -84,40 +82,30 @@ class RowChoice:
             return [rows]
         return [[row] for row in rows] if self.has_single_rows else _divided(rows)
 
-
-def choose_rows(
-    tensors: Sequence[Tensor],
-    num_rows: int,
-    most: int,
-    ignored: Iterable[int],
-    variant: int,
-) -> Parts:
-    """Choose up to ``most`` rows, at least two, in parts that differ as much as
-    possible.
-
-    There are two large parts, and two of one row. Each ``variant`` starts from another
-    feature. ``ignored`` are labels that the loss may ignore. ``tensors`` have their
-    rows in dimension 0.
-    """
-    if num_rows == 1:  # the row twice: its mean stays the same, its sum does not
-        return [[0], [0]]
-    wanted = max(2, min(most, num_rows))
-    features = _scaled_features(tensors, ignored, variant)
-    score = _score(features, num_rows, variant)
-    order = to_numbers(score.argsort())
-    candidates: list[int] = []
-    for feature in features:
-        by_feature = to_numbers((feature + score * _SECOND_ORDER).argsort())
-        candidates += [by_feature[-1], by_feature[0]]
-    candidates = _without_repeats(candidates)[: max(2, wanted - 1)]
-    candidates += [order[-1], order[0]]
-    # Evenly over the order, because rows between the extremes differ, too.
-    step = (num_rows - 1) / (wanted - 1)
-    candidates += [order[round(number * step)] for number in range(wanted)]
-    rows = _without_repeats([*candidates, *order])[:wanted]
-    # Every other look has the other end of the order in the large parts.
-    rows.sort(key=to_numbers(score).__getitem__, reverse=bool(variant % 2))
-    return _divided(rows)
+    def _rows(self, most: int) -> Part:
+        """Up to ``most`` rows, at least two, as different as possible, sorted."""
+        num_rows = self.num_rows
+        if num_rows == 1:  # the row twice: its mean stays the same, its sum does not
+            return [0, 0]
+        wanted = max(2, min(most, num_rows))
+        features = _scaled_features(self.tensors, self.ignored, self.variant)
+        score = _score(features, num_rows, self.variant)
+        order = to_numbers(score.argsort())
+        candidates: list[int] = []
+        for feature in features:
+            by_feature = to_numbers((feature + score * _SECOND_ORDER).argsort())
+            candidates += [by_feature[-1], by_feature[0]]
+        # One place is left for the extremes of all features together.
+        candidates = _without_repeats(candidates)[: max(2, wanted - 1)]
+        candidates += [order[-1], order[0]]
+        # Evenly over the order, because rows between the extremes differ, too.
+        step = (num_rows - 1) / (wanted - 1)
+        candidates += [order[round(number * step)] for number in range(wanted)]
+        rows = _without_repeats([*candidates, *order])[:wanted]
+        # Every other look has the other end of the order in the large parts.
+        is_reversed = bool(self.variant % 2)
+        rows.sort(key=to_numbers(score).__getitem__, reverse=is_reversed)
+        return rows
 
 
 def _divided(rows: Sequence[int]) -> Parts:

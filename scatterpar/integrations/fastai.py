@@ -160,6 +160,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
     def after_validate(self) -> None:
         """Give the Learner its own loader back."""
         if self._groups is not None:
+            # The Learner keeps it until the next fit, and users read it.
             self.learn.dl = self._groups.loader
             self._groups = None
             self._engine.loop.continues_evaluation = False
@@ -175,6 +176,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         its model, unless there is one.
         """
         learn = self.learn
+        # With the Learner: a callback that was removed from it has none.
         learn._do_one_batch = partial(self._do_one_batch, learn)
         # Training and validation begin in turns, and share the replicas.
         if self._engine is not None and self._engine.module is learn.model:

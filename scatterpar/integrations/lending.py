@@ -180,12 +180,14 @@ class Lending:
             vars(module)[name] = value
         self._set_variables()
         self.forget()
+        # They hold modules and callbacks, which the user may drop before the next step.
         self._roots = []
 
     def forget(self) -> None:
         """Drop what calls of a look have set."""
         self._rebound.clear()
         self._variables.clear()
+        # The look's journal has restored what the walk's places refer to.
         self._walk = None
 
     def _set_variables(self) -> None:

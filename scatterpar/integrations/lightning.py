@@ -203,6 +203,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
                 loop.warn_of_batch_norm(module)
             if not self._parallel:
                 self._functions.tell_turns(module.training_step)
+        # Replicas are made of the module where it is from now on: on its device.
         super().setup(trainer)
         if module._compiler_ctx:
             self._until_teardown.enter_context(_replicas_compiled(module))
@@ -242,6 +243,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     def teardown(self) -> None:
         """Close the engine, and do what ``SingleDeviceStrategy`` does."""
+        # An error in an evaluation comes here without its end.
         self._end_evaluation()
         # Before the module goes to the host: replicas read its tensors.
         self._until_teardown.close()
@@ -480,6 +482,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     def _begin_evaluation(self) -> None:
         """The loop begins: from the first device on, or with groups of batches."""
         self._num_batches = 0
+        # Weights may have changed since the last one, so the first call sends them.
         self._engine.loop.continues_evaluation = False
         num_ahead = len(self._engine.device_ids) - 1
         fetcher: Any = self.lightning_module.trainer._active_loop._data_fetcher
@@ -867,6 +870,7 @@ def _lent_parts(module: LightningModule, replica: LightningModule) -> Parts:
 
     Calls write these, so they stay the user's.
     """
+    # Not Parts of the pair itself: these would have the buffers, too.
     children = zip(module.children(), replica.children(), strict=True)
     parameters_of = partial(nn.Module.parameters, recurse=False)
     parameters = zip(parameters_of(module), parameters_of(replica), strict=True)
@@ -939,7 +943,8 @@ def _metrics_of(module: nn.Module) -> dict[str, Any]:
     """
     metrics: dict[str, Any] = {}
     prefixes: tuple[str, ...] = ()
-    # A module comes before the modules in it.
+    # A module comes before the modules in it. A metric with two names has two paths,
+    # and a stand-in has to be at both.
     for path, part in module.named_modules(remove_duplicate=False):
         if isinstance(part, _METRICS) and not path.startswith(prefixes):
             metrics[path] = part

@@ -440,6 +440,8 @@ class _ReplicaInference:
         # Texts are sorted by length: part 0 of 3 has number 0, 3, 6, …
         parts = [inputs[number::num_parts] for number in range(num_parts)]
         infer = partial(_inferred, parts=parts, options=options)
+        # Replicas are refreshed in the call, and tensors of inference mode cannot be
+        # written in training.
         with torch.inference_mode(False), torch.no_grad():
             results = outputs_of_batches(engine, infer, range(num_parts))
         device = torch.device("cpu") if options.get("save_to_cpu") else model.device

@@ -177,6 +177,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             attributes[_REFERENCE_ROWS] = rows
         attributes[_ROWS] = _Changed(rows * self._num_batches, rows)
         attributes[_BATCHES] = _Changed(1, num_batches)
+        # The class, because files and loggers get what ``to_dict`` returns.
         self.args.__class__ = _changed_class(type(self.args))
         attributes["_n_gpu"] = min(self.args.n_gpu, 1)  # prevents nn.DataParallel
         # A search of hyperparameters reads it, and then calls this method.
@@ -269,7 +270,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         ids = [id(part) for part in parts]
         if self._engine is not None and ids == [id(part) for part in self._parts]:
             return self._engine
-        # Two engines of one model would have two copies of it on each device.
+        # First: two engines of one model would have two copies of it on each device.
         self._close_engine()
         self._parts = parts
         model = parts[0]
@@ -313,6 +314,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         try:
             return super().train(*args, **kwargs)
         finally:
+            # Replicas would keep the memory of their devices as long as the Trainer.
             self._close_engine()
 
     # The step.

@@ -58,6 +58,7 @@ class ComparedLeaves:
             dense = [term.detach().to_dense() for term in terms if term is not None]
             total = dense[0] if dense else torch.zeros_like(leaves[0])
             for term in dense[1:]:
+                # Not in place: autograd may give one gradient to several tensors.
                 total = total + term
             sums.append(total)
         return sums

@@ -104,6 +104,7 @@ def compare(module: nn.Module, outcome: Outcome, device: torch.device) -> Gradie
     # With weights, because a forward pass may write these, as one that clips does.
     state = Journal(walk, [device], weights=True)
     plain = partial(_plain, module, request, device, leaves, rounding)
+    # Without hooks, which have seen the gradients of the step already.
     with state.restored(), uncompiled(), hooks_taken_off(leaves):
         expected = attempt.threads.call(device, plain)
     worst, position = relative_difference(actual, expected)

@@ -145,6 +145,7 @@ def look(
         first: Findings = findings[0]
         return first
     except Overdue:  # inside a call
+        # The first one last, because its journal is the oldest.
         for replica_look in reversed(looks):
             replica_look.runs.user_code.end()
         why = "a call waits for something that does not come"

@@ -174,6 +174,7 @@ def _affordable_rows(outputs: Sequence[Any], plan: Plan) -> int:
     """The number of rows of a look: fewer if outputs are large."""
     tensors = nested.tensors(list(outputs))
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    # One more, because outputs may have no tensors.
     affordable = MAX_BYTES * plan.rows // (size + 1)
     return max(MIN_ROWS, min(_MAX_ROWS, affordable))
 
@@ -301,6 +302,7 @@ class OutputLook:
     def _request_of(self, rows: Part) -> Request:
         """The call's request for these rows alone, with outputs without their graph."""
         dim = self._of_targets.dim
+        # Row by row, because they come from several replicas.
         entries = [self._output_of(row) for row in rows]
         output = join_rows(entries, dim, [1] * len(rows))
         output = nested.map_tensors(_as_leaf, output)

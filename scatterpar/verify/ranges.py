@@ -101,6 +101,7 @@ def ranges_of(tensors: Iterable[Tensor]) -> list[Tensor]:
     ranges: list[Tensor] = []
     for tensor in tensors:
         low, high = tensor.aminmax()
+        # On the same device, because all ranges are read in one copy.
         padding = torch.zeros((), device=tensor.device)
         if may_be_labels(tensor) and tensor.ndim == 2 and tensor.size(1) > 1:
             at_start = (tensor[:, 0] == tensor[:, 1]).any()

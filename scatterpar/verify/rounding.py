@@ -103,6 +103,7 @@ def formats_inside_operators(device: torch.device) -> dict[str, Format]:
     Operations that compute in float32 are left out.
     """
     if device.type == "cuda":
+        # Older GPUs compute in float32, whatever the settings say.
         if torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY_WITH_TF32:
             return {}
         cudnn: Any = torch.backends.cudnn

@@ -216,6 +216,7 @@ def _integers_of(value: Any) -> list[int]:
     modules = value.modules() if isinstance(value, nn.Module) else [value]
     candidates = [value, *(getattr(module, "ignore_index", None) for module in modules)]
     code = getattr(unbound(value), "__code__", None)
+    # Code may compare labels with a literal.
     candidates += getattr(code, "co_consts", ())
     return [candidate for candidate in candidates if type(candidate) is int]
 

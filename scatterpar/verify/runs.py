@@ -117,6 +117,7 @@ class Runs:
         """After ``deadline``, a time of ``time.monotonic``, runs are inconclusive."""
         replica_sets = attempt.replicas.replica_sets
         self.request = request
+        # Apart, so that a run that needs the outputs alone copies no targets.
         self._inputs = request.batches[0].without_targets()
         self._targets = request.batches[0].without_inputs()
         user_module: Any = task.module if task.share.replica else replica_sets[0].root

@@ -134,6 +134,7 @@ class Kinds:
         kinds_of_atoms = tuple(
             _name_of(atom) if isinstance(atom, Tensor) else type(atom) for atom in atoms
         )
+        # A word may select another loss, as a switch of the model may.
         words = [atom for atom in atoms if isinstance(atom, (bool, str))]
         key = is_divided, request.whole_batch, names, kinds_of_atoms
         details = flags, numbers, tuple(words)

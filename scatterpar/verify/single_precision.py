@@ -98,6 +98,7 @@ class SinglePrecision(OperatorMode):
 
     def _widened(self, value: Any) -> Any:
         """An argument with float32 in the place of half precision."""
+        # Such as the dtype of a sum, which would round to half precision again.
         if isinstance(value, torch.dtype):
             return torch.float32 if value in HALF_PRECISION else value
         if isinstance(value, (list, tuple)):

@@ -67,6 +67,7 @@ class UserCode:
             Inconclusive: calls may move what cannot be restored.
         """
         with_graph = torch.inference_mode(False)  # also within no_grad
+        # Uncompiled, because the sizes of a look would be compiled for it alone.
         where = ReplicaNote(self._task.share)
         with where, restored(self.end), uncompiled(), with_graph, records_dropped():
             self._fixed_layers = self._layers_with_statistics()

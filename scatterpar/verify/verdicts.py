@@ -212,6 +212,7 @@ def _other_weights(losses: Losses, weights: Weights) -> Verdict:
         return _refused_combination(losses, f'{_SEEMS} a sum: pass reduction="sum".')
     count = losses.counted_as(weights.right)
     assert count is not None  # the weights are those of a count
+    # Rows have no expression of their own.
     if count.path:
         return _refused_combination(
             losses,
@@ -272,6 +273,7 @@ def _shapes_broadcast(losses: Losses) -> Verdict:
 
 def _unknown(losses: Losses) -> Verdict:
     """The loss compares rows, is a mean over something else, or has a penalty."""
+    # In a mean a penalty is right, because the weights of the parts add up to 1.
     if not losses.request.is_mean:
         return _refused_combination(
             losses,

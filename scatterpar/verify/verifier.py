@@ -111,6 +111,7 @@ class Verifier:
             if chosen is not assumed:
                 loop.chosen = chosen
                 attempt.request = attempt.request.combined_by(chosen)
+        # Also in steps that are not looked at.
         if kind.scope is not Scope.NOTHING:
             attempt.threads.widen(kind.scope)
         return loop.chosen is not None and loop.chosen is not assumed
@@ -156,6 +157,7 @@ class Verifier:
         if len(remaining) > 1:
             reason.patience = 1  # the user can say which one holds
         text = ""
+        # Of torch's own loss nothing is assumed that may be wrong.
         if reason.is_final or not question.counts_as_torch:
             text = question.text_of_unchecked(reason, assumed)
         self._looks.note_inconclusive(kind, reason, text)
@@ -187,6 +189,7 @@ class Verifier:
 
     def _widen_turns(self, question: Question, kind: Kind, scope: Scope) -> None:
         """From now on a turn of steps of this kind includes ``scope``."""
+        # One call at a time disturbs nobody.
         is_alone = not question.is_shared and question.scope < Scope.FUNCTION
         if is_alone or scope <= max(kind.scope, question.scope):
             return

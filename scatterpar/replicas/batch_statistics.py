@@ -28,13 +28,13 @@ class Moments(NamedTuple):
 
     Attributes:
         values: the number of values.
-        mean: their mean.
-        variance: their unbiased variance.
+        mean: their mean, at least in float32.
+        squares: the sum of their squared deviations from the mean.
     """
 
     values: int
     mean: Tensor
-    variance: Tensor
+    squares: Tensor
 
 
 # The moments of each call in a step, by number of the layer among the modules.
@@ -60,7 +60,7 @@ class StepStatistics(NamedTuple):
     def to_pool(self) -> list[Tensor]:
         """The tensors to which ranks add a dimension, with one entry per rank.
 
-        One tensor of counts, then each layer's mean and variance; empty without layers.
+        One tensor of counts, then each layer's mean and squares; empty without layers.
         """
         if not self.layers:
             return []
@@ -71,7 +71,7 @@ class StepStatistics(NamedTuple):
                 moments = _no_moments(layer.running_mean)
             # All layers take part on all ranks, also those that this rank did not call.
             counts.append(moments.values)
-            tensors += [moments.mean, moments.variance]
+            tensors += [moments.mean, moments.squares]
         return [torch.tensor(counts, device=tensors[0].device), *tensors]
 
     def pooled(self, by_rank: Sequence[Sequence[Tensor]]) -> StepStatistics:
@@ -84,11 +84,11 @@ class StepStatistics(NamedTuple):
             for number, count in enumerate(to_numbers(counts)):
                 # A rank that did not call the layer has sent zeros.
                 if count:
-                    mean, variance = tensors[2 * number : 2 * number + 2]
-                    by_layer[number].append(Moments(count, mean, variance))
+                    mean, squares = tensors[2 * number : 2 * number + 2]
+                    by_layer[number].append(Moments(count, mean, squares))
         layers: list[Layer] = []
         for (layer, _), moments in zip(self.layers, by_layer, strict=True):
-            layers.append((layer, pooled(moments)))
+            layers.append((layer, pooled(moments) if moments else None))
         return StepStatistics(layers)
 
 
@@ -122,23 +122,22 @@ def moments_on(
     """
     recorded: dict[int, Moments] = {}
     for number, calls in records.items():
-        moments = pooled(calls)
-        if moments is not None:
-            recorded[number] = moments
+        if calls:
+            recorded[number] = pooled(calls)
     if source == device:
         return recorded
     tensors: dict[tuple[int, str], Tensor] = {}
     for number, moments in recorded.items():
         tensors[number, "mean"] = moments.mean
-        tensors[number, "variance"] = moments.variance
+        tensors[number, "squares"] = moments.squares
     arrived: dict[tuple[int, str], Tensor] = {}
     # The moments of all layers, in few messages.
     for message in iter_copies(tensors, device, transfers, "reduce"):
         arrived |= message
     for number, moments in recorded.items():
         mean = arrived[number, "mean"]
-        variance = arrived[number, "variance"]
-        recorded[number] = Moments(moments.values, mean, variance)
+        squares = arrived[number, "squares"]
+        recorded[number] = Moments(moments.values, mean, squares)
     return recorded
 
 
@@ -191,29 +190,33 @@ class _MomentsRecorder:
         layer_input = args[0] if args else next(iter(kwargs.values()))
         # Per channel: all dimensions but the second.
         values = layer_input.numel() // layer_input.size(1)
-        self._records[self._number].append(Moments(values, mean, variance))
+        # At least float32: half precision loses differences between means.
+        dtype = torch.promote_types(mean.dtype, torch.float32)
+        squares = variance.to(dtype) * (values - 1)
+        self._records[self._number].append(Moments(values, mean.to(dtype), squares))
 
 
-def pooled(recorded: Sequence[Moments]) -> Moments | None:
-    """The moments of all values together; ``None`` if there are none."""
-    if not recorded:
-        return None
-    counts = [moments.values for moments in recorded]
-    dtype = torch.promote_types(recorded[0].mean.dtype, torch.float32)
-    # At least float32: half precision loses differences between means.
-    means = [moments.mean.to(dtype) for moments in recorded]
-    variances = [moments.variance.to(dtype) for moments in recorded]
+def pooled(recorded: Sequence[Moments]) -> Moments:
+    """The moments of all values together.
+
+    After Chan, Golub and LeVeque 1979, "Updating Formulae and a Pairwise Algorithm for
+    Computing Sample Variances".
+    """
     if len(recorded) == 1:
-        return Moments(counts[0], means[0], variances[0])
+        return recorded[0]
+    counts = [moments.values for moments in recorded]
+    means = [moments.mean for moments in recorded]
+    within = [moments.squares for moments in recorded]
     total = sum(counts)
-    mean = _sum(torch._foreach_mul(means, [count / total for count in counts]))
+    # Replicas whose layers exchange statistics may have no values.
+    fractions = [count / max(1, total) for count in counts]
+    # Not products with tensors of factors, which would be copied from the host.
+    mean = _sum(torch._foreach_mul(means, fractions))
     deviations = torch._foreach_sub(means, [mean] * len(means))
     squares = torch._foreach_mul(deviations, deviations)
     # Of the calls' means from the mean of all.
     between = torch._foreach_mul(squares, [float(count) for count in counts])
-    # From unbiased variances back to sums of squared deviations.
-    within = torch._foreach_mul(variances, [count - 1.0 for count in counts])
-    return Moments(total, mean, (_sum(between) + _sum(within)) / (total - 1))
+    return Moments(total, mean, _sum(between) + _sum(within))
 
 
 def _sum(tensors: Sequence[Tensor]) -> Tensor:
@@ -231,10 +234,9 @@ def _running_stats_after(layer: Any, moments: Moments) -> list[BufferValue]:
     factor = layer.momentum
     if factor is None:  # the mean of all batches; without a count torch uses 0
         factor = 0.0 if tracked is None else 1.0 / (to_numbers(tracked) + 1)
-    for name, new in (
-        ("running_mean", moments.mean),
-        ("running_var", moments.variance),
-    ):
+    # Unbiased, as torch's running variance is.
+    variance = moments.squares / max(1, moments.values - 1)
+    for name, new in (("running_mean", moments.mean), ("running_var", variance)):
         old = getattr(layer, name)
         values[name] = (old.to(new.dtype) * (1 - factor) + new * factor).to(old.dtype)
     return [(layer._buffers, name, value) for name, value in values.items()]

@@ -447,7 +447,7 @@ class ReplicaSet:
                     for of_replica in by_replica
                     if number in of_replica
                 ]
-                layers.append((layer, pooled(moments)))
+                layers.append((layer, pooled(moments) if moments else None))
         return layers
 
 

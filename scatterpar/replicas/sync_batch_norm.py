@@ -31,6 +31,7 @@ from torch.nn import functional
 
 from scatterpar.devices.streams import has_streams, is_async, use_device
 from scatterpar.devices.transfers import Transfers, to_numbers
+from scatterpar.replicas.batch_statistics import Moments, pooled
 from scatterpar.threads.workers import Cancellation, Cancelled
 
 Direction = Literal["forward", "backward"]
@@ -224,31 +225,11 @@ def combined(
     """The tensors of all replicas as one, which were copied to one device."""
     if contributions[0].direction == "backward":
         return torch.stack(list(tensors)).sum(0)
-    return pooled_deviations(
-        [contribution.values for contribution in contributions], tensors
-    )
-
-
-def pooled_deviations(numbers: Sequence[int], tensors: Sequence[Tensor]) -> Tensor:
-    """Mean and sum of squared deviations of all values, from those of each replica.
-
-    After Chan, Golub and LeVeque 1979, "Updating Formulae and a Pairwise Algorithm for
-    Computing Sample Variances". A replica may have no values.
-    """
-    total = sum(numbers)
-    stacked = torch.stack(list(tensors))
-    means = stacked[:, 0]
-    fractions = [number / max(1, total) for number in numbers]
-    mean = weighted_sum_of_rows(means, fractions)
-    between = weighted_sum_of_rows((means - mean).square(), [float(n) for n in numbers])
-    within = stacked[:, 1].sum(0)
-    return torch.stack([mean, between + within])
-
-
-def weighted_sum_of_rows(rows: Tensor, factors: Sequence[float]) -> Tensor:
-    """The sum of the rows of a matrix, each times a factor."""
-    # Not a product with a tensor of factors, which would be copied from the host.
-    return torch.stack(torch._foreach_mul(list(rows), list(factors))).sum(0)
+    by_replica: list[Moments] = []
+    for contribution, (mean, squares) in zip(contributions, tensors, strict=True):
+        by_replica.append(Moments(contribution.values, mean, squares))
+    of_all = pooled(by_replica)
+    return torch.stack([of_all.mean, of_all.squares])
 
 
 def different_layers(exchange: Exchange) -> RuntimeError:
@@ -350,20 +331,6 @@ def has_own_forward(layer: nn.SyncBatchNorm) -> bool:
     return is_replaced or type(layer).forward is not nn.SyncBatchNorm.forward
 
 
-class Deviations(NamedTuple):
-    """Of each channel.
-
-    Attributes:
-        values: the number of values.
-        mean: their mean.
-        squares: the sum of their squared deviations from the mean.
-    """
-
-    values: int
-    mean: Tensor
-    squares: Tensor
-
-
 class LayerCall(NamedTuple):
     """One call of a layer in one sub-step of a replica.
 
@@ -429,20 +396,20 @@ class SynchronisedForward:
         layer._check_non_zero_input_channels(rows)
         call = LayerCall(self._seat, self._seat.number, self._name)
         with torch.no_grad():
-            moments_here = deviations_of(rows)
+            moments_here = moments_of(rows)
             packed = torch.stack([moments_here.mean, moments_here.squares])
             values, combined_packed = call.combine(
                 "forward", moments_here.values, packed
             )
             mean, squares = combined_packed
-            deviations = Deviations(values, mean, squares)
+            moments = Moments(values, mean, squares)
             # Of all replicas: a replica may well have one row.
             require_two_values(values)
             if layer.track_running_stats:
-                recorded = moments_here if self._records_own else deviations
+                recorded = moments_here if self._records_own else moments
                 update_running_statistics(layer, recorded)
         normalise: Any = Normalise.apply
-        return normalise(rows, layer.weight, layer.bias, layer.eps, deviations, call)
+        return normalise(rows, layer.weight, layer.bias, layer.eps, moments, call)
 
 
 def require_two_values(values: int) -> None:
@@ -453,24 +420,24 @@ def require_two_values(values: int) -> None:
         raise ValueError("Expected more than 1 value per channel when training, got 1")
 
 
-def deviations_of(rows: Tensor) -> Deviations:
-    """The deviations of one replica's rows, at least in float32."""
+def moments_of(rows: Tensor) -> Moments:
+    """The moments of one replica's rows, at least in float32."""
     channels = rows.size(1)
     values = rows.numel() // channels
     dtype = torch.promote_types(rows.dtype, torch.float32)
     rows = rows.to(dtype)
     if values == 0:
         zeros = rows.new_zeros(channels)
-        return Deviations(0, zeros, zeros)
+        return Moments(0, zeros, zeros)
     if is_async(rows.device):
         dimensions = [0, *range(2, rows.ndim)]
         variance, mean = torch.var_mean(rows, dimensions, correction=0)
     else:  # on the CPU three times as fast
         mean, variance = torch.batch_norm_update_stats(rows, None, None, 0.0)
-    return Deviations(values, mean, variance * values)
+    return Moments(values, mean, variance * values)
 
 
-def update_running_statistics(layer: Any, deviations: Deviations) -> None:
+def update_running_statistics(layer: Any, moments: Moments) -> None:
     """Write the running statistics that torch writes in a call with these values."""
     momentum = layer.momentum
     if layer.num_batches_tracked is not None:
@@ -480,9 +447,9 @@ def update_running_statistics(layer: Any, deviations: Deviations) -> None:
     if momentum is None:  # without a count torch uses 0
         momentum = 0.0
     # Unbiased, as torch's running variance is.
-    variance = deviations.squares / max(1, deviations.values - 1)
+    variance = moments.squares / max(1, moments.values - 1)
     for running, new in (
-        (layer.running_mean, deviations.mean),
+        (layer.running_mean, moments.mean),
         (layer.running_var, variance),
     ):
         running.mul_(1 - momentum)
@@ -499,15 +466,15 @@ class Normalise(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         eps: float,
-        deviations: Deviations,
+        moments: Moments,
         call: LayerCall,
     ) -> Tensor:
         """The kernel of evaluation mode, for which statistics are given."""
-        mean = deviations.mean
-        variance = deviations.squares / max(1, deviations.values)
+        mean = moments.mean
+        variance = moments.squares / max(1, moments.values)
         context.save_for_backward(rows, weight, bias, mean, variance)
         context.eps = eps
-        context.values = deviations.values
+        context.values = moments.values
         context.call = call
         weight = cast(weight, mean.dtype)
         bias = cast(bias, mean.dtype)

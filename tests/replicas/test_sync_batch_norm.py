@@ -24,11 +24,11 @@ from torch.utils.checkpoint import checkpoint
 from scatterpar import ScatterOnceParallel
 from scatterpar.devices.transfers import Transfers
 from scatterpar.replicas import sync_batch_norm
+from scatterpar.replicas.batch_statistics import Moments, pooled
 from scatterpar.replicas.sync_batch_norm import (
     Contribution,
     Meeting,
     Seat,
-    pooled_deviations,
 )
 from scatterpar.threads.workers import Cancelled
 
@@ -167,13 +167,15 @@ def test_moments_of_two_replicas_by_hand():
     """1, 2, 3 on one replica and 8 on the other: mean 3.5, squares 29."""
     first = torch.tensor([[2.0], [2.0]])
     second = torch.tensor([[8.0], [0.0]])
-    assert pooled_deviations([3, 1], [first, second]).tolist() == [[3.5], [29.0]]
+    total, mean, squares = pooled([Moments(3, *first), Moments(1, *second)])
+    assert (total, mean.item(), squares.item()) == (4, 3.5, 29.0)
 
 
 def test_replica_without_values_left_out():
     first = torch.tensor([[2.0], [2.0]])
     nothing = torch.zeros(2, 1)
-    assert pooled_deviations([0, 3], [nothing, first]).tolist() == first.tolist()
+    total, mean, squares = pooled([Moments(0, *nothing), Moments(3, *first)])
+    assert (total, mean.item(), squares.item()) == (3, 2.0, 2.0)
 
 
 def contribution(value, layer="norm"):

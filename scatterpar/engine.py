@@ -90,6 +90,17 @@ _MAX_REPLICAS = 2**16
 
 # Options that are True or False, but ``graphs``, whose own check names it.
 _SWITCHES = ("check_finite", "measure_noise", "verify")
+# Options that ``repr(engine)`` shows if they are not the defaults.
+_SHOWN = (
+    "dim",
+    "buffers",
+    "check_finite",
+    "shares",
+    "accumulate_dtype",
+    "measure_noise",
+    "verify",
+    "graphs",
+)
 # Each of these is refused with some values of the others.
 _CHECKED_TOGETHER = ("accum", "micro_batch_size", "micro_batch_cost", "graphs")
 
@@ -261,6 +272,8 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         buffers = FixedArgument("buffers", nn.Module.buffers)
         compile = FixedArgument("compile", nn.Module.compile)
 
+    _one_pass: Schedule
+
     def _assign(self, name: str, value: Any) -> None:
         """Set an option as the constructor would, or leave all as it was."""
         if name == "shares":
@@ -279,14 +292,12 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         )
         if name == "measure_noise" and value:
             self._check_noise()
-        schedule = self._one_pass
         if name in ("graphs", "micro_batch_cost"):
-            schedule = self._made_schedule(
+            self._one_pass = self._made_schedule(
                 options["graphs"], options["micro_batch_cost"]
             )
         # Nothing below raises: a refused value has changed nothing.
         vars(self)[f"_{name}"] = value
-        self._one_pass = schedule
         if name == "accum":
             self._auto_accum = AutoAccum() if value == "auto" else None
         elif name == "verify":
@@ -652,10 +663,8 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             )
 
         search = self._search(request, schedule)
-        if self.loop.journal is None:
-            outcome = search.run(compute)
-        else:
-            outcome = search.run(compute, self.loop.journal().restore)
+        journal = None if self.loop.journal is None else self.loop.journal()
+        outcome = search.run(compute, journal)
         outcome.retries = search.retries
         return outcome
 
@@ -901,8 +910,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             rows = count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim)
             batch = batch_of(call_inputs(inputs, kwargs), None, rows, self.dim)
             request = Request([batch], self.dim, backward=False)
-            continues = self.loop.continues_evaluation
-            work = RowFunction(function, pad, continues_evaluation=continues)
+            work = RowFunction(function, pad, self.loop.continues_evaluation)
             if self._auto_accum is not None and costs is None:
                 mapped = self._map_fewest_substeps(request, work)
             else:
@@ -1054,19 +1062,10 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
 
     def _options_in_words(self) -> list[str]:
         """The options that are not the constructor's defaults, as it takes them."""
-        options = {
-            "dim": self.dim,
-            "buffers": self.buffer_policy,
-            "check_finite": self.check_finite,
-            "shares": self.shares,
-            "accumulate_dtype": self.accumulate_dtype,
-            "measure_noise": self.measure_noise,
-            "verify": self.verify,
-            "graphs": self.graphs,
-        }
         parameters = inspect.signature(ScatterOnceParallel).parameters
         words: list[str] = []
-        for name, value in options.items():
+        for name in _SHOWN:
+            value = getattr(self, "buffer_policy" if name == "buffers" else name)
             default = parameters[name].default
             if name == "shares":
                 default = check_shares(default, len(self.device_ids))

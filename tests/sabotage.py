@@ -593,8 +593,8 @@ SABOTAGES = [
         promise="never stale",
         file="replicas/replicas.py",
         place="ReplicaSet._update_in_place",
-        text="for replica in self.replicas:",
-        replacement="for replica in ():",
+        text="replica.apply_changes(changes)",
+        replacement="pass",
         seen_by="test_change_reaches_next_step",
     ),
     Sabotage(

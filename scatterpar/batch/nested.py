@@ -191,9 +191,9 @@ def _mapping_like(original: Any, keys: list[Any], children: Iterable[Any]) -> An
     else:
         for name, attribute in [*getattr(mapping, "__dict__", {}).items()]:
             if type(attribute) in (dict, OrderedDict):
-                held = type(attribute)(attribute)
-                held.update((k, v) for k, v in values.items() if k in held)
-                vars(mapping)[name] = held
+                entries = type(attribute)(attribute)
+                entries.update((k, v) for k, v in values.items() if k in entries)
+                vars(mapping)[name] = entries
         if not all(mapping[key] is child for key, child in values.items()):
             return values
     _forget_computed(mapping)

@@ -46,7 +46,7 @@ def explaining_keywords(method: Callable[P, R]) -> Callable[P, R]:
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
         if not allowed.issuperset(kwargs):
             foreign = [name for name in kwargs if name not in allowed]
-            given = " and ".join(f"{name}=" for name in foreign)
+            keywords = " and ".join(f"{name}=" for name in foreign)
             entries = ", ".join(f'"{name}": {name}' for name in foreign)
             engine: Any = args[0]
             of_module = [parameter.name for parameter in _parameters(engine.module)]
@@ -55,7 +55,7 @@ def explaining_keywords(method: Callable[P, R]) -> Callable[P, R]:
                 if name not in of_module and _near(name, own):
                     remedy += f"use {_near(name, own)}= in the place of {name}=; "
             raise TypeError(
-                f"{method.__name__} has no argument {given}, only {', '.join(own)}; "
+                f"{method.__name__} has no argument {keywords}, only {', '.join(own)}; "
                 f"{remedy}pass keyword arguments of the module as one dict, "
                 f"inputs={{{entries}}}"
             )

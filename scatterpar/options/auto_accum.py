@@ -35,6 +35,7 @@ from scatterpar.errors import warn
 from scatterpar.log import logger
 from scatterpar.options.map_rows import Mapped, RowFunction
 from scatterpar.plan import Plan, make_plan
+from scatterpar.state.journal import Journal
 from scatterpar.step.attempt import Extent
 from scatterpar.step.reduce import Outcome
 from scatterpar.step.request import Request
@@ -168,11 +169,11 @@ class Search:
     def run(
         self,
         compute: Callable[[Candidate], _Result],
-        undo: Callable[[], object] = lambda: None,
+        journal: Journal | None = None,
     ) -> _Result:
         """The result of the first candidate that is a whole step and fits.
 
-        ``undo`` is called before each other candidate.
+        ``journal`` is restored before each other candidate.
 
         Raises the error of the last candidate if there is none.
         """
@@ -194,7 +195,8 @@ class Search:
             # The failed try's cached memory is cut to sizes that the next one does not
             # need.
             self._workers.release()
-            undo()
+            if journal is not None:
+                journal.restore()
         with result.attempt.undo:  # warnings may be errors
             self._keep(candidate)
         return result

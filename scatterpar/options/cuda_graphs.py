@@ -644,11 +644,10 @@ class _ReplicaGraphs:
                 graph, kernels = warm_up(), module.CUDAGraph()
                 self._capture(kernels, partial(graph.compute, task, number))
         graph.replay = lambda *_: kernels.replay()
-        number_of_graph = len(self.by_shape) + 1
         logger.info(
             "%s captured a sub-step, its graph number %d",
             self._device,
-            number_of_graph,
+            len(self.by_shape) + 1,
         )
         return graph
 

@@ -36,6 +36,7 @@ from scatterpar.step.turns import Scope
 from scatterpar.verify.verifier import Verifier
 
 
+@dataclass
 class RowFunction:
     """What each replica calls for its rows: the module, or a function for ``map``.
 
@@ -48,17 +49,10 @@ class RowFunction:
             more sub-steps.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        pad: float | None,
-        *,
-        continues_evaluation: bool,
-    ) -> None:
-        self.function = function
-        self.pad = pad
-        self.continues_evaluation = continues_evaluation
-        self.may_start_again = True
+    function: Callable[..., Any]
+    pad: float | None
+    continues_evaluation: bool
+    may_start_again: bool = True
 
 
 @dataclass

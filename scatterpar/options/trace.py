@@ -29,8 +29,13 @@ from scatterpar.tables import Printed, as_text
 _LAUNCHES = "forward", "criterion", "backward", "recompute", "replay"
 _OF_CALLER = "scatter", "replicate", "verify", "compute", "reduce", "commit"
 _OF_REPLICAS = (
-    *("arrival", "forward", "recompute", "criterion", "backward"),
-    *("capture", "replay"),
+    "arrival",
+    "forward",
+    "recompute",
+    "criterion",
+    "backward",
+    "capture",
+    "replay",
 )
 _ORDER = _OF_CALLER + _OF_REPLICAS  # of columns
 _SHOWN_MS = 0.05  # shorter parts would be shown as 0.0

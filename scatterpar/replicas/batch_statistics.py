@@ -135,9 +135,9 @@ def moments_on(
     for message in iter_copies(tensors, device, transfers, "reduce"):
         arrived |= message
     for number, moments in recorded.items():
-        mean = arrived[number, "mean"]
-        squares = arrived[number, "squares"]
-        recorded[number] = Moments(moments.values, mean, squares)
+        recorded[number] = moments._replace(
+            mean=arrived[number, "mean"], squares=arrived[number, "squares"]
+        )
     return recorded
 
 

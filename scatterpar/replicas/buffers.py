@@ -77,11 +77,10 @@ class BufferWriter:
         self._values: dict[int, Tensor] = {}
         self._unchanged: list[tuple[Tensor, Tensor]] = []
         self._replacements: list[BufferValue] = []
-        self._places: list[tuple[BufferDict, str]] = []
+        self._buffers = list(buffers)
         self._earlier_values: list[Tensor] = []
         self._earlier_buffers: list[BufferValue] = []
-        for container, name, value in buffers:
-            self._places.append((container, name))
+        for container, name, value in self._buffers:
             # By name: a hook or the user may have replaced it since.
             target = container.get(name)
             if value is None:
@@ -116,7 +115,8 @@ class BufferWriter:
         targets = self._targets.values()
         self._earlier_values = [target.detach().clone() for target in targets]
         self._earlier_buffers = [
-            (container, name, container.get(name)) for container, name in self._places
+            (container, name, container.get(name))
+            for container, name, _ in self._buffers
         ]
 
     def restore(self) -> None:

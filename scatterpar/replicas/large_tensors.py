@@ -86,7 +86,7 @@ class Freshness:
         return Reading.ALL if reads_all else Reading.SAMPLE
 
 
-class LargeCopy:
+class LargeCopy(Freshness):
     """A replica's copy of a large tensor in its own memory, on the host.
 
     On an accelerator a copy takes less time than the host would wait for an answer.
@@ -98,10 +98,10 @@ class LargeCopy:
     """
 
     def __init__(self, copy: Tensor, source: Tensor) -> None:
+        super().__init__()
         self.copy = copy
         self.versions: tuple[int, int] | None = None
         self._source = source
-        self._freshness = Freshness()
 
     def refresh(self) -> None:
         """Copy the source."""
@@ -112,13 +112,13 @@ class LargeCopy:
         """Whether the copy may differ from its source."""
         present = self._present_versions()
         has_same_version = present is not None and present == self.versions
-        reading = self._freshness.reading(has_same_version, reads_all)
+        reading = self.reading(has_same_version, reads_all)
         # A copy of what differs in each step costs no more than a comparison.
-        if reading is Reading.NOTHING or self._freshness.is_silent:
+        if reading is Reading.NOTHING or self.is_silent:
             return True
         words_of = as_bytes if reading is Reading.ALL else sample
         is_equal = torch.equal(words_of(self.copy), words_of(self._source))
-        self._freshness.is_silent = not is_equal
+        self.is_silent = not is_equal
         return not is_equal
 
     def _present_versions(self) -> tuple[int, int] | None:

@@ -93,11 +93,7 @@ def _parts_of_object(value: Any) -> References:
 
 
 def _parts_of_collection(value: Collection[Any]) -> References:
-    return References(entries=value, attributes=_attributes_of(value))
-
-
-def _parts_of_frozenset(value: frozenset[Any]) -> References:
-    # A subclass may have another constructor.
+    # A subclass of ``frozenset`` may have another constructor.
     make = _frozenset_of if type(value) is frozenset else None
     return References(entries=value, attributes=_attributes_of(value), make=make)
 
@@ -161,7 +157,7 @@ _PARTS: Mapping[type, Callable[[Any], References]] = {
     list: _parts_of_collection,
     set: _parts_of_collection,
     deque: _parts_of_collection,
-    frozenset: _parts_of_frozenset,
+    frozenset: _parts_of_collection,
     dict: _parts_of_dict,
     tuple: _parts_of_tuple,
     types.FunctionType: _parts_of_function,

@@ -334,7 +334,10 @@ class ReplicaSet:
             # does not.
             flags = self._state.flags()
             if flags != self.flags:
-                self._distrust_large()
+                # A forward pass in another mode may write what it did not write before.
+                for replica in self.replicas:
+                    if replica.large is not None:
+                        replica.large.distrust()
             self.flags = flags
             self._count_change()
         if list(map(_REQUIRES_GRAD, self.tensors)) != self._required:
@@ -356,12 +359,6 @@ class ReplicaSet:
         self._count_change()
         for replica in self.replicas:
             replica.set_requires_grad(self.trained)
-
-    def _distrust_large(self) -> None:
-        """A forward pass in another mode may write what it did not write before."""
-        for replica in self.replicas:
-            if replica.large is not None:
-                replica.large.distrust()
 
     def _count_change(self) -> None:
         self.changes += 1

@@ -404,20 +404,15 @@ class SynchronisedForward:
             mean, squares = combined_packed
             moments = Moments(values, mean, squares)
             # Of all replicas: a replica may well have one row.
-            require_two_values(values)
+            if values == 1:
+                raise ValueError(
+                    "Expected more than 1 value per channel when training, got 1"
+                )
             if layer.track_running_stats:
                 recorded = moments_here if self._records_own else moments
                 update_running_statistics(layer, recorded)
         normalise: Any = Normalise.apply
         return normalise(rows, layer.weight, layer.bias, layer.eps, moments, call)
-
-
-def require_two_values(values: int) -> None:
-    """Raise torch's ``ValueError`` for a channel with a single value, whose variance is
-    undefined.
-    """
-    if values == 1:
-        raise ValueError("Expected more than 1 value per channel when training, got 1")
 
 
 def moments_of(rows: Tensor) -> Moments:

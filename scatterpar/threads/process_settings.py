@@ -120,13 +120,16 @@ SettingValues = tuple[list[Any], list[Any]]
 _UNREADABLE = object()
 
 
-def _read_each() -> list[Any]:
+def _read_all() -> list[Any]:
     """The values of all settings, ``_UNREADABLE`` for those that cannot be read.
 
     Those are settings of TF32 after a program has used torch's older and newer ones,
     and a working directory that does not exist any more.
     """
-    return list(map(_read, _READERS))
+    try:
+        return list(map(operator.call, _READERS))
+    except (RuntimeError, OSError):
+        return list(map(_read, _READERS))
 
 
 def _read(read: Callable[[], Any]) -> Any:
@@ -138,23 +141,15 @@ def _read(read: Callable[[], Any]) -> Any:
 
 def read_settings() -> SettingValues:
     """The settings of the process, to be restored."""
-    try:
-        values = list(map(operator.call, _READERS))
-    except (RuntimeError, OSError):
-        values = _read_each()
     # A context may change the list of filters, or exchange it for another one.
-    return values, list(warnings.filters)
+    return _read_all(), list(warnings.filters)
 
 
 def restore_settings(values: SettingValues) -> None:
     """Make the settings of the process again what they were."""
     earlier, filters = values
-    try:
-        present = list(map(operator.call, _READERS))
-    except (RuntimeError, OSError):
-        present = _read_each()
     # Nearly always nothing has changed.
-    if present == earlier and warnings.filters == filters:
+    if _read_all() == earlier and warnings.filters == filters:
         return
     for (read, write), value in zip(_SETTINGS, earlier, strict=True):
         if value is _UNREADABLE:

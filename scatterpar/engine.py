@@ -265,6 +265,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
     device_ids: Final[tuple[torch.device, ...]] = fixed("device_ids")
     buffer_policy: Final[Buffers] = fixed("buffer_policy", "buffers")
     accumulate_dtype: Final[torch.dtype | None] = fixed("accumulate_dtype")
+    _one_pass: Schedule
     if (
         not TYPE_CHECKING
     ):  # for type checkers these are methods of nn.Module, or nothing

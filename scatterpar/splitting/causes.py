@@ -16,7 +16,7 @@ from scatterpar.causes.evidence import CLOSE, CauseKind, Finding, Weights
 from scatterpar.causes.ordered import first_finding
 from scatterpar.causes.vectors import factor_between, is_close
 from scatterpar.splitting.evidence import GradientEvidence
-from scatterpar.splitting.gradients import Gradients, joined
+from scatterpar.splitting.gradients import Gradients, joined, listed
 from scatterpar.splitting.step_run import StepResult, layers_with_batch_statistics
 from scatterpar.splitting.trial import Trial
 
@@ -127,7 +127,7 @@ def _wrong_with_one_part(evidence: GradientEvidence) -> Cause:
 def _ranks_differ(finding: Finding, evidence: GradientEvidence) -> Cause:
     place = "any parameter"
     if not evidence.is_everything(finding.names):
-        place = _listed(finding.names)
+        place = listed(finding.names)
     return Cause(
         CauseKind.RANKS_DIFFER.value,
         f"The ranks end with different gradients of {place}: they were not averaged.",
@@ -217,11 +217,12 @@ def _effect_on_optimizers(finding: Finding, evidence: GradientEvidence) -> str:
     if evidence.is_not_finite() or not (actual.any() and expected.any()):
         return ""
     norms = f"norm {float(actual.norm()):.3g}, not {float(expected.norm()):.3g}"
-    clipped = " Clipping by norm 1 does not"
-    is_of_all = finding.factor is not None and evidence.is_everything(finding.names)
-    if is_of_all and min(float(actual.norm()), float(expected.norm())) >= 1:
-        clipped = " Clipping by norm 1 does, too, while norms are larger"
     if finding.factor:
+        clipped = " Clipping by norm 1 does not"
+        # A norm below 1 is not clipped, and with other parameters directions differ.
+        is_clipped = min(float(actual.norm()), float(expected.norm())) >= 1
+        if is_clipped and evidence.is_everything(finding.names):
+            clipped = " Clipping by norm 1 does, too, while norms are larger"
         return (
             f" Adam hides the factor, and a second term shows it.{clipped} ({norms})."
         )
@@ -303,29 +304,19 @@ def _meaning(factor: float, ranks: int, parts: int) -> tuple[str, str]:
     # With one rank, or one part, the number of all parts means nothing more.
     all_parts = all_parts if min(ranks, parts) > 1 else 1
     known = (
-        (ranks, 1 / ranks, "divided by the number of ranks once too often", divided),
-        (
-            ranks,
-            1 / ranks**2,
-            "divided by the number of ranks twice too often",
-            divided,
-        ),
-        (ranks, ranks, "added over the ranks, not averaged", added),
-        (parts, 1 / parts, "divided by the number of parts once too often", _DIVIDED),
-        (parts, parts, "not divided by the number of parts", _ADDED),
-        (
-            all_parts,
-            1 / all_parts,
-            "divided by ranks and parts once too often",
-            divided,
-        ),
-        (all_parts, all_parts, "divided by neither ranks nor parts", added),
+        (1 / ranks, "divided by the number of ranks once too often", divided),
+        (1 / ranks**2, "divided by the number of ranks twice too often", divided),
+        (ranks, "added over the ranks, not averaged", added),
+        (1 / parts, "divided by the number of parts once too often", _DIVIDED),
+        (parts, "not divided by the number of parts", _ADDED),
+        (1 / all_parts, "divided by ranks and parts once too often", divided),
+        (all_parts, "divided by neither ranks nor parts", added),
     )
     meanings: dict[str, None] = {}
     remedies: dict[str, None] = {}
     # With as many ranks as parts, several readings fit: all are told.
-    for number, value, meaning, remedy in known:
-        if number > 1 and math.isclose(factor, value, rel_tol=CLOSE):
+    for value, meaning, remedy in known:
+        if value != 1 and math.isclose(factor, value, rel_tol=CLOSE):
             meanings[meaning] = None
             remedies[remedy] = None
     if not meanings:
@@ -427,24 +418,14 @@ def _shown(evidence: GradientEvidence, weights: Tensor) -> str:
 
 # --- names of parameters ---
 
-_LISTED = 3  # the most names in a text
-
 
 def _place(evidence: GradientEvidence, names: Sequence[str]) -> str:
     is_all = evidence.is_everything(names)
-    return "In all parameters" if is_all else f"In {_listed(names)}"
+    return "In all parameters" if is_all else f"In {listed(names)}"
 
 
 def _shows_in(evidence: GradientEvidence) -> str:
     """A sentence about which parameters are wrong, if others are right."""
     if evidence.is_everything(evidence.wrong):
         return ""
-    return f" It shows in {_listed(evidence.wrong)} alone: an auxiliary loss."
-
-
-def _listed(names: Sequence[str]) -> str:
-    """The first names."""
-    text = ", ".join(names[:_LISTED])
-    if len(names) > _LISTED:
-        text += f" and {len(names) - _LISTED} more"
-    return text
+    return f" It shows in {listed(evidence.wrong)} alone: an auxiliary loss."

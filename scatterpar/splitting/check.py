@@ -11,7 +11,7 @@ from torch import nn
 from scatterpar.causes.evidence import CauseKind
 from scatterpar.splitting.arguments import Loss, SplitArguments
 from scatterpar.splitting.causes import EXACT, Cause, explain, explain_terms
-from scatterpar.splitting.gradients import differing, joined
+from scatterpar.splitting.gradients import differing, joined, union
 from scatterpar.splitting.report import SplitReport
 from scatterpar.splitting.step_run import StepFunction
 from scatterpar.splitting.trial import Trial, described
@@ -121,10 +121,7 @@ def check(arguments: SplitArguments) -> SplitCheck:
         if reference.terms:
             of_terms = explain_terms(trial, reference.terms)
             cause = _with_terms(cause, of_terms)
-    wrong: dict[str, None] = {}
-    for result in results:
-        names = differing(result.gradients, expected, trial.limit)
-        wrong.update(dict.fromkeys(names))
+    wrong = union(differing(r.gradients, expected, trial.limit) for r in results)
     why = cause.why
     other_generators = sorted(reference.drawn - {"torch"})
     # One factor in all parameters does not come from chance.
@@ -151,7 +148,7 @@ def check(arguments: SplitArguments) -> SplitCheck:
         why=why,
         remedy=cause.remedy,
         note=trial.note([reference, *results]),
-        wrong=list(wrong),
+        wrong=wrong,
         terms={name: cause_of_term.name for name, cause_of_term in of_terms.items()},
     )
 

@@ -22,6 +22,7 @@ from scatterpar.splitting.gradients import (
     Gradients,
     differing,
     joined,
+    union,
 )
 from scatterpar.splitting.step_run import StepResult
 from scatterpar.splitting.trial import Trial
@@ -94,11 +95,8 @@ class GradientEvidence(SplitEvidence):
 
     def differing_ranks(self) -> Sequence[str]:
         """The parameters whose gradients differ between ranks."""
-        unequal: dict[str, None] = {}
-        for gradients in self.others:
-            names = differing(gradients, self.actual, self.trial.limit)
-            unequal.update(dict.fromkeys(names))
-        return list(unequal)
+        limit = self.trial.limit
+        return union(differing(other, self.actual, limit) for other in self.others)
 
     def scopes(self) -> Sequence[Sequence[str]]:
         """All parameters, and all that are wrong."""

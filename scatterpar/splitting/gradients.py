@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from scatterpar.verify.comparison import SMALLEST_SCALE
 Gradients = dict[str, Tensor]  # in float64 on the host, zeros where there is none
 
 EXACT = 1e-6  # the largest relative difference that rounding of float64 explains
+_LISTED = 3  # the most names in a text
 # Of the largest gradient. Rounding is 1e-16 of it, or more after a cancellation.
 _SMALLEST_IN_DOUBLE = 1e-4
 
@@ -95,6 +97,19 @@ def joined(gradients: Gradients, names: Sequence[str] | None = None) -> Tensor:
 
 def _largest(tensor: Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    text = ", ".join(names[:_LISTED])
+    if len(names) > _LISTED:
+        text += f" and {len(names) - _LISTED} more"
+    return text
+
+
+def union(lists: Iterable[Iterable[str]]) -> list[str]:
+    """The names in all lists, each once, in order."""
+    return list(dict.fromkeys(chain.from_iterable(lists)))
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from scatterpar.batch import nested
 from scatterpar.torch_private import OperatorMode
 from scatterpar.verify.constant_numbers import ConstantNumbers
 
@@ -69,11 +69,13 @@ class RepeatedNumbers(ConstantNumbers):
         _generator(kwargs).manual_seed(0)
         calls = self.calls
         drawn = super().__torch_dispatch__(func, types, args, kwargs)
+        if not isinstance(drawn, Tensor):  # attention returns its statistics, too
+            return drawn
         # Dropout draws in place where its backward pass has no operator of its own.
         is_dropout = self.calls == calls or func is torch.ops.aten.bernoulli_.float
-        if isinstance(drawn, Tensor) and not is_dropout:
+        if not is_dropout:
             self.num_noise += drawn.numel()
-        if isinstance(drawn, Tensor) and drawn.is_floating_point():
+        if drawn.is_floating_point():
             self._fill(drawn)
         return drawn
 
@@ -148,8 +150,8 @@ class WatchedOperators(OperatorMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.drawn = frozenset({"torch"})
         result = func(*args, **(kwargs or {}))
-        if any(tensor.dtype in _DOUBLE for tensor in _tensors(args)):
-            for tensor in _tensors([result]):
+        if any(tensor.dtype in _DOUBLE for tensor in nested.tensors(args)):
+            for tensor in nested.tensors(result):
                 self._note(tensor.dtype)
         return result
 
@@ -161,12 +163,3 @@ class WatchedOperators(OperatorMode):
             or torch.finfo(dtype).eps > torch.finfo(self.coarsest).eps
         ):
             self.coarsest = dtype
-
-
-def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
-    """The tensors among values, and in lists and tuples among them."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)

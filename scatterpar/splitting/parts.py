@@ -40,16 +40,16 @@ def orders_of_rows(
 
     So a second order follows, in which more groups have terms, if there is one.
 
-    ``groups`` has the sizes of parts, and those of ranks.
+    ``groups`` has the sizes of parts, and those of ranks, if there are several.
     """
-    usual = _order_by_labels(tensors, sum(groups[0]))
+    usual = _order_by_labels(tensors, len(counts[0].per_row))
     by_terms: dict[tuple[float, ...], Count] = {}  # by the terms of each row
     for count in counts:
         if not count.is_constant and _may_hide(count):
             # A loss divides by labels rather than by a sum with the same numbers.
             known = by_terms.get(count.per_row, count)
             by_terms[count.per_row] = known if known.is_selective else count
-    if not by_terms or all(len(sizes) == 1 for sizes in groups):
+    if not by_terms or not groups:
         return [usual]
     distinct = list(by_terms.values())
     table = torch.tensor(list(by_terms), dtype=torch.float64)
@@ -140,8 +140,6 @@ def _spreads(
     spreads = []
     are_filled = []
     for sizes in groups:
-        if len(sizes) == 1:
-            continue
         stops = torch.tensor([0, *accumulate(sizes)])
         terms = sums[:, :, stops].diff(dim=2)
         are_filled.append(terms.all(2) | is_padding)
@@ -159,7 +157,7 @@ def hidden_counts(
 
     Weights that are the same for all rows hide nothing.
     """
-    if all(len(sizes) == 1 for sizes in groups):
+    if not groups:
         return []
     hidden = []
     for count in counts:

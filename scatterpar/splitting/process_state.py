@@ -83,8 +83,8 @@ class ProcessState:
         for saved, read, write in self._switches:
             if read() != saved:
                 write(saved)
-        for leaf in self._leaves:
-            leaf.forget_gradient()  # of another dtype than the restored values
+        for tensor in self.tensors:
+            tensor.grad = None  # of another dtype than the restored values
         self._user.end()
         for leaf in self._leaves:
             leaf.restore()
@@ -107,10 +107,6 @@ class _Leaf:
     def _hook_dictionaries(self) -> tuple[Any, Any]:
         tensor: Any = self._tensor
         return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
-
-    def forget_gradient(self) -> None:
-        """Drop the gradient of a run."""
-        self._tensor.grad = None
 
     def restore(self) -> None:
         """Restore the gradient, hooks, and whether the tensor requires grad."""

@@ -43,7 +43,6 @@ _STACK_SECONDS = 2.0  # how long a rank may take to write its stack
 _GRACE_SECONDS = 10  # after the time limit a rank ends itself, if its parent cannot
 _MOST_LINES = 5  # of the user's code, of a step that failed
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
-_MAY_NOT_FORK = "step cannot be sent to new processes"
 
 
 @dataclass(frozen=True)
@@ -105,11 +104,15 @@ def _pickled(job: RankJob) -> bytes:
     try:
         torch.save(job, buffer)
     except (AttributeError, TypeError, pickle.PicklingError) as error:
-        raise ValueError(
-            f"{_MAY_NOT_FORK}, which ranks= needs on this machine ({error}); define "
-            f"it, and the model's class, in a file that can be imported"
-        ) from error
+        raise _not_sent(error) from error
     return buffer.getvalue()
+
+
+def _not_sent(error: Exception) -> ValueError:
+    return ValueError(
+        f"step cannot be sent to new processes, which ranks= needs on this machine "
+        f"({error}); define it, and the model's class, in a file that can be imported"
+    )
 
 
 def _start(processes: list[Any]) -> None:
@@ -206,10 +209,7 @@ def _received(sent: RankJob | bytes) -> RankJob:
     try:
         job: RankJob = torch.load(io.BytesIO(sent), weights_only=False)
     except (AttributeError, ImportError) as error:
-        raise ValueError(
-            f"{_MAY_NOT_FORK}, which ranks= needs on this machine ({error}); define "
-            f"it, and the model's class, in a file that can be imported"
-        ) from error
+        raise _not_sent(error) from error
     return job
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import numbers
 import pickle
 import random
 import sys
@@ -75,7 +74,6 @@ class StepResult:
 
     Attributes:
         gradients: by the name of the parameter.
-        loss: what the step returned, if that is a number.
         drawn: which generators it drew from: torch, Python, NumPy. Of torch's, those
             of the user are seen with ``watch_operators`` alone.
         coarsest: the coarsest dtype to which it casts, if ``watch_operators``.
@@ -87,7 +85,6 @@ class StepResult:
     """
 
     gradients: Gradients
-    loss: float | None
     drawn: frozenset[str]
     coarsest: torch.dtype | None
     shapes: frozenset[Shape]
@@ -125,6 +122,7 @@ def run_step(
     repeated = RepeatedNumbers(settings.numbers, settings.fixed_shapes)
     watched = WatchedOperators()  # type: ignore[no-untyped-call]
     outputs: list[tuple[str, Tensor]] = []
+    returned: Any = None  # of a step that an optimizer ends
     with contextlib.ExitStack() as stack:
         if settings.running_statistics:
             stack.enter_context(running_statistics(model))
@@ -140,18 +138,13 @@ def run_step(
         stack.enter_context(gradients)
         stack.enter_context(terms)
         stack.enter_context(optimizers)
-        value = step(model, batches)
-        optimizers.returned = value  # if the step has not ended before
+        returned = step(model, batches)
         if not gradients.has_run_backward and not settings.returns_values:
-            terms.run_backward(value)
+            terms.run_backward(returned)
         gradients.clippings.end()
-    if settings.returns_values:
-        result = values_of(optimizers.returned)
-    else:
-        result = gradients.result()
+    is_evaluation = settings.returns_values
     return StepResult(
-        gradients=result,
-        loss=_as_number(optimizers.returned),
+        gradients=values_of(returned) if is_evaluation else gradients.result(),
         drawn=_drawn_since(generators) | watched.drawn,
         coarsest=watched.coarsest,
         shapes=frozenset(repeated.shapes),
@@ -208,7 +201,6 @@ class OptimizersWithoutGradients:
     """
 
     def __init__(self, gradients: TrainedGradients) -> None:
-        self.returned: Any = None
         self._gradients = gradients
 
     def __enter__(self) -> None:
@@ -224,10 +216,11 @@ class OptimizersWithoutGradients:
         """Runs before ``optimizer.step(*args, **kwargs)``."""
         arguments = {**dict(zip(("self", "closure"), args, strict=False)), **kwargs}
         closure = arguments.get("closure")
+        returned = None
         if callable(closure):
             # ``Optimizer.step`` runs under ``no_grad``, its closure does not.
             with torch.enable_grad():
-                self.returned = closure()
+                returned = closure()
         self._gradients.clippings.end()
         if self._gradients.is_complete(optimizer):
             raise _EndOfStep
@@ -236,18 +229,9 @@ class OptimizersWithoutGradients:
         for parameter in parameters:
             parameter.grad = None
         if callable(closure):
-            kwargs = {**kwargs, "closure": lambda: self.returned}
+            kwargs = {**kwargs, "closure": lambda: returned}
             return args[:1], kwargs
         return None
-
-
-def _as_number(value: Any) -> float | None:
-    if isinstance(value, dict):
-        value = value.get("loss")
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return float(value.detach())
-    is_number = isinstance(value, numbers.Real)
-    return float(value) if is_number else None  # NumPy's are numbers, too
 
 
 def values_of(returned: Any) -> Gradients:

@@ -27,6 +27,8 @@ from scatterpar.splitting.gradients import (
     invisible,
     is_zero,
     largest_error,
+    listed,
+    union,
     zeros_of_all,
 )
 from scatterpar.splitting.operator_modes import Numbers
@@ -48,7 +50,6 @@ _SINGLE = 1e-3
 _ROUNDING = 1e-9  # all that float64 leaves
 _VANISHED = 1e-3  # of the limit: a gradient below it is rounding
 _LARGEST_LIMIT = max(_CAST.values())
-_LISTED = 3  # the most names in a sentence
 
 
 class Trial:
@@ -119,11 +120,12 @@ class Trial:
         return [row_parts.cut(share, parts, equal=equal is True) for share in shares]
 
     def _sizes_of_groups(self) -> list[list[int]]:
-        """The numbers of rows of all parts, and of all ranks."""
+        """The numbers of rows of all parts, and of all ranks, if there are several."""
         split = self.split()
-        parts = [len(part) for share in split for part in share]
-        ranks = [sum(map(len, share)) for share in split]
-        return [parts] if len(parts) == len(ranks) else [parts, ranks]
+        groups = [[len(part) for share in split for part in share]]
+        if self.parts > 1:  # else a rank is its only part
+            groups.append([sum(map(len, share)) for share in split])
+        return [sizes for sizes in groups if len(sizes) > 1]
 
     # --- comparing ---
 
@@ -252,16 +254,14 @@ class Trial:
             result = self.reference(self.rows)
             problem = str(error).partition("\n")[0]
             self._tell_limit(f"the step does not run in float64 ({problem})")
-        if self.settings.returns_values:
-            is_left = True
-        else:
+        if not self.settings.returns_values:
             result = self._with_zeros_filled(result)
-            is_left = not is_zero(result.gradients)
-        if not is_left:
-            raise ValueError(
-                "step left no gradient on a parameter of the model; call backward() "
-                "for the model that step gets, and do not end with zero_grad()"
-            )
+            if is_zero(result.gradients):
+                raise ValueError(
+                    "step left no gradient on a parameter of the model; call "
+                    "backward() for the model that step gets, and do not end with "
+                    "zero_grad()"
+                )
         if self._is_steady or "torch" in result.drawn:
             result = self._with_steady_numbers(result)
         return result
@@ -318,7 +318,7 @@ class Trial:
             )
         if vanished:
             self.unseen.append(
-                f"the gradient of {_listed(vanished)}, which is zero with constant "
+                f"the gradient of {listed(vanished)}, which is zero with constant "
                 f"random numbers"
             )
         if self._draws_for_rows(result.num_noise):
@@ -360,9 +360,7 @@ class Trial:
     def note(self, results: Sequence[StepResult]) -> str:
         """Sentences about what ``results``, that of the whole batch first, hide."""
         sentences = [*self._hidden_terms(), *self.unseen]
-        uncompared: dict[str, None] = {}
-        for result in results:
-            uncompared.update(dict.fromkeys(result.uncompared))
+        uncompared = union(result.uncompared for result in results)
         if uncompared:
             sentences.append(
                 f"the gradient of {', '.join(uncompared)}: not compared, because no "
@@ -374,7 +372,7 @@ class Trial:
             names = [name for name in hidden if name in trained]
             if names:
                 sentences.append(
-                    f"the gradient of {_listed(names)}, which is zero beside others"
+                    f"the gradient of {listed(names)}, which is zero beside others"
                 )
         return "; ".join(sentences)
 
@@ -543,10 +541,6 @@ class _StepOfOneBatch:
 
 def _num_vanished(result: tuple[list[str], StepResult, Settings]) -> int:
     return len(result[0])
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:_LISTED])
 
 
 def described(split: Split) -> str:

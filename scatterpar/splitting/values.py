@@ -171,24 +171,23 @@ def _ways_to_combine(trial: Trial, parts: Sequence[Sequence[int]]) -> list[_Way]
     for count in trial.counts:
         terms = [count.of(part) for part in parts]
         words = f"a mean weighted by their {count.words}"
-        ways.append(_Way(words, CauseKind.OTHER_WEIGHTS, terms))
+        ways.append(_mean(words, CauseKind.OTHER_WEIGHTS, terms))
         words = f"a mean of all but the last, weighted by their {count.words},"
-        ways.append(_Way(words, CauseKind.ONLY_SOME_PARTS, [*terms[:-1], 0]))
+        ways.append(_mean(words, CauseKind.ONLY_SOME_PARTS, [*terms[:-1], 0]))
     # After the counts: for equal parts, a mean by rows says more than a mean.
     size = len(parts)
-    ways.append(_Way("the mean", CauseKind.MEAN_OF_MEANS, [1] * size))
-    words = "the mean of all but the last"
+    ways.append(_mean("the mean", CauseKind.MEAN_OF_MEANS, [1] * size))
     weights = [1] * (size - 1) + [0]
-    ways.append(_Way(words, CauseKind.ONLY_SOME_PARTS, weights))
-    words = "the last"
-    ways.append(_Way(words, CauseKind.ONLY_SOME_PARTS, [0] * (size - 1) + [1]))
-    scaled = [_scaled(way) for way in ways]
-    return [*scaled, _Way("the sum", CauseKind.SUM_OF_MEANS, [1] * size)]
+    words = "the mean of all but the last"
+    ways.append(_mean(words, CauseKind.ONLY_SOME_PARTS, weights))
+    ways.append(_mean("the last", CauseKind.ONLY_SOME_PARTS, weights[::-1]))
+    ways.append(_Way("the sum", CauseKind.SUM_OF_MEANS, [1] * size))
+    return ways
 
 
-def _scaled(way: _Way) -> _Way:
-    total = sum(way.weights) or 1.0
-    return _Way(way.words, way.kind, [weight / total for weight in way.weights])
+def _mean(words: str, kind: CauseKind, terms: Sequence[float]) -> _Way:
+    total = sum(terms) or 1.0  # of a count that no row has
+    return _Way(words, kind, [number / total for number in terms])
 
 
 def _first_fit(

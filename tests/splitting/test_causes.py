@@ -85,11 +85,6 @@ def test_ratio_of_neighbouring_weights(weights, ranks, ratio):
     assert found == (None if ratio is None else pytest.approx(ratio))
 
 
-def test_three_names_listed_others_counted():
-    assert causes._listed(["a", "b", "c"]) == "a, b, c"
-    assert causes._listed(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
-
-
 def penalty_in_each_part(model, batches):
     for batch in batches:
         (model(batch).sum() + 100 * model.weight.sum()).backward()

@@ -67,3 +67,8 @@ def test_zeros_for_all_that_any_result_has():
 def test_joined_in_order_of_names():
     assert gradients.joined(RIGHT).tolist() == [1, -4, 2]
     assert gradients.joined(RIGHT, ["bias"]).tolist() == [2]
+
+
+def test_three_names_listed_others_counted():
+    assert gradients.listed(["a", "b", "c"]) == "a, b, c"
+    assert gradients.listed(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"

@@ -134,6 +134,7 @@ def check(arguments: SplitArguments) -> SplitCheck:
         )
     actual = joined(results[0].gradients)
     whole = joined(expected)
+    # After the last run, which would restore them.
     trial.leave_numbers()
     return SplitCheck(
         rows=len(trial.rows),

@@ -218,6 +218,7 @@ class GradientEvidence(SplitEvidence):
         by_terms: dict[float, list[int]] = {}
         for row in self.trial.rows:
             by_terms.setdefault(count.per_row[row], []).append(row)
+        # A part for each rank, because a rank without rows could not take part.
         num_parts = max(2, self.trial.ranks)
         by_terms.pop(0, None)  # rows without terms show nothing
         groups = sorted(by_terms.values(), key=len, reverse=True)[:_NUM_GROUPS]
@@ -230,7 +231,8 @@ class GradientEvidence(SplitEvidence):
 
     def _is_right_in_parts(self, rows: list[int]) -> bool:
         trial = self.trial
-        # As few runs as show it: two parts, or a part for each rank.
+        # As few runs as show it, because each may start processes: two parts, or a
+        # part for each rank.
         parts = 2 if trial.ranks == 1 else 1
         split = trial.cut(rows, trial.ranks, parts, equal=True)
         actual = trial.results(split)[0].gradients

@@ -115,6 +115,7 @@ def union(lists: Iterable[Iterable[str]]) -> list[str]:
 def whole(tensor: Tensor) -> Tensor:
     """A dense copy in float64 on the host; of a ``DTensor`` with all its shards."""
     tensor = tensor.detach()
+    # By its method, because importing DTensor takes seconds.
     if hasattr(tensor, "full_tensor"):
         tensor = tensor.full_tensor()
     dense = as_double(tensor.to_dense().cpu()).clone()

@@ -120,6 +120,7 @@ class SplitGrid(Printed):
 
 def _prefix_of(name: str, allowed: Mapping[str, str]) -> str | None:
     """The longest key that is the name of a parameter or its beginning."""
+    # The longest, so that one layer of a router may have a cause of its own.
     prefixes = [prefix for prefix in allowed if name.startswith(prefix)]
     return max(prefixes, key=len, default=None)
 

@@ -15,9 +15,9 @@ Part = list[int]  # the numbers of its rows
 Split = list[list[Part]]  # the parts of each rank
 Groups = Sequence[int]  # the numbers of rows of successive parts, or ranks
 
-_LEAST_SPREAD = 0.02  # of a count, between the parts, for it to show
-_NUM_ORDERS = 256  # that are tried if some count does not show
-_ROUNDING = 1e-9
+_LEAST_SPREAD = 0.02  # of a count: an error of 2 % is far above the limit in float64
+_NUM_ORDERS = 256  # a few milliseconds
+_ROUNDING = 1e-9  # of sums of counts in float64
 
 
 def orders_of_rows(
@@ -78,6 +78,7 @@ def _may_hide(count: Count) -> bool:
 
 def _orders_by_counts(table: Tensor) -> Tensor:
     """Orders by each count, by sums of counts, and by these with noise."""
+    # The same orders in each run, so that a report can be repeated.
     generator = torch.Generator().manual_seed(0)
     num_counts, num_rows = table.shape
     scaled = (table - table.mean(1, keepdim=True)) / table.std(1, keepdim=True)
@@ -134,6 +135,7 @@ def _spreads(
     """
     table = torch.tensor([count.per_row for count in counts], dtype=torch.float64)
     sums = table[:, orders].transpose(0, 1).cumsum(2)
+    # A zero in front, so that the first group is a difference of two sums, too.
     sums = torch.nn.functional.pad(sums, (1, 0))
     # Nobody divides by the padding of a mask, of which most parts may have none.
     is_padding = torch.tensor([count.ignored == 1 for count in counts])

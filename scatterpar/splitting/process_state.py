@@ -66,6 +66,7 @@ class ProcessState:
         self._switches = [(read(), read, write) for read, write in _SWITCHES]
         self._settings = read_settings()
         self._known_singletons = set(shared)
+        # A group that the user has made before is not ours to destroy.
         self._has_group = dist.is_available() and dist.is_initialized()
 
     @contextlib.contextmanager

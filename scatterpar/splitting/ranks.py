@@ -123,7 +123,7 @@ def _start(processes: list[Any]) -> None:
 def _kill(processes: list[Any]) -> None:
     for process in processes:
         if process.pid is not None:
-            process.kill()
+            process.kill()  # trainers handle SIGTERM
     for process in processes:
         if process.pid is not None:
             process.join()
@@ -131,7 +131,7 @@ def _kill(processes: list[Any]) -> None:
 
 
 def _free_port() -> int:
-    # For steps that form a group of their own by these variables.
+    # For steps that form a group of their own by MASTER_PORT: ours has a file store.
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

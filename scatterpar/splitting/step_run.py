@@ -115,6 +115,7 @@ def run_step(
         _convert_to_double(tensors)
     if settings.fills_zeros:
         _fill_zeros(model)
+    # Before anything that the step draws.
     generators = _generator_states()
     gradients = TrainedGradients(model, leaves_outside(model, step))
     optimizers = OptimizersWithoutGradients(gradients)
@@ -134,6 +135,8 @@ def run_step(
             stack.enter_context(watched)
         if settings.casts_in_double:
             stack.enter_context(CastsInDouble())  # type: ignore[no-untyped-call]
+        # Optimizers last: their context catches the end of the step, and the others
+        # then end as usual.
         stack.enter_context(clipping_replaced(gradients.clippings))
         stack.enter_context(gradients)
         stack.enter_context(terms)

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_running: list[Terms] = []  # the last one is asked
+# A stack, because a step may check another one. The last one is asked.
+_running: list[Terms] = []
 
 
 def term(name: str, loss: Tensor) -> Tensor:
@@ -58,4 +59,5 @@ class Terms:
             if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
                 losses.append(self.term(str(name), loss.sum()))
         if losses:
+            # One backward pass, because DDP averages in each.
             torch.stack(losses).sum().backward()

@@ -105,6 +105,7 @@ def as_tensors(samples: Sequence[Any]) -> Any:
             if value is not None:
                 values.append(value)
         if len(values) == len(samples):
+            # As collators of language models pad labels, which they know by this name.
             filler = -100 if "label" in str(name) else 0
             column = pad_sequence(values, True, filler)
             # One number per sample may be a length or a weight, and is no sequence.

@@ -275,6 +275,7 @@ class Trial:
         names = self._without_gradient(result.gradients)
         if not names or not any(is_all_zero(p) for p in self.model.parameters()):
             return result
+        # Kept only if it shows more: other numbers are not those of the user.
         with self.changed(fills_zeros=True):
             filled = self.reference(self.rows)
         if len(self._without_gradient(filled.gradients)) >= len(names):
@@ -418,6 +419,7 @@ class Trial:
         """
         key = (self.ranks > 1, tuple(rows), self.settings)
         references = self.arguments.references
+        # Settings are part of the key: the cells of a grid may need different ones.
         if key not in references:
             references[key] = self._run(self._reference_step, [[rows]])[0]
         result = replace(references[key])
@@ -487,6 +489,7 @@ class Trial:
                     self._note_numbers()
                 results = [result]
         except Exception as error:
+            # The user has not cut the batch: the sizes say in which split it failed.
             error.add_note(f"splitcheck called step with {described(split)} rows")
             raise
         if self._zeros:

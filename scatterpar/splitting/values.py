@@ -18,7 +18,7 @@ from scatterpar.splitting.trial import Trial, described
 
 Evaluate = Callable[[Any, list[Any]], "float | Mapping[str, Any]"]
 
-_SMALLEST = 1e-12
+_SMALLEST = 1e-12  # a value of zero has no relative error
 
 
 @dataclass(frozen=True)

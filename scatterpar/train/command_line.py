@@ -268,15 +268,13 @@ class _Groups:
 def parse(arguments: Sequence[str], saved: Mapping[str, Any] | None = None) -> Options:
     """Read the command line, and fill in the defaults that depend on other options.
 
-    With the `saved` options of a run that goes on, these are the defaults. A passed
-    option that decides the result must be the saved one.
+    With the `saved` options of a run that goes on, these come before the command line.
+    A passed option that decides the result must be the saved one.
     """
-    groups = read(_Groups, arguments, "train", Options, _defaults(saved or {}))
+    words = list(_words_of_saved(saved or {}))
+    groups = read(_Groups, arguments, "train", Options, words)
     parts = (groups.images, groups.training, groups.device, groups.file)
     values = {name: value for part in parts for name, value in vars(part).items()}
-    for name, value in (saved or {}).items():
-        if value is True and name in values and name not in _OF_SESSION:
-            values[name] = True
     options = Options(**values)
     epochs = options.epochs
     if epochs is None:
@@ -296,27 +294,13 @@ def parse(arguments: Sequence[str], saved: Mapping[str, Any] | None = None) -> O
     return options
 
 
-def _defaults(saved: Mapping[str, Any]) -> _Groups:
-    """Return the saved options as defaults. Flags stay off, as the command line can
-    only set them.
-    """
-    groups = _Groups()
-    for group in dataclasses.fields(groups):
-        options = getattr(groups, group.name)
-        values: dict[str, Any] = {}
-        for option in vars(options):
-            value = saved.get(option)
-            if option in _OF_SESSION or value is None or isinstance(value, bool):
-                continue
-            if isinstance(value, list):  # as JSON has tuples
-                values[option] = tuple(value)
-            elif option == "data_root":
-                values[option] = Path(value)
-            else:
-                values[option] = value
-        changed = dataclasses.replace(options, **values)
-        groups = dataclasses.replace(groups, **{group.name: changed})
-    return groups
+def _words_of_saved(saved: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the words of a run's options that its next session takes over."""
+    for option in dataclasses.fields(Options):
+        name = option.name
+        # None and an empty list have no words.
+        if name not in _OF_SESSION and saved.get(name) not in (None, [], ()):
+            yield from _words_of_option(name, saved[name])
 
 
 def _refuse_other_options(options: Options, saved: Mapping[str, Any]) -> None:
@@ -367,7 +351,7 @@ def read(
     arguments: Sequence[str],
     command: str,
     described: Any = None,
-    default: Any = None,
+    first_words: Sequence[str] = (),
 ) -> Any:
     """Read a command's options; those of a `--config` file come first.
 
@@ -377,7 +361,7 @@ def read(
         command: the name of the command.
         described: the class whose docstring and examples `--help` shows, if it is not
             `kind`.
-        default: the options that are taken if the command line has no others.
+        first_words: options that come before those of the command line.
     """
     words = _words(arguments)
     if command == "train" and words and not words[0].startswith("-"):
@@ -391,10 +375,9 @@ def read(
     options = tyro.cli(
         kind,
         prog=f"python -m scatterpar {command}",
-        args=words,
+        args=[*first_words, *words],
         description=f"{inspect.getdoc(described)}\n\n{described.examples}",
         config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
-        **({} if default is None else {"default": default}),
     )
     _check_ranges(options)
     return options
@@ -420,10 +403,14 @@ def _words_of_file(path: Path) -> Iterator[str]:
             f"--config {path} cannot be read: {words_of(error)}"
         ) from error
     for name, value in options.items():
-        if value is not False:
-            yield "--" + name.replace("_", "-")
-        if not isinstance(value, bool):
-            yield from map(str, value if isinstance(value, list) else [value])
+        yield from _words_of_option(name, value)
+
+
+def _words_of_option(name: str, value: Any) -> Iterator[str]:
+    if value is not False:
+        yield "--" + name.replace("_", "-")
+    if not isinstance(value, bool):
+        yield from map(str, value if isinstance(value, list | tuple) else [value])
 
 
 def _check_ranges(options: Any) -> None:

@@ -71,8 +71,7 @@ def read_folders(path: Path, options: Options) -> DataParts:
         # ImageNet's val/ has its labels in a table.
         names = {entry.name.lower() for entry in visible_folders(folder)}
         if len(names) < 2 and names.isdisjoint(map(str.lower, class_names)):
-            number = len(list(files_below(folder, Unused())))
-            unused.add(UNLABELLED, f"{folder.name}/", number)
+            _leave_aside(folder, UNLABELLED, f"{folder.name}/", unused)
             continue
         pairs = pairs_of_part(folder, class_names, unused)
         if not pairs:
@@ -86,11 +85,16 @@ def read_folders(path: Path, options: Options) -> DataParts:
     if TRAIN in parts and train != path:
         for folder in visible_folders(path):
             if folder not in parts.values():
-                for _ in files_below(folder, unused):
-                    unused.add(_OTHER_FOLDERS, f"{folder.name}/")
+                _leave_aside(folder, _OTHER_FOLDERS, f"{folder.name}/", unused)
     made = make_parts(pictures, class_names, unused, options.val)
     made.notes += _joined_folders(class_folders)
     return made
+
+
+def _leave_aside(folder: Path, reason: str, name: str, unused: Unused) -> None:
+    """Count the files in a folder that is not read."""
+    for _ in files_below(folder, unused):
+        unused.add(reason, name)
 
 
 def _joined_folders(class_folders: Sequence[Path]) -> list[str]:
@@ -257,8 +261,7 @@ def pairs_of_part(
             if name not in class_names:
                 name = by_lower_case.get(name.lower(), "")
             if not name:
-                for _ in files_below(entry, unused):
-                    unused.add(UNKNOWN_CLASS, entry.name)
+                _leave_aside(entry, UNKNOWN_CLASS, entry.name, unused)
                 continue
             label = class_names.index(name)
             files = list(find_pictures(entry, unused))

@@ -303,7 +303,8 @@ def load_model(
             f"{path} is of --model {name}, which is code from elsewhere: give --model "
             f"{name} if it may be called"
         )
-    shape = _shape(about["image_shape"])
+    channels, height, width = about["image_shape"]
+    shape = channels, height, width
     classes = len(about["class_names"])
     built = build_model(name, shape, classes, about["mean"], about["std"])
     try:
@@ -311,13 +312,8 @@ def load_model(
     except RuntimeError as error:
         message = f"{words_of(error):.200}"
         raise UsageError(f"{path} does not fit {name}: {message}") from error
-    about["transform"] = functools.partial(read_picture, size=shape[1])
+    about["transform"] = functools.partial(read_picture, size=height)
     return built.eval(), about
-
-
-def _shape(sizes: Sequence[int]) -> Shape:
-    channels, height, width = sizes
-    return channels, height, width
 
 
 def _weights(state: dict[str, Any]) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,11 +63,10 @@ class Files:
     """Names of files, and their labels: two tensors, which worker processes share."""
 
     def __init__(self, pairs: Sequence[tuple[str, int]]) -> None:
-        encoded = [os.fsencode(name) for name, _ in pairs]
-        width = max(map(len, encoded))
-        padded = bytearray(b"".join(name.ljust(width, b"\0") for name in encoded))
-        letters = torch.frombuffer(padded, dtype=torch.uint8)
-        self._names = letters.view(len(encoded), width)
+        # NumPy pads shorter names with zeros.
+        names = np.array([os.fsencode(name) for name, _ in pairs])
+        letters = names.view(np.uint8).reshape(len(names), -1)
+        self._names = torch.from_numpy(letters)
         self.labels = torch.tensor([label for _, label in pairs], dtype=torch.int32)
 
     def __len__(self) -> int:

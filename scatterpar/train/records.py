@@ -81,8 +81,7 @@ def load(path: Path, *, goes_on: bool = False) -> dict[str, Any]:
         state: Any = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise UsageError(
-            f"there is no {path}; pass the folder of a run that has tested an epoch, "
-            "or a checkpoint"
+            f"there is no {path}; name the folder of a run that has written it"
         ) from error
     except Exception as error:
         problem = f"is not a checkpoint that can be read: {words_of(error):.200}"

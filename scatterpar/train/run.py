@@ -101,7 +101,7 @@ def run(arguments: Sequence[str], processes: Processes = ALONE) -> int:
     options = parse(arguments)
     checkpoint: dict[str, Any] | None = None
     if options.resume:
-        checkpoint = _load_checkpoint(options)
+        checkpoint = records.load(options.out / FILE, goes_on=True)
         # Options that do not decide the result are those of the session before.
         session = records.last_options(options.out)
         options = parse(arguments, session | checkpoint["settings"])
@@ -162,15 +162,6 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _load_checkpoint(options: Options) -> dict[str, Any]:
-    path = options.out / FILE
-    if not path.exists():
-        raise UsageError(
-            f"--resume: there is no {path}; --out names the folder of the run"
-        )
-    return records.load(path, goes_on=True)
-
-
 def _say_finished(options: Options, position: Mapping[str, int]) -> None:
     reached = f"after {position['tested']} epochs and {position['step']} steps"
     print(
@@ -183,26 +174,17 @@ def _compare_data(
     options: Options, saved: Mapping[str, Any], about: Mapping[str, Any]
 ) -> None:
     """Raise a `UsageError` if a run would go on with other images."""
+    before = _numbers_of_images(saved)
+    present = _numbers_of_images(about)
     differences = []
-    names = about["class_names"]
-    if names != saved["class_names"]:
-        added = sorted(set(names) - set(saved["class_names"]))
-        removed = sorted(set(saved["class_names"]) - set(names))
-        if added:
-            differences.append(f"new classes ({first_names(added)})")
-        if removed:
-            differences.append(f"no classes {first_names(removed)}")
-    else:
-        for part, counts in saved.get("class_counts", {}).items():
-            numbers = about["class_counts"].get(part, [])
-            for name, before, count in zip(names, counts, numbers, strict=False):
-                if before != count:
-                    text = f"{count:,} images of {name} to {part}, not {before:,}"
-                    differences.append(text)
-    for part, size in saved.get("sizes", {}).items():
-        if about["sizes"].get(part) != size and not differences:
-            new_size = about["sizes"].get(part, 0)
-            differences.append(f"{new_size:,} images to {part}, not {size:,}")
+    for images in before | present:
+        number = present.get(images, 0)
+        number_before = before.get(images, 0)
+        if number != number_before:
+            differences.append(f"{number:,} {images}, not {number_before:,}")
+    # With equal numbers: labels are places in the list of classes.
+    if not differences and about["class_names"] != saved["class_names"]:
+        differences.append("other classes, or another order of classes")
     if about["image_shape"] != saved["image_shape"]:
         shapes = f"{about['image_shape']}, not {saved['image_shape']}"
         differences.append(f"images of the shape {shapes}")
@@ -212,6 +194,19 @@ def _compare_data(
             f"{first_names(differences)}; restore it, or start a new run with another "
             f"--out"
         )
+
+
+def _numbers_of_images(about: Mapping[str, Any]) -> dict[str, int]:
+    """Return the number of images of each part and class, by words for them."""
+    numbers = {}
+    for part, counts in about.get("class_counts", {}).items():
+        for name, number in zip(about["class_names"], counts, strict=True):
+            numbers[f"images of {name} to {part}"] = number
+    # Some sets of libraries do not know their labels.
+    for part, number in about.get("sizes", {}).items():
+        if part not in about.get("class_counts", {}):
+            numbers[f"images to {part}"] = number
+    return numbers
 
 
 class Run:
@@ -683,8 +678,6 @@ class SilentRun(Run):
     def _save(self, every: int = 0) -> None: ...
 
     def _save_best(self, tally: Tally) -> None: ...
-
-    def _show_reading(self, images: int) -> None: ...
 
     def _show_progress(self, epoch: int, loss: float, waiting: float) -> None: ...
 

@@ -46,7 +46,7 @@ REFUSED = {
     "--config /no/such.toml": "--config /no/such.toml cannot be read: ",
     "--model resnet18": "--model resnet18: neither cnn nor timm:NAME",
     "--pretrained": "--pretrained is for timm:NAME and torchvision.models:NAME",
-    "--resume": "checkpoint.pt; --out names the folder of the run",
+    "--resume": "checkpoint.pt; name the folder of a run that has written it",
     "--out /dev/null/runs": "--out: /dev/null/runs/metrics.jsonl cannot be written",
     "--batch auto --devices cpu": "there is one: name its device twice, --devices cpu,cpu",
 }

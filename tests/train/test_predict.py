@@ -157,7 +157,7 @@ def test_wrong_arguments_told_in_words(folder, finished, tmp_path, capsys):
     for words, *arguments in (
         ("empty lacks pictures", best, tmp_path / "empty"),
         ("absent.png is not here", best, tmp_path / "absent.png"),
-        ("there is no .*absent.pt; pass the folder", folder / "absent.pt", folder),
+        ("there is no .*absent.pt; name the folder", folder / "absent.pt", folder),
         (
             f"code from elsewhere: give --model {name} if it may be called",
             other,

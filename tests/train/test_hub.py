@@ -141,6 +141,7 @@ def test_column_is_asked_for(tmp_path):
     assert parts.class_names == ["a", "b"]
 
 
+@pytest.mark.slow
 def test_absent_set_refused_in_one_line(tmp_path):
     words = r"--data-root .* --download fetches"
     with pytest.raises(UsageError, match=words) as caught:

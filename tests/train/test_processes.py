@@ -54,6 +54,7 @@ def test_one_process_has_all_rows():
     assert ALONE.largest(7) == 7
 
 
+@pytest.mark.slow
 @pytest.mark.draws
 def test_two_processes_equal_one_bit_for_bit(tmp_path):
     words = [*OPTIONS, "--epochs", "1"]

@@ -61,6 +61,7 @@ def state_of(replicas: Sequence[Replica]) -> State:
     for path, module in _modules_of(replicas):
         for name, value in module._buffers.items():
             if value is not None:
+                # A copy, because calls write buffers in place.
                 state[_name("buffer", path, name)] = value.detach().clone()
     return state | attributes_of(replicas, has_same_rows=False)
 
@@ -83,6 +84,7 @@ def attributes_of(replicas: Sequence[Replica], *, has_same_rows: bool = True) ->
 
 def _modules_of(replicas: Sequence[Replica]) -> Iterator[tuple[str, nn.Module]]:
     for replica in replicas:
+        # A criterion may be a function, which has no attributes that are its state.
         if isinstance(replica.root, nn.Module):
             yield from replica.root.named_modules()
 

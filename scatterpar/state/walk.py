@@ -200,6 +200,7 @@ class Walk:
         self._slots: dict[type, list[Any]] = {}  # by class
         self._root_ids: set[int] = set()
         for root in roots:
+            # A method is given for its object, even if that is a library's Trainer.
             self._root_ids |= {id(root), id(getattr(root, "__self__", None))}
             self._add(root, None, 0)
         self._follow_all()
@@ -334,6 +335,7 @@ class Walk:
             self._refer(PlaceKind.PART, module, "", original, number)
             return
         self.modules.append(module)
+        # A lender exchanges whole modules, whose contents replicas have themselves.
         if not self._enters_modules and id(module) not in self._root_ids:
             return
         # Networks may be deeper than the chains of objects in data.

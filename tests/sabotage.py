@@ -860,8 +860,8 @@ SABOTAGES = [
         promise="as in plain torch",
         file="step/commit.py",
         place="_add",
-        text="if not observed and not earlier_gradients",
-        replacement="if not earlier_gradients",
+        text="if not observed and not have_gradient",
+        replacement="if not have_gradient",
         seen_by="test_parameter_hooks_run_once_on_sum",
     ),
     Sabotage(

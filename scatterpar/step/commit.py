@@ -86,10 +86,11 @@ def _add_with_hooks(
 def _add(pairs: list[_Pair], attempt: Attempt, *, observed: bool) -> None:
     """Add gradients to ``.grad``, and commit random state."""
     leaves = [leaf for leaf, _ in pairs]
-    earlier_gradients = _save_for_undo(pairs, attempt.undo, observed)
+    # Asked before anything is written: with one earlier gradient, autograd adds all.
+    have_gradient = any(leaf.grad is not None for leaf in leaves)
+    _save_for_undo(pairs, attempt.undo, observed)
     attempt.generators.commit()  # before hooks, which may draw
-    # With one earlier gradient, autograd adds all.
-    if not observed and not earlier_gradients and all(starmap(_may_become_grad, pairs)):
+    if not observed and not have_gradient and all(starmap(_may_become_grad, pairs)):
         for leaf, gradient in pairs:
             leaf.grad = gradient
     elif pairs:
@@ -98,11 +99,8 @@ def _add(pairs: list[_Pair], attempt: Attempt, *, observed: bool) -> None:
             backward([root], [root.detach()])
 
 
-def _save_for_undo(pairs: list[_Pair], undo: Undo, observed: bool) -> list[Tensor]:
-    """Save what changes while gradients are added: a hook may raise, memory run out.
-
-    Returns the leaves' earlier gradients.
-    """
+def _save_for_undo(pairs: list[_Pair], undo: Undo, observed: bool) -> None:
+    """Save what changes while gradients are added: a hook may raise, memory run out."""
     undo.save_gradients([leaf for leaf, _ in pairs])
     earlier: list[Tensor] = []
     # Then autograd allocates nothing, so that nothing fails once it has begun.
@@ -116,7 +114,6 @@ def _save_for_undo(pairs: list[_Pair], undo: Undo, observed: bool) -> list[Tenso
         undo.save_values(earlier)
     if observed:  # a hook on a leaf may write the leaf
         undo.save_values(leaf for leaf, _ in pairs if has_gradient_hooks(leaf))
-    return earlier
 
 
 def _may_become_grad(leaf: Tensor, gradient: Tensor) -> bool:

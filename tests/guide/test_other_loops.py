@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from importlib.util import find_spec
 from typing import ClassVar
 
@@ -340,23 +339,6 @@ def run_script(tmp_path, *parts, **variables):
     assert "all is well" in outcome.out, outcome.err
 
 
-@needs("monarch")
-def test_monarch_snippet_is_exact(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    check = """
-plain = make_model()
-expected = criterion(plain(images), labels)
-expected.backward()
-for _, (loss, gradients) in found.items():
-    assert abs(loss - expected.item()) < 1e-10
-    for ours, theirs in zip(gradients, plain.parameters(), strict=True):
-        assert torch.allclose(ours, theirs.grad, rtol=1e-10)
-"""
-    run_script(tmp_path, f"port = {port}", *SNIPPETS["Monarch"], check)
-
-
 @needs("ray")
 def test_ray_train_snippet_is_exact(tmp_path):
     check = """
@@ -372,7 +354,7 @@ for name, ours in torch.load(path).items():
 """
     path = f"path = {str(tmp_path / 'model.pt')!r}"
     run_script(
-        tmp_path, path, *SNIPPETS["Ray Train"], check, RAY_USAGE_STATS_ENABLED="0"
+        tmp_path, path, *SNIPPETS["Ray Train, and Monarch"], check, RAY_USAGE_STATS_ENABLED="0"
     )
 
 

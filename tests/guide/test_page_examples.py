@@ -80,17 +80,6 @@ def detect(model, images, targets):
     return {"boxes": torch.stack(pairs).mean(), "size": boxes.square().mean()}
 
 
-def recurrent():
-    """Its state is carried from one call to the next."""
-
-    def compute(model, words, state):
-        hidden, state = model.cell(model.words(words), state[None])
-        return model.head(hidden), state[0]
-
-    cell = nn.GRU(5, 6, batch_first=True)
-    return Of(compute, words=nn.Embedding(7, 5), cell=cell, head=nn.Linear(6, 7))
-
-
 def two_parts():
     body = nn.Sequential(nn.Linear(4, 6), nn.Tanh())
     return Of(
@@ -169,27 +158,12 @@ GIVEN = {
         "model": lambda: language(logits_and_router),
         **TEXTS,
     },
-    "A router's load balance": {"model": lambda: language(logits_and_router), **TEXTS},
     "The model computes the loss itself": {
         "language_model": lambda: language(own_loss),
         "ids": IDS,
         "padding": torch.arange(7) >= torch.tensor([6, 3, 5, 2, 4])[:, None],
     },
-    "Several losses in one criterion": {
-        "two_heads": lambda: Of(
-            lambda model, x: (model.classes(x), model.sizes(x)),
-            classes=nn.Linear(4, 3),
-            sizes=nn.Linear(4, 2),
-        ),
-        "sizes": randn(25, 2, seed=4),
-    },
-    "Several inputs: tuples and mappings": {
-        "model": lambda: Of(
-            lambda m, images, depth: m.linear(images * depth), linear=classifier()
-        ),
-        "depth": randn(25, 4, seed=3),
-    },
-    "Your own Dataset": {"features": IMAGES},
+    "Your own Dataset": {"dataset": TensorDataset(IMAGES, LABELS)},
     "Freezing and unfreezing parts": {"two_parts": two_parts},
     "Half-precision parameters": {"half": build(classifier).bfloat16()},
     "Segmentation with a Dice loss": {
@@ -210,29 +184,14 @@ GIVEN = {
         "critic": lambda: classifier(1),
         "pictures": [randn(9, 4), randn(5, 4, seed=2)],
     },
-    "Policy gradients": {
-        "policy": classifier,
-        "observations": IMAGES,
-        "actions": LABELS,
-        "returns": randn(25, seed=3),
-    },
     "Detection: a varying number of boxes per image": {
         "detector": lambda: classifier(4),
         "images": randn(9, 4),
         "found": [{"boxes": randn(n, 4, seed=n)} for n in (1, 3, 0, 2, 5, 1, 0, 0, 2)],
     },
-    "Truncated backpropagation through time": {
-        "network": recurrent,
-        "text": randint(7, 9, 13),
-    },
     "A teacher, and perceptual losses": {
         "student": classifier,
         "teacher": lambda: nn.Linear(4, 3),
-    },
-    "Long sequences with checkpointing": {
-        "layers": lambda: nn.ModuleList([nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)]),
-        "sequences": randn(9, 6, 4),
-        "wanted": randn(9, 6, 4, seed=2),
     },
     "losses": {
         "language_model": lambda: language(scores_of),
@@ -250,9 +209,6 @@ GIVEN = {
 }
 # What a section's names must be at its end, besides the gradients.
 ENDS = {
-    "Evaluation": lambda n: (
-        n["right"] == (n["model"](IMAGES).argmax(1) == LABELS).sum()
-    ),
     "Keep the outputs of a step": lambda n: torch.allclose(
         n["scores"], n["model"](IMAGES)
     ),
@@ -269,13 +225,9 @@ ENDS = {
         n["engine"].last_step.bytes["reduce"]
         == sum(p.nbytes for p in n["generator"].parameters())
     ),
-    # Each row's state follows its row: with a rate of zero it is that of one long text.
-    "Truncated backpropagation through time": lambda n: torch.allclose(
-        n["state"], n["network"](n["text"][:, :12], torch.zeros(9, 6).double())[1]
-    ),
 }
 # Sections with a test of their own below.
-OWN = {"QLoRA on several GPUs", "Save and resume", "Save and resume within an epoch"}
+OWN = {"QLoRA on several GPUs", "Save and resume"}
 ALL = [(page, title) for page in PAGES for title in PAGES[page] if title not in OWN]
 
 
@@ -316,10 +268,9 @@ def follow(monkeypatch, tmp_path):
         common["device_ids"] = ["cpu:0", "cpu:1"]
         for name, value in list(names.items()):
             if isinstance(value, nn.Module):
-                prefix = "" if name in ("model", "network") else f"{name}_"
-                rate = 0.0 if name == "network" else 0.1
+                prefix = "" if name == "model" else f"{name}_"
                 common[f"{prefix}optimizer"] = torch.optim.SGD(
-                    value.parameters(), rate, 0.9
+                    value.parameters(), 0.1, 0.9
                 )
         names = common | names
         # engines that the page takes for granted
@@ -372,7 +323,7 @@ def test_contrastive_page_defines_its_names(monkeypatch):
     snippets = blocks(read("docs/contrastive.md"), "python")
     names = {}
     for code in snippets:
-        libraries = re.findall(r"^from (pytorch_metric_learning|info_nce)", code)
+        libraries = re.findall(r"^from (pytorch_metric_learning)", code)
         if all(find_spec(name) for name in libraries):
             exec(code, names)
     steps = sum(engine.compared for engine in Checked.engines)
@@ -415,24 +366,6 @@ def test_resumed_run_has_the_same_bits(follow):
         "checkpoint.pt",
         "whole.pt",
     ]
-
-
-@pytest.mark.draws
-def test_resumed_epoch_has_each_row_once(follow):
-    dataset = TensorDataset(
-        torch.arange(30.0)[:, None].double().expand(-1, 4), randint(3, 30)
-    )
-    names = follow("tasks", "Save and resume within an epoch", dataset=dataset)
-    assert names["saved"]["at"]["done"] == 16
-    seen = []
-    names["model"].register_forward_pre_hook(lambda _, rows: seen.append(rows[0][:, 0]))
-    with ScatterOnceParallel(names["model"], device_ids=["cpu"], verify=False) as names[
-        "engine"
-    ]:
-        names["train"](names["sampler"], steps=99)
-    order = torch.randperm(30, generator=torch.Generator().manual_seed(0))
-    assert torch.cat(seen).long().equal(order[16:])
-    assert (names["sampler"].epoch, names["sampler"].done) == (1, 0)
 
 
 @pytest.mark.loops

@@ -134,6 +134,9 @@ def _settings() -> Iterator[Setting]:
     """The settings that this version of torch has, of those that contexts change."""
     yield from _PRECISION_SETTINGS
     yield from _settings_of_c(_SETTINGS_OF_C)
+    for read, write in _settings_of_c(_PAIRS_OF_C):
+        # They return two values, as one tuple, and are set by two arguments.
+        yield read, partial(_call_with, write)
     for path in _SETTINGS_OF_MODULES.split():
         module, _, name = path.rpartition(".")
         owner: Any = sys.modules.get(module)
@@ -142,6 +145,10 @@ def _settings() -> Iterator[Setting]:
     check = getattr(torch._C, "_check_sparse_tensor_invariants", None)
     if check is not None:
         yield check, torch._C._set_check_sparse_tensor_invariants
+
+
+def _call_with(write: Callable[..., object], values: Sequence[Any]) -> None:
+    write(*values)
 
 
 def _settings_of_c(names: str) -> Iterator[Setting]:
@@ -167,7 +174,13 @@ _OLD_PRECISIONS = "float32_matmul_precision cudnn_allow_tf32 onednn_allow_tf32"
 _SETTINGS_OF_C = """
     sdp_priority_order cudnn_enabled cudnn_benchmark cudnn_deterministic mkldnn_enabled
     mkldnn_deterministic nnpack_enabled deterministic_fill_uninitialized_memory
-    qengine warnAlways
+    qengine warnAlways cublas_allow_fp16_accumulation
+    blas_preferred_backend linalg_preferred_backend
+"""
+# In which precision a product of half-precision matrices adds up.
+_PAIRS_OF_C = """
+    cublas_allow_fp16_reduced_precision_reduction
+    cublas_allow_bf16_reduced_precision_reduction
 """
 _SETTINGS_OF_MODULES = """
     torch._functorch.eager_transforms.JVP_NESTING

@@ -55,29 +55,11 @@ from scatterpar.step.substeps import (
 from scatterpar.step.task import ReplicaTask
 from scatterpar.tables import shown
 from scatterpar.threads.caller_context import autocast_types
+from scatterpar.threads.process_settings import settings_of_torch
 
 _SHAPES = 8  # maximal number of graphs per replica; other shapes run without graphs
 # maximal number per replica; more show that something changes at every step
 _CAPTURES = 32
-_PRECISIONS = (  # ``allow_tf32`` and ``set_float32_matmul_precision`` change these, too
-    torch.backends.cuda.matmul,
-    *(getattr(torch.backends.cudnn, kind) for kind in ("conv", "rnn")),
-    torch.backends,
-)
-# A product of half-precision matrices adds up in another precision with each of these.
-_REDUCTIONS = (
-    "allow_fp16_reduced_precision_reduction",
-    "allow_bf16_reduced_precision_reduction",
-    "allow_fp16_accumulation",
-)
-# Scaled dot product attention chooses among the kernels that are enabled.
-_ATTENTION_KERNELS: tuple[Callable[[], bool], ...] = (
-    torch.backends.cuda.flash_sdp_enabled,
-    torch.backends.cuda.mem_efficient_sdp_enabled,
-    torch.backends.cuda.cudnn_sdp_enabled,
-    torch.backends.cuda.math_sdp_enabled,
-    torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed,
-)
 
 
 class _Refused(Exception):
@@ -521,8 +503,6 @@ def _state_of(task: ReplicaTask, replica_sets: Sequence[ReplicaSet]) -> list[Any
         # A forward pass or the user may exchange memory without another tensor.
         addresses += [tensor.data_ptr() for tensor in replica.tensors]
     autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in autocast_types()]
-    cudnn = torch.backends.cudnn
-    cuda = torch.backends.cuda
     return [
         task.criterion,
         changes,
@@ -530,12 +510,7 @@ def _state_of(task: ReplicaTask, replica_sets: Sequence[ReplicaSet]) -> list[Any
         addresses,
         autocast,
         torch.is_grad_enabled(),
-        torch.are_deterministic_algorithms_enabled(),
-        (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
-        [holder.fp32_precision for holder in _PRECISIONS],
-        [getattr(cuda.matmul, name) for name in _REDUCTIONS],
-        [is_enabled() for is_enabled in _ATTENTION_KERNELS],
-        (cuda.preferred_blas_library(), cuda.preferred_linalg_library()),
+        settings_of_torch(),
     ]
 
 

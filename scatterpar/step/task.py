@@ -169,7 +169,7 @@ def make_tasks(attempt: Attempt, loaders: Sequence[ShareLoader]) -> list[Replica
             module=replicas[0].root,
             loader=loaders[number],
             criterion=criteria[number] if number < len(criteria) else None,
-            # A look alone, as by ``losses_combine``, needs none.
+            # With whole_batch there are none: the loss is that of all rows.
             weights=weights[number] if weights else (),
             sums=sums_of_share,
             replicas=replicas,

@@ -21,7 +21,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from locale import LC_ALL, setlocale
 from typing import Any
@@ -80,7 +80,8 @@ def _set_environment(entries: dict[Any, Any]) -> None:
 
 
 _cuda = torch.backends.cuda
-_SETTINGS: tuple[Setting, ...] = (
+# How torch computes: a captured graph keeps what held when it was captured.
+_OF_TORCH: tuple[Setting, ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.is_anomaly_enabled, _set_anomaly_mode),
     (torch.is_anomaly_check_nan_enabled, _set_anomaly_check),
@@ -95,6 +96,9 @@ _SETTINGS: tuple[Setting, ...] = (
         _cuda.allow_fp16_bf16_reduction_math_sdp,
     ),
     *SETTINGS,
+)
+_SETTINGS: tuple[Setting, ...] = (
+    *_OF_TORCH,
     _attribute(Distribution, "_validate_args"),
     (gc.isenabled, _set_collecting),
     (gc.get_threshold, _set_gc_thresholds),
@@ -113,6 +117,7 @@ _SETTINGS: tuple[Setting, ...] = (
 
 # Alone, so that a job reads all of them without a Python call of ours for each.
 _READERS = tuple(read for read, _ in _SETTINGS)
+_READERS_OF_TORCH = _READERS[: len(_OF_TORCH)]
 
 # The values of settings, and the entries of ``warnings.filters``, which is one of them.
 SettingValues = tuple[list[Any], list[Any]]
@@ -120,16 +125,16 @@ SettingValues = tuple[list[Any], list[Any]]
 _UNREADABLE = object()
 
 
-def _read_all() -> list[Any]:
-    """The values of all settings, ``_UNREADABLE`` for those that cannot be read.
+def _read_all(readers: Sequence[Callable[[], Any]]) -> list[Any]:
+    """The values of settings, ``_UNREADABLE`` for those that cannot be read.
 
     Those are settings of TF32 after a program has used torch's older and newer ones,
     and a working directory that does not exist any more.
     """
     try:
-        return list(map(operator.call, _READERS))
+        return list(map(operator.call, readers))
     except (RuntimeError, OSError):
-        return list(map(_read, _READERS))
+        return list(map(_read, readers))
 
 
 def _read(read: Callable[[], Any]) -> Any:
@@ -139,17 +144,22 @@ def _read(read: Callable[[], Any]) -> Any:
         return _UNREADABLE
 
 
+def settings_of_torch() -> list[Any]:
+    """What operators of torch depend on beside their arguments, to be compared."""
+    return _read_all(_READERS_OF_TORCH)
+
+
 def read_settings() -> SettingValues:
     """The settings of the process, to be restored."""
     # A context may change the list of filters, or exchange it for another one.
-    return _read_all(), list(warnings.filters)
+    return _read_all(_READERS), list(warnings.filters)
 
 
 def restore_settings(values: SettingValues) -> None:
     """Make the settings of the process again what they were."""
     earlier, filters = values
     # Nearly always nothing has changed.
-    if _read_all() == earlier and warnings.filters == filters:
+    if _read_all(_READERS) == earlier and warnings.filters == filters:
         return
     for (read, write), value in zip(_SETTINGS, earlier, strict=True):
         if value is _UNREADABLE:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import math
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -60,7 +61,7 @@ class ProcessState:
         roots = [model, step, *(vars(helper) for helper in helpers), *shared.values()]
         devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
         walk = Walk(roots)
-        self._user = Journal(walk, list(devices), weights=True)
+        self._user = Journal(walk, list(devices), guarded=(), max_bytes=math.inf)
         self.tensors = list(walk.tensors.values())
         self._leaves = [_Leaf(tensor) for tensor in self.tensors if tensor.is_leaf]
         self._switches = [(read(), read, write) for read, write in _SWITCHES]

@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,7 +125,9 @@ class Substituted:
 class Journal:
     """All that a walk has found, and all random generators: saved now.
 
-    Values of parameters are saved only with ``weights``; those of buffers always.
+    Values of tensors are saved until they take ``max_bytes``, those of buffers always.
+    Those of parameters in ``guarded``, by ``id``, are not: they are most of a model's
+    memory, and somebody else refuses writes to them. ``None`` stands for all.
 
     Attributes:
         walk: the walk.
@@ -140,7 +142,8 @@ class Journal:
         walk: Walk,
         devices: Sequence[torch.device] = (),
         *,
-        weights: bool = False,
+        guarded: Container[int] | None = None,
+        max_bytes: float = _MAX_BYTES,
     ) -> None:
         self.walk = walk
         self.unsaved: list[str] = []
@@ -155,7 +158,7 @@ class Journal:
         self._class_names = [(kind, {*vars(kind)}) for _, kind in walk.classes]
         self._save_default_generators(devices)
         self._save_values()
-        self._save_tensors(weights)
+        self._save_tensors(guarded, max_bytes)
         self._save_references()
 
     def _save_default_generators(self, devices: Sequence[torch.device]) -> None:
@@ -201,31 +204,34 @@ class Journal:
         name = self.walk.name_of(number)
         self.unsaved.append(f"{name} ({type(value).__name__})")
 
-    def _save_tensors(self, weights: bool) -> None:
+    def _save_tensors(self, guarded: Container[int] | None, max_bytes: float) -> None:
         """Save where tensors are stored, and the values that user code may write."""
         buffers: set[int] = set()
         for module in self.walk.modules:
             buffers |= {id(buffer) for buffer in module._buffers.values()}
-        bytes_left = _MAX_BYTES
+        bytes_left = max_bytes
         for number, tensor in enumerate(self.walk.values if self.walk.tensors else ()):
             if not isinstance(tensor, Tensor) or tensor.is_meta:
                 continue
             key = id(tensor)
             if key not in self.walk.tensors:
                 continue
-            # Values of weights only on demand: they are most of a model's memory.
-            is_weight = key in self.walk.weights
+            is_guarded = key in self.walk.weights and (
+                guarded is None or key in guarded
+            )
             is_buffer = key in buffers
             # The error of a chunk of a weight that was written since.
             with contextlib.suppress(RuntimeError):
-                if not (is_weight or is_buffer):
+                if not (is_guarded or is_buffer):
                     bytes_left -= VALUES.size(tensor)
                 is_dense = tensor.layout == torch.strided and STORAGE.fits(type(tensor))
                 if is_dense and tensor.is_leaf:
                     self._values.append(SavedValue.of(number, tensor, STORAGE))
-                if weights if is_weight else is_buffer or bytes_left >= 0:
+                if is_guarded:
+                    continue
+                if is_buffer or bytes_left >= 0:
                     self._values.append(SavedValue.of(number, tensor, VALUES))
-                elif not is_weight:
+                else:
                     self._large.append((tensor, version(tensor)))
 
     def _save_references(self) -> None:

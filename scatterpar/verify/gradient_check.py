@@ -102,7 +102,7 @@ def compare(module: nn.Module, outcome: Outcome, device: torch.device) -> Gradie
     rounding = Rounding(device)
     walk = Walk([*roots.values(), request.criterion])
     # With weights, because a forward pass may write these, as one that clips does.
-    state = Journal(walk, [device], weights=True)
+    state = Journal(walk, [device], guarded=(), max_bytes=math.inf)
     plain = partial(_plain, module, request, device, leaves, rounding)
     # Without hooks, which have seen the gradients of the step already.
     with state.restored(), uncompiled(), hooks_taken_off(leaves):

@@ -196,7 +196,7 @@ class OutputLook:
         self._device = physical(plan.shares[0].device)
         self._rounding = Rounding(self._device)
         roots = of_targets.criterion, of_targets.count
-        self._state = Journal(Walk(roots), [self._device])
+        self._state = Journal(Walk(roots), [self._device], guarded=())
 
     def refusal(self, parts: Parts) -> str:
         """The text of the refusal; empty if the losses of these parts combine.

@@ -123,7 +123,14 @@ class Runs:
         user_module: Any = task.module if task.share.replica else replica_sets[0].root
         self.own_task = replace(task, module=user_module, criterion=request.criterion)
         self.replica_task = task
-        self.user_code = UserCode(request, user_module, task, deadline)
+        # Replicas share these: a call that writes one is refused. Those of a teacher in
+        # the criterion's closure are not among them.
+        guarded: set[int] = set()
+        for replica_set in replica_sets:
+            guarded.update(map(id, replica_set.tensors))
+        for replica in task.replicas:
+            guarded.update(map(id, replica.tensors))
+        self.user_code = UserCode(request, user_module, task, guarded, deadline)
         self.conditions = Conditions(request.scale)
         self.rounding = Rounding(task.share.device)
         self.leaves = ComparedLeaves(attempt, task)

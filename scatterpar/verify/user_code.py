@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
@@ -45,12 +45,21 @@ class UserCode:
     """
 
     def __init__(
-        self, request: Request, own_module: Any, task: ReplicaTask, deadline: float
+        self,
+        request: Request,
+        own_module: Any,
+        task: ReplicaTask,
+        guarded: Container[int],
+        deadline: float,
     ) -> None:
-        """After ``deadline``, a time of ``time.monotonic``, calls are inconclusive."""
+        """``guarded`` has the ``id`` of parameters that no call may write.
+
+        After ``deadline``, a time of ``time.monotonic``, calls are inconclusive.
+        """
         self._request = request
         self._own_module = own_module
         self._task = task
+        self._guarded = guarded
         self._deadline = deadline
         # A refusal needs runs of its own: the second half of the time is for these.
         self._halfway = (time.monotonic() + deadline) / 2
@@ -93,7 +102,7 @@ class UserCode:
         for roots, devices in ((criteria, [device]), (modules, [])):
             # The second walk finds the substitutes of the first: a file that both name
             # has one.
-            journal = Journal(Walk(roots), devices)
+            journal = Journal(Walk(roots), devices, guarded=self._guarded)
             self.journals.append(journal)
             # Before it begins, so that an error in the middle is undone.
             self._undo.callback(journal.end)

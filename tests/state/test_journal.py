@@ -8,6 +8,7 @@ import csv
 import gzip
 import io
 import itertools
+import math
 import os
 import queue
 import socket
@@ -32,7 +33,13 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from scatterpar import Rows, ScatterOnceParallel, splitcheck
+from scatterpar import (
+    DataParallelCriterion,
+    DataParallelModel,
+    Rows,
+    ScatterOnceParallel,
+    splitcheck,
+)
 from scatterpar.state.journal import Journal
 from scatterpar.state.walk import Walk
 from scatterpar.state.whose import Whose
@@ -285,7 +292,7 @@ def test_changed_names_are_those_of_the_code():
         with torch.no_grad():
             model[0].bias.add_(1)
 
-    journal = Journal(Walk([criterion]), weights=True)
+    journal = Journal(Walk([criterion]), guarded=(), max_bytes=math.inf)
     assert journal.same()
     assert journal.changed() == []
     criterion()
@@ -578,6 +585,43 @@ def test_look_leaves_what_module_and_criterion_share(devices, name):
             engine.forward_backward(INPUTS, VALUES, criterion)
         assert model.kept is kept
         values.append(read(kept))
+    assert values[0] == values[1]
+
+
+def bias():
+    return nn.Parameter(torch.zeros(3))
+
+
+# Who holds the parameter that a criterion refers to, and writes; and the parameter.
+WRITTEN = {
+    "teacher": lambda: (net := mlp().requires_grad_(False), net[0].bias),
+    "trained network": lambda: (net := mlp(), net[0].bias),
+    "parameter": lambda: (parameter := bias().requires_grad_(False), parameter),
+    "object": lambda: (holder := SimpleNamespace(p=bias()), holder.p),
+}
+
+
+@pytest.mark.parametrize("wraps", ["engine", "pair"])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_look_leaves_other_networks(devices, name, wraps):
+    """An average of weights that the loss function updates moved in each look, too."""
+    values = []
+    for verify in (False, True):
+        holder, parameter = WRITTEN[name]()
+        parameter.data.zero_()
+
+        def criterion(output, targets, holder=holder, parameter=parameter):
+            with torch.no_grad():
+                parameter.add_(1)
+            return F.mse_loss(output, targets)
+
+        if wraps == "engine":
+            with ScatterOnceParallel(mlp(), 2, devices(2), verify=verify) as engine:
+                engine.forward_backward(INPUTS, VALUES, criterion)
+        else:
+            outputs = DataParallelModel(mlp(), devices(2))(INPUTS)
+            DataParallelCriterion(criterion, verify=verify)(outputs, VALUES)
+        values.append(parameter.tolist())
     assert values[0] == values[1]
 
 

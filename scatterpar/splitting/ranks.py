@@ -7,7 +7,6 @@ work. Where a fork is not possible they are spawned, and import the user's code.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import io
 import multiprocessing
 import os
@@ -36,11 +35,9 @@ from scatterpar.threads.interrupts import Interrupts
 from scatterpar.threads.workers import call_in_new_thread
 from scatterpar.torch_private import import_compiler
 
-# Asks a rank for its stack. Not a timer of faulthandler: if the parent has one, as
-# under pytest, its forked child would wait for it forever.
-_STACK_SIGNAL = getattr(signal, "SIGUSR1", None)
-_STACK_SECONDS = 2.0  # how long a rank may take to write its stack
-_GRACE_SECONDS = 10  # after the time limit a rank ends itself, if its parent cannot
+# After the time limit, for a rank to say where it is. A rank that a kernel holds, as
+# one that waits for threads which did not survive the fork, says nothing.
+_GRACE_SECONDS = 10.0
 _MOST_LINES = 5  # of the user's code, of a step that failed
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
@@ -57,10 +54,17 @@ class RankJob:
 
 @dataclass(frozen=True)
 class _Failure:
-    """Why a rank failed, and when: a rank that waits for it fails later."""
+    """Why a rank failed, and when: a rank that waits for it fails later.
+
+    Attributes:
+        text: the exception, and the lines of the user's code that led to it.
+        place: the last of these lines.
+        time: by the clock that all processes of a machine share.
+    """
 
     text: str
-    time: float
+    place: str = ""
+    time: float = 0.0
 
 
 def run_on_ranks(job: RankJob, seconds: float) -> list[StepResult]:
@@ -84,10 +88,12 @@ def run_on_ranks(job: RankJob, seconds: float) -> list[StepResult]:
         for rank in range(size):
             arguments = (rank, size, folder, port, seconds, sent)
             ranks.append(context.Process(target=_rank, args=arguments, daemon=True))
+        # Before the start, so that a rank that reaches its own limit is late here, too.
+        deadline = time.monotonic() + seconds
         try:
             with Interrupts():
                 call_in_new_thread(_start, ranks)
-            return _results(ranks, folder, seconds)
+            return _results(ranks, folder, seconds, deadline)
         finally:
             with Interrupts():
                 _kill(ranks)
@@ -145,12 +151,7 @@ def _rank(
 ) -> None:
     """Run the job of one rank, and write its result or failure to a file."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent kills its ranks
-    if hasattr(signal, "alarm"):
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(int(seconds) + _GRACE_SECONDS)
-    if _STACK_SIGNAL:
-        stack = open(_stack_file(folder, rank), "w")  # noqa: SIM115  used until the end
-        faulthandler.register(_STACK_SIGNAL, file=stack)
+    _limit_time(seconds)
     _set_environment(rank, size, port)
     torch.get_num_threads()  # or the first operator would set the number again
     torch.set_num_threads(1)
@@ -162,7 +163,7 @@ def _rank(
             store=dist.FileStore(str(folder / "store"), size),  # type: ignore[attr-defined]
             rank=rank,
             world_size=size,
-            timeout=timedelta(seconds=seconds + _GRACE_SECONDS),
+            timeout=timedelta(seconds=seconds),
         )
         # Kept until the end: gloo's destructor may wait for a thread that waits for the
         # GIL, if the step calls ``destroy_process_group()``.
@@ -171,8 +172,10 @@ def _rank(
         answer = run_step(
             job.step, job.model, job.shares[rank], job.settings, list(tensors)
         )
+        _limit_time(0)  # only the step has a limit
     except BaseException as error:  # also SystemExit: the parent shall know
-        answer = _Failure(_described(error), time.monotonic())
+        _limit_time(0)
+        answer = _failure(error)
     # Renamed when it is whole, because the parent may look at any time.
     unfinished = folder / f"{rank}.part"
     torch.save(answer, unfinished)
@@ -186,21 +189,52 @@ def _rank(
     os._exit(0)  # without waiting for threads that the step has started
 
 
-def _described(error: BaseException) -> str:
+def _limit_time(seconds: float) -> None:
+    """Raise ``TimeoutError`` in the user's code after some seconds; never, if 0.
+
+    A collective that waits does not notice it: its group has a time limit of its own.
+    """
+    if not hasattr(signal, "setitimer"):  # on Windows
+        return
+
+    def end(*_: Any) -> None:
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, end)
+    # Again, for a loop that catches it and goes on. So a rank ends without its parent.
+    signal.setitimer(signal.ITIMER_REAL, seconds, _GRACE_SECONDS)
+
+
+def _failure(error: BaseException) -> _Failure:
     """The exception, and the lines of the user's code that led to it.
 
     Lines of this package and of libraries are left out: the user's last line says which
     call failed, and thirty lines above it would hide the exception.
     """
     (*_, last) = traceback.format_exception_only(error)
-    notes = [f"  {note}" for note in getattr(error, "__notes__", ())]
-    frames = traceback.extract_tb(error.__traceback__)
-    users = [frame for frame in frames[:-1] if not _is_library(frame.filename)]
+    notes = getattr(error, "__notes__", ())
     lines = []
-    for frame in (*users[-_MOST_LINES:], *frames[-1:]):  # also where it was raised
-        place = f"{frame.filename}:{frame.lineno} in {frame.name}"
-        lines.append(f"  {place}: {frame.line}")
-    return "\n".join([last.strip(), *notes, *lines])
+    frames = traceback.extract_tb(error.__traceback__)
+    for frame in frames:
+        if not _is_library(frame.filename):
+            lines.append(_place(frame))
+    place = lines[-1] if lines else "no line of its step"
+    lines = lines[-_MOST_LINES:]
+    raised_at = _place(frames[-1])
+    if raised_at != place:
+        lines.append(raised_at)
+    text = "\n  ".join([last.strip(), *notes, *lines])
+    return _Failure(text, place, time.monotonic())
+
+
+def _place(frame: traceback.FrameSummary) -> str:
+    return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
+
+
+def _is_library(file: str) -> bool:
+    """Whether a file is of an installed package, or of this one."""
+    own = str(Path(__file__).parents[1])
+    return any(part in file for part in ("-packages", _STANDARD_LIBRARY, own))
 
 
 def _received(sent: RankJob | bytes) -> RankJob:
@@ -236,99 +270,64 @@ def _answer_file(folder: Path, rank: int) -> Path:
     return folder / f"{rank}.answer"
 
 
-def _stack_file(folder: Path, rank: int) -> Path:
-    return folder / f"{rank}.stack"
-
-
 # --- in the user's process ---
 
 
-def _results(processes: list[Any], folder: Path, seconds: float) -> list[StepResult]:
-    """Wait for the result of each rank. The first failure ends the wait."""
-    deadline = time.monotonic() + seconds
-    running = {process.sentinel: rank for rank, process in enumerate(processes)}
-    results: dict[int, StepResult] = {}
+def _results(
+    processes: list[Any], folder: Path, seconds: float, deadline: float
+) -> list[StepResult]:
+    """Wait for the result of each rank. The first failure ends the wait.
+
+    A rank that is late fails, too, and says where it was.
+    """
+    size = len(processes)
+    running = [process.sentinel for process in processes]
+    answers: dict[int, StepResult | _Failure | None] = {}
     while running:
-        ended = wait(list(running), max(0.0, deadline - time.monotonic()))
+        left = deadline + _GRACE_SECONDS - time.monotonic()
+        ended = wait(running, max(0.0, left))
+        running = [sentinel for sentinel in running if sentinel not in ended]
+        for rank, process in enumerate(processes):
+            if not isinstance(answers.get(rank), StepResult):
+                answers[rank] = _answer(process, folder, rank)
+        failures = {}
+        for rank, answer in answers.items():
+            if isinstance(answer, _Failure) and answer.time < deadline:
+                failures[rank] = answer
+        if failures:
+            first = min(failures, key=lambda rank: failures[rank].time)
+            text = failures[first].text
+            raise RuntimeError(f"step failed on rank {first} of {size}: {text}")
         if not ended:
-            raise TimeoutError(
-                _where_ranks_wait(processes, list(running.values()), folder, seconds)
-            )
-        for sentinel in ended:
-            rank = running.pop(sentinel)
-            answer = _answer(folder, rank)
-            if not isinstance(answer, StepResult):
-                raise RuntimeError(_first_failure(processes, folder, rank))
-            results[rank] = answer
-    return [results[rank] for rank in sorted(results)]
-
-
-def _answer(folder: Path, rank: int) -> StepResult | _Failure | None:
-    """What a rank has written; ``None`` if its process ended before."""
-    path = _answer_file(folder, rank)
-    if not path.exists():
-        return None
-    answer: StepResult | _Failure = torch.load(path, weights_only=False)
-    return answer
-
-
-def _first_failure(processes: list[Any], folder: Path, ended: int) -> str:
-    """The failure that came first. ``ended`` is a rank whose process ended by one."""
-    failures = {}
-    for rank in range(len(processes)):
-        answer = _answer(folder, rank)
-        if isinstance(answer, _Failure):
-            failures[rank] = answer
-    if ended in failures:
-        rank = min(failures, key=lambda rank: failures[rank].time)
-        text = failures[rank].text
-    else:
-        rank = ended
-        processes[rank].join()
-        text = (
-            f"its process ended with exit code {processes[rank].exitcode}; if it "
-            f"gathers, give all ranks tensors of one shape"
+            break
+    late = []
+    results = []
+    for rank, answer in answers.items():
+        if isinstance(answer, StepResult):
+            results.append(answer)
+        else:
+            place = "no line of its step" if answer is None else answer.place
+            late.append(f"rank {rank} is at {place}")
+    if late:
+        raise TimeoutError(
+            f"{len(late)} of {size} ranks have not ended after {seconds:g} s; call the "
+            f"same collectives on all ranks, or pass a longer timeout=. "
+            + "; ".join(late)
         )
-    return f"step failed on rank {rank} of {len(processes)}: {text}"
+    return results
 
 
-def _where_ranks_wait(
-    processes: list[Any], running: list[int], folder: Path, seconds: float
-) -> str:
-    lines = [_current_line(processes[rank], folder, rank) for rank in running]
-    return (
-        f"{len(running)} of {len(processes)} ranks have not ended after {seconds:g} s; "
-        f"call the same collectives on all ranks, or pass a longer timeout=. "
-        + "; ".join(lines)
+def _answer(process: Any, folder: Path, rank: int) -> StepResult | _Failure | None:
+    """The result of a rank, or why it has none; ``None`` while it runs."""
+    # Before the file: a process may write it, and end, between the two questions.
+    is_running = process.is_alive()
+    path = _answer_file(folder, rank)
+    if path.exists():
+        answer: StepResult | _Failure = torch.load(path, weights_only=False)
+        return answer
+    if is_running:
+        return None
+    return _Failure(
+        f"its process ended with exit code {process.exitcode}; if it gathers, give all "
+        f"ranks tensors of one shape"
     )
-
-
-def _current_line(process: Any, folder: Path, rank: int) -> str:
-    """The line of the user's code where a rank is."""
-    if _STACK_SIGNAL is None:
-        return f"rank {rank} is in process {process.pid}"
-    os.kill(process.pid, _STACK_SIGNAL)
-    deadline = time.monotonic() + _STACK_SECONDS
-    while time.monotonic() < deadline:
-        time.sleep(0.05)
-        line = _users_line(_stack_file(folder, rank).read_text())
-        if line:
-            return f"rank {rank} is at {line}"
-    return f"rank {rank} is at no line of its step"
-
-
-def _users_line(stack: str) -> str:
-    """The innermost line of the user's step in a stack, innermost line first."""
-    for line in stack.splitlines():
-        frame = line.strip()
-        if str(Path(__file__).parent) in frame:
-            return ""  # what follows has called the step
-        if frame.startswith("File ") and not _is_library(frame):
-            return frame
-    return ""
-
-
-def _is_library(frame: str) -> bool:
-    """Whether a line of a stack is of an installed package, or of this one."""
-    own = str(Path(__file__).parents[1])
-    return any(part in frame for part in ("-packages", _STANDARD_LIBRARY, own))

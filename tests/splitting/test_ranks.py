@@ -154,8 +154,8 @@ def test_timeout_tells_where_ranks_wait():
             time.sleep(60)  # is late
 
     line = step.__code__.co_firstlineno
-    waits = rf"rank 0 is at .*test_ranks.py\", line {line + 3} in step"
-    sleeps = rf"rank 1 is at .*test_ranks.py\", line {line + 5} in step"
+    waits = rf"rank 0 is at .*test_ranks.py:{line + 3} in step: dist.all_reduce.*"
+    sleeps = rf"rank 1 is at .*test_ranks.py:{line + 5} in step: time.sleep"
     with pytest.raises(TimeoutError, match=f"{waits}; {sleeps}"):
         splitcheck(step, new(Net), images(), ranks=2, timeout=5)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,12 +44,11 @@ def orders_of_rows(
     ``groups`` has the sizes of parts, and those of ranks, if there are several.
     """
     usual = _order_by_labels(tensors, len(counts[0].per_row))
-    by_terms: dict[tuple[float, ...], Count] = {}  # by the terms of each row
-    for count in counts:
-        if not count.is_constant and _may_hide(count):
-            # A loss divides by labels rather than by a sum with the same numbers.
-            known = by_terms.get(count.per_row, count)
-            by_terms[count.per_row] = known if known.is_selective else count
+    relevant = [count for count in counts if not count.is_constant and _may_hide(count)]
+    # By the terms of each row, labels and masks last: a loss divides by these rather
+    # than by a sum with the same numbers.
+    relevant.sort(key=lambda count: count.is_selective)
+    by_terms = {count.per_row: count for count in relevant}
     if not by_terms or not groups:
         return [usual]
     distinct = list(by_terms.values())
@@ -77,23 +77,17 @@ def _may_hide(count: Count) -> bool:
 
 
 def _orders_by_counts(table: Tensor) -> Tensor:
-    """Orders by each count, by sums of counts, and by these with noise."""
+    """Orders by each count, by sums of counts, and random ones."""
     # The same orders in each run, so that a report can be repeated.
     generator = torch.Generator().manual_seed(0)
     num_counts, num_rows = table.shape
+    options: Any = {"generator": generator, "dtype": table.dtype}
     scaled = (table - table.mean(1, keepdim=True)) / table.std(1, keepdim=True)
     # Sums of counts in random proportions separate rows that single counts do not.
-    factors, noise = torch.randn(
-        2,
-        _NUM_ORDERS,
-        max(num_counts, num_rows),
-        generator=generator,
-        dtype=table.dtype,
-    )
-    sums = factors[:, :num_counts] @ scaled
-    # Noise leaves rows with terms for the last part.
-    keys = torch.cat([scaled, sums, sums + noise[:, :num_rows] * sums.std()])
-    return keys.argsort(1, descending=True)
+    sums = torch.randn(_NUM_ORDERS, num_counts, **options) @ scaled
+    # A random order leaves rows with terms for the last part.
+    noise = torch.randn(_NUM_ORDERS, num_rows, **options)
+    return torch.cat([scaled, sums, noise]).argsort(1, descending=True)
 
 
 def _best(spreads: Tensor, is_selective: Tensor) -> int:
@@ -134,16 +128,13 @@ def _spreads(
     Returns also whether all groups have terms.
     """
     table = torch.tensor([count.per_row for count in counts], dtype=torch.float64)
-    sums = table[:, orders].transpose(0, 1).cumsum(2)
-    # A zero in front, so that the first group is a difference of two sums, too.
-    sums = torch.nn.functional.pad(sums, (1, 0))
+    by_order = table[:, orders].transpose(0, 1)
     # Nobody divides by the padding of a mask, of which most parts may have none.
     is_padding = torch.tensor([count.ignored == 1 for count in counts])
     spreads = []
     are_filled = []
     for sizes in groups:
-        stops = torch.tensor([0, *accumulate(sizes)])
-        terms = sums[:, :, stops].diff(dim=2)
+        terms = torch.stack([rows.sum(2) for rows in by_order.split(list(sizes), 2)], 2)
         are_filled.append(terms.all(2) | is_padding)
         # A loop may weigh parts equally, or by rows: neither may hide the count.
         for numbers in (terms, terms / torch.tensor(sizes)):

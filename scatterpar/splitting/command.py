@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,13 +34,14 @@ def main(arguments: Sequence[str]) -> int:
         )
         if options.json is not None:
             grid.to_json(options.json)
-    except (ValueError, TypeError, OSError) as error:
-        print(f"scatterpar splitcheck: error: {error}", file=sys.stderr)
-        return 2
-    # 1, as pytest: the loop is wrong, and not the command.
+    # 1, as pytest: the loop is wrong, and not the command. First, because a timeout is
+    # an ``OSError``, too.
     except (RuntimeError, TimeoutError) as error:
         print(f"scatterpar splitcheck: {error}", file=sys.stderr)
         return 1
+    except (ValueError, TypeError, OSError) as error:
+        print(f"scatterpar splitcheck: error: {error}", file=sys.stderr)
+        return 2
     print(grid)
     for cell in grid.cells:
         if not cell.report.passed:
@@ -84,14 +85,9 @@ def _returned_by(target: str) -> tuple[Any, Any, Any]:
             f"{target} names no function of a file; pass FILE:FUNCTION, as "
             f"training.py:check"
         )
-    # A spawned process imports the file by its name, and so may its own imports.
+    # By its name, as a spawned process imports it; the file may import its neighbours.
     sys.path.insert(0, str(path.parent.resolve()))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
+    module = importlib.import_module(path.stem)
     function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch import nn
 
 from scatterpar.splitting.arguments import Loss, SplitArguments
 from scatterpar.splitting.check import SplitCheck, check
-from scatterpar.splitting.step_run import StepFunction, StepResult
+from scatterpar.splitting.step_run import StepFunction
 from scatterpar.tables import Printed, as_text
 
 _SAME = "the same"
@@ -71,15 +71,14 @@ class SplitGrid(Printed):
                 continue  # rounding needs no permission
             for name in report.wrong:
                 prefix = _prefix_of(name, allowed)
-                if prefix is None:
-                    problems.append(f"{cell}: {name} differs ({report.cause})")
-                elif allowed[prefix] != report.cause:
-                    problems.append(
-                        f"{cell}: {name} differs by {report.cause}, allowed is "
-                        f"{allowed[prefix]}"
-                    )
-                else:
+                cause = allowed.get(prefix)
+                if cause == report.cause:
                     seen.add(prefix)
+                    continue
+                problem = f"{cell}: {name} differs ({report.cause})"
+                if cause is not None:
+                    problem += f", allowed is {cause}"
+                problems.append(problem)
         # A difference that is mended must leave the list, or it could come back.
         for prefix in allowed.keys() - seen:
             problems.append(
@@ -118,11 +117,13 @@ class SplitGrid(Printed):
         return as_text(table)
 
 
-def _prefix_of(name: str, allowed: Mapping[str, str]) -> str | None:
-    """The longest key that is the name of a parameter or its beginning."""
-    # The longest, so that one layer of a router may have a cause of its own.
+def _prefix_of(name: str, allowed: Mapping[str, str]) -> str:
+    """The longest key that is the name of a parameter or its beginning, else nothing.
+
+    The longest, so that one layer of a router may have a cause of its own.
+    """
     prefixes = [prefix for prefix in allowed if name.startswith(prefix)]
-    return max(prefixes, key=len, default=None)
+    return max(prefixes, key=len, default="")
 
 
 def splitgrid(
@@ -153,22 +154,15 @@ def splitgrid(
 
     Returns a grid with ``passed``, ``assert_passed()`` and ``to_json()``.
     """
-    references: dict[Any, StepResult] = {}
+    # Cells share the runs of the whole batch, which the arguments keep.
+    shared = SplitArguments(
+        step, model, batch, ranks=1, equal=equal, timeout=timeout, loss=loss
+    )
     cells = []
     for num_ranks, num_parts in product(ranks, parts):
         if num_ranks == num_parts == 1 and loss is None:
             continue  # the step would be compared with itself
-        arguments = SplitArguments(
-            step,
-            model,
-            batch,
-            parts=num_parts,
-            ranks=num_ranks,
-            equal=equal,
-            loss=loss,
-            timeout=timeout,
-            references=references,
-        )
+        arguments = replace(shared, parts=num_parts, ranks=num_ranks)
         cells.append(SplitCell(num_parts, num_ranks, check(arguments)))
     if not cells:
         raise ValueError(

@@ -7,7 +7,7 @@ import copy
 import importlib
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,21 +23,6 @@ from scatterpar.state.walk import Walk
 from scatterpar.threads.interrupts import Interrupts
 from scatterpar.threads.process_settings import read_settings, restore_settings
 
-
-def _excepthook() -> Any:
-    return sys.excepthook
-
-
-def _set_excepthook(hook: Any) -> None:
-    sys.excepthook = hook
-
-
-# Switches beside those of ``process_settings``: how to read one, and how to set it.
-_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
-    (torch.is_grad_enabled, torch.set_grad_enabled),
-    (torch.get_num_threads, torch.set_num_threads),
-    (_excepthook, _set_excepthook),  # torch's groups have their own
-)
 _SINGLETONS = ("PartialState", "AcceleratorState", "GradientState")
 
 
@@ -64,8 +49,10 @@ class ProcessState:
         self._user = Journal(walk, list(devices), guarded=(), max_bytes=math.inf)
         self.tensors = list(walk.tensors.values())
         self._leaves = [_Leaf(tensor) for tensor in self.tensors if tensor.is_leaf]
-        self._switches = [(read(), read, write) for read, write in _SWITCHES]
         self._settings = read_settings()
+        # Of this thread alone, so they are no settings of the process.
+        self._computes_gradients = torch.is_grad_enabled()
+        self._num_threads = torch.get_num_threads()
         self._known_singletons = set(shared)
         # A group that the user has made before is not ours to destroy.
         self._has_group = dist.is_available() and dist.is_initialized()
@@ -82,9 +69,9 @@ class ProcessState:
 
     def _restore(self) -> None:
         restore_settings(self._settings)
-        for saved, read, write in self._switches:
-            if read() != saved:
-                write(saved)
+        torch.set_grad_enabled(self._computes_gradients)
+        if torch.get_num_threads() != self._num_threads:
+            torch.set_num_threads(self._num_threads)
         for tensor in self.tensors:
             tensor.grad = None  # of another dtype than the restored values
         self._user.end()

@@ -109,6 +109,7 @@ _SETTINGS: tuple[Setting, ...] = (
     (partial(setlocale, LC_ALL), partial(setlocale, LC_ALL)),
     _attribute(sys, "stdout"),
     _attribute(sys, "stderr"),
+    _attribute(sys, "excepthook"),  # torch's process groups set their own
     _attribute(logging.root.manager, "disable"),
     _attribute(warnings, "showwarning"),
     _attribute(warnings, "filters"),

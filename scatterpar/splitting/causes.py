@@ -7,32 +7,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from scatterpar.causes.evidence import CLOSE, CauseKind, Finding, Weights
+from scatterpar.causes.counts import Count
+from scatterpar.causes.evidence import (
+    CLOSE,
+    CauseKind,
+    Finding,
+    Growth,
+    SplitEvidence,
+    Weights,
+)
 from scatterpar.causes.ordered import first_finding
 from scatterpar.causes.vectors import factor_between, is_close
 from scatterpar.splitting.evidence import GradientEvidence
-from scatterpar.splitting.gradients import Gradients, joined, listed
+from scatterpar.splitting.gradients import joined, listed
+from scatterpar.splitting.report import Cause
 from scatterpar.splitting.step_run import StepResult, layers_with_batch_statistics
 from scatterpar.splitting.trial import Trial
 
 EXACT = "exact"  # of a term of the loss whose gradient is right
 
 
-@dataclass(frozen=True)
-class Cause:
-    """A mistake, the numbers that show it, and what to write instead."""
-
-    name: str = ""
-    why: str = ""
-    remedy: str = ""
-
-
-def explain(trial: Trial, expected: Gradients, results: list[StepResult]) -> Cause:
+def explain(trial: Trial, reference: StepResult, results: list[StepResult]) -> Cause:
     """The first cause that fits.
 
     A cause is tested on runs of the step in other ways. If such a run fails, as with a
@@ -43,26 +43,33 @@ def explain(trial: Trial, expected: Gradients, results: list[StepResult]) -> Cau
     if layers_with_batch_statistics(trial.model):
         trial.settings = replace(trial.settings, running_statistics=True)
         try:
-            expected = trial.reference(trial.rows).gradients
+            reference = trial.reference(trial.rows)
             results = trial.results(trial.split())
         except Exception as error:
             trial.settings = replace(trial.settings, running_statistics=False)
             failures.append(error)
         else:
-            worst, _ = trial.worst_error(results, expected)
+            worst, _ = trial.worst_error(results, reference.gradients)
             if worst <= trial.limit:
                 return _BATCH_NORM
             prefix = "Also with the running statistics of batch normalisation: "
     # From here on all runs of the step are those of the causes.
-    evidence = GradientEvidence(trial, expected, results)
+    evidence = GradientEvidence(trial, reference.gradients, results)
     finding, errors_of_causes = first_finding(evidence)
     failures += errors_of_causes
-    cause = _cause_of(finding, evidence)
-    why = prefix + cause.why + _effect_on_optimizers(finding, evidence)
+    why, remedy = _words(finding, evidence)
+    why = prefix + why + _effect_on_optimizers(finding, evidence)
     if failures and finding.kind is CauseKind.UNKNOWN:
         problem = f"{type(failures[0]).__name__}: {failures[0]}".splitlines()[0]
         why += f" Some causes could not be tested: step raised {problem}"
-    return replace(cause, why=why)
+    generators = " and ".join(sorted(reference.drawn - {"torch"}))
+    # One factor in all parameters does not come from chance.
+    if generators and finding.kind is not CauseKind.CONSTANT_FACTOR:
+        why += (
+            f" But step draws from the generator of {generators}, whose numbers may "
+            f"differ between parts: draw before splitcheck."
+        )
+    return Cause(finding.kind.value, why, remedy)
 
 
 def explain_terms(trial: Trial, names: Sequence[str]) -> dict[str, Cause]:
@@ -70,111 +77,90 @@ def explain_terms(trial: Trial, names: Sequence[str]) -> dict[str, Cause]:
     causes = {}
     for name in names:
         with trial.changed(term=name):
-            expected = trial.reference(trial.rows).gradients
+            reference = trial.reference(trial.rows)
             results = trial.results(trial.split())
-            worst, _ = trial.worst_error(results, expected)
+            worst, _ = trial.worst_error(results, reference.gradients)
             is_right = worst <= trial.limit
             causes[name] = (
-                Cause(EXACT) if is_right else explain(trial, expected, results)
+                Cause(EXACT) if is_right else explain(trial, reference, results)
             )
     return causes
 
 
-def _cause_of(finding: Finding, evidence: GradientEvidence) -> Cause:
-    """The words for a finding."""
-    kind = finding.kind
+Words = tuple[str, str]  # why, and what to write instead
+
+
+def _words(finding: Finding, evidence: GradientEvidence) -> Words:
     if finding.factor is not None:
-        return _factor_in_words(finding, evidence)
+        return _factor_in_words(finding, finding.factor, evidence)
     if finding.weights is not None:
         return _weights_in_words(finding, finding.weights, evidence)
-    if kind is CauseKind.NOT_FINITE:
-        return _not_finite(evidence)
-    if kind is CauseKind.WRONG_WITH_ONE_PART:
-        return _wrong_with_one_part(evidence)
-    if kind is CauseKind.RANKS_DIFFER:
-        return _ranks_differ(finding, evidence)
-    if kind is CauseKind.ONCE_PER_PART:
-        return _once_per_part(finding, evidence)
-    if kind is CauseKind.MEAN_OF_MEANS:
-        return _mean_of_means_in_a_term(finding, evidence)
-    if kind is CauseKind.ROWS_ARE_COMPARED:
-        return _rows_are_compared(evidence)
-    return _STATE if kind is CauseKind.STATE_BETWEEN_PARTS else _UNKNOWN
+    if finding.growth is not None:
+        return _once_per_part(finding.growth, evidence)
+    if finding.count is not None:
+        return _mean_of_means_in_a_term(finding.count, evidence)
+    match finding.kind:
+        case CauseKind.NOT_FINITE:
+            return _not_finite(evidence)
+        case CauseKind.WRONG_WITH_ONE_PART:
+            return _wrong_with_one_part(evidence)
+        case CauseKind.RANKS_DIFFER:
+            return _ranks_differ(finding, evidence)
+        case CauseKind.ROWS_ARE_COMPARED:
+            return _rows_are_compared(evidence)
+        case CauseKind.STATE_BETWEEN_PARTS:
+            return _STATE
+    return _UNKNOWN
 
 
-def _not_finite(evidence: GradientEvidence) -> Cause:
-    if not joined(evidence.expected).isfinite().all():
-        why = "The gradient of the whole batch has NaN or infinite entries."
-        remedy = "check the step with one batch first."
-    else:
-        why = "Only in parts, the gradient has NaN or infinite entries."
-        remedy = "skip the mean of a part without labels: it divides by zero."
-    return Cause(CauseKind.NOT_FINITE.value, why, remedy)
+def _not_finite(evidence: GradientEvidence) -> Words:
+    if joined(evidence.expected).isfinite().all():
+        return (
+            "Only in parts, the gradient has NaN or infinite entries.",
+            "skip the mean of a part without labels: it divides by zero.",
+        )
+    return (
+        "The gradient of the whole batch has NaN or infinite entries.",
+        "check the step with one batch first.",
+    )
 
 
-def _wrong_with_one_part(evidence: GradientEvidence) -> Cause:
+def _wrong_with_one_part(evidence: GradientEvidence) -> Words:
     actual = joined(evidence.with_one_part)
     factor = factor_between(actual, joined(evidence.expected), evidence.tolerance)
     size = "not" if factor is None else f"{factor:.4g} times"
-    return Cause(
-        CauseKind.WRONG_WITH_ONE_PART.value,
+    return (
         f"Already with the whole batch as one part, the gradient is {size} that of "
         f"loss=.",
         "compare the two losses; write len(batches) for a constant in the loop.",
     )
 
 
-def _ranks_differ(finding: Finding, evidence: GradientEvidence) -> Cause:
-    place = "any parameter"
-    if not evidence.is_everything(finding.names):
-        place = listed(finding.names)
-    return Cause(
-        CauseKind.RANKS_DIFFER.value,
+def _ranks_differ(finding: Finding, evidence: GradientEvidence) -> Words:
+    is_all = evidence.is_everything(finding.names)
+    place = "any parameter" if is_all else listed(finding.names)
+    return (
         f"The ranks end with different gradients of {place}: they were not averaged.",
         "call the DDP module, not model.module or parameters outside of it, and keep "
         "the last backward() out of no_sync(); clip after the average.",
     )
 
 
-def _once_per_part(finding: Finding, evidence: GradientEvidence) -> Cause:
-    growth = finding.growth
-    assert growth is not None
+def _once_per_part(growth: Growth, evidence: GradientEvidence) -> Words:
     unit = growth.unit
     number = f"number of {unit}s"
-    is_of_all = evidence.trial.parts > 1 and evidence.trial.ranks > 1
-    if is_of_all:
+    if min(evidence.trial.parts, evidence.trial.ranks) > 1:
         number = "number of parts of all ranks"
-    why = (
+    return (
         f"A term of the loss counts once for each {unit}: from 2 to 3 {unit}s, the "
-        f"difference grows {growth.factor:.3g}-fold.{_shows_in(evidence)}"
+        f"difference grows {growth.factor:.3g}-fold.{_shows_in(evidence)}",
+        f"divide a penalty or a balance loss by the {number}, or add it once.",
     )
-    remedy = f"divide a penalty or a balance loss by the {number}, or add it once."
-    if _gets_whole_loss(evidence):
-        parts = evidence.trial.parts
-        why += f" There the gradient is {parts} times the right one."
-        remedy = _ADDED_IN_SOME
-    return Cause(CauseKind.ONCE_PER_PART.value, why, remedy)
 
 
-def _gets_whole_loss(evidence: GradientEvidence) -> bool:
-    """Whether some parameters get the gradient of the whole loss in each part.
-
-    As a temperature does if each part computes the loss of all rows, with gradients for
-    the outputs of its own.
-    """
-    parts = evidence.trial.parts
-    if parts == 1 or evidence.is_everything(evidence.wrong):
-        return False
-    times = parts * joined(evidence.expected, evidence.wrong)
-    return is_close(joined(evidence.actual, evidence.wrong), times, CLOSE)
-
-
-def _mean_of_means_in_a_term(finding: Finding, evidence: GradientEvidence) -> Cause:
-    count = finding.count
-    assert count is not None
+def _mean_of_means_in_a_term(count: Count, evidence: GradientEvidence) -> Words:
     alike = "the same" if count.is_sum else "equally many"
-    return Cause(
-        CauseKind.MEAN_OF_MEANS.value,
+    return (
         f"Rows with {alike} {count.words} give the right gradient, others do not: one "
         f"of several terms of the loss is a mean over these in each part."
         f"{_shows_in(evidence)}",
@@ -182,19 +168,19 @@ def _mean_of_means_in_a_term(finding: Finding, evidence: GradientEvidence) -> Ca
     )
 
 
-def _rows_are_compared(evidence: GradientEvidence) -> Cause:
+def _rows_are_compared(evidence: GradientEvidence) -> Words:
     ranks = evidence.trial.ranks
     ratio = float(joined(evidence.actual).norm() / joined(evidence.expected).norm())
     also = ""
     if ranks > 1 and math.isclose(ratio, 1 / ranks, rel_tol=0.1):
         also = " By its norm, it is also divided by the number of ranks once too often."
-    return Cause(
-        CauseKind.ROWS_ARE_COMPARED.value,
+    return (
         f"No weights of the gradients of the parts give that of the batch: "
         f"{_where_rows_meet(evidence)}.{_shows_in(evidence)}{also}",
         "compute a contrastive loss, a product of means, or batch statistics for all "
         "rows at once, from outputs gathered with their gradient or cached "
-        "(GradCache); mask padding.",
+        "(GradCache); mask padding; perturb weights, as SAM does, by the gradient of "
+        "all rows.",
     )
 
 
@@ -205,6 +191,7 @@ def _where_rows_meet(evidence: GradientEvidence) -> str:
         return "the loss or the module ties rows to each other"
     if module:
         return f"rows first meet in {module}, whose outputs depend on the other rows"
+    # The loss, or a gradient that the loop uses before its last backward pass.
     return "the loss ties rows to each other, for modules do not"
 
 
@@ -214,17 +201,17 @@ def _effect_on_optimizers(finding: Finding, evidence: GradientEvidence) -> str:
     Adam divides by the size of the gradient, so that a factor vanishes.
     """
     actual, expected = joined(evidence.actual), joined(evidence.expected)
-    if evidence.is_not_finite() or not (actual.any() and expected.any()):
+    norms = float(actual.norm()), float(expected.norm())
+    if not all(norms) or not math.isfinite(sum(norms)):
         return ""
-    norms = f"norm {float(actual.norm()):.3g}, not {float(expected.norm()):.3g}"
     if finding.factor:
-        clipped = " Clipping by norm 1 does not"
+        clipped = "Clipping by norm 1 does not"
         # A norm below 1 is not clipped, and with other parameters directions differ.
-        is_clipped = min(float(actual.norm()), float(expected.norm())) >= 1
-        if is_clipped and evidence.is_everything(finding.names):
-            clipped = " Clipping by norm 1 does, too, while norms are larger"
+        if min(norms) >= 1 and evidence.is_everything(finding.names):
+            clipped = "Clipping by norm 1 does, too, while norms are larger"
+        numbers = f"(norm {norms[0]:.3g}, not {norms[1]:.3g})"
         return (
-            f" Adam hides the factor, and a second term shows it.{clipped} ({norms})."
+            f" Adam hides the factor, and a second term shows it. {clipped} {numbers}."
         )
     if finding.kind in (CauseKind.RANKS_DIFFER, CauseKind.NO_GRADIENT):
         return ""  # no optimizer mends these
@@ -239,13 +226,11 @@ _BATCH_NORM = Cause(
     "call model.eval() before splitcheck; to be exact in training, use GroupNorm, or "
     "over ranks nn.SyncBatchNorm.",
 )
-_STATE = Cause(
-    CauseKind.STATE_BETWEEN_PARTS.value,
+_STATE = (
     "The same parts in reverse order give another gradient.",
     "update buffers, attributes and counters once per step, not once per part.",
 )
-_UNKNOWN = Cause(
-    CauseKind.UNKNOWN.value,
+_UNKNOWN = (
     "It is no constant factor, no other weights of the parts, and no term that counts "
     "once per part.",
     "compare the parameters one by one, and look for state that one part changes for "
@@ -278,22 +263,20 @@ _ADDED_IN_SOME = (
 )
 
 
-def _factor_in_words(finding: Finding, evidence: GradientEvidence) -> Cause:
-    factor = finding.factor
-    assert factor is not None
+def _factor_in_words(
+    finding: Finding, factor: float, evidence: GradientEvidence
+) -> Words:
     place = _place(evidence, finding.names)
     if not factor:
-        why = f"{place} no gradient arrives in parts."
-        remedy = "do not leave out or detach in parts what these parameters compute."
-        return Cause(finding.kind.value, why, remedy)
+        return (
+            f"{place} no gradient arrives in parts.",
+            "do not leave out or detach in parts what these parameters compute.",
+        )
     trial = evidence.trial
     meaning, remedy = _meaning(factor, trial.ranks, trial.parts)
-    is_partial = not evidence.is_everything(finding.names)
-    is_of_whole_loss = math.isclose(factor, trial.parts, rel_tol=CLOSE)
-    if is_partial and trial.parts > 1 and is_of_whole_loss:
+    if evidence.gets_whole_loss(factor) and not evidence.is_everything(finding.names):
         remedy = _ADDED_IN_SOME
-    why = f"{place} the gradient is {factor:.4g} times the right one{meaning}."
-    return Cause(finding.kind.value, why, remedy)
+    return f"{place} the gradient is {factor:.4g} times the right one{meaning}.", remedy
 
 
 def _meaning(factor: float, ranks: int, parts: int) -> tuple[str, str]:
@@ -358,7 +341,7 @@ _REPEATED = (
 
 def _weights_in_words(
     finding: Finding, weights: Weights, evidence: GradientEvidence
-) -> Cause:
+) -> Words:
     """The gradient is a sum of those of the parts, with other weights than right."""
     ranks = evidence.trial.ranks
     kind = finding.kind
@@ -384,12 +367,12 @@ def _weights_in_words(
         )
     elif kind is CauseKind.MEAN_OF_MEANS and counted.words == "rows":
         remedy += " If your loader gives equal parts only (drop_last), pass equal=True."
-    why = (
+    return (
         f"{_place(evidence, finding.names)} the loop weighs the parts "
-        f"{_shown(evidence, weights.computed)}, the whole batch "
-        f"{_shown(evidence, weights.right)}.{repeated}"
+        f"{shown(evidence, weights.computed)}, the whole batch "
+        f"{shown(evidence, weights.right)}.{repeated}",
+        remedy,
     )
-    return Cause(kind.value, why, remedy)
 
 
 def _ratio_of_neighbours(weights: Tensor, ranks: int) -> float | None:
@@ -403,17 +386,15 @@ def _ratio_of_neighbours(weights: Tensor, ranks: int) -> float | None:
     return None if is_one or not is_close(ratios, ratios[:1], CLOSE) else ratio
 
 
-def _shown(evidence: GradientEvidence, weights: Tensor) -> str:
+def shown(evidence: SplitEvidence, weights: Tensor) -> str:
     """Weights of the parts, with what they count."""
     numbers = ", ".join(f"{float(weight):.3g}" for weight in weights)
     # A part without terms weighs nothing in any loop.
     used = weights[weights != 0]
     if is_close(used, used[:1], CLOSE):
         return f"equally ({numbers})"
-    counted = evidence.counted_as(weights)
-    return (
-        f"({numbers})" if counted is None else f"by their {counted.words} ({numbers})"
-    )
+    count = evidence.counted_as(weights)
+    return f"({numbers})" if count is None else f"by their {count.words} ({numbers})"
 
 
 # --- names of parameters ---
@@ -428,4 +409,4 @@ def _shows_in(evidence: GradientEvidence) -> str:
     """A sentence about which parameters are wrong, if others are right."""
     if evidence.is_everything(evidence.wrong):
         return ""
-    return f" It shows in {listed(evidence.wrong)} alone: an auxiliary loss."
+    return f" It shows in {listed(evidence.wrong)} alone."

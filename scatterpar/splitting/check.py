@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from scatterpar.causes.evidence import CauseKind
 from scatterpar.splitting.arguments import Loss, SplitArguments
-from scatterpar.splitting.causes import EXACT, Cause, explain, explain_terms
+from scatterpar.splitting.causes import EXACT, explain, explain_terms
 from scatterpar.splitting.gradients import differing, joined, union
-from scatterpar.splitting.report import SplitReport
+from scatterpar.splitting.report import Cause, SplitReport
 from scatterpar.splitting.step_run import StepFunction
-from scatterpar.splitting.trial import Trial, described
+from scatterpar.splitting.trial import Trial
 
 
 @dataclass(frozen=True)
@@ -112,44 +111,25 @@ def check(arguments: SplitArguments) -> SplitCheck:
     trial = Trial(arguments)
     reference, results = trial.compare()
     expected = reference.gradients
-    # A cause costs further runs, so it is only sought if something differs.
     worst, parameter = trial.worst_error(results, expected)
     cause = Cause()
     of_terms: dict[str, Cause] = {}
+    # A cause costs further runs, so it is only sought if something differs.
     if worst > trial.limit:
-        cause = explain(trial, expected, results)
+        cause = explain(trial, reference, results)
         if reference.terms:
             of_terms = explain_terms(trial, reference.terms)
             cause = _with_terms(cause, of_terms)
-    wrong = union(differing(r.gradients, expected, trial.limit) for r in results)
-    why = cause.why
-    other_generators = sorted(reference.drawn - {"torch"})
-    # One factor in all parameters does not come from chance.
-    is_factor = cause.name == CauseKind.CONSTANT_FACTOR.value
-    if cause.name and other_generators and not is_factor:
-        generators = " and ".join(other_generators)
-        why += (
-            f" But step draws from the generator of {generators}, whose numbers may "
-            f"differ between parts: draw before splitcheck."
-        )
-    actual = joined(results[0].gradients)
-    whole = joined(expected)
     # After the last run, which would restore them.
     trial.leave_numbers()
+    actual = joined(results[0].gradients)
+    whole = joined(expected)
     return SplitCheck(
-        rows=len(trial.rows),
-        sizes=described(trial.split()),
-        ranks=arguments.ranks,
-        worst=worst,
+        **trial.report([reference, *results], worst, cause),
         parameter=parameter,
-        limit=trial.limit,
         ratio=float(actual.norm() / whole.norm()),
         cosine=float(torch.cosine_similarity(actual, whole, dim=0)),
-        cause=cause.name,
-        why=why,
-        remedy=cause.remedy,
-        note=trial.note([reference, *results]),
-        wrong=wrong,
+        wrong=union(differing(r.gradients, expected, trial.limit) for r in results),
         terms={name: cause_of_term.name for name, cause_of_term in of_terms.items()},
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
@@ -59,7 +60,7 @@ class GradientEvidence(SplitEvidence):
         self.parts = [part for share in trial.split() for part in share]
         self.is_undefined = False
         # An explanation explains nearly all of the difference.
-        worst, _ = trial.error(self.actual, expected)
+        worst, _ = trial.worst_error(results[:1], expected)
         self.tolerance = max(min(_FITS, _LEFT_OVER * worst), trial.limit)
 
     @property
@@ -85,13 +86,12 @@ class GradientEvidence(SplitEvidence):
         """With ``loss=``: whether the step is wrong for a single part, too."""
         if not self.trial.arguments.loss:
             return False
-        error, _ = self.trial.error(self.with_one_part, self.expected)
-        return error > self.trial.limit
+        return self.trial.differ(self.with_one_part, self.expected)
 
     @cached_property
     def with_one_part(self) -> Gradients:
         """The gradient that the step itself computes for one part."""
-        return self.trial.results([[self.trial.rows]])[0].gradients
+        return self.trial.gradients_of([[self.trial.rows]])
 
     def differing_ranks(self) -> Sequence[str]:
         """The parameters whose gradients differ between ranks."""
@@ -113,22 +113,33 @@ class GradientEvidence(SplitEvidence):
         """The gradient of each part by itself; zero for a part that has none."""
         gradients = []
         for part in self.parts:
-            result = self.trial.results([[list(part)]])[0]
-            for name, gradient in result.gradients.items():
+            of_part = self.trial.gradients_of([[part]])
+            for name, gradient in of_part.items():
                 if not gradient.isfinite().all():  # 0 / 0 of a part without labels
-                    result.gradients[name] = torch.zeros_like(gradient)
+                    of_part[name] = torch.zeros_like(gradient)
                     self.is_undefined = True
-            gradients.append(result.gradients)
+            gradients.append(of_part)
         return gradients
 
     def factor(self, names: Sequence[str]) -> float | None:
         """The one number that the right gradient is multiplied by, if there is one."""
         actual = joined(self.actual, names)
         expected = joined(self.expected, names)
+        factor = factor_between(actual, expected, self.tolerance)
         # Any two numbers are multiples of each other, and zero is of all.
-        if (actual.abs() + expected.abs()).count_nonzero() < _LEAST_NUMBERS:
+        is_any = (actual.abs() + expected.abs()).count_nonzero() < _LEAST_NUMBERS
+        if factor is None or (is_any and not self.gets_whole_loss(factor)):
             return None
-        return factor_between(actual, expected, self.tolerance)
+        return factor
+
+    def gets_whole_loss(self, factor: float) -> bool:
+        """Whether a factor is that of the gradient of the whole loss in each part.
+
+        A temperature gets it if each part computes the loss of all rows, with gradients
+        for the outputs of its own.
+        """
+        parts = self.trial.parts
+        return parts > 1 and math.isclose(factor, parts, rel_tol=self.tolerance)
 
     def weights(self, names: Sequence[str]) -> Weights | None:
         """The weights of the parts in the loop, and in the whole batch."""
@@ -146,8 +157,7 @@ class GradientEvidence(SplitEvidence):
         """Whether the parts of each rank in reverse order give another gradient."""
         # Sums do not depend on the order, what one part leaves for the next does.
         backwards = [share[::-1] for share in self.trial.split()]
-        actual = self.trial.results(backwards)[0].gradients
-        return self.trial.error(actual, self.actual)[0] > self.trial.limit
+        return self.trial.differ(self.trial.gradients_of(backwards), self.actual)
 
     def growths(self) -> Sequence[Growth]:
         """How the difference grows from two parts to three, and from two ranks.
@@ -183,8 +193,8 @@ class GradientEvidence(SplitEvidence):
         for number, (ranks, parts) in zip(_UNITS, splits, strict=True):
             # Dealt like cards, so that each part has rows of all kinds.
             dealt = [row for start in range(number) for row in rows[start::number]]
-            results = trial.results(trial.cut(dealt, ranks, parts, equal=True))
-            differences.append(joined(results[0].gradients) - expected)
+            actual = trial.gradients_of(trial.cut(dealt, ranks, parts, equal=True))
+            differences.append(joined(actual) - expected)
         two, three = differences
         # Without a difference there is no direction.
         if not two.any() or not three.any():
@@ -234,10 +244,8 @@ class GradientEvidence(SplitEvidence):
         # As few runs as show it, because each may start processes: two parts, or a
         # part for each rank.
         parts = 2 if trial.ranks == 1 else 1
-        split = trial.cut(rows, trial.ranks, parts, equal=True)
-        actual = trial.results(split)[0].gradients
-        error, _ = trial.error(actual, trial.reference(rows).gradients)
-        return error <= trial.limit
+        actual = trial.gradients_of(trial.cut(rows, trial.ranks, parts, equal=True))
+        return not trial.differ(actual, trial.reference(rows).gradients)
 
     def do_rows_meet(self) -> bool:
         """Whether no weights of the parts' gradients make up that of the batch.

@@ -30,7 +30,7 @@ def relative_errors(
     """
     sizes = {name: _largest(gradient) for name, gradient in expected.items()}
     part = SMALLEST_SCALE if limit > EXACT else _SMALLEST_IN_DOUBLE
-    floor = max(part * max(sizes.values()), math.ulp(0.0))
+    floor = max(part * max(sizes.values(), default=0.0), math.ulp(0.0))
     errors = {}
     for name, gradient in expected.items():
         difference = _largest(actual[name] - gradient)

@@ -26,17 +26,16 @@ class Numbers(enum.Enum):
 
     AS_DRAWN = enum.auto()
     CONSTANT = enum.auto()
-    BY_COLUMN = enum.auto()  # each row gets the same
-    BY_ENTRY = enum.auto()  # also the rows of weights differ
+    VARIED = enum.auto()  # each row gets the same; the rows of weights differ
 
 
 class RepeatedNumbers(ConstantNumbers):
     """Random operators that give each row the same, in every call.
 
-    With ``CONSTANT`` all numbers of a call are equal. With ``BY_COLUMN`` they differ
-    along the dimensions after the first, so that ``torch.rand(rows, width) < 0.15`` is
-    true for some. With ``BY_ENTRY`` all numbers of a draw with one of ``fixed_shapes``
-    differ: those are of weights that the step makes, and have no rows.
+    With ``CONSTANT`` all numbers of a call are equal. With ``VARIED`` they differ along
+    the dimensions after the first, so that ``torch.rand(rows, width) < 0.15`` is true
+    for some. All numbers of a draw with one of ``fixed_shapes`` differ: those are of
+    weights that the step makes, and have no rows.
 
     A permutation is the identity: mixup mixes a row with itself, and a sampler keeps
     the order. A sample has the categories of the highest probability.
@@ -82,10 +81,9 @@ class RepeatedNumbers(ConstantNumbers):
     def _fill(self, drawn: Tensor) -> None:
         shape = tuple(drawn.shape)
         self.shapes.add(shape)
-        is_fixed = self._numbers is Numbers.BY_ENTRY and shape in self._fixed_shapes
-        if is_fixed:
+        if shape in self._fixed_shapes:
             fill_evenly(drawn, shape)
-        elif self._numbers is not Numbers.CONSTANT and drawn.ndim > 1:
+        elif self._numbers is Numbers.VARIED and drawn.ndim > 1:
             fill_evenly(drawn, shape[1:])
 
 

@@ -8,6 +8,15 @@ from scatterpar.tables import Printed
 
 
 @dataclass(frozen=True)
+class Cause:
+    """A mistake, the numbers that show it, and what to write instead."""
+
+    name: str = ""
+    why: str = ""
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
 class SplitReport(Printed):
     """A result in parts, beside that of the whole batch.
 

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from scatterpar.batch import nested
 from scatterpar.splitting.gradients import Gradients, as_double, whole
@@ -44,7 +42,7 @@ class Settings:
     Attributes:
         in_double: parameters, buffers and new tensors are in float64.
         numbers: what random operators give.
-        fixed_shapes: shapes of draws that have no rows, for ``Numbers.BY_ENTRY``.
+        fixed_shapes: shapes of draws that have no rows, for ``Numbers.VARIED``.
         running_statistics: batch normalisation does not use the statistics of a part.
         watch_operators: see which numbers are drawn, and the dtypes of casts.
         casts_in_double: a cast to a lower dtype gives float64.
@@ -116,9 +114,8 @@ def run_step(
     if settings.fills_zeros:
         _fill_zeros(model)
     # Before anything that the step draws.
-    generators = _generator_states()
+    generators = _used_generators()
     gradients = TrainedGradients(model, leaves_outside(model, step))
-    optimizers = OptimizersWithoutGradients(gradients)
     terms = Terms(settings.without_term)
     repeated = RepeatedNumbers(settings.numbers, settings.fixed_shapes)
     watched = WatchedOperators()  # type: ignore[no-untyped-call]
@@ -135,12 +132,10 @@ def run_step(
             stack.enter_context(watched)
         if settings.casts_in_double:
             stack.enter_context(CastsInDouble())  # type: ignore[no-untyped-call]
-        # Optimizers last: their context catches the end of the step, and the others
-        # then end as usual.
         stack.enter_context(clipping_replaced(gradients.clippings))
-        stack.enter_context(gradients)
         stack.enter_context(terms)
-        stack.enter_context(optimizers)
+        # Last: it catches the end of the step, and the others then end as usual.
+        stack.enter_context(gradients)
         returned = step(model, batches)
         if not gradients.has_run_backward and not settings.returns_values:
             terms.run_backward(returned)
@@ -179,62 +174,6 @@ def is_all_zero(parameter: Tensor) -> bool:
     is_dense = parameter.layout == torch.strided and not parameter.is_meta
     is_number = parameter.is_floating_point() and not hasattr(parameter, "full_tensor")
     return is_dense and is_number and not bool(parameter.any())
-
-
-# --- where the step ends ---
-
-
-class _EndOfStep(BaseException):
-    """Ends a step when its optimizers have received all gradients.
-
-    ``except Exception`` in a user's loop lets it pass.
-    """
-
-
-class OptimizersWithoutGradients:
-    """In the body, optimizers receive gradients, but change nothing.
-
-    ```text
-    optimizer.step()    gradients of its parameters are kept, then taken away
-    ...                 the optimizer finds no gradient: parameters stay
-    optimizer_2.step()  the gradients of all parameters are kept: the body ends
-    ```
-
-    A closure that is passed to ``optimizer.step`` runs first, as Lightning's does.
-    """
-
-    def __init__(self, gradients: TrainedGradients) -> None:
-        self._gradients = gradients
-
-    def __enter__(self) -> None:
-        self._hook = register_optimizer_step_pre_hook(self._receive)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        self._hook.remove()
-        return kind is _EndOfStep
-
-    def _receive(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Runs before ``optimizer.step(*args, **kwargs)``."""
-        arguments = {**dict(zip(("self", "closure"), args, strict=False)), **kwargs}
-        closure = arguments.get("closure")
-        returned = None
-        if callable(closure):
-            # ``Optimizer.step`` runs under ``no_grad``, its closure does not.
-            with torch.enable_grad():
-                returned = closure()
-        self._gradients.clippings.end()
-        if self._gradients.is_complete(optimizer):
-            raise _EndOfStep
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        # An optimizer skips parameters without a gradient, decay included.
-        for parameter in parameters:
-            parameter.grad = None
-        if callable(closure):
-            kwargs = {**kwargs, "closure": lambda: returned}
-            return args[:1], kwargs
-        return None
 
 
 def values_of(returned: Any) -> Gradients:
@@ -313,33 +252,27 @@ def outputs_kept(model: nn.Module, outputs: list[tuple[str, Tensor]]) -> Iterato
             hook.remove()
 
 
-def _generator_states() -> dict[str, Any]:
-    """The states of the global generators of torch, Python and NumPy."""
-    states: dict[str, Any] = {"torch": torch.get_rng_state().tolist()}
-    states["Python"] = random.getstate()
+def _used_generators() -> dict[str, Any]:
+    """The states of the global generators that have drawn since they were seeded.
+
+    Trainers seed at their start, which is no draw: nothing depends on the split.
+    """
+    states: dict[str, Any] = {}
+    of_torch = torch.get_rng_state()
+    seeded = torch.Generator().manual_seed(torch.initial_seed())
+    if not torch.equal(seeded.get_state(), of_torch):
+        states["torch"] = of_torch.tolist()
+    of_python = random.getstate()
+    if of_python[1][-1] != _WORDS_OF_STATE:
+        states["Python"] = of_python
+    # Not imported for it: that takes longer than a check.
     numpy = sys.modules.get("numpy.random")
-    if numpy is not None:
+    if numpy is not None and numpy.get_state()[2] != _WORDS_OF_STATE:
         states["NumPy"] = pickle.dumps(numpy.get_state())
     return states
 
 
 def _drawn_since(before: dict[str, Any]) -> frozenset[str]:
-    """The generators that have moved, and were not only seeded."""
-    after = _generator_states()
-    moved = {name for name, state in before.items() if after[name] != state}
-    return frozenset(moved - _generators_at_start())
-
-
-def _generators_at_start() -> set[str]:
-    """The generators whose next number is the first one after they were seeded."""
-    names = set()
-    # Trainers seed at their start, which is no draw: nothing depends on the split.
-    seeded = torch.Generator().manual_seed(torch.initial_seed())
-    if torch.equal(seeded.get_state(), torch.get_rng_state()):
-        names.add("torch")
-    if random.getstate()[1][-1] == _WORDS_OF_STATE:
-        names.add("Python")
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None and numpy.get_state()[2] == _WORDS_OF_STATE:
-        names.add("NumPy")
-    return names
+    """The generators whose states are others than before."""
+    after = _used_generators()
+    return frozenset(name for name in after if after[name] != before.get(name))

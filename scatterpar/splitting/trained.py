@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from scatterpar.splitting.clippings import Clippings
 from scatterpar.splitting.gradients import Gradients, whole
@@ -32,10 +33,26 @@ def leaves_outside(model: nn.Module, step: Any) -> dict[str, Tensor]:
     return leaves
 
 
+class _EndOfStep(BaseException):
+    """Ends a step when its optimizers have received all gradients.
+
+    ``except Exception`` in a user's loop lets it pass.
+    """
+
+
 class TrainedGradients:
     """Collects gradients: what optimizers receive, else what is left in ``.grad``.
 
-    In the body it sees which leaves backward passes reach.
+    In the body it sees which leaves backward passes reach, and optimizers change
+    nothing:
+
+    ```text
+    optimizer.step()    gradients of its parameters are kept, then taken away
+    ...                 the optimizer finds no gradient: parameters stay
+    optimizer_2.step()  the gradients of all parameters are kept: the body ends
+    ```
+
+    A closure that is passed to ``optimizer.step`` runs first, as Lightning's does.
 
     Leaves outside of the model count if an optimizer receives them, or if none steps:
     then all that have a gradient are trained. Those that only optimizers hold, as a
@@ -57,15 +74,19 @@ class TrainedGradients:
         self._received: Gradients = {}
         self._received_ids: set[int] = set()
         self._reached: dict[int, Tensor] = {}
-        self._optimizers: dict[int, Optimizer] = {}
+        # The optimizers themselves, because a new one could get the id of a lost one.
+        self._optimizers: list[Optimizer] = []
 
     def __enter__(self) -> None:
         # ``Tensor.backward`` looks it up at each call.
         self._backward = torch.autograd.backward
         torch.autograd.backward = self._run_backward
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        self._hook.remove()
         torch.autograd.backward = self._backward
+        return kind is _EndOfStep
 
     def _run_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
         """Runs in the place of ``torch.autograd.backward``."""
@@ -80,10 +101,49 @@ class TrainedGradients:
                     self._reached[id(leaf)] = leaf
         self._backward(tensors, *args, **kwargs)
 
-    def receive(self, optimizer: Optimizer) -> None:
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Runs before ``optimizer.step(*args, **kwargs)``."""
+        arguments = {**dict(zip(("self", "closure"), args, strict=False)), **kwargs}
+        closure = arguments.get("closure")
+        returned = None
+        if callable(closure):
+            # ``Optimizer.step`` runs under ``no_grad``, its closure does not.
+            with torch.enable_grad():
+                returned = closure()
+        self.clippings.end()
+        if self.is_complete(optimizer):
+            raise _EndOfStep
+        # An optimizer skips parameters without a gradient, decay included.
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+        if callable(closure):
+            kwargs = {**kwargs, "closure": lambda: returned}
+            return args[:1], kwargs
+        return None
+
+    def is_complete(self, optimizer: Optimizer) -> bool:
+        """Whether optimizers have received all gradients, now that this one steps.
+
+        An optimizer outside of the model may follow, as that of a critic, until one
+        steps for the second time: then the next step begins.
+        """
+        is_second = optimizer in self._optimizers
+        self._receive(optimizer)
+        if any(self._is_missing(leaf) for leaf in self._model.parameters()):
+            return False
+        outside = (*self._outside.values(), *self._reached.values())
+        return is_second or not any(self._is_missing(leaf) for leaf in outside)
+
+    def _is_missing(self, leaf: Tensor) -> bool:
+        return leaf.requires_grad and id(leaf) not in self._received_ids
+
+    def _receive(self, optimizer: Optimizer) -> None:
         """Copy the gradients of an optimizer that is about to step."""
         names = self._names()
-        self._optimizers[id(optimizer)] = optimizer
+        self._optimizers.append(optimizer)
         for index, group in enumerate(optimizer.param_groups):
             for number, parameter in enumerate(group["params"]):
                 place = f"step.{type(optimizer).__name__}.{index}.{number}"
@@ -98,22 +158,6 @@ class TrainedGradients:
         for name, parameter in self._model.named_parameters():
             names[id(parameter)] = name
         return names
-
-    def is_complete(self, optimizer: Optimizer) -> bool:
-        """Whether optimizers have received all gradients, now that this one steps.
-
-        An optimizer outside of the model may follow, as that of a critic, until one
-        steps for the second time: then the next step begins.
-        """
-        is_second = id(optimizer) in self._optimizers
-        self.receive(optimizer)
-        if any(self._is_missing(leaf) for leaf in self._model.parameters()):
-            return False
-        outside = (*self._outside.values(), *self._reached.values())
-        return is_second or not any(self._is_missing(leaf) for leaf in outside)
-
-    def _is_missing(self, leaf: Tensor) -> bool:
-        return leaf.requires_grad and id(leaf) not in self._received_ids
 
     def result(self) -> Gradients:
         """All gradients by name, of the model first.

@@ -35,6 +35,7 @@ from scatterpar.splitting.operator_modes import Numbers
 from scatterpar.splitting.parts import Part, Split
 from scatterpar.splitting.process_state import ProcessState
 from scatterpar.splitting.ranks import RankJob, run_on_ranks
+from scatterpar.splitting.report import Cause
 from scatterpar.splitting.step_run import (
     Settings,
     StepFunction,
@@ -91,20 +92,14 @@ class Trial:
         tensors = named_tensors(counted)
         self.counts = counts_of(tensors, num_rows)
         self.has_sequences = any(_is_sequence(named.tensor) for named in tensors)
-        # The sizes of parts and ranks do not depend on the order of rows.
+        # Set anew by each comparison; sizes do not depend on the order of rows.
+        self.settings = Settings(returns_values=arguments.returns_values)
+        self.limit = EXACT
+        self.unseen: list[str] = []
         self.rows = list(range(num_rows))
         self._groups = self._sizes_of_groups()
         self._orders = row_parts.orders_of_rows(tensors, self.counts, self._groups)
         self._state = ProcessState(self.model, (step, loss))
-        self._is_steady = False  # random numbers, whatever draws them
-        self._begin()
-
-    def _begin(self) -> None:
-        """Set all that a comparison finds out."""
-        self.settings = Settings(returns_values=self.arguments.returns_values)
-        self.limit = EXACT
-        self.unseen: list[str] = []
-        self.rows = self._orders[0]
 
     # --- cutting ---
 
@@ -133,16 +128,16 @@ class Trial:
         self, results: Sequence[StepResult], expected: Gradients
     ) -> tuple[float, str]:
         """The largest relative error of all ranks, and where it is."""
-        return max(self.error(result.gradients, expected) for result in results)
+        return max(self._error(result.gradients, expected) for result in results)
 
-    def error(self, actual: Gradients, expected: Gradients) -> tuple[float, str]:
-        """The largest relative error of gradients, and where it is.
+    def differ(self, actual: Gradients, expected: Gradients) -> bool:
+        """Whether more than rounding differs."""
+        return self._error(actual, expected)[0] > self.limit
 
-        Each value of an evaluation is compared by itself: a loss may be a thousandth
-        of a perplexity.
-        """
+    def _error(self, actual: Gradients, expected: Gradients) -> tuple[float, str]:
         if not self.settings.returns_values:
             return largest_error(actual, expected, self.limit)
+        # Each value by itself: a loss may be a thousandth of a perplexity.
         errors = []
         for name, value in expected.items():
             pair = {name: actual[name]}, {name: value}
@@ -156,18 +151,21 @@ class Trial:
 
         Raises ``ValueError`` if the step leaves no gradient, or is for one batch.
         """
-        reference, results = self._compare_orders()
+        reference, results = self._compare_orders(is_steady=False)
         worst, _ = self.worst_error(results, reference.gradients)
         # Operators are only watched if something differs, because it takes time.
         if worst > self.limit and self._watched().drawn > reference.drawn:
             # A generator of the user gives each split other numbers, too.
-            self._begin()
-            self._is_steady = True
-            reference, results = self._compare_orders()
+            return self._compare_orders(is_steady=True)
         return reference, results
 
-    def _compare_orders(self) -> tuple[StepResult, list[StepResult]]:
-        reference, results = self._compare_first_order()
+    def _compare_orders(self, is_steady: bool) -> tuple[StepResult, list[StepResult]]:
+        """Compare, with steady random numbers if the step draws, or ``is_steady``."""
+        self.settings = Settings(returns_values=self.arguments.returns_values)
+        self.limit = EXACT
+        self.unseen = []
+        self.rows = self._orders[0]
+        reference, results = self._compare_first_order(is_steady)
         for rows in self._orders[1:]:
             worst, _ = self.worst_error(results, reference.gradients)
             if worst <= self.limit:
@@ -175,9 +173,11 @@ class Trial:
                 results = self.results(self.split())
         return reference, results
 
-    def _compare_first_order(self) -> tuple[StepResult, list[StepResult]]:
+    def _compare_first_order(
+        self, is_steady: bool
+    ) -> tuple[StepResult, list[StepResult]]:
         try:
-            reference = self.first_reference()
+            reference = self.first_reference(is_steady)
             results = self.results(self.split())
             self._align([reference, *results])
         except TimeoutError:
@@ -239,7 +239,7 @@ class Trial:
             return False
         return not is_zero(result.gradients)
 
-    def first_reference(self) -> StepResult:
+    def first_reference(self, is_steady: bool = False) -> StepResult:
         """The gradient of the whole batch. Finds out the settings.
 
         Raises ``ValueError`` if the step leaves no gradient.
@@ -262,7 +262,7 @@ class Trial:
                     "backward() for the model that step gets, and do not end with "
                     "zero_grad()"
                 )
-        if self._is_steady or "torch" in result.drawn:
+        if is_steady or "torch" in result.drawn:
             result = self._with_steady_numbers(result)
         return result
 
@@ -272,45 +272,37 @@ class Trial:
         While LoRA's second factor is zero, as at the start, the first has no gradient:
         a mistake there would not show.
         """
-        names = self._without_gradient(result.gradients)
-        if not names or not any(is_all_zero(p) for p in self.model.parameters()):
+        hidden = invisible(result.gradients, 0.0)
+        if not hidden or not any(is_all_zero(p) for p in self.model.parameters()):
             return result
         # Kept only if it shows more: other numbers are not those of the user.
         with self.changed(fills_zeros=True):
             filled = self.reference(self.rows)
-        if len(self._without_gradient(filled.gradients)) >= len(names):
+        if len(invisible(filled.gradients, 0.0)) >= len(hidden):
             return result
         self.settings = replace(self.settings, fills_zeros=True)
         return filled
 
-    def _without_gradient(self, gradients: Gradients) -> list[str]:
-        """The trained parameters whose gradient is zero."""
-        names = []
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad and not gradients[name].any():
-                names.append(name)
-        return names
-
     def _with_steady_numbers(self, as_drawn: StepResult) -> StepResult:
         """The result with random numbers that do not depend on the split.
 
-        The first kind of numbers with which no gradient vanishes is taken. Constant
-        weights of a classifier, for one, leave no gradient on what is below it.
+        Constant ones, unless a gradient vanishes with them, as that below a classifier
+        whose weights the step draws.
         """
-        results: list[tuple[list[str], StepResult, Settings]] = []
-        for numbers in (Numbers.CONSTANT, Numbers.BY_COLUMN, Numbers.BY_ENTRY):
-            self.settings = replace(self.settings, numbers=numbers)
-            if numbers is Numbers.BY_ENTRY:
-                # Draws that a batch of fewer rows has as well.
-                fewer = self.reference(self.rows[: len(self.rows) // 2])
-                shapes = results[-1][1].shapes & fewer.shapes
-                self.settings = replace(self.settings, fixed_shapes=shapes)
-            result = self.reference(self.rows)
-            vanished = self._vanished(result.gradients, as_drawn.gradients)
-            results.append((vanished, result, self.settings))
-            if not vanished:
-                break
-        vanished, result, self.settings = min(results, key=_num_vanished)
+        self.settings = replace(self.settings, numbers=Numbers.CONSTANT)
+        result = self.reference(self.rows)
+        vanished = self._vanished(result.gradients, as_drawn.gradients)
+        if vanished:
+            # Draws that a batch of fewer rows has as well are weights.
+            shapes = result.shapes & self._with_fewer_rows().shapes
+            varied = {"numbers": Numbers.VARIED, "fixed_shapes": shapes}
+            with self.changed(**varied):
+                other = self.reference(self.rows)
+            still_vanished = self._vanished(other.gradients, as_drawn.gradients)
+            if len(still_vanished) < len(vanished):
+                self.settings = replace(self.settings, **varied)
+                result = other
+                vanished = still_vanished
         if len(vanished) == len(as_drawn.gradients) or is_zero(result.gradients):
             raise ValueError(
                 "the gradient is zero with the constant numbers that random operators "
@@ -322,7 +314,9 @@ class Trial:
                 f"the gradient of {listed(vanished)}, which is zero with constant "
                 f"random numbers"
             )
-        if self._draws_for_rows(result.num_noise):
+        # Initial weights are as many for fewer rows.
+        num_noise = result.num_noise
+        if num_noise and self._with_fewer_rows().num_noise != num_noise:
             self.unseen.append(
                 "what random numbers of each row decide, such as weights or masks, "
                 "since all rows get the same numbers; draw them before, and pass them "
@@ -330,11 +324,8 @@ class Trial:
             )
         return result
 
-    def _draws_for_rows(self, num_noise: int) -> bool:
-        """Whether fewer rows draw fewer numbers, which initial weights do not."""
-        if not num_noise:
-            return False
-        return self.reference(self.rows[: len(self.rows) // 2]).num_noise != num_noise
+    def _with_fewer_rows(self) -> StepResult:
+        return self.reference(self.rows[: len(self.rows) // 2])
 
     def _vanished(self, gradients: Gradients, as_drawn: Gradients) -> list[str]:
         """The parameters whose gradient is not finite, or rounding beside another."""
@@ -432,6 +423,26 @@ class Trial:
         """The results of a split, rank by rank."""
         return self._run(self.arguments.step, split)
 
+    def gradients_of(self, split: Split) -> Gradients:
+        """The gradients of a split on rank 0."""
+        return self.results(split)[0].gradients
+
+    def report(
+        self, results: Sequence[StepResult], worst: float, cause: Cause
+    ) -> dict[str, Any]:
+        """The attributes of ``SplitReport``. ``results`` are as in ``note``."""
+        return {
+            "rows": len(self.rows),
+            "sizes": described(self.split()),
+            "ranks": self.ranks,
+            "worst": worst,
+            "limit": self.limit,
+            "cause": cause.name,
+            "why": cause.why,
+            "remedy": cause.remedy,
+            "note": self.note(results),
+        }
+
     def _run(self, step: StepFunction, split: Split) -> list[StepResult]:
         """Results with the gradients of one term alone, if the settings name one."""
         results = self._run_once(step, split)
@@ -460,15 +471,12 @@ class Trial:
         ):
             if name != name_in_part:
                 break  # another path through the module: nothing is comparable
-            times, rest = divmod(len(expected), len(self.rows))
-            if rest or len(actual) != times * len(first_part):
+            if len(expected) % len(self.rows) or expected.shape[1:] != actual.shape[1:]:
                 continue
-            if expected.shape[1:] != actual.shape[1:]:
-                continue
-            # Several views of a row stand behind each other, or each behind all rows.
-            views = expected.unflatten(0, (times, -1))[:, : len(first_part)]
-            of_rows = (expected[: len(actual)], views.flatten(0, 1))
-            if not any(is_close(actual, other, self.limit) for other in of_rows):
+            # The first entries are of the first rows, also of several views: each view
+            # behind the other, or row by row.
+            size = len(first_part)
+            if not is_close(actual[:size], expected[:size], self.limit):
                 return name
         return ""
 
@@ -540,10 +548,6 @@ class _StepOfOneBatch:
     def __call__(self, model: nn.Module, batches: list[Any]) -> Any:
         (batch,) = batches
         return self.step(model, batch)
-
-
-def _num_vanished(result: tuple[list[str], StepResult, Settings]) -> int:
-    return len(result[0])
 
 
 def described(split: Split) -> str:

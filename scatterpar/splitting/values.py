@@ -11,10 +11,9 @@ from torch import nn
 
 from scatterpar.causes.evidence import CauseKind
 from scatterpar.splitting.arguments import SplitArguments
-from scatterpar.splitting.causes import Cause
 from scatterpar.splitting.gradients import Gradients, differing
-from scatterpar.splitting.report import SplitReport
-from scatterpar.splitting.trial import Trial, described
+from scatterpar.splitting.report import Cause, SplitReport
+from scatterpar.splitting.trial import Trial
 
 Evaluate = Callable[[Any, list[Any]], "float | Mapping[str, Any]"]
 
@@ -89,18 +88,10 @@ def valuecheck(
     if worst > trial.limit:
         cause = _explain(trial, name, whole, [result.gradients for result in results])
     return ValueCheck(
-        rows=len(trial.rows),
-        sizes=described(trial.split()),
-        ranks=ranks,
-        worst=worst,
+        **trial.report([reference, *results], worst, cause),
         value=name,
-        limit=trial.limit,
         whole=_numbers(whole),
         in_parts=_numbers(results[0].gradients),
-        cause=cause.name,
-        why=cause.why,
-        remedy=cause.remedy,
-        note=trial.note([reference, *results]),
     )
 
 
@@ -126,34 +117,27 @@ def _explain(
         if differing(values, of_ranks[0], trial.limit):
             why = f"The ranks end with different values of {name}."
             return Cause(CauseKind.RANKS_DIFFER.value, why, _RANKS)
-    all_parts = [part for share in trial.split() for part in share]
-    of_parts = []
+    parts = [part for share in trial.split() for part in share]
     # Each part by itself, as an evaluation of a smaller set.
-    for part in all_parts:
-        result = trial.results([[list(part)]])[0]
-        of_parts.append(float(result.gradients[name]))
-    ways = _ways_to_combine(trial, all_parts)
+    of_parts = [float(trial.gradients_of([[part]])[name]) for part in parts]
+    ways = _ways_to_combine(trial, parts)
     # Stricter than the verdict: many ways are tried, and one may fit by chance.
     tolerance = trial.limit / 10
     actual = _first_fit(ways, of_parts, float(of_ranks[0][name]), tolerance)
     right = _first_fit(ways, of_parts, float(whole[name]), tolerance)
-    if right is None:
-        if actual is None:
-            why = f"No weights of the values of the parts give {name}."
-            return Cause(CauseKind.UNKNOWN.value, why, _RATIO)
-        why = (
-            f"The evaluation takes {name} as {actual.words} of the parts, and that of "
-            f"the whole batch is no mean of them: it is a ratio, a root or an "
-            f"exponential."
-        )
-        return Cause(CauseKind.MEAN_OF_RATIOS.value, why, _RATIO)
-    words = "another sum" if actual is None else actual.words
     kind = CauseKind.OTHER_WEIGHTS if actual is None else actual.kind
-    why = (
-        f"The evaluation takes {name} as {words} of the parts, right is {right.words}."
+    words = "another sum" if actual is None else actual.words
+    why = f"The evaluation takes {name} as {words} of the parts"
+    if right is not None:
+        is_dropped = kind is CauseKind.ONLY_SOME_PARTS
+        remedy = _DROPPED if is_dropped else _BY_TERMS
+        return Cause(kind.value, f"{why}, right is {right.words}.", remedy)
+    kind = CauseKind.UNKNOWN if actual is None else CauseKind.MEAN_OF_RATIOS
+    why += (
+        ", and that of the whole batch is no mean of them: it is a ratio, a root or an "
+        "exponential."
     )
-    is_dropped = kind is CauseKind.ONLY_SOME_PARTS
-    return Cause(kind.value, why, _DROPPED if is_dropped else _BY_TERMS)
+    return Cause(kind.value, why, _RATIO)
 
 
 @dataclass(frozen=True)

@@ -329,7 +329,7 @@ def test_scale_of_open_clip_with_accum_freq():
     name = f"open_clip_torch {version('open_clip_torch')}"
     assert not report.passed, f"{name} {MENDED}"
     assert report.wrong == ["logit_scale"]
-    assert "There the gradient is 4 times the right one" in report.why
+    assert "In logit_scale the gradient is 4 times the right one" in report.why
     assert "dividing the loss would make the others wrong" in report.remedy
     splitcheck(mended, model, batch, equal=True).assert_passed()
     report = splitcheck(divided, model, batch, equal=True)

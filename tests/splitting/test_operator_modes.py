@@ -26,8 +26,8 @@ def test_calls_give_rows_the_same_number():
     assert len(few.unique()) == 1
 
 
-def test_by_column_rows_alike_columns_differ():
-    with repeated(Numbers.BY_COLUMN):
+def test_varied_rows_alike_columns_differ():
+    with repeated(Numbers.VARIED):
         mask = torch.rand(3, 4)
     assert torch.equal(mask[0], mask[2])
     first_multiples = [0.618, 0.236, 0.854, 0.472]  # of the golden ratio, modulo one
@@ -57,7 +57,7 @@ def test_sample_has_most_likely_categories(replacement, drawn):
 
 
 def test_other_operators_unchanged():
-    with repeated(Numbers.BY_COLUMN):
+    with repeated(Numbers.VARIED):
         assert (torch.arange(3) * 2).tolist() == [0, 2, 4]
 
 
@@ -83,8 +83,8 @@ def test_coarsest_dtype_of_casts(compute, coarsest):
     assert dtypes.coarsest == coarsest
 
 
-def test_by_entry_weights_differ_and_rows_do_not():
-    with repeated(Numbers.BY_ENTRY, (3, 4)) as numbers:
+def test_varied_weights_differ_and_rows_do_not():
+    with repeated(Numbers.VARIED, (3, 4)) as numbers:
         weights, rows = torch.rand(3, 4), torch.rand(5, 4)
     assert len(weights.unique()) == 12
     assert torch.equal(rows[0], rows[4])

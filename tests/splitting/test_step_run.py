@@ -147,7 +147,7 @@ def test_generators_drawn_from_are_named():
 
 @pytest.mark.draws
 @pytest.mark.parametrize(
-    ("numbers", "are_equal"), [(Numbers.CONSTANT, True), (Numbers.BY_COLUMN, False)]
+    ("numbers", "are_equal"), [(Numbers.CONSTANT, True), (Numbers.VARIED, False)]
 )
 def test_random_operators_follow_settings(numbers, are_equal):
     drawn = []

@@ -38,25 +38,18 @@ def explain(trial: Trial, reference: StepResult, results: list[StepResult]) -> C
     A cause is tested on runs of the step in other ways. If such a run fails, as with a
     part without labels, the next cause is tested.
     """
-    failures: list[Exception] = []
     prefix = ""
     if layers_with_batch_statistics(trial.model):
         trial.settings = replace(trial.settings, running_statistics=True)
-        try:
-            reference = trial.reference(trial.rows)
-            results = trial.results(trial.split())
-        except Exception as error:
-            trial.settings = replace(trial.settings, running_statistics=False)
-            failures.append(error)
-        else:
-            worst, _ = trial.worst_error(results, reference.gradients)
-            if worst <= trial.limit:
-                return _BATCH_NORM
-            prefix = "Also with the running statistics of batch normalisation: "
+        reference = trial.reference(trial.rows)
+        results = trial.results(trial.split())
+        worst, _ = trial.worst_error(results, reference.gradients)
+        if worst <= trial.limit:
+            return _BATCH_NORM
+        prefix = "Also with the running statistics of batch normalisation: "
     # From here on all runs of the step are those of the causes.
     evidence = GradientEvidence(trial, reference.gradients, results)
-    finding, errors_of_causes = first_finding(evidence)
-    failures += errors_of_causes
+    finding, failures = first_finding(evidence)
     why, remedy = _words(finding, evidence)
     why = prefix + why + _effect_on_optimizers(finding, evidence)
     if failures and finding.kind is CauseKind.UNKNOWN:

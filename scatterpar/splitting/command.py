@@ -29,7 +29,6 @@ def main(arguments: Sequence[str]) -> int:
             batch,
             parts=options.parts,
             ranks=options.ranks,
-            equal=None if options.uneven else True,
             timeout=options.timeout,
         )
         if options.json is not None:
@@ -63,8 +62,6 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(
             f"--{name}", type=_numbers, default=_numbers(default), help=words
         )
-    words = "parts and ranks with unequal numbers of rows"
-    parser.add_argument("--uneven", action="store_true", help=words)
     words = "seconds after which ranks are killed (default: 60)"
     parser.add_argument("--timeout", type=float, default=60.0, help=words)
     words = "write all reports there"

@@ -167,30 +167,28 @@ class GradientEvidence(SplitEvidence):
         ranks, it grows from 5 times too often to 8 times.
         """
         ranks, parts = self.trial.ranks, self.trial.parts
-        if ranks == 1:
-            return self._growth("part", [(1, number) for number in _UNITS], 1)
-        growths = self._growth("rank", [(number, parts) for number in _UNITS], parts)
-        if parts > 1:
-            growths += self._growth("part", [(ranks, n) for n in _UNITS], ranks)
+        growths = []
+        for unit, number, others in (("rank", ranks, parts), ("part", parts, ranks)):
+            if number > 1:
+                growths += self._growth(unit, others)
         return growths
 
-    def _growth(
-        self, unit: str, splits: Sequence[tuple[int, int]], others: int
-    ) -> list[Growth]:
-        """The growth between two splits, with what a term may make of it.
+    def _growth(self, unit: str, others: int) -> list[Growth]:
+        """The growth from two parts to three, with what a term may make of it.
 
         The parts are alike, so that the term is. Empty for too few rows, or no
         difference. ``others`` is the number of ranks for parts, and of parts for ranks.
         """
         trial = self.trial
         # Both splits must cut the same rows without a rest.
-        multiple = _UNITS[0] * _UNITS[1] * others
+        multiple = math.prod(_UNITS) * others
         rows = trial.rows[: len(trial.rows) // multiple * multiple]
         if not rows:
             return []
         expected = joined(trial.reference(rows).gradients)
         differences = []
-        for number, (ranks, parts) in zip(_UNITS, splits, strict=True):
+        for number in _UNITS:
+            ranks, parts = (number, others) if unit == "rank" else (others, number)
             # Dealt like cards, so that each part has rows of all kinds.
             dealt = [row for start in range(number) for row in rows[start::number]]
             actual = trial.gradients_of(trial.cut(dealt, ranks, parts, equal=True))
@@ -203,7 +201,7 @@ class GradientEvidence(SplitEvidence):
         cosine = float(torch.cosine_similarity(two, three, dim=0))
         growths = []
         for times in sorted({1, others}):
-            growth = (_UNITS[1] * times - 1) / (_UNITS[0] * times - 1)
+            growth = (3 * times - 1) / (2 * times - 1)
             growths.append(Growth(unit, factor, growth, cosine))
         return growths
 
@@ -263,9 +261,8 @@ class GradientEvidence(SplitEvidence):
 
     def is_everything(self, names: Sequence[str]) -> bool:
         """Whether these are all parameters that have a gradient."""
-        scale = joined(self.expected).abs().max()
-        for name in self.names:
-            gradient = self.expected[name]
-            if name not in names and gradient.abs().max() > _ROUNDING * scale:
-                return False
-        return True
+        others = [name for name in self.names if name not in names]
+        if not others:
+            return True
+        largest = joined(self.expected, others).abs().max()
+        return bool(largest <= _ROUNDING * joined(self.expected).abs().max())

@@ -20,16 +20,19 @@ _SMALLEST_IN_DOUBLE = 1e-4
 
 
 def relative_errors(
-    actual: Gradients, expected: Gradients, limit: float
+    actual: Gradients, expected: Gradients, limit: float, *, are_values: bool = False
 ) -> dict[str, float]:
     """For each parameter the largest difference over the largest entry.
 
     A gradient that is zero is computed as rounding. So no scale is below a part of the
     largest of all parameters, which is smaller if all is computed in float64: then
-    ``limit`` is. Not a number counts as infinite.
+    ``limit`` is. Not a number counts as infinite. Each of the values of an evaluation
+    has its own scale: a loss may be a thousandth of a perplexity.
     """
     sizes = {name: _largest(gradient) for name, gradient in expected.items()}
     part = SMALLEST_SCALE if limit > EXACT else _SMALLEST_IN_DOUBLE
+    if are_values:
+        part = 0.0
     floor = max(part * max(sizes.values(), default=0.0), math.ulp(0.0))
     errors = {}
     for name, gradient in expected.items():
@@ -57,14 +60,14 @@ def zeros_of_all(results: Sequence[Gradients]) -> Gradients:
 
 
 def largest_error(
-    actual: Gradients, expected: Gradients, limit: float
+    actual: Gradients, expected: Gradients, limit: float, *, are_values: bool = False
 ) -> tuple[float, str]:
     """The largest relative error, and the name of the parameter.
 
     Of several that differ by rounding, as if one factor explains all, the first is
     named: so a report is the same in each run.
     """
-    errors = relative_errors(actual, expected, limit)
+    errors = relative_errors(actual, expected, limit, are_values=are_values)
     largest = max(errors.values())
     least = largest * (1 - EXACT)
     name = next(name for name, error in errors.items() if error >= least)

@@ -93,8 +93,9 @@ class SplitGrid(Printed):
         """Write all reports into a file."""
         cells = []
         for cell in self.cells:
-            report = asdict(cell.report) | {"passed": cell.report.passed}
-            cells.append({"parts": cell.parts, "ranks": cell.ranks, "report": report})
+            entry = asdict(cell)
+            entry["report"]["passed"] = cell.report.passed
+            cells.append(entry)
         grid = {"passed": self.passed, "cells": cells}
         Path(path).write_text(json.dumps(grid, indent=2) + "\n", encoding="utf-8")
 

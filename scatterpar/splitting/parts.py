@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -182,15 +182,9 @@ def cut(rows: Sequence[int], count: int, *, equal: bool) -> list[Part]:
             f"with a multiple of {count} rows, or equal=False"
         )
     # 4 : 3 : 2 : 1, so that no two neighbours of a few parts are alike.
-    shares = [1] * count if equal else list(range(count, 0, -1))
+    shares = [1] * count if equal else range(count, 0, -1)
+    totals = [0, *accumulate(shares)]
     spare = len(rows) - count  # after each part has one row
-    stops = [0]
-    for number in range(1, count + 1):
-        stops.append(number + round(spare * sum(shares[:number]) / sum(shares)))
-    sizes = [stop - start for start, stop in pairwise(stops)]
-    parts = []
-    start = 0
-    for size in sorted(sizes, reverse=True):
-        parts.append(list(rows[start : start + size]))
-        start += size
-    return parts
+    stops = [number + round(spare * t / totals[-1]) for number, t in enumerate(totals)]
+    sizes = sorted((stop - start for start, stop in pairwise(stops)), reverse=True)
+    return [part.tolist() for part in torch.tensor(rows).split(sizes)]

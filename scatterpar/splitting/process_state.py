@@ -126,7 +126,7 @@ def _training_helpers(step: Any) -> list[Any]:
 def refers_to_accelerator(step: Any) -> bool:
     """Whether ``step`` refers to an ``Accelerator``, which belongs to one process."""
     kinds = _accelerator_classes()
-    return bool(kinds) and any(isinstance(value, kinds) for value in reachable(step))
+    return any(isinstance(value, kinds) for value in reachable(step))
 
 
 def _accelerator_classes() -> tuple[type, ...]:

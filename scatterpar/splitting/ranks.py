@@ -38,6 +38,7 @@ from scatterpar.torch_private import import_compiler
 # After the time limit, for a rank to say where it is. A rank that a kernel holds, as
 # one that waits for threads which did not survive the fork, says nothing.
 _GRACE_SECONDS = 10.0
+_NO_LINE = "no line of its step"
 _MOST_LINES = 5  # of the user's code, of a step that failed
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
@@ -218,7 +219,7 @@ def _failure(error: BaseException) -> _Failure:
     for frame in frames:
         if not _is_library(frame.filename):
             lines.append(_place(frame))
-    place = lines[-1] if lines else "no line of its step"
+    place = lines[-1] if lines else _NO_LINE
     lines = lines[-_MOST_LINES:]
     raised_at = _place(frames[-1])
     if raised_at != place:
@@ -281,52 +282,44 @@ def _results(
     A rank that is late fails, too, and says where it was.
     """
     size = len(processes)
-    running = [process.sentinel for process in processes]
-    answers: dict[int, StepResult | _Failure | None] = {}
+    running = {process.sentinel: rank for rank, process in enumerate(processes)}
+    results: dict[int, StepResult] = {}
+    late: dict[int, str] = {}
     while running:
         left = deadline + _GRACE_SECONDS - time.monotonic()
-        ended = wait(running, max(0.0, left))
-        running = [sentinel for sentinel in running if sentinel not in ended]
-        for rank, process in enumerate(processes):
-            if not isinstance(answers.get(rank), StepResult):
-                answers[rank] = _answer(process, folder, rank)
-        failures = {}
-        for rank, answer in answers.items():
-            if isinstance(answer, _Failure) and answer.time < deadline:
-                failures[rank] = answer
-        if failures:
-            first = min(failures, key=lambda rank: failures[rank].time)
-            text = failures[first].text
-            raise RuntimeError(f"step failed on rank {first} of {size}: {text}")
+        ended = wait(list(running), max(0.0, left))
         if not ended:
+            late |= dict.fromkeys(running.values(), _NO_LINE)
             break
-    late = []
-    results = []
-    for rank, answer in answers.items():
-        if isinstance(answer, StepResult):
-            results.append(answer)
-        else:
-            place = "no line of its step" if answer is None else answer.place
-            late.append(f"rank {rank} is at {place}")
+        failures = []
+        for sentinel in ended:
+            rank = running.pop(sentinel)
+            answer = _answer(processes[rank], _answer_file(folder, rank))
+            if isinstance(answer, StepResult):
+                results[rank] = answer
+            elif answer.time < deadline:
+                failures.append((answer.time, rank, answer.text))
+            else:
+                late[rank] = answer.place
+        if failures:
+            _, rank, text = min(failures)
+            raise RuntimeError(f"step failed on rank {rank} of {size}: {text}")
     if late:
+        places = [f"rank {rank} is at {late[rank]}" for rank in sorted(late)]
         raise TimeoutError(
             f"{len(late)} of {size} ranks have not ended after {seconds:g} s; call the "
             f"same collectives on all ranks, or pass a longer timeout=. "
-            + "; ".join(late)
+            f"{'; '.join(places)}"
         )
-    return results
+    return [results[rank] for rank in sorted(results)]
 
 
-def _answer(process: Any, folder: Path, rank: int) -> StepResult | _Failure | None:
-    """The result of a rank, or why it has none; ``None`` while it runs."""
-    # Before the file: a process may write it, and end, between the two questions.
-    is_running = process.is_alive()
-    path = _answer_file(folder, rank)
-    if path.exists():
-        answer: StepResult | _Failure = torch.load(path, weights_only=False)
+def _answer(process: Any, file: Path) -> StepResult | _Failure:
+    """What the process of a rank, which has ended, has written."""
+    if file.exists():
+        answer: StepResult | _Failure = torch.load(file, weights_only=False)
         return answer
-    if is_running:
-        return None
+    process.join()  # or its exit code is not known yet
     return _Failure(
         f"its process ended with exit code {process.exitcode}; if it gathers, give all "
         f"ranks tensors of one shape"

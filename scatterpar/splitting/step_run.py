@@ -79,7 +79,8 @@ class StepResult:
         num_noise: how many numbers they drew, without those of dropout.
         uncompared: parameters that got a gradient, and cannot be compared.
         terms: the names of the terms of the loss.
-        outputs: of modules, in the order in which they end, if ``watch_modules``.
+        outputs: of modules by name, in the order in which they end, if
+            ``watch_modules``.
     """
 
     gradients: Gradients
@@ -89,7 +90,7 @@ class StepResult:
     num_noise: int
     uncompared: tuple[str, ...]
     terms: tuple[str, ...]
-    outputs: list[tuple[str, Tensor]]
+    outputs: dict[str, Tensor]
 
 
 def run_step(
@@ -119,7 +120,7 @@ def run_step(
     terms = Terms(settings.without_term)
     repeated = RepeatedNumbers(settings.numbers, settings.fixed_shapes)
     watched = WatchedOperators()  # type: ignore[no-untyped-call]
-    outputs: list[tuple[str, Tensor]] = []
+    outputs: dict[str, Tensor] = {}
     returned: Any = None  # of a step that an optimizer ends
     with contextlib.ExitStack() as stack:
         if settings.running_statistics:
@@ -235,14 +236,14 @@ def running_statistics(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def outputs_kept(model: nn.Module, outputs: list[tuple[str, Tensor]]) -> Iterator[None]:
-    """In the body, modules add their names and outputs, as they end."""
+def outputs_kept(model: nn.Module, outputs: dict[str, Tensor]) -> Iterator[None]:
+    """In the body, modules add the output of their first call, as they end."""
     names = {module: name for name, module in model.named_modules()}
 
     def keep(module: nn.Module, _: Any, output: Any) -> None:
         for tensor in nested.tensors(output):
             if tensor.ndim and tensor.is_floating_point():
-                outputs.append((names[module] or "the module", whole(tensor)))
+                outputs.setdefault(names[module] or "the module", whole(tensor))
 
     hooks = [module.register_forward_hook(keep) for module in names]
     try:

@@ -93,27 +93,28 @@ def as_tensors(samples: Sequence[Any]) -> Any:
 
     A text counts with its number of characters.
     """
-    if samples and isinstance(samples[0], tuple):
-        samples = [dict(enumerate(sample)) for sample in samples]
-    if not samples or not isinstance(samples[0], Mapping):
-        return torch.ones(len(samples))
-    columns = {}
-    for name in samples[0]:
-        values = []
-        for sample in samples:
-            value = _as_tensor(sample.get(name))
-            if value is not None:
-                values.append(value)
-        if len(values) == len(samples):
-            # As collators of language models pad labels, which they know by this name.
-            filler = -100 if "label" in str(name) else 0
-            column = pad_sequence(values, True, filler)
-            # One number per sample may be a length or a weight, and is no sequence.
-            columns[name] = column[:, 0] if column.shape[1] == 1 else column
-            lengths = [len(value) for value in values]
-            if len(set(lengths)) > 1:  # an id may be 0, as padding is
-                columns[f"len({name})"] = torch.tensor(lengths)
-    return columns or torch.ones(len(samples))
+    columns: dict[Any, list[Tensor]] = {}
+    for sample in samples:
+        fields = sample if isinstance(sample, Mapping) else {}
+        if isinstance(sample, tuple):
+            fields = dict(enumerate(sample))
+        for name, value in fields.items():
+            tensor = _as_tensor(value)
+            if tensor is not None:
+                columns.setdefault(name, []).append(tensor)
+    tensors = {}
+    for name, values in columns.items():
+        if len(values) < len(samples):
+            continue
+        # As collators of language models pad labels, which they know by this name.
+        filler = -100 if "label" in str(name) else 0
+        column = pad_sequence(values, True, filler)
+        # One number per sample may be a length or a weight, and is no sequence.
+        tensors[name] = column[:, 0] if column.shape[1] == 1 else column
+        lengths = [len(value) for value in values]
+        if len(set(lengths)) > 1:  # an id may be 0, as padding is
+            tensors[f"len({name})"] = torch.tensor(lengths)
+    return tensors or torch.ones(len(samples))
 
 
 def _as_tensor(value: Any) -> Tensor | None:

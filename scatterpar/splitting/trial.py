@@ -72,8 +72,7 @@ class Trial:
         self.parts = arguments.num_parts
         self.ranks = arguments.ranks
         step, loss = arguments.step, arguments.loss
-        self._attributes = set(getattr(step, "__dict__", ()))
-        self._numbers_of_step: dict[str, Any] = {}
+        self._numbers: dict[str, Any] = {}
         self._zeros: Gradients = {}  # for each gradient, once all names are known
         self._reference_step = step if loss is None else _PlainStep(loss)
         batch = arguments.batch
@@ -135,14 +134,8 @@ class Trial:
         return self._error(actual, expected)[0] > self.limit
 
     def _error(self, actual: Gradients, expected: Gradients) -> tuple[float, str]:
-        if not self.settings.returns_values:
-            return largest_error(actual, expected, self.limit)
-        # Each value by itself: a loss may be a thousandth of a perplexity.
-        errors = []
-        for name, value in expected.items():
-            pair = {name: actual[name]}, {name: value}
-            errors.append(largest_error(*pair, self.limit))
-        return max(errors)
+        are_values = self.settings.returns_values
+        return largest_error(actual, expected, self.limit, are_values=are_values)
 
     def compare(self) -> tuple[StepResult, list[StepResult]]:
         """The results of the whole batch, and of the batch in parts.
@@ -250,7 +243,8 @@ class Trial:
             raise
         except Exception as error:  # a dtype in the user's code? If not, it fails again
             self.settings = replace(self.settings, in_double=False)
-            self.limit = max(_SINGLE, self._limit_of_model())
+            dtypes = {parameter.dtype for parameter in self.model.parameters()}
+            self.limit = max(_SINGLE, *(_CAST.get(dtype, 0.0) for dtype in dtypes))
             result = self.reference(self.rows)
             problem = str(error).partition("\n")[0]
             self._tell_limit(f"the step does not run in float64 ({problem})")
@@ -337,10 +331,6 @@ class Trial:
             if (is_rounding and gradient.any()) or not math.isfinite(size):
                 vanished.append(name)
         return vanished
-
-    def _limit_of_model(self) -> float:
-        dtypes = {parameter.dtype for parameter in self.model.parameters()}
-        return max(_CAST.get(dtype, 0.0) for dtype in dtypes)
 
     def _watched(self) -> StepResult:
         """The result for the whole batch, with the step's draws and casts."""
@@ -466,13 +456,12 @@ class Trial:
         with self.changed(watch_modules=True):
             of_all = self.reference(self.rows).outputs
             of_part = self.reference(first_part).outputs
-        for (name, expected), (name_in_part, actual) in zip(
-            of_all, of_part, strict=False
-        ):
-            if name != name_in_part:
-                break  # another path through the module: nothing is comparable
-            if len(expected) % len(self.rows) or expected.shape[1:] != actual.shape[1:]:
+        for name, expected in of_all.items():
+            actual = of_part.get(name)
+            if actual is None or actual.shape[1:] != expected.shape[1:]:
                 continue
+            if len(expected) % len(self.rows):
+                continue  # no rows
             # The first entries are of the first rows, also of several views: each view
             # behind the other, or row by row.
             size = len(first_part)
@@ -494,7 +483,7 @@ class Trial:
                     result = run_step(
                         step, self.model, shares[0], self.settings, tensors
                     )
-                    self._note_numbers()
+                    self._numbers = self._numbers_of_step()
                 results = [result]
         except Exception as error:
             # The user has not cut the batch: the sizes say in which split it failed.
@@ -504,19 +493,19 @@ class Trial:
             self._align(results)
         return results
 
-    def _note_numbers(self) -> None:
-        """Note numbers and texts that ``step`` has set on itself, as a result."""
-        for name, value in getattr(self.arguments.step, "__dict__", {}).items():
-            if name not in self._attributes and type(value) in PLAIN_CLASSES:
-                self._numbers_of_step[name] = value
+    def _numbers_of_step(self) -> dict[str, Any]:
+        """Numbers and texts that a function has set on itself."""
+        step = self.arguments.step
+        attributes = vars(step) if isinstance(step, FunctionType) else {}
+        return {n: v for n, v in attributes.items() if type(v) in PLAIN_CLASSES}
 
     def leave_numbers(self) -> None:
         """Set on ``step`` again what its last run in this process has set.
 
         A test reads ``step.largest`` after the check. It is the one thing that stays.
         """
-        if isinstance(self.arguments.step, FunctionType):
-            vars(self.arguments.step).update(self._numbers_of_step)
+        if self._numbers:
+            vars(self.arguments.step).update(self._numbers)
 
     def _select(self, part: Part) -> Any:
         batch, _ = self._batch.select(part).unwrapped(copy=True)

@@ -154,24 +154,33 @@ def _ways_to_combine(trial: Trial, parts: Sequence[Sequence[int]]) -> list[_Way]
     ways = []
     for count in trial.counts:
         terms = [count.of(part) for part in parts]
-        words = f"a mean weighted by their {count.words}"
-        ways.append(_mean(words, CauseKind.OTHER_WEIGHTS, terms))
-        words = f"a mean of all but the last, weighted by their {count.words},"
-        ways.append(_mean(words, CauseKind.ONLY_SOME_PARTS, [*terms[:-1], 0]))
+        words = f" weighted by their {count.words}"
+        ways += _means(words, CauseKind.OTHER_WEIGHTS, terms)
     # After the counts: for equal parts, a mean by rows says more than a mean.
-    size = len(parts)
-    ways.append(_mean("the mean", CauseKind.MEAN_OF_MEANS, [1] * size))
-    weights = [1] * (size - 1) + [0]
-    words = "the mean of all but the last"
-    ways.append(_mean(words, CauseKind.ONLY_SOME_PARTS, weights))
-    ways.append(_mean("the last", CauseKind.ONLY_SOME_PARTS, weights[::-1]))
-    ways.append(_Way("the sum", CauseKind.SUM_OF_MEANS, [1] * size))
+    ones = [1.0] * len(parts)
+    ways += _means("", CauseKind.MEAN_OF_MEANS, ones)
+    last = [0.0] * (len(parts) - 1) + [1.0]
+    ways.append(_Way("the last", CauseKind.ONLY_SOME_PARTS, last))
+    ways.append(_Way("the sum", CauseKind.SUM_OF_MEANS, ones))
     return ways
 
 
-def _mean(words: str, kind: CauseKind, terms: Sequence[float]) -> _Way:
+def _means(words: str, kind: CauseKind, terms: Sequence[float]) -> list[_Way]:
+    """Means of all parts, and of all but the last."""
+    others = [*terms[:-1], 0.0]
+    return [
+        _Way(f"a mean{words}", kind, _divided(terms)),
+        _Way(
+            f"a mean of all but the last{words}",
+            CauseKind.ONLY_SOME_PARTS,
+            _divided(others),
+        ),
+    ]
+
+
+def _divided(terms: Sequence[float]) -> list[float]:
     total = sum(terms) or 1.0  # of a count that no row has
-    return _Way(words, kind, [number / total for number in terms])
+    return [number / total for number in terms]
 
 
 def _first_fit(

@@ -1053,7 +1053,7 @@ SABOTAGES = [
         promise="splitcheck",
         file="splitting/trial.py",
         place="Trial.first_reference",
-        text='if self._is_steady or "torch" in result.drawn:',
+        text='if is_steady or "torch" in result.drawn:',
         replacement="if False:",
         seen_by="test_dropout_is_no_draw_of_rows",
     ),

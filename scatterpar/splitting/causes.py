@@ -162,14 +162,9 @@ def _mean_of_means_in_a_term(count: Count, evidence: GradientEvidence) -> Words:
 
 
 def _rows_are_compared(evidence: GradientEvidence) -> Words:
-    ranks = evidence.trial.ranks
-    ratio = float(joined(evidence.actual).norm() / joined(evidence.expected).norm())
-    also = ""
-    if ranks > 1 and math.isclose(ratio, 1 / ranks, rel_tol=0.1):
-        also = " By its norm, it is also divided by the number of ranks once too often."
     return (
         f"No weights of the gradients of the parts give that of the batch: "
-        f"{_where_rows_meet(evidence)}.{_shows_in(evidence)}{also}",
+        f"{_where_rows_meet(evidence)}.{_shows_in(evidence)}",
         "compute a contrastive loss, a product of means, or batch statistics for all "
         "rows at once, from outputs gathered with their gradient or cached "
         "(GradCache); mask padding; perturb weights, as SAM does, by the gradient of "
@@ -304,7 +299,6 @@ def _meaning(factor: float, ranks: int, parts: int) -> tuple[str, str]:
 
 _BY_TERMS = "divide the sum of the losses by the number of terms in all parts"
 _REMEDIES = {
-    CauseKind.MEAN_OF_MEANS: f"{_BY_TERMS}.",
     CauseKind.SUM_OF_MEANS: (
         f"multiply each loss by its part of all terms; {_CONSTANT}."
     ),
@@ -315,7 +309,6 @@ _REMEDIES = {
     CauseKind.RUNNING_SUM: (
         "call backward() on the loss of each part, not on a running sum."
     ),
-    CauseKind.OTHER_WEIGHTS: f"{_BY_TERMS}.",
 }
 _ALL_RANKS = "give each rank's loss its weight, and average the gradients of all ranks."
 _NOT_A_MEAN = (
@@ -338,7 +331,7 @@ def _weights_in_words(
     """The gradient is a sum of those of the parts, with other weights than right."""
     ranks = evidence.trial.ranks
     kind = finding.kind
-    remedy = _REMEDIES[kind]
+    remedy = _REMEDIES.get(kind, f"{_BY_TERMS}.")
     ratio = _ratio_of_neighbours(weights.computed / weights.right, ranks)
     ratio = ratio or _ratio_of_neighbours(weights.computed, ranks)
     # If no count has the right weights, the loss is no mean over terms.

@@ -113,7 +113,7 @@ class GradientEvidence(SplitEvidence):
         """The gradient of each part by itself; zero for a part that has none."""
         gradients = []
         for part in self.parts:
-            of_part = self.trial.gradients_of([[part]])
+            of_part = self.trial.gradients_of([[list(part)]])
             for name, gradient in of_part.items():
                 if not gradient.isfinite().all():  # 0 / 0 of a part without labels
                     of_part[name] = torch.zeros_like(gradient)
@@ -230,12 +230,8 @@ class GradientEvidence(SplitEvidence):
         num_parts = max(2, self.trial.ranks)
         by_terms.pop(0, None)  # rows without terms show nothing
         groups = sorted(by_terms.values(), key=len, reverse=True)[:_NUM_GROUPS]
-        in_parts = []
-        for rows in groups:
-            length = len(rows) // num_parts * num_parts
-            if length:
-                in_parts.append(rows[:length])
-        return in_parts
+        in_parts = [rows[: len(rows) // num_parts * num_parts] for rows in groups]
+        return [rows for rows in in_parts if rows]
 
     def _is_right_in_parts(self, rows: list[int]) -> bool:
         trial = self.trial

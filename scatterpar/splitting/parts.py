@@ -99,22 +99,16 @@ def _best(spreads: Tensor, is_selective: Tensor) -> int:
 
 
 def _order_by_labels(tensors: Sequence[NamedTensor], num_rows: int) -> list[int]:
-    features = []
-    in_order = sorted(tensors, key=rank_of_labels)
-    for _, tensor in in_order:
-        if not tensor.is_floating_point():
-            is_label = tensor != IGNORED[0]
-            features.append(is_label.reshape(num_rows, -1).sum(1))
+    """Rows with the most labels first, then those with the largest entries."""
+    rows = []
+    for _, tensor in sorted(tensors, key=rank_of_labels):
+        rows.append(tensor.reshape(num_rows, -1))
+    labels = [(r != IGNORED[0]).sum(1) for r in rows if not r.is_floating_point()]
     # Means break ties, so that classes and sizes differ between parts, too.
-    for _, tensor in in_order:
-        flat = tensor.reshape(num_rows, -1)
-        features.append(flat.double().nan_to_num().mean(1))
-    columns = [feature.tolist() for feature in features]
-    return sorted(
-        range(num_rows),
-        key=lambda row: [column[row] for column in columns],
-        reverse=True,
-    )
+    means = [r.double().nan_to_num().mean(1) for r in rows]
+    columns = [column.tolist() for column in (*labels, *means)]
+    keys = list(zip(*columns, strict=True))
+    return sorted(range(num_rows), key=keys.__getitem__, reverse=True)
 
 
 def _spreads(

@@ -99,11 +99,10 @@ class _Leaf:
 
     def restore(self) -> None:
         """Restore the gradient, hooks, and whether the tensor requires grad."""
-        if self._tensor.requires_grad != self._requires_grad:
-            self._tensor.requires_grad_(self._requires_grad)
+        self._tensor.requires_grad_(self._requires_grad)
         pairs = zip(self._hook_dictionaries(), self._hooks, strict=True)
         for hooks, saved in pairs:
-            if hooks != saved and hooks is not None:
+            if hooks is not None:
                 hooks.clear()  # torch keeps the dictionary
                 hooks.update(saved or {})
         self._tensor.grad = self._gradient

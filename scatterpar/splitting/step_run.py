@@ -46,7 +46,6 @@ class Settings:
         running_statistics: batch normalisation does not use the statistics of a part.
         watch_operators: see which numbers are drawn, and the dtypes of casts.
         casts_in_double: a cast to a lower dtype gives float64.
-        fills_zeros: parameters that are all zero get other numbers.
         term: the term of the loss whose gradients are compared; empty for all.
         without_term: the term of the loss that is left out.
         watch_modules: keep the outputs of modules.
@@ -59,7 +58,6 @@ class Settings:
     running_statistics: bool = False
     watch_operators: bool = False
     casts_in_double: bool = False
-    fills_zeros: bool = False
     term: str = ""
     without_term: str = ""
     watch_modules: bool = False
@@ -112,7 +110,7 @@ def run_step(
         # Tensors that the step makes without a dtype follow.
         torch.set_default_dtype(torch.float64)
         _convert_to_double(tensors)
-    if settings.fills_zeros:
+    if not settings.returns_values:  # a user knows the loss of the model
         _fill_zeros(model)
     # Before anything that the step draws.
     generators = _used_generators()
@@ -162,19 +160,19 @@ def _convert_to_double(tensors: Iterable[Tensor]) -> None:
 
 
 def _fill_zeros(model: nn.Module) -> None:
-    """Fill parameters that are all zero with numbers that differ, in each run alike."""
+    """Fill parameters that are all zero with numbers that differ, in each run alike.
+
+    While LoRA's second factor is zero, as at the start, the first has no gradient: a
+    mistake there would not show. So it is for what is behind a gate.
+    """
     for parameter in model.parameters():
-        if is_all_zero(parameter):
+        is_dense = parameter.layout == torch.strided and not parameter.is_meta
+        # Frozen ones may be masks. By its method, as in ``whole``.
+        is_trained = parameter.requires_grad and not hasattr(parameter, "full_tensor")
+        if is_dense and is_trained and not bool(parameter.any()):
             filled = torch.empty_like(parameter.data)
             fill_evenly(filled, tuple(filled.shape))
             parameter.data = _SMALL * (filled - 0.5)
-
-
-def is_all_zero(parameter: Tensor) -> bool:
-    """Whether a dense parameter has no other numbers than zero."""
-    is_dense = parameter.layout == torch.strided and not parameter.is_meta
-    is_number = parameter.is_floating_point() and not hasattr(parameter, "full_tensor")
-    return is_dense and is_number and not bool(parameter.any())
 
 
 def values_of(returned: Any) -> Gradients:

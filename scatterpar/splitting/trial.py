@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from types import FunctionType
 from typing import Any
 
@@ -40,7 +41,6 @@ from scatterpar.splitting.step_run import (
     Settings,
     StepFunction,
     StepResult,
-    is_all_zero,
     run_step,
 )
 
@@ -90,15 +90,23 @@ class Trial:
         # A loss may count in the samples of a data set, which a collator makes tensors.
         tensors = named_tensors(counted)
         self.counts = counts_of(tensors, num_rows)
-        self.has_sequences = any(_is_sequence(named.tensor) for named in tensors)
-        # Set anew by each comparison; sizes do not depend on the order of rows.
-        self.settings = Settings(returns_values=arguments.returns_values)
-        self.limit = EXACT
-        self.unseen: list[str] = []
+        self.has_sequences = any(_is_sequence(tensor) for _, tensor in tensors)
+        # The sizes of parts and ranks do not depend on the order of rows.
         self.rows = list(range(num_rows))
-        self._groups = self._sizes_of_groups()
+        sizes = [[len(part) for part in share] for share in self.split()]
+        # The numbers of rows of all parts, and of all ranks, if there are several.
+        groups = [list(chain.from_iterable(sizes)), [sum(share) for share in sizes]]
+        self._groups = [group for group in groups if len(group) > 1]
         self._orders = row_parts.orders_of_rows(tensors, self.counts, self._groups)
         self._state = ProcessState(self.model, (step, loss))
+        self._begin()
+
+    def _begin(self) -> None:
+        """Set all that a comparison finds out."""
+        self.settings = Settings(returns_values=self.arguments.returns_values)
+        self.limit = EXACT
+        self.unseen: list[str] = []
+        self.rows = self._orders[0]
 
     # --- cutting ---
 
@@ -112,14 +120,6 @@ class Trial:
         """Rows in parts: equally many for ranks, unless ``equal`` says otherwise."""
         shares = row_parts.cut(rows, ranks, equal=equal is not False)
         return [row_parts.cut(share, parts, equal=equal is True) for share in shares]
-
-    def _sizes_of_groups(self) -> list[list[int]]:
-        """The numbers of rows of all parts, and of all ranks, if there are several."""
-        split = self.split()
-        groups = [[len(part) for share in split for part in share]]
-        if self.parts > 1:  # else a rank is its only part
-            groups.append([sum(map(len, share)) for share in split])
-        return [sizes for sizes in groups if len(sizes) > 1]
 
     # --- comparing ---
 
@@ -137,33 +137,27 @@ class Trial:
         are_values = self.settings.returns_values
         return largest_error(actual, expected, self.limit, are_values=are_values)
 
-    def compare(self) -> tuple[StepResult, list[StepResult]]:
+    def compare(self, is_steady: bool = False) -> tuple[StepResult, list[StepResult]]:
         """The results of the whole batch, and of the batch in parts.
 
-        Finds out the settings, and the limit.
+        Finds out the settings, and the limit. Random numbers are steady if the step
+        draws from torch's generator, or if ``is_steady``.
 
         Raises ``ValueError`` if the step leaves no gradient, or is for one batch.
         """
-        reference, results = self._compare_orders(is_steady=False)
-        worst, _ = self.worst_error(results, reference.gradients)
-        # Operators are only watched if something differs, because it takes time.
-        if worst > self.limit and self._watched().drawn > reference.drawn:
-            # A generator of the user gives each split other numbers, too.
-            return self._compare_orders(is_steady=True)
-        return reference, results
-
-    def _compare_orders(self, is_steady: bool) -> tuple[StepResult, list[StepResult]]:
-        """Compare, with steady random numbers if the step draws, or ``is_steady``."""
-        self.settings = Settings(returns_values=self.arguments.returns_values)
-        self.limit = EXACT
-        self.unseen = []
-        self.rows = self._orders[0]
         reference, results = self._compare_first_order(is_steady)
         for rows in self._orders[1:]:
             worst, _ = self.worst_error(results, reference.gradients)
             if worst <= self.limit:
                 self.rows = rows
                 results = self.results(self.split())
+        worst, _ = self.worst_error(results, reference.gradients)
+        # Operators are only watched if something differs, because it takes time.
+        is_found = is_steady or worst <= self.limit
+        if not is_found and self._watched().drawn > reference.drawn:
+            # A generator of the user gives each split other numbers, too.
+            self._begin()
+            return self.compare(is_steady=True)
         return reference, results
 
     def _compare_first_order(
@@ -193,13 +187,14 @@ class Trial:
             self.settings = replace(settings, casts_in_double=True)
             try:
                 coarsest = self._watched().coarsest
-                sharper = self.reference(self.rows), self.results(self.split())
+                sharper = self.results(self.split())
+                reference = self.reference(self.rows)
             except TimeoutError:
                 raise
             except Exception:  # something insists on a lower dtype
                 self.settings = settings
             else:
-                reference, results = sharper
+                results = sharper
                 worst, _ = self.worst_error(results, reference.gradients)
         if coarsest is not None:
             if worst > self.limit:
@@ -248,34 +243,14 @@ class Trial:
             result = self.reference(self.rows)
             problem = str(error).partition("\n")[0]
             self._tell_limit(f"the step does not run in float64 ({problem})")
-        if not self.settings.returns_values:
-            result = self._with_zeros_filled(result)
-            if is_zero(result.gradients):
-                raise ValueError(
-                    "step left no gradient on a parameter of the model; call "
-                    "backward() for the model that step gets, and do not end with "
-                    "zero_grad()"
-                )
+        if not self.settings.returns_values and is_zero(result.gradients):
+            raise ValueError(
+                "step left no gradient on a parameter of the model; call backward() "
+                "for the model that step gets, and do not end with zero_grad()"
+            )
         if is_steady or "torch" in result.drawn:
             result = self._with_steady_numbers(result)
         return result
-
-    def _with_zeros_filled(self, result: StepResult) -> StepResult:
-        """The result with other numbers in parameters that are zero, if they hide one.
-
-        While LoRA's second factor is zero, as at the start, the first has no gradient:
-        a mistake there would not show.
-        """
-        hidden = invisible(result.gradients, 0.0)
-        if not hidden or not any(is_all_zero(p) for p in self.model.parameters()):
-            return result
-        # Kept only if it shows more: other numbers are not those of the user.
-        with self.changed(fills_zeros=True):
-            filled = self.reference(self.rows)
-        if len(invisible(filled.gradients, 0.0)) >= len(hidden):
-            return result
-        self.settings = replace(self.settings, fills_zeros=True)
-        return filled
 
     def _with_steady_numbers(self, as_drawn: StepResult) -> StepResult:
         """The result with random numbers that do not depend on the split.
@@ -289,14 +264,17 @@ class Trial:
         if vanished:
             # Draws that a batch of fewer rows has as well are weights.
             shapes = result.shapes & self._with_fewer_rows().shapes
-            varied = {"numbers": Numbers.VARIED, "fixed_shapes": shapes}
-            with self.changed(**varied):
-                other = self.reference(self.rows)
-            still_vanished = self._vanished(other.gradients, as_drawn.gradients)
+            constant = self.settings
+            self.settings = replace(
+                constant, numbers=Numbers.VARIED, fixed_shapes=shapes
+            )
+            varied = self.reference(self.rows)
+            still_vanished = self._vanished(varied.gradients, as_drawn.gradients)
             if len(still_vanished) < len(vanished):
-                self.settings = replace(self.settings, **varied)
-                result = other
+                result = varied
                 vanished = still_vanished
+            else:
+                self.settings = constant
         if len(vanished) == len(as_drawn.gradients) or is_zero(result.gradients):
             raise ValueError(
                 "the gradient is zero with the constant numbers that random operators "
@@ -521,11 +499,9 @@ class _PlainStep:
 
     loss: Loss
 
-    def __call__(self, model: nn.Module, batches: list[Any]) -> Tensor:
+    def __call__(self, model: nn.Module, batches: list[Any]) -> None:
         (batch,) = batches
-        value = self.loss(model, batch)
-        value.backward()
-        return value
+        self.loss(model, batch).backward()
 
 
 @dataclass(frozen=True)

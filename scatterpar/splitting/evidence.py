@@ -176,8 +176,8 @@ class GradientEvidence(SplitEvidence):
     def _growth(self, unit: str, others: int) -> list[Growth]:
         """The growth from two parts to three, with what a term may make of it.
 
-        The parts are alike, so that the term is. Empty for too few rows, or no
-        difference. ``others`` is the number of ranks for parts, and of parts for ranks.
+        The parts are alike, so that the term is. Empty for too few
+        rows. ``others`` is the number of ranks for parts, and of parts for ranks.
         """
         trial = self.trial
         # Both splits must cut the same rows without a rest.
@@ -194,13 +194,11 @@ class GradientEvidence(SplitEvidence):
             actual = trial.gradients_of(trial.cut(dealt, ranks, parts, equal=True))
             differences.append(joined(actual) - expected)
         two, three = differences
-        # Without a difference there is no direction.
-        if not two.any() or not three.any():
-            return []
+        # Without a difference both are not a number, which no growth is.
         factor = float(three.norm() / two.norm())
         cosine = float(torch.cosine_similarity(two, three, dim=0))
         growths = []
-        for times in sorted({1, others}):
+        for times in {1, others}:
             growth = (3 * times - 1) / (2 * times - 1)
             growths.append(Growth(unit, factor, growth, cosine))
         return growths

@@ -131,8 +131,6 @@ def _kill(processes: list[Any]) -> None:
     for process in processes:
         if process.pid is not None:
             process.kill()  # trainers handle SIGTERM
-    for process in processes:
-        if process.pid is not None:
             process.join()
             process.close()
 

@@ -6,7 +6,7 @@ import contextlib
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,19 +112,20 @@ def run_step(
         _convert_to_double(tensors)
     if not settings.returns_values:  # a user knows the loss of the model
         _fill_zeros(model)
+    # Hooks stay until the caller restores all that the step has changed, too.
+    outputs: dict[str, Tensor] = {}
+    if settings.running_statistics:
+        use_running_statistics(model)
+    if settings.watch_modules:
+        keep_outputs(model, outputs)
     # Before anything that the step draws.
     generators = _used_generators()
     gradients = TrainedGradients(model, leaves_outside(model, step))
     terms = Terms(settings.without_term)
     repeated = RepeatedNumbers(settings.numbers, settings.fixed_shapes)
     watched = WatchedOperators()  # type: ignore[no-untyped-call]
-    outputs: dict[str, Tensor] = {}
     returned: Any = None  # of a step that an optimizer ends
     with contextlib.ExitStack() as stack:
-        if settings.running_statistics:
-            stack.enter_context(running_statistics(model))
-        if settings.watch_modules:
-            stack.enter_context(outputs_kept(model, outputs))
         if settings.numbers is not Numbers.AS_DRAWN:
             stack.enter_context(repeated)
         if settings.watch_operators:
@@ -213,29 +214,21 @@ def layers_with_batch_statistics(model: nn.Module) -> list[nn.Module]:
     return layers
 
 
-@contextlib.contextmanager
-def running_statistics(model: nn.Module) -> Iterator[None]:
-    """In the body, batch normalisation uses its running statistics.
+def use_running_statistics(model: nn.Module) -> None:
+    """Let batch normalisation use its running statistics.
 
-    A hook for each call, because a step may call ``model.train()``.
+    By a hook for each call, because a step may call ``model.train()``.
     """
 
     def evaluate(layer: nn.Module, _: Sequence[Any]) -> None:
         layer.training = False
 
-    hooks = []
     for layer in layers_with_batch_statistics(model):
-        hooks.append(layer.register_forward_pre_hook(evaluate))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+        layer.register_forward_pre_hook(evaluate)
 
 
-@contextlib.contextmanager
-def outputs_kept(model: nn.Module, outputs: dict[str, Tensor]) -> Iterator[None]:
-    """In the body, modules add the output of their first call, as they end."""
+def keep_outputs(model: nn.Module, outputs: dict[str, Tensor]) -> None:
+    """Let modules add the output of their first call, as they end."""
     names = {module: name for name, module in model.named_modules()}
 
     def keep(module: nn.Module, _: Any, output: Any) -> None:
@@ -243,12 +236,8 @@ def outputs_kept(model: nn.Module, outputs: dict[str, Tensor]) -> Iterator[None]
             if tensor.ndim and tensor.is_floating_point():
                 outputs.setdefault(names[module] or "the module", whole(tensor))
 
-    hooks = [module.register_forward_hook(keep) for module in names]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    for module in names:
+        module.register_forward_hook(keep)
 
 
 def _used_generators() -> dict[str, Any]:

@@ -56,7 +56,7 @@ def of_trainer(
             the error says what to pass.
     """
     counted = batch
-    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes, tuple)):
+    if isinstance(batch, Sequence) and not isinstance(batch, tuple):
         samples = list(batch)
         counted = as_tensors(samples)
         batch = Rows(samples, list)

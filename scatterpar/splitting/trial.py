@@ -167,16 +167,15 @@ class Trial:
             reference = self.first_reference(is_steady)
             results = self.results(self.split())
             self._align([reference, *results])
-        except TimeoutError:
-            raise  # a second try would wait as long
         except Exception as error:
-            # A list has no shape: the error is of any kind.
-            if self._takes_one_batch():
-                raise ValueError(
-                    "step was written for one batch, and gets a list of them; write "
-                    "`for batch in batches:` around its forward and backward pass"
-                ) from error
-            raise
+            # A list has no shape: the error is of any kind, but no timeout, after which
+            # a second try would wait as long.
+            if isinstance(error, TimeoutError) or not self._takes_one_batch():
+                raise
+            raise ValueError(
+                "step was written for one batch, and gets a list of them; write `for "
+                "batch in batches:` around its forward and backward pass"
+            ) from error
         worst, _ = self.worst_error(results, reference.gradients)
         if not self.settings.in_double or worst <= _ROUNDING:
             return reference, results
@@ -451,18 +450,17 @@ class Trial:
         shares = []
         for share in split:
             shares.append([self._select(part) for part in share])
+        model = self.model
+        settings = self.settings
         try:
             if self.ranks > 1:
-                job = RankJob(step, self.model, shares, self.settings)
+                job = RankJob(step, model, shares, settings)
                 results = run_on_ranks(job, self.arguments.timeout)
             else:
                 tensors = self._state.tensors
                 with self._state.restored():
-                    result = run_step(
-                        step, self.model, shares[0], self.settings, tensors
-                    )
+                    results = [run_step(step, model, shares[0], settings, tensors)]
                     self._numbers = self._numbers_of_step()
-                results = [result]
         except Exception as error:
             # The user has not cut the batch: the sizes say in which split it failed.
             error.add_note(f"splitcheck called step with {described(split)} rows")

@@ -84,6 +84,7 @@ Words = tuple[str, str]  # why, and what to write instead
 
 
 def _words(finding: Finding, evidence: GradientEvidence) -> Words:
+    # A finding has one figure at most, which its words explain.
     if finding.factor is not None:
         return _factor_in_words(finding, finding.factor, evidence)
     if finding.weights is not None:
@@ -332,6 +333,7 @@ def _weights_in_words(
     ranks = evidence.trial.ranks
     kind = finding.kind
     remedy = _REMEDIES.get(kind, f"{_BY_TERMS}.")
+    # Parts are multiplied again as they are, or after each has got its right weight.
     ratio = _ratio_of_neighbours(weights.computed / weights.right, ranks)
     ratio = ratio or _ratio_of_neighbours(weights.computed, ranks)
     # If no count has the right weights, the loss is no mean over terms.
@@ -365,7 +367,7 @@ def _ratio_of_neighbours(weights: Tensor, ranks: int) -> float | None:
     """The number that turns each weight of a rank into the one before it."""
     by_rank = weights.reshape(ranks, -1)
     ratios = (by_rank[:, :-1] / by_rank[:, 1:]).flatten()
-    if len(ratios) < 2:
+    if len(ratios) < 2:  # any two weights have a ratio
         return None
     ratio = float(ratios[0])
     is_one = math.isclose(ratio, 1, rel_tol=CLOSE)

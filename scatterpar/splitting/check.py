@@ -122,6 +122,7 @@ def check(arguments: SplitArguments) -> SplitCheck:
             cause = _with_terms(cause, of_terms)
     # After the last run, which would restore them.
     trial.leave_numbers()
+    # Rank 0 stands for all in the numbers of the report, though not in the verdict.
     actual = joined(results[0].gradients)
     whole = joined(expected)
     return SplitCheck(

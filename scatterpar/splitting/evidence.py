@@ -53,6 +53,7 @@ class GradientEvidence(SplitEvidence):
     ) -> None:
         self.trial = trial
         self.expected = expected
+        # Rank 0 stands for all: ranks that differ are a cause before all weights.
         self.actual = results[0].gradients
         self.others = [result.gradients for result in results[1:]]
         self.names = list(expected)
@@ -100,6 +101,7 @@ class GradientEvidence(SplitEvidence):
 
     def scopes(self) -> Sequence[Sequence[str]]:
         """All parameters, and all that are wrong."""
+        # One of several losses reaches some parameters alone.
         if len(self.wrong) < len(self.names):
             return self.names, self.wrong
         return (self.names,)
@@ -144,7 +146,7 @@ class GradientEvidence(SplitEvidence):
     def weights(self, names: Sequence[str]) -> Weights | None:
         """The weights of the parts in the loop, and in the whole batch."""
         computed = self._weights(self.actual, names)
-        if computed is None:
+        if computed is None:  # nothing to compare with
             return None
         right = self._weights(self.expected, names)
         return None if right is None else Weights(computed, right)

@@ -99,6 +99,7 @@ def joined(gradients: Gradients, names: Sequence[str] | None = None) -> Tensor:
 
 
 def _largest(tensor: Tensor) -> float:
+    # A rank may have an empty shard of a parameter.
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 

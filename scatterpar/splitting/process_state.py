@@ -46,6 +46,7 @@ class ProcessState:
         roots = [model, step, *(vars(helper) for helper in helpers), *shared.values()]
         devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
         walk = Walk(roots)
+        # All that a step may write, of any size; a look of the engine saves less.
         self._user = Journal(walk, list(devices), guarded=(), max_bytes=math.inf)
         self.tensors = list(walk.tensors.values())
         self._leaves = [_Leaf(tensor) for tensor in self.tensors if tensor.is_leaf]

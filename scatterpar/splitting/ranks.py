@@ -87,6 +87,7 @@ def run_on_ranks(job: RankJob, seconds: float) -> list[StepResult]:
         port = _free_port()
         ranks = []
         for rank in range(size):
+            # Daemons: an interpreter that exits ends them, and does not wait.
             arguments = (rank, size, folder, port, seconds, sent)
             ranks.append(context.Process(target=_rank, args=arguments, daemon=True))
         # Before the start, so that a rank that reaches its own limit is late here, too.
@@ -153,7 +154,7 @@ def _rank(
     _limit_time(seconds)
     _set_environment(rank, size, port)
     torch.get_num_threads()  # or the first operator would set the number again
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # threads of OpenMP do not survive a fork
     answer: StepResult | _Failure
     try:
         job = _received(sent)
@@ -315,6 +316,7 @@ def _results(
 def _answer(process: Any, file: Path) -> StepResult | _Failure:
     """What the process of a rank, which has ended, has written."""
     if file.exists():
+        # A process of ours has written it, so it may be unpickled.
         answer: StepResult | _Failure = torch.load(file, weights_only=False)
         return answer
     process.join()  # or its exit code is not known yet

@@ -137,6 +137,7 @@ def run_step(
         # Last: it catches the end of the step, and the others then end as usual.
         stack.enter_context(gradients)
         returned = step(model, batches)
+        # A loop that only logs what it returns has run its backward passes.
         if not gradients.has_run_backward and not settings.returns_values:
             terms.run_backward(returned)
         gradients.clippings.end()
@@ -184,7 +185,7 @@ def values_of(returned: Any) -> Gradients:
     named = returned if isinstance(returned, dict) else {"value": returned}
     values = {}
     for name, number in named.items():
-        # Numbers of NumPy and of torch, and lists of them.
+        # Numbers of NumPy and of torch, and lists: to pass over these would hide some.
         try:
             value = torch.as_tensor(number, dtype=torch.float64).detach()
         except (TypeError, ValueError, RuntimeError):  # a text, an object
@@ -234,6 +235,7 @@ def keep_outputs(model: nn.Module, outputs: dict[str, Tensor]) -> None:
     def keep(module: nn.Module, _: Any, output: Any) -> None:
         for tensor in nested.tensors(output):
             if tensor.ndim and tensor.is_floating_point():
+                # The first: GradCache calls a module again, for each part.
                 outputs.setdefault(names[module] or "the module", whole(tensor))
 
     for module in names:

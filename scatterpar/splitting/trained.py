@@ -120,6 +120,7 @@ class TrainedGradients:
             for parameter in group["params"]:
                 parameter.grad = None
         if callable(closure):
+            # Without a second run, which would accumulate each gradient again.
             kwargs = {**kwargs, "closure": lambda: returned}
             return args[:1], kwargs
         return None
@@ -155,6 +156,7 @@ class TrainedGradients:
     def _names(self) -> dict[int, str]:
         """The names of the leaves of the model and of the step, by id."""
         names = {id(leaf): name for name, leaf in self._outside.items()}
+        # Read again at each call: ``fully_shard`` makes other parameters.
         for name, parameter in self._model.named_parameters():
             names[id(parameter)] = name
         return names

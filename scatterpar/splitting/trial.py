@@ -220,6 +220,7 @@ class Trial:
     def _takes_one_batch(self) -> bool:
         """Whether the step runs for a batch in the place of a list of batches."""
         try:
+            # Run, not read: a loop may name its batches as it likes.
             step = _StepOfOneBatch(self.arguments.step)
             (result, *_) = self._run(step, [[self.rows]])
         except Exception:
@@ -237,6 +238,7 @@ class Trial:
             raise
         except Exception as error:  # a dtype in the user's code? If not, it fails again
             self.settings = replace(self.settings, in_double=False)
+            # A model in half precision rounds more than the float32 of most kernels.
             dtypes = {parameter.dtype for parameter in self.model.parameters()}
             self.limit = max(_SINGLE, *(_CAST.get(dtype, 0.0) for dtype in dtypes))
             result = self.reference(self.rows)
@@ -261,6 +263,7 @@ class Trial:
         result = self.reference(self.rows)
         vanished = self._vanished(result.gradients, as_drawn.gradients)
         if vanished:
+            # Equal weights of classes, for one, leave no gradient on what is below.
             # Draws that a batch of fewer rows has as well are weights.
             shapes = result.shapes & self._with_fewer_rows().shapes
             constant = self.settings
@@ -326,6 +329,7 @@ class Trial:
                 f"optimizer in step has it"
             )
         if not self.arguments.returns_values:
+            # Frozen ones have no gradient in any loop.
             trained = {n for n, p in self.model.named_parameters() if p.requires_grad}
             hidden = invisible(results[0].gradients, self.limit)
             names = [name for name in hidden if name in trained]
@@ -380,6 +384,7 @@ class Trial:
         # Settings are part of the key: the cells of a grid may need different ones.
         if key not in references:
             references[key] = self._run(self._reference_step, [[rows]])[0]
+        # A copy, because gradients of a result are written: aligned, or subtracted.
         result = replace(references[key])
         result.gradients = dict(result.gradients)
         if self._zeros:
@@ -480,6 +485,7 @@ class Trial:
 
         A test reads ``step.largest`` after the check. It is the one thing that stays.
         """
+        # On ranks there are none: a process takes its own along.
         if self._numbers:
             vars(self.arguments.step).update(self._numbers)
 

@@ -35,6 +35,7 @@ from scatterpar.errors import warn
 from scatterpar.log import logger
 from scatterpar.options.map_rows import Mapped, RowFunction
 from scatterpar.plan import Plan, make_plan
+from scatterpar.replicas.references import read_attribute
 from scatterpar.state.journal import Journal
 from scatterpar.step.attempt import Extent
 from scatterpar.step.reduce import Outcome
@@ -340,5 +341,5 @@ def name_of(function: Any) -> str:
     if function is None:  # there is no criterion
         return "the module's own loss"
     function = innermost(function)
-    name: str = getattr(function, "__qualname__", type(function).__qualname__)
+    name: str = read_attribute(function, "__qualname__", type(function).__qualname__)
     return name

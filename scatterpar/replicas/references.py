@@ -83,8 +83,19 @@ def parts_of(value: Any) -> References:
     return parts_of_kind(value)
 
 
+def read_attribute(value: Any, name: str, default: Any = None) -> Any:
+    """An attribute of a user's object, whose ``__getattr__`` may raise any error.
+
+    That of a dictionary with ``__getattr__ = dict.__getitem__`` raises ``KeyError``.
+    """
+    try:
+        return getattr(value, name, default)
+    except Exception:
+        return default
+
+
 def _attributes_of(value: Any) -> Mapping[str, Any]:
-    attributes: Mapping[str, Any] = getattr(value, "__dict__", _NOTHING)
+    attributes: Mapping[str, Any] = read_attribute(value, "__dict__", _NOTHING)
     return attributes
 
 
@@ -345,7 +356,7 @@ def children_of(value: Any) -> Collection[Any]:
         return value.values() if isinstance(value, dict) else value
     if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
         return value.__self__, value.__func__
-    if (getattr(value, "__module__", None) or "").startswith("torch."):
+    if (read_attribute(value, "__module__") or "").startswith("torch."):
         return ()
     return named_values(value).values()
 
@@ -354,5 +365,5 @@ def module_of(function: Any) -> nn.Module | None:
     """The module that ``function`` is, or is a method of; ``None`` if there is none."""
     owner = function
     if not isinstance(function, nn.Module):
-        owner = getattr(function, "__self__", None)
+        owner = read_attribute(function, "__self__")
     return owner if isinstance(owner, nn.Module) else None

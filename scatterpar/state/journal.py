@@ -42,6 +42,7 @@ from scatterpar.state.savers import (
     CannotSaveError,
     Saver,
     Substitution,
+    has_own_values,
     moves_by_calls,
     saver_of,
     substitution_for,
@@ -212,6 +213,8 @@ class Journal:
         bytes_left = max_bytes
         for number, tensor in enumerate(self.walk.values if self.walk.tensors else ()):
             if not isinstance(tensor, Tensor) or tensor.is_meta:
+                continue
+            if not has_own_values(tensor):
                 continue
             key = id(tensor)
             if key not in self.walk.tensors:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.devices.fingerprints import same_bits
-from scatterpar.devices.transfers import write
+from scatterpar.devices.transfers import pieces_of, write
 from scatterpar.replicas.snapshot import PLAIN
 from scatterpar.state.whose import Whose, is_writer, whose
 
@@ -218,7 +218,9 @@ class _Values(Saver):
 
     def save(self, value: Any) -> Any:
         values = value.detach()
-        return values, values.clone()
+        # A write to a sparse tensor exchanges its pieces, which a detached one keeps.
+        written = values if value.layout == torch.strided else value
+        return written, values.clone()
 
     def is_same(self, value: Any, saved: Any) -> bool:
         return same_bits(*saved)
@@ -229,6 +231,23 @@ class _Values(Saver):
 
 STORAGE = _Storage()
 VALUES = _Values()
+
+
+def has_own_values(tensor: Tensor) -> bool:
+    """Whether a tensor's values can be read, compared and written as a whole.
+
+    Not those of quantised or nested ones, of subclasses that consist of others, and of
+    tensors whose elements share memory, as after ``expand``.
+    """
+    if tensor.is_quantized or tensor.is_nested:
+        return False
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return False
+    if tensor.layout != torch.strided:  # sparse, or one of oneDNN's
+        return len(pieces_of(tensor)) > 1
+    dimensions = zip(tensor.shape, tensor.stride(), strict=True)
+    return all(stride or size <= 1 for size, stride in dimensions)
+
 
 GENERATOR = _GeneratorState()
 

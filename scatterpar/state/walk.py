@@ -38,6 +38,7 @@ from scatterpar.replicas.references import (
     globals_named_in,
     names_in,
     parts_of,
+    read_attribute,
 )
 from scatterpar.replicas.snapshot import PLAIN
 from scatterpar.state.whose import (
@@ -201,7 +202,7 @@ class Walk:
         self._root_ids: set[int] = set()
         for root in roots:
             # A method is given for its object, even if that is a library's Trainer.
-            self._root_ids |= {id(root), id(getattr(root, "__self__", None))}
+            self._root_ids |= {id(root), id(read_attribute(root, "__self__"))}
             self._add(root, None, 0)
         self._follow_all()
 

@@ -29,6 +29,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from scatterpar.batch.nested import PLAIN_CLASSES
+from scatterpar.replicas.references import read_attribute
 
 
 class Whose(enum.Enum):
@@ -109,7 +110,7 @@ def is_writer(kind: type) -> bool:
 
 def attributes_of(value: Any) -> dict[str, Any]:
     """The ``__dict__`` of an object; an empty one if it has none."""
-    attributes = getattr(value, "__dict__", None)
+    attributes = read_attribute(value, "__dict__")
     # A class may compute attributes of any name, and that of a class is no dict.
     return attributes if isinstance(attributes, dict) else {}
 

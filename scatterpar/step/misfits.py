@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.errors import Refusal, add_note
+from scatterpar.replicas.references import read_attribute
 from scatterpar.state.walk import Walk
 from scatterpar.step.request import Request
 
@@ -49,7 +50,7 @@ def misfit_of_criterion(criterion: Callable[..., Any]) -> TypeError | None:
     signature = _misfit(criterion, (None, None), {})
     if signature is None:
         return None
-    name = getattr(criterion, "__qualname__", type(criterion).__name__)
+    name = read_attribute(criterion, "__qualname__", type(criterion).__name__)
     return TypeError(
         "the criterion is called as criterion(output, targets), which "
         f"{name}{signature} does not take; pass a function of both, such as lambda "

@@ -15,7 +15,7 @@ from scatterpar.batch.batch import Batch, batch_of, batches_of
 from scatterpar.devices.device_ids import physical
 from scatterpar.devices.transfers import to_numbers
 from scatterpar.option_checks import check_int, check_number
-from scatterpar.replicas.references import module_of
+from scatterpar.replicas.references import module_of, read_attribute
 from scatterpar.wrapper import Wrapper
 
 # Of an output, which is the user's, and of targets.
@@ -169,7 +169,7 @@ def checked(
     # ``count=`` may read targets that the module's own loss does not.
     if targets is not None and criterion is None and call.count is None:
         raise ValueError("targets were given without a criterion: pass criterion=")
-    splits = getattr(criterion, "num_splits", 1)  # timm's JsdCrossEntropy has it
+    splits = read_attribute(criterion, "num_splits", 1)  # timm's JsdCrossEntropy has it
     if isinstance(splits, int) and splits > 1 and not call.whole_batch:
         raise ValueError(
             f"{type(criterion).__name__} splits its rows into {splits} versions of the "
@@ -328,4 +328,4 @@ def option_of(criterion: Any, name: str, default: Any) -> Any:
     if isinstance(criterion, partial):
         return criterion.keywords.get(name, option_of(criterion.func, name, default))
     owner = module_of(criterion)
-    return getattr(criterion if owner is None else owner, name, default)
+    return read_attribute(criterion if owner is None else owner, name, default)

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from scatterpar.batch.markers import Marker
 from scatterpar.errors import restored
 from scatterpar.plan import Share
+from scatterpar.replicas.references import read_attribute
 from scatterpar.replicas.replicas import Replica
 from scatterpar.step.attempt import Attempt, Clock
 from scatterpar.step.misfits import misfit_of_inputs
@@ -187,7 +188,7 @@ def is_of_torch(criterion: Callable[..., Any] | None) -> bool:
     """Whether the criterion is one of torch's losses, or there is none."""
     is_module = isinstance(criterion, nn.Module)
     definition = type(criterion) if is_module else criterion
-    module_name = getattr(definition, "__module__", None)
+    module_name = read_attribute(definition, "__module__")
     return criterion is None or module_name in _TORCHS_LOSSES
 
 

@@ -21,6 +21,7 @@ from scatterpar.causes.counts import (
     named_tensors,
 )
 from scatterpar.causes.evidence import CauseKind, Question, SplitEvidence, Weights
+from scatterpar.replicas.references import read_attribute
 from scatterpar.step.loss_weights import is_smoothed, term_counts
 from scatterpar.step.request import Request
 from scatterpar.verify.comparison import (
@@ -505,7 +506,7 @@ def name_of(request: Request) -> str:
     if criterion is None:
         return request.loss_name
     function = unbound(criterion)
-    name = getattr(function, "__qualname__", type(function).__name__)
+    name = read_attribute(function, "__qualname__", type(function).__name__)
     return "the criterion" if name == "criterion" else f"the criterion {name}"
 
 

@@ -16,6 +16,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass
 from itertools import chain
 from threading import Event
@@ -130,7 +131,8 @@ def look(
         begun.append(replica_look)
         try:
             with replica_look.runs.user_code.isolated():
-                return replica_look.answer(most)
+                # In a copy: what calls set in context variables is gone with it.
+                return copy_context().run(replica_look.answer, most)
         finally:
             has_ended.set()
 

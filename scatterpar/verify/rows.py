@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from scatterpar.causes.counts import IGNORED
 from scatterpar.devices.device_ids import HOST
 from scatterpar.devices.transfers import to_device, to_numbers
-from scatterpar.replicas.references import reachable
+from scatterpar.replicas.references import reachable, read_attribute
 from scatterpar.verify.ranges import may_be_labels
 
 Part = Sequence[int]  # the numbers of its rows
@@ -214,8 +214,11 @@ def ignored_values(*functions: Any) -> list[int]:
 def _integers_of(value: Any) -> list[int]:
     """The value itself, labels that its modules ignore, and constants of its code."""
     modules = value.modules() if isinstance(value, nn.Module) else [value]
-    candidates = [value, *(getattr(module, "ignore_index", None) for module in modules)]
-    code = getattr(unbound(value), "__code__", None)
+    candidates = [
+        value,
+        *(read_attribute(module, "ignore_index") for module in modules),
+    ]
+    code = read_attribute(unbound(value), "__code__")
     # Code may compare labels with a literal.
     candidates += getattr(code, "co_consts", ())
     return [candidate for candidate in candidates if type(candidate) is int]

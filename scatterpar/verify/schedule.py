@@ -21,7 +21,12 @@ from torch import Tensor, nn
 from scatterpar.batch.batch import Batch
 from scatterpar.devices.streams import is_async
 from scatterpar.look_steps import is_look_step
-from scatterpar.replicas.references import WITHOUT_PARTS, named_values, walk
+from scatterpar.replicas.references import (
+    WITHOUT_PARTS,
+    named_values,
+    read_attribute,
+    walk,
+)
 from scatterpar.step.request import Request
 from scatterpar.step.turns import Scope
 from scatterpar.verify.ranges import read_ranges
@@ -165,7 +170,7 @@ def _children(value: Any) -> Sequence[Any]:
         return [*value.values()] if len(value) <= _MAX_ENTRIES else ()
     if isinstance(value, (list, tuple)):
         return value if len(value) <= _MAX_ENTRIES else ()
-    if (getattr(value, "__module__", None) or "").startswith("torch."):
+    if (read_attribute(value, "__module__") or "").startswith("torch."):
         return ()
     return [*named_values(value).values()]
 
@@ -179,5 +184,5 @@ def _name_of(value: Any) -> Hashable:
         return value.dtype, value.ndim
     if value is None or isinstance(value, (bool, str)):
         return value
-    code = getattr(value, "__code__", None)
+    code = read_attribute(value, "__code__")
     return type(value).__qualname__ if code is None else code

@@ -16,6 +16,7 @@ import threading
 import types
 import warnings
 from collections import UserDict, UserList, deque
+from contextvars import ContextVar
 from functools import partial
 from queue import Queue
 from types import SimpleNamespace
@@ -537,6 +538,60 @@ class Counted(torch.autograd.Function):
 
 
 # how a value is made, moved by a call, and read
+class AttributeDict(dict):
+    """A missing attribute is a ``KeyError``, which ``hasattr`` does not expect."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Stubborn:
+    """Has no attribute but those of its class, and says so in its own way."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+
+def two_lengths(layout):
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+
+
+# Values that a criterion may refer to, and that are not what they seem.
+UNUSUAL = {
+    "attributes of a dict": lambda: AttributeDict(scale=2),
+    "no attributes": Stubborn,
+    "nested tensor": lambda: two_lengths(torch.strided),
+    "jagged tensor": lambda: two_lengths(torch.jagged),
+    "tensor of oneDNN": lambda: torch.ones(3, 3).to_mkldnn(),
+    "quantised tensor": lambda: torch.quantize_per_tensor(
+        torch.ones(3), 0.1, 0, torch.qint8
+    ),
+    "expanded tensor": lambda: torch.ones(1).expand(3),
+}
+
+
+class Loss(AttributeDict):
+    """A loss function whose own attributes are entries."""
+
+    def __init__(self, value):
+        super().__init__(value=value)
+
+    def __call__(self, output, targets):
+        return F.mse_loss(output, targets)
+
+
+def by(criterion):
+    def step(model, batches):
+        rows = sum(len(inputs) for inputs, _ in batches)
+        for inputs, values in batches:
+            loss = criterion(model(inputs), values)
+            (loss * len(inputs) / rows).backward()
+
+    return step
+
+
+TURN = ContextVar("TURN")
 SHARED = {
     "iterator": (itertools.count, next, next),
     "deque in an object": (
@@ -553,6 +608,16 @@ SHARED = {
         lambda: np.random.RandomState(3),
         lambda kept: kept.rand(),
         lambda kept: kept.rand(),
+    ),
+    "sparse tensor": (
+        lambda: AttributeDict(table=torch.zeros(3).to_sparse()),
+        lambda kept: kept.table.add_(torch.ones(3).to_sparse()),
+        lambda kept: kept.table.to_dense().tolist(),
+    ),
+    "context variable": (
+        lambda: TURN.set(0),
+        lambda kept: TURN.set(TURN.get() + 1),
+        lambda kept: TURN.get(),
     ),
     "class of a Function": (
         lambda: setattr(Counted, "calls", 0),
@@ -586,6 +651,18 @@ def test_look_leaves_what_module_and_criterion_share(devices, name):
         assert model.kept is kept
         values.append(read(kept))
     assert values[0] == values[1]
+
+
+@pytest.mark.filterwarnings("ignore:.*(prototype|deprecated|quantiz).*")
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_look_meets_unusual_values(devices, name):
+    """A step of a criterion that refers to them failed, unless ``verify=False``."""
+    value = UNUSUAL[name]()
+    criterion = Loss(value)
+    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
+        assert_step(engine, INPUTS, VALUES, criterion)
+    assert splitcheck(by(criterion), mlp(), (INPUTS, VALUES)).passed
+    assert criterion.value is value
 
 
 def bias():

@@ -69,7 +69,7 @@ def usual_column(columns: Sequence[str], usual: str) -> str | None:
 def columns_in_words(image: str, label: str, columns: Sequence[str]) -> str:
     """Return a line that says which columns are read, and which are not."""
     words = f"images from the column {image}, classes from {label}"
-    others = [column for column in columns if column not in (image, label, "")]
+    others = [column for column in columns if column not in (image, label)]
     if others:
         words += f"; not used: {first_names(others)}"
     return words

@@ -11,11 +11,12 @@ image,cat,dog       a column per class
 from __future__ import annotations
 
 import codecs
-import csv
+import importlib
 import os
-from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from scatterpar.train.columns import (
     IMAGE_COLUMNS,
@@ -27,6 +28,7 @@ from scatterpar.train.columns import (
 )
 from scatterpar.train.command_line import Options, UsageError, words_of
 from scatterpar.train.folders import find_pictures, is_picture
+from scatterpar.train.libraries import INSTALL
 from scatterpar.train.parts import (
     TRAIN,
     VAL,
@@ -40,173 +42,156 @@ from scatterpar.train.parts import (
 
 ENDINGS = (".csv", ".tsv")
 _DELIMITERS = ",;\t|"
-_PART_COLUMNS = ("split", "subset", "partition", "set", "is_valid")
+_PART_COLUMNS = ("split", "subset", "partition", "set")
 _IS_VALID = "is_valid"  # fastai's: whether a row is for validation
-_FLAGS = {
-    "0": False,
-    "1": True,
-    "0.0": False,
-    "1.0": True,
-    "false": False,
-    "true": True,
-}
+# As spreadsheets and pandas write them.
+_YES = ("1", "1.0", "true", "True", "TRUE")
+_NO = ("0", "0.0", "false", "False", "FALSE")
 
 
 def read_table(path: Path, options: Options) -> DataParts:
     """Find the files that a table lists."""
     table = _read(path)
-    part_column = _part_column(table)
-    columns = [column for column in table[0] if column != part_column]
+    part_column, parts = _parts_of_rows(table)
+    columns = [column for column in table if column != part_column]
     image = choose_column(columns, IMAGE_COLUMNS, "image", options.column_image)
     others = [column for column in columns if column != image]
-    class_columns = []
-    if options.column_label is None and usual_column(others, LABEL_COLUMNS) is None:
-        class_columns = _class_columns(table, others)
-    if class_columns:
-        label = _add_label_column(table, class_columns, image)
-        columns = [column for column in columns if column not in class_columns]
+    flags = [column for column in others if table[column].isin(_YES + _NO).all()]
+    is_named = options.column_label or usual_column(others, LABEL_COLUMNS)
+    if len(flags) > 1 and not is_named:
+        label = first_names(flags)
+        table[label] = _classes_of_flags(table, flags, image)
+        columns = [column for column in columns if column not in flags]
     else:
         label = choose_column(others, LABEL_COLUMNS, "label", options.column_label)
     folder = path.parent / (options.train_folder or "")
-    places = _places(folder, [row[image] for row in table])
-    rows_of_parts: dict[str, list[dict[str, str]]] = {}
+    places = _places(folder, table[image])
     unused = Unused()
-    for row in table:
-        part = _part_of_row(row, part_column) if part_column else TRAIN
+    rows_of_parts = defaultdict[str, list[int]](list)
+    for row, part in enumerate(parts):
         if part is None:
-            unused.add("of other parts", row[part_column])
+            unused.add("of other parts", table[part_column][row])
         else:
-            rows_of_parts.setdefault(part, []).append(row)
-    labels = {}
-    for part, rows in rows_of_parts.items():
-        labels[part] = [row[label] for row in rows]
+            rows_of_parts[part].append(row)
+    labels = {part: table[label][rows] for part, rows in rows_of_parts.items()}
     class_names, pairs_of_parts = label_rows(labels, label, unused)
     pictures = {}
     for part, pairs in pairs_of_parts.items():
         rows = rows_of_parts[part]
-        pictures[part] = Files([(places[rows[row][image]], n) for row, n in pairs])
-    parts = make_parts(pictures, class_names, unused, options.val)
-    parts.notes.append(columns_in_words(image, label, columns))
-    return parts
+        pictures[part] = Files([(places[rows[row]], number) for row, number in pairs])
+    made = make_parts(pictures, class_names, unused, options.val)
+    made.notes.append(columns_in_words(image, label, columns))
+    return made
 
 
-def _read(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a table, by the names of its columns."""
-    content = path.read_bytes()
-    is_utf_16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+def _read(path: Path) -> Any:
+    """Return a table of texts, by the names of its columns."""
     try:
-        text = content.decode("utf-16" if is_utf_16 else "utf-8-sig")
-        first_line = text.partition("\n")[0]
-        delimiter = max(_DELIMITERS, key=first_line.count)
-        lines = csv.reader(
-            text.splitlines(), delimiter=delimiter, skipinitialspace=True
+        pandas = importlib.import_module("pandas")
+    except ImportError as error:
+        raise UsageError(
+            f"{words_of(error)} ({INSTALL} -e '.[images]' where you cloned scatterpar)"
+        ) from error
+    # Spreadsheets save "Unicode text" in UTF-16, which begins with a mark.
+    is_utf_16 = path.read_bytes().startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    encoding = "utf-16" if is_utf_16 else "utf-8-sig"
+    try:
+        with path.open(encoding=encoding) as file:
+            # Not pandas' own guess, which takes letters for delimiters.
+            delimiter = max(_DELIMITERS, key=file.readline().count)
+        table = pandas.read_csv(
+            path,
+            sep=delimiter,
+            encoding=encoding,
+            dtype=str,
+            keep_default_na=False,  # a class may be called NA
+            skipinitialspace=True,
         )
-        # A space beside a delimiter would make another class of the same name.
-        stripped = [[cell.strip() for cell in line] for line in lines]
-    except (ValueError, csv.Error) as error:
+    except ValueError as error:  # also pandas' errors
         raise UsageError(
             f"it is not a table in UTF-8 ({words_of(error)}); save it as CSV UTF-8, or "
             f"convert it: iconv -f latin1 -t utf-8 {path.name}"
         ) from error
-    header, *rows = [line for line in stripped if any(line)] or [[]]
-    if not rows:
-        raise UsageError("it has no rows below a line with the names of its columns")
-    if any(map(is_picture, header)):
+    # pandas takes cells beyond the names of columns for names of rows.
+    if not isinstance(table.index, pandas.RangeIndex):
         raise UsageError(
-            f"its first line has no names of columns, but {first_names(header)}; add "
-            "one above it, such as image,label"
+            f"its rows have more cells than the columns {first_names(list(table))}"
         )
-    # The last one of a name would hide the others.
-    if len(set(header)) < len(header):
-        raise UsageError(f"two of its columns have one name: {first_names(header)}")
-    for row in rows:
-        if len(row) > len(header):
-            raise UsageError(
-                f"the row {first_names(row)} has {len(row)} cells, and its columns are "
-                f"{first_names(header)}"
-            )
-    return [dict(zip_longest(header, row, fillvalue="")) for row in rows]
+    # A space beside a delimiter would make another class of the same name.
+    table.columns = table.columns.str.strip()
+    table = table.fillna("").apply(lambda column: column.str.strip())
+    # Spreadsheets leave rows without content at the end.
+    table = table[(table != "").any(axis=1)].reset_index(drop=True)
+    if any(map(is_picture, table)):
+        raise UsageError(
+            f"its first line has no names of columns, but {first_names(list(table))}; "
+            "add one above it, such as image,label"
+        )
+    if table.empty:
+        raise UsageError("it has no rows below a line with the names of its columns")
+    return table
 
 
-def _part_column(table: Sequence[Mapping[str, str]]) -> str:
-    """Return the column that says what a row is for, if there is one."""
-    for column in table[0]:
-        is_named = column.lower() in _PART_COLUMNS
-        if is_named and any(_part_of_row(row, column) == TRAIN for row in table):
-            return column
-    return ""
-
-
-def _part_of_row(row: Mapping[str, str], column: str) -> str | None:
-    if column.lower() == _IS_VALID:
-        is_valid = _FLAGS.get(row[column].lower())
-        return None if is_valid is None else (VAL if is_valid else TRAIN)
-    return part_of(row[column])
-
-
-def _class_columns(
-    table: Sequence[Mapping[str, str]], columns: Sequence[str]
-) -> list[str]:
-    """Return the columns that say of each row whether it is of their class, if there
-    are two at least.
+def _parts_of_rows(table: Any) -> tuple[str, list[str | None]]:
+    """Return the column that says what a row is for, if there is one, and the part of
+    each row.
     """
-    flags = []
-    for column in columns:
-        if all(row[column].lower() in _FLAGS for row in table):
-            flags.append(column)
-    return flags if len(flags) > 1 else []
+    for column in table:
+        name = column.lower()
+        if name == _IS_VALID:
+            parts = [
+                VAL if is_valid else TRAIN for is_valid in table[column].isin(_YES)
+            ]
+        elif name in _PART_COLUMNS:
+            parts = [part_of(text) for text in table[column]]
+        else:
+            continue
+        # Otherwise the column has other values, such as the set of a card.
+        if TRAIN in parts:
+            return column, parts
+    return "", [TRAIN] * len(table)
 
 
-def _add_label_column(
-    table: Sequence[dict[str, str]], class_columns: Sequence[str], image: str
-) -> str:
-    """Add a column with the class of each row, and return its name.
+def _classes_of_flags(table: Any, flags: Sequence[str], image: str) -> Any:
+    """Return the class of each row, whose column alone has a one.
 
     Raises a `UsageError` if a row is of no class or of several.
     """
-    name = first_names(class_columns)
-    for row in table:
-        classes = []
-        for column in class_columns:
-            if _FLAGS[row[column].lower()]:
-                classes.append(column)
-        if len(classes) != 1:
-            raise UsageError(
-                f"{row[image]} is of {len(classes)} of the classes {name}, and the "
-                "tool trains one class per image: leave out such rows, or pass "
-                f"--column-label {class_columns[0]} to learn one column"
-            )
-        row[name] = classes[0]
-    return name
+    is_of_class = table[flags].isin(_YES)
+    numbers = is_of_class.sum(axis=1)
+    wrong = numbers[numbers != 1]
+    if len(wrong):
+        row = wrong.index[0]
+        raise UsageError(
+            f"{table[image][row]} is of {wrong[row]} of the classes "
+            f"{first_names(flags)}, and the tool trains one class per image: leave out "
+            f"such rows, or pass --column-label {flags[0]} to learn one column"
+        )
+    return is_of_class.idxmax(axis=1)
 
 
-def _places(folder: Path, names: Sequence[str]) -> dict[str, str]:
+def _places(folder: Path, names: Sequence[str]) -> list[str]:
     """Return the file of each name in a column: a path, or the name of a file below the
     folder, with or without its ending.
     """
     if not folder.is_dir():
         raise UsageError(f"there is no folder {folder}")
     # Tables of competitions name files without folder and ending.
-    by_name = dict[str, list[str]]()
+    by_name = defaultdict[str, set[str]](set)
     for path in find_pictures(folder, Unused()):
-        relative = os.path.relpath(path, folder)
-        stem = os.path.splitext(relative)[0]
-        names_of_file = {relative, stem}
-        names_of_file |= {os.path.basename(name) for name in names_of_file}
-        for name in names_of_file:
-            by_name.setdefault(name, []).append(path)
-    places = {}
+        for name in (os.path.relpath(path, folder), os.path.basename(path)):
+            stem = os.path.splitext(name)[0]
+            by_name[name].add(path)
+            by_name[stem].add(path)
+    places = list[str]()
     missing = []
     for name in names:
         relative = os.path.normpath(name.replace("\\", "/"))  # as Windows has it
         path = os.path.join(folder, relative)
-        matches = by_name.get(relative, [])
-        if os.path.isfile(path):
-            places[name] = path
-        elif len(matches) == 1:
-            places[name] = matches[0]
-        else:
+        matches = {path} if os.path.isfile(path) else by_name[relative]
+        if len(matches) != 1:
             missing.append(name)
+        places += matches
     if missing:
         raise UsageError(
             f"{len(missing):,} of its {len(names):,} images are not below {folder}, or "
@@ -214,10 +199,10 @@ def _places(folder: Path, names: Sequence[str]) -> dict[str, str]:
             "folder, and --column-image their column"
         )
     # A picture in two rows could be trained on, and tested.
-    files = set(places.values())
-    if len(files) < len(names):
+    number = len(set(places))
+    if number < len(names):
         raise UsageError(
-            f"it lists {len(names):,} rows, but only {len(files):,} images: one row "
-            "for each image is needed"
+            f"it lists {len(names):,} rows, but only {number:,} images: one row for "
+            "each image is needed"
         )
     return places

@@ -367,7 +367,7 @@ def _open_parts(options: Options) -> DataParts:
     if library_name == "torch":
         return _of_torchvision(options)
     # A misspelt path looks like the name of a library's set.
-    near = suggestion(path.name, [entry.name for entry in _beside(path)])
+    near = suggestion(path.name, [entry.name for entry in path.parent.glob("*")])
     if options.resume:
         raise UsageError(
             f"there is no such folder{near}; --data FOLDER names where it is now"
@@ -376,10 +376,6 @@ def _open_parts(options: Options) -> DataParts:
         f"there is no such folder{near}; known by name are {EMBEDDED}, torch/NAME and "
         "hfds/NAME"
     )
-
-
-def _beside(path: Path) -> list[Path]:
-    return list(path.parent.iterdir()) if path.parent.is_dir() else []
 
 
 def _refuse_options_of_files(options: Options) -> None:

@@ -8,8 +8,8 @@ photos/test/cat/3.jpg
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import combinations
 from pathlib import Path
 
 from scatterpar.train.command_line import Options, UsageError
@@ -188,20 +188,19 @@ def _unwrapped(folder: Path, part: str) -> Path:
 
 def _refuse_unnamed_parts(folders: Sequence[Path]) -> None:
     """Raise a `UsageError` if folders that would be classes have the same folders."""
-    # Pairs of a thousand classes would take long to compare.
+    # Many folders are classes, each with images/ and masks/.
     if len(folders) > _MOST_PARTS:
         return
-    names_below = []
+    counts = Counter[str]()
     for folder in folders:
-        below = {entry.name.lower() for entry in visible_folders(folder)}
-        names_below.append((folder.name, below))
-    for (first, names), (second, other_names) in combinations(names_below, 2):
-        common = sorted(names & other_names)
-        if len(common) > 1:
-            raise UsageError(
-                f"its folders {first}/ and {second}/ have the same folders "
-                f"({first_names(common)}), so they are no classes: {_WHICH}"
-            )
+        counts.update({entry.name.lower() for entry in visible_folders(folder)})
+    common = sorted(name for name, number in counts.items() if number > 1)
+    if len(common) > 1:
+        names = " and ".join(f"{folder.name}/" for folder in folders)
+        raise UsageError(
+            f"its folders {names} have the same folders ({first_names(common)}), so "
+            f"they are no classes: {_WHICH}"
+        )
 
 
 def _hint(path: Path) -> str:
@@ -249,21 +248,18 @@ def pairs_of_part(
     """
     pairs = _Pairs()
     empty = []
+    labels = {name: label for label, name in enumerate(class_names)}
     # Parts that people made by hand differ in the case of a class.
-    by_lower_case = {name.lower(): name for name in class_names}
+    by_lower_case = {name.lower(): label for name, label in labels.items()}
     for entry in sorted(folder.iterdir()):
+        label = labels.get(entry.name, by_lower_case.get(entry.name.lower()))
         if _is_hidden(entry.name):
             unused.add(_HIDDEN)
         elif entry.is_file():
             unused.add(_NO_CLASS)
+        elif label is None:
+            _leave_aside(entry, UNKNOWN_CLASS, entry.name, unused)
         else:
-            name = entry.name
-            if name not in class_names:
-                name = by_lower_case.get(name.lower(), "")
-            if not name:
-                _leave_aside(entry, UNKNOWN_CLASS, entry.name, unused)
-                continue
-            label = class_names.index(name)
             files = list(find_pictures(entry, unused))
             pairs += [(file, label) for file in files]
             if not files:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -114,38 +115,31 @@ def _load(name: str, options: Options) -> dict[str, Any]:
 
 def _columns(features: Any, options: Options) -> tuple[str, str]:
     """Return the columns of pictures and of labels, found by type and name."""
-    images = []
-    classes = []
-    others = []
+    by_type = defaultdict[str, list[str]](list)
     for column, feature in features.items():
-        kind = type(feature).__name__
-        if kind == "Image":
-            images.append(column)
-        elif kind == "ClassLabel":
-            classes.append(column)
-        elif kind == "Value":
-            others.append(column)
-    if options.column_image or not images:
-        images += others
+        by_type[type(feature).__name__].append(column)
+    images = by_type["Image"] or by_type["Value"]
+    if options.column_image:
+        images = list(features)
     image = choose_column(images, IMAGE_COLUMNS, "image", options.column_image)
-    labels = classes or [column for column in others if column != image]
-    if options.column_label:
-        labels = classes + others
-    label = choose_column(labels, LABEL_COLUMNS, "label", options.column_label)
+    labels = by_type["ClassLabel"]
+    if options.column_label or not labels:
+        labels = labels + by_type["Value"]
+    others = [column for column in labels if column != image]
+    label = choose_column(others, LABEL_COLUMNS, "label", options.column_label)
     return image, label
 
 
 def _labels(dataset: Any, column: str) -> list[Any]:
     """Return the label of each row as text or number; None if there is none."""
-    if column not in dataset.features:
+    feature = dataset.features.get(column)
+    if feature is None:
         return [None] * len(dataset)
     labels = list(dataset.select_columns([column])[column])
     # The names of this part: another part may have them in another order.
-    names = getattr(dataset.features[column], "names", None)
+    names = getattr(feature, "names", None)
     if names is None:
         return labels
-    texts = []
-    for label in labels:
-        is_known = label is not None and label >= 0
-        texts.append(names[label] if is_known else None)
-    return texts
+    # The hub's sets number an unknown label as -1.
+    numbered = dict(enumerate(names))
+    return [numbered.get(label) for label in labels]

@@ -91,7 +91,7 @@ def test_classes_are_those_of_training_images():
 
 
 def test_columns_that_are_not_used_are_told():
-    words = columns_in_words("image", "label", ["", "image", "label", "is_valid"])
+    words = columns_in_words("image", "label", ["image", "label", "is_valid"])
     assert words.endswith(
         "from the column image, classes from label; not used: is_valid"
     )

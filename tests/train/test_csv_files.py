@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 from PIL import Image
@@ -10,6 +11,7 @@ from PIL import Image
 from scatterpar.train.command_line import Options, UsageError
 from scatterpar.train.csv_files import read_table
 
+pytest.importorskip("pandas", reason="pandas, of the extra images, is missing")
 pytestmark = [pytest.mark.pictures, pytest.mark.draws]
 
 
@@ -109,8 +111,8 @@ def test_unlabelled_rows_left_aside(folder):
         ("image,tags", lambda n: f"{n},{'ab'[n % 2]};b", "several classes .* .a;b"),
         ("image,label", lambda n: f"{n + 2}.png,x", "2 of its 12 images are not below"),
         ("image,label", lambda n: f"/far/{n}.png,x", "12 of its 12 images are not"),
-        ("image,label", lambda n: f"{n},x,y", "0, x, y has 3 cells, and its columns"),
-        ("image,label,label", lambda n: f"{n},x,{n}", "columns have one name: image"),
+        ("image,label", lambda n: f"{n},x,y", "rows have more cells than the columns"),
+        ("image,label", lambda n: f"{n},x{n // 9 * ',y'}", "Expected 2 fields in line"),
         ("image,label", lambda n: f"{n % 6}.png,x", "12 rows, but only 6 images"),
         ("image,a,b", lambda n: f"{n},x,y", "--column-label NAME, one of a, b"),
     ],
@@ -151,3 +153,17 @@ def test_text_that_is_no_table_is_refused(folder):
         (folder / "train.csv").write_bytes(text)
         with pytest.raises(UsageError, match=r"iconv -f latin1|no rows below"):
             read_table(folder / "train.csv", Options(val=0.2))
+
+
+def test_second_column_of_a_name_is_told(folder):
+    table = write(folder, "image,label,label", lambda n: f"{n},{'xy'[n % 2]},{n}")
+    parts = read_table(table, Options(val=0.2))
+    assert parts.class_names == ["x", "y"]
+    assert parts.notes[-1].endswith("; not used: label.1")
+
+
+def test_missing_reader_of_tables_is_named(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    table = write(folder, "image,label", lambda n: f"{n},{n % 2}")
+    with pytest.raises(UsageError, match=r"pandas.*pip install .*\[images\]"):
+        read_table(table, Options(val=0.2))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from torch import Tensor
@@ -19,8 +19,6 @@ from scatterpar.train.results import Mistake
 _TILES = 48  # images of a mosaic
 _TILES_PER_LINE = 8
 _TILE_INCHES = 1.5
-_GAP = 0.06  # between tiles, of an image's width
-_NAME_HEIGHT = 0.14  # of the line below an image
 _NAMED_CLASSES = 40  # of a confusion matrix; with more, names would overlap
 _COUNTED_CLASSES = 20  # with more, the numbers in its cells would overlap
 _LONGEST_NAME = 16  # letters below an image
@@ -49,21 +47,23 @@ def draw_curves(
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     loss, accuracy = figure.subplots(1, 2)
     steps = metrics.of_kind("step")
-    consumed = accumulate(step["images"] for step in steps)
-    epochs_of_steps = [number / images for number in consumed]
-    loss.plot(epochs_of_steps, _heights(steps, "loss"), label="training loss")
-    epochs = metrics.of_kind("epoch")
-    numbers = [record["epoch"] for record in epochs]
-    heights = _heights(epochs, f"{tested}_loss")
-    loss.plot(numbers, heights, "o-", label=f"{tested} loss", markersize=4)
+    # Steps differ in their images, and so in their part of an epoch.
+    epochs_of_steps = _values(steps, "images").cumsum() / images
+    loss.plot(epochs_of_steps, _values(steps, "loss"), label="training loss")
     loss.set(title="Loss", xlabel="Epoch")
-    heights = _heights(epochs, f"{tested}_accuracy")
-    accuracy.plot(numbers, heights, "o-", label="top-1 accuracy", markersize=4)
-    if has_top5:
-        heights = _heights(epochs, f"{tested}_accuracy_top5")
-        accuracy.plot(numbers, heights, "o:", label="top-5 accuracy", markersize=4)
     accuracy.set(title=f"{tested.capitalize()} accuracy", xlabel="Epoch")
     accuracy.yaxis.set_major_formatter(PercentFormatter(1.0))
+    lines = [
+        (loss, "loss", f"{tested} loss"),
+        (accuracy, "accuracy", "top-1 accuracy"),
+    ]
+    if has_top5:
+        lines.append((accuracy, "accuracy_top5", "top-5 accuracy"))
+    epochs = metrics.of_kind("epoch")
+    numbers = _values(epochs, "epoch")
+    for axes, measured, label in lines:
+        values = _values(epochs, f"{tested}_{measured}")
+        axes.plot(numbers, values, "o-", label=label, markersize=4)
     for axes in (loss, accuracy):
         # Whole epochs, from the start on.
         axes.set_xlim(0, max([1, *numbers, *epochs_of_steps]) * 1.03)
@@ -73,9 +73,9 @@ def draw_curves(
     _save(figure, path)
 
 
-def _heights(records: Sequence[dict[str, Any]], name: str) -> list[float]:
-    values = [record[name] for record in records]
-    return [math.nan if value is None else value for value in values]
+def _values(records: Sequence[dict[str, Any]], name: str) -> Any:
+    # A null, which JSON has for NaN, becomes NaN again.
+    return np.array([record[name] for record in records], dtype=float)
 
 
 def draw_confusion(
@@ -94,32 +94,23 @@ def draw_confusion(
     axes.set(title=title, xlabel="predicted", ylabel="true")
     if classes <= _NAMED_CLASSES:
         places = range(classes)
-        names = [_escaped(name) for name in class_names]
-        axes.set_xticks(places, names, rotation=45, ha="right", rotation_mode="anchor")
-        axes.set_yticks(places, names)
+        # Names with dollars are no formulas.
+        style: dict[str, Any] = {"parse_math": False, "rotation_mode": "anchor"}
+        axes.set_xticks(places, class_names, rotation=45, ha="right", **style)
+        axes.set_yticks(places, class_names, **style)
     if classes <= _COUNTED_CLASSES:
-        for row in range(classes):
-            for column in range(classes):
-                _write_count(axes, confusion, parts, row, column)
+        for row, column in confusion.nonzero().tolist():
+            colour = "white" if parts[row, column] > 0.5 else "black"
+            text = str(int(confusion[row, column]))
+            centred = {"ha": "center", "va": "center"}
+            axes.text(column, row, text, color=colour, fontsize=8, **centred)
     _save(figure, path)
-
-
-def _write_count(
-    axes: Any, confusion: Tensor, parts: Tensor, row: int, column: int
-) -> None:
-    """Write the number of images into a cell, unless it is zero."""
-    number = int(confusion[row, column])
-    if number:
-        colour = "white" if parts[row, column] > 0.5 else "black"
-        axes.text(
-            column, row, number, ha="center", va="center", color=colour, fontsize=8
-        )
 
 
 def draw_first_batch(
     images: Tensor, labels: Tensor, class_names: Sequence[str], path: Path
 ) -> None:
-    """Draw the first images of a batch as the network sees them, above their
+    """Draw the first images of a batch as the network sees them, with their
     classes.
     """
     names = _names_of(labels[:_TILES], class_names)
@@ -139,44 +130,19 @@ def draw_mistakes(
 
 
 def _draw_images(images: Sequence[Tensor], texts: Sequence[str], path: Path) -> None:
-    """Draw images above texts.
-
-    All images are in one pair of axes, because 48 pairs take twice as long to draw. An
-    image is 1 wide, and its tile is larger by a gap and the lines of its text.
-    """
-    lines_of_text = 1 + texts[0].count("\n")
-    columns = _TILES_PER_LINE // lines_of_text  # longer texts need wider tiles
-    columns = min(columns, len(images))
-    lines = -(-len(images) // columns)
-    height = images[0].shape[-2] / images[0].shape[-1]
-    tile_width = 1 + _GAP
-    tile_height = height + _GAP + _NAME_HEIGHT
-    width = _TILE_INCHES * lines_of_text
-    size = width * columns * tile_width, width * lines * tile_height
+    """Draw images with a text above each."""
+    columns = min(_TILES_PER_LINE, len(images))
+    lines = math.ceil(len(images) / columns)
+    size = _TILE_INCHES * columns, _TILE_INCHES * lines
     figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots()
-    for number, (image, text) in enumerate(zip(images, texts, strict=True)):
-        line, column = divmod(number, columns)
-        left = column * tile_width
-        bottom = -line * tile_height - height
+    tiles = figure.subplots(lines, columns, squeeze=False).flatten()
+    for axes in tiles:
+        axes.set_axis_off()
+    for axes, image, text in zip(tiles, images, texts, strict=False):
         pixels = image.cpu().permute(1, 2, 0)
-        axes.imshow(
-            pixels.squeeze(2).numpy(),  # of one channel
-            cmap="gray",
-            vmin=0,
-            vmax=255,
-            extent=(left, left + 1, bottom, bottom + height),
-        )
-        style: dict[str, Any] = {
-            "ha": "center",
-            "va": "top",
-            "fontsize": 8,
-            "parse_math": False,
-        }
-        axes.text(left + 0.5, bottom - _GAP / 2, text, **style)
-    axes.set_axis_off()
-    axes.set_xlim(-_GAP, columns * tile_width)
-    axes.set_ylim(-lines * tile_height, _GAP)
+        # Of grey images, matplotlib wants no axis of channels.
+        axes.imshow(pixels.squeeze(2).numpy(), cmap="gray", vmin=0, vmax=255)
+        axes.set_title(text, fontsize=6, parse_math=False)
     _save(figure, path)
 
 
@@ -195,8 +161,3 @@ def _short(name: str) -> str:
     if len(name) <= _LONGEST_NAME:
         return name
     return name[: _LONGEST_NAME - 1] + "…"
-
-
-def _escaped(name: str) -> str:
-    """Return a name that matplotlib does not read as a formula."""
-    return name.replace("$", r"\$")

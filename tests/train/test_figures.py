@@ -66,8 +66,7 @@ def test_confusion_matrix_takes_any_names(tmp_path, drawn, names, recwarn):
     axes = drawn[0][0]
     if len(names) == 2:
         assert [text.get_text() for text in axes.texts] == ["7", "7"]
-        labels = [label.get_text() for label in axes.get_xticklabels()]
-        assert [label.replace("\\", "") for label in labels] == names
+        assert [label.get_text() for label in axes.get_xticklabels()] == names
     assert shown(tmp_path / "confusion.png").any()
     assert not recwarn.list
 
@@ -80,14 +79,14 @@ def test_first_batch_shows_image_and_class(tmp_path, drawn, channels, number):
     draw_first_batch(
         images, labels, ["cat", "a name of many letters"], tmp_path / "x.png"
     )
-    [axes] = drawn[0]
-    assert len(axes.images) == len(axes.texts) == min(number, 48)
-    assert axes.texts[0].get_text() == "cat"
-    assert axes.images[0].get_array().tolist()[0][0] == (
+    tiles = [axes for axes in drawn[0] if axes.images]
+    assert len(tiles) == min(number, 48)
+    assert tiles[0].get_title() == "cat"
+    assert tiles[0].images[0].get_array().tolist()[0][0] == (
         200 if channels == 1 else [200] * 3
     )
     if number > 1:
-        assert axes.texts[1].get_text() == "a name of many …"
+        assert tiles[1].get_title() == "a name of many …"
     assert (shown(tmp_path / "x.png") == 200).any()
 
 
@@ -95,5 +94,4 @@ def test_mixed_image_has_both_names(tmp_path, drawn):
     images = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
     labels = torch.tensor([[0.7, 0.3, 0.0], [0.0, 0.0, 1.0]])
     draw_first_batch(images, labels, ["a", "b", "c"], tmp_path / "x.png")
-    [axes] = drawn[0]
-    assert [text.get_text() for text in axes.texts] == ["a + b", "c"]
+    assert [axes.get_title() for axes in drawn[0]] == ["a + b", "c"]

@@ -8,7 +8,7 @@ import math
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -18,41 +18,11 @@ import tyro
 
 LARGE_BATCH = 4096
 EMBEDDED = "embedded"
-# The options that decide the result of a run: a resumed run must have the same ones.
-_DECISIVE = (
-    "data",
-    "val",
-    "train_folder",
-    "val_folder",
-    "test_folder",
-    "column_image",
-    "column_label",
-    "image_size",
-    "augment",
-    "erase",
-    "mixup",
-    "cutmix",
-    "model",
-    "pretrained",
-    "from_scratch",
-    "freeze",
-    "batch",
-    "epochs",
-    "patience",
-    "base_lr",
-    "warmup_epochs",
-    "drop_at",
-    "optimizer",
-    "momentum",
-    "weight_decay",
-    "label_smoothing",
-    "clip",
-    "ema",
-    "autocast",
-    "seed",
+# The options that a resumed run may change, because they do not decide the result.
+_CHANGEABLE = (
+    "data_root download workers skip_broken devices processes micro_batch_size compile "
+    "channels_last config out checkpoint_every resume"
 )
-# The options that a resumed run does not take over.
-_OF_SESSION = ("config", "out", "resume")
 # Ranges of numbers: in words, as a test, and the options of all commands that they
 # apply to.
 _POSITIVE = (
@@ -112,27 +82,40 @@ _INSTEAD = {
     "the same curves, with tensorboard installed",
 }
 
-_arg = tyro.conf.arg  # the help text says what a default of None means
-Number = Annotated[int | None, _arg(help_behavior_hint="", metavar="N")]
-Rate = Annotated[float | None, _arg(help_behavior_hint="", metavar="X")]
-Name = Annotated[str | None, _arg(help_behavior_hint="", metavar="NAME")]
-Folder = Annotated[Path | None, _arg(help_behavior_hint="", metavar="PATH")]
-OutFolder = Annotated[Path, _arg(help_behavior_hint="", metavar="PATH")]
-BatchSize = Annotated[
-    int | Literal["auto"] | None, _arg(help_behavior_hint="", metavar="auto|N")
-]
-Precision = Annotated[
-    Literal["bfloat16", "float16"] | None, _arg(help_behavior_hint="")
-]
-Switch = Annotated[bool, _arg(help_behavior_hint="")]
-Epochs = Annotated[tuple[int, ...], _arg(help_behavior_hint="")]
-Devices = Annotated[
-    tuple[str, ...], _arg(help_behavior_hint="", metavar="DEVICE [DEVICE ...]")
-]
+
+def _shown(metavar: str) -> Any:
+    """Let `--help` show an option's value by a word. The text of an option says what a
+    default of None means.
+    """
+    return tyro.conf.arg(help_behavior_hint="", metavar=metavar)
+
+
+Number = Annotated[int | None, _shown("N")]
+Rate = Annotated[float | None, _shown("X")]
+Name = Annotated[str | None, _shown("NAME")]
+Folder = Annotated[Path | None, _shown("PATH")]
+Devices = Annotated[tuple[str, ...], _shown("DEVICE [DEVICE ...]")]
 
 
 @dataclass(frozen=True)
-class _Images:
+class Options:
+    """Train a network on large batches, with all GPUs of this machine,
+    in one process or a few.
+    """
+
+    examples: ClassVar[str] = """examples:
+  python -m scatterpar train                                      the included images
+  python -m scatterpar train --data photos --val 0.1 --model timm:resnet18 --pretrained
+  python -m scatterpar train --data photos --batch auto --autocast bfloat16 --out runs/a
+  python -m scatterpar train --config photos.toml --epochs 90     options from a file
+  python -m scatterpar train --out runs/a --resume                goes on with a run
+
+Writes into --out: metrics.jsonl (a JSON object per line: starts, steps, epochs),
+first_batch.png (images as the network sees them), curves.png, confusion.png,
+checkpoint.pt, best.pt, and TensorBoard's event file if that is installed. Exit codes:
+0 finished, 1 diverged, 2 wrong argument or data, 130 interrupted, 143 ended by SIGTERM;
+both keep the run."""
+
     # folder with train/CLASS/ and test/CLASS/ or val/CLASS/ (with both, val chooses the
     # best epoch, and test is tested at the end), or with CLASS/ and --val; torch/NAME
     # of torchvision, such as torch/fashion_mnist; hfds/NAME of Hugging Face's hub, or a
@@ -163,22 +146,19 @@ class _Images:
     # the number of pictures that may be left out because they cannot be read
     skip_broken: int = 0
 
-
-@dataclass(frozen=True)
-class _Training:
     # cnn, timm:NAME such as timm:resnet50, or package.module:callable such as
     # torchvision.models:resnet101, called with num_classes if it has that parameter
     model: str = "cnn"
     # start from the library's weights for its model, or refuse (default: start from
     # them if --model is a name of timm or torchvision.models, images are in files, and
     # the weights are cached or can be fetched)
-    pretrained: Switch = False
+    pretrained: bool = False
     from_scratch: bool = False  # start from random weights
     freeze: int = 0  # epochs in which only the last layer is trained
     # images of a step (default: 4096 of the included images; of others as many as leave
     # 50 steps an epoch, from 32 to 4096). auto: 256, doubled while the gradient's noise
     # scale is twice that, with two replicas at least
-    batch: BatchSize = None
+    batch: Annotated[int | Literal["auto"] | None, _shown("auto|N")] = None
     # how often all images are used (default: 20; for the included images 15)
     epochs: Number = None
     patience: Number = None  # stop after so many epochs without a better accuracy
@@ -189,7 +169,7 @@ class _Training:
     # most 5; with --batch auto 0)
     warmup_epochs: Number = None
     # epochs after which the rate is a tenth, such as 30 60 80
-    drop_at: Epochs = ()
+    drop_at: Annotated[tuple[int, ...], _shown("N [N ...]")] = ()
     # class of torch.optim, or timm's name such as lamb; SGD is Nesterov's (default:
     # AdamW from pretrained weights, SGD from random ones)
     optimizer: Name = None
@@ -201,9 +181,6 @@ class _Training:
     ema: Rate = None
     seed: int = 0  # random seed: weights, order of the images, augmentation
 
-
-@dataclass(frozen=True)
-class _Devices:
     # a device for each replica, such as cuda:0,cuda:1 or cuda:0 cuda:1 (default: every
     # GPU; without any, two replicas on the CPU)
     devices: Devices = ()
@@ -212,17 +189,17 @@ class _Devices:
     processes: int = 1
     micro_batch_size: int = 64  # images of a sub-step of each replica
     compile: bool = False  # compile the network with torch.compile
-    autocast: Precision = None  # compute in that precision where it is safe
+    # compute in that precision where it is safe
+    autocast: Annotated[
+        Literal["bfloat16", "float16"] | None, _shown("{bfloat16,float16}")
+    ] = None
     # channels last in memory, often faster for convolutions
     channels_last: bool = False
 
-
-@dataclass(frozen=True)
-class _Files:
     # options from a TOML file; those of the command line override it
     config: Folder = None
     # folder for what is written (default: a new one in runs/)
-    out: OutFolder = field(
+    out: Annotated[Path, _shown("PATH")] = field(
         default_factory=lambda: Path(time.strftime("runs/train-%Y%m%d-%H%M%S"))
     )
     # steps between checkpoints; each epoch ends with one
@@ -230,39 +207,12 @@ class _Files:
     # go on from --out's checkpoint with its options, bit for bit on as many replicas
     resume: bool = False
 
-
-@dataclass(frozen=True)
-class Options(_Files, _Devices, _Training, _Images):
-    """Train a network on large batches, with all GPUs of this machine,
-    in one process or a few.
-    """
-
-    examples: ClassVar[str] = """examples:
-  python -m scatterpar train                                      the included images
-  python -m scatterpar train --data photos --val 0.1 --model timm:resnet18 --pretrained
-  python -m scatterpar train --data photos --batch auto --autocast bfloat16 --out runs/a
-  python -m scatterpar train --config photos.toml --epochs 90     options from a file
-  python -m scatterpar train --out runs/a --resume                goes on with a run
-
-Writes into --out: metrics.jsonl (a JSON object per line: starts, steps, epochs),
-first_batch.png (images as the network sees them), curves.png, confusion.png,
-checkpoint.pt, best.pt, and TensorBoard's event file if that is installed. Exit codes:
-0 finished, 1 diverged, 2 wrong argument or data, 130 interrupted, 143 ended by SIGTERM;
-both keep the run."""
-
     def settings(self) -> dict[str, Any]:
         """Return the options that determine the result of the run, up to rounding."""
-        return {name: getattr(self, name) for name in _DECISIVE}
-
-
-@dataclass(frozen=True)
-class _Groups:
-    """The groups that `--help` shows."""
-
-    images: _Images = field(default_factory=_Images)
-    training: _Training = field(default_factory=_Training)
-    device: _Devices = field(default_factory=_Devices)
-    file: _Files = field(default_factory=_Files)
+        settings = dict(vars(self))
+        for name in _CHANGEABLE.split():
+            del settings[name]
+        return settings
 
 
 def parse(arguments: Sequence[str], saved: Mapping[str, Any] | None = None) -> Options:
@@ -271,11 +221,7 @@ def parse(arguments: Sequence[str], saved: Mapping[str, Any] | None = None) -> O
     With the `saved` options of a run that goes on, these come before the command line.
     A passed option that decides the result must be the saved one.
     """
-    words = list(_words_of_saved(saved or {}))
-    groups = read(_Groups, arguments, "train", Options, words)
-    parts = (groups.images, groups.training, groups.device, groups.file)
-    values = {name: value for part in parts for name, value in vars(part).items()}
-    options = Options(**values)
+    options: Options = read(Options, arguments, "train", _words_of(saved or {}))
     epochs = options.epochs
     if epochs is None:
         # 15: half a minute on two cores.
@@ -294,22 +240,12 @@ def parse(arguments: Sequence[str], saved: Mapping[str, Any] | None = None) -> O
     return options
 
 
-def _words_of_saved(saved: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the words of a run's options that its next session takes over."""
-    for option in dataclasses.fields(Options):
-        name = option.name
-        # None and an empty list have no words.
-        if name not in _OF_SESSION and saved.get(name) not in (None, [], ()):
-            yield from _words_of_option(name, saved[name])
-
-
 def _refuse_other_options(options: Options, saved: Mapping[str, Any]) -> None:
-    for name in _DECISIVE:
-        value = getattr(options, name)
+    for name, value in options.settings().items():
         # Data that has moved is compared by its classes and the number of its files.
         if name == "data" or name not in saved or value == saved[name]:
             continue
-        option = "--" + name.replace("_", "-")
+        option = option_of(name)
         remedy = f"leave out {option}"
         if saved[name] is not None:
             remedy = f"pass {option} {saved[name]} or leave it out"
@@ -350,17 +286,14 @@ def read(
     kind: type[Any],
     arguments: Sequence[str],
     command: str,
-    described: Any = None,
-    first_words: Sequence[str] = (),
+    first_words: Iterable[str] = (),
 ) -> Any:
     """Read a command's options; those of a `--config` file come first.
 
     Args:
-        kind: the dataclass of the options, or of groups of options.
+        kind: the dataclass of the options.
         arguments: the command line.
         command: the name of the command.
-        described: the class whose docstring and examples `--help` shows, if it is not
-            `kind`.
         first_words: options that come before those of the command line.
     """
     words = _words(arguments)
@@ -368,18 +301,21 @@ def read(
         raise UsageError(f"{words[0]}: --data {words[0]} names the images")
     for word in words:
         if word.startswith("--"):
-            name = word[2:].replace("-", "").replace("_", "").lower()
+            name = word.replace("-", "").replace("_", "").lower()
             if name in _INSTEAD:
                 raise UsageError(f"there is no {word}: {_INSTEAD[name]}")
-    described = described or kind
     options = tyro.cli(
         kind,
         prog=f"python -m scatterpar {command}",
         args=[*first_words, *words],
-        description=f"{inspect.getdoc(described)}\n\n{described.examples}",
-        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
+        description=f"{inspect.getdoc(kind)}\n\n{kind.examples}",
+        config=(tyro.conf.FlagCreatePairsOff,),
     )
-    _check_ranges(options)
+    for range_words, fits, names in _RANGES:
+        for name in names.split():
+            value = getattr(options, name, None)
+            if isinstance(value, int | float) and not fits(value):
+                raise UsageError(f"{option_of(name)}: {value} is not {range_words}")
     return options
 
 
@@ -389,37 +325,32 @@ def _words(arguments: Sequence[str]) -> list[str]:
     for argument in arguments:
         words += argument.split("=", 1) if argument.startswith("--") else [argument]
     words_of_files = list[str]()
-    for word, following in pairwise(words):
+    for word, path in pairwise(words):
         if word == "--config":
-            words_of_files += _words_of_file(Path(following))
+            try:
+                options = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                raise UsageError(
+                    f"--config {path} cannot be read: {words_of(error)}"
+                ) from error
+            words_of_files += _words_of(options)
     return [*words_of_files, *words]
 
 
-def _words_of_file(path: Path) -> Iterator[str]:
-    try:
-        options = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"--config {path} cannot be read: {words_of(error)}"
-        ) from error
+def option_of(name: str) -> str:
+    """Return how an option is written, by its name in a dataclass."""
+    return "--" + name.replace("_", "-")
+
+
+def _words_of(options: Mapping[str, Any]) -> Iterator[str]:
+    """Yield options as words of a command line. None, an empty list, and False have
+    none.
+    """
     for name, value in options.items():
-        yield from _words_of_option(name, value)
-
-
-def _words_of_option(name: str, value: Any) -> Iterator[str]:
-    if value is not False:
-        yield "--" + name.replace("_", "-")
-    if not isinstance(value, bool):
-        yield from map(str, value if isinstance(value, list | tuple) else [value])
-
-
-def _check_ranges(options: Any) -> None:
-    """Check the numbers in a dataclass of options, or in its groups."""
-    for name, value in vars(options).items():
-        if dataclasses.is_dataclass(value):
-            _check_ranges(value)
-        elif isinstance(value, int | float):
-            for words, fits, names in _RANGES:
-                if name in names.split() and not fits(value):
-                    option = "--" + name.replace("_", "-")
-                    raise UsageError(f"{option}: {value} is not {words}")
+        if value in (None, [], ()) or value is False:
+            continue
+        yield option_of(name)
+        if isinstance(value, list | tuple):
+            yield from map(str, value)
+        elif value is not True:
+            yield str(value)

@@ -75,8 +75,8 @@ def evaluate(options: EvaluationOptions) -> int:
     tally = Tally(len(class_names))
     unreadable = dict[str, str]()
     with stoppable(_STOPPING) as signals:
-        scores_of_batches = scored_files(options, names, model, about, signals, labels)
-        for batch, scores in scores_of_batches:
+        batches = scored_files(options, names, model, about, signals, labels)
+        for _, batch, scores in batches:
             unreadable |= dict(batch.broken)
             if len(batch.labels):
                 tally.add(scores, batch.labels, batch.images)

@@ -55,7 +55,6 @@ class Feed(contextlib.AbstractContextManager["Feed"]):
         source: what it reads.
         limit: how many broken images may be left out; all, if it is None.
         processes: those that divide the rows of each request.
-        reasons: why an image cannot be read, by its name.
         broken: how often each broken image was left out.
         waited: the seconds that the last `take` took.
         on_read: is called with the number of images after each piece that was read, in
@@ -72,7 +71,6 @@ class Feed(contextlib.AbstractContextManager["Feed"]):
         self.source = source
         self.limit = limit
         self.processes = processes
-        self.reasons = dict[str, str]()
         self.broken = Counter[str]()
         self.waited = 0.0
         self.on_read: Callable[[int], None] = lambda _: None
@@ -100,12 +98,11 @@ class Feed(contextlib.AbstractContextManager["Feed"]):
         request, images = self._next()
         self.waited = time.perf_counter() - start
         for name, reason in images.broken:
-            if self.limit is not None and name not in self.reasons:
-                if len(self.reasons) >= self.limit:
+            if self.limit is not None and name not in self.broken:
+                if len(self.broken) >= self.limit:
                     raise BrokenError(broken_in_words({name: reason}, self.limit))
                 line = f"left out: {name} cannot be read as an image: {reason}"
                 tqdm.write(printable(line))
-            self.reasons[name] = reason
             self.broken[name] += 1
         return request, images
 

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import io
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, ClassVar
+from typing import Annotated, Any, ClassVar, TextIO
 
 import torch
 import tyro
@@ -58,8 +57,6 @@ file has no class. Hidden files have no line. Lines are written as they are comp
     workers: command_line.Number = None
     # allow the checkpoint to call this package.module:callable
     model: command_line.Name = None
-    # has no effect any more: a picture that cannot be read has a line with the reason
-    skip_broken: int = 0
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -80,65 +77,50 @@ def predict(options: PredictOptions) -> int:
         raise UsageError("--resume goes on with --out, which is missing")
     model, about = load_model(options.run, options.model)
     class_names = about["class_names"]
-    reasons = dict[str, str]()  # why a file has no class
     names = [str(pictures)]
     start = pictures.parent
     if pictures.is_dir():
-        names = _find_files(pictures, reasons)
+        names = sorted(files_below(pictures, Unused()))
         start = pictures
+        if not any(map(is_picture, names)):
+            listed = ", ".join(endings())
+            raise UsageError(f"{pictures} lacks pictures: files that end in {listed}")
     top = min(options.top, len(class_names))
+    written = 0
+    reasons = dict[str, str]()  # why a file has no class
     with Table(options, start, top) as table, stoppable(_STOPPING) as signals:
-        names = [name for name in names if not table.has(name)]
-        images = [name for name in names if name not in reasons]
-        for batch, scores in scored_files(options, images, model, about, signals):
+        names = [name for name in names if table.place(name) not in table.earlier]
+        batches = scored_files(options, names, model, about, signals)
+        for batch_names, batch, scores in batches:
             reasons |= dict(batch.broken)
-            values, labels = scores.softmax(1).topk(top)
-            # The label of a file is its row.
-            for row, row_values, row_labels in zip(
-                batch.labels.tolist(), values.tolist(), labels.tolist(), strict=True
-            ):
-                chosen = [class_names[label] for label in row_labels]
-                table.add(images[row], list(zip(chosen, row_values, strict=True)))
-            table.write(names, reasons)
-        if not images:
-            table.write(names, reasons)
+            best = scores.softmax(1).topk(top)
+            predictions = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+            lines = []
+            for name in batch_names:
+                cells = [""] * 2 * top
+                if name not in reasons:
+                    cells = []
+                    for score, label in zip(*next(predictions), strict=True):
+                        cells += [class_names[label], f"{score:.6f}"]
+                lines.append([table.place(name), *cells, reasons.get(name, "")])
+            table.write(lines)
+            written += len(lines)
     if signals:
-        return _say_interrupted(options, table, len(names), signals[0])
-    failed = [reasons[name] for name in names if name in reasons]
-    if failed and len(failed) == len(names):
-        raise UsageError(f"no picture can be read: {failed[0]}")
-    if failed:
+        line = f"{written:,} of {len(names):,} files have a line"
+        if options.out is not None:
+            command = "the same command with --resume"
+            line += f" in {options.out}; {command} writes the others"
+        print(line, file=sys.stderr)
+        return 128 + signals[0]
+    if reasons and len(reasons) == len(names):
+        raise UsageError(f"no picture can be read: {reasons[names[0]]}")
+    if reasons:
         print(
-            f"{len(failed):,} of {len(names):,} files have no class; the column error "
+            f"{len(reasons):,} of {len(names):,} files have no class; the column error "
             "says why",
             file=sys.stderr,
         )
     return 0
-
-
-def _say_interrupted(
-    options: PredictOptions, table: Table, files: int, number: int
-) -> int:
-    """Print what was written, and how to go on. Returns the exit code."""
-    line = f"{table.lines:,} of {files:,} files have a line"
-    if options.out is not None:
-        line += f" in {options.out}; the same command with --resume writes the others"
-    print(line, file=sys.stderr)
-    return 128 + number
-
-
-def _find_files(folder: Path, reasons: dict[str, str]) -> list[str]:
-    """Return the files in a folder, sorted. Adds the reason of each that is no
-    picture.
-    """
-    listed = ", ".join(endings())
-    names = sorted(files_below(folder, Unused()))
-    for name in names:
-        if not is_picture(name):
-            reasons[name] = f"its name does not end in {listed}"
-    if len(reasons) == len(names):
-        raise UsageError(f"{folder} lacks pictures: files that end in {listed}")
-    return names
 
 
 def scored_files(
@@ -148,9 +130,9 @@ def scored_files(
     about: dict[str, Any],
     signals: Sequence[int],
     labels: Sequence[int] | None = None,
-) -> Iterator[tuple[Images, Tensor]]:
-    """Yield the readable images of each batch of files, with their scores, until there
-    is a signal.
+) -> Iterator[tuple[Sequence[str], Images, Tensor]]:
+    """Yield batches of files: their names, their readable images, and the scores of
+    these, until there is a signal.
 
     Args:
         options: those of a command, with devices and workers.
@@ -181,9 +163,10 @@ def scored_files(
     ):
         classes = len(about["class_names"])
         for request, batch, scores in scored(engine, feed, len(files), classes):
-            yield batch, scores
+            first = done
             done += len(request.rows)
-            progress.report(done, f"{done:,} of {len(files):,} images")
+            yield names[first:done], batch, scores
+            progress.report(done)
             if signals:
                 return
 
@@ -193,91 +176,59 @@ class Table(contextlib.AbstractContextManager["Table"]):
     files' names.
 
     Attributes:
-        lines: the number of files that have a line by this process.
+        earlier: the places of files that have lines by an earlier process.
     """
 
     def __init__(self, options: PredictOptions, start: Path, top: int) -> None:
-        self._path = options.out
+        self.earlier = set[str]()
         self._start = start
-        self._predictions = dict[str, list[tuple[str, float]]]()
-        self._empty = [""] * 2 * top
-        self._earlier = set[str]()  # files with lines of an earlier process
-        self.lines = 0
-        self._header = ["file", "class", "score"]
+        self._path = options.out
+        self._file: TextIO = sys.stdout
+        columns = ["file", "class", "score"]
         for number in range(2, top + 1):
-            self._header += [f"class_{number}", f"score_{number}"]
-        self._header.append("error")
-        self._file: BinaryIO | None = None
-        length = 0
-        if options.resume and options.out is not None and options.out.exists():
-            length = self._read_earlier(options.out)
+            columns += [f"class_{number}", f"score_{number}"]
+        columns.append("error")
         if self._path is not None:
             try:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self._path.open("r+b" if length else "wb")
+                if options.resume and self._path.exists():
+                    self._read_earlier(self._path, columns)
+                mode = "a" if self.earlier else "w"
+                self._file = self._path.open(mode, encoding="utf-8", newline="")
             except OSError as error:
                 raise unwritten(self._path, error) from error
-            self._file.seek(length)
-            self._file.truncate()
-        if not length:
-            self._print([self._header])
+        if not self.earlier:
+            self.write([columns])
 
-    def _read_earlier(self, path: Path) -> int:
-        """Note the files that have lines. Returns the bytes of the whole lines."""
+    def _read_earlier(self, path: Path, columns: Sequence[str]) -> None:
+        """Note the files that have lines, and cut off a line that is not whole."""
         content = path.read_bytes()
         length = content.rfind(b"\n") + 1
-        text = os.fsdecode(content[:length])
-        rows = list(csv.reader(io.StringIO(text)))
-        if rows and rows[0] != self._header:
+        os.truncate(path, length)
+        lines = content[:length].decode().splitlines(keepends=True)
+        header, *rows = csv.reader(lines) if lines else [columns]
+        if header != columns:
             raise UsageError(
-                f"--resume: {path} has the columns {', '.join(rows[0])}; pass the "
+                f"--resume: {path} has the columns {', '.join(header)}; pass the "
                 "options that wrote it, or another --out"
             )
-        self._earlier.update(row[0] for row in rows[1:])
-        return length
+        self.earlier.update(row[0] for row in rows)
 
-    def has(self, name: str) -> bool:
-        """Whether an earlier process has written the file's line."""
-        return os.path.relpath(name, self._start) in self._earlier
+    def place(self, name: str) -> str:
+        """Return a file's name as its line has it."""
+        return printable(os.path.relpath(name, self._start))
 
-    def add(self, name: str, prediction: list[tuple[str, float]]) -> None:
-        """Add the classes of a file, with their scores."""
-        self._predictions[name] = prediction
-
-    def write(self, names: Sequence[str], reasons: Mapping[str, str]) -> None:
-        """Write the next lines, up to the first file that has neither classes nor a
-        reason.
-        """
-        rows = []
-        for name in names[self.lines :]:
-            if name in reasons:
-                cells = self._empty
-            elif name in self._predictions:
-                cells = []
-                for class_name, score in self._predictions.pop(name):
-                    cells += [class_name, f"{score:.6f}"]
-            else:
-                break
-            place = os.path.relpath(name, self._start)
-            rows.append([place, *cells, reasons.get(name, "")])
-        self.lines += len(rows)
-        self._print(rows)
-
-    def _print(self, rows: Sequence[Sequence[str]]) -> None:
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows(rows)
-        if self._file is None:
-            sys.stdout.write(printable(text.getvalue()))
-            sys.stdout.flush()
-            return
+    def write(self, lines: Sequence[Sequence[str]]) -> None:
+        """Write lines at once, so that they stay if the process is ended."""
         try:
-            self._file.write(os.fsencode(text.getvalue()))
+            csv.writer(self._file, lineterminator="\n").writerows(lines)
             self._file.flush()
         except OSError as error:
-            assert self._path is not None
+            if self._path is None:  # as of `| head`, which has read enough
+                raise
             raise unwritten(self._path, error) from error
 
     def __exit__(self, *_: object) -> None:
-        if self._file is not None:
+        if self._path is not None:
             with contextlib.suppress(OSError):  # a full disk was reported before
                 self._file.close()

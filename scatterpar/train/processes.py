@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -28,14 +29,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.multiprocessing.spawn import (
     ProcessContext,
     ProcessExitedException,
     start_processes,
 )
 
-from scatterpar.devices.transfers import as_bytes
 from scatterpar.distributed.collectives import Collectives, RankError
 from scatterpar.train.command_line import UsageError
 
@@ -93,24 +92,26 @@ class Processes:
         )
         self.group = dist.group.WORLD
 
-    def gathered(self, rows: Tensor) -> Tensor:
-        """Return the rows of all processes, in order. Rows have the same shape in all.
+    def gathered(self, value: Any) -> list[Any]:
+        """Return the values of all processes, in order.
 
         Raises `RankError` if a process has ended.
         """
         if self.group is None:
-            return rows
+            return [value]
         collectives = Collectives(self.group, torch.device("cpu"))
-        content = as_bytes(rows).flatten()
         subject = "the results of all processes"
+        # A copy, because torch warns of buffers that cannot be written.
+        content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        # Not torch's all_gather_object, which does not say which process is lost.
         size = torch.tensor([len(content)])
         sizes = torch.cat(collectives.all_gather(size, [1] * self.size, subject))
         contents = collectives.all_gather(content, sizes.tolist(), subject)
-        return torch.cat(contents).view(rows.dtype).view(-1, *rows.shape[1:])
+        return [pickle.loads(bytes(content.numpy())) for content in contents]
 
     def largest(self, number: int) -> int:
         """Return the largest of the numbers that the processes pass."""
-        return int(self.gathered(torch.tensor([number])).max())
+        return int(max(self.gathered(number)))
 
     def finish(self) -> None:
         """Wait for the other processes, which may still read from this one."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
+import sys
 import threading
 import time
 from typing import Any, TextIO
@@ -13,7 +15,8 @@ from tqdm import tqdm
 
 from scatterpar.train.command_line import printable
 
-_LINE_SECONDS = 10.0  # between lines, without a progress bar
+_LINE_SECONDS = 10.0  # between lines, without a terminal
+_LINE = "{desc}{percentage:.0f}%, {rate_fmt}, {remaining} left{postfix}"
 # tqdm's own lock is a semaphore of the system, which a killed process leaves behind.
 tqdm.set_lock(threading.RLock())
 
@@ -31,16 +34,20 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
         self._lock = threading.Lock()
         self._limit = total
         self._file = file  # of lines
-        self._start: tuple[float, int] | None = None  # the time, and what was done
         self._said = time.perf_counter()
+        self._has_lines = is_shown and not sys.stderr.isatty()
+        # tqdm counts and estimates for lines, too, which are not drawn as a bar.
+        self._nowhere = open(os.devnull, "w")  # noqa: SIM115 (closed below)
         # A terminal may not know its size; tqdm would show nothing in one of 0 x 0.
         size = shutil.get_terminal_size()
         self._bar: Any = tqdm(
             total=total,
+            file=self._nowhere if self._has_lines else None,
+            bar_format=_LINE if self._has_lines else None,
             ncols=size.columns - 1,
             nrows=size.lines,
             initial=done,
-            disable=None if is_shown else True,
+            disable=not is_shown,
             unit=" images",
             unit_scale=True,
             leave=False,
@@ -64,26 +71,18 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
         with self._lock:
             self._bar.update(min(len(inputs[0]), self._limit - self._bar.n))
 
-    def report(self, done: int, words: str) -> None:
-        """Set the bar to the images that are done. Without a bar, print a line with the
-        words, if there are any, and if the last line was printed some time ago.
+    def report(self, done: int) -> None:
+        """Set the bar to the images that are done. Without a terminal, print a line if
+        the last one was printed some time ago.
         """
-        now = time.perf_counter()
         with self._lock:
             self._bar.update(done - self._bar.n)
-        if self._start is None:
-            # The first batch sets up the engine: estimates begin after it.
-            self._start = (now, done)
-            return
-        if not self._bar.disable or not words or now - self._said < _LINE_SECONDS:
-            return
-        self._said = now
-        started, done_before = self._start
-        speed = (done - done_before) / (now - started)
-        left = tqdm.format_interval((self._bar.total - done) / max(speed, 1e-9))
-        line = f"{words}, {speed:,.0f} images/s, {left} left"
-        tqdm.write(printable(line), file=self._file)
-        self._file.flush()
+        now = time.perf_counter()
+        if self._has_lines and now - self._said >= _LINE_SECONDS:
+            self._said = now
+            tqdm.write(printable(str(self._bar)), file=self._file)
+            self._file.flush()
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()
+        self._nowhere.close()

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scatterpar.report import StepReport
-from scatterpar.tables import as_text
 from scatterpar.train.processes import Processes
 
 TOP_5_CLASSES = 10  # with fewer, top-5 accuracy says little
@@ -44,51 +43,45 @@ class Tally:
             self.confusion = torch.zeros(classes, classes, dtype=torch.int64)
         self.mistakes: list[Mistake] = []
         self.images = 0
-        self._sums = torch.zeros(3, dtype=torch.float64)  # loss, right, right in top 5
+        self._loss = 0.0
+        self._right = 0
+        self._right_in_top5 = 0
 
     def add(self, scores: Tensor, labels: Tensor, images: Tensor) -> None:
         """Add the images of a batch, with their scores and labels."""
-        chosen = scores.topk(min(5, self.classes)).indices
-        right = chosen == labels[:, None]
-        loss = F.cross_entropy(scores, labels, reduction="sum")
-        self._sums += torch.stack([loss.double(), right[:, 0].sum(), right.sum()])
+        best = scores.topk(min(5, self.classes)).indices
+        predicted = best[:, 0]
         self.images += len(labels)
+        self._loss += float(F.cross_entropy(scores, labels, reduction="sum"))
+        self._right += int((predicted == labels).sum())
+        self._right_in_top5 += int((best == labels[:, None]).sum())
         if self.confusion is not None:
-            places = labels * self.classes + chosen[:, 0]
-            counts = torch.bincount(places, minlength=self.classes**2)
-            self.confusion += counts.view(self.classes, self.classes)
+            one = torch.tensor(1)
+            self.confusion.index_put_((labels, predicted), one, accumulate=True)
         confidence = scores.softmax(1).amax(1)
-        confidence[right[:, 0]] = 0
+        # Scores of right images are set below all others.
+        confidence[predicted == labels] = -1
         for row in confidence.topk(min(_MISTAKES, len(labels))).indices.tolist():
-            if not right[row, 0]:
-                mistake = Mistake(
-                    float(confidence[row]),
-                    int(labels[row]),
-                    int(chosen[row, 0]),
-                    images[row].clone(),  # the batch is freed
+            if predicted[row] != labels[row]:
+                score = float(confidence[row])
+                image = images[row].clone()  # the batch is freed
+                self.mistakes.append(
+                    Mistake(score, int(labels[row]), int(predicted[row]), image)
                 )
-                self.mistakes.append(mistake)
         self._drop_smaller_mistakes()
 
-    def add_other_processes(
-        self, processes: Processes, image_shape: Sequence[int]
-    ) -> None:
+    def add_other_processes(self, processes: Processes) -> None:
         """Add the images of the other processes, each of which calls this."""
-        if processes.size == 1:
-            return
-        self._sums = processes.gathered(self._sums[None]).sum(0)
-        self.images = int(processes.gathered(torch.tensor([self.images])).sum())
-        if self.confusion is not None:
-            self.confusion = processes.gathered(self.confusion[None]).sum(0)
-        numbers = torch.tensor([mistake[:3] for mistake in self.mistakes]).view(-1, 3)
-        images = torch.empty(len(self.mistakes), *image_shape, dtype=torch.uint8)
-        for image, mistake in zip(images, self.mistakes, strict=True):
-            image.copy_(mistake.image)
-        pictures = processes.gathered(images)
-        self.mistakes = []
-        for row, image in zip(processes.gathered(numbers), pictures, strict=True):
-            score, true, predicted = row.tolist()
-            self.mistakes.append(Mistake(score, int(true), int(predicted), image))
+        tallies = processes.gathered(self)
+        del tallies[processes.rank]
+        for tally in tallies:
+            self.images += tally.images
+            self._loss += tally._loss
+            self._right += tally._right
+            self._right_in_top5 += tally._right_in_top5
+            self.mistakes += tally.mistakes
+            if self.confusion is not None:
+                self.confusion += tally.confusion
         self._drop_smaller_mistakes()
 
     def _drop_smaller_mistakes(self) -> None:
@@ -98,20 +91,17 @@ class Tally:
     @property
     def loss(self) -> float:
         """The mean loss of an image."""
-        return self._mean(0)
+        return self._loss / max(1, self.images)
 
     @property
     def accuracy(self) -> float:
         """The part of the images whose class was chosen."""
-        return self._mean(1)
+        return self._right / max(1, self.images)
 
     @property
     def accuracy_top5(self) -> float:
         """The part of the images whose class has one of the five highest scores."""
-        return self._mean(2)
-
-    def _mean(self, number: int) -> float:
-        return float(self._sums[number]) / max(1, self.images)
+        return self._right_in_top5 / max(1, self.images)
 
 
 def accuracy_per_class(
@@ -141,39 +131,18 @@ def accuracies_in_words(accuracies: Mapping[str, float | None]) -> str:
     return f"{title}: {', '.join(texts[:_SHOWN_CLASSES])}"
 
 
-# The copies of a step, as `StepReport` calls them, and in words.
-_PHASES = {
-    "scatter": "scatter of the batch",
-    "replicate": "broadcast of the model",
-    "reduce": "reduction of the gradients",
-}
-
-
-def sub_steps(report: StepReport) -> int:
-    """Return the largest number of sub-steps that a replica made."""
-    return max(len(share.micro_batches) for share in report.plan.shares)
-
-
 def traffic(report: StepReport) -> str:
-    """Return a table of what a step copied between memories, beside `nn.DataParallel`.
-
-    `nn.DataParallel` is called once per sub-step. Each call scatters its rows, and
-    broadcasts the whole model and reduces all gradients again.
+    """Return how many bytes a step copied between memories, beside `nn.DataParallel`;
+    nothing if both would copy as many.
     """
-    calls = sub_steps(report)
-    title = f"nn.DataParallel, {calls} sub-steps"
-    table: list[tuple[str, ...]] = [("copied per step, bytes", "scatterpar", title)]
-    total = 0
-    total_of_calls = 0
-    for phase, words in _PHASES.items():
-        size = report.bytes[phase]
-        # The rows of all calls are the batch.
-        size_per_call = size // calls if phase == "scatter" else size
-        happened = report.messages[phase] > 0
-        once = f"{int(happened)} x {size:,}"
-        repeated = f"{calls * happened} x {size_per_call:,}"
-        table.append((words, once, repeated))
-        total += size
-        total_of_calls += calls * size_per_call
-    table.append(("in all", f"{total:,}", f"{total_of_calls:,}"))
-    return as_text(table)
+    calls = max(len(share.micro_batches) for share in report.plan.shares)
+    # Rows are copied once. nn.DataParallel is called for each sub-step, and each call
+    # broadcasts the whole model and reduces all gradients again.
+    rows = report.bytes["scatter"]
+    per_call = report.bytes["replicate"] + report.bytes["reduce"]
+    if calls == 1 or not per_call:
+        return ""
+    return (
+        f"copied per step: {rows + per_call:,} bytes; nn.DataParallel, called for each "
+        f"of {calls} sub-steps, copies {rows + calls * per_call:,}"
+    )

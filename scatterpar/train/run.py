@@ -4,6 +4,7 @@ asked to.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib.metadata
 import os
@@ -51,7 +52,6 @@ from scatterpar.train.results import (
     Tally,
     accuracies_in_words,
     accuracy_per_class,
-    sub_steps,
     traffic,
 )
 from scatterpar.train.training import Training, choose_devices
@@ -70,14 +70,8 @@ _WRITTEN = (
     MISTAKES_FILE,
     FIRST_BATCH_FILE,
 )
-_RECORDED = (
-    "scatterpar",
-    "torch",
-    "torchvision",
-    "timm",
-    "numpy",
-    "pillow",
-)  # versions
+# Packages whose versions are recorded, because other ones may give other results.
+_RECORDED = "scatterpar torch torchvision timm numpy pillow"
 _FEW_IMAGES = 5000  # to train on: fewer than CIFAR's, from which networks learn alone
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -150,15 +144,14 @@ def _train(training: Training) -> int:
             versions=_versions(),
             devices=[str(share) for share in training.engine.device_ids],
         )
-        kind = Run if processes.is_first else SilentRun
-        return kind(training, feed, metrics).train()
+        return Run(training, feed, metrics).train()
 
 
 def _versions() -> dict[str, str]:
     versions = {}
-    for distribution in importlib.metadata.distributions():
-        if distribution.name in _RECORDED:
-            versions[distribution.name] = distribution.version
+    for name in _RECORDED.split():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
     return versions
 
 
@@ -174,43 +167,38 @@ def _compare_data(
     options: Options, saved: Mapping[str, Any], about: Mapping[str, Any]
 ) -> None:
     """Raise a `UsageError` if a run would go on with other images."""
-    before = _numbers_of_images(saved)
-    present = _numbers_of_images(about)
-    differences = []
-    for images in before | present:
-        number = present.get(images, 0)
-        number_before = before.get(images, 0)
-        if number != number_before:
-            differences.append(f"{number:,} {images}, not {number_before:,}")
-    # With equal numbers: labels are places in the list of classes.
-    if not differences and about["class_names"] != saved["class_names"]:
-        differences.append("other classes, or another order of classes")
-    if about["image_shape"] != saved["image_shape"]:
-        shapes = f"{about['image_shape']}, not {saved['image_shape']}"
-        differences.append(f"images of the shape {shapes}")
-    if differences:
+    before = _lines_about(saved)
+    present = _lines_about(about)
+    others = [line for line in present if line not in before]
+    missing = [line for line in before if line not in present]
+    if others or missing:
         raise UsageError(
             f"{options.out} is of a run with other images: --data {options.data} has "
-            f"{first_names(differences)}; restore it, or start a new run with another "
-            f"--out"
+            f"{first_names(others) or 'fewer'}, and the run had "
+            f"{first_names(missing) or 'fewer'}; restore it, or start a new run with "
+            "another --out"
         )
 
 
-def _numbers_of_images(about: Mapping[str, Any]) -> dict[str, int]:
-    """Return the number of images of each part and class, by words for them."""
-    numbers = {}
+def _lines_about(about: Mapping[str, Any]) -> list[str]:
+    """Return what must stay of a run's images: their numbers, classes and shape."""
+    class_names = about["class_names"]
+    lines = []
     for part, counts in about.get("class_counts", {}).items():
-        for name, number in zip(about["class_names"], counts, strict=True):
-            numbers[f"images of {name} to {part}"] = number
+        for name, number in zip(class_names, counts, strict=True):
+            lines.append(f"{number:,} images of {name} to {part}")
     # Some sets of libraries do not know their labels.
     for part, number in about.get("sizes", {}).items():
-        if part not in about.get("class_counts", {}):
-            numbers[f"images to {part}"] = number
-    return numbers
+        lines.append(f"{number:,} images to {part}")
+    # Labels are places in the list of classes.
+    lines += [f"the class {name} as number {n}" for n, name in enumerate(class_names)]
+    lines.append(f"images of the shape {about['image_shape']}")
+    return lines
 
 
 class Run:
-    """The epochs of one run, and its results so far.
+    """The epochs of one run, and its results so far. A process beside the first one
+    makes the same steps and tests, but says, draws and saves nothing.
 
     Attributes:
         training: what changes while training.
@@ -221,13 +209,12 @@ class Run:
             ``"val"`` if ``test`` comes at the end, else ``"test"``.
     """
 
-    _stopping: str | None = "saving at the end of this step"
-
     def __init__(self, training: Training, feed: Feed, metrics: Metrics) -> None:
         self.training = training
         self.feed = feed
         self.metrics = metrics
         self.options = training.options
+        self._is_first = training.processes.is_first
         self.tested = TEST if training.source.final is None else VAL
         self._has_top5 = training.classes >= TOP_5_CLASSES
         self._signals = list[int]()
@@ -264,6 +251,7 @@ class Run:
         training = self.training
         self._announce()
         total = training.epochs * training.images
+        stopping = "saving at the end of this step" if self._is_first else None
         self.feed.on_read = self._show_reading
         self.feed.request(training.requests())
         try:
@@ -272,9 +260,9 @@ class Run:
                     total,
                     training.position.consumed,
                     file=sys.stdout,
-                    is_shown=training.processes.is_first,
+                    is_shown=self._is_first,
                 ) as self._progress,
-                stoppable(self._stopping) as self._signals,
+                stoppable(stopping) as self._signals,
             ):
                 training.criterion.register_forward_hook(self._progress.add)
                 self._train_epochs()
@@ -288,7 +276,8 @@ class Run:
             name = signal.Signals(self._signals[0]).name
             ending = "interrupted" if name == "SIGINT" else f"ended by {name}"
             code = 128 + self._signals[0]
-        self._finish(ending)
+        if self._is_first:
+            self._finish(ending)
         return code
 
     def _train_epochs(self) -> None:
@@ -343,8 +332,9 @@ class Run:
 
     def _say(self, line: str) -> None:
         """Print a line, beside the progress bar."""
-        tqdm.write(printable(line), file=sys.stdout)
-        sys.stdout.flush()
+        if self._is_first:
+            tqdm.write(printable(line), file=sys.stdout)
+            sys.stdout.flush()
 
     def _announce(self) -> None:
         """Print the model, the data, and how the work is divided."""
@@ -396,7 +386,7 @@ class Run:
 
     def _draw_first_batch(self, batch: Images) -> None:
         path = self.options.out / FIRST_BATCH_FILE
-        if len(batch.images) and not path.exists():
+        if self._is_first and len(batch.images) and not path.exists():
             names = self.training.source.class_names
             draw_first_batch(batch.images, batch.labels, names, path)
 
@@ -423,7 +413,12 @@ class Run:
             **noise,
         )
         self._last_step = report
-        self._show_progress(epoch, report.loss, self.feed.waited / seconds)
+        self._progress.describe(
+            f"epoch {epoch}/{training.epochs}",
+            loss=f"{report.loss:.4f}",
+            waiting=f"{self.feed.waited / seconds:.0%}",
+        )
+        self._progress.report(training.position.consumed)
 
     def _show_reading(self, images: int) -> None:
         """Show that the first batch is being read, which takes a while if it is
@@ -435,17 +430,6 @@ class Run:
             words = f"reading {min(self._images_read, rows):,} of {rows:,}"
             self._progress.describe(words)
 
-    def _show_progress(self, epoch: int, loss: float, waiting: float) -> None:
-        """Move the bar; without a terminal, print a line now and then within an
-        epoch.
-        """
-        training = self.training
-        number = f"epoch {epoch}/{training.epochs}"
-        self._progress.describe(number, loss=f"{loss:.4f}", waiting=f"{waiting:.0%}")
-        part = training.position.consumed / training.images % 1
-        words = f"{number}, {part:.0%}: loss {loss:.4f}" if part else ""
-        self._progress.report(training.position.consumed, words)
-
     def _end_epoch(self) -> None:
         """Test, record and print the results, keep the best weights, and let the batch
         grow.
@@ -455,14 +439,15 @@ class Run:
         number = training.epoch
         tally = training.test(self.feed, between=self._check)
         position.tested = number
-        self._record_epoch(number, tally)
-        if tally.accuracy > position.best:
+        is_best = tally.accuracy > position.best
+        if is_best:
             position.best = tally.accuracy
             position.best_epoch = number
-            self._save_best(tally)
-            if training.source.final is None:
-                self._draw_mistakes(tally)
-        self._draw()
+        if self._is_first:
+            self._record_epoch(number, tally)
+            if is_best:
+                self._save_best(tally)
+            self._draw()
         if not training.is_over and training.grow():
             self.feed.request(training.requests())
             self._say(f"  batches of {position.batch:,} images from here on")
@@ -476,6 +461,9 @@ class Run:
             confusion=tally.confusion,
             about=self.training.about,
         )
+        # With images to test at the end, the mistakes are those of that test.
+        if self.training.source.final is None:
+            self._draw_mistakes(tally)
 
     def _record_epoch(self, number: int, tally: Tally) -> None:
         """Record and print the results of an epoch."""
@@ -533,7 +521,7 @@ class Run:
         step = self.training.position.step
         # Before the first step there is nothing to go on from, and the folder stays
         # free for another try.
-        if step and step - self._saved >= every:
+        if self._is_first and step and step - self._saved >= every:
             records.save(
                 self.options.out / FILE,
                 **self.training.state_dict(),
@@ -597,7 +585,7 @@ class Run:
         if ending == FINISHED and training.epoch < training.epochs:
             patience = self.options.patience
             self._say(f"no better accuracy in {patience} epochs (--patience)")
-        if self._last_step is not None and sub_steps(self._last_step) > 1:
+        if self._last_step is not None and traffic(self._last_step):
             self._say(traffic(self._last_step))
         accuracies = self._say_accuracies(epochs)
         # The last pictures are drawn, however long drawing takes.
@@ -666,25 +654,3 @@ class Run:
             accuracies["accuracy_per_class"] = per_class
             self._say(accuracies_in_words(per_class))
         return accuracies
-
-
-class SilentRun(Run):
-    """The same run in a process beside the first: it says, writes and draws nothing."""
-
-    _stopping = None
-
-    def _say(self, line: str) -> None: ...
-
-    def _save(self, every: int = 0) -> None: ...
-
-    def _save_best(self, tally: Tally) -> None: ...
-
-    def _show_progress(self, epoch: int, loss: float, waiting: float) -> None: ...
-
-    def _draw_first_batch(self, batch: Images) -> None: ...
-
-    def _draw(self) -> None: ...
-
-    def _draw_mistakes(self, tally: Tally) -> None: ...
-
-    def _finish(self, ending: str) -> None: ...

@@ -339,7 +339,7 @@ class Training:
             for _, batch, scores in scored(self.engine, feed, rows, self.classes):
                 tally.add(scores, batch.labels, batch.images)
                 between()
-        tally.add_other_processes(self.processes, self.source.image_shape)
+        tally.add_other_processes(self.processes)
         return tally
 
     @contextlib.contextmanager

@@ -125,9 +125,9 @@ def test_ctrl_c_keeps_what_is_written(folder, finished, tmp_path, capsys, monkey
     monkeypatch.setattr("scatterpar.train.predict._ROWS", 8)
     whole = predict_module.Table.write
 
-    def interrupted(self, names, reasons):
-        whole(self, names, reasons)
-        if self.lines == 16:
+    def interrupted(self, lines):
+        whole(self, lines)
+        if out.read_text().count("\n") == 1 + 16:
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr("scatterpar.train.predict.Table.write", interrupted)
@@ -195,7 +195,7 @@ def test_one_line_per_file_with_its_error(folder, finished, tmp_path, capsys, wo
     assert errors.keys() == {"a note.txt", "float.TIF", f"Bag/{first.name}"}
     assert "truncated" in errors[f"Bag/{first.name}"]
     assert "floats from 1000 to 1000" in errors["float.TIF"]
-    assert "does not end in .jpg" in errors["a note.txt"]
+    assert "cannot identify image file" in errors["a note.txt"]
     assert {bool(row["class"]) == bool(row["score"]) for row in rows} == {True}
     assert [row["file"] for row in rows if not row["class"]] == sorted(errors)
     assert "3 of 12 files have no class; the column error says why" in printed.err

@@ -49,8 +49,9 @@ def test_processes_divide_the_devices():
 
 
 def test_one_process_has_all_rows():
-    rows = torch.arange(6.0).view(3, 2)
-    assert ALONE.gathered(rows) is rows
+    rows = torch.arange(6.0)
+    assert ALONE.gathered(rows) == [rows]
+    assert ALONE.part_of(rows).equal(rows)
     assert ALONE.largest(7) == 7
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def test_bar_moves_within_a_step(monkeypatch):
             engine.forward_backward(*batch, criterion)
             # The engine's look computes a few rows more; the step's end is the limit.
             assert progress._bar.n == done
-            progress.report(done, "")
+            progress.report(done)
     assert any(0 < number < 512 for number in seen)
     assert max(seen) == 1024
 
@@ -72,9 +73,9 @@ def test_lines_without_a_terminal(monkeypatch):
     monkeypatch.setattr(progress_module, "_LINE_SECONDS", 0.0)
     file = io.StringIO()
     with Progress(100, file=file) as progress:
-        progress.report(25, "epoch 1")
-        progress.report(50, "")
-        progress.report(75, "epoch 3")
+        progress.describe("epoch 1/2", loss="0.5")
+        progress.report(25)
+        monkeypatch.setattr(progress_module, "_LINE_SECONDS", 1000.0)
+        progress.report(50)
     (line,) = file.getvalue().splitlines()
-    assert line.startswith("epoch 3, ")
-    assert " images/s, " in line
+    assert re.fullmatch(r"epoch 1/2: 25%, .* images/s, [\d:?]+ left, loss=0.5", line)

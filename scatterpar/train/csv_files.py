@@ -11,7 +11,6 @@ image,cat,dog       a column per class
 from __future__ import annotations
 
 import codecs
-import importlib
 import os
 from collections import defaultdict
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ from scatterpar.train.columns import (
 )
 from scatterpar.train.command_line import Options, UsageError, words_of
 from scatterpar.train.folders import find_pictures, is_picture
-from scatterpar.train.libraries import INSTALL
+from scatterpar.train.libraries import installed
 from scatterpar.train.parts import (
     TRAIN,
     VAL,
@@ -86,12 +85,7 @@ def read_table(path: Path, options: Options) -> DataParts:
 
 def _read(path: Path) -> Any:
     """Return a table of texts, by the names of its columns."""
-    try:
-        pandas = importlib.import_module("pandas")
-    except ImportError as error:
-        raise UsageError(
-            f"{words_of(error)} ({INSTALL} -e '.[images]' where you cloned scatterpar)"
-        ) from error
+    pandas = installed("pandas", "images")
     # Spreadsheets save "Unicode text" in UTF-16, which begins with a mark.
     is_utf_16 = path.read_bytes().startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     encoding = "utf-16" if is_utf_16 else "utf-8-sig"

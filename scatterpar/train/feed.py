@@ -106,18 +106,18 @@ class Feed(contextlib.AbstractContextManager["Feed"]):
             self.broken[name] += 1
         return request, images
 
-    def find_broken(self) -> Iterator[dict[str, str]]:
-        """Read all images of the source. Yields the broken ones with the reasons, after
-        each batch.
-        """
+    def find_broken(self) -> dict[str, str]:
+        """Read all images of the source. Returns why some cannot be read, by name."""
         requests = []
         for part, pairs in self.source.parts.items():
             for rows in torch.arange(len(pairs)).split(_CHECKED):
                 requests.append(BatchRequest(part, rows))
         self.request(requests)
+        reasons = dict[str, str]()
         for _ in requests:
             _, images = self._next()
-            yield dict(images.broken)
+            reasons |= dict(images.broken)
+        return reasons
 
     def _next(self) -> tuple[BatchRequest, Images]:
         try:
@@ -209,13 +209,12 @@ def broken_in_words(reasons: dict[str, str], limit: int) -> str:
     """Return the message about broken images, of which one more than `limit`, at least,
     cannot be left out.
     """
-    if len(reasons) == 1:
-        ((name, reason),) = reasons.items()
-        words = f"{name} cannot be read as an image: {reason}"
-        return f"{words} (--skip-broken {limit + 1} or more leaves it out)"
-    remedy = f"--skip-broken {len(reasons)} or more leaves them out"
-    names = first_names(list(reasons))
-    return f"{len(reasons):,} images cannot be read: {names} ({remedy})"
+    lines = []
+    for name, reason in reasons.items():
+        lines.append(f"{name} cannot be read as an image: {reason}")
+    number = max(limit + 1, len(lines))
+    remedy = f"--skip-broken {number} or more leaves out such images"
+    return f"{first_names(lines, 1)} ({remedy})"
 
 
 def _default_workers() -> int:

@@ -133,32 +133,24 @@ def _find_parts(path: Path) -> dict[str, Path]:
     the folders are classes.
     """
     folders = visible_folders(path)
-    candidates: dict[str, list[Path]] = {TRAIN: [], VAL: [], TEST: []}
-    for folder in folders:
-        part = part_of(folder.name)
-        if part is not None:
-            candidates[part].append(folder)
     parts = dict[str, Path]()
-    for part, named in candidates.items():
+    for part in (TRAIN, VAL, TEST):
+        named = [folder for folder in folders if part_of(folder.name) == part]
         # train/ is meant, if there is train_masks/, too.
-        exact = [folder for folder in named if is_part_name(folder.name)]
-        chosen = exact or named
-        if len(chosen) > 1 and not any(map(visible_folders, chosen)):
-            continue  # classes, such as fast_train and slow_train
-        if len(chosen) > 1:
+        chosen = [folder for folder in named if is_part_name(folder.name)] or named
+        if len(chosen) == 1:
+            parts[part] = chosen[0]
+        # Folders without folders are classes, such as fast_train and slow_train.
+        elif any(map(visible_folders, chosen)):
             names = " and ".join(f"{folder.name}/" for folder in chosen)
             raise UsageError(
                 f"{names} are both for {part}; rename one of them, or {_WHICH}"
             )
-        if chosen:
-            parts[part] = chosen[0]
-    if not parts:
-        return {}
-    others = [folder for folder in folders if folder not in parts.values()]
     listed = [folder.name for folder in folders]
+    has_others = len(folders) > len(parts)
     with_classes = [folder for folder in parts.values() if visible_folders(folder)]
-    if TRAIN in parts and parts[TRAIN] in with_classes:
-        if len(parts) == 1 and others:
+    if parts.get(TRAIN) in with_classes:
+        if len(parts) == 1 and has_others:
             raise UsageError(f"it has {parts[TRAIN].name}/ beside {listed}: {_WHICH}")
         return parts
     if with_classes:
@@ -166,10 +158,10 @@ def _find_parts(path: Path) -> dict[str, Path]:
             f"it has {with_classes[0].name}/, but no train/ with folders of classes; "
             f"its folders are {listed}: {_WHICH}"
         )
-    if others and not all(is_part_name(folder.name) for folder in parts.values()):
-        return {}  # a class of crash tests, beside other classes
-    if len(parts) == 1 and others:
-        return {}  # the class of trains, beside other classes
+    # Classes may have such names: trains beside buses, or crash tests.
+    are_exact = all(is_part_name(folder.name) for folder in parts.values())
+    if not parts or (has_others and not (are_exact and len(parts) > 1)):
+        return {}
     raise UsageError(
         f"the pictures in {listed} are in no folders of classes, as train/cat/1.jpg; "
         f"{_labels_elsewhere(path)}"

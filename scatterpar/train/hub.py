@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections import defaultdict
 from pathlib import Path
@@ -19,7 +18,7 @@ from scatterpar.train.columns import (
     label_rows,
 )
 from scatterpar.train.command_line import Options, UsageError, words_of
-from scatterpar.train.libraries import INSTALL
+from scatterpar.train.libraries import installed
 from scatterpar.train.parts import TRAIN, DataParts, Unused, make_parts, part_of
 
 PARQUET = ".parquet"
@@ -69,7 +68,7 @@ def read_hub(name: str, options: Options) -> DataParts:
     if train is None:
         raise UsageError(f"it has no split to train on; its splits are {list(splits)}")
     image, label = _columns(train.features, options)
-    datasets = importlib.import_module("datasets")
+    image_type = installed("datasets", "datasets").Image()
     names = getattr(train.features[label], "names", None)
     labels = {part: _labels(dataset, label) for part, dataset in parts.items()}
     class_names, pairs_of_parts = label_rows(labels, label, unused, names)
@@ -78,7 +77,7 @@ def read_hub(name: str, options: Options) -> DataParts:
         rows, numbers = torch.tensor(pairs).unbind(1)
         # Other columns would be decoded with each row.
         column = parts[part].select_columns([image])
-        column = column.cast_column(image, datasets.Image())
+        column = column.cast_column(image, image_type)
         pictures[part] = HubRows(column, rows, numbers)
     made = make_parts(pictures, class_names, unused, options.val)
     made.notes.append(columns_in_words(image, label, list(train.features)))
@@ -90,13 +89,7 @@ def _load(name: str, options: Options) -> dict[str, Any]:
     if not options.download:
         # The library reads this variable when it is imported.
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    try:
-        datasets: Any = importlib.import_module("datasets")
-    except ImportError as error:
-        raise UsageError(
-            f"{words_of(error)} ({INSTALL} -e '.[datasets]' where you cloned "
-            "scatterpar)"
-        ) from error
+    datasets = installed("datasets", "datasets")
     cache = {"cache_dir": str(options.data_root)}
     try:
         if any(Path(name, file).exists() for file in _SAVED):

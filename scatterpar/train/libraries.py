@@ -44,6 +44,18 @@ def library(module: str) -> Any:
     return library(module)
 
 
+def installed(module: str, extra: str) -> Any:
+    """Import a module of a package that an extra of scatterpar installs. The import is
+    late, because few runs need the package, and it takes long.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UsageError(
+            f"{words_of(error)} ({INSTALL} -e '.[{extra}]' where you cloned scatterpar)"
+        ) from error
+
+
 def _missing() -> str:
     """Return the line that installs torchvision and timm beside this torch."""
     wheels = ""

@@ -15,7 +15,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import pickle
 import signal
 import sys
 import tempfile
@@ -35,7 +34,7 @@ from torch.multiprocessing.spawn import (
     start_processes,
 )
 
-from scatterpar.distributed.collectives import Collectives, RankError
+from scatterpar.distributed.collectives import RankError
 from scatterpar.train.command_line import UsageError
 
 # After one process has failed, the first needs time to save; a process that waits in
@@ -99,15 +98,12 @@ class Processes:
         """
         if self.group is None:
             return [value]
-        collectives = Collectives(self.group, torch.device("cpu"))
-        subject = "the results of all processes"
-        # A copy, because torch warns of buffers that cannot be written.
-        content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        # Not torch's all_gather_object, which does not say which process is lost.
-        size = torch.tensor([len(content)])
-        sizes = torch.cat(collectives.all_gather(size, [1] * self.size, subject))
-        contents = collectives.all_gather(content, sizes.tolist(), subject)
-        return [pickle.loads(bytes(content.numpy())) for content in contents]
+        values: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(values, value, self.group)
+        except RuntimeError as error:
+            raise RankError(f"the results of all processes: {error}") from error
+        return values
 
     def largest(self, number: int) -> int:
         """Return the largest of the numbers that the processes pass."""

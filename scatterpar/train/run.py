@@ -4,9 +4,8 @@ asked to.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import importlib.metadata
+import math
 import os
 import shlex
 import signal
@@ -60,9 +59,8 @@ CURVES_FILE = "curves.png"
 CONFUSION_FILE = "confusion.png"
 MISTAKES_FILE = "mistakes.png"
 FIRST_BATCH_FILE = "first_batch.png"
-# Drawing takes at most this part of the time; half a second of an epoch is nothing
-# unless the epoch takes a second.
-_DRAWING = 0.1
+# Drawing takes half a second, which is nothing unless an epoch takes a second.
+_SECONDS_BETWEEN_DRAWINGS = 5.0
 _WRITTEN = (
     METRICS_FILE,
     CURVES_FILE,
@@ -71,7 +69,7 @@ _WRITTEN = (
     FIRST_BATCH_FILE,
 )
 # Packages whose versions are recorded, because other ones may give other results.
-_RECORDED = "scatterpar torch torchvision timm numpy pillow"
+_RECORDED = "scatterpar torch torchvision timm numpy PIL"
 _FEW_IMAGES = 5000  # to train on: fewer than CIFAR's, from which networks learn alone
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -132,6 +130,10 @@ def _train(training: Training) -> int:
     processes = training.processes
     step = training.position.step
     path = options.out / METRICS_FILE
+    versions = {}
+    for name in _RECORDED.split():
+        if name in sys.modules:
+            versions[name] = sys.modules[name].__version__
     with (
         Metrics(path, step, processes.is_first) as metrics,
         Feed(training.source, (), options.skip_broken, processes) as feed,
@@ -141,18 +143,10 @@ def _train(training: Training) -> int:
             step=step,
             options=vars(options),
             command=sys.argv,
-            versions=_versions(),
+            versions=versions,
             devices=[str(share) for share in training.engine.device_ids],
         )
         return Run(training, feed, metrics).train()
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for name in _RECORDED.split():
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return versions
 
 
 def _say_finished(options: Options, position: Mapping[str, int]) -> None:
@@ -223,8 +217,7 @@ class Run:
         self._last_step: StepReport | None = None
         self._progress: Progress
         self._images_read = 0  # of the first batch
-        self._drawn = 0.0  # when the pictures were drawn last
-        self._seconds_of_drawing = 0.0
+        self._drawn = -math.inf  # when the pictures were drawn last
         # The start of the first session, as if sessions followed each other at once.
         earlier = [record.get("elapsed", 0.0) for record in metrics.records]
         self._start = time.perf_counter() - max(earlier, default=0.0)
@@ -304,16 +297,14 @@ class Run:
         """Return the error, or after a broken image one that names all of them."""
         if not isinstance(error, BrokenError):
             return error
-        total = sum(len(pairs) for pairs in self.feed.source.parts.values())
-        self._say(f"an image cannot be read; looking for others among {total:,}")
-        reasons = dict[str, str]()
-        for broken in self.feed.find_broken():
-            reasons |= broken
-        if not reasons:  # it can be read now
-            return error
+        self._say("an image cannot be read; looking for others")
+        reasons = self.feed.find_broken()
         if len(reasons) > 1:
             for name, reason in reasons.items():
                 tqdm.write(f"{name} cannot be read: {reason}", file=sys.stderr)
+        # None is broken if a disk was away for a while.
+        if not reasons:
+            return error
         return BrokenError(broken_in_words(reasons, self.options.skip_broken))
 
     def _kept(self) -> str:
@@ -469,10 +460,8 @@ class Run:
         """Record and print the results of an epoch."""
         training = self.training
         broken = self.feed.broken
-        steps = []
-        for record in self.metrics.of_kind("step"):
-            if record["epoch"] == number:
-                steps.append(record)
+        records_of_steps = self.metrics.of_kind("step")
+        steps = [step for step in records_of_steps if step["epoch"] == number]
         images = sum(step["images"] for step in steps)
         losses = sum(step["loss"] * step["images"] for step in steps)
         seconds = sum(step["seconds_whole"] for step in steps)
@@ -534,8 +523,7 @@ class Run:
         """Draw the curves and the confusion matrix, unless the last drawing has just
         been.
         """
-        start = time.perf_counter()
-        if start - self._drawn < self._seconds_of_drawing / _DRAWING:
+        if time.perf_counter() - self._drawn < _SECONDS_BETWEEN_DRAWINGS:
             return
         draw_curves(
             self.metrics,
@@ -551,7 +539,6 @@ class Run:
             path = self.options.out / CONFUSION_FILE
             draw_confusion(confusion, self.training.source.class_names, title, path)
         self._drawn = time.perf_counter()
-        self._seconds_of_drawing = self._drawn - start
 
     def _draw_mistakes(self, tally: Tally) -> None:
         if tally.mistakes:
@@ -588,8 +575,7 @@ class Run:
         if self._last_step is not None and traffic(self._last_step):
             self._say(traffic(self._last_step))
         accuracies = self._say_accuracies(epochs)
-        # The last pictures are drawn, however long drawing takes.
-        self._seconds_of_drawing = 0.0
+        self._drawn = -math.inf  # the last pictures are always drawn
         self._draw()
         if self._final is not None:
             self._draw_mistakes(self._final)

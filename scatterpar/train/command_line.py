@@ -39,43 +39,27 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("below 1", lambda x: x < 1, "erase label_smoothing momentum ema val"),
 )
 # Options of other tools, and of earlier versions, without dashes, and what to use
-# instead.
+# instead. Names that are more similar than these are answered by tyro.
 _RATE = "--base-lr X is the learning rate for batches of 256 images"
 _SIDE = "--image-size N is the side of a picture"
 _GPUS = "--devices cuda:0,cuda:1 names them (default: every GPU)"
-_FOLDER = "--data FOLDER names the images"
-_OUT = "--out FOLDER is where a run is written"
-_MODEL = "--model timm:resnet18 names the network"
 _INSTEAD = {
     "batchsize": "the images of a step are --batch N, those of a sub-step "
     "--micro-batch-size N",
     "bs": "the images of a step are --batch N",
     "lr": _RATE,
-    "lr0": _RATE,
     "learningrate": _RATE,
-    "numworkers": "--workers N is the number of reading processes",
-    "nprocpernode": "--processes N divides the devices among N processes",
-    "numprocesses": "--processes N divides the devices among N processes",
     "imgsize": _SIDE,
     "imgsz": _SIDE,
     "gpus": _GPUS,
     "gpu": _GPUS,
     "device": _GPUS,
     "amp": "--autocast bfloat16 (or float16) computes in that precision",
-    "fp16": "--autocast float16 computes in that precision",
-    "bf16": "--autocast bfloat16 computes in that precision",
-    "datadir": _FOLDER,
-    "input": _FOLDER,
-    "output": _OUT,
-    "project": _OUT,
-    "arch": _MODEL,
-    "opt": "--optimizer NAME is a class of torch.optim, or a name of timm",
+    "datadir": "--data FOLDER names the images",
+    "output": "--out FOLDER is where a run is written",
+    "arch": "--model timm:resnet18 names the network",
     "wd": "--weight-decay X",
-    "smoothing": "--label-smoothing X",
-    "aa": "--augment rand-m9-mstd0.5 names a policy of timm",
-    "numclasses": "classes are counted from the data",
     "valsplit": "--val 0.1 tests on a tenth of each class",
-    "freezeepochs": "--freeze N trains the last layer alone for N epochs",
     "weights": "--pretrained starts from the library's weights",
     "accum": "--micro-batch-size N sets the images of a sub-step",
     "wandb": "wandb.init(sync_tensorboard=True) before scatterpar.__main__.main logs "

@@ -41,16 +41,8 @@ from scatterpar.train.pictures import as_pixels, as_rgb, open_picture
 
 Shape = tuple[int, int, int]  # channels, height, width
 _FASHION = (
-    "T-shirt/top",
-    "Trouser",
-    "Pullover",
-    "Dress",
-    "Coat",
-    "Sandal",
-    "Shirt",
-    "Sneaker",
-    "Bag",
-    "Ankle boot",
+    "T-shirt/top, Trouser, Pullover, Dress, Coat, Sandal, Shirt, Sneaker, Bag, "
+    "Ankle boot"
 )
 _EMBEDDED_TRAIN = 8192  # of its 10,000 images; the others are for testing
 # ImageNet's mean and standard deviation, for pixels from 0 to 255.
@@ -239,7 +231,8 @@ def load() -> Source:
     pixels = train.tensors[0].float()
     std, mean = torch.std_mean(pixels, (0, 2, 3), correction=0)
     name = "embedded Fashion-MNIST"
-    return Source(name, train, test, _FASHION, (1, 28, 28), mean, std)
+    class_names = tuple(_FASHION.split(", "))
+    return Source(name, train, test, class_names, (1, 28, 28), mean, std)
 
 
 def read_split(folder: Path, part: str) -> TensorDataset:
@@ -315,20 +308,17 @@ def _augmentation(create: Callable[..., Any], augment: str) -> Any:
     for transform in varied.transforms:
         for operation in getattr(transform, "ops", ()):
             if "Posterize" in operation.name:
-                operation.level_fn = _AtLeastOneBit(operation.level_fn)
+                level = operation.level_fn
+                operation.level_fn = functools.partial(_at_least_one_bit, level)
     return varied
 
 
-class _AtLeastOneBit:
-    """The level of timm's Posterize, at least one bit: Pillow 13 refuses zero bits."""
-
-    def __init__(self, level: Callable[..., tuple[int]]) -> None:
-        self._level = level
-
-    def __call__(self, *arguments: Any) -> tuple[int]:
-        """Return the number of bits."""
-        (bits,) = self._level(*arguments)
-        return (max(1, bits),)
+def _at_least_one_bit(level: Callable[..., tuple[int]], *arguments: Any) -> tuple[int]:
+    """Return the level of timm's Posterize, at least one bit: Pillow 13 refuses zero
+    bits.
+    """
+    (bits,) = level(*arguments)
+    return (max(1, bits),)
 
 
 def open_data(options: Options) -> Source:

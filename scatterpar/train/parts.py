@@ -23,9 +23,9 @@ TEST = "test"
 FINAL = "final"  # the part that is tested once, at the end, if there is one
 # As in Hugging Face's datasets, data_files.SPLIT_KEYWORDS, and PASCAL VOC's trainval.
 _PART_NAMES = {
-    TRAIN: ("train", "training", "trainval"),
-    VAL: ("val", "valid", "validation", "dev"),
-    TEST: ("test", "testing", "eval", "evaluation"),
+    TRAIN: "train training trainval",
+    VAL: "val valid validation dev",
+    TEST: "test testing eval evaluation",
 }
 # Ends of a word, as in trainset: the name of the part comes before them.
 _ENDS_OF_WORDS = re.compile("(set|data|images|imgs|pictures|photos)$")
@@ -49,14 +49,14 @@ def part_of(name: str) -> str | None:
     for word in re.findall("[a-z]+", separated):
         stem = _ENDS_OF_WORDS.sub("", word)
         for part, names in _PART_NAMES.items():
-            if stem in names:
+            if stem in names.split():
                 parts.add(part)
     return parts.pop() if len(parts) == 1 else None
 
 
 def is_part_name(name: str) -> bool:
     """Whether the name is that of a part, and no more, in upper or lower case."""
-    return any(name.lower() in names for names in _PART_NAMES.values())
+    return any(name.lower() in names.split() for names in _PART_NAMES.values())
 
 
 class Files:
@@ -152,7 +152,7 @@ def make_parts(
     if len(class_names) < 2:
         raise UsageError(f"two classes are needed, and it has {list(class_names)}")
     train = pictures[TRAIN]
-    notes = _similar_classes(class_names)
+    notes = []
     if len(pictures) == 1:
         if val is None:
             left_aside = f" (not read: {unused})" if str(unused) else ""
@@ -170,15 +170,6 @@ def make_parts(
         if part is not None:
             notes += _untested_classes(part, class_names)
     return DataParts(train, first, final, class_names, unused, notes)
-
-
-def _similar_classes(class_names: Sequence[str]) -> list[str]:
-    """Return a line that names the classes that differ in case only."""
-    counts = Counter(name.lower() for name in class_names)
-    similar = [name for name in class_names if counts[name.lower()] > 1]
-    if not similar:
-        return []
-    return [f"warning: these classes differ in case only: {first_names(similar)}"]
 
 
 def _untested_classes(part: Any, class_names: Sequence[str]) -> list[str]:

@@ -214,6 +214,10 @@ class Run:
         self._signals = list[int]()
         self._saved = training.position.step
         self._final: Tally | None = None  # the test at the end
+        self._confusion: Tensor | None = None  # of the best epoch
+        if training.position.tested:
+            best = records.load(self.options.out / BEST_FILE)
+            self._confusion = best.get("confusion")
         self._last_step: StepReport | None = None
         self._progress: Progress
         self._images_read = 0  # of the first batch
@@ -284,6 +288,7 @@ class Run:
             best = records.load(self.options.out / BEST_FILE)
             self.feed.request(training.test_requests(FINAL))
             self._final = training.test(self.feed, FINAL, best["model"], self._check)
+            self._confusion = self._final.confusion
 
     def _check(self) -> None:
         """Raise `KeyboardInterrupt` in all processes if one has received a signal."""
@@ -445,6 +450,7 @@ class Run:
         self._save()
 
     def _save_best(self, tally: Tally) -> None:
+        self._confusion = tally.confusion
         records.save(
             self.options.out / BEST_FILE,
             model=self.training.tested_weights(),
@@ -532,29 +538,19 @@ class Run:
             tested=self.tested,
             has_top5=self._has_top5,
         )
-        confusion = self._confusion()
-        if confusion is not None:
+        if self._confusion is not None:
             part = self.tested if self._final is None else TEST
             title = f"Images of {part}, best epoch"
             path = self.options.out / CONFUSION_FILE
-            draw_confusion(confusion, self.training.source.class_names, title, path)
+            draw_confusion(
+                self._confusion, self.training.source.class_names, title, path
+            )
         self._drawn = time.perf_counter()
 
     def _draw_mistakes(self, tally: Tally) -> None:
         if tally.mistakes:
             names = self.training.source.class_names
             draw_mistakes(tally.mistakes, names, self.options.out / MISTAKES_FILE)
-
-    def _confusion(self) -> Tensor | None:
-        """Return the confusion matrix of the best epoch."""
-        if self._final is not None:
-            return self._final.confusion
-        if not self.training.position.tested:
-            return None
-        confusion: Tensor | None = records.load(self.options.out / BEST_FILE).get(
-            "confusion"
-        )
-        return confusion
 
     def _finish(self, ending: str) -> None:
         """Print and record the results, and draw them, even if the run ended early.
@@ -595,20 +591,14 @@ class Run:
                 names.append(name)
         self._say(f"wrote {', '.join(names)} in {out}")
         self._say_what_would_help()
-        if epochs:
-            self._say_best_epoch(epochs)
+        position = training.position
+        if position.tested:
+            words = f"best epoch: {position.best_epoch}, {self.tested} accuracy"
+            self._say(f"{words} {position.best:.2%}, in {out / BEST_FILE}")
+            self._say(f"to use it: python -m scatterpar predict {out} PICTURES")
+            self._say(f"to use it elsewhere: python -m scatterpar export {out}")
         if ending != FINISHED:
             self._say_how_to_resume()
-
-    def _say_best_epoch(self, epochs: list[dict[str, Any]]) -> None:
-        out = self.options.out
-        accuracy = f"{self.tested}_accuracy"
-        # The first of equal ones.
-        best = max(epochs, key=lambda record: float(record[accuracy]))
-        words = f"best epoch: {best['epoch']}, {self.tested} accuracy"
-        self._say(f"{words} {best[accuracy]:.2%}, in {out / BEST_FILE}")
-        self._say(f"to use it: python -m scatterpar predict {out} PICTURES")
-        self._say(f"to use it elsewhere: python -m scatterpar export {out}")
 
     def _say_what_would_help(self) -> None:
         """Print what helps most with few images, unless the run has it."""
@@ -634,9 +624,9 @@ class Run:
             accuracy = self._final.accuracy
             accuracies["test_accuracy"] = accuracy
             self._say(f"test accuracy: {accuracy:.2%}, of the best epoch's weights")
-        confusion = self._confusion()
-        if confusion is not None:
-            per_class = accuracy_per_class(confusion, self.training.source.class_names)
+        if self._confusion is not None:
+            class_names = self.training.source.class_names
+            per_class = accuracy_per_class(self._confusion, class_names)
             accuracies["accuracy_per_class"] = per_class
             self._say(accuracies_in_words(per_class))
         return accuracies

@@ -330,7 +330,7 @@ class Training:
             weights: the network's weights; by default those of `tested_weights`.
             between: is called after each batch.
         """
-        if weights is None and self.average:
+        if weights is None:
             weights = self.tested_weights()
         tally = Tally(self.classes)
         rows = len(self.source.parts[part])
@@ -343,11 +343,8 @@ class Training:
         return tally
 
     @contextlib.contextmanager
-    def _replaced_weights(self, weights: dict[str, Tensor] | None) -> Iterator[None]:
-        """In the body, the network has these weights, unless they are None."""
-        if weights is None:
-            yield
-            return
+    def _replaced_weights(self, weights: dict[str, Tensor]) -> Iterator[None]:
+        """In the body, the network has these weights."""
         network = self.model.network
         saved = copy.deepcopy(network.state_dict())
         try:

@@ -71,11 +71,6 @@ def test_untested_class_is_told():
         make_parts(pictures, ["a"], Unused(), 0.3)
 
 
-def test_classes_differing_in_case_are_told():
-    parts = make_parts({TRAIN: files(0, 0, 1, 1)}, ["Cat", "cat"], Unused(), 0.5)
-    assert parts.notes == ["warning: these classes differ in case only: Cat, cat"]
-
-
 def test_untestable_set_tells_what_is_left_aside():
     unused = Unused()
     unused.add("without a label", "val/", 4)

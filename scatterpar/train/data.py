@@ -145,6 +145,7 @@ class Source:
         varied = request.part == TRAIN
         transform = transforms.varied if varied else transforms.plain
         rows = torch.as_tensor(request.rows).tolist()
+        # Bytes are a fourth of the memory of floats, on the way to the device, too.
         images = torch.empty(len(rows), *self.image_shape, dtype=torch.uint8)
         labels = list[int]()
         broken = list[tuple[str, str]]()
@@ -155,6 +156,7 @@ class Source:
             except Exception as error:  # Pillow's decoders raise many kinds
                 broken.append((self._name_of(request.part, row), words_of(error)))
                 continue
+            # timm draws from Python's generator, and torchvision from torch's.
             seed_host("image", seed, request.epoch, row)
             images[len(labels)] = transform(picture)
             labels.append(int(label))
@@ -218,6 +220,7 @@ def seed_host(*parts: object) -> int:
     seed = seed_of(*parts)
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
+    # If it is not imported, nothing draws from it, and its import takes long.
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
     return seed
@@ -263,11 +266,13 @@ class Transforms(NamedTuple):
     mix: Callable[..., Any] | None
 
 
+# Kept in each worker, because every piece of 64 images asks for them.
 @functools.cache
 def _transforms(size: int, options: Options, classes: int) -> Transforms:
     """Build torchvision's and timm's transforms for these options."""
     create_transform = library("timm.data").create_transform
     v2 = library("torchvision.transforms.v2")
+    # Not normalised: the model does it on the device, to which bytes are copied.
     create = functools.partial(
         create_transform, size, interpolation="bilinear", normalize=False
     )

@@ -218,6 +218,7 @@ def _labels_elsewhere(path: Path) -> str:
 def visible_folders(path: Path) -> list[Path]:
     """Return the folders in a folder, sorted, without hidden ones."""
     folders = []
+    # Sorted: the order of a disk would number classes otherwise on another machine.
     for entry in sorted(path.iterdir()):
         if entry.is_dir() and not _is_hidden(entry.name):
             folders.append(entry)
@@ -288,6 +289,8 @@ def find_pictures(folder: Path, unused: Unused) -> Iterator[str]:
 
 def files_below(folder: Path, unused: Unused) -> Iterator[str]:
     """Yield the files in a folder, at any depth and sorted, and count hidden ones."""
+    # All at first, because os.walk yields folders in the order of the disk, and a row
+    # has to be the same image in each session.
     places = list[tuple[str, list[str]]]()
     for place, folders, names in os.walk(folder, followlinks=True):
         places.append((place, names))

@@ -90,6 +90,7 @@ def _load(name: str, options: Options) -> dict[str, Any]:
         # The library reads this variable when it is imported.
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     datasets = installed("datasets", "datasets")
+    # The library would write into the home folder.
     cache = {"cache_dir": str(options.data_root)}
     try:
         if any(Path(name, file).exists() for file in _SAVED):

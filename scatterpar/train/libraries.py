@@ -18,8 +18,9 @@ from scatterpar.train.command_line import UsageError, words_of
 
 INSTALL = "pip install -c constraints.txt"
 _WHEELS = "https://download.pytorch.org/whl/cpu"
-# The error of PyPI's torchvision, which is built for CUDA, beside torch's CPU build.
+# The hub's server answers in a tenth of a second; a slow line may need more.
 _SECONDS_TO_ANSWER = 3.0
+# The error of PyPI's torchvision, which is built for CUDA, beside torch's CPU build.
 _MISMATCH = "torchvision::nms does not exist"
 
 

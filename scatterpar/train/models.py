@@ -28,7 +28,6 @@ from scatterpar.train.records import BEST_FILE, load
 BUILT_IN = "cnn"
 _KNOWN = (BUILT_IN, "torchvision.models", "timm")  # code that `load_model` may call
 _TORCHVISION = "torchvision.models:"
-_AVERAGED = "module.network."  # before names of weights in the state of an average
 
 
 class SmallCNN(nn.Sequential):
@@ -70,6 +69,7 @@ class OnPixels(nn.Module):
         super().__init__()
         self.network = network
         self.takes_colour = _input_channels(network) == 3
+        # Not among the weights: those in best.pt fit the network alone.
         self.register_buffer("mean", _per_channel(mean), persistent=False)
         self.register_buffer("std", _per_channel(std), persistent=False)
 
@@ -124,6 +124,8 @@ def build_model(
         model = OnPixels(network, mean, std)
         if pretrained:
             _zero(head_of(model, classes))
+        # An error of its forward comes now, and not after the first batch was read.
+        # Lazy layers get their shapes. In eval mode, because one row has no statistics.
         with torch.no_grad():
             scores = model.eval()(torch.zeros(1, *shape, dtype=torch.uint8))
         if scores.ndim != 2 or scores.shape[1] < classes:
@@ -307,19 +309,15 @@ def load_model(
     shape = channels, height, width
     classes = len(about["class_names"])
     built = build_model(name, shape, classes, about["mean"], about["std"])
+    if state.get("average"):
+        raise UsageError(
+            f"{path} has weights before and after --ema: name the run's folder, whose "
+            f"{BEST_FILE} has those that were tested"
+        )
     try:
-        built.network.load_state_dict(_weights(state))
+        built.network.load_state_dict(state["model"])
     except RuntimeError as error:
         message = f"{words_of(error):.200}"
         raise UsageError(f"{path} does not fit {name}: {message}") from error
     about["transform"] = functools.partial(read_picture, size=height)
     return built.eval(), about
-
-
-def _weights(state: dict[str, Any]) -> dict[str, Tensor]:
-    """Return a checkpoint's weights, averaged ones if there are any."""
-    weights = dict(state["model"])
-    for name, value in (state.get("average") or {}).items():
-        if name.startswith(_AVERAGED):
-            weights[name.removeprefix(_AVERAGED)] = value
-    return weights

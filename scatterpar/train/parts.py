@@ -67,6 +67,7 @@ class Files:
         names = np.array([os.fsencode(name) for name, _ in pairs])
         letters = names.view(np.uint8).reshape(len(names), -1)
         self._names = torch.from_numpy(letters)
+        # int32 is enough for classes, and half of the memory of a long list.
         self.labels = torch.tensor([label for _, label in pairs], dtype=torch.int32)
 
     def __len__(self) -> int:

@@ -85,6 +85,7 @@ class Processes:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             backend,
+            # A port could be taken, or be reached from other machines.
             f"file://{self._folder}/store",
             rank=self.rank,
             world_size=self.size,
@@ -137,6 +138,7 @@ def launch(
                 (size, folder, run, tuple(arguments)),
                 nprocs=size,
                 join=False,
+                # A fork of a process with threads, which torch has, may hang.
                 start_method="spawn",
             )
             started(context)

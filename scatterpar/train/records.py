@@ -56,6 +56,7 @@ def written(path: Path) -> Iterator[BinaryIO]:
         with aside.open("wb") as file:
             yield file
             file.flush()
+            # Otherwise a power cut could leave the new name with an empty file.
             os.fsync(file.fileno())
         os.replace(aside, path)
     except (OSError, RuntimeError) as error:  # RuntimeError: torch's, if a write fails
@@ -78,6 +79,7 @@ def load(path: Path, *, goes_on: bool = False) -> dict[str, Any]:
     `goes_on`, of 0.4.
     """
     try:
+        # A checkpoint from elsewhere could execute anything if it were unpickled.
         state: Any = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise UsageError(
@@ -198,6 +200,7 @@ class Metrics(contextlib.AbstractContextManager["Metrics"]):
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append a record; NaN and infinities, which JSON lacks, become null."""
+        # Paths become texts.
         text = json.dumps({"kind": kind, **fields}, default=str)
         record = json.loads(text, parse_constant=lambda _: None)
         self.records.append(record)
@@ -242,6 +245,7 @@ def stoppable(announcement: str | None) -> Iterator[list[int]]:
 
     def receive(number: int, _: FrameType | None) -> None:
         if received:
+            # Not by an exception, which a library that waits for something could catch.
             os._exit(128 + number)
         received.append(number)
         if announcement is None:

@@ -132,6 +132,7 @@ def _train(training: Training) -> int:
     path = options.out / METRICS_FILE
     versions = {}
     for name in _RECORDED.split():
+        # Those that the run uses are imported by now.
         if name in sys.modules:
             versions[name] = sys.modules[name].__version__
     with (
@@ -261,11 +262,13 @@ class Run:
                 ) as self._progress,
                 stoppable(stopping) as self._signals,
             ):
+                # It is called once per sub-step, so that the bar moves within a step.
                 training.criterion.register_forward_hook(self._progress.add)
                 self._train_epochs()
         except FloatingPointError as error:
             code = 1
             ending = f"training diverged ({error}); a lower --base-lr may help; stopped"
+        # The weights are those of the last whole step: saving them loses nothing.
         except (KeyboardInterrupt, FeedError, RankError) as error:
             self._save()
             if not self._signals:  # a signal may have ended the workers, too
@@ -279,6 +282,8 @@ class Run:
 
     def _train_epochs(self) -> None:
         training = self.training
+        # The session before may have ended between the last step of an epoch and its
+        # test.
         if training.position.tested < training.epoch:
             self._end_epoch()
         while not training.is_over:
@@ -292,6 +297,8 @@ class Run:
 
     def _check(self) -> None:
         """Raise `KeyboardInterrupt` in all processes if one has received a signal."""
+        # A signal may reach one process a step earlier than another, and all have to
+        # end after the same step.
         number = self.training.processes.largest(max(self._signals, default=0))
         if number:
             if not self._signals:
@@ -329,6 +336,7 @@ class Run:
     def _say(self, line: str) -> None:
         """Print a line, beside the progress bar."""
         if self._is_first:
+            # A plain print would be in the middle of the bar.
             tqdm.write(printable(line), file=sys.stdout)
             sys.stdout.flush()
 
@@ -365,6 +373,7 @@ class Run:
         number = training.epoch + 1
         before = time.perf_counter()
         while training.epoch < number:
+            # Before the step, which counts its images: afterwards it is the next one's.
             rate = training.rate()
             request, batch = self.feed.take()
             self._draw_first_batch(batch)
@@ -466,12 +475,14 @@ class Run:
         """Record and print the results of an epoch."""
         training = self.training
         broken = self.feed.broken
+        # From the records, because the epoch may have begun in an earlier session.
         records_of_steps = self.metrics.of_kind("step")
         steps = [step for step in records_of_steps if step["epoch"] == number]
         images = sum(step["images"] for step in steps)
         losses = sum(step["loss"] * step["images"] for step in steps)
         seconds = sum(step["seconds_whole"] for step in steps)
         waited = sum(step["seconds_waited"] for step in steps)
+        # No image of an epoch may be readable.
         loss = losses / (images or 1)
         speed = images / (seconds or 1)
         rows = training.rows_per_step
@@ -585,6 +596,7 @@ class Run:
             **accuracies,
             left_out=dict(self.feed.broken),
         )
+        # A run that ended early has not written all of them.
         names = []
         for name in _WRITTEN:
             if (out / name).exists():

@@ -177,6 +177,7 @@ class Training:
         """Return the row numbers of the epoch's batches, whose sizes differ by at most
         one.
         """
+        # A function of the epoch alone: a resumed run has drawn nothing before.
         seed = seed_of("order", self.options.seed, epoch)
         generator = torch.Generator().manual_seed(seed)
         rows = torch.randperm(self.images, generator=generator)
@@ -200,6 +201,7 @@ class Training:
     def test_requests(self, part: str) -> Iterator[BatchRequest]:
         """Yield what the feed must read for a test."""
         rows = torch.arange(len(self.source.parts[part]))
+        # Nothing is kept for a backward pass, so that small batches would only be slow.
         for batch in rows.split(max(FIRST, self.position.batch)):
             yield BatchRequest(part, batch)
 
@@ -281,6 +283,8 @@ class Training:
         if report is not None and not math.isfinite(report.loss):
             raise FloatingPointError(f"the loss is {report.loss}")
         if self.options.clip is not None:
+            # A norm of gradients that the scaler has multiplied would be clipped at any
+            # size.
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
         self.scaler.step(self.optimizer)
@@ -346,6 +350,7 @@ class Training:
     def _replaced_weights(self, weights: dict[str, Tensor]) -> Iterator[None]:
         """In the body, the network has these weights."""
         network = self.model.network
+        # A copy, because the weights are loaded into the same tensors.
         saved = copy.deepcopy(network.state_dict())
         try:
             network.load_state_dict(weights)
@@ -544,6 +549,7 @@ def make_engine(
         device_ids=devices,
         micro_batch_size=options.micro_batch_size,
         process_group=processes.group,
+        # A sub-step has few images: their statistics alone would be noise.
         buffers="batch",
         measure_noise=options.batch == "auto",
         compile=options.compile or None,
@@ -569,6 +575,7 @@ def make_average(model: nn.Module, options: Options) -> AveragedModel | None:
         get_ema_multi_avg_fn(decay)(averages, values, updates)
 
     decay_limit = options.ema
+    # With buffers: running statistics of other weights would not fit the averaged ones.
     return AveragedModel(model, multi_avg_fn=update, use_buffers=True)
 
 

@@ -7,7 +7,6 @@ import signal
 import pytest
 import torch
 from harness.pictures import truncate, write_folder
-from harness.runs import records
 from PIL import Image
 
 from scatterpar.__main__ import main as command
@@ -81,9 +80,11 @@ def test_predict_writes_classes_and_scores(folder, finished, capsys, tmp_path):
     assert alone == found[5] | {"file": one.name}
 
 
-def test_predict_takes_averaged_weights(folder, finished, tmp_path, capsys):
-    last = predicted(capsys, finished / "checkpoint.pt", folder / "test", *ALONE)
-    assert accuracy(last) == records(finished, "epoch")[-1]["test_accuracy"]
+def test_checkpoint_with_two_kinds_of_weights_is_refused(folder, finished, capsys):
+    """The ones after --ema are those that were tested, and best.pt has them alone."""
+    words = ["predict", str(finished / "checkpoint.pt"), str(folder / "test"), *ALONE]
+    assert command(words) == 2
+    assert "name the run's folder, whose best.pt has those" in capsys.readouterr().err
 
 
 @pytest.mark.slow

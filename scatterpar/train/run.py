@@ -238,6 +238,14 @@ class Run:
         except RankError:
             self._say_how_to_resume()
             raise
+        except ValueError as error:
+            # torch's layers say so of one row, which no option names.
+            if "more than 1 value per channel" not in str(error):
+                raise
+            raise UsageError(
+                "a sub-step has one image, of which batch normalisation has no "
+                f"statistics: --batch with two images for each device; {self._kept()}"
+            ) from error
         except OSError as error:  # of a print, or of a library
             if error.errno in _FULL_DISK:
                 raise UsageError(f"{error.strerror}; {self._kept()}") from error

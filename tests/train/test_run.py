@@ -458,6 +458,14 @@ def test_diverged_run_keeps_what_was_reached(tmp_path, capsys):
     assert "test accuracy: not measured, no epoch was finished" in printed
 
 
+@pytest.mark.parametrize(("batch", "devices"), [("1", "cpu"), ("2", "cpu:0,cpu:1")])
+def test_sub_step_of_one_image_is_told(tmp_path, capsys, batch, devices):
+    options = ["--batch", batch, "--devices", devices, "--out", str(tmp_path)]
+    assert main(options) == 2
+    printed = capsys.readouterr().err
+    assert "--batch with two images for each device; no checkpoint was wri" in printed
+
+
 def test_torchrun_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "night-7")
     assert main([]) == 2

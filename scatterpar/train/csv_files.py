@@ -130,6 +130,7 @@ def _parts_of_rows(table: Any) -> tuple[str, list[str | None]]:
     """Return the column that says what a row is for, if there is one, and the part of
     each row.
     """
+    parts: list[str | None]
     for column in table:
         name = column.lower()
         if name == _IS_VALID:

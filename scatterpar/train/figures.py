@@ -102,8 +102,7 @@ def draw_confusion(
         for row, column in confusion.nonzero().tolist():
             colour = "white" if parts[row, column] > 0.5 else "black"
             text = str(int(confusion[row, column]))
-            centred = {"ha": "center", "va": "center"}
-            axes.text(column, row, text, color=colour, fontsize=8, **centred)
+            axes.text(column, row, text, ha="center", va="center", color=colour)
     _save(figure, path)
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TextIO
+from typing import Annotated, Any, ClassVar
 
 import torch
 import tyro
@@ -183,7 +183,7 @@ class Table(contextlib.AbstractContextManager["Table"]):
         self.earlier = set[str]()
         self._start = start
         self._path = options.out
-        self._file: TextIO = sys.stdout
+        self._file: Any = sys.stdout
         columns = ["file", "class", "score"]
         for number in range(2, top + 1):
             columns += [f"class_{number}", f"score_{number}"]

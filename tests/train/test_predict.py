@@ -80,7 +80,7 @@ def test_predict_writes_classes_and_scores(folder, finished, capsys, tmp_path):
     assert alone == found[5] | {"file": one.name}
 
 
-def test_checkpoint_with_two_kinds_of_weights_is_refused(folder, finished, capsys):
+def test_checkpoint_of_two_weights_refused(folder, finished, capsys):
     """The ones after --ema are those that were tested, and best.pt has them alone."""
     words = ["predict", str(finished / "checkpoint.pt"), str(folder / "test"), *ALONE]
     assert command(words) == 2

@@ -707,7 +707,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                         # Other weights, and perhaps other inputs.
                         tasks = make_tasks(attempt, self._scattered(attempt, schedule))
                     schedule.look(attempt, tasks[0])
-                check_join = None if verifier is None else verifier.check_join
+                check_join = None if verifier is None else verifier.joins.check
                 computed = schedule.run(attempt, tasks, check_join)
                 if verifier is not None:
                     verifier.tell()

@@ -107,7 +107,7 @@ def map_rows(
         if attempt.extent.is_trial:
             return Mapped(attempt)
         if verifier is not None:
-            verifier.check_join(attempt, tasks[0], outputs, work, work.function)
+            verifier.joins.check(attempt, tasks[0], outputs, work, work.function)
     lists: Lists = "always"
     if function is module:
         (batch,) = request.batches

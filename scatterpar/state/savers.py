@@ -2,7 +2,7 @@
 
 ``SAVERS`` is the table, by class; ``STORAGE`` and ``VALUES`` are its rows for tensors.
 ``SUBSTITUTIONS`` is the table of values that cannot be set back: others take their
-places, such as a copy of an iterator, and a file in memory for one on a disk.
+places, such as a copy of an iterator, and for a file an object that does nothing.
 """
 
 from __future__ import annotations
@@ -288,23 +288,8 @@ class Substitution:
         return True
 
 
-class _WrittenFile(Substitution):
-    """A file that is written, and not read: what calls write goes to memory."""
-
-    def fits(self, value: Any) -> bool:
-        if not isinstance(value, io.IOBase) or value.closed or _is_of_terminal(value):
-            return False
-        return value.writable() and not value.readable()
-
-    def save(self, value: Any) -> Any:
-        return io.StringIO if isinstance(value, io.TextIOBase) else io.BytesIO
-
-    def make(self, saved: Any) -> Any:
-        return saved()
-
-
 class Silent:
-    """A writer or logger, or an object of one, in a look: its methods do nothing.
+    """A file, writer or logger, or an object of one, in a look: its methods do nothing.
 
     Methods that return something, by their name, and attributes are the writer's.
     """
@@ -329,10 +314,14 @@ class Silent:
 
 
 class _Writer(Substitution):
-    """A writer of rows or of summaries: what calls give it is dropped."""
+    """A file that is only written, or a writer: what it is given is dropped."""
 
     def fits(self, value: Any) -> bool:
-        return is_writer(type(value))
+        if is_writer(type(value)):
+            return True
+        if not isinstance(value, io.IOBase) or value.closed or _is_of_terminal(value):
+            return False
+        return value.writable() and not value.readable()
 
     def save(self, value: Any) -> Any:
         return value
@@ -359,7 +348,7 @@ class _MovedByCalls(Substitution):
 
 
 # Writers before iterators, which are among what calls move, too.
-SUBSTITUTIONS = _WrittenFile(), _Writer(), _MovedByCalls()
+SUBSTITUTIONS = _Writer(), _MovedByCalls()
 
 
 def substitution_for(value: Any) -> Substitution | None:
@@ -424,23 +413,17 @@ def _copied(state: Any, *, lists: bool = False) -> Any:
 
 def is_at_same_position(iterator: Any, copied: Any) -> bool:
     """Whether an iterator and a copy give the same items from here."""
-    if type(iterator) is not type(copied):
-        return False
-    return _are_same(_position(iterator), _position(copied))
+    return bool(_marks(iterator) == _marks(copied))
 
 
-def _are_same(values: Any, copies: Any) -> bool:
-    if len(values) != len(copies):
-        return False
-    for value, copied in zip(values, copies, strict=True):
-        if value is copied or (type(value) in _COMPARED and value == copied):
-            continue
-        if _is_iterator(value) and is_at_same_position(value, copied):
-            continue
-        are_lists = type(value) is type(copied) and isinstance(value, (list, tuple))
-        if not are_lists or not _are_same(value, copied):
-            return False  # else the items that remain are in new lists
-    return True
+def _marks(value: Any, *, lists: bool = False) -> Any:
+    """What tells the position of an iterator: plain values, and ids of its items."""
+    if _is_iterator(value):
+        make, args, *states = _position(value)
+        return make, _marks(args), [_marks(state, lists=True) for state in states]
+    if isinstance(value, tuple) or (lists and isinstance(value, list)):
+        return [_marks(part, lists=lists) for part in value]
+    return value if type(value) in _COMPARED else id(value)
 
 
 def _position(iterator: Any) -> tuple[Any, ...]:

@@ -12,11 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scatterpar.batch.batch import Batch
-from scatterpar.step.attempt import Attempt
-from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.request import LossCandidate, Request
-from scatterpar.step.scatter import in_order, micro_batches
 from scatterpar.verify.comparison import Inconclusive
 from scatterpar.verify.evidence import weighted_parts
 from scatterpar.verify.rows import Parts
@@ -45,39 +41,23 @@ class Choice:
         self._words = [candidate.words for candidate in candidates]
 
 
-def is_open(attempt: Attempt, candidates: Sequence[LossCandidate]) -> bool:
-    """Whether it matters in this step which of the candidates holds.
-
-    That is, whether they give its micro-batches different weights.
-    """
-    plan = attempt.plan
-    # Micro-batches of equal rows and labels have one set of weights by all counts.
-    weights_of_candidates = set()
-    for candidate in candidates:
-        request = attempt.request.combined_by(candidate)
-        batches: Sequence[Batch] = in_order(request.batches, plan)
-        weights = compute_loss_weights(request, plan, micro_batches(batches, plan))
-        by_share = [_rounded(factors) for factors in weights.by_share]
-        weights_of_candidates.add(tuple(by_share))
-    return len(weights_of_candidates) > 1
-
-
-def rivals(
+def alike(
     request: Request, parts: Parts, candidates: Sequence[LossCandidate]
 ) -> list[LossCandidate]:
     """The first candidate, and those that combine ``parts`` of rows in the same way.
 
-    ``request`` is of the rows that a look has compared.
+    If the parts are those of a look, it has not told these candidates apart. If they
+    are the micro-batches of a step, it does not matter there which one holds.
     """
     first = candidates[0]
     expected = _combination(request, parts, first)
-    alike = [first]
+    candidates_alike = [first]
     for candidate in candidates[1:]:
         if not _has_same_entries(first, candidate):
             continue
         if _combination(request, parts, candidate) == expected:
-            alike.append(candidate)
-    return alike
+            candidates_alike.append(candidate)
+    return candidates_alike
 
 
 def _has_same_entries(first: LossCandidate, candidate: LossCandidate) -> bool:
@@ -91,8 +71,4 @@ def _combination(request: Request, parts: Parts, candidate: LossCandidate) -> ob
         divided, weights = weighted_parts(request.combined_by(candidate), parts)
     except Inconclusive:
         return None
-    return [list(part) for part in divided], _rounded(weights)
-
-
-def _rounded(weights: Sequence[float]) -> tuple[float, ...]:
-    return tuple(round(weight, _DIGITS) for weight in weights)
+    return divided, [round(weight, _DIGITS) for weight in weights]

@@ -82,45 +82,22 @@ class Total:
         self.loss = 0.0
         self.num_with_gradient = 0
         self._gradients: list[Tensor] = []
-        self._errors: list[float] = []  # of each gradient, by rounding of the summands
 
     def add(self, result: Result) -> None:
         """Add the loss and the gradients of a result."""
         self.loss += result.loss
         self.num_with_gradient += result.has_gradient
-        # Each summand is rounded once, relative to its own largest entry.
-        sizes = magnitudes(result.gradients)
-        errors = [
-            torch.finfo(gradient.dtype).eps * size
-            for gradient, size in zip(result.gradients, sizes, strict=True)
-        ]
         if not self._gradients:
             self._gradients = list(result.gradients)
-            self._errors = errors
             return
         for number, gradient in enumerate(result.gradients):
             # Not in place: the first one may be expanded, or the caller's.
             self._gradients[number] = self._gradients[number] + gradient
-            self._errors[number] += errors[number]
 
     @property
     def result(self) -> Result:
         """The sum as one result."""
         return Result(self.loss, self._gradients)
-
-    def difference_by_rounding(self, expected: Result) -> float:
-        """The relative difference that rounding of the summands makes in their sum.
-
-        Each gradient is rounded to its dtype. If they cancel, the errors stay.
-        """
-        scales = magnitudes(expected.gradients)
-        floor = _smallest_scale(scales)
-        relative = [0.0]
-        for error, scale in zip(self._errors, scales, strict=True):
-            # A part that is NaN, as a variance of one row, is no rounding.
-            if math.isfinite(error):
-                relative.append(error / max(scale, floor))
-        return max(relative)
 
 
 def weighted_sum(results: Sequence[Result], weights: Sequence[float] = ()) -> Result:

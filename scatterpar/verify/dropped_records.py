@@ -44,11 +44,9 @@ def records_dropped() -> Iterator[None]:
     """In the body, no handler of ``logging`` gets what this thread logs, and no file
     that it opens gets what it writes.
 
-    Other threads of the process log as ever, so no level is set. Levels that user code
-    sets are restored.
+    Other threads of the process log as ever, so no level is set.
     """
     of_other_threads = _OfOtherThreads()
-    levels = [(logger, logger.level) for logger in _loggers()]
     # At handlers, because a logger's filter does not see records of its children.
     handlers = _handlers()
     for handler in handlers:
@@ -62,10 +60,6 @@ def records_dropped() -> Iterator[None]:
         _is_look.reset(token)
         for handler in handlers:
             handler.removeFilter(of_other_threads)
-        for logger, level in levels:
-            if logger.level != level:
-                # Only if it differs: setLevel clears the caches of all loggers.
-                logger.setLevel(level)
 
 
 class _Openers:
@@ -131,17 +125,11 @@ def _is_asked_by_user() -> bool:
 
 def _handlers() -> list[logging.Handler]:
     """The handlers of all loggers, and the one for loggers without any."""
-    handlers: list[logging.Handler] = []
-    for logger in _loggers():
-        handlers += logger.handlers
+    handlers = [*logging.root.handlers]
+    # A copy: other threads make loggers.
+    for logger in [*logging.root.manager.loggerDict.values()]:
+        if isinstance(logger, logging.Logger):  # else the parent of loggers to come
+            handlers += logger.handlers
     if logging.lastResort is not None:
         handlers.append(logging.lastResort)
     return handlers
-
-
-def _loggers() -> list[logging.Logger]:
-    """The loggers that exist, the root's first."""
-    # A copy: other threads make loggers.
-    named = [*logging.root.manager.loggerDict.values()]
-    loggers = [logger for logger in named if isinstance(logger, logging.Logger)]
-    return [logging.root, *loggers]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scatterpar.batch import nested
 from scatterpar.batch.batch import batch_of
 from scatterpar.causes.counts import (
     IGNORED,
@@ -27,18 +28,14 @@ from scatterpar.step.request import Request
 from scatterpar.verify.comparison import (
     Inconclusive,
     Result,
-    Total,
-    num_with_gradient,
     relative_difference,
     weighted_sum,
 )
-from scatterpar.verify.measurements import losses_of_parts, outputs_of, uses_number
+from scatterpar.verify.measurements import losses_of_parts, outputs_of
 from scatterpar.verify.nudges import NUM_NUDGES, Nudge, rounding_limit
 from scatterpar.verify.output_differences import OutputDifferences, compare_outputs
 from scatterpar.verify.rows import Part, Parts, unbound
 from scatterpar.verify.runs import Runs, pieces_of_parts
-
-_MAX_UNCOUNTED = 32  # rows that are searched for some that count= leaves out
 
 # With whole_batch=True, too, a number is computed from the rows of a micro-batch.
 NUMBER_REMEDY = (
@@ -191,7 +188,11 @@ class Losses(SplitEvidence):
         if self.request.whole_batch:  # which has one loss
             return None
         results = self.results_of_parts
-        if num_with_gradient(results) < 2:  # any weights might fit
+        # Of one part any weight might fit. A part that is NaN has to have none.
+        telling = [
+            result for result in results if result.has_gradient or not result.is_finite
+        ]
+        if len(telling) < 2:
             return None
         for right in self._weights_of_counts():
             combined = weighted_sum(results, right)
@@ -220,7 +221,6 @@ class Evidence(Losses):
 
     Attributes:
         runs: makes further runs.
-        total: the sum of the results of the parts, times their weights.
         draws_steadily: the parts drew as many random numbers as all rows at once did.
         moved: the names of state that each part has moved.
     """
@@ -231,7 +231,7 @@ class Evidence(Losses):
         parts: Parts,
         step_weights: Sequence[float],
         expected: Result,
-        total: Total,
+        actual: Result,
         *,
         ignored: Sequence[int],
         draws_steadily: bool,
@@ -242,11 +242,10 @@ class Evidence(Losses):
             parts,
             step_weights,
             expected,
-            total.result,
+            actual,
             runs.rounding.tolerance,
             ignored,
         )
-        self.total = total
         self.runs = runs
         # In the order of the parts, so that outputs of all rows can be cut into them.
         self.rows: Part = list(chain(*parts))
@@ -260,12 +259,10 @@ class Evidence(Losses):
         Raises:
             Inconclusive: the gradient is nothing but rounding.
         """
-        # The cheap bound first: a nudge of the inputs costs a run.
-        of_summands = self.total.difference_by_rounding(self.expected)
-        limit = self.tolerance + of_summands
-        if self.difference <= limit:
-            return limit
-        return max(limit, self.difference_by_rounding())
+        # The cheap bound first: each nudge costs a run. NaN is no rounding.
+        if self.difference <= self.tolerance or self.difference == math.inf:
+            return self.tolerance
+        return max(self.tolerance, self.difference_by_rounding())
 
     @property
     def module_name(self) -> str:
@@ -318,8 +315,7 @@ class Evidence(Losses):
     def output_differences(self) -> OutputDifferences:
         """How the outputs of the parts differ from that for all rows."""
         whole, *pieces = self.outputs
-        (backwards,) = outputs_of(self.runs, [self.rows[::-1]])
-        return compare_outputs(whole, backwards, pieces, self.parts, self.request.dim)
+        return compare_outputs(whole, pieces, self.parts, self.request.dim)
 
     @property
     def shapes(self) -> Sequence[tuple[int, ...]]:
@@ -328,34 +324,38 @@ class Evidence(Losses):
         return [tuple(value.shape) for value in compared if isinstance(value, Tensor)]
 
     @cached_property
+    def loss_of_output(self) -> Result | None:
+        """The criterion's loss of the output for all rows, and its gradients by that.
+
+        ``None`` if the criterion asks for gradients by inputs or parameters: it cannot
+        be called with outputs that have no graph, as ``whole_batch`` does.
+        """
+        try:
+            (result,) = losses_of_parts(self.runs, self.outputs[0], [self.rows])
+        except RuntimeError:
+            return None
+        return result
+
+    @property
     def uses_number(self) -> bool:
         """Whether the loss depends on a 0-dim output, such as a balance loss."""
-        return self.request.criterion is not None and uses_number(self.runs, self.rows)
-
-    @cached_property
-    def needs_graph(self) -> bool:
-        """Whether the criterion asks for gradients by inputs or parameters.
-
-        It cannot be called with outputs that have no graph, as ``whole_batch`` does.
-        """
-        if self.request.criterion is None:
+        if self.request.criterion is None or self.loss_of_output is None:
             return False
-        try:
-            losses_of_parts(self.runs, self.outputs[0], [self.rows])
-        except RuntimeError:
-            return True
-        return False
+        tensors = nested.tensors(self.outputs[0])
+        differentiable = [tensor for tensor in tensors if tensor.requires_grad]
+        pairs = zip(differentiable, self.loss_of_output.gradients, strict=True)
+        return any(not tensor.ndim and bool(gradient) for tensor, gradient in pairs)
 
     @property
     def compares_rows(self) -> str:
         """What to do with a loss that compares rows."""
-        if self.needs_graph:
+        if self.request.criterion is None:  # whole_batch=True needs one
+            return f"{NUMBER_REMEDY}, and pass criterion= and whole_batch=True"
+        if self.loss_of_output is None:
             return (
                 "call engine.loss for each loss, and combine their gradients "
                 "(docs/losses.md, Two losses with an adaptive weight)"
             )
-        if self.request.criterion is None:  # whole_batch=True needs one
-            return f"{NUMBER_REMEDY}, and pass criterion= and whole_batch=True"
         if self.uses_number:  # which whole_batch=True alone would refuse
             return f"{NUMBER_REMEDY}, and pass whole_batch=True"
         return super().compares_rows
@@ -365,11 +365,11 @@ class Evidence(Losses):
         """Whether the losses of parts of one output combine to that of all its rows."""
         if self.request.criterion is None or self.request.whole_batch:
             return False
-        output = self.outputs[0]
-        of_parts = losses_of_parts(self.runs, output, self.parts)
-        of_rows = losses_of_parts(self.runs, output, [self.rows])
+        if self.loss_of_output is None:
+            return False
+        of_parts = losses_of_parts(self.runs, self.outputs[0], self.parts)
         combined = weighted_sum(of_parts, self.step_weights)
-        return combined.difference_from(of_rows[0]) <= self.tolerance
+        return combined.difference_from(self.loss_of_output) <= self.tolerance
 
     # --- the answers to the causes ---
 
@@ -468,7 +468,6 @@ class Evidence(Losses):
             Inconclusive: rounding changes the gradient so much that it is nothing else,
                 as for a student that starts as its teacher, or a constant loss.
         """
-        is_zero = self._gradient_is_zero()
         of_replica = self.of_replica.difference_from(self.expected)
         is_replica_right = of_replica <= self.tolerance
         eps = self.runs.rounding.coarsest_eps
@@ -484,20 +483,11 @@ class Evidence(Losses):
             # From the replica's own result: the user's may be rounded otherwise.
             effects.append(nudged.difference_from(self.of_replica))
             by_rounding = rounding_limit(effects, self.difference)
-            is_explained = self.difference <= by_rounding
-            if is_zero or is_explained or self.runs.user_code.is_late():
+            if self.difference <= by_rounding or self.runs.user_code.is_late():
                 break
-        explains = self.difference <= by_rounding
-        if is_zero or (explains and by_rounding > _NOTHING_BUT_ROUNDING):
+        if self.difference <= by_rounding and by_rounding > _NOTHING_BUT_ROUNDING:
             raise Inconclusive("its gradient is nothing but rounding")
         return by_rounding
-
-    def _gradient_is_zero(self) -> bool:
-        """Whether no expected gradient is larger than the loss's rounding error."""
-        gradients = self.expected.gradients
-        largest = abs(self.expected.loss) * self.runs.rounding.finest_eps
-        sizes = [gradient.abs().max() for gradient in gradients if gradient.numel()]
-        return bool(gradients) and all(bool(size <= largest) for size in sizes)
 
 
 def name_of(request: Request) -> str:
@@ -513,16 +503,11 @@ def name_of(request: Request) -> str:
 def weighted_parts(request: Request, parts: Parts) -> tuple[Parts, Sequence[float]]:
     """The parts, and the factors by which the engine would multiply their losses.
 
-    If ``count=`` leaves some rows out, these are a part of their own: they must add
-    nothing.
-
     Raises:
         Inconclusive: no row has a term.
     """
     if not request.is_mean or request.whole_batch:
         return parts, [1.0] * len(parts)
-    if request.count is not None and len(parts) > 1:
-        parts = _uncounted_apart(request, parts)
     terms = _terms_of(request, parts)
     total = sum(terms)
     if not total:
@@ -531,19 +516,6 @@ def weighted_parts(request: Request, parts: Parts) -> tuple[Parts, Sequence[floa
         # They have a loss, but not by themselves: its mean is over no terms.
         return [list(chain(*parts))], [1.0]
     return parts, [count / total for count in terms]
-
-
-def _uncounted_apart(request: Request, parts: Parts) -> Parts:
-    """The parts, with the rows that ``count=`` leaves out in a first part alone."""
-    # Each row is a call of count=.
-    rows = list(chain(*parts))[:_MAX_UNCOUNTED]
-    terms = _terms_of(request, [[row] for row in rows])
-    uncounted = [row for row, count in zip(rows, terms, strict=True) if not count]
-    if not uncounted:
-        return parts
-    counted = [[row for row in part if row not in uncounted] for part in parts]
-    counted = [part for part in counted if part]
-    return [uncounted, *counted] if counted else parts
 
 
 def _terms_of(request: Request, parts: Parts) -> list[float]:

@@ -15,7 +15,7 @@ from scatterpar.step.attempt import Attempt
 from scatterpar.step.request import Request
 from scatterpar.step.task import ReplicaTask
 from scatterpar.threads.process_settings import SETTINGS_KEPT
-from scatterpar.verify.constant_numbers import ConstantNumbers
+from scatterpar.verify.measurements import Compute, outputs_of
 from scatterpar.verify.output_differences import compare_outputs, entries_per_row
 from scatterpar.verify.rows import Parts
 from scatterpar.verify.runs import Runs
@@ -27,8 +27,6 @@ _DRAWN = (
     "order cannot be compared with that of one call: return .view(rows, k, -1) of k "
     "entries per row"
 )
-
-Compute = Callable[[ReplicaTask, Any], Any]  # the output for inputs and targets
 
 
 class JoinCheck:
@@ -42,48 +40,47 @@ class JoinCheck:
     def check(
         self,
         attempt: Attempt,
-        request: Request,
         task: ReplicaTask,
         outputs: Sequence[Sequence[Any]],
         compute: Compute,
-        function: Callable[..., Any] | None,
-    ) -> frozenset[int]:
+        function: Callable[..., Any] | None = None,
+    ) -> None:
         """Compare outputs of a few rows with one output, until values show the order.
 
-        Only outputs that may have several entries per row are compared. ``request`` is
-        that of the largest batch, and ``function`` what the user passed to
+        Only outputs that may have several entries per row, or none, are compared.
+        ``compute`` gave the outputs; ``function`` is what the user passed to
         ``engine.map``.
 
-        Returns the positions of tensors that have k > 1 entries per row by chance, such
-        as a codebook of 64 entries beside 16 rows.
+        The attempt gets the positions of tensors that have no rows, such as a codebook
+        of 64 entries beside 16 rows.
 
         Raises:
             ValueError: the outputs of parts, joined, are not the output of one call; or
                 the outputs are of a function for ``engine.map`` that drew random
                 numbers: how many it draws may depend on the rows.
         """
-        nothing: frozenset[int] = frozenset()
-        sizes = attempt.plan.substep_rows
-        dim = request.dim
+        request = attempt.request.of_largest_batch()
+        key = self._key_of(attempt, function, outputs[0][0])
+        if key in self._known:
+            attempt.constants = self._known[key]
+            return
         candidates = self._candidates(attempt, outputs)
         if not candidates:
-            return nothing
+            self._known[key] = frozenset()
+            return
         if function is not None and attempt.generators.drawn:
             raise ValueError(_DRAWN)
-        key = self._key_of(attempt, request, function, outputs[0][0], sizes[0])
-        if key in self._known:
-            return self._known[key]
+        dim = request.dim
         # The fewest rows with parts of two sizes: what has no rows differs in none.
         rows = [0, request.rows // 2, request.rows - 1]
         parts = [rows[:-1], rows[-1:]]
-        whole, backwards, *computed = _outputs_of(
-            attempt, request, task, [rows, rows[::-1], *parts], compute
-        )
+        computed_parts = _outputs_of(attempt, request, task, [rows, *parts], compute)
+        whole, *computed = computed_parts
         # A tensor without rows is the same for other numbers of rows.
-        constants = _equal_tensors([whole, *computed]) & candidates
-        differences = compare_outputs(whole, backwards, computed, parts, dim)
+        constants = _equal_tensors(computed_parts) & candidates
+        differences = compare_outputs(whole, computed, parts, dim)
         # A single piece is joined with those of other ranks, which refuse more.
-        if differences.misplaced and len(sizes) > 1:
+        if differences.misplaced and len(attempt.plan.substep_rows) > 1:
             raise ValueError(refused_order(differences.misplaced, len(rows)).text)
         several = [
             tensor
@@ -93,7 +90,7 @@ class JoinCheck:
         # Equal entries show no order.
         if not any(same_bits(tensor, tensor.flip(dim)) for tensor in several):
             self._known[key] = constants
-        return constants
+        attempt.constants = constants
 
     def _candidates(
         self, attempt: Attempt, outputs: Sequence[Sequence[Any]]
@@ -120,34 +117,44 @@ class JoinCheck:
                     )
         return candidates
 
-    def _key_of(
-        self, attempt: Attempt, request: Request, function: Any, output: Any, size: int
-    ) -> Hashable:
+    def _key_of(self, attempt: Attempt, function: Any, output: Any) -> Hashable:
         """What an order of entries may depend on.
 
         Not the model's ``changes``, nor numbers: one that moves in each step would
         cause a comparison.
         """
         model = attempt.replicas.of_model
-        entries = [
-            [length / size for length in tensor.shape]
-            for tensor in nested.tensors(output)
-        ]
+        request = attempt.request
+        shapes = [tensor.shape for tensor in nested.tensors(output)]
+        # Whether sizes are multiples of the rows depends on those of all parts.
+        sizes = sorted(set(attempt.plan.substep_rows))
         names, _ = names_and_numbers((function, request.return_outputs))
-        return str(entries), model.flags, model.builds, request.whole_batch, names
+        return (
+            str((shapes, sizes)),
+            model.flags,
+            model.builds,
+            request.whole_batch,
+            names,
+        )
 
 
 def _with_several_entries(
     pieces: Sequence[Any], sizes: Sequence[int], dim: int
 ) -> set[int]:
-    """The positions of tensors that have one k > 1 of entries per row in all pieces."""
+    """The positions of tensors that have one k > 1 of entries per row in all pieces.
+
+    Also of those with one entry per row that are the same in all pieces: such a tensor
+    may have no rows.
+    """
     positions: set[int] = set()
+    equal = _equal_tensors(pieces)
     for position, tensors in enumerate(zip(*map(nested.tensors, pieces), strict=False)):
         entries = {
             entries_per_row(tensor, size, dim)
             for tensor, size in zip(tensors, sizes, strict=False)
         }
-        if len(entries) == 1 and min(entries) > 1:
+        least = 1 if position in equal else 2
+        if len(entries) == 1 and min(entries) >= least:
             positions.add(position)
     return positions
 
@@ -170,17 +177,13 @@ def _outputs_of(
     compute: Compute,
 ) -> list[Any]:
     """The replica's output for each part, from one state, in the replica's thread."""
-    runs = Runs(attempt, request, task)
+    # Constant numbers: a draw would differ between rows and parts.
+    runs = Runs(attempt, request, task).under(is_as_in_step=True, draws_constants=True)
 
     def outputs() -> list[Any]:
         isolated = task.isolated(attempt.generators)
-        computed = []
         with isolated, runs.user_code.isolated(), torch.no_grad():
-            for rows in parts:
-                runs.user_code.restart()
-                with ConstantNumbers():  # a draw would differ between rows and parts
-                    computed.append(compute(task, (runs.inputs_of(rows), None)))
-        return computed
+            return outputs_of(runs, parts, compute)
 
     with SETTINGS_KEPT, no_kernel_search():  # a look has other sizes
         return attempt.threads.call(task.share.device, outputs)

@@ -13,7 +13,6 @@ once. Everything that the calls change is restored.
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
@@ -39,7 +38,15 @@ from scatterpar.verify.dropped_warnings import warnings_dropped
 from scatterpar.verify.evidence import Evidence, name_of, weighted_parts
 from scatterpar.verify.measurements import attributes_that_calls_move, bytes_per_row
 from scatterpar.verify.rounding import formats_inside_operators
-from scatterpar.verify.rows import MAX_BYTES, MIN_ROWS, Part, Parts, RowChoice, in_two
+from scatterpar.verify.rows import (
+    MAX_BYTES,
+    MIN_ROWS,
+    Part,
+    Parts,
+    RowChoice,
+    in_two,
+    parts_of,
+)
 from scatterpar.verify.runs import RunResult, Runs
 from scatterpar.verify.verdicts import (
     RIGHT,
@@ -68,7 +75,6 @@ class Findings:
         moved: the names of state that each part moves.
         lost: the shapes of large tensors that user code has written.
         scope: the part of a sub-step that one replica at a time must run.
-        difference: the relative difference between the results.
         parts: the rows of each part.
     """
 
@@ -76,7 +82,6 @@ class Findings:
     moved: Sequence[str] = ()
     lost: Sequence[tuple[int, ...]] = ()
     scope: Scope = Scope.NOTHING
-    difference: float = math.inf
     parts: Parts = ()
 
 
@@ -86,14 +91,12 @@ class RowTrial:
 
     Attributes:
         parts: the rows of each part.
-        is_as_in_step: whether autocast and half precision are those of the step.
         saves_memory: whether it is for the case that memory ran out, or for all others;
             ``None`` for both.
         is_whole_batch: whether these are all rows, so that the batch must be small.
     """
 
     parts: Parts
-    is_as_in_step: bool = False
     saves_memory: bool | None = None
     is_whole_batch: bool = False
 
@@ -199,22 +202,24 @@ class ReplicaLook:
             Inconclusive: the look could not tell.
         """
         error: Exception | None = None
-        parts_before: Parts = ()
         for trial in self._trials(self._affordable(most)):
-            is_repeated = trial.parts == parts_before
-            if not self._is_due(trial, error, is_repeated):
+            if not self._is_due(trial, error):
                 continue
-            parts_before = trial.parts
-            runs = self.runs
-            if trial.is_as_in_step:
-                runs = runs.under(is_as_in_step=True)
-            try:
-                return self._judge(trial.parts, runs)
-            except Inconclusive:
-                raise
-            except Exception as failure:  # user code may need other rows, or memory
-                # Without its frames, which hold rows, outputs, and this object.
-                error = failure.with_traceback(None)
+            # First without rounding, which hides differences: autocast is off, and half
+            # precision is computed in single precision.
+            for is_as_in_step in (False, True):
+                if is_as_in_step and not self._has_other_precision():
+                    continue
+                runs = self.runs
+                if is_as_in_step:
+                    runs = runs.under(is_as_in_step=True)
+                try:
+                    return self._judge(trial.parts, runs)
+                except Inconclusive:
+                    raise
+                except Exception as failure:  # user code may need other rows, or memory
+                    # Without its frames, which hold rows, outputs, and this object.
+                    error = failure.with_traceback(None)
         assert error is not None
         if is_out_of_memory(error):
             raise Inconclusive("memory ran out", patience=2)
@@ -247,57 +252,39 @@ class ReplicaLook:
             half of the rows, …    if memory runs out
             two equal parts        code may need pairs of rows
             the whole batch        code may need all rows, if they are few and small
-
-        Each first with autocast off and half precision in single precision, because
-        rounding would hide differences, then as in the step, if that is different.
         """
         choice = self._choice
         chosen = choice.parts(most)
         rows = list(chain(*chosen))
-        of_step = self._parts_of_step()
+        of_step = parts_of(self._plan)
         trials: list[RowTrial] = []
         if choice.is_as_in_step and self._has_few_parts():
             trials.append(RowTrial(of_step, is_whole_batch=True))
-        trials += [RowTrial(chosen), RowTrial(chosen, is_as_in_step=True)]
+        trials.append(RowTrial(chosen))
         fewer = rows
         while len(fewer) > MIN_ROWS:
             fewer = fewer[::2]  # rows are sorted by what distinguishes them
-            parts = choice.divided(fewer)
-            trials.append(RowTrial(parts, is_as_in_step=True, saves_memory=True))
-        for is_as_in_step in (False, True):
-            equal = self._equal_parts(rows)
-            trials.append(RowTrial(equal, is_as_in_step, saves_memory=False))
-        for is_as_in_step in (False, True):
-            trials.append(RowTrial(of_step, is_as_in_step, False, is_whole_batch=True))
+            trials.append(RowTrial(choice.divided(fewer), saves_memory=True))
+        trials.append(RowTrial(in_two(rows), saves_memory=False))
+        trials.append(RowTrial(of_step, saves_memory=False, is_whole_batch=True))
         return trials
 
-    def _is_due(
-        self, trial: RowTrial, error: Exception | None, is_repeated: bool
-    ) -> bool:
+    def _is_due(self, trial: RowTrial, error: Exception | None) -> bool:
         """Whether a trial may succeed after one that ended with ``error``."""
         is_for_any = trial.saves_memory is None
         if error and not is_for_any and trial.saves_memory != is_out_of_memory(error):
             return False
-        if is_repeated and not (self._task.autocast or self.runs.has_half_precision):
-            return False
         return not trial.is_whole_batch or self._is_small_batch()
 
-    def _equal_parts(self, rows: Part) -> Parts:
-        """These rows in two parts; with ``whole_batch`` in parts of the step's size.
-
-        Outputs without rows that the step would join are joined in parts of that size
-        alone.
-        """
-        size = min(self._plan.substep_rows)
-        if not self._request.whole_batch or 2 * size > len(rows):
-            return in_two(rows)[0]
-        starts = range(0, len(rows) - size + 1, size)
-        return [rows[start : start + size] for start in starts]
+    def _has_other_precision(self) -> bool:
+        """Whether the step computes in another precision than single or double."""
+        # Asked after a run, because a graph may show half precision first.
+        return bool(self._task.autocast) or self.runs.has_half_precision
 
     def _has_few_parts(self) -> bool:
         """Whether the step has several micro-batches, not too many, of one batch."""
         is_one_batch = self._plan.rows == self._request.rows
-        return is_one_batch and 1 < len(self._parts_of_step()) <= _MAX_PARTS_OF_STEP
+        return is_one_batch and 1 < len(self._plan.substep_rows) <= _MAX_PARTS_OF_STEP
 
     def _is_small_batch(self) -> bool:
         """Whether the whole batch can be computed at once without much memory."""
@@ -305,15 +292,8 @@ class ReplicaLook:
         # The cheap question first: the other one computes a sub-step.
         if num_rows > _MAX_ROWS_OF_BATCH:
             return False
-        size = bytes_per_row(self.runs, self._parts_of_step()[0])
+        size = bytes_per_row(self.runs, parts_of(self._plan)[0])
         return size * num_rows < MAX_BYTES
-
-    def _parts_of_step(self) -> Parts:
-        """The rows of each micro-batch of the step."""
-        parts: list[Part] = []
-        for share in self._plan.shares:
-            parts += [range(start, stop) for start, stop in share.micro_batches]
-        return parts
 
     def _judge(self, parts: Parts, runs: Runs) -> Findings:
         """Compare the engine's result for these parts of rows with the user's own."""
@@ -331,17 +311,8 @@ class ReplicaLook:
                 raise
             name = name_of(self._request)
             return Findings(error_of_replica(name, len(rows), expected.loss, error))
-        actual = run.total.result
-        has_overflow = not (expected.is_finite and actual.is_finite)
-        if has_overflow and runs.conditions.scale != 1:
-            # In half precision, the scale was too large.
-            return self._judge(chosen_parts, runs.under(scale=1.0))
         if not expected.is_finite:
             raise Inconclusive("a gradient is NaN or infinite")
-        if not actual.is_finite and len(parts) > 2:
-            findings = self._of_larger_parts(rows, runs)
-            if findings is not None:
-                return findings
         has_gradient = run.total.num_with_gradient or expected.has_gradient
         if expected.gradients and not has_gradient:
             raise Inconclusive("all gradients are zero")
@@ -350,7 +321,7 @@ class ReplicaLook:
             parts,
             weights,
             expected,
-            run.total,
+            run.total.result,
             ignored=self._choice.ignored,
             draws_steadily=run.random_calls == at_once.random_calls * len(parts),
             moved=self._moved(rows, run, runs),
@@ -361,7 +332,6 @@ class ReplicaLook:
             evidence.moved,
             lost,
             self._scope(run),
-            evidence.difference,
             chosen_parts,
         )
 
@@ -421,15 +391,6 @@ class ReplicaLook:
         except Exception:
             return False
         return True
-
-    def _of_larger_parts(self, rows: Part, runs: Runs) -> Findings | None:
-        """The findings for two large parts: one row may have NaN, which says less."""
-        for parts in in_two(rows):
-            with contextlib.suppress(Inconclusive):
-                findings = self._judge(parts, runs)
-                if findings.verdict is not RIGHT and findings.difference < math.inf:
-                    return findings
-        return None
 
     def _verdict(self, evidence: Evidence, run: RunResult) -> Verdict:
         if evidence.difference > evidence.tolerance:

@@ -7,7 +7,7 @@ that calls move, memory. Each measurement begins in the state of the step.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,42 +17,35 @@ from scatterpar.batch import nested
 from scatterpar.state.reports import attributes_of, moved_between
 from scatterpar.step.loss import loss_of
 from scatterpar.step.request import Request
+from scatterpar.step.task import ReplicaTask
 from scatterpar.verify.comparison import Result
 from scatterpar.verify.output_differences import cut_by_parts
 from scatterpar.verify.rounding import Rounding
 from scatterpar.verify.rows import Part, Parts
 from scatterpar.verify.runs import Runs, copy_of_leaf
 
+Compute = Callable[[ReplicaTask, Any], Any]  # the output for inputs and targets
 
-def outputs_of(runs: Runs, parts: Parts) -> list[Any]:
-    """The replica's output for each part, without its graph, from one state."""
+
+def outputs_of(runs: Runs, parts: Parts, compute: Compute | None = None) -> list[Any]:
+    """The replica's output for each part, without its graph, from one state.
+
+    Or what else ``compute`` gives for inputs, without targets.
+    """
     task = runs.replica_task
     outputs = []
     with runs.surroundings(task):
         for rows in parts:
             runs.user_code.require_time()
             runs.user_code.restart()
-            output = task.output_of(runs.inputs_of(rows))
+            inputs = runs.inputs_of(rows)
+            if compute is None:
+                output = task.output_of(inputs)
+            else:
+                output = compute(task, (inputs, None))
             outputs.append(nested.map_tensors(_as_leaf, output))
             del output  # with its graph
     return outputs
-
-
-def uses_number(runs: Runs, rows: Part) -> bool:
-    """Whether the criterion's loss depends on a 0-dim output of the replica."""
-    runs.user_code.require_time()
-    runs.user_code.restart()
-    task = runs.replica_task
-    with runs.surroundings(task):
-        output = task.output_of(runs.inputs_of(rows))
-        tensors = nested.tensors(output)
-        # A number without a graph cannot be that of a balance loss.
-        numbers = [t for t in tensors if t.requires_grad and not t.ndim]
-        if not numbers:
-            return False
-        loss = loss_of(output, runs.targets_of(rows), task.criterion)
-        gradients = torch.autograd.grad(loss, numbers, allow_unused=True)
-    return any(gradient is not None and bool(gradient) for gradient in gradients)
 
 
 def losses_of_parts(runs: Runs, output: Any, parts: Parts) -> list[Result]:

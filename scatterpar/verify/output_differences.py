@@ -23,8 +23,8 @@ class OutputDifferences(NamedTuple):
     Attributes:
         of_rows: the relative difference of tensors with rows: entries depend on the
             other rows.
-        misplaced: the number of entries of a tensor whose entries are not in the order
-            of the rows; 0 if there is no such tensor.
+        misplaced: the number of entries of a tensor with several per row that are not
+            in the order of the rows, or depend on the other rows; 0 if there is none.
     """
 
     of_rows: float
@@ -32,55 +32,38 @@ class OutputDifferences(NamedTuple):
 
 
 def compare_outputs(
-    whole: Any, backwards: Any, pieces: Sequence[Any], parts: Parts, dim: int
+    whole: Any, pieces: Sequence[Any], parts: Parts, dim: int
 ) -> OutputDifferences:
     """Compare the outputs ``pieces`` of ``parts`` with ``whole``, that of all rows.
 
-    ``backwards`` is the output for the same rows, the last one first. It tells entries
-    that are out of order from those that depend on the other rows, as with a
-    normalisation over the batch::
+    ::
 
         rows 0 1      a0 b0 a1 b1     in order       a0 a1 b0 b1     out of order
-        rows 1 0      a1 b1 a0 b0                    a1 a0 b1 b0
+        row 0         a0 b0                          a0 b0
+
+    Entries that depend on the other rows are told to be out of order, too, if a row has
+    several.
     """
     of_rows = 0.0
     misplaced = 0
-    num_rows = sum(map(len, parts))
     cuts = cut_by_parts(whole, parts, dim)
     for piece, cut, part in zip(pieces, cuts, parts, strict=True):
-        tensors = zip(
-            *map(nested.tensors, (piece, cut, whole, backwards)), strict=False
-        )
-        for computed, expected, uncut, reversed_rows in tensors:
+        tensors = zip(*map(nested.tensors, (piece, cut, whole)), strict=False)
+        for computed, expected, uncut in tensors:
             has_rows = -computed.ndim <= dim < computed.ndim
             # A tensor without rows has the same bits for any number of rows.
             if not has_rows or same_bits(computed, uncut):
                 continue
             if computed.shape == expected.shape:
                 difference = difference_of_outputs(computed, expected)
-                is_in_order = (
-                    entries_per_row(computed, len(part), dim) == 1
-                    or difference <= _ANOTHER_ORDER
-                    or _is_reversed(uncut, reversed_rows, num_rows, dim)
-                )
-                if is_in_order:
+                is_single = entries_per_row(computed, len(part), dim) == 1
+                if is_single or difference <= _ANOTHER_ORDER:
                     of_rows = max(of_rows, difference)
                 else:
                     misplaced = uncut.size(dim)
             elif computed.ndim == uncut.ndim and computed.size(dim) == uncut.size(dim):
                 misplaced = uncut.size(dim)  # as many for fewer rows
     return OutputDifferences(of_rows, misplaced)
-
-
-def _is_reversed(whole: Tensor, backwards: Tensor, num_rows: int, dim: int) -> bool:
-    """Whether ``backwards`` has the rows of ``whole``, the last one first, and of each
-    row the entries in one order.
-    """
-    if whole.shape != backwards.shape or whole.size(dim) % num_rows:
-        return False
-    by_row = whole.movedim(dim, 0).unflatten(0, (num_rows, -1))
-    expected = by_row.flip(0).flatten(0, 1).movedim(0, dim)
-    return difference_of_outputs(backwards, expected) <= _ANOTHER_ORDER
 
 
 def cut_by_parts(output: Any, parts: Parts, dim: int) -> Iterator[Any]:

@@ -56,7 +56,6 @@ from scatterpar.verify.rows import (
     Parts,
     RowChoice,
     ignored_values,
-    in_two,
 )
 from scatterpar.verify.schedule import Kind
 from scatterpar.verify.single_precision import OneDtype, SinglePrecision
@@ -217,9 +216,7 @@ class OutputLook:
             losses = self._losses_of(parts)
             if losses.difference <= losses.limit:
                 return ""
-            if not losses.actual.is_finite:
-                losses = self._of_larger_parts(list(chain(*parts)), losses)
-            elif self._is_rounding_alone(losses):
+            if losses.actual.is_finite and self._is_rounding_alone(losses):
                 raise Inconclusive("its gradient may be nothing but rounding")
             return verdict_of(losses).text
 
@@ -231,12 +228,9 @@ class OutputLook:
                 criterion gives another loss each time.
         """
         rows = list(chain(*parts))
-        # Rows that count= leaves out become a part of their own.
-        positions, weights = weighted_parts(self._request_of(rows), _consecutive(parts))
-        rows = [rows[position] for position in chain(*positions)]
         request = self._request_of(rows)
         output = request.batches[0].inputs
-        consecutive = _consecutive(positions)
+        consecutive, weights = weighted_parts(request, _consecutive(parts))
         all_rows = [range(len(rows))]
         (expected,) = self._results(request, output, all_rows)
         results = self._results(request, output, consecutive)
@@ -255,18 +249,6 @@ class OutputLook:
             request, consecutive, weights, expected, actual, tolerance, self._ignored
         )
         losses.results_of_parts = results
-        return losses
-
-    def _of_larger_parts(
-        self, rows: Part, losses: _LossesOfOutputs
-    ) -> _LossesOfOutputs:
-        """The losses of two large parts of ``rows``, if these differ; else ``losses``.
-
-        One row may have NaN, which says less.
-        """
-        for halves in map(self._losses_of, in_two(rows)):
-            if halves.actual.is_finite and halves.difference > halves.limit:
-                return halves
         return losses
 
     def _is_rounding_alone(self, losses: _LossesOfOutputs) -> bool:

@@ -209,8 +209,3 @@ class Rounding:
     def coarsest_eps(self) -> float:
         """The relative size of the largest rounding errors of single results."""
         return max((known.eps for known in self._formats), default=0.0)
-
-    @property
-    def finest_eps(self) -> float:
-        """The relative size of the smallest rounding errors of single results."""
-        return min((known.eps for known in self._formats), default=0.0)

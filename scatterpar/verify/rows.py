@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from scatterpar.causes.counts import IGNORED
 from scatterpar.devices.device_ids import HOST
 from scatterpar.devices.transfers import to_device, to_numbers
+from scatterpar.plan import Plan
 from scatterpar.replicas.references import reachable, read_attribute
 from scatterpar.verify.ranges import may_be_labels
 
@@ -108,6 +109,14 @@ class RowChoice:
         return rows
 
 
+def parts_of(plan: Plan) -> Parts:
+    """The rows of each micro-batch of a plan."""
+    parts: list[Part] = []
+    for share in plan.shares:
+        parts += [range(start, stop) for start, stop in share.micro_batches]
+    return parts
+
+
 def _divided(rows: Sequence[int]) -> Parts:
     """Two parts of different sizes, and two of one row if there are enough rows."""
     singles = _SINGLES if len(rows) >= _MIN_ROWS_FOR_SINGLES else 0
@@ -118,18 +127,11 @@ def _divided(rows: Sequence[int]) -> Parts:
     return [part for part in parts if part]
 
 
-def in_two(rows: Sequence[int]) -> list[Parts]:
-    """Ways to cut rows in two: of equal sizes, multiples of four if there are eight,
-    and others.
-    """
+def in_two(rows: Sequence[int]) -> Parts:
+    """Two parts of equal sizes, without the rows that are left over."""
+    # Multiples of four, because code may group its rows in pairs or fours.
     half = len(rows) // 2 if len(rows) < 8 else len(rows) // 8 * 4
-    large = len(rows) * 3 // 4
-    small = len(rows) // 4
-    return [
-        [rows[:half], rows[half : 2 * half]],
-        [rows[:large], rows[large:]],
-        [rows[:small], rows[small:]],
-    ]
+    return [rows[:half], rows[half : 2 * half]]
 
 
 def _without_repeats(rows: Iterable[int]) -> list[int]:

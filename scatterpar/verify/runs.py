@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from scatterpar.batch import nested
 from scatterpar.batch.joining import join_rows
-from scatterpar.devices.fingerprints import same_bits
 from scatterpar.replicas.module_contents import root_to_replicate
 from scatterpar.state.reports import State, state_of
 from scatterpar.step.attempt import Attempt
@@ -49,15 +48,15 @@ class Conditions:
     """Under which conditions a run computes.
 
     Attributes:
-        scale: the factor of all losses: that of the user's scaler, or 1 after an
-            overflow.
+        scale: the factor of all losses. Not that of the user's scaler, which may
+            overflow, and whose reason is half precision, in which looks seldom compute.
         is_as_in_step: autocast is the step's, and half precision is not widened.
             Otherwise autocast is off, because rounding hides differences.
         is_widened: half precision is computed in single precision.
         draws_constants: random operators give constant numbers.
     """
 
-    scale: float
+    scale: float = 1.0
     is_as_in_step: bool = False
     is_widened: bool = False
     draws_constants: bool = False
@@ -131,15 +130,13 @@ class Runs:
         for replica in task.replicas:
             guarded.update(map(id, replica.tensors))
         self.user_code = UserCode(request, user_module, task, guarded, deadline)
-        self.conditions = Conditions(request.scale)
+        self.conditions = Conditions()
         self.rounding = Rounding(task.share.device)
         self.leaves = ComparedLeaves(attempt, task)
         modules_of_user: list[nn.Module] = []
         for replica_set in replica_sets:
             modules_of_user += replica_set.contents.modules.values()
         self.backward_calls = BackwardCalls(modules_of_user)
-        # A join in the step takes tensors with these sizes for rows.
-        self._step_rows = set(attempt.plan.substep_rows)
         self._shapes_at_once: list[torch.Size] = []
         # Of a function that replicas share, one replica's forward pass may change what
         # it reads.
@@ -305,45 +302,33 @@ class Runs:
             return ()
 
     def _joined(self, outputs: Sequence[Any], parts: Parts) -> Any:
-        """The outputs of the parts, joined as in the step, which knows the sizes alone.
+        """The outputs of the parts, joined as in the step.
 
-        An output with as many entries as each micro-batch of the step has rows is taken
-        for rows.
+        What has no rows is that of the first part. If others differ, the step may take
+        their entries for rows, and a loss that reads them differs here, too.
         """
-        tensors_of_first = nested.tensors(outputs[0])
+        tensors = nested.tensors(outputs[0])
         # The run of all rows comes first, and shows the shapes for their number.
         if len(outputs) == 1:
-            self._shapes_at_once = [tensor.shape for tensor in tensors_of_first]
+            self._shapes_at_once = [tensor.shape for tensor in tensors]
             return outputs[0]
         # The number of rows tells what has none, also if it divides a tensor's size.
-        constants: set[int] = set()
-        for tensor, shape in zip(tensors_of_first, self._shapes_at_once, strict=False):
-            if tensor.ndim and tensor.shape == shape:
-                constants.add(id(tensor))
-        dim = self.request.dim
-        sizes = [len(part) for part in parts]
+        shapes = enumerate(zip(tensors, self._shapes_at_once, strict=False))
+        constants = [
+            position
+            for position, (tensor, shape) in shapes
+            if tensor.ndim and tensor.shape == shape
+        ]
         is_marked = any(batch.has_marked_rows for batch in self.request.batches)
-        lists: Any = "if clear" if is_marked else "never"
-
-        def join(leaves: list[Any]) -> Any:
-            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-            sizes_of_leaves = {
-                tensor.size(dim)
-                for tensor in tensors
-                if -tensor.ndim <= dim < tensor.ndim
-            }
-            if sizes_of_leaves == self._step_rows:
-                return torch.cat(leaves, dim)
-            first, *later = leaves
-            is_constant = id(first) in constants and all(
-                same_bits(first, leaf) for leaf in later
-            )
-            positions = [0] if is_constant else []
-            return join_rows(
-                leaves, dim, sizes, sizes, lists=lists, constants=positions
-            )
-
-        return nested.merge(join, outputs)
+        sizes = [len(part) for part in parts]
+        return join_rows(
+            outputs,
+            self.request.dim,
+            sizes,
+            sizes,
+            lists="if clear" if is_marked else "never",
+            constants=constants,
+        )
 
     def _nudge_copies(self, nudge: Nudge) -> None:
         """Nudge the replica's parameters in new memory, so that others do not see it.
@@ -381,7 +366,7 @@ class Modes:
 def pieces_of_parts(request: Request, parts: Parts) -> list[Any]:
     """The inputs and targets of each part of rows, as ``count=`` gets them."""
     batch = request.batches[0]
-    return [batch.select(part).unwrapped(copy=True) for part in parts]
+    return [batch.select(part).unwrapped() for part in parts]
 
 
 def _copy_of_constant(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ the 64 nearest values, and of longer containers none.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from scatterpar.devices.streams import is_async
 from scatterpar.look_steps import is_look_step
 from scatterpar.replicas.references import (
     WITHOUT_PARTS,
-    named_values,
+    children_of,
     read_attribute,
     walk,
 )
@@ -154,7 +154,7 @@ def names_and_numbers(functions: Sequence[Any]) -> tuple[frozenset[Hashable], st
     return frozenset(map(_name_of, values)), str(numbers)
 
 
-def _children(value: Any) -> Sequence[Any]:
+def _children(value: Any) -> Collection[Any]:
     """What a value refers to, as far as it tells programs apart."""
     if isinstance(value, nn.Module):
         if type(value).__module__.startswith("scatterpar."):  # it counts its steps
@@ -164,15 +164,10 @@ def _children(value: Any) -> Sequence[Any]:
             item for item in attributes.values() if isinstance(item, WITHOUT_PARTS)
         ]
         return [*plain, *value._buffers.values(), *value._modules.values()]
-    if isinstance(value, Tensor):
+    is_container = isinstance(value, (dict, list, tuple))
+    if is_container and len(value) > _MAX_ENTRIES:
         return ()
-    if isinstance(value, dict):
-        return [*value.values()] if len(value) <= _MAX_ENTRIES else ()
-    if isinstance(value, (list, tuple)):
-        return value if len(value) <= _MAX_ENTRIES else ()
-    if (read_attribute(value, "__module__") or "").startswith("torch."):
-        return ()
-    return [*named_values(value).values()]
+    return children_of(value)
 
 
 def _name_of(value: Any) -> Hashable:

@@ -110,7 +110,8 @@ def refused_order(misplaced: int, num_rows: int) -> Verdict:
     """The verdict on entries that cannot be joined."""
     return _refused(
         f"the module's output has {misplaced} entries for {num_rows} rows, not in the "
-        f"order of the rows, so those of micro-batches cannot be joined.",
+        f"order of the rows, or computed from other rows, too, so those of "
+        f"micro-batches cannot be joined.",
         "Return one entry per row, such as torch.stack([a, b], 1) in the place of "
         "torch.cat([a, b]), or .view(rows, k, -1) of k samples.",
     )

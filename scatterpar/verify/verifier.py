@@ -7,9 +7,8 @@ says so.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -26,15 +25,15 @@ from scatterpar.step.task import ReplicaTask
 from scatterpar.step.turns import Scope
 from scatterpar.tables import shown
 from scatterpar.threads.process_settings import SETTINGS_KEPT
-from scatterpar.verify.choice import Choice, is_open, rivals
+from scatterpar.verify.choice import Choice, alike
 from scatterpar.verify.compared_leaves import MAX_ELEMENTS
 from scatterpar.verify.comparison import Inconclusive
 from scatterpar.verify.evidence import name_of
-from scatterpar.verify.join_check import Compute, JoinCheck
+from scatterpar.verify.join_check import JoinCheck
 from scatterpar.verify.look import Findings, look
 from scatterpar.verify.looks import Looks, shown_reason
 from scatterpar.verify.ranges import informative_tensors, ranges_of_step
-from scatterpar.verify.rows import MAX_BYTES, RowChoice, ignored_values
+from scatterpar.verify.rows import MAX_BYTES, RowChoice, ignored_values, parts_of
 from scatterpar.verify.schedule import Kind
 from scatterpar.verify.verdicts import RETURN, Action, Verdict, in_lines
 
@@ -50,13 +49,14 @@ class Verifier:
 
     Attributes:
         choice: the candidates of a loop that looks have not refuted.
+        joins: checks how outputs are joined.
     """
 
     def __init__(self, is_distributed: bool) -> None:
         self.choice = Choice()
         self._is_distributed = is_distributed
         self._looks = Looks()
-        self._joins = JoinCheck(is_distributed)
+        self.joins = JoinCheck(is_distributed)
 
     def check(
         self, attempt: Attempt, tasks: Sequence[ReplicaTask], loop: LoopOptions
@@ -141,10 +141,10 @@ class Verifier:
                 continue
             self._agree(question, kind, findings)
             remaining = question.candidates[number:]
-            alike = rivals(asked.request, findings.parts, remaining)
-            self._keep(alike, question, kind)
-            if question.is_open_between(alike):
-                self._looks.warn(question.text_of_assumed(alike))
+            rivals = alike(asked.request, findings.parts, remaining)
+            self._keep(rivals, question, kind)
+            if question.is_open_between(rivals):
+                self._looks.warn(question.text_of_assumed(rivals))
             return candidate
         if not unclear:
             refused = refusals[-1]
@@ -197,30 +197,6 @@ class Verifier:
         if question.scope < Scope.FUNCTION:  # else the loop has said so
             self._looks.warn(question.text_of_turns())
         logger.info("%s: a turn is %s", question.title(kind.looks), scope.name)
-
-    def check_join(
-        self,
-        attempt: Attempt,
-        task: ReplicaTask,
-        outputs: Sequence[Sequence[Any]],
-        compute: Compute,
-        function: Callable[..., Any] | None = None,
-    ) -> None:
-        """Check on a few rows how ``outputs`` are joined, until values show the order.
-
-        The attempt gets the positions of the tensors that have no rows.
-
-        ``compute`` gave the outputs; ``function`` is what the user passed to
-        ``engine.map``.
-
-        Raises:
-            ValueError: the outputs of parts, joined, are not the output of one call.
-        """
-        request = attempt.request.of_largest_batch()
-        constants = self._joins.check(
-            attempt, request, task, outputs, compute, function
-        )
-        attempt.constants = constants
 
 
 def _candidate_of(request: Request) -> LossCandidate:
@@ -276,7 +252,11 @@ class Question:
 
     def is_open_between(self, candidates: Sequence[LossCandidate]) -> bool:
         """Whether it matters in this step which of these candidates holds."""
-        return len(candidates) > 1 and is_open(self._attempt, candidates)
+        if len(candidates) < 2:
+            return False
+        # Micro-batches of equal rows and labels have one set of weights by all counts.
+        parts = parts_of(self._attempt.plan)
+        return len(alike(self.request, parts, candidates)) < len(candidates)
 
     def of(self, candidate: LossCandidate) -> Question:
         """The question whether losses combine as ``candidate`` says.

@@ -120,20 +120,3 @@ def test_total_keeps_no_gradient_of_a_summand():
     assert total.result.gradients[0].tolist() == [3, 6]
     assert total.num_with_gradient == 3
     assert [gradient() for gradient in gradients[1:]] == [None, None]
-
-
-def test_rounding_of_summands_that_cancel():
-    total = comparison.Total()
-    for size in (1e6, -1e6, 1.0):
-        total.add(result(0.0, size))
-    eps = torch.finfo(total.result.gradients[0].dtype).eps
-    difference = total.difference_by_rounding(result(0.0, 1.0))
-    assert difference == pytest.approx(2e6 * eps, rel=1e-3)
-
-
-@pytest.mark.parametrize("size", [math.nan, math.inf])
-def test_summand_not_finite_is_no_rounding(size):
-    total = comparison.Total()
-    for summand in (size, 1.0):
-        total.add(result(0.0, summand))
-    assert total.difference_by_rounding(result(0.0, 1.0)) < 1e-6

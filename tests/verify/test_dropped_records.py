@@ -104,14 +104,6 @@ def test_step_logs_once_per_micro_batch(kept, whole_batch):
     assert (forwards, criteria) == ((6, 1) if whole_batch else (4, 4))
 
 
-def test_levels_that_a_look_sets_are_restored():
-    level = ALONE.level
-    with records_dropped():
-        ALONE.setLevel(logging.ERROR)
-        logging.getLogger("made.in.a.look")
-    assert ALONE.level == level
-
-
 WRITERS = {
     "open": lambda path, text: open(path, "a").write(text),  # noqa: SIM115
     "path": lambda path, text: path.open("a").write(text),

@@ -97,7 +97,7 @@ def test_limit_is_asked_for_without_an_order(monkeypatch):
         return before, evidence.limit, evidence.tolerance
 
     before, after, tolerance = asked(monkeypatch, question)
-    assert before == after > tolerance
+    assert before == after >= tolerance
 
 
 def test_outputs_of_rows_then_of_parts(monkeypatch):
@@ -145,17 +145,6 @@ def test_losses_of_one_output_combine(monkeypatch, model, criterion, combine):
 def test_rounding_explains_no_wrong_sum(monkeypatch):
     answer = asked(monkeypatch, lambda evidence: evidence.difference_by_rounding())
     assert 0 <= answer < 1e-12
-
-
-def test_tiny_gradient_is_only_rounding(monkeypatch):
-    def constant(output, targets):
-        return 1e-20 * output.sum() + len(output)
-
-    def question(evidence):
-        with pytest.raises(Inconclusive, match="nothing but rounding"):
-            evidence.difference_by_rounding()
-
-    asked(monkeypatch, question, constant)
 
 
 def named(name):
@@ -206,12 +195,6 @@ def test_cross_entropy_counts_its_labels():
         parts,
         [2 / 3, 1 / 3],
     )
-
-
-def test_uncounted_rows_are_their_own_part():
-    parts, weights = weighted_parts(request(count=num_labels), [[0, 1, 2], [3, 4]])
-    assert parts == [[1, 3], [0, 2], [4]]
-    assert weights == [0, 2 / 3, 1 / 3]
 
 
 def test_rows_without_labels_inconclusive():

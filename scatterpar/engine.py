@@ -605,6 +605,9 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             with undo, outcome.attempt.span("commit"):
                 noise = noise_of(outcome) if self.measure_noise else None
                 loss = commit(outcome, deferred=deferred)  # 6
+            # Last: a step that fails says its error alone.
+            if self._verifier is not None:
+                self._verifier.tell()
             # A library's loop may skip a batch, and its backward pass, on purpose.
             if deferred and not self.loop.loss_name:
                 self._loss_watch.begin(loss)
@@ -709,8 +712,6 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                     schedule.look(attempt, tasks[0])
                 check_join = None if verifier is None else verifier.joins.check
                 computed = schedule.run(attempt, tasks, check_join)
-                if verifier is not None:
-                    verifier.tell()
             with attempt.phase("reduce"):  # 5
                 norms = ReplicaNorms()
                 # First: sums are made in place, in the gradients of replica 0.

@@ -442,20 +442,15 @@ class Walk:
 
     def _follow_parts(self, number: int, value: Any) -> None:
         """Follow what a tuple, method, partial or cached function is made of."""
-        parts = parts_of(value)
-        if isinstance(value, types.MethodType):
-            self._refer(PlaceKind.PART, value, "", parts.called, number)
-            self._refer(PlaceKind.PART, value, "self", value.__self__, number)
-            return
         if isinstance(value, _BUILTIN_METHODS):  # such as ``losses.append``
             # Of a function it is a module, or torch's class of functions.
             if not isinstance(value.__self__, (types.ModuleType, type)):
                 self._refer(PlaceKind.PART, value, "self", value.__self__, number)
             return
-        names = [*([""] if parts.called is not None else []), *parts.bound]
-        for index, part in enumerate(parts.made_of()):
+        parts = parts_of(value)
+        named_parts = [("", parts.called), *parts.bound.items()]
+        for key, part in [*named_parts, *enumerate(parts.entries)]:
             if type(part) not in PLAIN:
-                key = names[index] if index < len(names) else index
                 self._refer(PlaceKind.PART, value, key, part, number)
 
     # --- what a caller asks ---

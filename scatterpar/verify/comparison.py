@@ -27,12 +27,16 @@ class Inconclusive(Exception):
     Attributes:
         patience: after so many such looks in a row, a warning says so.
         is_final: whether this kind of step is not looked at again.
+        remedy: a sentence with what to do, if no argument of the call helps.
     """
 
-    def __init__(self, why: str, patience: int = 4, is_final: bool = False) -> None:
+    def __init__(
+        self, why: str, patience: int = 4, is_final: bool = False, remedy: str = ""
+    ) -> None:
         super().__init__(why)
         self.patience = patience
         self.is_final = is_final
+        self.remedy = remedy
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, pairwise
 from typing import Any
@@ -47,6 +47,7 @@ NUMBER_REMEDY = (
 _NOTHING_BUT_ROUNDING = 0.4
 
 
+@dataclass(eq=False)
 class Losses(SplitEvidence):
     """The losses of some rows, at once and in parts, and how the engine combines them.
 
@@ -54,7 +55,6 @@ class Losses(SplitEvidence):
 
     Attributes:
         request: the call, with the batch.
-        name: the criterion, as texts name it.
         parts: the rows of each part.
         step_weights: the factors by which the engine multiplies the losses of the
             parts.
@@ -67,24 +67,18 @@ class Losses(SplitEvidence):
     weight_error = 1e-9  # the weights of a count are computed, not measured
     passed_over = ()  # a look that fails is inconclusive
 
-    def __init__(
-        self,
-        request: Request,
-        parts: Parts,
-        step_weights: Sequence[float],
-        expected: Result,
-        actual: Result,
-        tolerance: float = 0.0,
-        ignored: Sequence[int] = IGNORED,
-    ) -> None:
-        self.request = request
-        self.parts = parts
-        self.step_weights = step_weights
-        self.expected = expected
-        self.actual = actual
-        self.tolerance = tolerance
-        self.ignored = ignored
-        self.name = name_of(request)
+    request: Request
+    parts: Parts
+    step_weights: Sequence[float]
+    expected: Result
+    actual: Result
+    tolerance: float = 0.0
+    ignored: Sequence[int] = IGNORED
+
+    @property
+    def name(self) -> str:
+        """The criterion, as texts name it."""
+        return name_of(self.request)
 
     @property
     def limit(self) -> float:
@@ -216,6 +210,7 @@ class Losses(SplitEvidence):
                 yield [number / total for number in terms]
 
 
+@dataclass(eq=False, kw_only=True)
 class Evidence(Losses):
     """The results of one look whose two runs may differ.
 
@@ -225,32 +220,14 @@ class Evidence(Losses):
         moved: the names of state that each part has moved.
     """
 
-    def __init__(
-        self,
-        runs: Runs,
-        parts: Parts,
-        step_weights: Sequence[float],
-        expected: Result,
-        actual: Result,
-        *,
-        ignored: Sequence[int],
-        draws_steadily: bool,
-        moved: Sequence[str],
-    ) -> None:
-        super().__init__(
-            runs.request,
-            parts,
-            step_weights,
-            expected,
-            actual,
-            runs.rounding.tolerance,
-            ignored,
-        )
-        self.runs = runs
-        # In the order of the parts, so that outputs of all rows can be cut into them.
-        self.rows: Part = list(chain(*parts))
-        self.draws_steadily = draws_steadily
-        self.moved = moved
+    runs: Runs
+    draws_steadily: bool
+    moved: Sequence[str]
+
+    @property
+    def rows(self) -> Part:
+        """All rows in the order of the parts, so that outputs can be cut into these."""
+        return list(chain(*self.parts))
 
     @cached_property
     def limit(self) -> float:

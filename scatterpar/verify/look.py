@@ -121,9 +121,11 @@ def look(
     """
     # All replicas have one deadline, because they may wait for each other.
     deadline = time.monotonic() + 2 * PATIENCE_SECONDS
-    looks = [
-        ReplicaLook(attempt, request, plan, task, choice, deadline) for task in tasks
-    ]
+    takes_turns = attempt.threads.scope in (Scope.LOSS, Scope.FUNCTION)
+    looks = []
+    for task in tasks:
+        runs = Runs(attempt, request, task, deadline)
+        looks.append(ReplicaLook(runs, request, plan, task, choice, takes_turns))
     has_ended = Event()
     begun: list[ReplicaLook] = []
 
@@ -172,28 +174,25 @@ def _without_tf32(device: torch.device) -> contextlib.AbstractContextManager[Non
     return contextlib.nullcontext()
 
 
+@dataclass(eq=False)
 class ReplicaLook:
     """Compares what one replica and the user's own module compute for some rows.
 
     Attributes:
         runs: makes the runs; user code runs inside of its ``isolated`` alone.
+        request: the call, with its largest batch.
+        plan: how the step, or its loop, would divide the rows.
+        task: the replica's task.
+        choice: chooses rows.
+        takes_turns: whether replicas call functions of the user one at a time.
     """
 
-    def __init__(
-        self,
-        attempt: Attempt,
-        request: Request,
-        plan: Plan,
-        task: ReplicaTask,
-        choice: RowChoice,
-        deadline: float,
-    ) -> None:
-        self.runs = Runs(attempt, request, task, deadline)
-        self._request = request
-        self._task = task
-        self._choice = choice
-        self._plan = plan
-        self._takes_turns = attempt.threads.scope in (Scope.LOSS, Scope.FUNCTION)
+    runs: Runs
+    request: Request
+    plan: Plan
+    task: ReplicaTask
+    choice: RowChoice
+    takes_turns: bool
 
     def answer(self, most: int) -> Findings:
         """The findings for chosen rows, or for others if user code fails for them.
@@ -225,13 +224,13 @@ class ReplicaLook:
             raise Inconclusive("memory ran out", patience=2)
         # The step itself may not fail: what fails for several rows may broadcast to
         # one.
-        patience = 1 if self._choice.has_single_rows else _PATIENCE
+        patience = 1 if self.choice.has_single_rows else _PATIENCE
         why = f"{type(error).__name__}: {error}"
         raise Inconclusive(why, patience)
 
     def _affordable(self, most: int) -> int:
         """Up to ``most`` rows, whose graph fits into the memory of a sub-step."""
-        rows = range(max(self._plan.substep_rows))
+        rows = range(max(self.plan.substep_rows))
         affordable = len(rows)
         if self.runs.has_half_precision:  # single precision takes twice the memory
             affordable //= 2
@@ -253,10 +252,10 @@ class ReplicaLook:
             two equal parts        code may need pairs of rows
             the whole batch        code may need all rows, if they are few and small
         """
-        choice = self._choice
+        choice = self.choice
         chosen = choice.parts(most)
         rows = list(chain(*chosen))
-        of_step = parts_of(self._plan)
+        of_step = parts_of(self.plan)
         trials: list[RowTrial] = []
         if choice.is_as_in_step and self._has_few_parts():
             trials.append(RowTrial(of_step, is_whole_batch=True))
@@ -279,27 +278,27 @@ class ReplicaLook:
     def _has_other_precision(self) -> bool:
         """Whether the step computes in another precision than single or double."""
         # Asked after a run, because a graph may show half precision first.
-        return bool(self._task.autocast) or self.runs.has_half_precision
+        return bool(self.task.autocast) or self.runs.has_half_precision
 
     def _has_few_parts(self) -> bool:
         """Whether the step has several micro-batches, not too many, of one batch."""
-        is_one_batch = self._plan.rows == self._request.rows
-        return is_one_batch and 1 < len(self._plan.substep_rows) <= _MAX_PARTS_OF_STEP
+        is_one_batch = self.plan.rows == self.request.rows
+        return is_one_batch and 1 < len(self.plan.substep_rows) <= _MAX_PARTS_OF_STEP
 
     def _is_small_batch(self) -> bool:
         """Whether the whole batch can be computed at once without much memory."""
-        num_rows = self._request.rows
+        num_rows = self.request.rows
         # The cheap question first: the other one computes a sub-step.
         if num_rows > _MAX_ROWS_OF_BATCH:
             return False
-        size = bytes_per_row(self.runs, parts_of(self._plan)[0])
+        size = bytes_per_row(self.runs, parts_of(self.plan)[0])
         return size * num_rows < MAX_BYTES
 
     def _judge(self, parts: Parts, runs: Runs) -> Findings:
         """Compare the engine's result for these parts of rows with the user's own."""
         rows = list(chain(*parts))
         chosen_parts = parts
-        parts, weights = weighted_parts(self._request, parts)
+        parts, weights = weighted_parts(self.request, parts)
         runs, at_once = self._settled(rows, runs)
         (expected,) = at_once.results
         try:
@@ -309,7 +308,7 @@ class ReplicaLook:
             is_answer = isinstance(error, Inconclusive) or is_out_of_memory(error)
             if is_answer or self._replica_computes(rows, runs):
                 raise
-            name = name_of(self._request)
+            name = name_of(self.request)
             return Findings(error_of_replica(name, len(rows), expected.loss, error))
         if not expected.is_finite:
             raise Inconclusive("a gradient is NaN or infinite")
@@ -317,12 +316,15 @@ class ReplicaLook:
         if expected.gradients and not has_gradient:
             raise Inconclusive("all gradients are zero")
         evidence = Evidence(
-            runs,
+            runs.request,
             parts,
             weights,
             expected,
-            run.total.result,
-            ignored=self._choice.ignored,
+            actual=run.total.result,
+            # After the runs, which have shown the formats that they round to.
+            tolerance=runs.rounding.tolerance,
+            ignored=self.choice.ignored,
+            runs=runs,
             draws_steadily=run.random_calls == at_once.random_calls * len(parts),
             moved=self._moved(rows, run, runs),
         )
@@ -338,9 +340,9 @@ class ReplicaLook:
     def _scope(self, run: RunResult) -> Scope:
         """The part of a sub-step that one replica at a time must run."""
         calls = self.runs.backward_calls
-        if run.shares_state and not self._request.whole_batch:
+        if run.shares_state and not self.request.whole_batch:
             return Scope.SUBSTEP if calls.calls_modules else Scope.FUNCTION
-        if self._takes_turns and calls.disturbs:
+        if self.takes_turns and calls.disturbs:
             return Scope.SUBSTEP
         return Scope.NOTHING
 
@@ -353,7 +355,7 @@ class ReplicaLook:
 
     def _has_one_substep(self) -> bool:
         """Whether the replica makes one call per step."""
-        return len(self._task.share.micro_batches) == 1
+        return len(self.task.share.micro_batches) == 1
 
     def _settled(self, rows: Part, runs: Runs) -> tuple[Runs, RunResult]:
         """The runs under the conditions that user code needs, and the first of them.
@@ -382,12 +384,12 @@ class ReplicaLook:
         between: Callable[[], None] | None = None
         if self._has_one_substep():  # each part is another replica's
             between = runs.user_code.refresh
-        return runs.run(parts, self._task, weights, between=between)
+        return runs.run(parts, self.task, weights, between=between)
 
     def _replica_computes(self, rows: Part, runs: Runs) -> bool:
         """Whether the replica computes these rows at once without an error."""
         try:
-            runs.at_once(rows, self._task)
+            runs.at_once(rows, self.task)
         except Exception:
             return False
         return True
@@ -399,7 +401,7 @@ class ReplicaLook:
         may_add = evidence.runs.rounding.has_functions and len(evidence.parts) > 1
         if may_add and evidence.has_gradient_of_no_loss():
             return gradient_of_no_loss(evidence)
-        is_sum = not (self._request.is_mean or self._request.whole_batch)
+        is_sum = not (self.request.is_mean or self.request.whole_batch)
         if is_sum and run.total.num_with_gradient < len(evidence.parts):
             why = "some parts have no gradient: it may be a mean or a sum"
             raise Inconclusive(why)

@@ -195,7 +195,7 @@ class Runs:
         self.user_code.restart()
         run = RunResult()
         joins = self.request.whole_batch
-        with self.surroundings(task, nudge) as modes:
+        with self.surroundings(task) as modes:
             outputs: list[Any] = []
             for number, rows in enumerate(parts):
                 if number and between is not None:
@@ -222,14 +222,12 @@ class Runs:
         return run
 
     @contextlib.contextmanager
-    def surroundings(
-        self, task: ReplicaTask, nudge: Nudge | None = None
-    ) -> Iterator[Modes]:
+    def surroundings(self, task: ReplicaTask) -> Iterator[Modes]:
         """In the body operators compute under the conditions of the runs."""
         modes = Modes(ConstantNumbers(), None)
         with contextlib.ExitStack() as stack:
             if self.conditions.is_widened:
-                modes.single = self._single_precision(nudge)
+                modes.single = SinglePrecision()
                 stack.enter_context(OneDtype())
                 stack.enter_context(modes.single)
             if self.conditions.draws_constants:
@@ -331,23 +329,13 @@ class Runs:
         )
 
     def _nudge_copies(self, nudge: Nudge) -> None:
-        """Nudge the replica's parameters in new memory, so that others do not see it.
-
-        Half precision that is computed in single precision is nudged there.
-        """
+        """Nudge the replica's parameters in new memory: others do not see it."""
         for leaf in self.leaves.copies():
-            if not self._is_widened_leaf(leaf):
-                leaf.data = nudge(leaf.data)
-
-    def _is_widened_leaf(self, leaf: Tensor) -> bool:
-        return self.conditions.is_widened and leaf.dtype in HALF_PRECISION
-
-    def _single_precision(self, nudge: Nudge | None) -> SinglePrecision:
-        """Computes half precision in single precision, with a nudge or without."""
-        if nudge is None:
-            return SinglePrecision()
-        leaves = filter(self._is_widened_leaf, self.leaves.copies())
-        return SinglePrecision(nudge, leaves)
+            values = leaf.data
+            # Half precision would round the nudge away.
+            if self.conditions.is_widened and values.dtype in HALF_PRECISION:
+                values = values.float()
+            leaf.data = nudge(values)
 
 
 @dataclass

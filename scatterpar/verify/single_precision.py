@@ -11,7 +11,6 @@ This file knows neither the engine nor its steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -32,8 +31,6 @@ _REQUIRE_ONE_DTYPE = {
     *(torch.prelu, torch.bilinear),
 }
 
-Nudge = Callable[[Tensor], Tensor]
-
 
 class SinglePrecision(OperatorMode):
     """In its body operators take half precision as float32, and give float32.
@@ -43,14 +40,8 @@ class SinglePrecision(OperatorMode):
     the terms of a sum that cancel, so the gradient before that is kept.
     """
 
-    def __init__(
-        self, nudge: Nudge | None = None, leaves: Iterable[Tensor] = ()
-    ) -> None:
-        """``nudge`` changes the copies of ``leaves`` and of their views."""
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._nudge = nudge
-        # By memory, so that views of a leaf are nudged, too.
-        self._nudged = {leaf.untyped_storage().data_ptr() for leaf in leaves}
         # By id: a gradient in half precision, and what was rounded to it.
         self._rounded: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -107,13 +98,7 @@ class SinglePrecision(OperatorMode):
             return value
         if id(value) in self._rounded:
             return self.unrounded(value)
-        if self._nudge is None or not self._is_nudged(value):
-            return value.float()
-        return self._nudge(value.float())
-
-    def _is_nudged(self, tensor: Tensor) -> bool:
-        """Whether a tensor is in the memory of one that is nudged."""
-        return tensor.untyped_storage().data_ptr() in self._nudged
+        return value.float()
 
 
 class OneDtype(TorchFunctionMode):

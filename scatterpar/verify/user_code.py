@@ -35,6 +35,8 @@ from scatterpar.verify.comparison import Inconclusive
 from scatterpar.verify.dropped_records import records_dropped
 from scatterpar.verify.gradient_check import uses_batch_statistics
 
+_UNSAVED = "Use it outside of forward and the criterion, and pass its values."
+
 
 class UserCode:
     """The user's module and criterion, and one replica of them.
@@ -88,7 +90,7 @@ class UserCode:
             unsaved = [name for journal in self.journals for name in journal.unsaved]
             if unsaved:
                 why = f"a look could not put back {', '.join(unsaved)}"
-                raise Inconclusive(why, patience=1, is_final=True)
+                raise Inconclusive(why, patience=1, is_final=True, remedy=_UNSAVED)
             yield
 
     def _save(self) -> None:

@@ -6,16 +6,16 @@ says so.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import Tensor, nn
 
 from scatterpar.batch.batch import batches_of
 from scatterpar.devices.memory import no_kernel_search
 from scatterpar.log import logger
-from scatterpar.plan import make_plan
+from scatterpar.plan import Plan, make_plan
 from scatterpar.replicas.references import module_of
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loop_options import LoopOptions
@@ -76,7 +76,7 @@ class Verifier:
             return self._check(attempt, with_criterion, loop)
 
     def tell(self) -> None:
-        """The sub-steps have succeeded: warn of what the look has found."""
+        """The step has succeeded: warn of what the look has found."""
         self._looks.tell()
 
     def _check(
@@ -91,12 +91,13 @@ class Verifier:
         candidates = [assumed]
         if loop.chosen and is_divided:
             candidates = self.choice.remaining(loop.candidates)
-        question = Question(attempt, request, tasks, is_divided, candidates, loop)
+        plan = attempt.plan
+        question = Question(attempt, request, plan, tasks, is_divided, candidates, loop)
         flags = attempt.replicas.of_model.flags
         # Of one kind are steps for which other candidates are assumed.
         of_kind = replace(request, count=None) if loop.chosen else request
         kind, details = self._looks.kinds.kind_of(
-            of_kind, question.batch, is_divided, flags
+            of_kind, request.batches[0], is_divided, flags
         )
         # A batch that leaves several candidates says nothing of the next one.
         if question.is_open_between(candidates):
@@ -190,7 +191,8 @@ class Verifier:
     def _widen_turns(self, question: Question, kind: Kind, scope: Scope) -> None:
         """From now on a turn of steps of this kind includes ``scope``."""
         # One call at a time disturbs nobody.
-        is_alone = not question.is_shared and question.scope < Scope.FUNCTION
+        shares_criterion = len(question.tasks) > 1 and not question.request.whole_batch
+        is_alone = not shares_criterion and question.scope < Scope.FUNCTION
         if is_alone or scope <= max(kind.scope, question.scope):
             return
         kind.scope = scope
@@ -208,54 +210,56 @@ def _candidate_of(request: Request) -> LossCandidate:
     return LossCandidate(words, request.reduction, request.count)
 
 
+@dataclass(eq=False)
 class Question:
     """A step that may be looked at: its ranges, rows and texts.
 
     Attributes:
         request: that of the largest batch.
-        batch: that batch.
+        plan: how the step, or its loop, divides the rows of a batch.
+        tasks: those of the replicas that have a criterion.
         is_divided: whether the step divides the batch into parts.
         candidates: how losses may combine; the first one is assumed so far.
-        is_shared: whether several replicas call one criterion.
-        scope: the part of a sub-step that one replica at a time runs, without the look.
-        counts_as_torch: the criterion is torch's own cross entropy, of which labels do
-            not matter, since the engine counts as it does.
-        ranges: those of labels, masks, lengths.
+        loop: the options of the loop, if a library calls the engine.
     """
 
-    def __init__(
-        self,
-        attempt: Attempt,
-        request: Request,
-        tasks: Sequence[ReplicaTask],
-        is_divided: bool,
-        candidates: Sequence[LossCandidate],
-        loop: LoopOptions,
-    ) -> None:
-        self._attempt = attempt
-        self._tasks = tasks
-        self._loop = loop
-        self._plan = attempt.plan
-        self.request = request
-        self.batch = request.batches[0]
-        self.is_divided = is_divided
-        self.candidates = candidates
-        self.is_shared = len(tasks) > 1 and not request.whole_batch
-        self.scope = attempt.threads.scope
-        kind = type(module_of(request.criterion))
+    attempt: Attempt
+    request: Request
+    plan: Plan
+    tasks: Sequence[ReplicaTask]
+    is_divided: bool
+    candidates: Sequence[LossCandidate]
+    loop: LoopOptions
+
+    @property
+    def scope(self) -> Scope:
+        """The part of a sub-step that one replica at a time runs, without the look."""
+        return self.attempt.threads.scope
+
+    @property
+    def counts_as_torch(self) -> bool:
+        """Whether the criterion is torch's own cross entropy.
+
+        Its labels do not matter, since the engine counts as it does.
+        """
+        criterion = self.request.criterion
+        # A subclass may count otherwise.
+        kind = type(module_of(criterion))
         is_of_torch = kind in (nn.CrossEntropyLoss, nn.NLLLoss, type(None))
-        is_counted = is_of_torch and is_cross_entropy(request.criterion)
-        self.counts_as_torch = is_counted and not request.count
-        self.ranges: Sequence[Tensor] = ()
-        if not self.counts_as_torch:
-            self.ranges = ranges_of_step(request)
+        is_counted = is_of_torch and is_cross_entropy(criterion)
+        return is_counted and not self.request.count
+
+    @cached_property
+    def ranges(self) -> Sequence[Tensor]:
+        """The ranges of labels, masks, lengths."""
+        return () if self.counts_as_torch else ranges_of_step(self.request)
 
     def is_open_between(self, candidates: Sequence[LossCandidate]) -> bool:
         """Whether it matters in this step which of these candidates holds."""
         if len(candidates) < 2:
             return False
         # Micro-batches of equal rows and labels have one set of weights by all counts.
-        parts = parts_of(self._attempt.plan)
+        parts = parts_of(self.attempt.plan)
         return len(alike(self.request, parts, candidates)) < len(candidates)
 
     def of(self, candidate: LossCandidate) -> Question:
@@ -264,9 +268,9 @@ class Question:
         Raises:
             Inconclusive: the loop cannot divide rows of this step.
         """
-        question = copy.copy(self)
+        plan = self.plan
         request = self.request.combined_by(candidate)
-        divide = self._loop.divided
+        divide = self.loop.divided
         if divide is not None and not request.whole_batch:
             try:
                 inputs = divide(request.batches[0].inputs)
@@ -274,12 +278,10 @@ class Question:
             except ValueError as error:  # such as another number of images than of rows
                 raise Inconclusive(str(error), patience=1) from None
             request = replace(request, batches=batches)
-            devices = [share.device for share in self._plan.shares]
+            devices = [share.device for share in plan.shares]
             accum = 1 if len(devices) > 1 else 2
-            question._plan = make_plan(request.rows, devices, accum)
-        question.request = request
-        question.batch = request.batches[0]
-        return question
+            plan = make_plan(request.rows, devices, accum)
+        return replace(self, request=request, plan=plan)
 
     def findings(self, looks: int) -> Findings:
         """What the look number ``looks`` finds.
@@ -293,31 +295,30 @@ class Question:
             self._ignored(),
             variant=looks,
             is_divided=self.is_divided,
-            has_single_rows=max(self._plan.substep_rows) == 1,
+            has_single_rows=max(self.plan.substep_rows) == 1,
             is_as_in_step=looks == _LOOK_AS_IN_STEP,
         )
         most = self._most_rows(is_first=not looks)
-        attempt = self._attempt
-        return look(attempt, self.request, self._plan, self._tasks, choice, most)
+        return look(self.attempt, self.request, self.plan, self.tasks, choice, most)
 
     def _ignored(self) -> list[int]:
         """Labels that the loss may ignore."""
         criterion = self.request.criterion
-        own_loss = self._attempt.replicas.of_model.root.forward
+        own_loss = self.attempt.replicas.of_model.root.forward
         function = own_loss if criterion is None else criterion
         return ignored_values(function, self.request.count)
 
     def _most_rows(self, is_first: bool) -> int:
         """As many rows as are cheap: fewer of a large model, and in later looks."""
-        rows_of_substep = max(self._plan.substep_rows)
+        rows_of_substep = max(self.plan.substep_rows)
         most = rows_of_substep // _SHARE_OF_LATER_LOOKS
         if is_first:
             most = rows_of_substep * _SUBSTEPS_OF_FIRST_LOOK
-        parameters = self._attempt.replicas.of_model.root.parameters()
+        parameters = self.attempt.replicas.of_model.root.parameters()
         if sum(parameter.numel() for parameter in parameters) > MAX_ELEMENTS:
             share_of_batch = self.request.rows // _SHARE_OF_LARGE_MODELS
             most = min(most, rows_of_substep, share_of_batch)
-        tensors = self.batch.without_targets().tensors()
+        tensors = self.request.batches[0].without_targets().tensors()
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         # Inputs are copied to the device for the look alone, twice and in parts.
         affordable = MAX_BYTES * self.request.rows // (size + 1)
@@ -342,7 +343,7 @@ class Question:
 
     def text_of_moved(self, names: Sequence[str]) -> str:
         """The warning for state that sub-steps move."""
-        sub_steps = len(self._attempt.plan.substep_rows)
+        sub_steps = len(self.attempt.plan.substep_rows)
         how = f"at each of the {sub_steps} sub-steps, and on each replica apart"
         if sub_steps == 1:
             how = "on the replica alone, so the next step begins with your value"
@@ -355,7 +356,7 @@ class Question:
 
     def text_of_refusal(self, verdict: Verdict) -> str:
         """The error of a refused step, with the remedies of its loop if it has any."""
-        if not (verdict.problem and self._loop.remedies):
+        if not (verdict.problem and self.loop.remedies):
             return verdict.text
         problem = verdict.problem
         if len(self.candidates) > 1:
@@ -363,7 +364,7 @@ class Question:
             problem += f" It is none of these: {ways}."
         if verdict.cause:
             problem += f" {verdict.cause}"
-        return f"{problem}\n{self._loop.remedies} Nothing was changed."
+        return f"{problem}\n{self.loop.remedies} Nothing was changed."
 
     def text_of_assumed(self, candidates: Sequence[LossCandidate]) -> str:
         """The warning for rows that leave several candidates."""
@@ -371,17 +372,17 @@ class Question:
         return in_lines(
             f"the rows of this step do not show whether {self._name} is {ways}.",
             f"The engine assumes {candidates[0].words} until rows show it. "
-            f"{self._loop.remedies}",
+            f"{self.loop.remedies}",
         )
 
     def text_of_change(self, before: LossCandidate, after: LossCandidate) -> str:
         """The warning for a run in which another candidate was assumed so far."""
         return in_lines(
             f"{self._name} is {after.words}, as the rows of this step show.",
-            f"Earlier steps took it for {before.words}. {self._loop.remedies}",
+            f"Earlier steps took it for {before.words}. {self.loop.remedies}",
         )
 
-    def text_of_unchecked(self, error: Exception, assumed: LossCandidate) -> str:
+    def text_of_unchecked(self, error: Inconclusive, assumed: LossCandidate) -> str:
         """The warning for inconclusive looks, with the assumption and what to pass."""
         request = self.request
         why = shown_reason(error)
@@ -393,8 +394,11 @@ class Question:
                 "verify=False does not check.",
             )
         problem = f"could not check how {self._name} combines micro-batches: {why}."
-        if self._loop.remedies:
-            remedy = f"The engine assumes {assumed.words}. {self._loop.remedies}"
+        if error.remedy:
+            remedy = f"The engine assumes {assumed.words}. {error.remedy}"
+            return in_lines(problem, remedy, "verify=False does not check.")
+        if self.loop.remedies:
+            remedy = f"The engine assumes {assumed.words}. {self.loop.remedies}"
             return in_lines(problem, remedy)
         ways = [
             "count= for a mean over something else, such as scatterpar.count_labels()"

@@ -38,7 +38,6 @@ class CauseKind(enum.Enum):
     OTHER_WEIGHTS = "other weights"
     STATE_BETWEEN_PARTS = "state between parts"
     ONCE_PER_PART = "once per part"
-    ENTRIES_OUT_OF_ORDER = "entries out of order"
     ROWS_ARE_COMPARED = "rows are compared"
     OUTPUTS_OF_A_PART = "outputs of a part"
     SHAPES_BROADCAST = "shapes broadcast"

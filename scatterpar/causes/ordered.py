@@ -75,7 +75,6 @@ CAUSES: Sequence[CauseKind | CauseFunction] = (
     one_result,
     mean_of_means_in_a_term,
     # No weights make up the whole batch: why they do not.
-    CauseKind.ENTRIES_OUT_OF_ORDER,
     CauseKind.ROWS_ARE_COMPARED,
     CauseKind.OUTPUTS_OF_A_PART,
     CauseKind.SHAPES_BROADCAST,

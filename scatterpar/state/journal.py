@@ -4,9 +4,8 @@
 
     journal = Journal(Walk(roots))
     …                      # calls of user code
-    journal.same()         # is everything what it was?
-    journal.changed()      # the names of what is not
-    journal.restore()      # everything is what it was
+    journal.changed_numbers()  # the names of numbers that are others now
+    journal.restore()          # everything is what it was
 
     with journal.restored():
         …                  # calls of user code, and restore() between them
@@ -47,7 +46,7 @@ from scatterpar.state.savers import (
     saver_of,
     substitution_for,
 )
-from scatterpar.state.walk import UNSET, Place, PlaceKind, Walk
+from scatterpar.state.walk import Place, PlaceKind, Walk
 from scatterpar.threads.generators import default_of
 
 # Of tensors that are no buffers, and of arrays; larger ones are data.
@@ -59,21 +58,16 @@ _VARIABLES = PlaceKind.SLOT, PlaceKind.CELL, PlaceKind.GLOBAL, PlaceKind.CLASS
 
 @dataclass(frozen=True)
 class SavedValue:
-    """A value that is written in place, and what was saved of it.
+    """A value that is written in place, and what was saved of it."""
 
-    Attributes:
-        number: the number of the value in the walk.
-    """
-
-    number: int
     value: Any
     saver: Saver
     saved: Any
 
     @classmethod
-    def of(cls, number: int, value: Any, saver: Saver) -> SavedValue:
+    def of(cls, value: Any, saver: Saver) -> SavedValue:
         """Save a value. Raises ``CannotSaveError``."""
-        return cls(number, value, saver, saver.save(value))
+        return cls(value, saver, saver.save(value))
 
     def is_same(self) -> bool:
         """Whether the value is what was saved."""
@@ -92,13 +86,10 @@ class Substituted:
         present: what is in its places.
     """
 
-    def __init__(
-        self, number: int, value: Any, row: Substitution, places: Sequence[Place]
-    ) -> None:
+    def __init__(self, value: Any, row: Substitution, places: Sequence[Place]) -> None:
         # A substitute in some of the places would move apart from the original.
         if not places or not all(place.is_writable for place in places):
             raise CannotSaveError
-        self.number = number
         self.original = value
         self.present = value
         self._places = places
@@ -168,7 +159,7 @@ class Journal:
         if numpy_random := sys.modules.get("numpy.random"):
             generators.append(numpy_random)
         for generator in generators:
-            self._generators.append(SavedValue.of(-1, generator, GENERATOR))
+            self._generators.append(SavedValue.of(generator, GENERATOR))
         # ``random.getstate`` is a method of Python's generator.
         python_random: Any = random.getstate
         self._save(-1, python_random.__self__)
@@ -194,9 +185,9 @@ class Journal:
             row = substitution_for(value)
             if row is not None:
                 places = [place for place in self.walk.places if place.value is value]
-                self._substituted.append(Substituted(number, value, row, places))
+                self._substituted.append(Substituted(value, row, places))
             elif saver is not None and saver.size(value) <= _MAX_BYTES:
-                saved = SavedValue.of(number, value, saver)
+                saved = SavedValue.of(value, saver)
                 (self._generators if saver.draws else self._values).append(saved)
         except Exception:  # also of a user's object
             self._note_unsaved(number, value)
@@ -211,13 +202,8 @@ class Journal:
         for module in self.walk.modules:
             buffers |= {id(buffer) for buffer in module._buffers.values()}
         bytes_left = max_bytes
-        for number, tensor in enumerate(self.walk.values if self.walk.tensors else ()):
-            if not isinstance(tensor, Tensor) or tensor.is_meta:
-                continue
-            if not has_own_values(tensor):
-                continue
-            key = id(tensor)
-            if key not in self.walk.tensors:
+        for key, tensor in self.walk.tensors.items():
+            if tensor.is_meta or not has_own_values(tensor):
                 continue
             is_guarded = key in self.walk.weights and (
                 guarded is None or key in guarded
@@ -229,11 +215,11 @@ class Journal:
                     bytes_left -= VALUES.size(tensor)
                 is_dense = tensor.layout == torch.strided and STORAGE.fits(type(tensor))
                 if is_dense and tensor.is_leaf:
-                    self._values.append(SavedValue.of(number, tensor, STORAGE))
+                    self._values.append(SavedValue.of(tensor, STORAGE))
                 if is_guarded:
                     continue
                 if is_buffer or bytes_left >= 0:
-                    self._values.append(SavedValue.of(number, tensor, VALUES))
+                    self._values.append(SavedValue.of(tensor, VALUES))
                 else:
                     self._large.append((tensor, version(tensor)))
 
@@ -250,39 +236,21 @@ class Journal:
         """Whether containers and variables refer to the same objects."""
         return self._containers.unchanged() and not any(self._changed_variables())
 
-    def same(self) -> bool:
-        """Whether everything is what it was, except random generators."""
-        is_same = all(value.is_same() for value in self._written())
-        return is_same and self.refers_to_same()
-
-    def changed(self) -> list[str]:
-        """The names of what is not what it was, each once."""
-        names = [name for name, _, _ in self._changed_entries()]
-        names += [
-            self.walk.name_of_place(place) for place, _ in self._changed_variables()
-        ]
-        for value in self._written():
-            if not value.is_same():
-                names.append(self.walk.name_of(value.number))
-        return list(dict.fromkeys(names))
-
-    def _written(self) -> list[SavedValue | Substituted]:
-        return [*self._values, *self._substituted]
-
     def changed_numbers(self) -> list[str]:
         """The names of variables, attributes and entries with another number now.
 
         So are new lists, tuples and dicts with other numbers. New entries are not:
         they are those of a cache or a log, which later calls leave as they are.
         """
-        names: dict[str, None] = {}
-        for name, saved, value in self._changed_entries():
-            if saved is not UNSET and _has_other_numbers(saved, value):
-                names[name] = None
+        names = [
+            name
+            for name, saved, value in self._changed_entries()
+            if _has_other_numbers(saved, value)
+        ]
         for place, referent in self._changed_variables():
             if _has_other_numbers(referent, place.read()):
-                names[self.walk.name_of_place(place)] = None
-        return list(names)
+                names.append(self.walk.name_of_place(place))
+        return list(dict.fromkeys(names))
 
     def _changed_variables(self) -> Iterator[tuple[Place, Any]]:
         """Yield the variables that refer to other objects, with the saved ones."""
@@ -291,24 +259,22 @@ class Journal:
                 yield place, referent
 
     def _changed_entries(self) -> Iterator[tuple[str, Any, Any]]:
-        """Yield the names of entries and attributes that differ, with the saved and the
-        present values.
-
-        A new entry was ``UNSET``, and a new attribute ``None``.
+        """Yield the names of entries and attributes that there still are, or are new
+        attributes, with the saved and the present values.
         """
         for position, container, saved in self._containers.changed():
             number, _ = self.walk.containers[position]
             is_value = self.walk.values[number] is container
-            kind = PlaceKind.ENTRY if is_value else PlaceKind.ATTRIBUTE
-            missing = UNSET if is_value else None
             if not isinstance(saved, dict):
                 yield self.walk.name_of(number), saved, container
                 continue
-            for key in {**saved, **container}:
-                is_same = key in saved and key in container
-                if not (is_same and saved[key] is container[key]):
+            kind = PlaceKind.ENTRY if is_value else PlaceKind.ATTRIBUTE
+            for key, value in container.items():
+                # A new entry is one of a cache.
+                is_told = key in saved or not is_value
+                if is_told and saved.get(key) is not value:
                     name = self.walk.name_of_entry(number, kind, key)
-                    yield name, saved.get(key, missing), container.get(key)
+                    yield name, saved.get(key), value
 
     def lost(self) -> list[tuple[int, ...]]:
         """The shapes of large tensors that were written, whose values are not saved."""

@@ -33,7 +33,7 @@ from scatterpar.verify.comparison import (
 )
 from scatterpar.verify.measurements import losses_of_parts, outputs_of
 from scatterpar.verify.nudges import NUM_NUDGES, Nudge, rounding_limit
-from scatterpar.verify.output_differences import OutputDifferences, compare_outputs
+from scatterpar.verify.output_differences import compare_outputs
 from scatterpar.verify.rows import Part, Parts, unbound
 from scatterpar.verify.runs import Runs, pieces_of_parts
 
@@ -102,11 +102,6 @@ class Losses(SplitEvidence):
 
     # Whether labels may be among the inputs, too.
     counts_inputs = True
-
-    @property
-    def has_targets(self) -> bool:
-        """Whether there are targets beside the inputs."""
-        return bool(self.request.batches[0].without_inputs().atoms != [None])
 
     @cached_property
     def counts(self) -> list[Count]:
@@ -289,10 +284,11 @@ class Evidence(Losses):
         return outputs_of(self.runs, [self.rows, *self.parts])
 
     @cached_property
-    def output_differences(self) -> OutputDifferences:
-        """How the outputs of the parts differ from that for all rows."""
+    def difference_of_outputs(self) -> float:
+        """How far entries of the outputs depend on the other rows, relatively."""
         whole, *pieces = self.outputs
-        return compare_outputs(whole, pieces, self.parts, self.request.dim)
+        of_rows, _ = compare_outputs(whole, pieces, self.parts, self.request.dim)
+        return of_rows
 
     @property
     def shapes(self) -> Sequence[tuple[int, ...]]:
@@ -359,7 +355,6 @@ class Evidence(Losses):
             CauseKind.WRONG_WITH_ONE_PART: self.is_wrong_with_one_part,
             CauseKind.NUMBERS_PER_PART: self.draws_per_part,
             CauseKind.STATE_BETWEEN_PARTS: self.depends_on_earlier_parts,
-            CauseKind.ENTRIES_OUT_OF_ORDER: self.has_entries_out_of_order,
             CauseKind.ROWS_ARE_COMPARED: self.do_rows_meet,
             CauseKind.OUTPUTS_OF_A_PART: self.uses_outputs_of_a_part,
             CauseKind.SHAPES_BROADCAST: self.do_shapes_broadcast,
@@ -413,13 +408,9 @@ class Evidence(Losses):
             return True
         return bool(self.moved) and self.combines_in_evaluation()
 
-    def has_entries_out_of_order(self) -> bool:
-        """Whether an output has several entries per row, not row by row."""
-        return self.request.whole_batch and bool(self.output_differences.misplaced)
-
     def do_rows_meet(self) -> bool:
         """Whether the module's output for a row depends on the other rows."""
-        if self.output_differences.of_rows <= self.limit:
+        if self.difference_of_outputs <= self.limit:
             return False
         # If losses do not combine either, that is the reason with a remedy.
         return self.request.whole_batch or self.losses_combine

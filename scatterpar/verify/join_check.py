@@ -78,10 +78,10 @@ class JoinCheck:
         whole, *computed = computed_parts
         # A tensor without rows is the same for other numbers of rows.
         constants = _equal_tensors(computed_parts) & candidates
-        differences = compare_outputs(whole, computed, parts, dim)
+        _, misplaced = compare_outputs(whole, computed, parts, dim)
         # A single piece is joined with those of other ranks, which refuse more.
-        if differences.misplaced and len(attempt.plan.substep_rows) > 1:
-            raise ValueError(refused_order(differences.misplaced, len(rows)).text)
+        if misplaced and len(attempt.plan.substep_rows) > 1:
+            raise ValueError(refused_order(misplaced, len(rows)).text)
         several = [
             tensor
             for position, tensor in enumerate(nested.tensors(whole))
@@ -97,20 +97,19 @@ class JoinCheck:
     ) -> set[int]:
         """The positions of tensors that a join takes for several entries per row."""
         request = attempt.request
-        sizes = iter(attempt.plan.substep_rows)
-        sizes_of_shares = [list(islice(sizes, len(pieces))) for pieces in outputs]
+        sizes = attempt.plan.substep_rows
         joined_by_share = request.return_outputs and not attempt.returns_one
         candidates: set[int] = set()
         if request.whole_batch or not joined_by_share:
-            all_pieces = list(chain(*outputs))
+            pieces = list(chain(*outputs))
             # Other ranks have pieces, too.
-            if len(all_pieces) > 1 or (request.whole_batch and self._is_distributed):
-                candidates |= _with_several_entries(
-                    all_pieces, list(chain(*sizes_of_shares)), request.dim
-                )
+            if len(pieces) > 1 or (request.whole_batch and self._is_distributed):
+                candidates |= _with_several_entries(pieces, sizes, request.dim)
         if joined_by_share:
+            remaining = iter(sizes)
             # Each share by itself: their micro-batches may differ in size.
-            for pieces, sizes_of_share in zip(outputs, sizes_of_shares, strict=True):
+            for pieces in map(list, outputs):
+                sizes_of_share = list(islice(remaining, len(pieces)))
                 if len(pieces) > 1:
                     candidates |= _with_several_entries(
                         pieces, sizes_of_share, request.dim

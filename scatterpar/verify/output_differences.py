@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -17,23 +17,9 @@ from scatterpar.verify.rows import Parts
 _ANOTHER_ORDER = 1e-2
 
 
-class OutputDifferences(NamedTuple):
-    """How outputs of parts differ from the parts of one output.
-
-    Attributes:
-        of_rows: the relative difference of tensors with rows: entries depend on the
-            other rows.
-        misplaced: the number of entries of a tensor with several per row that are not
-            in the order of the rows, or depend on the other rows; 0 if there is none.
-    """
-
-    of_rows: float
-    misplaced: int
-
-
 def compare_outputs(
     whole: Any, pieces: Sequence[Any], parts: Parts, dim: int
-) -> OutputDifferences:
+) -> tuple[float, int]:
     """Compare the outputs ``pieces`` of ``parts`` with ``whole``, that of all rows.
 
     ::
@@ -41,8 +27,9 @@ def compare_outputs(
         rows 0 1      a0 b0 a1 b1     in order       a0 a1 b0 b1     out of order
         row 0         a0 b0                          a0 b0
 
-    Entries that depend on the other rows are told to be out of order, too, if a row has
-    several.
+    Returns the largest relative difference of tensors with rows, and the number of
+    entries of a tensor with several per row that are out of order, or depend on the
+    other rows; 0 if there is none.
     """
     of_rows = 0.0
     misplaced = 0
@@ -56,14 +43,13 @@ def compare_outputs(
                 continue
             if computed.shape == expected.shape:
                 difference = difference_of_outputs(computed, expected)
-                is_single = entries_per_row(computed, len(part), dim) == 1
-                if is_single or difference <= _ANOTHER_ORDER:
-                    of_rows = max(of_rows, difference)
-                else:
+                of_rows = max(of_rows, difference)
+                has_several = entries_per_row(computed, len(part), dim) > 1
+                if has_several and difference > _ANOTHER_ORDER:
                     misplaced = uncut.size(dim)
             elif computed.ndim == uncut.ndim and computed.size(dim) == uncut.size(dim):
                 misplaced = uncut.size(dim)  # as many for fewer rows
-    return OutputDifferences(of_rows, misplaced)
+    return of_rows, misplaced
 
 
 def cut_by_parts(output: Any, parts: Parts, dim: int) -> Iterator[Any]:

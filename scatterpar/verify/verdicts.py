@@ -159,14 +159,10 @@ def _state_between_parts(evidence: Evidence) -> Verdict:
     )
 
 
-def _entries_out_of_order(evidence: Evidence) -> Verdict:
-    return refused_order(evidence.output_differences.misplaced, evidence.num_rows)
-
-
 def _module_compares_rows(evidence: Evidence) -> Verdict:
     return _told(
         f"{evidence.module_name} gives other outputs for a few rows than for parts of "
-        f"them: they differ by {evidence.output_differences.of_rows:.2g} of the "
+        f"them: they differ by {evidence.difference_of_outputs:.2g} of the "
         f"largest entry (of {evidence.num_rows} rows).",
         "Mask padding; check batch_first= and dim=; pass a value without rows as "
         "Replicated(value), a list with one entry per row as Rows(list).",
@@ -236,9 +232,6 @@ def _expression(losses: Losses, count: Count) -> str:
         return f"lambda batch: {_number_of_entries(count, f'batch{path}')}"
     is_of_labels = count.ignored is not None and count.without in ("", "first")
     key = _KEY.fullmatch(count.path)
-    if is_of_labels and count.path == "inputs" and not losses.has_targets:  # tokens
-        counted = _count_labels(count, "labels")
-        return f"lambda ids, _: {counted}(None, ids)"
     if is_of_labels and (count.path == "targets" or key):
         return _count_labels(count, key[1] if key else "labels")
     return f"lambda inputs, targets: {_number_of_entries(count, count.path)}"
@@ -295,7 +288,6 @@ _WORDS = {
     CauseKind.GRADIENT_OF_NO_LOSS: gradient_of_no_loss,
     CauseKind.WRONG_WITH_ONE_PART: _wrong_on_the_replica,
     CauseKind.STATE_BETWEEN_PARTS: _state_between_parts,
-    CauseKind.ENTRIES_OUT_OF_ORDER: _entries_out_of_order,
     CauseKind.ROWS_ARE_COMPARED: _module_compares_rows,
     CauseKind.OUTPUTS_OF_A_PART: _outputs_of_a_part,
 }

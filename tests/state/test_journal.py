@@ -276,7 +276,7 @@ def closing_over(value):
     return function
 
 
-def test_changed_names_are_those_of_the_code():
+def test_changed_numbers_have_names_of_the_code():
     model = mlp()
     model[0].history = {"loss": [1]}
     model[0].sums = {"of": 0}
@@ -293,32 +293,17 @@ def test_changed_names_are_those_of_the_code():
         with torch.no_grad():
             model[0].bias.add_(1)
 
+    before = model[0].bias.tolist()
     journal = Journal(Walk([criterion]), guarded=(), max_bytes=math.inf)
-    assert journal.same()
-    assert journal.changed() == []
+    assert journal.changed_numbers() == []
     criterion()
-    assert not journal.same()
-    assert {*journal.changed()} == {
-        *("count", "seen", "model.0.history['norm']", "model.0.history['loss']"),
-        *("model.0.sums['of']", "model.0.calls", "model.0.bias"),
-    }
     # A new entry is one of a cache, and told in no step.
     assert {*journal.changed_numbers()} == {
         *("count", "model.0.sums['of']", "model.0.calls"),
     }
     journal.restore()
-    assert journal.same()
-    assert (count, seen) == (0, [])
-
-
-def test_values_are_compared_by_content():
-    """Not in a journal of references alone: an array that is written is another value."""
-    array = np.zeros(2)
-    journal = Journal(Walk([closing_over(array)]))
-    array += 1
-    assert journal.refers_to_same()
-    assert not journal.same()
-    assert journal.changed() == ["value"]
+    assert journal.changed_numbers() == []
+    assert (count, seen, model[0].bias.tolist()) == (0, [], before)
 
 
 def test_classes_lose_attributes_that_calls_made():
@@ -347,10 +332,8 @@ def test_iterator_stays_in_its_places():
     journal = Journal(Walk([bag]))
     for _ in range(3):
         assert [next(bag.first), next(bag.pair[0])] == [0, 1]
-        assert not journal.same()
         journal.restore()
         assert bag.first is bag.pair[0]
-    assert journal.same()
 
 
 @pytest.mark.parametrize("check", ["engine", "splitcheck"])

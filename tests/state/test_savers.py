@@ -131,12 +131,10 @@ def test_value_is_put_back(name):
     value = make()
     before = shown(value)
     journal = Journal(Walk([[value]]))
-    assert journal.same()
     for _ in range(2):
         move(value)
         assert shown(value) != before
         is_generator = any(saved.value is value for saved in journal._generators)
-        assert journal.same() == is_generator  # those are asked by ``drawn``
         journal.restore()
         assert shown(value) == before
         assert journal.drawn == is_generator
@@ -169,10 +167,8 @@ def test_iterator_is_put_back(name, position):
         next(iterator), next(twin)
     holder = {"numbers": iterator}
     journal = Journal(Walk([holder]))
-    assert journal.same()
     for _ in range(2):
         next(holder["numbers"]), next(holder["numbers"])
-        assert journal.changed()[-1:] == ["['numbers']"]
         journal.restore()
     items, expected = (itertools.islice(i, 6) for i in (holder["numbers"], twin))
     assert [*items] == [*expected]

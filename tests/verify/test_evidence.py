@@ -106,14 +106,14 @@ def test_outputs_of_rows_then_of_parts(monkeypatch):
             evidence.rows,
             evidence.outputs,
             evidence.shapes,
-            evidence.output_differences,
+            evidence.difference_of_outputs,
         )
 
-    rows, outputs, shapes, differences = asked(monkeypatch, question, targets=ROWS)
+    rows, outputs, shapes, difference = asked(monkeypatch, question, targets=ROWS)
     assert torch.equal(outputs[0], 2 * ROWS[rows])
     assert torch.equal(torch.cat(outputs[1:]), 2 * ROWS[rows])
     assert shapes == [(len(rows), 1)] * 2
-    assert differences == (0, 0)
+    assert difference == 0
 
 
 class Centred(nn.Module):

@@ -492,7 +492,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
         case_of(
             net(with_router), accum=ROWS, criterion=balanced_at_once, whole_batch=True
         ),
-        "as many entries as a micro-batch.*one entry per row",
+        "not in the order of the rows.*one entry per row",
     ),
     "a number that forward computes from its rows": (
         case_of(

@@ -354,7 +354,11 @@ for name, ours in torch.load(path).items():
 """
     path = f"path = {str(tmp_path / 'model.pt')!r}"
     run_script(
-        tmp_path, path, *SNIPPETS["Ray Train, and Monarch"], check, RAY_USAGE_STATS_ENABLED="0"
+        tmp_path,
+        path,
+        *SNIPPETS["Ray Train, and Monarch"],
+        check,
+        RAY_USAGE_STATS_ENABLED="0",
     )
 
 

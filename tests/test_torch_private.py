@@ -34,8 +34,8 @@ def test_imports_without_the_dispatch_key(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "records"),
     [
-        ({"mode": "reduce-overhead"}, True),
-        ({"mode": "default"}, False),
+        pytest.param({"mode": "reduce-overhead"}, True, marks=pytest.mark.slow),
+        pytest.param({"mode": "default"}, False, marks=pytest.mark.slow),
         ({"backend": "cudagraphs"}, True),
         ({"backend": "eager"}, False),
     ],

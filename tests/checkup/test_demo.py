@@ -27,6 +27,7 @@ def test_hand_loop_wrong_counted_step_right(
     assert findings.report.bytes["reduce"] == size
 
 
+@pytest.mark.slow
 @pytest.mark.draws
 def test_hand_loop_error_is_mean_of_means(
     findings,

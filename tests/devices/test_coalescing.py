@@ -11,6 +11,7 @@ from harness.agree import agree
 from harness.models import CLASSES, FEATURES, Of, mlp
 from harness.module_cases import CASES
 from harness.oracle import assert_step, build, randint, randn
+from harness.pairwise import few_of
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
@@ -39,7 +40,7 @@ MIXED = [
 MIXED += ["overlapping buffer, transposed", "sparse gradients", "unused by some"]
 
 
-@pytest.mark.parametrize("alone", [coalescing.ALONE_BYTES, 50])
+@pytest.mark.parametrize("alone", few_of([coalescing.ALONE_BYTES, 50], [50]))
 @pytest.mark.parametrize("name", MIXED)
 def test_copies_in_chunks_are_exact(tiny_chunks, name, alone, monkeypatch):
     """Dtypes and strides of all sorts."""

@@ -24,7 +24,12 @@ pytestmark = pytest.mark.core
 
 
 @pytest.mark.contract
-@pairwise(replicas=[1, 2, 4], accum=[1, 3, 16], rows=[64, 37, 9, 3, 1])
+@pairwise(
+    quick={"rows": [37, 9, 1]},
+    replicas=[1, 2, 4],
+    accum=[1, 3, 16],
+    rows=[64, 37, 9, 3, 1],
+)
 def test_training_equals_one_device(devices, replicas, accum, rows):
     """A batch may change its size from step to step."""
     model = mlp()

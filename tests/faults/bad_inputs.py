@@ -39,36 +39,46 @@ def world(expression: str) -> dict[str, Any]:
         inputs = torch.randn(6, 4)
         labels = torch.randint(2, (6,))
     model.weight.grad = torch.ones(2, 4)
-    pair = DataParallelModel(model, ["cpu"] * 2)
-    # Few expressions have them, and they take as long as a step.
-    outputs = pair(inputs) if re.search(r"\boutputs\b", expression) else None
-    return {name: getattr(scatterpar, name) for name in scatterpar.__all__} | {
-        "model": model,
-        "pair": pair,
-        "outputs": outputs,
-        "judge": DataParallelCriterion(nn.CrossEntropyLoss(), ["cpu"] * 2),
-        "Pair": DataParallelModel,
-        "Judge": DataParallelCriterion,
-        "engine": ScatterOnceParallel(model, 2, ["cpu"] * 2),
-        "by_cost": ScatterOnceParallel(
-            model, device_ids=["cpu"] * 2, micro_batch_cost=8
+    two = ["cpu"] * 2
+    makers = {
+        "pair": lambda: DataParallelModel(model, two),
+        "outputs": lambda: DataParallelModel(model, two)(inputs),
+        "judge": lambda: DataParallelCriterion(nn.CrossEntropyLoss(), two),
+        "engine": lambda: ScatterOnceParallel(model, 2, two),
+        "by_cost": lambda: ScatterOnceParallel(
+            model, device_ids=two, micro_batch_cost=8
         ),
-        "x": inputs,
-        "y": labels,
-        "loss": nn.CrossEntropyLoss(),
-        "none_loss": nn.CrossEntropyLoss(reduction="none"),
-        "nn": nn,
-        "torch": torch,
-        "DataLoader": torch.utils.data.DataLoader,
-        "Engine": ScatterOnceParallel,
-        "Of": Of,
-        "Sharded": scatterpar.ShardedOptimizer,
-        "SGD": lambda lr: torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr),
-        "recipe": recipe,
-        "schedules": torch.optim.lr_scheduler,
-        "dataclass": dataclasses.make_dataclass,
-        "namedtuple": collections.namedtuple,
     }
+    # An expression has one or two of them, and some take as long as a step.
+    made = {}
+    for name, make in makers.items():
+        if re.search(rf"\b{name}\b", expression):
+            made[name] = make()
+    public = {name: getattr(scatterpar, name) for name in scatterpar.__all__}
+    return (
+        public
+        | made
+        | {
+            "model": model,
+            "Pair": DataParallelModel,
+            "Judge": DataParallelCriterion,
+            "x": inputs,
+            "y": labels,
+            "loss": nn.CrossEntropyLoss(),
+            "none_loss": nn.CrossEntropyLoss(reduction="none"),
+            "nn": nn,
+            "torch": torch,
+            "DataLoader": torch.utils.data.DataLoader,
+            "Engine": ScatterOnceParallel,
+            "Of": Of,
+            "Sharded": scatterpar.ShardedOptimizer,
+            "SGD": lambda lr: torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr),
+            "recipe": recipe,
+            "schedules": torch.optim.lr_scheduler,
+            "dataclass": dataclasses.make_dataclass,
+            "namedtuple": collections.namedtuple,
+        }
+    )
 
 
 def bad_inputs() -> list[list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import pkgutil
+from pathlib import Path
 
 import pytest
 from harness.optional import needed
@@ -14,11 +14,12 @@ import scatterpar
 
 tqdm.monitor_interval = 0  # transformers' progress bars would start a thread that stays
 
-MODULES = [
-    module.name
-    for module in pkgutil.walk_packages(scatterpar.__path__, "scatterpar.")
-    if not module.name.endswith("__main__")
-]
+PACKAGE = Path(scatterpar.__file__).parent
+MODULES = []
+for path in sorted(PACKAGE.rglob("*.py")):
+    if ">>> " in path.read_text(encoding="utf-8"):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        MODULES.append(".".join(parts).removesuffix(".__init__"))
 
 
 @pytest.mark.draws

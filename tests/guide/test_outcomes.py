@@ -43,6 +43,7 @@ from harness.oracle import (
     randn,
     seeded,
 )
+from harness.pairwise import few_of
 from harness.weighted import CLASS_WEIGHTS, classes, padded
 from torch import nn
 from torch.nn import functional as F
@@ -556,9 +557,21 @@ REFUSED: dict[str, tuple[Case, str]] = {
 }
 
 
+# A program that differs from one above it by an option, or by the name of its loss.
+VARIANT = re.compile(
+    r"injected, |, (virtual|smooth)$|^penalty_by_weight|left behind, whole|0-dim|"
+    r"with noise|, 1 sub-steps|sub-steps, whole_batch"
+)
+
+
+def one_of_each(names):
+    """Variants of a program are slow."""
+    return few_of(names, [name for name in names if not VARIANT.search(name)])
+
+
 @pytest.mark.contract
 @pytest.mark.draws
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", one_of_each(REFUSED))
 def test_wrong_gradient_refused_in_time(devices, name):
     """Each of two steps is refused: the first is not taken for verified."""
     case, words = REFUSED[name]
@@ -849,7 +862,7 @@ SILENT = {
 
 @pytest.mark.draws
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("name", SILENT)
+@pytest.mark.parametrize("name", one_of_each(SILENT))
 def test_right_program_is_silent(devices, name):
     case = SILENT[name]
     with (

@@ -56,10 +56,12 @@ LAYOUTS = {
     "elsewhere": ("cpu:1", torch.device("cpu:0"), "cpu:1"),
 }
 
-# The column "default run" of a case: its runners that are not slow.
-TRAINING = ("engine", "pair", "whole batch")
-USUAL = (*TRAINING, "inference")
-EVERY_WAY = (*USUAL, "loss", "check", "by cost", "guarded", "guarded pair")
+# The column "default run" of a case: its runners that are not slow. With "one" the
+# engine runs on one replica, too.
+COPIES = ("engine", "inference")
+USUAL = (*COPIES, "pair")
+BROAD = (*USUAL, "one", "whole batch")
+EVERY_WAY = (*BROAD, "loss", "check", "by cost", "guarded", "guarded pair")
 ON_RANKS = {  # how many processes, and which runner each of them has
     "1 rank": (1, "engine"),
     "2 ranks": (2, "engine"),
@@ -326,11 +328,11 @@ RUNNERS = {
 def runs(cases):
     """Each case by each runner on each layout, as parameters of a test.
 
-    In the default run are mixed memories, and the engine on one replica; other layouts
-    are slow. One replica of a pair is plain torch.
+    In the default run are mixed memories, and of some cases the engine on one replica;
+    other layouts are slow. Copies between memories are those of the engine, so the pair
+    runs on one layout more. One replica of a pair is plain torch.
     """
-    layouts = list(LAYOUTS)
-    layouts_of = {"engine": layouts, "pair": layouts[1:]}
+    layouts_of = {"engine": list(LAYOUTS), "pair": ["mixed", "virtual"]}
     parameters = []
     for name, case in cases.items():
         for runner in case.only or RUNNERS:
@@ -345,7 +347,7 @@ def runs(cases):
 
 
 def _marks_of_run(case, runner, layout):
-    is_usual = layout == "mixed" or (layout, runner) == ("one", "engine")
+    is_usual = layout == "mixed" or (layout in case.default_run and runner == "engine")
     if not is_usual or runner not in case.default_run:
         return [pytest.mark.slow]
     return [pytest.mark.contract] if runner in CONTRACT else []

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from harness.agree import EVERY_WAY, USUAL, Case
+from harness.agree import BROAD, EVERY_WAY, USUAL, Case
 from harness.models import CLASSES, FEATURES, Columns, Of, Returns, mlp
 from harness.oracle import randint, randn
 from scatterpar import Replicated, Rows, count_labels
@@ -208,7 +208,9 @@ def window(targets):
 
 
 CASES = {
-    "nested targets": Case(mlp, (ROWS, NESTED), lambda _: nested_targets),
+    "nested targets": Case(
+        mlp, (ROWS, NESTED), lambda _: nested_targets, default_run=BROAD
+    ),
     # One label for all, as a discriminator gets: the rows are those of the outputs.
     "a number for all": Case(mlp, (ROWS, 1.0), lambda _: without_rows),
     "no targets": Case(mlp, (ROWS, None), lambda _: without_rows),

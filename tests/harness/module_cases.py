@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from harness.agree import BATCH, EVERY_WAY, USUAL, Case
+from harness.agree import BATCH, BROAD, COPIES, EVERY_WAY, Case
 from harness.models import CLASSES, FEATURES, Of, TokenClassifier, mlp
 from harness.oracle import build, randint, randn
 
@@ -759,7 +759,7 @@ def thaw_first(model):
 # --- all of them ---
 
 # Columns of the table.
-RANKS_TOO = {"default_run": (*USUAL, "2 ranks")}
+RANKS_TOO = {"default_run": (*BROAD, "2 ranks")}
 EVERY_WAY_TOO = {"default_run": EVERY_WAY}
 ONCE = {"accum": 1}  # it reads what its forward pass has written
 BY_SHARE = {"by_share": True, "accum": 1}
@@ -858,7 +858,7 @@ MODELS = {
 }
 
 CASES = {
-    **{name: Case(make) for name, make in MODELS.items()},
+    **{name: Case(make, default_run=COPIES) for name, make in MODELS.items()},
     "tied": Case(tied, default_run=TIED_RUNS),
     "proxy of the parent": Case(
         with_child(weakref.proxy),

@@ -5,13 +5,14 @@ import itertools
 import pytest
 
 
-def pairwise(**factors):
+def pairwise(quick=None, **factors):
     """Parametrize with a product of which few are run by default, and all with ``-m
     slow``.
 
-    In those few any two values of two factors meet.
+    In those few any two values of two factors meet; of a factor in ``quick`` the values
+    that it names alone.
     """
-    parameters = all_pairs(factors)
+    parameters = all_pairs(factors | (quick or {}))
     in_default_run = set(parameters)
     for values in itertools.product(*factors.values()):
         if values not in in_default_run:

@@ -195,4 +195,4 @@ WHOLE = {
 }
 CASES = {}
 for name, case in WHOLE.items():
-    CASES[name] = replace(case, only=("whole batch",))
+    CASES[name] = replace(case, only=("whole batch",), default_run=("whole batch",))

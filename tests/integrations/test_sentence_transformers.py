@@ -265,10 +265,8 @@ RUNS = {
     "all rows": (losses.CosineSimilarityLoss, SCORED, {"own": {"whole_batch": True}}),
 }
 QUICK = [
-    *("embeddings, MNRL symmetric", "embeddings, CachedMNRL"),
-    *("embeddings, Matryoshka cached", "embeddings, BatchAllTriplet"),
-    *("embeddings, Softmax", "scores, CachedMNRL", "scores, ListNet"),
-    *("two data sets, a loss each", "bags of words", "all rows"),
+    *("embeddings, CachedMNRL", "embeddings, Softmax", "scores, CachedMNRL"),
+    *("two data sets, a loss each", "bags of words"),
 ]
 
 

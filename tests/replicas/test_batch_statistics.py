@@ -98,6 +98,7 @@ def expected_of(model, plan):
 
 
 @pairwise(
+    quick={"layout": ["mixed"], "momentum": [0.1, None]},
     layout=["shared", "virtual", "mixed"],
     accum=[1, 2],
     momentum=[0.1, None, 1.0],

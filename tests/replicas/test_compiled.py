@@ -22,6 +22,7 @@ from harness.oracle import (
     randn,
     seeded,
 )
+from harness.pairwise import few_of
 from torch import nn
 
 from scatterpar import DataParallelModel, ScatterOnceParallel
@@ -113,7 +114,7 @@ def assert_same(model, other):
             assert_close(one.grad, twin.grad, "gradient", 1e-12)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", few_of(WAYS, ["option", "torch.compile", "a block"]))
 def test_trains_as_the_eager_engine(way, graphs):
     device_ids = DEVICES[WAYS.index(way) % 3]
     model, engine = compiled(graphs, device_ids, way=way)

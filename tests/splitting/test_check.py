@@ -10,9 +10,6 @@ from scatterpar import splitcheck
 
 QUICK = {
     "averaged_after_a_global_count",
-    "balance_loss_times_ranks",
-    "forward_past_ddp",
-    "no_sync_until_the_last_part",
     "global_count_times_ranks-2",
 }
 

@@ -22,6 +22,7 @@ from harness.oracle import (
     randint,
     randn,
 )
+from harness.pairwise import few_of
 from pair.common import Pair
 from torch import nn
 from torch.autograd import forward_ad
@@ -127,7 +128,7 @@ def training(runner, model, device_ids, accum=2, criterion=LOSS):
 
 
 @pytest.mark.parametrize("runner", ["engine", "pair", "whole batch"])
-@pytest.mark.parametrize("use_reentrant", [None, True, False])
+@pytest.mark.parametrize("use_reentrant", few_of([None, True, False], [None, True]))
 def test_gradients_belong_to_drawn_masks(devices, use_reentrant, runner):
     """Replay the very masks on one device: a recomputation with others
     would show here.
@@ -411,7 +412,7 @@ REVERSE_MODE = {
 }
 
 
-@pytest.mark.parametrize("kind", FORWARD_MODE)
+@pytest.mark.parametrize("kind", few_of(FORWARD_MODE, ["jvp", "hessian"]))
 def test_forward_mode_refused_on_replicas(devices, kind):
     """It raised torch's errors, or gave another gradient, depending on timing."""
     model = penalised_by(FORWARD_MODE[kind])

@@ -72,7 +72,7 @@ def test_confusion_matrix_takes_any_names(tmp_path, drawn, names, recwarn):
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("number", [1, 5, 60])
+@pytest.mark.parametrize("number", [1, 5, pytest.param(60, marks=pytest.mark.slow)])
 def test_first_batch_shows_image_and_class(tmp_path, drawn, channels, number):
     images = torch.full((number, channels, 8, 8), 200, dtype=torch.uint8)
     labels = torch.arange(number) % 2

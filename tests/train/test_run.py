@@ -199,6 +199,7 @@ def is_running(process):
         return False  # it ended in between
 
 
+@pytest.mark.slow
 def test_finished_run_stays_as_it_is(folder, whole, capsys):
     before = {file: file.read_bytes() for file in whole.iterdir()}
     words = ["--data", str(folder), *OPTIONS, "--out", str(whole)]

@@ -12,6 +12,7 @@ from harness.agree import Case, agree
 from harness.batches import LABELS, OF_ROWS, TEXTS, Reader, pad
 from harness.models import CLASSES, FEATURES
 from harness.oracle import assert_step, build, randn
+from harness.pairwise import few_of
 from pair.common import Pair
 from torch import nn
 
@@ -84,7 +85,7 @@ class Jagged(Marker):
         return pad(self.split())  # new memory
 
 
-@pytest.mark.parametrize("runner", OF_ROWS)
+@pytest.mark.parametrize("runner", few_of(OF_ROWS, ["engine", "pair", "inference"]))
 def test_custom_marker_is_exact(runner):
     batch = Jagged(TEXTS), LABELS
     agree(Case(Reader, batch, plain=(pad(TEXTS), LABELS)), runner, "mixed")

@@ -64,7 +64,7 @@ IN_FLOAT32 = words("""
     MiniMaxM3VLText MLCDVision MuseGlimmerText NemotronH OpenAIPrivacyFilter Qwen3_5MoeText
     Qwen3_5Text Qwen3Next Qwen4ExpText RecurrentGemma VaultGemma
 """)
-QUICK = ["Llama", "T5", "Mixtral", "Mamba"]
+QUICK = ["Llama", "T5"]
 OTHERS = sorted({*IN_FLOAT64, *IN_FLOAT32} - {*QUICK})
 
 

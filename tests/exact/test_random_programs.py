@@ -156,7 +156,7 @@ class Program:
 
 @pytest.mark.draws
 @pytest.mark.usefixtures("one_thread_an_operation")
-@pytest.mark.parametrize("seeds", [8, pytest.param(120, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [4, pytest.param(120, marks=pytest.mark.slow)])
 def test_only_wrong_programs_are_told(seeds):
     right, wrong = {}, {}
     for program in map(Program, range(seeds)):

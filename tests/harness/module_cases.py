@@ -901,7 +901,7 @@ CASES = {
     "changes between steps": Case(
         mlp, changes=[exchange_weight, exchange_activation, append_layer], **RANKS_TOO
     ),
-    "sparse gradients": Case(sparse_tokens, TOKENS, **EVERY_WAY_TOO),
+    "sparse gradients": Case(sparse_tokens, TOKENS, default_run=BROAD),
     "unused by some": Case(branches, (positive_first(9, 6), LABELS), **RANKS_TOO),
     "gradients in one memory": Case(InOneMemory, **RANKS_TOO),
     "one gradient for two": Case(one_gradient_for_two),
@@ -909,7 +909,7 @@ CASES = {
         mlp, VALUES, lambda _: writes_to_targets
     ),
     "a trained criterion": Case(
-        mlp, criterion=lambda _: Head(), default_run=(*EVERY_WAY, "2 ranks")
+        mlp, criterion=lambda _: Head(), default_run=(*BROAD, "guarded", "2 ranks")
     ),
     "a criterion that shares a parameter": Case(mlp, criterion=sharing),
     "a method of a trained criterion": Case(mlp, criterion=lambda _: Head().forward),

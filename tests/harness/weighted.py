@@ -164,7 +164,7 @@ CASES = {
     "sum": case("sum", 37, (*TRAINING, "2 ranks")),
     "padded": case("padded", 37, (*TRAINING, "2 ranks by cost")),
     "class weights, padded": case(
-        "class weights, padded", 37, (*EVERY_TRAINING, "graphs", "2 ranks")
+        "class weights, padded", 37, (*TRAINING, "loss", "graphs", "2 ranks")
     ),
     **{f"{name}, two rows": case(name, 2) for name in LOSSES},
     "mean, two rows": case("mean", 2, (*TRAINING, "2 ranks")),

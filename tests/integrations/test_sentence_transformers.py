@@ -610,6 +610,7 @@ def test_losses_refused_by_name(saved, tmp_path, name):
         )
 
 
+@pytest.mark.slow
 def test_sparse_encoder_loss_refused(tmp_path):
     """SPLADE pools in place in evaluation, where the look at its losses failed: the
     negatives were those of one batch, without a word.

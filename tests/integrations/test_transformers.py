@@ -707,11 +707,12 @@ def starts(count):
             unlabelled,
             "is not the .*stock class on one device",
         ),
-        (
+        pytest.param(
             partial(PoolsInPlace, VOCABULARY, 4),
             sentences,
             unlabelled,
             "is not the .*stock class on one device",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -747,7 +748,11 @@ def variance_of_rows(entropies, mask):
     ("own", "words"),
     [
         (masked_mean, r'compute_loss: .*lambda batch: batch\["attention_mask"\]'),
-        (variance_of_rows, "compute_loss: .*NaN or infinite.*none of these"),
+        pytest.param(
+            variance_of_rows,
+            "compute_loss: .*NaN or infinite.*none of these",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_own_loss_refused_with_its_cause(tmp_path, own, words):
@@ -1183,7 +1188,7 @@ KINDS_OF_WRITES = {"restorable": RESTORABLE, "irrevocable": IRREVOCABLE}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", few_of(LAYOUTS, ["virtual"]))
 @pytest.mark.parametrize("own", [WritesOfTrainer, WritesInEvaluation])
 @pytest.mark.parametrize("kinds", KINDS_OF_WRITES)
 def test_writes_equal_gradient_accumulation(tmp_path, kinds, own, layout):
@@ -1367,7 +1372,7 @@ COLLATED = {
 
 
 @pytest.mark.parametrize("layout", few_of(LAYOUTS, ["virtual"]))
-@pytest.mark.parametrize("name", COLLATED)
+@pytest.mark.parametrize("name", few_of(COLLATED, ["BatchEncoding", "a tuple"]))
 def test_batches_keep_their_class(tmp_path, name, layout):
     """``inputs.labels`` raised an AttributeError: a replica got a plain dict."""
     own, collate = COLLATED[name]

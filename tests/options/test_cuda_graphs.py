@@ -132,7 +132,13 @@ def assert_same(run, model, places, accum, *, draws=False, **options):
 
 @pytest.mark.parametrize(
     ("places", "accum"),
-    [(1, 16), (2, 3), (4, 1), (4, 4), ("shared", 2)],
+    [
+        pytest.param(1, 16, marks=pytest.mark.slow),
+        (2, 3),
+        pytest.param(4, 1, marks=pytest.mark.slow),
+        pytest.param(4, 4, marks=pytest.mark.slow),
+        ("shared", 2),
+    ],
     indirect=["places"],
 )
 @pytest.mark.parametrize("make", INPUTS)

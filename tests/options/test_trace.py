@@ -60,7 +60,10 @@ def counted(trace, tmp_path):
     return Counter((threads[e["tid"]], e["name"]) for e in complete)
 
 
-@pytest.mark.parametrize("devices", LAYOUTS)
+@pytest.mark.parametrize(
+    "devices",
+    [LAYOUTS[1], *(pytest.param(LAYOUTS[n], marks=pytest.mark.slow) for n in (0, 2))],
+)
 @pytest.mark.parametrize(
     ("how", "options"),
     [

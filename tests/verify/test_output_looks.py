@@ -94,7 +94,10 @@ RIGHT = {
 
 
 @pytest.fixture(
-    params=[["cpu"] * 2, ["cpu:0", "cpu:1", "cpu:0"]], ids=["shared", "mixed"]
+    params=[
+        pytest.param(["cpu"] * 2, id="shared", marks=pytest.mark.slow),
+        pytest.param(["cpu:0", "cpu:1", "cpu:0"], id="mixed"),
+    ]
 )
 def device_ids(request):
     return request.param

@@ -8,6 +8,8 @@ import torch
 from scatterpar.__main__ import main
 from scatterpar.checkup import demo
 
+pytestmark = pytest.mark.slow  # the demo itself takes seconds
+
 
 @pytest.fixture(scope="module")
 def findings():
@@ -27,7 +29,6 @@ def test_hand_loop_wrong_counted_step_right(
     assert findings.report.bytes["reduce"] == size
 
 
-@pytest.mark.slow
 @pytest.mark.draws
 def test_hand_loop_error_is_mean_of_means(
     findings,

@@ -476,6 +476,7 @@ def test_torchrun_is_refused(monkeypatch, capsys):
 # --- what a run does and says ---
 
 
+@pytest.mark.slow
 def test_run_reports_and_opens_no_port(tmp_path, capsys, monkeypatch):
     def opened(self, address):
         raise AssertionError(f"a port was opened: {address}")

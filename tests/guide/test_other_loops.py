@@ -36,9 +36,12 @@ def network():
 
 
 def of_fabric():
+    from lightning_fabric import Fabric
+
     parts = slice(30), slice(30, 53)
     loader = [(IMAGES[part].float(), LABELS[part]) for part in parts]
-    return {"model": network().float(), "loader": loader}
+    fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+    return {"model": network().float(), "loader": loader, "fabric": fabric}
 
 
 def of_skorch():

@@ -244,6 +244,18 @@ def test_files_and_classes_of_pages_exist(page):
     assert not [name for name in names if not is_there(name, everything)]
 
 
+def test_functions_of_tables_are_defined():
+    """Who puts back, who asks what has changed, and who says what is of one kind."""
+    tables = section("What is put back, and what has changed")
+    answers = re.findall(r"^\| [^|]+ \| ([^|]*`[^|]*) \|", tables, re.MULTILINE)
+    names = {name for text in answers for name in re.findall(r"`([\w.]+)`", text)}
+    assert len(names) > 15
+    code = "\n".join(sources().values())
+    for name in names - {"Tensor.is_set_to"}:  # torch's
+        last = name.rpartition(".")[2]
+        assert re.search(rf"\b(def|class) {last}\b", code), name
+
+
 def test_packages_say_imports_and_threads():
     for path in PACKAGE.glob("*/__init__.py"):
         text = ast.get_docstring(tree_of(path))

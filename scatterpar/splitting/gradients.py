@@ -45,16 +45,14 @@ def relative_errors(
 def zeros_of_all(results: Sequence[Gradients]) -> Gradients:
     """Zeros for each gradient that any result has.
 
-    A gradient whose shapes differ, as a shard of a flat parameter, is left out.
+    A gradient whose shape depends on the split, as a shard, is left out.
     """
     zeros: Gradients = {}
     differing_shapes = set()
     for gradients in results:
         for name, gradient in gradients.items():
-            if (
-                zeros.setdefault(name, torch.zeros_like(gradient)).shape
-                != gradient.shape
-            ):
+            zero = zeros.setdefault(name, torch.zeros_like(gradient))
+            if zero.shape != gradient.shape:
                 differing_shapes.add(name)
     return {name: zero for name, zero in zeros.items() if name not in differing_shapes}
 

@@ -211,8 +211,15 @@ class Trial:
         if not self._zeros:
             # A leaf may get a gradient in parts, and none in the whole batch.
             self._zeros = zeros_of_all([result.gradients for result in results])
+            if not self._zeros:
+                raise ValueError(
+                    "all gradients have other shapes in parts than in the whole batch, "
+                    "as FSDP's flat parameters have on ranks; use fully_shard, whose "
+                    "shards are put together"
+                )
         for result in results:
             gradients = result.gradients
+            result.uncompared += tuple(sorted(gradients.keys() - self._zeros.keys()))
             result.gradients = {
                 name: gradients.get(name, zero) for name, zero in self._zeros.items()
             }
@@ -326,7 +333,7 @@ class Trial:
         if uncompared:
             sentences.append(
                 f"the gradient of {', '.join(uncompared)}: not compared, because no "
-                f"optimizer in step has it"
+                f"optimizer in step has it, or its shape depends on the split"
             )
         if not self.arguments.returns_values:
             # Frozen ones have no gradient in any loop.

@@ -7,11 +7,24 @@ import functools
 from dataclasses import dataclass
 
 import torch
-from splitting.loop_models import Net, Tagger, average, class_loss, images, new
+from splitting.loop_models import (
+    Net,
+    Tagger,
+    average,
+    class_loss,
+    images,
+    new,
+    pairs,
+)
 from splitting.wrong_loops import Wrong
 from torch import nn
-from torch.nn.functional import cross_entropy, linear, mse_loss, one_hot
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.functional import cross_entropy, linear, mse_loss, normalize, one_hot
+from torch.nn.utils import (
+    clip_grad_norm_,
+    clip_grad_value_,
+    clip_grads_with_norm_,
+    get_total_norm,
+)
 
 HIDDEN = {}
 
@@ -613,3 +626,73 @@ def parameter_with_a_faint_gradient(model, batches):
         targets = torch.arange(3, dtype=pixels.dtype).expand(len(pixels), 3)
         (mse_loss(model(pixels), targets) / len(batches)).backward()
     model.offset.grad *= len(batches)
+
+
+class ZeroHead(nn.Module):
+    """Its head starts from zero, so nothing below it has a gradient at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+        self.head = nn.Linear(4, 4)
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, pixels):
+        return self.head(self.net(pixels))
+
+
+@hidden("constant factor", ZeroHead, few_images)
+def net_below_a_head_of_zeros(model, batches):
+    for batch in batches:
+        (class_loss(model, batch) / len(batches)).backward()
+    for parameter in model.net.parameters():
+        parameter.grad *= len(batches)
+
+
+# --- kinds that nobody reported ---
+
+
+@hidden("state between parts", Net, pairs)
+def queue_of_negatives(model, batches):
+    """Keys of earlier parts are negatives of later ones, as in MoCo."""
+    queue = []
+    for first, second in batches:
+        queries = normalize(model(first), dim=-1)
+        queue.insert(0, normalize(model(second), dim=-1).detach())
+        logits = queries @ torch.cat(queue).T / 0.1
+        loss = cross_entropy(logits, torch.arange(len(queries)))
+        (loss / len(batches)).backward()
+
+
+@hidden("only some parts", Net, few_images)
+def second_optimizer_steps_twice_as_often(model, batches):
+    for_first = torch.optim.SGD(model.first.parameters(), 0.1)
+    for_last = torch.optim.SGD(model.last.parameters(), 0.1)
+    for number, batch in enumerate(batches):
+        (class_loss(model, batch) / len(batches)).backward()
+        if number % 2 == 1 or len(batches) == 1:
+            for_last.step()
+            for_last.zero_grad()
+    for_first.step()
+
+
+@hidden("other weights", Net, few_images)
+def clipped_by_a_norm_that_the_loop_computes(model, batches):
+    for batch in batches:
+        (class_loss(model, batch) / len(batches)).backward()
+        parameters = list(model.parameters())
+        norm = get_total_norm([parameter.grad for parameter in parameters])
+        clip_grads_with_norm_(parameters, 1.0, norm)
+
+
+@hidden("rows are compared", Net, few_images)
+def weights_perturbed_by_each_part(model, batches):
+    """SAM, whose step to other weights is that of a part."""
+    for batch in batches:
+        parameters = list(model.parameters())
+        gradients = torch.autograd.grad(class_loss(model, batch), parameters)
+        norm = get_total_norm(gradients)
+        steps = [0.05 * gradient / norm for gradient in gradients]
+        torch._foreach_add_([parameter.data for parameter in parameters], steps)
+        (class_loss(model, batch) / len(batches)).backward()
+        torch._foreach_sub_([parameter.data for parameter in parameters], steps)

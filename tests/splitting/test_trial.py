@@ -231,6 +231,23 @@ def test_parameter_without_optimizer_is_noted():
     assert "the gradient of step.criterion.proxies: not compared" in report.note
 
 
+def test_parameter_of_each_row_is_noted():
+    """Codes that the step trains: their shape depends on the split."""
+
+    def step(model, batches):
+        for pixels, classes in batches:
+            codes = nn.Parameter(torch.zeros(len(pixels), 10))
+            parameters = [*model.parameters(), codes]
+            loss = cross_entropy(model(pixels + codes), classes, reduction="sum")
+            (loss / num_rows(batches)).backward()
+        torch.optim.SGD(parameters, 0.1).step()
+
+    report = splitcheck(step, new(Net), images())
+    report.assert_passed()
+    assert "the gradient of step.SGD.0.4, a parameter of shape" in report.note
+    assert "its shape depends on the split" in report.note
+
+
 CASTS = {
     "to": lambda outputs: outputs.to(torch.bfloat16).float(),
     "half": lambda outputs: outputs.half().float(),

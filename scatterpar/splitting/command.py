@@ -75,9 +75,9 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _returned_by(target: str) -> tuple[Any, Any, Any]:
     """What the function of a file returns. Raises ``ValueError`` with the problem."""
-    file, separator, name = target.rpartition(":")
+    file, _, name = target.rpartition(":")
     path = Path(file)
-    if not separator or path.suffix != ".py" or not path.is_file():
+    if path.suffix != ".py" or not path.is_file():
         raise ValueError(
             f"{target} names no function of a file; pass FILE:FUNCTION, as "
             f"training.py:check"

@@ -257,8 +257,8 @@ class GradientEvidence(SplitEvidence):
 
     def is_everything(self, names: Sequence[str]) -> bool:
         """Whether these are all parameters that have a gradient."""
-        others = [name for name in self.names if name not in names]
-        if not others:
+        left_out = [name for name in self.names if name not in names]
+        if not left_out:
             return True
-        largest = joined(self.expected, others).abs().max()
+        largest = joined(self.expected, left_out).abs().max()
         return bool(largest <= _ROUNDING * joined(self.expected).abs().max())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,12 +57,11 @@ def orders_of_rows(
     # More than the least spread shows no better.
     spreads = spreads.clamp_max(_LEAST_SPREAD)
     is_selective = torch.tensor([count.is_selective for count in distinct])
-    first = _best(spreads, is_selective)
-    numbers = [first]
-    if not are_filled[first].all():
-        second = _best(spreads * are_filled, is_selective)
-        if are_filled[second].sum() > are_filled[first].sum():
-            numbers.append(second)
+    numbers = [_best(spreads, is_selective)]
+    # Often the same order again.
+    with_terms = _best(spreads * are_filled, is_selective)
+    if are_filled[with_terms].sum() > are_filled[numbers].sum():
+        numbers.append(with_terms)
     selected: list[list[int]] = orders[numbers].tolist()
     return selected
 
@@ -81,12 +79,13 @@ def _orders_by_counts(table: Tensor) -> Tensor:
     # The same orders in each run, so that a report can be repeated.
     generator = torch.Generator().manual_seed(0)
     num_counts, num_rows = table.shape
-    options: Any = {"generator": generator, "dtype": table.dtype}
-    scaled = (table - table.mean(1, keepdim=True)) / table.std(1, keepdim=True)
+    deviations = table - table.mean(1, keepdim=True)
+    scaled = deviations / table.std(1, keepdim=True)
     # Sums of counts in random proportions separate rows that single counts do not.
-    sums = torch.randn(_NUM_ORDERS, num_counts, **options) @ scaled
+    factors = torch.randn(_NUM_ORDERS, num_counts, generator=generator)
+    sums = factors.to(table.dtype) @ scaled
     # A random order leaves rows with terms for the last part.
-    noise = torch.randn(_NUM_ORDERS, num_rows, **options)
+    noise = torch.randn(_NUM_ORDERS, num_rows, generator=generator)
     return torch.cat([scaled, sums, noise]).argsort(1, descending=True)
 
 
@@ -100,14 +99,16 @@ def _best(spreads: Tensor, is_selective: Tensor) -> int:
 
 def _order_by_labels(tensors: Sequence[NamedTensor], num_rows: int) -> list[int]:
     """Rows with the most labels first, then those with the largest entries."""
-    rows = []
+    labels = []
+    means = []
     for _, tensor in sorted(tensors, key=rank_of_labels):
-        rows.append(tensor.reshape(num_rows, -1))
-    labels = [(r != IGNORED[0]).sum(1) for r in rows if not r.is_floating_point()]
-    # Means break ties, so that classes and sizes differ between parts, too.
-    means = [r.double().nan_to_num().mean(1) for r in rows]
-    columns = [column.tolist() for column in (*labels, *means)]
-    keys = list(zip(*columns, strict=True))
+        rows = tensor.reshape(num_rows, -1)
+        if not rows.is_floating_point():
+            is_label = rows != IGNORED[0]
+            labels.append(is_label.double().sum(1))
+        # Means break ties, so that classes and sizes differ between parts, too.
+        means.append(rows.double().nan_to_num().mean(1))
+    keys = torch.stack([*labels, *means], 1).tolist()
     return sorted(range(num_rows), key=keys.__getitem__, reverse=True)
 
 
@@ -128,13 +129,19 @@ def _spreads(
     spreads = []
     are_filled = []
     for sizes in groups:
-        terms = torch.stack([rows.sum(2) for rows in by_order.split(list(sizes), 2)], 2)
-        are_filled.append(terms.all(2) | is_padding)
+        parts = by_order.split(list(sizes), 2)
+        terms = torch.stack([part.sum(2) for part in parts])
+        per_row = torch.stack([part.mean(2) for part in parts])
+        are_filled.append(terms.all(0) | is_padding)
         # A loop may weigh parts equally, or by rows: neither may hide the count.
-        for numbers in (terms, terms / torch.tensor(sizes)):
-            spread = numbers.amax(2) - numbers.amin(2)
-            spreads.append(spread / numbers.abs().mean(2).clamp_min(math.ulp(1.0)))
+        spreads += [_relative_spread(terms), _relative_spread(per_row)]
     return torch.stack(spreads).amin(0), torch.stack(are_filled).all(0)
+
+
+def _relative_spread(numbers: Tensor) -> Tensor:
+    """How far numbers in the first dimension are apart, over their mean."""
+    spread = numbers.amax(0) - numbers.amin(0)
+    return spread / numbers.abs().mean(0).clamp_min(math.ulp(1.0))
 
 
 def hidden_counts(

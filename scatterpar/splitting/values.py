@@ -167,13 +167,13 @@ def _ways_to_combine(trial: Trial, parts: Sequence[Sequence[int]]) -> list[_Way]
 
 def _means(words: str, kind: CauseKind, terms: Sequence[float]) -> list[_Way]:
     """Means of all parts, and of all but the last."""
-    others = [*terms[:-1], 0.0]
+    without_last = [*terms[:-1], 0.0]
     return [
         _Way(f"a mean{words}", kind, _divided(terms)),
         _Way(
             f"a mean of all but the last{words}",
             CauseKind.ONLY_SOME_PARTS,
-            _divided(others),
+            _divided(without_last),
         ),
     ]
 

@@ -65,7 +65,8 @@ class RepeatedNumbers(ConstantNumbers):
         if func.overloadpacket is torch.ops.aten.multinomial:
             return _most_likely(*args, **(kwargs or {}))
         # The first number of each call is the same; integers repeat it.
-        _generator(kwargs).manual_seed(0)
+        generator = (kwargs or {}).get("generator") or torch.default_generator
+        generator.manual_seed(0)
         calls = self.calls
         drawn = super().__torch_dispatch__(func, types, args, kwargs)
         if not isinstance(drawn, Tensor):  # attention returns its statistics, too
@@ -85,12 +86,6 @@ class RepeatedNumbers(ConstantNumbers):
             fill_evenly(drawn, shape)
         elif self._numbers is Numbers.VARIED and drawn.ndim > 1:
             fill_evenly(drawn, shape[1:])
-
-
-def _generator(kwargs: dict[str, Any] | None) -> torch.Generator:
-    """The generator that an operator draws from."""
-    generator = (kwargs or {}).get("generator")
-    return torch.default_generator if generator is None else generator
 
 
 def fill_evenly(drawn: Tensor, shape: Shape) -> None:

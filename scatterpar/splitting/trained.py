@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,13 +17,26 @@ from scatterpar.state.walk import Walk
 from scatterpar.torch_private import leaves_reached
 
 
+@dataclass(frozen=True)
+class PlainStep:
+    """A step of plain torch, for one batch. No closure, so that it can be pickled."""
+
+    loss: Callable[[Any, Any], Tensor]
+
+    def __call__(self, model: nn.Module, batches: list[Any]) -> None:
+        """Run forward and backward on the only batch."""
+        (batch,) = batches
+        self.loss(model, batch).backward()
+
+
 def leaves_outside(model: nn.Module, step: Any) -> dict[str, Tensor]:
     """Trained leaves that ``step`` leads to, and ``model`` does not have, by name.
 
     A closure over ``proxies`` is named ``step.proxies``.
     """
     inside = {id(parameter) for parameter in model.parameters()}
-    root = getattr(step, "loss", step)  # of a step made of ``loss=``
+    # As in ``step``, so that the same leaf has the same name in both.
+    root = step.loss if isinstance(step, PlainStep) else step
     walk = Walk([root])
     leaves = {}
     for number, value in enumerate(walk.values):

@@ -20,7 +20,7 @@ from scatterpar.batch.nested import PLAIN_CLASSES
 from scatterpar.causes.counts import counts_of, named_tensors
 from scatterpar.causes.vectors import is_close
 from scatterpar.splitting import parts as row_parts
-from scatterpar.splitting.arguments import Loss, SplitArguments
+from scatterpar.splitting.arguments import SplitArguments
 from scatterpar.splitting.gradients import (
     EXACT,
     Gradients,
@@ -43,6 +43,7 @@ from scatterpar.splitting.step_run import (
     StepResult,
     run_step,
 )
+from scatterpar.splitting.trained import PlainStep
 
 # The largest relative difference that rounding explains, by the dtype to which the step
 # casts, or in which all is computed.
@@ -74,7 +75,7 @@ class Trial:
         step, loss = arguments.step, arguments.loss
         self._numbers: dict[str, Any] = {}
         self._zeros: Gradients = {}  # for each gradient, once all names are known
-        self._reference_step = step if loss is None else _PlainStep(loss)
+        self._reference_step = step if loss is None else PlainStep(loss)
         batch = arguments.batch
         num_rows = count_rows({"batch": batch}, 0, refuse_grad=False)
         num_parts = self.ranks * self.parts
@@ -502,17 +503,6 @@ class Trial:
         if self.settings.in_double:
             batch = nested.map_tensors(as_double, batch)
         return batch
-
-
-@dataclass(frozen=True)
-class _PlainStep:
-    """A step of plain torch, for one batch. No closure, so that it can be pickled."""
-
-    loss: Loss
-
-    def __call__(self, model: nn.Module, batches: list[Any]) -> None:
-        (batch,) = batches
-        self.loss(model, batch).backward()
 
 
 @dataclass(frozen=True)

@@ -355,6 +355,25 @@ class SlottedStep:
 hidden("constant factor", Net, few_images)(SlottedStep())
 
 
+class StepWithLoss:
+    """An object with a loss and a head, both in attributes."""
+
+    __name__ = "head_beside_a_loss"
+
+    def __init__(self):
+        self.loss = nn.CrossEntropyLoss()
+        self.head = new(lambda: nn.Linear(4, 4))
+
+    def __call__(self, model, batches):
+        for pixels, classes in batches:
+            outputs = model(pixels)
+            (self.loss(outputs, classes) / len(batches)).backward()
+            self.loss(self.head(outputs.detach()), classes).backward()
+
+
+hidden("constant factor", Net, few_images)(StepWithLoss())
+
+
 # --- a small mistake, beside a cast ---
 
 

@@ -371,11 +371,10 @@ class Walk:
 
     def _follow_class(self, number: int, kind: type) -> None:
         """Follow a class and its bases of the user: values, and what methods name."""
-        if id(kind) in self._seen_classes:
-            return
-        bases = [base for base in kind.__mro__[1:] if is_user_class(base)]
-        for base in (kind, *bases):
-            if id(base) in self._seen_classes:
+        for base in kind.__mro__:
+            # The class itself may be a library's, if it is a root.
+            is_followed = base is kind or is_user_class(base)
+            if id(base) in self._seen_classes or not is_followed:
                 continue
             self._seen_classes.add(id(base))
             self.classes.append((number, base))

@@ -28,17 +28,6 @@ def is_look() -> bool:
     return _is_look.get()
 
 
-class _OfOtherThreads(logging.Filter):
-    """Lets pass what other threads than the present one log."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._thread = threading.get_ident()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return record.thread != self._thread
-
-
 @contextlib.contextmanager
 def records_dropped() -> Iterator[None]:
     """In the body, no handler of ``logging`` gets what this thread logs, and no file
@@ -46,11 +35,16 @@ def records_dropped() -> Iterator[None]:
 
     Other threads of the process log as ever, so no level is set.
     """
-    of_other_threads = _OfOtherThreads()
+    # By thread: a record has no context, in which ``is_look`` could be asked.
+    thread = threading.get_ident()
+
+    def is_of_another_thread(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
     # At handlers, because a logger's filter does not see records of its children.
     handlers = _handlers()
     for handler in handlers:
-        handler.addFilter(of_other_threads)
+        handler.addFilter(is_of_another_thread)
     # A context variable: a look of one thread is none of another's.
     token = _is_look.set(True)
     try:
@@ -59,7 +53,7 @@ def records_dropped() -> Iterator[None]:
     finally:
         _is_look.reset(token)
         for handler in handlers:
-            handler.removeFilter(of_other_threads)
+            handler.removeFilter(is_of_another_thread)
 
 
 class _Openers:

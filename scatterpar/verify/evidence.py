@@ -314,6 +314,7 @@ class Evidence(Losses):
         """Whether the loss depends on a 0-dim output, such as a balance loss."""
         if self.request.criterion is None or self.loss_of_output is None:
             return False
+        # The gradients are those of these tensors, in this order.
         tensors = nested.tensors(self.outputs[0])
         differentiable = [tensor for tensor in tensors if tensor.requires_grad]
         pairs = zip(differentiable, self.loss_of_output.gradients, strict=True)

@@ -66,6 +66,7 @@ class JoinCheck:
             return
         candidates = self._candidates(attempt, outputs)
         if not candidates:
+            # Also this is kept: comparing bits waits for the device.
             self._known[key] = frozenset()
             return
         if function is not None and attempt.generators.drawn:

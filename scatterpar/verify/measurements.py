@@ -39,6 +39,7 @@ def outputs_of(runs: Runs, parts: Parts, compute: Compute | None = None) -> list
             runs.user_code.require_time()
             runs.user_code.restart()
             inputs = runs.inputs_of(rows)
+            # A join is asked of what the engine's user gets, such as ``map``'s results.
             if compute is None:
                 output = task.output_of(inputs)
             else:

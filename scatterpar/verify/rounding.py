@@ -107,29 +107,21 @@ def formats_inside_operators(device: torch.device) -> dict[str, Format]:
         if torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY_WITH_TF32:
             return {}
         cudnn: Any = torch.backends.cudnn
-        settings = {
-            "convolution": cudnn.conv.fp32_precision,
-            "recurrence": cudnn.rnn.fp32_precision,
-            "product": torch.backends.cuda.matmul.fp32_precision,
-        }
-    elif device.type == "cpu":  # the few processors that have TF32 are not told apart
+        backends = [cudnn.conv, cudnn.rnn, torch.backends.cuda.matmul]
+    elif device.type == "cpu":
         mkldnn: Any = torch.backends.mkldnn
-        settings = {
-            "convolution": _without_tf32(mkldnn.conv.fp32_precision),
-            "recurrence": _without_tf32(mkldnn.rnn.fp32_precision),
-            "product": _without_tf32(mkldnn.matmul.fp32_precision),
-        }
+        backends = [mkldnn.conv, mkldnn.rnn, mkldnn.matmul]
     else:
         return {}
-    return {
-        operation: _FORMATS_BY_SETTING[setting]
-        for operation, setting in settings.items()
-        if setting in _FORMATS_BY_SETTING
-    }
-
-
-def _without_tf32(setting: str) -> str:
-    return "ieee" if setting == "tf32" else setting
+    formats: dict[str, Format] = {}
+    # In the order of the operations in this table.
+    for operation, backend in zip(_NODES_BY_OPERATION, backends, strict=True):
+        setting = backend.fp32_precision
+        # The few processors that have TF32 are not told apart.
+        has_format = device.type == "cuda" or setting != "tf32"
+        if has_format and setting in _FORMATS_BY_SETTING:
+            formats[operation] = _FORMATS_BY_SETTING[setting]
+    return formats
 
 
 class Rounding:

@@ -319,6 +319,7 @@ class Runs:
         ]
         is_marked = any(batch.has_marked_rows for batch in self.request.batches)
         sizes = [len(part) for part in parts]
+        # By the sizes of these parts, not of the step's, which join in the same way.
         return join_rows(
             outputs,
             self.request.dim,

@@ -281,6 +281,7 @@ class Question:
             devices = [share.device for share in plan.shares]
             accum = 1 if len(devices) > 1 else 2
             plan = make_plan(request.rows, devices, accum)
+        # The plan of these rows alone: one of them was a whole batch for the loop.
         return replace(self, request=request, plan=plan)
 
     def findings(self, looks: int) -> Findings:
@@ -394,6 +395,7 @@ class Question:
                 "verify=False does not check.",
             )
         problem = f"could not check how {self._name} combines micro-batches: {why}."
+        # Such as a generator in user code, which no count= helps.
         if error.remedy:
             remedy = f"The engine assumes {assumed.words}. {error.remedy}"
             return in_lines(problem, remedy, "verify=False does not check.")

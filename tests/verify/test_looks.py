@@ -54,3 +54,21 @@ def test_warning_of_a_failed_step_is_told_later(devices):
             step(engine, lambda o, t: F.mse_loss(o, t) if len(o) > 6 else 1 / 0, VALUES)
         with pytest.warns(UserWarning, match="forward passes move the buffer"):
             step(engine, F.mse_loss, VALUES)
+
+
+@pytest.mark.filterwarnings("error")
+def test_step_undone_by_its_commit_says_one_thing(devices):
+    """The warning of its look came before the error of a hook on a gradient."""
+    model = Breaks()
+    model.register_buffer("calls", torch.zeros(()))
+    model.register_forward_hook(count)
+
+    def fails(_):
+        raise LookupError("on purpose")
+
+    next(model.parameters()).register_hook(fails)
+    with (
+        ScatterOnceParallel(model, 2, devices(2)) as engine,
+        pytest.raises(LookupError, match="on purpose"),
+    ):
+        step(engine, F.mse_loss, VALUES)

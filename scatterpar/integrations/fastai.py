@@ -33,7 +33,12 @@ from scatterpar.engine import ScatterOnceParallel
 from scatterpar.integrations import loop
 from scatterpar.integrations.device_errors import explained
 from scatterpar.integrations.evaluation import Groups, on_first, outputs_of_batches
-from scatterpar.integrations.lending import Lending, OwnerCopies, Parts, modules_of
+from scatterpar.integrations.lending import (
+    Lending,
+    Parts,
+    copy_on_replica,
+    modules_of,
+)
 from scatterpar.integrations.loop import refuse
 from scatterpar.pair.pair import gather
 from scatterpar.replicas.broadcast import versions
@@ -417,7 +422,7 @@ class _Criterion(nn.Module):
         pairs = zip(self.user.parts, self.parts, strict=True)
         if not self.takes_turns:
             with explained(device):
-                loss_of_replica = OwnerCopies(loss_func, ()).of(Parts(pairs))
+                loss_of_replica = copy_on_replica(loss_func, Parts(pairs))
                 return loss_of_replica(output, *targets)
         with explained(device), self.lending.lent(Parts((), pairs), device):
             return loss_func(output, *targets)

@@ -14,7 +14,7 @@ all references are as before. What the call has left on another device is moved 
 user's own.
 
 A call of a library's function needs no turn, and gets a copy of the owner
-(``OwnerCopies``).
+(``copy_on_replica``).
 """
 
 from __future__ import annotations
@@ -23,17 +23,7 @@ import contextlib
 import contextvars
 import copy
 import functools
-import types
-from collections import deque
-from collections.abc import (
-    Callable,
-    Collection,
-    Container,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from itertools import chain
 from typing import Any
@@ -41,9 +31,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scatterpar.batch import nested
 from scatterpar.devices.transfers import to_device, write
 from scatterpar.replicas.broadcast import version
-from scatterpar.replicas.references import contents, parts_of
+from scatterpar.replicas.references import MAX_ENTRIES, parts_of
 from scatterpar.replicas.snapshot import PLAIN, is_same
 from scatterpar.state.walk import UNSET, Place, PlaceKind, Walk
 from scatterpar.state.whose import attributes_of
@@ -310,104 +301,29 @@ def modules_of(owner: Any, excluded: Collection[str] = ()) -> list[nn.Module]:
     return [module for module in walk.modules if id(module) in named]
 
 
-class OwnerCopies:
-    """Copies of an owner for calls on replicas, each of which refers to a replica's
-    parts.
+def copy_on_replica(owner: Any, parts: Parts, excluded: Collection[str] = ()) -> Any:
+    """A shallow copy of ``owner`` that refers to a replica's parts.
 
-    So do copies of the containers, objects and functions that lead to parts. A copy
-    shares everything else with the owner. What leads to parts is searched once, so an
-    owner that changes later needs other ``OwnerCopies``.
+    They are in the place of the user's in its attributes, and in lists, tuples and
+    dicts that are attributes. All else is shared with the owner, so a function of the
+    user's that refers to parts in other ways takes turns. An owner that is a part
+    itself is the replica's part.
     """
+    values = parts.of_replica()
+    if id(owner) in values:
+        return values[id(owner)]
 
-    def __init__(self, owner: Any, excluded: Collection[str]) -> None:
-        self._owner = owner
-        self._walk = Walk([owner], excluded=excluded, enters_modules=False)
-        self._leading: Collection[int] = ()
+    def exchanged(value: Any) -> Any:
+        return values.get(id(value), value)
 
-    def of(self, parts: Parts) -> Any:
-        """A copy that refers to a replica's parts."""
-        values = parts.of_replica()
-        if not values:  # a look, which calls the user's own modules
-            return copy.copy(self._owner)
-        # All replicas have the same parts, so it does not matter who asks first.
-        if not self._leading:
-            self._leading = self._leading_to(values)
-        return _OwnerCopy(values, self._leading).of(self._owner)
-
-    def _leading_to(self, parts: Container[int]) -> set[int]:
-        """The ``id`` of each value that leads to parts, the owner's included."""
-        leading = {id(self._owner)}
-        num_leading = 0
-        while num_leading < len(leading):  # until there are no more
-            num_leading = len(leading)
-            for place in reversed(self._walk.places):
-                if id(place.value) in parts or id(place.value) in leading:
-                    leading.add(id(self._walk.values[place.parent]))
-        return leading
-
-
-class _OwnerCopy:
-    """Copies of the values that lead to parts, of one replica.
-
-    Args:
-        values: what stands for an original, by its ``id``.
-        leading: the ``id`` of each value that is copied.
-    """
-
-    def __init__(self, values: dict[int, Any], leading: Collection[int]) -> None:
-        self._values = values
-        self._leading = leading
-
-    def of(self, value: Any) -> Any:
-        """The copy of ``value``, or ``value`` itself if it is shared."""
-        if not self._is_exchanged(value):
-            return value
-        if id(value) in self._values:
-            return self._values[id(value)]
-        parts = parts_of(value)
-        if parts.make is not None:
-            copy_of_parts = parts.make(*map(self.of, parts.made_of()))
-            self._values[id(value)] = copy_of_parts
-            return copy_of_parts
-        if isinstance(value, types.FunctionType):
-            return self._function(value)
-        if isinstance(value, type):
-            return value
-        # Shallow: all that leads to no part is shared with the owner.
-        shallow = copy.copy(value)
-        # Before its entries: one of them may refer to it.
-        self._values[id(value)] = shallow
-        if isinstance(value, dict):
-            self._exchange(shallow, value.items())
-        elif isinstance(value, (list, deque)):
-            self._exchange(shallow, enumerate(value))
-        attributes = attributes_of(value)
-        if attributes:
-            self._exchange(vars(shallow), attributes.items())
-        return shallow
-
-    def _exchange(self, container: Any, items: Iterable[tuple[Any, Any]]) -> None:
-        for key, value in items:
-            if self._is_exchanged(value):  # most attributes of a Trainer are not
-                container[key] = self.of(value)
-
-    def _is_exchanged(self, value: Any) -> bool:
-        if id(value) in self._values:
-            return True
-        return id(value) in self._leading and not isinstance(value, nn.Module)
-
-    def _function(self, function: types.FunctionType) -> Any:
-        cells = []
-        for cell in function.__closure__ or ():
-            content = contents(cell)  # the cell itself, if it is empty
-            copied_content = self.of(content)
-            if copied_content is not content:
-                cell = types.CellType(copied_content)
-            cells.append(cell)
-        made = types.FunctionType(
-            function.__code__, function.__globals__, closure=tuple(cells)
-        )
-        made.__defaults__ = function.__defaults__
-        made.__kwdefaults__ = function.__kwdefaults__
-        self._values[id(function)] = functools.update_wrapper(made, function)
-        return made
+    copied = copy.copy(owner)
+    for name, value in attributes_of(owner).items():
+        if name in excluded:
+            continue
+        candidates = [value]
+        # Longer containers are data, and not read in each call.
+        if isinstance(value, (list, tuple, dict)) and len(value) <= MAX_ENTRIES:
+            candidates += parts_of(value).entries
+        if any(id(part) in values for part in candidates):
+            vars(copied)[name] = nested.map_atoms(exchanged, value)
+    return copied

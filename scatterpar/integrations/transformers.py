@@ -36,7 +36,12 @@ from scatterpar.integrations import loop, step_batches
 from scatterpar.integrations.device_errors import explained
 from scatterpar.integrations.evaluation import Groups, on_first, outputs_of_batches
 from scatterpar.integrations.images import images_by_row
-from scatterpar.integrations.lending import Lending, OwnerCopies, Parts, modules_of
+from scatterpar.integrations.lending import (
+    Lending,
+    Parts,
+    copy_on_replica,
+    modules_of,
+)
 from scatterpar.integrations.step_batches import (
     FIRST,
     LABELS,
@@ -61,7 +66,6 @@ __all__ = ["ScatterOnceMixin", "ScatterOnceTrainer"]
 # Attributes that stay as they are in a call. They lead to data, or to modules that are
 # exchanged otherwise.
 _NOT_LENT = {
-    "_copies",
     "_engine",
     "_parts",
     "eval_dataset",
@@ -122,7 +126,6 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
     _sharded: ShardedOptimizer | None = None
     _is_in_step = False
     _is_preparation_asked = False
-    _copies: Any = None  # of this Trainer, for calls at the same time
     _is_checked = True  # whether losses of batches have to combine
 
     def __init__(
@@ -492,13 +495,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         # A criterion of all rows knows more of the step than a few outputs.
         engine.loop.is_checked = self._is_checked and not options.get("whole_batch")
         with self._in_step(engine, "compute_loss"):
-            # Once per step: the Trainer may refer to other objects in the next one.
-            if not self._takes_turns:
-                self._copies = OwnerCopies(self, _NOT_LENT)
-            try:
-                return engine.loss(inputs, *args, scaler=scaler, **options)
-            finally:
-                self._copies = None
+            return engine.loss(inputs, *args, scaler=scaler, **options)
 
     @contextlib.contextmanager
     def _in_step(self, engine: ScatterOnceParallel, *steps: str) -> Iterator[None]:
@@ -587,7 +584,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
                 # what ``args.device`` reads, a cached property
                 stack.enter_context(loop.overridden(self.args, _setup_devices=device))
             else:
-                trainer = self._copies.of(parts)
+                trainer = copy_on_replica(self, parts, _NOT_LENT)
                 attributes["args"] = copy.copy(self.args)
                 vars(attributes["args"])["_setup_devices"] = device
             for step in _STEPS:  # in the place of the methods of this step
@@ -697,7 +694,6 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             with placement, loop.overridden(self, prediction_step=step):
                 return super().evaluation_loop(groups, *args, **kwargs)
         finally:
-            self._copies = None
             if self._engine is not None:
                 self._engine.loop.continues_evaluation = False
             if not self.is_in_train:
@@ -733,10 +729,9 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
     ) -> list[Any]:
         """The results of ``prediction_step`` for all batches of a group."""
         engine = groups.engine
-        if engine is None:  # once per evaluation, because both search this Trainer
+        if engine is None:  # once per evaluation, because it searches this Trainer
             engine = self._engine_of_the_model(self._modules_of_evaluation())
             engine.accum = 1
-            self._copies = OwnerCopies(self, _NOT_LENT)
         batches = map(self._prepared_on_host, groups.batches)
         calls = list(zip(batches, groups.is_last, strict=True))
         predict = partial(self._predict_on_replica, args=args, options=options)

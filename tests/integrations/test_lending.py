@@ -12,7 +12,12 @@ from harness.models import FEATURES
 from harness.oracle import seeded
 from torch import nn
 
-from scatterpar.integrations.lending import Lending, OwnerCopies, Parts, modules_of
+from scatterpar.integrations.lending import (
+    Lending,
+    Parts,
+    copy_on_replica,
+    modules_of,
+)
 
 pytestmark = pytest.mark.draws
 HOME = torch.device("cpu")
@@ -68,8 +73,8 @@ REFERENCES = {  # how an owner refers to its model, and how a call reads the ref
     "closure": (closure_over, lambda r: r()),
     "a method's object": (lambda m: Helper(m).read, lambda r: r()),
 }
-# A copy of an owner has none: library functions do not read them.
-IN_TURN_ONLY = {"a slot"}
+# What libraries refer to modules by: a copy of an owner exchanges no others.
+COPIED = {"attribute", "a part", "a parameter", "list", "tuple"}
 
 
 def pair():
@@ -97,8 +102,8 @@ def test_reference_leads_to_replica_in_call(name):
             assert read(owner.reference) is expected
             assert owner.model is parts.of_replica()[id(parts.modules[0][0])]
         assert read(owner.reference) is original
-    if name not in IN_TURN_ONLY:
-        assert read(OwnerCopies(owner, ()).of(parts).reference) is expected
+    if name in COPIED:
+        assert read(copy_on_replica(owner, parts).reference) is expected
         assert read(owner.reference) is original
 
 
@@ -184,9 +189,12 @@ def test_modules_of_owner_without_those_of_globals():
 def test_copy_shares_what_leads_to_no_part():
     owner, parts = pair()
     owner.losses = [1.0]
-    owner.models = [owner.model]
-    owner.itself = owner
-    copy = OwnerCopies(owner, ()).of(parts)
+    owner.models = {"one": owner.model}
+    owner.kept = owner.model
+    owner.data = [owner.model] * 2000
+    copy = copy_on_replica(owner, parts, {"kept"})
     assert copy.losses is owner.losses
-    assert copy.models == [copy.model] != owner.models
-    assert copy.itself is copy
+    assert copy.data is owner.data
+    assert copy.models == {"one": copy.model} != owner.models
+    assert copy.kept is owner.model
+    assert copy_on_replica(owner.model, parts) is copy.model

@@ -170,32 +170,6 @@ def terms(how: How, batch: Any) -> Tensor:
     return counts if is_by_row else counts.sum()[None]
 
 
-def weights(how: How, step: Any) -> list[float]:
-    """The weights of the losses of a ``Step``'s batches, or of any other batch's
-    rows.
-    """
-    if isinstance(step, Step):
-        counts = [float(terms(how, batch).sum()) for batch in step]
-    else:
-        counts = [float(count) for count in terms(how, step)]
-    if how == SUM:
-        return [1.0] * len(counts)
-    total = sum(counts) or 1.0  # no terms: all weights are zero
-    return [count / total for count in counts]
-
-
-def weights_of_parts(
-    how: How, batch: Any, parts: Sequence[tuple[int, int]]
-) -> list[float]:
-    """The weights of the losses of parts of a batch: each from one row to another."""
-    # A part of the batch has the weights of its rows together.
-    by_row = weights(how, batch)
-    rows = num_rows(batch)
-    if len(by_row) != rows:  # such as a user's ``count=``, of the whole batch
-        by_row = [1 / rows] * rows
-    return [sum(by_row[start:stop]) for start, stop in parts]
-
-
 def candidate(how: How, items: Any) -> LossCandidate:
     """What an engine tries: losses of batches combine like this.
 

@@ -412,7 +412,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         select = itemgetter("beside")
         loss, outputs = self._engine_loss(inputs, accum, return_outputs=select)
         calls = nested.atoms(outputs)
-        self._collect(calls, candidates[loop_options.chosen], step)
+        self._collect(calls, candidates[loop_options.chosen])
         if self._takes_turns:
             remedy = "self.state.global_step counts steps"
             self._user_functions.tell_numbers("compute_loss", len(calls), remedy, self)
@@ -461,18 +461,6 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             if is_user_class(type(dataset)):  # it may have statistics
                 roots.append(dataset)
         return self._user_functions.looking(self._lending, roots, _NOT_LENT)
-
-    def _weights_of_metrics(self, how: How, step: Any) -> list[float]:
-        """The weight of each micro-batch in metrics that are means: as in the loss."""
-        if how == SUM and self._count is None:  # a sum, divided by the number of labels
-            how = SHIFTED if self._loss_shifts_labels else LABELS
-        if isinstance(step, Step):
-            return step_batches.weights(how, step)
-        engine: Any = self._engine
-        shares = engine.last_step.plan.shares
-        # Outputs are in the order of the rows.
-        parts = sorted(part for share in shares for part in share.micro_batches)
-        return step_batches.weights_of_parts(how, step, parts)
 
     def _divisible_batch(self, batch: Any) -> Any:
         """A batch whose rows can be divided, or ``ValueError``."""
@@ -555,6 +543,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             self._standing_in(work) as (trainer, record),
             loop.overridden(trainer, _get_num_items_in_batch=lambda *_: items),
         ):
+            record.batch = batch
             # A copy, because compute_loss may take labels out of the batch.
             loss = trainer.compute_loss(
                 trainer.model, copy.copy(batch), num_items_in_batch=items
@@ -612,35 +601,42 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             attributes[_TOKENS] = self._total_train_tokens
         return attributes
 
-    def _collect(self, calls: Sequence[_CallRecord], how: How, step: Any) -> None:
+    def _collect(self, calls: Sequence[_CallRecord], how: How) -> None:
         """Add what calls of ``compute_loss`` counted, logged and measured, as if it had
         been one call.
         """
         self._transfer(calls)
-        if self._is_of_trl:
-            metrics = [call.metrics.get("train", {}) for call in calls]
-            self._append_metrics(metrics, self._weights_of_metrics(how, step))
+        if not self._is_of_trl:
+            return
+        # The stock loop divides this sum by the number of labels.
+        if how == SUM and self._count is None:
+            how = SHIFTED if self._loss_shifts_labels else LABELS
+        weights = [float(step_batches.terms(how, call.batch).sum()) for call in calls]
+        self._append_metrics("train", calls, weights)
 
     def _append_metrics(
-        self, metrics_of_calls: Sequence[dict[str, Any]], weights: Sequence[float]
+        self, mode: str, calls: Sequence[_CallRecord], weights: Sequence[float]
     ) -> None:
-        """Append one value to each metric of TRL's: that of all calls together."""
+        """Append one value to each metric of TRL's: that of all calls together.
+
+        Metrics that are means of numbers have the weights of the calls' losses.
+        """
         values: dict[str, list[Any]] = defaultdict(list)
         weights_of_values: dict[str, list[float]] = defaultdict(list)
-        for metrics, weight in zip(metrics_of_calls, weights, strict=True):
-            for name, appended in metrics.items():
+        for call, weight in zip(calls, weights, strict=True):
+            for name, appended in call.metrics[mode].items():
                 values[name] += appended
                 weights_of_values[name] += [weight] * len(appended)
-        metrics_of_step = {}
+        metrics = {}
         for name, appended in values.items():
-            metrics_of_step[name] = metric_of_step(appended, weights_of_values[name])
+            metrics[name] = metric_of_step(appended, weights_of_values[name])
         if _loss_class(self, "trl.").__name__ == "KTOTrainer":
-            _replace_margins(metrics_of_step)
-        own_metrics = self._metrics["train"]
+            _replace_margins(metrics)
+        own_metrics = self._metrics[mode]
         # The number of tokens of the whole run stands in a list of one entry.
-        if metrics_of_step.pop("num_tokens", None) is not None:
+        if metrics.pop("num_tokens", None) is not None:
             own_metrics["num_tokens"] = [self._total_train_tokens]
-        for name, value in metrics_of_step.items():
+        for name, value in metrics.items():
             own_metrics[name].append(value)
 
     def _transfer(self, calls: Sequence[_CallRecord]) -> None:
@@ -739,17 +735,9 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             records = outputs_of_batches(engine, predict, calls)
         groups.engine = engine
         self._transfer(records)
-        for record in records:
-            self._add_metrics_of_evaluation(record.metrics.get("eval", {}))
+        for record in records if self._is_of_trl else ():
+            self._append_metrics("eval", [record], [1.0])  # batch by batch
         return [record.output for record in records]
-
-    def _add_metrics_of_evaluation(self, metrics: Mapping[str, Any]) -> None:
-        """Add TRL's metrics of one batch, as the stock loop does."""
-        for name, values in metrics.items():
-            if name == "num_tokens":  # the total of the run
-                self._metrics["eval"][name] = values
-            else:
-                self._metrics["eval"][name] += values
 
     def _predict_on_replica(
         self,
@@ -879,6 +867,7 @@ class _CallRecord:
     """What one call on a replica has logged and measured.
 
     Attributes:
+        batch: the micro-batch of a training.
         logs: calls of ``log``: the logger's name and the arguments.
         metrics: TRL's, by mode and name.
         tokens: the number that TRL's trainers have added to that of the run.
@@ -887,6 +876,7 @@ class _CallRecord:
     """
 
     def __init__(self) -> None:
+        self.batch: Any = None
         self.logs: list[Any] = []
         self.metrics: dict[str, Any] = {}
         self.tokens = 0

@@ -98,35 +98,7 @@ def test_packed_labels_counted_per_batch():
     assert step_batches.terms(ROWS, batch).tolist() == [2]
 
 
-@pytest.mark.parametrize(
-    ("how", "of_batches"),
-    [(LABELS, [3 / 4, 1 / 4]), (ROWS, [2 / 3, 1 / 3]), (SUM, [1, 1])],
-)
-def test_batch_weights_are_parts_of_terms(how, of_batches):
-    assert step_batches.weights(how, STEP) == of_batches
-
-
-def test_weights_of_one_batch_by_rows():
-    assert step_batches.weights(LABELS, FIRST) == [2 / 3, 1 / 3]
-
-
-@pytest.mark.parametrize(
-    ("how", "of_parts"),
-    [(LABELS, [2 / 5, 3 / 5]), (ROWS, [1 / 3, 2 / 3]), (lambda _: 5, [1 / 3, 2 / 3])],
-)
-def test_part_weights_are_sums_of_rows(how, of_parts):
-    """A user's count= says nothing of single rows."""
-    batch = {"labels": torch.tensor([[4, 5], [6, 7], [8, -100]])}
-    weights = step_batches.weights_of_parts(how, batch, [(0, 1), (1, 3)])
-    assert weights == pytest.approx(of_parts)
-
-
-def test_no_labels_no_weights():
-    nothing = {"labels": torch.full((2, 3), -100)}
-    assert step_batches.weights(LABELS, Step([nothing, nothing])) == [0, 0]
-
-
-def test_engine_counts_as_the_weights():
+def test_engine_counts_terms():
     summed = step_batches.candidate(SUM, 7)
     assert (summed.reduction, summed.count, summed.entries) == (
         "sum",

@@ -574,8 +574,9 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
                 stack.enter_context(loop.overridden(self.args, _setup_devices=device))
             else:
                 trainer = copy_on_replica(self, parts, _NOT_LENT)
-                attributes["args"] = copy.copy(self.args)
-                vars(attributes["args"])["_setup_devices"] = device
+                args = object.__new__(type(self.args))  # with this Trainer's numbers
+                vars(args).update(vars(self.args), _setup_devices=device)
+                attributes["args"] = args
             for step in _STEPS:  # in the place of the methods of this step
                 method = getattr(type(self), step)
                 attributes[step] = types.MethodType(method, trainer)
@@ -928,33 +929,22 @@ def _record(logs: list[Any], logger: str, *args: Any, **options: Any) -> None:
 
 
 class _Changed(int):
-    """A number of ``TrainingArguments`` that a Trainer of this module has changed.
-
-    So arguments can be used again, also by ``dataclasses.replace``. Pickled, it is the
-    user's number, as a plain one.
-    """
+    """A number of ``TrainingArguments`` that a Trainer of this module has changed."""
 
     user_value: int
 
-    def __new__(cls, value: int, user_value: int) -> _Changed:
+    # The default, because copies of an int are made of its value alone.
+    def __new__(cls, value: int, user_value: int = 0) -> _Changed:
         number = super().__new__(cls, value)
         number.user_value = user_value
         return number
 
-    def __reduce__(self) -> tuple[type, tuple[int]]:
-        return int, (self.user_value,)
-
-    def __copy__(self) -> _Changed:
-        return self
-
-    def __deepcopy__(self, memo: Any) -> _Changed:
-        return self
-
 
 class _Arguments(transformers.TrainingArguments):
-    """A base of changed arguments, which have the user's numbers in JSON.
+    """A base of changed arguments, which have the user's numbers outside of the Trainer.
 
-    Copies and pickles are of the user's own class, which any program can load.
+    Files and loggers get the user's, and so do copies and pickles, whose class is the
+    user's own: they can be used again.
     """
 
     def to_dict(self) -> dict[str, Any]:
@@ -964,7 +954,7 @@ class _Arguments(transformers.TrainingArguments):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         user_class = type(self).__bases__[1]
-        return object.__new__, (user_class,), vars(self)
+        return object.__new__, (user_class,), _with_user_values(vars(self))
 
 
 def _changed_class(kind: type) -> type:
@@ -975,16 +965,10 @@ def _changed_class(kind: type) -> type:
 
 
 def _own_arguments(value: Any) -> Any:
-    """A copy of a user's ``TrainingArguments``; any other value itself.
-
-    Numbers that another Trainer has changed are the user's again.
-    """
-    if not isinstance(value, transformers.TrainingArguments):
-        return value
+    """A copy of a user's ``TrainingArguments``; any other value itself."""
     # Not replace(): it would run the constructor's checks for changed numbers.
-    copied = copy.copy(value)
-    vars(copied).update(_with_user_values(vars(copied)))
-    return copied
+    is_arguments = isinstance(value, transformers.TrainingArguments)
+    return copy.copy(value) if is_arguments else value
 
 
 def _with_user_values(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -1093,7 +1093,7 @@ SABOTAGES = [
         promise="TRL",
         file="integrations/trl_metrics.py",
         place="metric_of_step",
-        text="if len({way.text for way in made}) == 1:",
+        text="if len({origin.text for origin in origins}) == 1:",
         replacement="if False:",
         seen_by="test_metrics_of_parts_are_those_of_all",
         needs="trl",

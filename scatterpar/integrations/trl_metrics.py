@@ -37,7 +37,7 @@ _FUNCTIONS |= {"__truediv__", "div", "true_divide", "divide"}
 _CONVERSIONS = {"detach", "clone", "float", "double", "to", "cpu", "flatten", "squeeze"}
 
 
-class _Made(NamedTuple):
+class _Origin(NamedTuple):
     """How a number was made of what was gathered.
 
     Attributes:
@@ -55,10 +55,10 @@ class Gathered(Tensor):
     """What ``gather`` returns on a replica: the entries of its micro-batch.
 
     Attributes:
-        made: how a number without dimensions was made; ``None`` for gathered entries.
+        origin: how a number without dimensions was made; ``None`` for gathered entries.
     """
 
-    made: _Made | None = None
+    origin: _Origin | None = None
 
     @classmethod
     def of(cls, value: Any) -> Any:
@@ -78,30 +78,30 @@ class Gathered(Tensor):
         result = run(function, (), tuple(args), kwargs or {})
         name = getattr(function, "__name__", "")
         if name == "item":
-            return _number(result, args[0].made)
+            return _number(result, args[0].origin)
         # The same number in another form was made in the same way.
         if name in _CONVERSIONS:
             converted = cls.of(result)
-            converted.made = args[0].made
+            converted.origin = args[0].origin
             return converted
         if isinstance(result, cls):
             # Written in place, it is no longer what was gathered.
             return result.as_subclass(Tensor)
         is_number = isinstance(result, Tensor) and result.ndim == 0
-        made = _made(function, args) if name in _FUNCTIONS and not kwargs else None
-        if made is None or not is_number:
+        origin = _origin_of(function, args) if name in _FUNCTIONS and not kwargs else None
+        if origin is None or not is_number:
             return result
         number = cls.of(result)
-        number.made = made
+        number.origin = origin
         return number
 
 
-def _made(function: Callable[..., Any], arguments: Sequence[Any]) -> _Made | None:
+def _origin_of(function: Callable[..., Any], arguments: Sequence[Any]) -> _Origin | None:
     """How a function makes a number; ``None`` if an argument was not gathered."""
     operands: list[Any] = []
     texts: list[str] = []
     for argument in arguments:
-        operand = getattr(argument, "made", None)
+        operand = getattr(argument, "origin", None)
         if operand is None and isinstance(argument, Gathered):
             operand = argument.detach().as_subclass(Tensor)
         # A number of the user's own may be another one in each batch.
@@ -110,7 +110,7 @@ def _made(function: Callable[..., Any], arguments: Sequence[Any]) -> _Made | Non
         operands.append(operand)
         texts.append(getattr(operand, "text", ""))
     text = f"{function.__name__}({', '.join(texts)})"
-    return _Made(text, function, operands)
+    return _Origin(text, function, operands)
 
 
 class _Number:
@@ -118,11 +118,11 @@ class _Number:
     made.
     """
 
-    made: _Made
+    origin: _Origin
 
     def __truediv__(self: Any, divisor: Any) -> Any:
-        made = _made(operator.truediv, [self, divisor])
-        return _number(float(self) / divisor, made)
+        origin = _origin_of(operator.truediv, [self, divisor])
+        return _number(float(self) / divisor, origin)
 
 
 class _Real(_Number, float):
@@ -135,14 +135,14 @@ class _Whole(_Number, int):
         return int, (int(self),)
 
 
-def _number(value: Any, made: _Made | None) -> Any:
+def _number(value: Any, origin: _Origin | None) -> Any:
     """A Python number that knows how it was made; any other value itself."""
     kinds = {float: _Real, int: _Whole}
     # A flag is an int in Python, and no number here.
-    if made is None or type(value) not in kinds:
+    if origin is None or type(value) not in kinds:
         return value
     number = kinds[type(value)](value)
-    number.made = made
+    number.origin = origin
     return number
 
 
@@ -152,27 +152,27 @@ def metric_of_step(values: Sequence[Any], weights: Sequence[float]) -> Any:
     Values that were not made of what was gathered are averaged with ``weights``. Beside
     others they do not count: trainers append zero if there is nothing to divide by.
     """
-    made: list[Any] = []
+    origins: list[Any] = []
     their_weights: list[float] = []
     for value, weight in zip(values, weights, strict=True):
         if isinstance(value, _Number):
-            made.append(value.made)
+            origins.append(value.origin)
             their_weights.append(weight)
     # A metric that a branch computes otherwise has no single rule.
-    if len({way.text for way in made}) == 1:
-        return float(_of_all(made, their_weights))
+    if len({origin.text for origin in origins}) == 1:
+        return float(_of_all(origins, their_weights))
     return _weighted_mean(values, weights)
 
 
-def _of_all(made: Sequence[Any], weights: Sequence[float]) -> Any:
+def _of_all(origins: Sequence[Any], weights: Sequence[float]) -> Any:
     """The number, or the gathered entries, of all micro-batches together."""
-    first = made[0]
+    first = origins[0]
     if isinstance(first, Tensor):
         # In double precision: a sum of many tokens has more digits than a float.
-        entries = [to_device(entry, torch.device("cpu")) for entry in made]
+        entries = [to_device(entry, torch.device("cpu")) for entry in origins]
         return torch.cat([entry.double().flatten() for entry in entries])
     values = []
-    for operands in zip(*(way.operands for way in made), strict=True):
+    for operands in zip(*(origin.operands for origin in origins), strict=True):
         values.append(_of_all(operands, weights))
     # A number that was gathered is a mean already: each counts as in the loss.
     is_mean_of_means = first.text == "mean()" and first.operands[0].ndim == 0

@@ -295,7 +295,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         """The criterion of the present loss function."""
         home = physical(self._engine.device_ids[0])
         criterion = _Criterion(loss_func, mixes, self._is_parallel, home)
-        if self._criterion is not None and self._criterion.is_same(criterion):
+        if self._criterion is not None and self._criterion.key == criterion.key:
             criterion = self._criterion  # replicas have copies of it
         self._criterion = criterion
         return criterion
@@ -367,6 +367,7 @@ class _Criterion(nn.Module):
             it takes turns, their parameters. A call in turn writes the user's modules.
         user: the loss function, and the ``parts`` of the user's.
         lending: lends the loss function a replica's ``parts``.
+        key: equal for criteria that compute the same.
         reduction: how the loss combines, by the loss function's attribute.
         count: the number of terms, if the loss is cross entropy.
     """
@@ -388,6 +389,9 @@ class _Criterion(nn.Module):
             self.parts = nn.ParameterList(_parameters_of(modules))
         else:
             self.parts = nn.ModuleList(modules)
+        # By identity: criteria with the same key compute the same.
+        ids = [id(value) for value in (loss_func, *self.parts)]
+        self.key = (mixes, self.takes_turns, *ids)
         # Replicas exchange parts by their order.
         self.user = _OfUser(loss_func, [*self.parts])
         submodules = [part for module in modules for part in module.modules()]
@@ -402,16 +406,6 @@ class _Criterion(nn.Module):
         self.count = None
         if is_cross_entropy(func):
             self.count = lambda _, targets: terms_of_rows(func, targets[0], 0).sum()
-
-    def is_same(self, other: _Criterion) -> bool:
-        """Whether ``other`` computes the same."""
-        if (self.mixes, self.takes_turns) != (other.mixes, other.takes_turns):
-            return False
-        ids = []
-        for criterion in (self, other):
-            values = [criterion.user.loss_func, *criterion.user.parts]
-            ids.append([*map(id, values)])
-        return ids[0] == ids[1]
 
     def forward(self, output: Any, targets: tuple[Any, ...]) -> Any:
         """Return the loss; under MixedPrecision, of predictions in single precision."""

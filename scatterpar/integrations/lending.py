@@ -301,6 +301,18 @@ def modules_of(owner: Any, excluded: Collection[str] = ()) -> list[nn.Module]:
     return [module for module in walk.modules if id(module) in named]
 
 
+def roots_of(
+    owner: Any, parts: Iterable[nn.Module], excluded: Collection[str]
+) -> list[Any]:
+    """What calls may write: ``owner``, and modules that replicas do not have, such as
+    metrics.
+    """
+    # Calls in turn get the replica's parts in the place of the user's.
+    ids = {id(part) for part in parts}
+    modules = modules_of(owner, excluded)
+    return [owner, *(module for module in modules if id(module) not in ids)]
+
+
 def copy_on_replica(owner: Any, parts: Parts, excluded: Collection[str] = ()) -> Any:
     """A shallow copy of ``owner`` that refers to a replica's parts.
 

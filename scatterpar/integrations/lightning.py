@@ -55,7 +55,7 @@ from scatterpar.errors import Told, add_note, warn
 from scatterpar.integrations import loop
 from scatterpar.integrations.device_errors import explained
 from scatterpar.integrations.evaluation import outputs_of_batches
-from scatterpar.integrations.lending import Lending, Parts, modules_of
+from scatterpar.integrations.lending import Lending, Parts, roots_of
 from scatterpar.option_checks import check_bool
 from scatterpar.replicas.broadcast import version, versions
 from scatterpar.state.journal import Journal
@@ -171,13 +171,15 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             self._combination["count"] = lambda inputs, _: count(inputs["batch"])
         self._functions = loop.UserFunctions()
         self._logged = _LoggedValues()
-        # Whether the calls of the present step return None, once one has returned.
-        self._skips: bool | None = None
+        # Whether calls of the present step have returned None: one answer, or both.
+        self._skips: set[bool] = set()
         self._engine: Any = None
         # What replicas are made of: the LightningModule, or its parts.
         self._replicated: Any = None
         self._until_teardown = contextlib.ExitStack()
         self._until_end_of_evaluation = contextlib.ExitStack()
+        # By path, while replicas call step functions: of the user's module.
+        self._metrics: dict[str, Any] = {}
         # Of an evaluation: one replica per device; how many batches have been
         # transferred; which replica has the last one.
         self._replica_per_device: list[int] = []
@@ -234,12 +236,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         Calls write these, too, such as metrics in a dict.
         """
         module = self.lightning_module
-        parts = {id(part) for part in module.modules()}
-        roots: list[Any] = [module]
-        for other in modules_of(module, _OF_LOOP):
-            if id(other) not in parts:
-                roots.append(other)
-        return roots
+        return roots_of(module, module.modules(), _OF_LOOP)
 
     def teardown(self) -> None:
         """Close the engine, and do what ``SingleDeviceStrategy`` does."""
@@ -283,9 +280,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         inputs["batch"] = loop.as_rows(batch)
         # Calls end in any order of the replicas, and are sorted by their first rows.
         inputs["rows"] = Rows(range(loop.num_rows(batch)))
-        self._skips = None
-        with precision.train_step_context(), self._calling() as metrics:
-            inputs["metrics"] = _Metrics(metrics)
+        self._skips.clear()
+        with precision.train_step_context(), self._calling():
             try:
                 loss, records = self._engine.loss(inputs, **options)
             except Exception as error:
@@ -295,7 +291,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
                 self._lending.end_step()
         calls = sorted(nested.atoms(records), key=attrgetter("first_row"))
         # As the stock loop, which then makes no backward pass.
-        if self._is_skipped():
+        if True in self._skips:
             return None
         if not self._parallel:
             self._functions.tell_numbers(
@@ -308,7 +304,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         return outputs
 
     def _training_call(
-        self, work: Any, batch: Any, rows: Any, arguments: Any, metrics: _Metrics
+        self, work: Any, batch: Any, rows: Any, arguments: Any
     ) -> dict[str, Any]:
         """Call ``training_step`` for a micro-batch.
 
@@ -317,7 +313,6 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             batch: the micro-batch.
             rows: the numbers of its rows.
             arguments: those of the method after the batch.
-            metrics: the user's metrics, of which the call updates copies.
 
         Returns:
             The loss with its graph, and the ``_Call`` without graphs.
@@ -327,7 +322,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             call.weight = self._count(batch)
         if is_look() and not self._parallel:
             self._functions.restart_look()
-        with self._in_call(work[0], call, metrics) as module:
+        with self._in_call(work[0], call) as module:
             output = module.training_step(batch, *arguments)
         # Raises Lightning's own error if it is no loss.
         result = ClosureResult.from_training_step_output(output)
@@ -354,10 +349,6 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         # The engine has compared the rows of all tensors, and knows no loaders.
         if len(combined.flattened) > 1 and "disagrees in its rows" in str(error):
             add_note(error, _UNEQUAL)
-
-    def _is_skipped(self) -> bool:
-        """Whether all calls of the present step have returned ``None``."""
-        return bool(self._skips)
 
     def _saved(self) -> Journal:
         """All that calls may write, saved before the tries of a step."""
@@ -386,9 +377,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             if skips:
                 raise ValueError("training_step returned None for rows of a look")
             return
-        if self._skips is None:
-            self._skips = skips
-        if self._skips is not skips:
+        self._skips.add(skips)
+        if len(self._skips) > 1:
             raise ValueError(
                 "training_step returned None for a part of the batch, and only a whole "
                 "batch can be skipped; return None for all rows of the batch, or a "
@@ -422,34 +412,33 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     # Calls of step functions on replicas.
 
     @contextlib.contextmanager
-    def _calling(self) -> Iterator[dict[Any, Any]]:
+    def _calling(self) -> Iterator[None]:
         """In the body replicas call step functions.
 
-        What calls log is recorded, and the module that is replicated has no metrics.
-        Yields the metrics.
+        What calls log is recorded, and the module that is replicated has no metrics:
+        calls update copies.
         """
         module = self.lightning_module
         connector = module.trainer._logger_connector
         results = module.trainer._results
-        metrics = _metrics_of(module)
+        self._metrics = _metrics_of(module)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_placed(module, dict.fromkeys(metrics, _NO_METRIC)))
+            without = dict.fromkeys(self._metrics, _NO_METRIC)
+            stack.enter_context(_placed(module, without))
             if results is not None:  # there are none in a prediction
                 # Calls of a look set the name of the hook that has logged last, too.
                 last_hook = connector._current_fx
                 stack.enter_context(loop.overridden(connector, _current_fx=last_hook))
                 recording = loop.overridden(results, log=_record, reset=_do_nothing)
                 stack.enter_context(recording)
-            yield metrics
+            yield
 
     @contextlib.contextmanager
-    def _in_call(
-        self, replica: Any, call: _Call, metrics: _Metrics
-    ) -> Iterator[LightningModule]:
+    def _in_call(self, replica: Any, call: _Call) -> Iterator[LightningModule]:
         """In the body the call runs. Yields the module whose step function to call."""
         device = loop.device_of(replica, self.root_device)
         copies = {}
-        for place, metric in metrics.by_place.items():
+        for place, metric in self._metrics.items():
             copies[place] = _emptied(metric).to(device)
         call.places = {id(metric): at for at, metric in _single(copies).items()}
         module = replica if self._parallel else self.lightning_module
@@ -592,8 +581,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             group = [arguments]
             group += [self._arguments_of(step, *item) for item in ahead]
             # The stock strategy enters it for a single batch.
-            with self.precision_plugin.forward_context(), self._calling() as metrics:
-                function = partial(self._evaluation_call, step, _Metrics(metrics))
+            with self.precision_plugin.forward_context(), self._calling():
+                function = partial(self._evaluation_call, step)
                 self._results.extend(outputs_of_batches(self._engine, function, group))
         call = self._results.popleft()
         self._merge_metrics([call])
@@ -614,13 +603,11 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         arguments = evaluation._build_step_args_from_hook_kwargs(options, step)
         return arguments
 
-    def _evaluation_call(
-        self, step: str, metrics: _Metrics, work: Any, arguments: Sequence[Any]
-    ) -> _Call:
+    def _evaluation_call(self, step: str, work: Any, arguments: Sequence[Any]) -> _Call:
         """Call a step function for a batch of a group."""
         # A batch is one row of its group.
         call = _Call(0, 1)
-        with self._in_call(work[0], call, metrics) as module:
+        with self._in_call(work[0], call) as module:
             call.output = getattr(module, step)(*arguments)
         return call
 
@@ -918,13 +905,6 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
 
 # Metrics of torchmetrics: each call updates empty copies, whose states are merged in
 # row order.
-
-
-class _Metrics:
-    """Metrics by place; no container, so that the engine takes it for one value."""
-
-    def __init__(self, by_place: Mapping[Any, Any]) -> None:
-        self.by_place = by_place
 
 
 class _Place(NamedTuple):

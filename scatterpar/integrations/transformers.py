@@ -41,6 +41,7 @@ from scatterpar.integrations.lending import (
     Parts,
     copy_on_replica,
     modules_of,
+    roots_of,
 )
 from scatterpar.integrations.step_batches import (
     FIRST,
@@ -524,11 +525,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
 
     def _roots(self) -> list[Any]:
         """What a function of the user's may write: this Trainer, and callbacks."""
-        parts = {id(part) for part in self._parts}
-        roots: list[Any] = [self]
-        for module in modules_of(self, _NOT_LENT):  # such as metrics
-            if id(module) not in parts:
-                roots.append(module)
+        roots = roots_of(self, self._parts, _NOT_LENT)
         for callback in self.callback_handler.callbacks:
             if is_user_class(type(callback)):
                 roots.append(callback)

@@ -938,7 +938,7 @@ class _Changed(int):
 
 
 class _Arguments(transformers.TrainingArguments):
-    """A base of changed arguments, which have the user's numbers outside of the Trainer.
+    """A base of changed arguments: outside of the Trainer they have the user's numbers.
 
     Files and loggers get the user's, and so do copies and pickles, whose class is the
     user's own: they can be used again.

@@ -88,15 +88,19 @@ class Gathered(Tensor):
             # Written in place, it is no longer what was gathered.
             return result.as_subclass(Tensor)
         is_number = isinstance(result, Tensor) and result.ndim == 0
-        origin = _origin_of(function, args) if name in _FUNCTIONS and not kwargs else None
-        if origin is None or not is_number:
+        if name not in _FUNCTIONS or kwargs or not is_number:
+            return result
+        origin = _origin_of(function, args)
+        if origin is None:
             return result
         number = cls.of(result)
         number.origin = origin
         return number
 
 
-def _origin_of(function: Callable[..., Any], arguments: Sequence[Any]) -> _Origin | None:
+def _origin_of(
+    function: Callable[..., Any], arguments: Sequence[Any]
+) -> _Origin | None:
     """How a function makes a number; ``None`` if an argument was not gathered."""
     operands: list[Any] = []
     texts: list[str] = []

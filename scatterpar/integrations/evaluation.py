@@ -46,10 +46,6 @@ class Groups:
         size: the number of batches in the next group.
         batches: the group in which the loop is.
         number: the number, in the group, of the batch at which the loop is.
-        is_last: for each batch of the group, whether the loader has no more.
-        results: results of batches, by their numbers in the group; ``None`` if they
-            have not been computed.
-        options: the arguments with which they were computed.
         engine: the engine of this evaluation; ``None`` before the first group.
     """
 
@@ -61,10 +57,10 @@ class Groups:
         self.size = size
         self.batches: list[Any] = []
         self.number = 0
-        self.is_last: list[bool] = []
-        self.results: dict[int, Any] | None = None
-        self.options: Any = None
         self.engine: Any = None
+        self._is_at_end = False  # of the loader, after this group
+        # By the numbers of batches in the group; None before they are computed.
+        self._results: dict[int, Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
@@ -78,23 +74,33 @@ class Groups:
         try:
             while self._read(batches):
                 for number, batch in enumerate(self.batches):
-                    is_last = self.is_last[number]
                     # The loader was ahead, and the loop asks it before each batch.
-                    if is_last or self._is_at_end():
+                    if self._is_at_end:
+                        is_last = number == len(self.batches) - 1
                         self.loader.end_of_dataloader = is_last
                     self.number = number
                     yield batch
         finally:
             self._clear()
 
-    def number_of(self, batch: Any) -> int | None:
-        """The number of a batch in the group; ``None`` if it is no batch of the
-        group.
+    def has(self, batch: Any) -> bool:
+        """Whether the loop is at this batch of a group, and has not had its result."""
+        if self._results is not None and self.number not in self._results:
+            return False
+        return bool(self.batches) and self.batches[self.number] is batch
+
+    def result(self, compute: Callable[[], Sequence[Any]], device: torch.device) -> Any:
+        """The result of the batch at which the loop is, on the first device.
+
+        ``compute`` returns the results of the group. It is called for its first batch.
         """
-        for number, batch_of_group in enumerate(self.batches):
-            if batch_of_group is batch:
-                return number
-        return None
+        if self._results is None:
+            self._results = dict(enumerate(compute()))
+        # Results are large: each is dropped once the loop has it.
+        result = self._results.pop(self.number)
+        # Also between virtual devices, each of which has a memory of its own.
+        move = partial(to_device, device=device, copy=self.number != 0)
+        return nested.map_tensors(move, result)
 
     def on_host(self) -> contextlib.AbstractContextManager[None]:
         """In the body, accelerate's loader does not move batches to its device: the
@@ -115,25 +121,14 @@ class Groups:
             self.batches.append(batch)
             # accelerate's loader says so before its last batch. To ask for one more
             # ends its iteration, which the loop must do.
-            self.is_last.append(self._is_at_end())
-            if self.is_last[-1] or len(self.batches) == self.size:
+            self._is_at_end = bool(getattr(self.loader, "end_of_dataloader", False))
+            if self._is_at_end or len(self.batches) == self.size:
                 break
         return bool(self.batches)
 
     def _clear(self) -> None:
         self.batches = []
-        self.is_last = []
-        self.results = None
-
-    def _is_at_end(self) -> bool:
-        return bool(getattr(self.loader, "end_of_dataloader", False))
-
-
-def on_first(result: Any, number: int, device: torch.device) -> Any:
-    """The result of the batch with this number in its group, on the first device."""
-    # Also between virtual devices, each of which has a memory of its own.
-    move = partial(to_device, device=device, copy=number != 0)
-    return nested.map_tensors(move, result)
+        self._results = None
 
 
 def outputs_of_batches(

@@ -32,7 +32,7 @@ from scatterpar.devices.device_ids import DeviceLike, physical
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.integrations import loop
 from scatterpar.integrations.device_errors import explained
-from scatterpar.integrations.evaluation import Groups, on_first, outputs_of_batches
+from scatterpar.integrations.evaluation import Groups, outputs_of_batches
 from scatterpar.integrations.lending import (
     Lending,
     Parts,
@@ -311,15 +311,14 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         groups = self._groups
         if groups is None or groups.size == 1:
             return learn.model(*learn.xb)
-        if groups.results is None:
-            groups.results = self._predictions(learn, groups)
-        places, prediction = groups.results.pop(groups.number)
+        predict = partial(self._predictions, learn, groups)
+        places, prediction = groups.result(predict, self._engine.device_ids[0])
         if places != _places(learn.xb):
             groups.size = 1  # a callback changes batches, so do not read ahead
             return learn.model(*learn.xb)
-        return on_first(prediction, groups.number, self._engine.device_ids[0])
+        return prediction
 
-    def _predictions(self, learn: Any, groups: Groups) -> dict[int, Any]:
+    def _predictions(self, learn: Any, groups: Groups) -> list[Any]:
         """The places of the inputs of each batch of a group, and the predictions."""
         inputs = [self._inputs_of(learn, batch) for batch in groups.batches]
         inputs[groups.number] = learn.xb
@@ -329,7 +328,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         places = list(map(_places, inputs))
         with torch.no_grad():
             predictions = outputs_of_batches(self._engine, _prediction, inputs)
-        return dict(enumerate(zip(places, predictions, strict=True)))
+        return list(zip(places, predictions, strict=True))
 
     def _inputs_of(self, learn: Any, batch: Any) -> tuple[Any, ...]:
         """The inputs of a batch that the loop has not reached."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -255,24 +254,7 @@ def moved(value: Any, device: torch.device) -> Any:
     def move(tensor: Tensor) -> Tensor:
         return to_device(tensor.detach(), device)
 
-    if isinstance(value, deque):
-        return deque(moved(list(value), device), value.maxlen)
     return nested.map_tensors(move, value)
-
-
-def rows_of(batch: Any, rows: Sequence[int], num_rows: int) -> Any:
-    """These rows of a batch whose lists of rows are marked, as a step function gets
-    them.
-    """
-
-    def select(value: Any) -> Any:
-        if isinstance(value, Marker):
-            return value.select(rows).unwrap(copy=False)
-        if isinstance(value, Tensor) and value.ndim and len(value) == num_rows:
-            return value[list(rows)]
-        return value
-
-    return nested.map_atoms(select, batch)
 
 
 def num_rows(batch: Any) -> int:
@@ -294,6 +276,21 @@ def num_rows(batch: Any) -> int:
             longest = max(lengths, default=0)
         level = list(chain.from_iterable(map(nested.children_of, level)))
     return longest or 1
+
+
+def check_rows(batch: Any, remedy: str) -> None:
+    """Raise ``ValueError`` if entries of ``batch`` have different numbers of rows."""
+    entries = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
+    sizes: dict[Any, int] = {}
+    for name, value in entries:
+        size = size_of(value)
+        if size is not None:
+            sizes[name] = size
+    if len(set(sizes.values())) > 1:
+        raise ValueError(
+            f"the rows of a batch cannot be divided: its tensors have {sizes} of them; "
+            f"{remedy}"
+        )
 
 
 def as_rows(batch: Any) -> Any:

@@ -27,7 +27,14 @@ from torch import Tensor, nn
 from scatterpar.batch.markers import Rows
 from scatterpar.devices.device_ids import DeviceLike
 from scatterpar.integrations.evaluation import outputs_of_batches
-from scatterpar.integrations.loop import moved, num_rows, overridden, refuse, replaced
+from scatterpar.integrations.loop import (
+    check_rows,
+    moved,
+    num_rows,
+    overridden,
+    refuse,
+    replaced,
+)
 from scatterpar.integrations.step_batches import ROWS, Step, by_lengths
 from scatterpar.integrations.transformers import ScatterOnceMixin
 
@@ -121,16 +128,10 @@ class _WholeBatch(ScatterOnceMixin):
         return super()._modules()
 
     def _step_collator(self, collate: Any) -> Any:
-        if self._sees_all:
-            return collate
-        if self._micro_batch_cost is None:
-            return super()._step_collator(collate)
-        collator: Any = partial(
-            _collated_by_cost, collate, self._micro_batch_cost, self._devices
-        )
-        # Some loaders read attributes of the user's collator.
-        vars(collator).update(getattr(collate, "__dict__", {}))
-        return collator
+        return collate if self._sees_all else super()._step_collator(collate)
+
+    def _cost_collator(self, collate: Any, budget: float) -> Any:
+        return partial(_collated_by_cost, collate, budget, self._devices)
 
     def _hows(self) -> Sequence[Any]:
         return [ROWS if self._count is None else self._count]
@@ -495,15 +496,7 @@ def _divisible(column: Mapping[str, Any]) -> Any:
     if "offsets" in column:
         bags = column["input_ids"].tensor_split(column["offsets"][1:])
         return Rows(bags, _joined_bags)
-    sizes = {}
-    for name, value in column.items():
-        if isinstance(value, Tensor) and value.ndim > 0:
-            sizes[name] = len(value)
-    if len(set(sizes.values())) > 1:
-        raise ValueError(
-            f"the rows of a batch cannot be divided: its tensors have {sizes} of them; "
-            "use the stock trainer on one device, or whole_batch=False"
-        )
+    check_rows(column, "use the stock trainer on one device, or whole_batch=False")
     return dict(column)
 
 

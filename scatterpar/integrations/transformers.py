@@ -34,7 +34,7 @@ from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import warn
 from scatterpar.integrations import loop, step_batches
 from scatterpar.integrations.device_errors import explained
-from scatterpar.integrations.evaluation import Groups, on_first, outputs_of_batches
+from scatterpar.integrations.evaluation import Groups, outputs_of_batches
 from scatterpar.integrations.images import images_by_row
 from scatterpar.integrations.lending import (
     Lending,
@@ -231,15 +231,15 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         # auto_find_batch_size makes it smaller.
         size = math.ceil(self._train_batch_size / self._num_batches)
         collator: Any = partial(step_batches.by_number, collate, size)
-        budget = self._micro_batch_cost
-        if budget is not None:
-            name = getattr(self.model, "main_input_name", "input_ids")
-            collator = partial(
-                step_batches.by_cost, collate, name, budget, self._devices
-            )
+        if self._micro_batch_cost is not None:
+            collator = self._cost_collator(collate, self._micro_batch_cost)
         # Some loaders read attributes of the user's collator.
         vars(collator).update(getattr(collate, "__dict__", {}))
         return collator
+
+    def _cost_collator(self, collate: Any, budget: float) -> Any:
+        name = getattr(self.model, "main_input_name", "input_ids")
+        return partial(step_batches.by_cost, collate, name, budget, self._devices)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """The Trainer's number, of all batches of a step."""
@@ -271,8 +271,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
     ) -> ScatterOnceParallel:
         """The engine of these modules, the model first; by default of training's."""
         parts = list(dict.fromkeys(modules or self._modules()))
-        ids = [id(part) for part in parts]
-        if self._engine is not None and ids == [id(part) for part in self._parts]:
+        if self._engine is not None and parts == self._parts:
             return self._engine
         # First: two engines of one model would have two copies of it on each device.
         self._close_engine()
@@ -343,35 +342,29 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             return prepare(self, inputs)
         if self._only_moves_inputs():
             return inputs
-        if not self._is_preparation_asked:
+        if not self._is_preparation_asked and len(inputs) > 1:
             self._is_preparation_asked = True
-            self._warn_if_rows_mix(inputs)
+            self._warn_if_rows_mix(Step(inputs[:2]))
         return Step(prepare(self, batch) for batch in inputs)
 
     def _warn_if_rows_mix(self, step: Step) -> None:
-        """Warn if ``_prepare_inputs`` gives other results for some rows of a batch."""
+        """Warn if ``_prepare_inputs`` has other results for two batches at once."""
         prepare = type(self)._prepare_inputs
         try:
             with self._looking():
-                mixes = any(map(self._mixes_rows, step))
-        except Exception:  # the call itself raises it, or one for fewer rows
+                parts = Step(prepare(self, copy.copy(batch)) for batch in step)
+                whole = prepare(self, dict(step.items()))
+                names = parts.keys()
+                mixes = not all(_are_close(whole[k], parts[k]) for k in names)
+        except Exception:  # such as batches of other widths, which cannot be joined
             return
-        if mixes and len(step) > 1:
+        if mixes:
             warn(
                 f"{prepare.__qualname__} mixes rows, or draws random numbers: it gets "
                 f"the {loop.num_rows(step[0])} rows of a batch, as with gradient "
-                f"accumulation, and not those of all {len(step)} batches of a step; to "
-                "mix more, raise per_device_train_batch_size"
+                "accumulation, and not those of all batches of a step; to mix more, "
+                "raise per_device_train_batch_size"
             )
-
-    def _mixes_rows(self, batch: Any) -> bool:
-        """Whether the rows of a batch are prepared otherwise without the last one."""
-        size = loop.num_rows(batch)
-        prepare = type(self)._prepare_inputs
-        marked = loop.as_rows(batch)
-        whole = prepare(self, loop.rows_of(marked, range(size), size))
-        part = prepare(self, loop.rows_of(marked, range(size - 1), size))
-        return not _begins_with(whole, part)
 
     def _only_moves_inputs(self) -> bool:
         """Whether ``_prepare_inputs`` is the stock one, which moves inputs."""
@@ -548,19 +541,16 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         return {"loss": loss, "beside": record}
 
     @contextlib.contextmanager
-    def _standing_in(
-        self, work: Any, is_last: bool | None = None
-    ) -> Iterator[tuple[Any, _CallRecord]]:
+    def _standing_in(self, work: Any) -> Iterator[tuple[Any, _CallRecord]]:
         """Yields a Trainer that refers to a replica's modules, and the record of what
         the body logs and measures there.
 
-        In a turn it is this Trainer, otherwise a copy. ``is_last`` is whether the batch
-        of an evaluation is its last.
+        In a turn it is this Trainer, otherwise a copy.
         """
         device = loop.device_of(work[0], self.args.device)
         parts = Parts(zip(self._parts, work, strict=True))
         record = _CallRecord()
-        attributes = self._attributes_on_replica(work, device, record, is_last)
+        attributes = self._attributes_on_replica(work, device, record)
         with contextlib.ExitStack() as stack:
             stack.enter_context(explained(device))
             trainer: Any = self
@@ -584,11 +574,12 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             record.tokens = vars(trainer).get(_TOKENS, 0) - attributes.get(_TOKENS, 0)
 
     def _attributes_on_replica(
-        self, work: Any, device: torch.device, record: _CallRecord, is_last: bool | None
+        self, work: Any, device: torch.device, record: _CallRecord
     ) -> dict[str, Any]:
         """What a Trainer on a replica has in the place of this one's attributes."""
+        gather = Gathered.of if self._is_of_trl else _unchanged
         attributes = {
-            "accelerator": _Placed(self.accelerator, device, record.logs, is_last),
+            "accelerator": _Placed(self.accelerator, device, record.logs, gather),
             "log": partial(_record, record.logs, "Trainer"),
             "model_wrapped": work[0],
             "_prepare_inputs": copy.copy,  # they are prepared
@@ -699,24 +690,13 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         """``prediction_step`` in an evaluation: the result of a batch, which has been
         computed with the others of its group.
         """
-        number = groups.number_of(inputs)
-        options = (args, kwargs)
-        if groups.results is None and self._is_grouped(groups, model, number):
-            results_of_group = self._predictions(groups, args, kwargs)
-            groups.results = dict(enumerate(results_of_group))
-            groups.options = options
-        results: Any = groups.results or {}
-        # Such as a batch of the user's own, or other keys to ignore.
-        if number is None or number not in results or groups.options != options:
-            return type(self).prediction_step(self, model, inputs, *args, **kwargs)
-        # Results are large: each is dropped once the loop has it.
-        return on_first(results.pop(number), number, self._devices[0])
-
-    def _is_grouped(self, groups: Groups, model: Any, number: int | None) -> bool:
-        """Whether replicas compute the batches of this group."""
         # The model may be one that the Trainer has compiled.
         is_replicated = unwrapped(model)[0] is self.model
-        return number is not None and len(groups.batches) > 1 and is_replicated
+        # A batch of the user's own is none of the group.
+        if len(groups.batches) < 2 or not is_replicated or not groups.has(inputs):
+            return type(self).prediction_step(self, model, inputs, *args, **kwargs)
+        predict = partial(self._predictions, groups, args, kwargs)
+        return groups.result(predict, self._devices[0])
 
     def _predictions(
         self, groups: Groups, args: Sequence[Any], options: Mapping[str, Any]
@@ -726,11 +706,10 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         if engine is None:  # once per evaluation, because it searches this Trainer
             engine = self._engine_of_the_model(self._modules_of_evaluation())
             engine.accum = 1
-        batches = map(self._prepared_on_host, groups.batches)
-        calls = list(zip(batches, groups.is_last, strict=True))
+        batches = [self._prepared_on_host(batch) for batch in groups.batches]
         predict = partial(self._predict_on_replica, args=args, options=options)
         with torch.no_grad(), self._in_step(engine, "prediction_step", "compute_loss"):
-            records = outputs_of_batches(engine, predict, calls)
+            records = outputs_of_batches(engine, predict, batches)
         groups.engine = engine
         self._transfer(records)
         for record in records if self._is_of_trl else ():
@@ -738,15 +717,10 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         return [record.output for record in records]
 
     def _predict_on_replica(
-        self,
-        work: Any,
-        call: tuple[Any, bool],
-        args: Sequence[Any],
-        options: Mapping[str, Any],
+        self, work: Any, batch: Any, args: Sequence[Any], options: Mapping[str, Any]
     ) -> _CallRecord:
         """The Trainer's own ``prediction_step`` for one batch, on a replica."""
-        batch, is_last = call
-        with self._standing_in(work, is_last) as (trainer, record):
+        with self._standing_in(work) as (trainer, record):
             record.output = trainer.prediction_step(
                 trainer.model, copy.copy(batch), *args, **options
             )
@@ -803,19 +777,12 @@ def _unchanged(inputs: Any) -> Any:
     return inputs
 
 
-def _begins_with(whole: Any, part: Any) -> bool:
-    """Whether tensors of a batch begin with those of some of its rows, but for
-    rounding.
-    """
-    pairs = zip(nested.tensors(whole), nested.tensors(part), strict=True)
-    for tensor, beginning in pairs:
-        if tensor.ndim:
-            rows = tensor[: len(beginning)]
-            if rows.shape != beginning.shape:
-                return False
-            if not torch.allclose(rows.double(), beginning.double(), rtol=1e-3):
-                return False
-    return True
+def _are_close(value: Any, other: Any) -> bool:
+    """Whether two entries of a batch are equal, but for rounding."""
+    if not isinstance(value, Tensor):
+        return True
+    are_close: bool = torch.allclose(value.double(), other.double(), rtol=1e-3)
+    return are_close
 
 
 def _towers(model: nn.Module) -> list[nn.Module]:
@@ -885,7 +852,7 @@ class _CallRecord:
 class _Placed:
     """An accelerator on another device, whose logs are recorded.
 
-    It gathers metrics as in the batch of an evaluation that is the last, or not.
+    ``gather`` is applied to what is gathered: metrics of TRL's know how they combine.
     """
 
     def __init__(
@@ -893,31 +860,25 @@ class _Placed:
         accelerator: Any,
         device: torch.device,
         logs: list[Any],
-        is_last: bool | None,
+        gather: Callable[[Any], Any],
     ) -> None:
         self._accelerator = accelerator
+        self._gather = gather
         self.device = device
         self.log = partial(_record, logs, "accelerator")
-        self._is_training = is_last is None
-        if is_last is not None:
-            state = accelerator.gradient_state
-            self.gradient_state = SimpleNamespace(
-                end_of_dataloader=is_last, remainder=state.remainder
-            )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._accelerator, name)
 
     def gather(self, tensor: Any) -> Any:
-        """The accelerator's result. In training it knows how metrics of it combine."""
-        gathered = self._accelerator.gather(tensor)
-        return Gathered.of(gathered) if self._is_training else gathered
+        """The accelerator's result, of one process."""
+        return self._gather(self._accelerator.gather(tensor))
 
     def gather_for_metrics(self, *args: Any, **options: Any) -> Any:
-        """The accelerator's method, with this ``gradient_state``."""
-        method = type(self._accelerator).gather_for_metrics
-        gathered = method(self, *args, **options)
-        return Gathered.of(gathered) if self._is_training else gathered
+        """The accelerator's result, of one process."""
+        # The loader is ahead of this batch, but has said so for the group's last batch
+        # alone: nothing is cut off.
+        return self._gather(self._accelerator.gather_for_metrics(*args, **options))
 
 
 def _record(logs: list[Any], logger: str, *args: Any, **options: Any) -> None:
@@ -1013,19 +974,12 @@ def _joined_pairs(pairs: Sequence[Tensor]) -> Tensor:
 def _divisible(batch: Any, config: Any) -> Any:
     """A batch whose rows can be divided: images too, if their number differs."""
     rows = loop.as_rows(images_by_row(batch, config))
-    sizes = {}
-    entries = rows.items() if isinstance(rows, Mapping) else enumerate(rows)
-    for name, value in entries:
-        size = loop.size_of(value)
-        if size is not None:
-            sizes[name] = size
-    if len(set(sizes.values())) > 1:
-        raise ValueError(
-            f"the rows of a batch cannot be divided: its tensors have {sizes} of them; "
-            "let the Trainer's loader make the batches (its collator makes one for "
-            "each replica, which is not divided), with per_device_train_batch_size=1 "
-            "if that is not enough"
-        )
+    loop.check_rows(
+        rows,
+        "let the Trainer's loader make the batches (its collator makes one for each "
+        "replica, which is not divided), with per_device_train_batch_size=1 if that is "
+        "not enough",
+    )
     return rows
 
 

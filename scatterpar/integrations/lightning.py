@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial, partialmethod
 from operator import attrgetter, itemgetter
@@ -540,8 +540,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _on_replica(self, number: int) -> Iterator[None]:
-        """In the body the modules have the tensors of a replica, and metrics are on its
-        device.
+        """In the body the modules have the tensors of a replica. Metrics stay on the
+        first device, where their states are.
 
         Modules stay the user's, because calls may write them. In training replicas have
         modules of their own: backward passes may call these later.
@@ -552,9 +552,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         with _placed(module, dict.fromkeys(metrics, _NO_METRIC)):
             replica = self._engine.replicas[number][0]
             pairs = Parts([(module, replica)]).tensors
-            lending = Lending(
-                partial(list, [*module.modules()]), _OF_LOOP, self.root_device
-            )
+            modules = list(module.modules())
+            lending = Lending(lambda: modules, _OF_LOOP, self.root_device)
         device = loop.device_of(replica, self.root_device)
         before = versions([copied for _, copied in pairs])
         with (
@@ -562,7 +561,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             use_device(device, ()),
             lending.lent(Parts((), pairs), device),
             loop.overridden(module, _device=device),
-            _on_device(metrics.values(), device, self.root_device),
+            _updated_on(metrics, self.root_device),
         ):
             yield
         for (tensor, copied), version_before in zip(pairs, before, strict=True):
@@ -578,8 +577,9 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         if not self._results:
             ahead = self._fetcher.batches
             ahead[:] = [self._prepared(item) for item in ahead]
-            group = [arguments]
-            group += [self._arguments_of(step, *item) for item in ahead]
+            # The loop calls a step with as many parts of each item.
+            items = [item[: len(arguments)] for item in ahead]
+            group = [arguments, *items]
             # The stock strategy enters it for a single batch.
             with self.precision_plugin.forward_context(), self._calling():
                 function = partial(self._evaluation_call, step)
@@ -588,20 +588,6 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._merge_metrics([call])
         self._logged.log(self.lightning_module, [call])
         return loop.moved(call.output, self.root_device)
-
-    def _arguments_of(
-        self, step: str, batch: Any, batch_idx: int, dataloader_idx: int
-    ) -> Sequence[Any]:
-        """The arguments with which the loop calls ``step`` for a batch."""
-        evaluation = self.lightning_module.trainer._active_loop
-        is_sequential = evaluation._combined_loader._mode == "sequential"
-        has_several = is_sequential and evaluation.num_dataloaders > 1
-        number = dataloader_idx if has_several else None
-        # The loop's own way, because a step may leave out arguments.
-        options = evaluation._build_kwargs(batch, batch_idx, number)
-        arguments: Sequence[Any]
-        arguments = evaluation._build_step_args_from_hook_kwargs(options, step)
-        return arguments
 
     def _evaluation_call(self, step: str, work: Any, arguments: Sequence[Any]) -> _Call:
         """Call a step function for a batch of a group."""
@@ -684,9 +670,10 @@ class _LoggedValues:
     """Logs the values of all calls of a step, once for the batch."""
 
     def __init__(self) -> None:
-        # By the name of a logged value. Calls of looks count too: they have other
-        # numbers of rows.
-        self._sizes: defaultdict[str, _Sizes] = defaultdict(_Sizes)
+        # By the name of a logged value: numbers of rows, and batch_size=. Calls of
+        # looks count too: they have other numbers of rows.
+        self._seen: defaultdict[str, tuple[set[int], set[Any]]]
+        self._seen = defaultdict(lambda: (set(), set()))
         # Of a look: the call for all its rows, and those for parts of them.
         self._whole: _Call | None = None
         self._parts: list[_Call] = []
@@ -724,9 +711,9 @@ class _LoggedValues:
     def note_sizes(self, call: _Call) -> None:
         """Note ``batch_size=`` of what a call has logged, also of a look's call."""
         for (name, _), (_, options) in call.logged.items():
-            size = options["batch_size"]
-            if size is not None:
-                self._sizes[name].add(call.num_rows, size)
+            rows, sizes = self._seen[name]
+            rows.add(call.num_rows)
+            sizes.add(options["batch_size"])
 
     def look(self, call: _Call, *, is_whole: bool) -> None:
         """Note values of all rows of a look that those of its parts do not make."""
@@ -769,7 +756,7 @@ class _LoggedValues:
         last = entries[-1]
         device = last.value.device
         values = [entry.value.to(device) for entry in entries]
-        size, weights = self._sizes[name].of_batch(entries)
+        size, weights = self._size_of(name, entries)
         reduction = last.options["reduce_fx"]
         # torch.sum, "sum" and Python's sum mean the same
         reduce = _REDUCTIONS.get(getattr(reduction, "__name__", reduction))
@@ -778,42 +765,17 @@ class _LoggedValues:
             return join_rows(values, 0, weights), size
         return reduce(torch.stack(values)), size
 
-
-def _logged_by(calls: Sequence[_Call]) -> dict[tuple[str, int], list[_Logged]]:
-    """What calls have logged, by the name and by how often it had been logged."""
-    logged: dict[tuple[str, int], list[_Logged]] = defaultdict(list)
-    for call in calls:
-        for key, (value, options) in call.logged.items():
-            logged[key].append(_Logged(call, value, options))
-    return logged
-
-
-class _Sizes:
-    """What ``batch_size=`` of the calls that log a value means.
-
-    ::
-
-        rows of the calls    2  2  2  4
-        batch_size=          2  2  2  4    the call's terms: they are added
-        batch_size=         12 12 12 12    a constant: that of the whole batch
-    """
-
-    def __init__(self) -> None:
-        # Two different numbers tell as much as all.
-        self._rows: set[int] = set()
-        self._sizes: set[int] = set()
-
-    def add(self, num_rows: int, size: int) -> None:
-        """Note the ``batch_size=`` of a call with so many rows."""
-        if len(self._rows) < 2:
-            self._rows.add(num_rows)
-        if len(self._sizes) < 2:
-            self._sizes.add(size)
-
-    def of_batch(self, entries: Sequence[_Logged]) -> tuple[int | None, list[float]]:
+    def _size_of(
+        self, name: str, entries: Sequence[_Logged]
+    ) -> tuple[int | None, list[float]]:
         """The batch size of a value that calls have logged, and each call's weight.
 
-        ``None`` if Lightning finds out itself.
+        ``None`` if Lightning finds out itself. Else the calls tell what ``batch_size=``
+        means::
+
+            rows of the calls    2  2  2  4
+            batch_size=          2  2  2  4    the call's terms: they are added
+            batch_size=         12 12 12 12    a constant: that of the whole batch
         """
         rows: list[int] = []
         weights: list[float] = []
@@ -824,12 +786,22 @@ class _Sizes:
             sizes.append(entry.options["batch_size"])
         if None in sizes:
             return None, weights
+        rows_seen, sizes_seen = self._seen[name]
         # Without calls of other sizes to compare with, a size that is the number of
         # rows is taken for len(batch).
-        are_rows = sizes == rows and len(self._rows) == 1
-        if len(self._sizes) == 1 and not are_rows:
+        are_rows = sizes == rows and len(rows_seen) == 1
+        if len(sizes_seen) == 1 and not are_rows:
             return sizes[0], weights
         return sum(sizes), list(map(float, sizes))
+
+
+def _logged_by(calls: Sequence[_Call]) -> dict[tuple[str, int], list[_Logged]]:
+    """What calls have logged, by the name and by how often it had been logged."""
+    logged: dict[tuple[str, int], list[_Logged]] = defaultdict(list)
+    for call in calls:
+        for key, (value, options) in call.logged.items():
+            logged[key].append(_Logged(call, value, options))
+    return logged
 
 
 def _do_nothing(*_: Any, **__: Any) -> None:
@@ -866,10 +838,8 @@ def _lent_parts(module: LightningModule, replica: LightningModule) -> Parts:
 
 def _zero(work: nn.Module) -> Tensor:
     """A loss of zero, whose gradient is zero."""
-    for parameter in work.parameters():
-        if parameter.requires_grad:
-            return parameter.flatten()[:0].sum()
-    return torch.zeros(())
+    trained = [part for part in work.parameters() if part.requires_grad]
+    return trained[0].flatten()[:0].sum()
 
 
 def _replicas_compiled(module: Any) -> contextlib.AbstractContextManager[None]:
@@ -960,31 +930,21 @@ def _placed(module: nn.Module, metrics: Mapping[str, Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _on_device(
-    metrics: Collection[Any], device: torch.device, home: torch.device
-) -> Iterator[None]:
-    """In the body, metrics are on ``device``, except lists of what they have seen.
+def _updated_on(metrics: Mapping[Any, Any], device: torch.device) -> Iterator[None]:
+    """In the body, metrics are updated on ``device`` with values of another one."""
+    with contextlib.ExitStack() as stack:
+        for metric in _single(metrics).values():
+            # Their states stay, because lists of what they have seen may be long.
+            update = partial(_moved_update, metric.update, device)
+            stack.enter_context(loop.overridden(metric, update=update))
+        yield
 
-    ``update`` appends to these lists, which may be long.
-    """
-    if device == home:
-        yield
-        return
-    lists: list[tuple[Metric, str, list[Any]]] = []
-    for metric in _single(dict(enumerate(metrics))).values():
-        for name, state in metric.metric_state.items():
-            if isinstance(state, list):
-                lists.append((metric, name, state))
-                setattr(metric, name, [])
-    for metric in metrics:
-        metric.to(device)
-    for metric, name, state in lists:
-        setattr(metric, name, state)
-    try:
-        yield
-    finally:
-        for metric in metrics:
-            metric.to(home)
+
+def _moved_update(
+    update: Callable[..., None], device: torch.device, *args: Any, **kwargs: Any
+) -> None:
+    arguments, options = loop.moved((args, kwargs), device)
+    update(*arguments, **options)
 
 
 def _emptied(metric: Any) -> Any:

@@ -17,7 +17,6 @@ losses that compare rows, outputs without rows, generated texts.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -29,7 +28,6 @@ from scatterpar.batch import nested
 from scatterpar.batch.markers import Rows
 from scatterpar.devices.transfers import to_device
 from scatterpar.engine import ScatterOnceParallel
-from scatterpar.integrations import loop
 from scatterpar.integrations.step_batches import FIRST
 
 
@@ -101,15 +99,6 @@ class Groups:
         # Also between virtual devices, each of which has a memory of its own.
         move = partial(to_device, device=device, copy=self.number != 0)
         return nested.map_tensors(move, result)
-
-    def on_host(self) -> contextlib.AbstractContextManager[None]:
-        """In the body, accelerate's loader does not move batches to its device: the
-        engine copies each to its replica.
-        """
-        # A plain DataLoader moves nothing.
-        if not hasattr(self.loader, "end_of_dataloader"):
-            return contextlib.nullcontext()
-        return loop.overridden(self.loader, device=None)
 
     def _read(self, batches: Iterator[Any]) -> bool:
         """Read the next group. Returns whether there is one."""

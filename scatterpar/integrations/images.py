@@ -38,21 +38,13 @@ def images_by_row(batch: Any, config: Any) -> Any:
         return divided
     for name, (grid_name, token_names) in _KINDS.items():
         values = batch.get(name)
-        token = _first_attribute(config, token_names)
+        tokens = [getattr(config, name, None) for name in token_names]
+        token = next((token for token in tokens if token is not None), None)
         # Without a placeholder nothing says whose an image is.
         if isinstance(values, Tensor) and token is not None:
             placeholders = ids.eq(token).sum(1).tolist()
             divided.update(_divided(batch, name, grid_name, placeholders))
     return divided
-
-
-def _first_attribute(config: Any, names: Sequence[str]) -> Any:
-    """The first attribute of ``config`` with one of these names; else ``None``."""
-    for name in names:
-        value = getattr(config, name, None)
-        if value is not None:
-            return value
-    return None
 
 
 def _divided(

@@ -25,7 +25,6 @@ import copy
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from itertools import chain
 from typing import Any
 
 import torch
@@ -100,12 +99,12 @@ class Parts:
 
     def of_replica(self) -> dict[int, Any]:
         """The replica's parts, by the ``id`` of the user's."""
-        pairs = chain(self._values, self.tensors)
+        pairs = [*self._values, *self.tensors]
         return {id(original): part for original, part in pairs}
 
     def of_user(self) -> dict[int, Any]:
         """The user's parts, by the ``id`` of the replica's."""
-        pairs = chain(self._values, self.tensors)
+        pairs = [*self._values, *self.tensors]
         return {id(part): original for original, part in pairs}
 
 

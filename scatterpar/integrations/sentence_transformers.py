@@ -500,13 +500,11 @@ def _divisible(column: Mapping[str, Any]) -> Any:
     return dict(column)
 
 
-def _lengths(mask: Tensor) -> list[int]:
+def _lengths(mask: Tensor) -> Tensor:
     """The positions of each row up to its last token: leading padding is kept."""
     # From 1, so that the largest position with a token is the length.
     positions = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-    last_positions = (mask.ne(0) * positions).amax(1)
-    lengths: list[int] = last_positions.clamp(min=1).tolist()
-    return lengths
+    return (mask.ne(0) * positions).amax(1).clamp(min=1)
 
 
 def _longest(masks: Sequence[Any]) -> list[int]:
@@ -514,16 +512,15 @@ def _longest(masks: Sequence[Any]) -> list[int]:
 
     Raises ``ValueError`` if the columns do not show the lengths of all rows.
     """
-    are_masks = [isinstance(mask, Tensor) and mask.ndim == 2 for mask in masks]
-    has_masks = bool(masks) and all(are_masks)
-    num_sizes = len({len(mask) for mask in masks}) if has_masks else 0
-    if num_sizes != 1:
+    try:
+        by_column = torch.stack([_lengths(mask) for mask in masks])
+    except (AttributeError, IndexError, RuntimeError):  # no masks, or of other sizes
         raise ValueError(
             f"micro_batch_cost needs the lengths of all rows: each column's {_MASK!r}, "
             "of as many rows as the others; leave micro_batch_cost out"
-        )
-    by_column = [_lengths(mask) for mask in masks]
-    return [max(lengths) for lengths in zip(*by_column, strict=True)]
+        ) from None
+    lengths: list[int] = by_column.amax(0).tolist()
+    return lengths
 
 
 def _costs_of(columns: Sequence[Any]) -> list[int]:
@@ -540,7 +537,7 @@ def _costs_of(columns: Sequence[Any]) -> list[int]:
 def _without_padding(column: Mapping[str, Any]) -> dict[str, Any]:
     """A column without the trailing padding that all its rows have."""
     mask = column[_MASK]
-    longest = max(_lengths(mask))
+    longest = int(_lengths(mask).max())
     trimmed = dict(column)
     for name, value in column.items():
         if isinstance(value, Tensor) and value.shape[:2] == mask.shape:

@@ -671,12 +671,9 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         if len(self._devices) == 1:
             return super().evaluation_loop(dataloader, *args, **kwargs)
         groups = Groups(dataloader, len(self._devices))
-        placement = groups.on_host()
-        if "inputs" in self.args.include_for_metrics:  # the stock loop reads batches
-            placement = contextlib.nullcontext()
         step = partial(self._prediction_in, groups)
         try:
-            with placement, loop.overridden(self, prediction_step=step):
+            with loop.overridden(self, prediction_step=step):
                 return super().evaluation_loop(groups, *args, **kwargs)
         finally:
             if self._engine is not None:
@@ -706,7 +703,9 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         if engine is None:  # once per evaluation, because it searches this Trainer
             engine = self._engine_of_the_model(self._modules_of_evaluation())
             engine.accum = 1
-        batches = [self._prepared_on_host(batch) for batch in groups.batches]
+        # In this thread: a user's own may draw random numbers, or write.
+        prepare = type(self)._prepare_inputs
+        batches = [prepare(self, batch) for batch in groups.batches]
         predict = partial(self._predict_on_replica, args=args, options=options)
         with torch.no_grad(), self._in_step(engine, "prediction_step", "compute_loss"):
             records = outputs_of_batches(engine, predict, batches)
@@ -725,14 +724,6 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
                 trainer.model, copy.copy(batch), *args, **options
             )
         return record
-
-    def _prepared_on_host(self, batch: Any) -> Any:
-        """A batch after ``_prepare_inputs`` of a subclass; the stock one only moves
-        it.
-        """
-        if self._only_moves_inputs():
-            return batch
-        return type(self)._prepare_inputs(self, batch)
 
     def _modules_of_evaluation(self) -> list[Any]:
         """The modules that ``prediction_step`` may call, the model first."""

@@ -92,10 +92,11 @@ class Parts:
     def _add_bound(self, hook: Any, copied: Any) -> None:
         """Add what a hook binds, such as a dict: a replica's hook binds a copy."""
         if type(hook) is functools.partial and type(copied) is functools.partial:
-            values = parts_of(copied).bound
-            for name, value in parts_of(hook).bound.items():
-                if values.get(name, value) is not value:
-                    self._values.append((value, values[name]))
+            values = parts_of(hook).bound.values()
+            copies = parts_of(copied).bound.values()
+            for pair in zip(values, copies, strict=True):
+                if pair[0] is not pair[1]:
+                    self._values.append(pair)
 
     def of_replica(self) -> dict[int, Any]:
         """The replica's parts, by the ``id`` of the user's."""

@@ -86,6 +86,11 @@ _MANUAL = (
     "self.manual_backward(engine.loss(inputs, targets, criterion)) in training_step "
     "(docs/lightning.md, Manual optimization)"
 )
+_WHOLE_BATCH = (
+    "the loop calls the criterion for each micro-batch; train a loss that compares "
+    "rows on one device, or in a loop of your own with "
+    "engine.loss(inputs, targets, criterion, whole_batch=True)"
+)
 _NO_BATCHES = (
     "the DataLoader has batch_size=None, so each item of its data set is taken for a "
     "batch, with rows along the first dimension, and divided; pass batch_size= to make "
@@ -157,7 +162,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             "it replays kernels without Python, and so without self.log; leave "
             "graphs out",
         )
-        loop.refuse_whole_batch("ScatterOnceStrategy", options)
+        uses_whole_batch = {"whole_batch": "whole_batch" in options}
+        loop.refuse("ScatterOnceStrategy", uses_whole_batch, _WHOLE_BATCH)
         loop.check_count(count, ["batch"], "batch[1]")
         # The Trainer sets this to the devices that its devices= names.
         self.parallel_devices: list[torch.device] | None = None
@@ -180,9 +186,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._until_end_of_evaluation = contextlib.ExitStack()
         # By path, while replicas call step functions: of the user's module.
         self._metrics: dict[str, Any] = {}
-        # Of an evaluation: one replica per device; how many batches have been
-        # transferred; which replica has the last one.
-        self._replica_per_device: list[int] = []
+        # Of an evaluation: how many batches have been transferred; which replica has
+        # the last one.
         self._num_batches = 0
         self._replica_of_batch = 0
         # Of an evaluation with parallel=True: the fetcher, which reads ahead, and
@@ -223,11 +228,6 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         # With parallel=True calls write copies, which are dropped after a failed try.
         engine.loop.journal = None if self._parallel else self._saved
         self._engine = self._until_teardown.enter_context(engine)
-        # Two replicas on one device would only wait for each other in an evaluation.
-        first_replicas: dict[torch.device, int] = {}
-        for number, device in enumerate(engine.device_ids):
-            first_replicas.setdefault(device, number)
-        self._replica_per_device = list(first_replicas.values())
         self._lending = Lending(self._lent_roots, _OF_LOOP, self.root_device)
 
     def _lent_roots(self) -> list[Any]:
@@ -259,10 +259,12 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             return batch  # it was prepared with its group
         device = torch.device("cpu")
         if not self.lightning_module.trainer.training and self._fetcher is None:
-            devices = self._replica_per_device
-            self._replica_of_batch = devices[self._num_batches % len(devices)]
+            # Two replicas on one device would only wait for each other.
+            devices = list(dict.fromkeys(self._engine.device_ids))
+            device = devices[self._num_batches % len(devices)]
+            self._replica_of_batch = self._engine.device_ids.index(device)
             self._num_batches += 1
-            device = physical(self._engine.device_ids[self._replica_of_batch])
+            device = physical(device)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     # Training.

@@ -61,25 +61,6 @@ def overridden(owner: Any, **values: Any) -> Iterator[None]:
         attributes.update(before)  # in their places, or replicas would be made again
 
 
-@contextlib.contextmanager
-def looking(roots: Iterable[Any], excluded: Container[str] = ()) -> Iterator[Journal]:
-    """In the body calls of user code leave nothing: what ``roots`` lead to is restored.
-
-    Modules are left to the engine, except roots. ``excluded`` are names of attributes
-    of roots. Yields what was saved.
-
-    Raises:
-        Inconclusive: the calls may write what cannot be restored.
-    """
-    journal = Journal(Walk(roots, excluded=excluded, enters_modules=False))
-    # Before anything is called: a file, a socket or a generator is lost after it.
-    if journal.unsaved:
-        names = ", ".join(journal.unsaved)
-        raise Inconclusive(f"a look could not put back {names}", 1, is_final=True)
-    with journal.restored(), records_dropped():
-        yield journal
-
-
 class UserFunctions:
     """The functions of the user's that replicas call in turn: what is told of them.
 
@@ -110,15 +91,29 @@ class UserFunctions:
     def looking(
         self, lending: Lending, roots: Iterable[Any], excluded: Container[str] = ()
     ) -> Iterator[None]:
-        """In the body, calls of a look leave nothing, and their numbers are noted."""
+        """In the body, calls of a look leave nothing, and their numbers are noted.
+
+        What ``roots`` lead to is restored. Modules are left to the engine, except
+        roots. ``excluded`` are names of attributes of roots.
+
+        Raises:
+            Inconclusive: the calls may write what cannot be restored.
+        """
+        journal = Journal(Walk(roots, excluded=excluded, enters_modules=False))
+        # Before anything is called: a file, a socket or a generator is lost after it.
+        if journal.unsaved:
+            names = ", ".join(journal.unsaved)
+            message = f"a look could not put back {names}"
+            raise Inconclusive(message, 1, is_final=True)
         numbers: list[str] = []
         try:
-            with looking(roots, excluded) as self._journal:
+            with journal.restored(), records_dropped():
+                self._journal = journal
                 self._numbers = numbers
                 try:
                     yield
                 finally:  # also of an inconclusive look
-                    numbers += self._journal.changed_numbers()
+                    numbers += journal.changed_numbers()
         finally:
             lending.forget()
             self._journal = None
@@ -186,16 +181,6 @@ def warn_of_batch_norm(module: nn.Module) -> None:
                 'batch, or "master" for those of replica 0'
             )
             return
-
-
-def refuse_whole_batch(integration: str, options: Mapping[str, Any]) -> None:
-    """Refuse ``whole_batch``, which is no option of an engine."""
-    reason = (
-        "the loop calls the criterion for each micro-batch; train a loss that "
-        "compares rows on one device, or in a loop of your own with "
-        "engine.loss(inputs, targets, criterion, whole_batch=True)"
-    )
-    refuse(integration, {"whole_batch": "whole_batch" in options}, reason)
 
 
 def check_count(count: Any, arguments: Sequence[str], labels: str) -> None:

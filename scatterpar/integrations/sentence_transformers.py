@@ -248,9 +248,7 @@ class _WholeBatch(ScatterOnceMixin):
             for mode, components in components_by_mode.items():
                 totals = self.accum_loss_components[mode]
                 for name, value in components.items():
-                    if name in totals:
-                        value = totals[name] + value
-                    totals[name] = value
+                    totals[name] = totals.get(name, 0) + value
 
     def _loss_of(self, recorded: _RecordedModel, batch: Any) -> Any:
         """The user's loss of the recorded outputs, with their graph."""

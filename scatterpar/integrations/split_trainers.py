@@ -120,23 +120,9 @@ def _of_lightning(trainer: Any, module: nn.Module, batches: Sequence[Any]) -> No
     trainer.fit(module, _loader(parts))
 
 
-class _Parts:
-    """A loader of fastai that gives the parts."""
-
-    def __init__(self, parts: Sequence[Any]) -> None:
-        self.parts = parts
-        self.dataset = parts
-        self.n = len(parts)
-
-    def __len__(self) -> int:
-        return len(self.parts)
-
-    def __iter__(self) -> Any:
-        return iter(self.parts)
-
-
 def _of_fastai(learner: Any, _: nn.Module, batches: Sequence[Any]) -> None:
     from fastai.callback.core import CancelFitException
+    from fastai.data.load import DataLoader as FastaiLoader
 
     def end() -> None:
         raise CancelFitException  # gradients are known, and not yet set to zero
@@ -145,7 +131,7 @@ def _of_fastai(learner: Any, _: nn.Module, batches: Sequence[Any]) -> None:
     # Its means are in float32, beside a loss in float64.
     recorders = [c for c in learner.cbs if type(c).__name__ == "Recorder"]
     learner.remove_cbs(recorders)
-    learner.dls.loaders = [_Parts(parts)]
+    learner.dls.loaders = [FastaiLoader(parts, bs=None)]
     learner.create_opt()
     learner.opt.step = end
     learner._do_epoch_validate = lambda *_: None

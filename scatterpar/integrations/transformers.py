@@ -98,7 +98,7 @@ _OF_TRL = {
 }
 # Their batches are first the chosen rows of all pairs, then the rejected ones.
 _OF_PAIRS = {"DPOTrainer", "RewardTrainer"}
-# Metrics of KTO's: margins are chosen rewards without the rejected.
+# Metrics of pairs: margins are chosen rewards without the rejected.
 _CHOSEN = "rewards/chosen"
 _REJECTED = "rewards/rejected"
 _MARGINS = "rewards/margins"
@@ -610,17 +610,12 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
 
         Metrics that are means of numbers have the weights of the calls' losses.
         """
-        values: dict[str, list[Any]] = defaultdict(list)
-        weights_of_values: dict[str, list[float]] = defaultdict(list)
+        values: dict[str, list[tuple[Any, float]]] = defaultdict(list)
         for call, weight in zip(calls, weights, strict=True):
             for name, appended in call.metrics[mode].items():
-                values[name] += appended
-                weights_of_values[name] += [weight] * len(appended)
-        metrics = {}
-        for name, appended in values.items():
-            metrics[name] = metric_of_step(appended, weights_of_values[name])
-        if _loss_class(self, "trl.").__name__ == "KTOTrainer":
-            _replace_margins(metrics)
+                values[name] += [(value, weight) for value in appended]
+        metrics = {name: metric_of_step(pairs) for name, pairs in values.items()}
+        _replace_margins(metrics)
         own_metrics = self._metrics[mode]
         # The number of tokens of the whole run stands in a list of one entry.
         if metrics.pop("num_tokens", None) is not None:
@@ -757,9 +752,8 @@ class ScatterOnceTrainer(ScatterOnceMixin, transformers.Trainer):
 
 
 def _replace_margins(metrics: dict[str, Any]) -> None:
-    """Compute KTO's margins again: calls append them only for rows of both kinds."""
+    """Compute margins again: KTO's calls append them only for rows of both kinds."""
     # A mean of the calls' margins would count each call, and not each row.
-    metrics.pop(_MARGINS, None)
     if metrics.keys() >= {_CHOSEN, _REJECTED}:
         metrics[_MARGINS] = metrics[_CHOSEN] - metrics[_REJECTED]
 
@@ -806,17 +800,9 @@ def _pooled(work: loop.Modules, batch: Mapping[str, Any]) -> list[list[Tensor]]:
     """The pooled outputs of a replica's towers for one batch: a list with one entry per
     batch.
     """
-    towers = _towers(work[0])
-    outputs: dict[nn.Module, Tensor] = {}
-
-    def store(tower: nn.Module, _: Any, output: Any) -> None:
-        outputs[tower] = output.pooler_output
-
-    with contextlib.ExitStack() as stack:
-        for tower in towers:
-            stack.enter_context(tower.register_forward_hook(store))
-        work[0](**{**batch, "return_loss": False})
-    return [[outputs[tower] for tower in towers]]
+    output = work[0](**{**batch, "return_loss": False})
+    towers = (output.vision_model_output, output.text_model_output)
+    return [[tower.pooler_output for tower in towers]]
 
 
 class _CallRecord:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -150,22 +150,23 @@ def _number(value: Any, origin: _Origin | None) -> Any:
     return number
 
 
-def metric_of_step(values: Sequence[Any], weights: Sequence[float]) -> Any:
-    """The metric of a step, from the values that its micro-batches have appended.
+def metric_of_step(values: Sequence[tuple[Any, float]]) -> Any:
+    """The metric of a step, from values that its micro-batches have appended, and their
+    weights.
 
-    Values that were not made of what was gathered are averaged with ``weights``. Beside
-    others they do not count: trainers append zero if there is nothing to divide by.
+    Values that were not made of what was gathered are averaged. Beside others they do
+    not count: trainers append zero if there is nothing to divide by.
     """
     origins: list[Any] = []
-    their_weights: list[float] = []
-    for value, weight in zip(values, weights, strict=True):
+    weights: list[float] = []
+    for value, weight in values:
         if isinstance(value, _Number):
             origins.append(value.origin)
-            their_weights.append(weight)
+            weights.append(weight)
     # A metric that a branch computes otherwise has no single rule.
     if len({origin.text for origin in origins}) == 1:
-        return float(_of_all(origins, their_weights))
-    return _weighted_mean(values, weights)
+        return float(_of_all(origins, weights))
+    return _weighted_mean(values)
 
 
 def _of_all(origins: Sequence[Any], weights: Sequence[float]) -> Any:
@@ -181,15 +182,17 @@ def _of_all(origins: Sequence[Any], weights: Sequence[float]) -> Any:
     # A number that was gathered is a mean already: each counts as in the loss.
     is_mean_of_means = first.text == "mean()" and first.operands[0].ndim == 0
     if is_mean_of_means:
-        return _weighted_mean(values[0], weights)
+        return _weighted_mean(zip(values[0], weights, strict=True))
     return first.function(*values)
 
 
-def _weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
-    """The mean of values; those without weight may be NaN, as means of nothing are."""
+def _weighted_mean(values: Iterable[tuple[Any, float]]) -> Any:
+    """The mean of values with their weights; those without may be NaN, as means of
+    nothing are.
+    """
     total = 0.0
     products = 0.0
-    for value, weight in zip(values, weights, strict=True):
+    for value, weight in values:
         if weight:
             total += weight
             products += value * weight

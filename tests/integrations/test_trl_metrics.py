@@ -61,7 +61,8 @@ def test_metrics_of_parts_are_those_of_all(name):
     metric = METRICS[name]
     parts = [metric(Gathered.of, VALUES[p].clone(), IS_COUNTED[p]) for p in PARTS]
     whole = metric(lambda tensor: tensor, VALUES.clone(), IS_COUNTED)
-    assert metric_of_step(parts, WEIGHTS) == pytest.approx(whole, rel=1e-6)
+    pairs = list(zip(parts, WEIGHTS, strict=True))
+    assert metric_of_step(pairs) == pytest.approx(whole, rel=1e-6)
     assert all(type(copy.copy(part)) in (int, float) for part in parts)
     assert pickle.loads(pickle.dumps(parts)) == pytest.approx(parts, nan_ok=True)
 
@@ -86,6 +87,6 @@ def test_gathered_tensors_are_tensors_as_others():
 def test_other_numbers_of_some_calls_are_averaged():
     """Values that do not combine alike: a trainer that gathers in some calls only."""
     mean, total = Gathered.of(VALUES).mean().item(), Gathered.of(VALUES).sum().item()
-    values = [mean, total]
-    assert metric_of_step(values, [1.0, 3.0]) == pytest.approx((mean + 3 * total) / 4)
-    assert metric_of_step([], []) != metric_of_step([], [])  # NaN
+    values = [(mean, 1.0), (total, 3.0)]
+    assert metric_of_step(values) == pytest.approx((mean + 3 * total) / 4)
+    assert metric_of_step([]) != metric_of_step([])  # NaN

@@ -23,6 +23,7 @@ import contextlib
 import contextvars
 import copy
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -76,18 +77,13 @@ class Parts:
             self._add(unwrapped(module)[0], replica)
             return
         self.modules.append((module, replica))
-        for name, child in module._modules.items():
-            copied = replica._modules.get(name)
-            if child is not None and copied is not None:
-                self._add(child, copied)
+        for child, copied in _pairs_in("_modules", module, replica):
+            self._add(child, copied)
         for registry in ("_forward_hooks", "_forward_pre_hooks"):
-            for number, hook in vars(module)[registry].items():
-                self._add_bound(hook, vars(replica)[registry].get(number))
+            for hook, copied in _pairs_in(registry, module, replica):
+                self._add_bound(hook, copied)
         for registry in ("_parameters", "_buffers"):
-            for name, tensor in vars(module)[registry].items():
-                copied = vars(replica)[registry].get(name)
-                if tensor is not None and copied is not None:
-                    self.tensors.append((tensor, copied))
+            self.tensors += _pairs_in(registry, module, replica)
 
     def _add_bound(self, hook: Any, copied: Any) -> None:
         """Add what a hook binds, such as a dict: a replica's hook binds a copy."""
@@ -107,6 +103,17 @@ class Parts:
         """The user's parts, by the ``id`` of the replica's."""
         pairs = [*self._values, *self.tensors]
         return {id(part): original for original, part in pairs}
+
+
+def _pairs_in(
+    registry: str, module: nn.Module, replica: nn.Module
+) -> Iterator[tuple[Any, Any]]:
+    """What both modules have in a registry of torch's, under the same name."""
+    copies = vars(replica)[registry]
+    for name, value in vars(module)[registry].items():
+        copied = copies.get(name)
+        if value is not None and copied is not None:
+            yield value, copied
 
 
 class Lending:
@@ -131,8 +138,8 @@ class Lending:
         self._home = home
         # The last call's walk. The next call of the step needs no other.
         self._walk: Walk | None = None
-        # By module and name: plain attributes that calls of this step have rebound.
-        self._rebound: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
+        # Plain attributes of the user's modules that calls of this step have rebound.
+        self._rebound: defaultdict[nn.Module, dict[str, Any]] = defaultdict(dict)
         # Context variables that calls of this step have set. Each replica's thread has
         # a context of its own, a copy of the caller's.
         self._variables: dict[ContextVar[Any], Any] = {}
@@ -140,8 +147,9 @@ class Lending:
     @contextlib.contextmanager
     def lent(self, parts: Parts, device: torch.device) -> Iterator[None]:
         """In the body, roots refer to the replica's ``parts``, and to ``device``."""
-        # First: what is rebound now is none of this call's.
-        self._set_rebound_before(parts)
+        # First: what earlier calls have rebound is none of this call's.
+        for module, replica in parts.modules:
+            vars(replica).update(self._rebound.get(module, {}))
         attributes = [dict(vars(replica)) for _, replica in parts.modules]
         exchange = _Exchange(parts.of_replica(), device)
         if self._walk is None:
@@ -167,8 +175,8 @@ class Lending:
         """Set what calls have set elsewhere: plain attributes of modules on the user's,
         context variables in the caller's thread.
         """
-        for (_, name), (module, value) in self._rebound.items():
-            vars(module)[name] = value
+        for module, values in self._rebound.items():
+            vars(module).update(values)
         self._set_variables()
         self.forget()
         # They hold modules and callbacks, which the user may drop before the next step.
@@ -194,13 +202,6 @@ class Lending:
     def _searched(self) -> Walk:
         return Walk(self._roots, excluded=self._excluded, enters_modules=False)
 
-    def _set_rebound_before(self, parts: Parts) -> None:
-        """Give the replica what earlier calls of this step have set on others."""
-        for module, replica in parts.modules if self._rebound else ():
-            for (number, name), (_, value) in self._rebound.items():
-                if number == id(module):
-                    vars(replica)[name] = value
-
     def _note_rebound(
         self, parts: Parts, attributes: Sequence[Mapping[str, Any]]
     ) -> None:
@@ -214,7 +215,7 @@ class Lending:
                 continue
             for name, value in after.items():
                 if type(value) in PLAIN and value is not before.get(name, UNSET):
-                    self._rebound[id(module), name] = (module, value)
+                    self._rebound[module][name] = value
 
 
 class _Exchange:

@@ -344,9 +344,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """Add to a step's error what in the loaders may have caused it."""
         combined = self.lightning_module.trainer.fit_loop._combined_loader
         for loader in combined.flattened:
-            is_of_torch = isinstance(loader, DataLoader)
-            # With a batch sampler, or a batch size, the loader has both.
-            if is_of_torch and loader.batch_size is None and not loader.batch_sampler:
+            # With a batch size, the loader has a batch sampler, too.
+            if isinstance(loader, DataLoader) and loader.batch_sampler is None:
                 add_note(error, _NO_BATCHES)
         # The engine has compared the rows of all tensors, and knows no loaders.
         if len(combined.flattened) > 1 and "disagrees in its rows" in str(error):

@@ -68,16 +68,13 @@ def _of_transformers(trainer: Any, _: nn.Module, batches: Sequence[Any]) -> None
     # A step leaves no files, and shows nothing, on any rank.
     arguments.logging_strategy = "no"
     arguments.report_to = []
-    flow = [c for c in trainer.callback_handler.callbacks if _is_flow(c)]
-    trainer.callback_handler.callbacks = flow
+    # This one decides when the stock loop ends; others log and save.
+    handler = trainer.callback_handler
+    flow = [c for c in handler.callbacks if type(c).__name__ == "DefaultFlowCallback"]
+    handler.callbacks = flow
     # The parts are given, so no sampler may divide them again.
     trainer.get_train_dataloader = lambda: _loader(parts)
     trainer.train()
-
-
-def _is_flow(callback: Any) -> bool:
-    """Whether a callback decides when the stock loop ends; others log and save."""
-    return type(callback).__name__ == "DefaultFlowCallback"
 
 
 def _makes_batches(trainer: Any) -> bool:

@@ -395,11 +395,11 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
         def joined(entries: list[Any]) -> Any:
             first = entries[0]
-            if isinstance(first, Tensor) and not first.is_floating_point():
-                if all(same_bits(first, entry) for entry in entries):
-                    return first
-                if not first.ndim:  # the mean of numbers is no integer
-                    return entries
+            is_number = isinstance(first, Tensor) and not first.ndim
+            if is_number and not first.is_floating_point():
+                # Their mean would be no integer.
+                are_equal = all(same_bits(first, entry) for entry in entries)
+                return first if are_equal else entries
             try:
                 return join_rows(entries, 0, weights, rows, lists="if clear")
             except ValueError:  # such as tensors without rows

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scatterpar.devices.transfers import to_device
+from scatterpar.devices.transfers import to_numbers
 
 # Functions that make one number of gathered entries, or of such numbers.
 _FUNCTIONS = {"sum", "nansum", "mean", "min", "amin", "max", "amax"}
@@ -173,9 +173,11 @@ def _of_all(origins: Sequence[Any], weights: Sequence[float]) -> Any:
     """The number, or the gathered entries, of all micro-batches together."""
     first = origins[0]
     if isinstance(first, Tensor):
-        # In double precision: a sum of many tokens has more digits than a float.
-        entries = [to_device(entry, torch.device("cpu")) for entry in origins]
-        return torch.cat([entry.double().flatten() for entry in entries])
+        entries: list[float] = []
+        for gathered in origins:
+            entries += to_numbers(gathered.flatten())
+        # A sum of many tokens has more digits than single precision.
+        return torch.tensor(entries, dtype=torch.float64)
     values = []
     for operands in zip(*(origin.operands for origin in origins), strict=True):
         values.append(_of_all(operands, weights))

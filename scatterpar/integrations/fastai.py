@@ -340,11 +340,11 @@ class ScatterOnce(Callback):  # type: ignore[misc]
 
 def _hooks_of_user(model: nn.Module) -> list[Any]:
     """The hooks on a model that may write what others read: all except torch's own."""
-    return [hook for hook in loop.hooks_in([model]) if not _is_of_torch(hook)]
-
-
-def _is_of_torch(function: Any) -> bool:
-    return str(getattr(function, "__module__", "")).startswith("torch.")
+    hooks: list[Any] = []
+    for hook in loop.hooks_in([model]):
+        if not str(getattr(hook, "__module__", "")).startswith("torch."):
+            hooks.append(hook)
+    return hooks
 
 
 @dataclass
@@ -385,7 +385,8 @@ class _Criterion(nn.Module):
         self.takes_turns = may_write and not is_parallel
         self.parts: nn.ModuleList | nn.ParameterList
         if self.takes_turns:
-            self.parts = nn.ParameterList(_parameters_of(modules))
+            # Each once, also if two modules share it.
+            self.parts = nn.ParameterList(nn.ModuleList(modules).parameters())
         else:
             self.parts = nn.ModuleList(modules)
         # By identity: criteria with the same key compute the same.
@@ -419,15 +420,6 @@ class _Criterion(nn.Module):
                 return loss_of_replica(output, *targets)
         with explained(device), self.lending.lent(Parts((), pairs), device):
             return loss_func(output, *targets)
-
-
-def _parameters_of(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """The parameters of all modules, each once."""
-    parameters: dict[int, nn.Parameter] = {}
-    for module in modules:
-        for parameter in module.parameters():
-            parameters[id(parameter)] = parameter
-    return list(parameters.values())
 
 
 def _prediction(model: nn.Module, inputs: tuple[Any, ...]) -> Any:

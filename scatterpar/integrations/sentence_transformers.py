@@ -87,14 +87,12 @@ class _WholeBatch(ScatterOnceMixin):
         losses = [self.loss]
         if isinstance(self.loss, dict):  # one for each data set
             losses = list(self.loss.values())
+        kinds = {type(part).__name__ for part in nn.ModuleList(losses).modules()}
         reason = (
             "it needs more of the model than its outputs; use the stock trainer "
             "on one device"
         )
-        for loss in losses:
-            for part in loss.modules():
-                kind = type(part).__name__
-                refuse(name, {kind: kind in _REFUSED}, reason)
+        refuse(name, dict.fromkeys(sorted(kinds & _REFUSED), True), reason)
         if self._micro_batch_cost is not None and not self._is_tokenised:
             reason = "the loss tokenises the pairs itself; leave whole_batch out"
             is_divided = whole_batch is False

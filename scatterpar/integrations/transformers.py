@@ -61,6 +61,7 @@ from scatterpar.state.whose import is_user_class, is_user_function
 from scatterpar.step.request import Buffers, Reduction
 from scatterpar.step.turns import lasting_a_turn
 from scatterpar.torch_private import unwrapped
+from scatterpar.verify.dropped_records import is_look
 
 __all__ = ["ScatterOnceMixin", "ScatterOnceTrainer"]
 
@@ -172,6 +173,8 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         self._devices = self._resolved_devices()
         self._lending = Lending(self._roots, _NOT_LENT, physical(self._devices[0]))
         attributes = self.args.__dict__
+        # Each trial of a search of hyperparameters calls this method again.
+        attributes.update(_with_user_values(attributes))
         rows = attributes[_ROWS]
         num_batches = attributes[_BATCHES]
         self._user_args = {_ROWS: rows, _BATCHES: num_batches}
@@ -205,11 +208,6 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
                 f"the model is; got {devices[0]} first"
             )
         return devices
-
-    def _hp_search_setup(self, trial: Any) -> None:
-        if trial is not None:  # it sets some arguments again, for one replica
-            self.args.__dict__.update(self._user_args)
-        super()._hp_search_setup(trial)
 
     # The loader: all rows of a step, collated batch by batch. They stay on the host,
     # because the engine scatters them.
@@ -555,6 +553,9 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             stack.enter_context(explained(device))
             trainer: Any = self
             if self._takes_turns:
+                # Else numbers that calls write would differ with the rows of a look.
+                if is_look():
+                    self._user_functions.restart_look()
                 lent = self._lending.lent(parts, device)
                 stack.enter_context(lasting_a_turn(lent))
                 # what ``args.device`` reads, a cached property
@@ -868,10 +869,10 @@ class _Changed(int):
 
     user_value: int
 
-    # The default, because copies of an int are made of its value alone.
-    def __new__(cls, value: int, user_value: int = 0) -> _Changed:
+    def __new__(cls, value: int, user_value: int | None = None) -> _Changed:
         number = super().__new__(cls, value)
-        number.user_value = user_value
+        # A search of hyperparameters makes a number of the same class of the user's.
+        number.user_value = value if user_value is None else user_value
         return number
 
 

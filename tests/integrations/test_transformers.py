@@ -1337,6 +1337,45 @@ def test_arguments_in_files_are_the_users(tmp_path):
     assert numbers == (3, 2)
 
 
+def test_trials_of_a_search_have_the_users_rows(tmp_path):
+    """Each trial sets some arguments, and makes an accelerator again."""
+    trainer = ours(tmp_path, CLASSIFIER, **sizes(3, 2))
+    for rows in (12, 20):
+        trainer.create_accelerator_and_postprocess()
+        assert trainer.args.per_device_train_batch_size == rows
+        kind = type(trainer.args.per_device_train_batch_size)
+        trainer.args.per_device_train_batch_size = kind(5)
+
+
+class Weighs:
+    """The weight of a term of its loss grows with the number of calls."""
+
+    calls = 0
+
+    def compute_loss(self, model, inputs, return_outputs=False, **_):
+        self.calls += 1
+        outputs = model(**inputs)
+        loss = outputs["loss"] + 0.01 * self.calls * outputs["logits"].square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_look_begins_each_call_with_the_same_numbers(tmp_path, recwarn):
+    """The look could not say how losses combine: it got another one each time."""
+    trainers = []
+    for cls in with_and_without(Weighs):
+        is_ours = issubclass(cls, ScatterOnceMixin)
+        args = arguments(tmp_path, max_steps=3, **sizes(3, 2 if is_ours else 4))
+        given = {"device_ids": VIRTUAL} if is_ours else {}
+        trainer = cls(Line(), args, train_dataset=lines(36), **given)
+        quietly(trainer.train)
+        trainers.append(trainer)
+    assert_same_parameters(*trainers, SAME)
+    assert trainers[0].calls == trainers[1].calls == 12
+    told = [str(warning.message) for warning in recwarn]
+    assert not [text for text in told if "could not check" in text]
+    assert any("compute_loss writes self.calls in each call" in text for text in told)
+
+
 class ByAttribute:
     """Reads its batch as transformers' processors return it."""
 

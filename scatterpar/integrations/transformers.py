@@ -801,9 +801,18 @@ def _pooled(work: loop.Modules, batch: Mapping[str, Any]) -> list[list[Tensor]]:
     """The pooled outputs of a replica's towers for one batch: a list with one entry per
     batch.
     """
-    output = work[0](**{**batch, "return_loss": False})
-    towers = (output.vision_model_output, output.text_model_output)
-    return [[tower.pooler_output for tower in towers]]
+    towers = _towers(work[0])
+    outputs: dict[nn.Module, Tensor] = {}
+
+    # Hooks, because the model writes its projections over the towers' outputs.
+    def store(tower: nn.Module, _: Any, output: Any) -> None:
+        outputs[tower] = output.pooler_output
+
+    with contextlib.ExitStack() as stack:
+        for tower in towers:
+            stack.enter_context(tower.register_forward_hook(store))
+        work[0](**{**batch, "return_loss": False})
+    return [[outputs[tower] for tower in towers]]
 
 
 class _CallRecord:

@@ -73,8 +73,9 @@ class Step(list[Any]):
         """The names and entries of all rows."""
         return ((name, self[name]) for name in self.keys())
 
-    # The entry of a name, of all rows; a default if a batch has none.
-    get = Mapping.get
+    def get(self, key: str, default: Any = None) -> Any:
+        """The entry of this name, of all rows."""
+        return self[key] if key in self.keys() else default
 
 
 def _joined(name: str, entries: Sequence[Any]) -> Any:

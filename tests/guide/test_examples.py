@@ -29,7 +29,7 @@ SHORT = {  # rows that are not divided evenly, and lines of which some are short
 
 
 @pytest.mark.draws
-@pytest.mark.parametrize("name", few_of(SHORT, ["mnist", "char_gpt"]))
+@pytest.mark.parametrize("name", few_of(SHORT, ["char_gpt"]))
 def test_scripts_run_and_print_the_same(name, capsys, one_thread_an_operation):
     script = example(name)
     train, printed, curves = script.train, [], []

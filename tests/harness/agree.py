@@ -114,7 +114,7 @@ class Case:
     engine: dict[str, Any] = field(default_factory=dict)
     unless: Sequence[str] = ()
     only: Sequence[str] = ()
-    default_run: Sequence[str] = USUAL
+    default_run: Sequence[str] = COPIES
 
     def build(self):
         if not self.keep_dtypes:

@@ -212,7 +212,9 @@ CASES = {
         mlp, (ROWS, NESTED), lambda _: nested_targets, default_run=BROAD
     ),
     # One label for all, as a discriminator gets: the rows are those of the outputs.
-    "a number for all": Case(mlp, (ROWS, 1.0), lambda _: without_rows),
+    "a number for all": Case(
+        mlp, (ROWS, 1.0), lambda _: without_rows, default_run=USUAL
+    ),
     "no targets": Case(mlp, (ROWS, None), lambda _: without_rows),
     "several outputs": Case(with_side_head, (ROWS, SEVEN), lambda _: of_two_heads),
     "the module's own losses": Case(

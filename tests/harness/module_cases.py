@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from harness.agree import BATCH, BROAD, COPIES, EVERY_WAY, Case
+from harness.agree import BATCH, BROAD, EVERY_WAY, Case
 from harness.models import CLASSES, FEATURES, Of, TokenClassifier, mlp
 from harness.oracle import build, randint, randn
 
@@ -858,7 +858,7 @@ MODELS = {
 }
 
 CASES = {
-    **{name: Case(make, default_run=COPIES) for name, make in MODELS.items()},
+    **{name: Case(make) for name, make in MODELS.items()},
     "tied": Case(tied, default_run=TIED_RUNS),
     "proxy of the parent": Case(
         with_child(weakref.proxy),

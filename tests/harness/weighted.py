@@ -166,7 +166,7 @@ CASES = {
     "class weights, padded": case(
         "class weights, padded", 37, (*TRAINING, "loss", "graphs", "2 ranks")
     ),
-    **{f"{name}, two rows": case(name, 2) for name in LOSSES},
+    **{f"{name}, two rows": case(name, 2, ["engine"]) for name in LOSSES},
     "mean, two rows": case("mean", 2, (*TRAINING, "2 ranks")),
     **{f"{name}, many terms": of_many_terms(name) for name in TERMS},
     "reduction= wins": Case(

@@ -7,10 +7,12 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from scatterpar.batch import nested
 from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.memory import no_kernel_search
+from scatterpar.devices.transfers import to_numbers
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.request import Request
 from scatterpar.step.task import ReplicaTask
@@ -147,16 +149,37 @@ def _with_several_entries(
     may have no rows.
     """
     positions: set[int] = set()
-    equal = _equal_tensors(pieces)
     for position, tensors in enumerate(zip(*map(nested.tensors, pieces), strict=False)):
         entries = {
             entries_per_row(tensor, size, dim)
             for tensor, size in zip(tensors, sizes, strict=False)
         }
-        least = 1 if position in equal else 2
-        if len(entries) == 1 and min(entries) >= least:
+        if len(entries) > 1:
+            continue
+        has_several = min(entries) > 1
+        if has_several or (min(entries) == 1 and _have_same_numbers(tensors, dim)):
             positions.add(position)
     return positions
+
+
+def _have_same_numbers(tensors: Sequence[Tensor], dim: int) -> bool:
+    """Whether the tensors of all pieces have the same numbers.
+
+    The host reads them, because pieces of several replicas are in several memories. If
+    the first entries differ, as those of rows do, it reads no more.
+    """
+    first, *later = tensors
+    if any(tensor.shape != first.shape for tensor in later):
+        return False
+    if any(tensor.layout != torch.strided for tensor in tensors):
+        return False
+    if not later:
+        return True
+    beginnings = [to_numbers(tensor.narrow(dim, 0, 1)) for tensor in tensors]
+    if any(numbers != beginnings[0] for numbers in beginnings):
+        return False
+    values = [to_numbers(tensor) for tensor in tensors]
+    return all(numbers == values[0] for numbers in values)
 
 
 def _equal_tensors(outputs: Sequence[Any]) -> frozenset[int]:

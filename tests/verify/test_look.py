@@ -71,7 +71,7 @@ LATE = {  # a case, a later batch, words
     "padding with a word of the vocabulary": (
         own_loss(Tokens, words(None)),
         (words(5), None),
-        r"count_labels\(5, shifted=True\)",
+        r"count=lambda inputs, targets: inputs\[:, 1:\]\.ne\(5\)\.sum\(\)",
     ),
 }
 

@@ -100,7 +100,8 @@ class Verifier:
             of_kind, request.batches[0], is_divided, flags
         )
         # A batch that leaves several candidates says nothing of the next one.
-        if question.is_open_between(candidates):
+        # Asked first: a step has few calls, and one candidate unless a loop has more.
+        if len(candidates) > 1 and question.is_open_between(candidates):
             details = "open", kind.steps  # new in each step
         if kind.is_due(question.ranges, details):
             try:

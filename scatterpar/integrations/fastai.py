@@ -284,7 +284,8 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         criterion = self._criterion
         assert criterion is not None
         lending = criterion.lending
-        return self._functions.looking(lending, lending.roots())
+        parts = [self._engine.module]
+        return self._functions.looking(parts, lending, lending.roots())
 
     def _saved(self) -> Journal:
         """All that calls may write, saved before the tries of a step."""

@@ -306,11 +306,11 @@ def roots_of(
     owner: Any, parts: Iterable[nn.Module], excluded: Collection[str]
 ) -> list[Any]:
     """What calls may write: ``owner``, and modules that replicas do not have, such as
-    metrics.
+    metrics, and networks that its functions name as global variables.
     """
     # Calls in turn get the replica's parts in the place of the user's.
     ids = {id(part) for part in parts}
-    modules = modules_of(owner, excluded)
+    modules = Walk([owner], excluded=excluded, enters_modules=False).modules
     return [owner, *(module for module in modules if id(module) not in ids)]
 
 

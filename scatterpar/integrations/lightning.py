@@ -612,7 +612,9 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         with (
             # First: each call of the look begins with what the journal saves.
             loop.overridden(trainer, **silent),
-            self._functions.looking(self._lending, self._written_in_calls()),
+            self._functions.looking(
+                [self.lightning_module], self._lending, self._written_in_calls()
+            ),
         ):
             yield
 

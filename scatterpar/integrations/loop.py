@@ -67,7 +67,7 @@ class UserFunctions:
     Each call writes numbers as under gradient accumulation, which is not what one call
     for the whole batch writes. A look sees the numbers, and the step tells them::
 
-        with functions.looking(lending, roots):
+        with functions.looking(parts, lending, roots):
             …                                   # calls of a look
         functions.tell_numbers(name, …)         # when it is known how many calls
     """
@@ -89,17 +89,26 @@ class UserFunctions:
 
     @contextlib.contextmanager
     def looking(
-        self, lending: Lending, roots: Iterable[Any], excluded: Container[str] = ()
+        self,
+        parts: Iterable[nn.Module],
+        lending: Lending,
+        roots: Iterable[Any],
+        excluded: Container[str] = (),
     ) -> Iterator[None]:
         """In the body, calls of a look leave nothing, and their numbers are noted.
 
         What ``roots`` lead to is restored. Modules are left to the engine, except
-        roots. ``excluded`` are names of attributes of roots.
+        roots, and so are the parameters of ``parts``, which replicas have.
+        ``excluded`` are names of attributes of roots.
 
         Raises:
             Inconclusive: the calls may write what cannot be restored.
         """
-        journal = Journal(Walk(roots, excluded=excluded, enters_modules=False))
+        walk = Walk(roots, excluded=excluded, enters_modules=False)
+        guarded: set[int] = set()
+        for part in parts:
+            guarded.update(map(id, part.parameters()))
+        journal = Journal(walk, guarded=guarded)
         # Before anything is called: a file, a socket or a generator is lost after it.
         if journal.unsaved:
             names = ", ".join(journal.unsaved)

@@ -452,7 +452,9 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         for dataset in (self.train_dataset, self.eval_dataset):
             if is_user_class(type(dataset)):  # it may have statistics
                 roots.append(dataset)
-        return self._user_functions.looking(self._lending, roots, _NOT_LENT)
+        return self._user_functions.looking(
+            self._parts, self._lending, roots, _NOT_LENT
+        )
 
     def _divisible_batch(self, batch: Any) -> Any:
         """A batch whose rows can be divided, or ``ValueError``."""

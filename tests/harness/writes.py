@@ -25,8 +25,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
 HISTORY: list[float] = []  # a global variable that calls append to
+# A network that calls move, as a teacher with averaged weights, and its buffers.
+AVERAGE = nn.BatchNorm1d(2).requires_grad_(False)
 
 
 @dataclasses.dataclass
@@ -50,6 +53,20 @@ class Totals:
 
 def write_totals(owner, loss, _):
     Totals.total += loss
+
+
+def reset_average():
+    AVERAGE.reset_parameters()
+
+
+@torch.no_grad()
+def write_average(owner, loss, _):
+    AVERAGE.weight.mul_(0.5).add_(loss)
+    AVERAGE.num_batches_tracked.add_(1)
+
+
+def averages(owner):
+    return AVERAGE.weight.tolist(), AVERAGE.num_batches_tracked.item()
 
 
 class Registry(dict):
@@ -292,6 +309,7 @@ RESTORABLE = {
         lambda o, loss, x: setattr(o.kept, "number", o.kept.number + 1),
         lambda o: o.kept.number,
     ),
+    "network of a global variable": Write(reset_average, write_average, averages),
     "object with a lock": Write(
         lambda: {"meters": [LockedMeter()]},
         lambda o, loss, x: o.kept["meters"][0].add(loss),

@@ -37,10 +37,22 @@ _HOOKS = (
 )
 
 
-class Modules(nn.ModuleList):
+class Modules(nn.Module):
     """The modules of a loop, the model first; called, it calls a step function with
     itself.
+
+    Args:
+        modules: by the names that texts tell, such as ``teacher``.
     """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            # A dot would be a step to a module inside.
+            self.add_module(name.replace(".", "_"), module)
+
+    def __getitem__(self, number: int) -> Any:
+        return [*self.children()][number]
 
     def forward(self, work: Any, **kwargs: Any) -> Any:
         """Return ``work(self, **kwargs)``."""

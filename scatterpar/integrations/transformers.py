@@ -41,6 +41,7 @@ from scatterpar.integrations.lending import (
     Parts,
     copy_on_replica,
     modules_of,
+    names_of,
     roots_of,
 )
 from scatterpar.integrations.step_batches import (
@@ -280,7 +281,8 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             backend = self.args.torch_compile_backend
             mode = self.args.torch_compile_mode
             model = torch.compile(model, backend=backend, mode=mode)
-        work = loop.Modules([model, *parts[1:]])
+        names = names_of(self, parts, _NOT_LENT)
+        work = loop.Modules(dict(zip(names, [model, *parts[1:]], strict=True)))
         self._engine = ScatterOnceParallel(
             work, 1, self._devices, buffers=self._buffers
         )
@@ -548,7 +550,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         In a turn it is this Trainer, otherwise a copy.
         """
         device = loop.device_of(work[0], self.args.device)
-        parts = Parts(zip(self._parts, work, strict=True))
+        parts = Parts(zip(self._parts, work.children(), strict=True))
         record = _CallRecord()
         attributes = self._attributes_on_replica(work, device, record)
         with contextlib.ExitStack() as stack:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from harness.oracle import seeded
@@ -54,6 +56,18 @@ def test_ordered_entries_compared_once(comparisons):
         for _ in range(3):
             torch.testing.assert_close(engine(ROWS), module(ROWS))
     assert comparisons == [2]
+
+
+def test_order_that_cannot_be_asked_told_once(recwarn):
+    """A generator cannot be put back. The step ended in an error of the package's own."""
+    module = Twice(in_order=True).eval()
+    module.numbers = (number for number in range(9))
+    with engine_of(module) as engine, torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(engine(ROWS), module(ROWS))
+    (told,) = recwarn
+    words = r"could not check that the entries.*numbers \(generator\).*view\(rows, k"
+    assert re.search(words, str(told.message))
 
 
 def test_entries_that_depend_on_others_refused():

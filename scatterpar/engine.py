@@ -604,10 +604,11 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             # A hook that raises undoes the step.
             with undo, outcome.attempt.span("commit"):
                 noise = noise_of(outcome) if self.measure_noise else None
+                # Late, so that a refused step says its error alone; but before anything
+                # is written, since a program may make warnings errors.
+                if self._verifier is not None:
+                    self._verifier.tell()
                 loss = commit(outcome, deferred=deferred)  # 6
-            # Last: a step that fails says its error alone.
-            if self._verifier is not None:
-                self._verifier.tell()
             # A library's loop may skip a batch, and its backward pass, on purpose.
             if deferred and not self.loop.loss_name:
                 self._loss_watch.begin(loss)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from faults.state import nothing_changes
 from harness.looks import VALUES, step
 from harness.models import mlp
 from torch import nn
@@ -57,18 +58,30 @@ def test_warning_of_a_failed_step_is_told_later(devices):
 
 
 @pytest.mark.filterwarnings("error")
-def test_step_undone_by_its_commit_says_one_thing(devices):
-    """The warning of its look came before the error of a hook on a gradient."""
+def test_refused_outputs_say_one_thing(devices):
+    """The warning of its look came before the error of the join."""
     model = Breaks()
     model.register_buffer("calls", torch.zeros(()))
     model.register_forward_hook(count)
 
-    def fails(_):
-        raise LookupError("on purpose")
+    def odd(output):
+        return output.flatten()[: len(output) // 2 + 1]
 
-    next(model.parameters()).register_hook(fails)
     with (
         ScatterOnceParallel(model, 2, devices(2)) as engine,
-        pytest.raises(LookupError, match="on purpose"),
+        pytest.raises(ValueError, match=r"torch\.stack"),
     ):
+        step(engine, F.mse_loss, VALUES, return_outputs=odd)
+
+
+@pytest.mark.filterwarnings("error")
+def test_warning_that_is_an_error_changes_nothing(devices):
+    """It was raised after the step's gradients had been added."""
+    model = Breaks()
+    model.register_buffer("calls", torch.zeros(()))
+    model.register_forward_hook(count)
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        words = "forward passes move the buffer"
+        with nothing_changes(model), pytest.raises(UserWarning, match=words):
+            step(engine, F.mse_loss, VALUES)
         step(engine, F.mse_loss, VALUES)

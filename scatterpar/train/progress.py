@@ -36,8 +36,9 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
         self._file = file  # of lines
         self._said = time.perf_counter()
         self._has_lines = is_shown and not sys.stderr.isatty()
-        # tqdm counts and estimates for lines, too, which are not drawn as a bar.
-        self._nowhere = open(os.devnull, "w")  # noqa: SIM115 (closed below)
+        # tqdm counts and estimates for lines, too, which are not drawn as a bar. Closed
+        # with the bar.
+        self._nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         # A terminal may not know its size; tqdm would show nothing in one of 0 x 0.
         size = shutil.get_terminal_size()
         self._bar: Any = tqdm(

@@ -13,6 +13,7 @@ once. Everything that the calls change is restored.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
@@ -75,6 +76,8 @@ class Findings:
         moved: the names of state that each part moves.
         lost: the shapes of large tensors that user code has written.
         scope: the part of a sub-step that one replica at a time must run.
+        difference: the relative difference between the results, which the GPUs' page
+            shows.
         parts: the rows of each part.
     """
 
@@ -82,6 +85,7 @@ class Findings:
     moved: Sequence[str] = ()
     lost: Sequence[tuple[int, ...]] = ()
     scope: Scope = Scope.NOTHING
+    difference: float = math.inf
     parts: Parts = ()
 
 
@@ -334,6 +338,7 @@ class ReplicaLook:
             evidence.moved,
             lost,
             self._scope(run),
+            evidence.difference,
             chosen_parts,
         )
 

@@ -123,8 +123,11 @@ def test_gradients_of_loop_as_plain_torch(title, monkeypatch):
 def in_parts(title, engine_class):
     """A loop of the page for one optimizer step, with parts for its batches."""
 
+    _, _, given = LOOPS[title]
+
     def step(model, batches):
-        names = {"nn": nn, "torch": torch, "criterion": nn.CrossEntropyLoss()}
+        names = given()  # its model and loader are replaced below
+        names |= {"nn": nn, "torch": torch, "criterion": nn.CrossEntropyLoss()}
         names |= {"device_ids": ["cpu:0", "cpu:1"], "device": torch.device("cpu")}
         names |= {"ScatterOnceParallel": engine_class, "model": model}
         names |= {"loader": DataLoader(batches, batch_size=None)}

@@ -216,7 +216,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             self._until_teardown.enter_context(_replicas_compiled(module))
         self._replicated = module if self._parallel else _PartsOf(module)
         engine = ScatterOnceParallel(
-            loop.Modules({type(module).__name__: self._replicated}),
+            loop.Modules([(type(module).__name__, self._replicated)]),
             device_ids=self._device_ids or self.parallel_devices,
             **self._options,
         )

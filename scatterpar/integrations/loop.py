@@ -42,14 +42,18 @@ class Modules(nn.Module):
     itself.
 
     Args:
-        modules: by the names that texts tell, such as ``teacher``.
+        modules: with the names that texts tell, such as ``teacher``.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         super().__init__()
-        for name, module in modules.items():
+        for name, module in modules:
             # A dot would be a step to a module inside.
-            self.add_module(name.replace(".", "_"), module)
+            attribute = name.replace(".", "_")
+            # Of another module, or of ``nn.Module``, such as ``double``.
+            while hasattr(self, attribute):
+                attribute += "_"
+            self.add_module(attribute, module)
 
     def __getitem__(self, number: int) -> Any:
         return [*self.children()][number]

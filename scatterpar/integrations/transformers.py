@@ -282,7 +282,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             mode = self.args.torch_compile_mode
             model = torch.compile(model, backend=backend, mode=mode)
         names = names_of(self, parts, _NOT_LENT)
-        work = loop.Modules(dict(zip(names, [model, *parts[1:]], strict=True)))
+        work = loop.Modules(zip(names, [model, *parts[1:]], strict=True))
         self._engine = ScatterOnceParallel(
             work, 1, self._devices, buffers=self._buffers
         )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from scatterpar.batch.markers import Rows
-from scatterpar.integrations.loop import as_rows, num_rows
+from scatterpar.integrations.loop import Modules, as_rows, num_rows
 
 IMAGES = torch.zeros(3, 5)
 BOXES = [{"boxes": torch.zeros(n, 4)} for n in (2, 0, 3)]
@@ -55,3 +55,15 @@ def test_rows_in_a_dataclass():
 )
 def test_list_of_columns_is_not_rows(batch):
     assert isinstance(as_rows(batch), list)
+
+
+def test_modules_keep_their_order_whatever_their_names():
+    """A Trainer may call its networks as a method of ``nn.Module``, or alike."""
+    names = ["model", "double", "nets.a", "nets_a", "nets_a"]
+    parts = [torch.nn.Identity() for _ in names]
+    modules = Modules(zip(names, parts, strict=True))
+    assert [*modules.children()] == parts
+    assert [name for name, _ in modules.named_children()] == [
+        *("model", "double_", "nets_a", "nets_a_", "nets_a__"),
+    ]
+    assert modules[1] is parts[1]

@@ -37,9 +37,9 @@ from scatterpar.devices.links import check_links
 from scatterpar.devices.transfers import Transfers
 from scatterpar.distributed.ranks import Ranks
 from scatterpar.option_checks import check_bool, check_int, check_shares
-from scatterpar.options.arguments import explaining_keywords, read_arguments
-from scatterpar.options.assigned import FixedArgument, fixed, option
+from scatterpar.options.assigned_options import FixedArgument, fixed, option
 from scatterpar.options.auto_accum import AutoAccum, Candidate, Search
+from scatterpar.options.call_arguments import explaining_keywords, read_arguments
 from scatterpar.options.costs import Costs, has_costs_argument, plan_by_cost
 from scatterpar.options.cuda_graphs import Captured
 from scatterpar.options.gradient_noise import check_noise, noise_of, norms_of
@@ -47,8 +47,8 @@ from scatterpar.options.map_rows import Mapped, RowFunction, map_rows
 from scatterpar.options.trace import Trace
 from scatterpar.options.whole_batch import TwoPasses
 from scatterpar.plan import Plan, make_plan
-from scatterpar.replicas.checks import check_placement
 from scatterpar.replicas.compiled import compile_fn_from
+from scatterpar.replicas.refused_modules import check_placement
 from scatterpar.replicas.replicas import ReplicaOptions, Replicas, ReplicaSet
 from scatterpar.report import StepReport
 from scatterpar.state.walk import register_wrapper

@@ -988,7 +988,7 @@ SABOTAGES = [
     Sabotage(
         name="rows keep their usual order, also if it hides a count",
         promise="splitcheck",
-        file="splitting/parts.py",
+        file="splitting/row_parts.py",
         place="_best",
         text="return int((smallest >= smallest.max() - _ROUNDING).nonzero()[0])",
         replacement="return 0",
@@ -997,7 +997,7 @@ SABOTAGES = [
     Sabotage(
         name="a part without terms gets none in a second order either",
         promise="splitcheck",
-        file="splitting/parts.py",
+        file="splitting/row_parts.py",
         place="orders_of_rows",
         text="if are_filled[with_terms].sum() > are_filled[numbers].sum():",
         replacement="if False:",
@@ -1024,7 +1024,7 @@ SABOTAGES = [
     Sabotage(
         name="what is trained outside of the model is not compared",
         promise="splitcheck",
-        file="splitting/trained.py",
+        file="splitting/trained_leaves.py",
         place="leaves_outside",
         text="if value.is_leaf and value.requires_grad:",
         replacement="if False:",

@@ -27,10 +27,10 @@ from benchmarks.timing import timed
 from scatterpar import ScatterOnceParallel
 from scatterpar.train.command_line import Options
 from scatterpar.train.data import BatchRequest, Source, open_data
+from scatterpar.train.data_parts import TRAIN
 from scatterpar.train.feed import Feed
+from scatterpar.train.model_training import choose_devices
 from scatterpar.train.models import build_model
-from scatterpar.train.parts import TRAIN
-from scatterpar.train.training import choose_devices
 
 Step = Callable[[Tensor, Tensor], object]
 Times = tuple[float, float, float]  # of reading, of the step, of both together

@@ -1,9 +1,10 @@
 """Why a result in parts is not that of the whole batch: one ordered list of causes.
 
-Three ask the same question, each from its own figures: the looks at steps and at the
-pair's outputs (``verify/evidence.py``, ``verify/output_looks.py``), and ``splitcheck``
-(``splitting/evidence.py``). All fill one record, and have their own words and remedies
-for the answer (``verify/verdicts.py``, ``splitting/causes.py``).
+Three ask the same question, each from its own figures: the looks at steps
+(``verify/look_losses.py``), the looks at the pair's outputs
+(``verify/output_looks.py``), and ``splitcheck`` (``splitting/split_gradients.py``).
+All fill one record, and have their own words and remedies for the answer
+(``verify/verdicts.py``, ``splitting/cause_words.py``).
 
 Imports ``batch``, ``devices`` and packages below them.
 
@@ -11,5 +12,5 @@ Runs in the caller's thread.
 
 - ``counts`` has what a loss may divide by: rows, labels, masks;
 - ``vectors`` finds factors, and weights with which parts add up to the whole;
-- ``evidence`` is the record, ``ordered`` the list.
+- ``evidence`` is the record, ``cause_list`` the list.
 """

@@ -30,7 +30,7 @@ from scatterpar.devices.streams import has_streams, is_async
 from scatterpar.devices.transfers import to_device
 from scatterpar.errors import restored
 from scatterpar.option_checks import check_int
-from scatterpar.pair.autograd import (
+from scatterpar.pair.recorded_copies import (
     AutogradTransfers,
     PassingReplica,
     combine,
@@ -40,8 +40,8 @@ from scatterpar.pair.autograd import (
 )
 from scatterpar.plan import Plan, make_plan
 from scatterpar.replicas.buffers import BufferWriter
-from scatterpar.replicas.checks import check_placement
 from scatterpar.replicas.module_contents import root_to_replicate
+from scatterpar.replicas.refused_modules import check_placement
 from scatterpar.state.walk import register_wrapper
 from scatterpar.step.loss import scalar_loss
 from scatterpar.step.loss_weights import as_sum, compute_loss_weights

@@ -25,9 +25,9 @@ from scatterpar.devices.fingerprints import Fingerprints
 from scatterpar.devices.memory import empty
 from scatterpar.devices.transfers import Transfers, to_numbers
 from scatterpar.look_steps import is_look_step
-from scatterpar.replicas.checks import refuse_sparse
 from scatterpar.replicas.large_tensors import Freshness, Reading, is_large, sample
 from scatterpar.replicas.module_contents import ModuleContents
+from scatterpar.replicas.refused_modules import refuse_sparse
 
 _VERSION = attrgetter("_version")
 # Numbers of the tensors that are compared, and of those among them that are sampled.

@@ -17,7 +17,7 @@ from torch import Tensor
 from scatterpar.devices.fingerprints import Fingerprints, same_bits
 from scatterpar.errors import add_note, restore_after
 from scatterpar.replicas.broadcast import Broadcast, versions
-from scatterpar.replicas.checks import parameters_of
+from scatterpar.replicas.refused_modules import parameters_of
 
 # The position of a written parameter, and the memory in which it was written. ``None``
 # if a storage was exchanged for another with other values.

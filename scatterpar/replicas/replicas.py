@@ -28,7 +28,6 @@ from scatterpar.replicas.batch_statistics import (
 )
 from scatterpar.replicas.broadcast import Broadcast, CopyComparison
 from scatterpar.replicas.buffers import RUNNING, BufferValue, values_after
-from scatterpar.replicas.checks import check_placement, parameters_of
 from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.computed_weights import ComputedWeight, computed_weights
 from scatterpar.replicas.large_tensors import LargeCopies, LargeCopy, may_stay
@@ -39,6 +38,7 @@ from scatterpar.replicas.module_contents import (
 )
 from scatterpar.replicas.module_copy import ModuleCopy
 from scatterpar.replicas.parameter_guard import ParameterGuard
+from scatterpar.replicas.refused_modules import check_placement, parameters_of
 from scatterpar.replicas.snapshot import Snapshot, ValueChange
 from scatterpar.replicas.sync_batch_norm import (
     Meeting,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from scatterpar.replicas.checks import SCRIPT
+from scatterpar.replicas.refused_modules import SCRIPT
 
 
 def new_like(module: nn.Module) -> nn.Module:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from scatterpar.splitting.arguments import Loss, SplitArguments
-from scatterpar.splitting.causes import EXACT, explain, explain_terms
+from scatterpar.splitting.cause_words import EXACT, explain, explain_terms
+from scatterpar.splitting.check_report import Cause, SplitReport
 from scatterpar.splitting.gradients import differing, joined, union
-from scatterpar.splitting.report import Cause, SplitReport
+from scatterpar.splitting.split_arguments import Loss, SplitArguments
 from scatterpar.splitting.step_run import StepFunction
 from scatterpar.splitting.trial import Trial
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from scatterpar.splitting.arguments import Loss, SplitArguments
 from scatterpar.splitting.check import SplitCheck, check
+from scatterpar.splitting.split_arguments import Loss, SplitArguments
 from scatterpar.splitting.step_run import StepFunction
 from scatterpar.tables import Printed, as_text
 

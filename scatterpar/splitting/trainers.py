@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from scatterpar.batch.markers import Rows
-from scatterpar.splitting.arguments import Loss, SplitArguments
 from scatterpar.splitting.check import SplitCheck, check
+from scatterpar.splitting.split_arguments import Loss, SplitArguments
 
 MakeTrainer = Callable[[Any, int], Any]
 

@@ -19,8 +19,8 @@ from scatterpar.batch.markers import count_rows
 from scatterpar.batch.nested import PLAIN_CLASSES
 from scatterpar.causes.counts import counts_of, named_tensors
 from scatterpar.causes.vectors import is_close
-from scatterpar.splitting import parts as row_parts
-from scatterpar.splitting.arguments import SplitArguments
+from scatterpar.splitting import row_parts
+from scatterpar.splitting.check_report import Cause
 from scatterpar.splitting.gradients import (
     EXACT,
     Gradients,
@@ -33,17 +33,17 @@ from scatterpar.splitting.gradients import (
     zeros_of_all,
 )
 from scatterpar.splitting.operator_modes import Numbers
-from scatterpar.splitting.parts import Part, Split
 from scatterpar.splitting.process_state import ProcessState
-from scatterpar.splitting.ranks import RankJob, run_on_ranks
-from scatterpar.splitting.report import Cause
+from scatterpar.splitting.rank_processes import RankJob, run_on_ranks
+from scatterpar.splitting.row_parts import Part, Split
+from scatterpar.splitting.split_arguments import SplitArguments
 from scatterpar.splitting.step_run import (
     Settings,
     StepFunction,
     StepResult,
     run_step,
 )
-from scatterpar.splitting.trained import PlainStep
+from scatterpar.splitting.trained_leaves import PlainStep
 
 # The largest relative difference that rounding explains, by the dtype to which the step
 # casts, or in which all is computed.

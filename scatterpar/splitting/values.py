@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 
 from scatterpar.causes.evidence import CauseKind
-from scatterpar.splitting.arguments import SplitArguments
+from scatterpar.splitting.check_report import Cause, SplitReport
 from scatterpar.splitting.gradients import Gradients, differing
-from scatterpar.splitting.report import Cause, SplitReport
+from scatterpar.splitting.split_arguments import SplitArguments
 from scatterpar.splitting.trial import Trial
 
 Evaluate = Callable[[Any, list[Any]], "float | Mapping[str, Any]"]

@@ -19,7 +19,7 @@ from operator import attrgetter
 
 from torch import Tensor
 
-from scatterpar.replicas.checks import parameters_of
+from scatterpar.replicas.refused_modules import parameters_of
 from scatterpar.replicas.replicas import Replica
 
 _GRADIENT = attrgetter("grad")

@@ -1,5 +1,5 @@
 """A small training tool on the engine, and the example to read: start at
-``training.py``.
+``model_training.py``.
 
 Imports the engine, like any user of it.
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scatterpar.train.command_line import UsageError
-from scatterpar.train.parts import (
+from scatterpar.train.data_parts import (
     TRAIN,
     UNKNOWN_CLASS,
     UNLABELLED,

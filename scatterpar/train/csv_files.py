@@ -26,9 +26,7 @@ from scatterpar.train.columns import (
     usual_column,
 )
 from scatterpar.train.command_line import Options, UsageError, words_of
-from scatterpar.train.folders import find_pictures, is_picture
-from scatterpar.train.libraries import installed
-from scatterpar.train.parts import (
+from scatterpar.train.data_parts import (
     TRAIN,
     VAL,
     DataParts,
@@ -38,6 +36,8 @@ from scatterpar.train.parts import (
     make_parts,
     part_of,
 )
+from scatterpar.train.folders import find_pictures, is_picture
+from scatterpar.train.libraries import installed
 
 ENDINGS = (".csv", ".tsv")
 _DELIMITERS = ",;\t|"

@@ -24,10 +24,7 @@ from torch.utils.data import TensorDataset
 
 from scatterpar.train.command_line import EMBEDDED, Options, UsageError, words_of
 from scatterpar.train.csv_files import ENDINGS, read_table
-from scatterpar.train.folders import read_folders
-from scatterpar.train.hub import PARQUET, is_saved, read_hub
-from scatterpar.train.libraries import library, suggestion
-from scatterpar.train.parts import (
+from scatterpar.train.data_parts import (
     FINAL,
     TEST,
     TRAIN,
@@ -37,6 +34,9 @@ from scatterpar.train.parts import (
     first_names,
     make_parts,
 )
+from scatterpar.train.folders import read_folders
+from scatterpar.train.hub import PARQUET, is_saved, read_hub
+from scatterpar.train.libraries import library, suggestion
 from scatterpar.train.pictures import as_pixels, as_rgb, open_picture
 
 Shape = tuple[int, int, int]  # channels, height, width

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from scatterpar.train.command_line import UsageError, printable, words_of
 from scatterpar.train.data import BatchRequest, Images, Source
-from scatterpar.train.parts import first_names
+from scatterpar.train.data_parts import first_names
 from scatterpar.train.processes import ALONE, Processes
 
 PIECE = 64  # images that a worker reads at once; mixup mixes images of one piece

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from scatterpar.train.command_line import Options, UsageError
-from scatterpar.train.libraries import library
-from scatterpar.train.parts import (
+from scatterpar.train.data_parts import (
     TEST,
     TRAIN,
     UNKNOWN_CLASS,
@@ -28,6 +27,7 @@ from scatterpar.train.parts import (
     make_parts,
     part_of,
 )
+from scatterpar.train.libraries import library
 
 _MAC_COPY = "__MACOSX"  # a folder that macOS adds to its archives
 # Reasons for which files are not read.

@@ -18,8 +18,8 @@ from scatterpar.train.columns import (
     label_rows,
 )
 from scatterpar.train.command_line import Options, UsageError, words_of
+from scatterpar.train.data_parts import TRAIN, DataParts, Unused, make_parts, part_of
 from scatterpar.train.libraries import installed
-from scatterpar.train.parts import TRAIN, DataParts, Unused, make_parts, part_of
 
 PARQUET = ".parquet"
 _SAVED = ("dataset_dict.json", "state.json")  # files of `save_to_disk`

@@ -21,13 +21,13 @@ from scatterpar import ScatterOnceParallel
 from scatterpar.train import command_line
 from scatterpar.train.command_line import UsageError, exit_code_of, printable, read
 from scatterpar.train.data import BatchRequest, Images, make_pictures
+from scatterpar.train.data_parts import TEST, Files, Unused
 from scatterpar.train.feed import Feed
 from scatterpar.train.folders import endings, files_below, is_picture
+from scatterpar.train.model_training import choose_devices, scored
 from scatterpar.train.models import load_model
-from scatterpar.train.parts import TEST, Files, Unused
 from scatterpar.train.progress import Progress
 from scatterpar.train.records import stoppable, unwritten
-from scatterpar.train.training import choose_devices, scored
 
 _ROWS = 256  # pictures of a batch, whose lines are written together
 _STOPPING = "stopping after the present images"

@@ -36,7 +36,7 @@ from scatterpar.threads.workers import Overdue
 from scatterpar.torch_private import full_float32
 from scatterpar.verify.comparison import Inconclusive
 from scatterpar.verify.dropped_warnings import warnings_dropped
-from scatterpar.verify.evidence import Evidence, name_of, weighted_parts
+from scatterpar.verify.look_losses import Evidence, name_of, weighted_parts
 from scatterpar.verify.measurements import attributes_that_calls_move, bytes_per_row
 from scatterpar.verify.rounding import formats_inside_operators
 from scatterpar.verify.rows import (

@@ -41,9 +41,9 @@ from scatterpar.verify.comparison import (
 from scatterpar.verify.constant_numbers import ConstantNumbers
 from scatterpar.verify.dropped_records import records_dropped
 from scatterpar.verify.dropped_warnings import warnings_dropped
-from scatterpar.verify.evidence import Losses, name_of, weighted_parts
 from scatterpar.verify.gradient_check import moved_to, uses_batch_statistics
-from scatterpar.verify.looks import Looks, shown_reason
+from scatterpar.verify.look_losses import Losses, name_of, weighted_parts
+from scatterpar.verify.look_times import Looks, shown_reason
 from scatterpar.verify.measurements import losses_of_cuts
 from scatterpar.verify.nudges import Nudge, rounding_limit
 from scatterpar.verify.output_differences import cut_rows

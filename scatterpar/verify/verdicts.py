@@ -1,7 +1,7 @@
 """What a look makes of a cause: the words, and what becomes of the step.
 
-The causes and their order are those of ``causes/ordered.py``. The table *Refused, told,
-silent* of ``docs/limits.md`` has an outcome for each.
+The causes and their order are those of ``causes/cause_list.py``. The table *Refused,
+told, silent* of ``docs/limits.md`` has an outcome for each.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import math
 import re
 from dataclasses import dataclass, replace
 
+from scatterpar.causes.cause_list import first_finding
 from scatterpar.causes.counts import IGNORED, Count
 from scatterpar.causes.evidence import CauseKind, Weights
-from scatterpar.causes.ordered import first_finding
 from scatterpar.step.request import Request
-from scatterpar.verify.evidence import NUMBER_REMEDY, Evidence, Losses
+from scatterpar.verify.look_losses import NUMBER_REMEDY, Evidence, Losses
 
 _MAX_SIZES = 6  # of parts, in a text
 # Only these keys can be told to count_labels(key=…).

@@ -28,10 +28,10 @@ from scatterpar.threads.process_settings import SETTINGS_KEPT
 from scatterpar.verify.choice import Choice, alike
 from scatterpar.verify.compared_leaves import MAX_ELEMENTS
 from scatterpar.verify.comparison import Inconclusive
-from scatterpar.verify.evidence import name_of
 from scatterpar.verify.join_check import JoinCheck
 from scatterpar.verify.look import Findings, look
-from scatterpar.verify.looks import Looks, shown_reason
+from scatterpar.verify.look_losses import name_of
+from scatterpar.verify.look_times import Looks, shown_reason
 from scatterpar.verify.ranges import informative_tensors, ranges_of_step
 from scatterpar.verify.rows import MAX_BYTES, RowChoice, ignored_values, parts_of
 from scatterpar.verify.schedule import Kind

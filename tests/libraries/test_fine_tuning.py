@@ -84,7 +84,7 @@ def test_resumed_run_needs_no_cached_weights(cache, folder, tmp_path, monkeypatc
     whole = torch.load(out / "checkpoint.pt")["model"]
     # As if it had been stopped after the first epoch.
     other = tmp_path / "other"
-    monkeypatch.setattr("scatterpar.train.run.Run._check", _stop_after_first_epoch)
+    monkeypatch.setattr("scatterpar.train.tool_run.Run._check", _stop_after_first_epoch)
     assert train(folder, other, "--epochs", "2", "--patience", "9") == 130
     monkeypatch.undo()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "no"))

@@ -12,7 +12,7 @@ from scatterpar.train.columns import (
     labelled_rows,
 )
 from scatterpar.train.command_line import UsageError
-from scatterpar.train.parts import TEST, TRAIN, Unused
+from scatterpar.train.data_parts import TEST, TRAIN, Unused
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import torch
 import scatterpar
 from scatterpar.__main__ import main as command
 from scatterpar.train.command_line import parse
-from scatterpar.train.run import main
-from scatterpar.train.training import choose_devices
+from scatterpar.train.model_training import choose_devices
+from scatterpar.train.tool_run import main
 
 pytestmark = pytest.mark.draws
 

@@ -14,7 +14,7 @@ from PIL import Image
 from scatterpar.train import data as data_module
 from scatterpar.train.command_line import Options, UsageError
 from scatterpar.train.data import BatchRequest, load, open_data
-from scatterpar.train.parts import FINAL, TEST, TRAIN
+from scatterpar.train.data_parts import FINAL, TEST, TRAIN
 
 pytestmark = pytest.mark.draws
 EMBEDDED = Path(data_module.__file__).with_name("embedded")

@@ -11,6 +11,7 @@ from harness.pictures import broken_folder, truncate, write_folder
 
 from scatterpar.train.command_line import Options
 from scatterpar.train.data import BatchRequest, open_data
+from scatterpar.train.data_parts import TEST, TRAIN
 from scatterpar.train.feed import (
     PIECE,
     BrokenError,
@@ -18,7 +19,6 @@ from scatterpar.train.feed import (
     FeedError,
     broken_in_words,
 )
-from scatterpar.train.parts import TEST, TRAIN
 
 pytestmark = [pytest.mark.pictures, pytest.mark.draws]
 

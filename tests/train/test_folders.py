@@ -11,9 +11,9 @@ from harness.pictures import CLASSES, write_folder
 from PIL import Image
 
 from scatterpar.train.command_line import Options, UsageError
+from scatterpar.train.data_parts import Unused
 from scatterpar.train.folders import files_below
 from scatterpar.train.folders import read_folders as read
-from scatterpar.train.parts import Unused
 
 LISTED = sorted(CLASSES)
 

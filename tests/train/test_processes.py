@@ -12,9 +12,9 @@ from faults.processes import finish, run, start
 from harness.runs import assert_same_run, differences, records, steps, wait_until
 
 from scatterpar.train.command_line import UsageError
+from scatterpar.train.model_training import choose_devices
 from scatterpar.train.processes import ALONE, Processes
-from scatterpar.train.run import main
-from scatterpar.train.training import choose_devices
+from scatterpar.train.tool_run import main
 
 OPTIONS = ["--model", "harness.runs:Steady", "--batch", "2048", "--epochs", "3"]
 OPTIONS += ["--micro-batch-size", "512", "--label-smoothing", "0.1"]

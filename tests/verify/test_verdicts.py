@@ -17,7 +17,7 @@ from scatterpar.causes.counts import Count
 from scatterpar.step.request import Request
 from scatterpar.verify import verdicts
 from scatterpar.verify.comparison import Result, weighted_sum
-from scatterpar.verify.evidence import Losses
+from scatterpar.verify.look_losses import Losses
 from scatterpar.verify.verdicts import Action, verdict_of
 
 # Two parts: rows 0 to 2, of which one has a label, and row 3, which has one.

@@ -17,7 +17,7 @@ from scatterpar.batch.batch import batch_of
 from scatterpar.step.request import Request
 from scatterpar.verify import look
 from scatterpar.verify.comparison import Inconclusive, Result
-from scatterpar.verify.evidence import Losses, name_of, weighted_parts
+from scatterpar.verify.look_losses import Losses, name_of, weighted_parts
 from scatterpar.verify.verdicts import RIGHT
 
 ROWS = torch.arange(1.0, 7).double()[:, None]

@@ -14,9 +14,9 @@ import tyro
 from scatterpar.tables import as_text
 from scatterpar.train import command_line as cl
 from scatterpar.train.command_line import UsageError, exit_code_of, printable, read
+from scatterpar.train.data_parts import TEST, VAL, Unused, first_names, part_of
 from scatterpar.train.folders import pairs_of_part, visible_folders
 from scatterpar.train.models import load_model
-from scatterpar.train.parts import TEST, VAL, Unused, first_names, part_of
 from scatterpar.train.predict import scored_files
 from scatterpar.train.records import stoppable, written
 from scatterpar.train.results import (

@@ -6,7 +6,7 @@ import torch
 from harness.oracle import seeded
 from torch import nn
 
-from scatterpar.splitting.trained import TrainedGradients, leaves_outside
+from scatterpar.splitting.trained_leaves import TrainedGradients, leaves_outside
 
 
 def models():

@@ -24,12 +24,9 @@ from scatterpar.train import data as data_module
 from scatterpar.train import models as models_module
 from scatterpar.train.command_line import UsageError, parse
 from scatterpar.train.data import Source, load
+from scatterpar.train.data_parts import Files
 from scatterpar.train.feed import Feed
-from scatterpar.train.models import build_model
-from scatterpar.train.parts import Files
-from scatterpar.train.processes import Processes
-from scatterpar.train.run import main
-from scatterpar.train.training import (
+from scatterpar.train.model_training import (
     Training,
     choose_devices,
     default_batch,
@@ -37,6 +34,9 @@ from scatterpar.train.training import (
     make_optimizer,
     start_model,
 )
+from scatterpar.train.models import build_model
+from scatterpar.train.processes import Processes
+from scatterpar.train.tool_run import main
 
 pytestmark = pytest.mark.draws
 

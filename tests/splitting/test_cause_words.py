@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, softplus
 
 from scatterpar import splitcheck
-from scatterpar.splitting import causes
+from scatterpar.splitting import cause_words
 
 ROWS = torch.eye(4).repeat(2, 1)[:6] * torch.tensor([6.0, 5, 4, 3, 2, 1])[:, None]
 
@@ -51,20 +51,20 @@ def linear():
     ],
 )
 def test_factors_of_ranks_and_parts_named(factor, words):
-    meaning, remedy = causes._meaning(factor, ranks=2, parts=3)
+    meaning, remedy = cause_words._meaning(factor, ranks=2, parts=3)
     assert meaning.removeprefix(": ") == words
     assert remedy.endswith(".")
 
 
 def test_one_rank_explains_no_factor():
-    assert causes._meaning(1, ranks=1, parts=2)[0] == ""
+    assert cause_words._meaning(1, ranks=1, parts=2)[0] == ""
 
 
 def test_all_readings_of_a_factor_are_listed():
-    meaning, remedy = causes._meaning(1 / 4, ranks=2, parts=2)
+    meaning, remedy = cause_words._meaning(1 / 4, ranks=2, parts=2)
     assert "number of ranks twice too often, or " in meaning
     assert meaning.endswith("divided by ranks and parts once too often")
-    meaning, remedy = causes._meaning(2, ranks=2, parts=2)
+    meaning, remedy = cause_words._meaning(2, ranks=2, parts=2)
     assert "added over the ranks" in meaning
     assert "not divided by the number of parts" in meaning
     assert " Or divide each loss by len(batches)" in remedy
@@ -81,7 +81,7 @@ def test_all_readings_of_a_factor_are_listed():
     ],
 )
 def test_ratio_of_neighbouring_weights(weights, ranks, ratio):
-    found = causes._ratio_of_neighbours(torch.tensor(weights), ranks)
+    found = cause_words._ratio_of_neighbours(torch.tensor(weights), ranks)
     assert found == (None if ratio is None else pytest.approx(ratio))
 
 

@@ -13,9 +13,9 @@ import torch
 from harness.oracle import seeded
 from torch import nn
 
-from scatterpar.causes.ordered import once_per_part
-from scatterpar.splitting.arguments import SplitArguments
-from scatterpar.splitting.evidence import GradientEvidence
+from scatterpar.causes.cause_list import once_per_part
+from scatterpar.splitting.split_arguments import SplitArguments
+from scatterpar.splitting.split_gradients import GradientEvidence
 from scatterpar.splitting.trial import Trial
 
 ROWS = torch.eye(4).repeat(2, 1)[:6] * torch.tensor([6.0, 5, 4, 3, 2, 1])[:, None]

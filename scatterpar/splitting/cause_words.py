@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from scatterpar.causes.cause_list import first_finding
 from scatterpar.causes.counts import Count
 from scatterpar.causes.evidence import (
     CLOSE,
@@ -21,11 +22,10 @@ from scatterpar.causes.evidence import (
     SplitEvidence,
     Weights,
 )
-from scatterpar.causes.ordered import first_finding
 from scatterpar.causes.vectors import factor_between, is_close
-from scatterpar.splitting.evidence import GradientEvidence
+from scatterpar.splitting.check_report import Cause
 from scatterpar.splitting.gradients import joined, listed
-from scatterpar.splitting.report import Cause
+from scatterpar.splitting.split_gradients import GradientEvidence
 from scatterpar.splitting.step_run import StepResult, layers_with_batch_statistics
 from scatterpar.splitting.trial import Trial
 

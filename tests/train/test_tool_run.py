@@ -31,11 +31,11 @@ from harness.runs import (
 )
 
 from scatterpar.__main__ import main as command
+from scatterpar.train import model_training
 from scatterpar.train import records as record_module
-from scatterpar.train import training
 from scatterpar.train.data import load
-from scatterpar.train.run import main
-from scatterpar.train.training import Training
+from scatterpar.train.model_training import Training
+from scatterpar.train.tool_run import main
 
 pytestmark = pytest.mark.draws
 # else the included images, without workers
@@ -595,7 +595,9 @@ def test_training_options_reach_the_run(folder, tmp_path, capsys):
 
 
 def test_engine_options_reach_the_engine(tmp_path):
-    refused = mock.patch.object(training, "ScatterOnceParallel", side_effect=KeyError)
+    refused = mock.patch.object(
+        model_training, "ScatterOnceParallel", side_effect=KeyError
+    )
     with refused as engine, pytest.raises(KeyError):
         main([*EMBEDDED, "--devices", "cpu,cpu", "--compile", "--out", str(tmp_path)])
     given = {

@@ -28,6 +28,7 @@ from scatterpar.train.command_line import (
     printable,
 )
 from scatterpar.train.data import Images, open_data
+from scatterpar.train.data_parts import FINAL, TEST, VAL, first_names
 from scatterpar.train.feed import BrokenError, Feed, FeedError, broken_in_words
 from scatterpar.train.figures import (
     draw_confusion,
@@ -35,7 +36,7 @@ from scatterpar.train.figures import (
     draw_first_batch,
     draw_mistakes,
 )
-from scatterpar.train.parts import FINAL, TEST, VAL, first_names
+from scatterpar.train.model_training import Training, choose_devices
 from scatterpar.train.processes import ALONE, Processes, launch
 from scatterpar.train.progress import Progress
 from scatterpar.train.records import (
@@ -53,7 +54,6 @@ from scatterpar.train.results import (
     accuracy_per_class,
     traffic,
 )
-from scatterpar.train.training import Training, choose_devices
 
 CURVES_FILE = "curves.png"
 CONFUSION_FILE = "confusion.png"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from scatterpar.train.command_line import UsageError
-from scatterpar.train.parts import (
+from scatterpar.train.data_parts import (
     TEST,
     TRAIN,
     VAL,

@@ -7,7 +7,7 @@ import torch
 from harness.models import linear
 from torch import nn
 
-from scatterpar.replicas.checks import check_placement, parameters_of
+from scatterpar.replicas.refused_modules import check_placement, parameters_of
 
 pytestmark = pytest.mark.core
 

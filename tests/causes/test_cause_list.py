@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from scatterpar.causes.cause_list import first_finding, kind_of_weights
 from scatterpar.causes.counts import Count
 from scatterpar.causes.evidence import CauseKind, Growth, SplitEvidence, Weights
-from scatterpar.causes.ordered import first_finding, kind_of_weights
 
 LABELS = Count("labels", "batch", (1, 2))
 

@@ -91,7 +91,7 @@ def test_ctrl_c_writes_no_numbers(run, pictures, tmp_path, capsys, monkeypatch):
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr("scatterpar.train.predict._ROWS", 8)
-    monkeypatch.setattr("scatterpar.train.evaluation.Tally.add", interrupted)
+    monkeypatch.setattr("scatterpar.train.accuracy.Tally.add", interrupted)
     file = tmp_path / "none.json"
     words = ["test", str(run), str(pictures), *ALONE, "--json", str(file)]
     assert command(words) == 130

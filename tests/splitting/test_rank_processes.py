@@ -16,7 +16,7 @@ from splitting.loop_models import Net, average, backward_sums, gathered, images,
 from torch.nn.parallel import DistributedDataParallel
 
 from scatterpar import splitcheck
-from scatterpar.splitting import ranks
+from scatterpar.splitting import rank_processes
 
 
 def names_of_children(process):
@@ -154,8 +154,10 @@ def test_timeout_tells_where_ranks_wait():
             time.sleep(60)  # is late
 
     line = step.__code__.co_firstlineno
-    waits = rf"rank 0 is at .*test_ranks.py:{line + 3} in step: dist.all_reduce.*"
-    sleeps = rf"rank 1 is at .*test_ranks.py:{line + 5} in step: time.sleep"
+    waits = (
+        rf"rank 0 is at .*test_rank_processes.py:{line + 3} in step: dist.all_reduce.*"
+    )
+    sleeps = rf"rank 1 is at .*test_rank_processes.py:{line + 5} in step: time.sleep"
     with pytest.raises(TimeoutError, match=f"{waits}; {sleeps}"):
         splitcheck(step, new(Net), images(), ranks=2, timeout=5)
 
@@ -207,14 +209,14 @@ def test_ctrl_c_ends_the_ranks(tmp_path):
 
 
 def test_lambda_refused_by_spawned_ranks(monkeypatch):
-    monkeypatch.setattr(ranks, "can_fork", lambda: False)
+    monkeypatch.setattr(rank_processes, "can_fork", lambda: False)
     with pytest.raises(ValueError, match="in a file that can be imported"):
         splitcheck(lambda *call: averaged(*call), new(Net), images(), ranks=2)
 
 
 @pytest.mark.slow
 def test_spawned_ranks_give_the_same(monkeypatch):
-    monkeypatch.setattr(ranks, "can_fork", lambda: False)
+    monkeypatch.setattr(rank_processes, "can_fork", lambda: False)
     splitcheck(averaged, new(Net), images(), ranks=2).assert_passed()
 
 
@@ -296,5 +298,5 @@ def test_error_on_a_rank_begins_with_the_error():
     lines = str(e.value).splitlines()
     assert "shapes cannot be multiplied" in lines[0]
     assert 2 <= len(lines) <= 8
-    assert "test_ranks.py" in lines[1]
+    assert "test_rank_processes.py" in lines[1]
     assert "in step: model(pixels[:, :3])" in lines[1]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from scatterpar.causes.counts import NamedTensor, counts_of, named_tensors
-from scatterpar.splitting.parts import cut, hidden_counts, orders_of_rows
+from scatterpar.splitting.row_parts import cut, hidden_counts, orders_of_rows
 
 LABELS = torch.tensor([[1, -100, -100], [1, 2, 3], [-100, 4, -100]])
 WEIGHTS = torch.tensor([0.5, 0.0, 0.9])

@@ -36,6 +36,7 @@ from scatterpar.train.command_line import (
     words_of,
 )
 from scatterpar.train.data import BatchRequest, Images, Source, seed_host, seed_of
+from scatterpar.train.data_parts import TEST, TRAIN
 from scatterpar.train.feed import Feed, FeedError
 from scatterpar.train.libraries import library, suggestion
 from scatterpar.train.models import (
@@ -45,7 +46,6 @@ from scatterpar.train.models import (
     has_library_weights,
     head_of,
 )
-from scatterpar.train.parts import TEST, TRAIN
 from scatterpar.train.processes import ALONE, Processes
 from scatterpar.train.results import Tally
 

@@ -21,10 +21,10 @@ from scatterpar.devices.transfers import Transfers, write
 from scatterpar.plan import Plan
 from scatterpar.replicas.broadcast import Broadcast, version
 from scatterpar.replicas.buffers import BufferValue, values_after
-from scatterpar.replicas.checks import check_placement
 from scatterpar.replicas.module_contents import ModuleContents
 from scatterpar.replicas.module_copy import ModuleCopy
 from scatterpar.replicas.parameter_guard import ParameterGuard
+from scatterpar.replicas.refused_modules import check_placement
 from scatterpar.step.reduce import sum_in_order
 from scatterpar.step.scatter import Values, moved_rows
 from scatterpar.torch_private import is_compiled_module

@@ -30,9 +30,9 @@ _HELP = f"""{_USAGE}
            the whole batch? FILE:FUNCTION returns step, model, batch
   demo     one batch, accumulated by hand, refused, and counted"""
 _MODULES = {
-    "train": "train.run",
+    "train": "train.tool_run",
     "predict": "train.predict",
-    "test": "train.evaluation",
+    "test": "train.accuracy",
     "export": "train.export",
     "doctor": "checkup.doctor",
     "splitcheck": "splitting.command",

@@ -14,8 +14,8 @@ import tyro
 from scatterpar.tables import as_text
 from scatterpar.train import command_line as cl
 from scatterpar.train.command_line import UsageError, exit_code_of, printable, read
-from scatterpar.train.data_parts import TEST, VAL, Unused, first_names, part_of
-from scatterpar.train.folders import pairs_of_part, visible_folders
+from scatterpar.train.data_parts import TEST, Unused, first_names, labelled
+from scatterpar.train.folders import rows_of_folder
 from scatterpar.train.models import load_model
 from scatterpar.train.predict import scored_files
 from scatterpar.train.records import stoppable, written
@@ -69,60 +69,47 @@ def evaluate(options: EvaluationOptions) -> int:
     model, about = load_model(options.run, options.model)
     class_names = about["class_names"]
     unused = Unused()
-    pairs = _labelled_pictures(options.pictures, class_names, unused)
-    names = [name for name, _ in pairs]
-    labels = [label for _, label in pairs]
+    if not options.pictures.is_dir():
+        raise UsageError(
+            f"{options.pictures} is no folder; pass one with a folder for each class"
+        )
+    rows = rows_of_folder(options.pictures, unused)
+    pictures = labelled(TEST, rows, class_names, unused)
     tally = Tally(len(class_names))
     unreadable = dict[str, str]()
     with stoppable(_STOPPING) as signals:
-        batches = scored_files(options, names, model, about, signals, labels)
+        batches = scored_files(options, pictures, model, about, signals)
         for _, batch, scores in batches:
             unreadable |= dict(batch.broken)
             if len(batch.labels):
                 tally.add(scores, batch.labels, batch.images)
     # Accuracies of a part of the images would look like those of all.
     if signals:
-        print(f"interrupted after {tally.images:,} of {len(names):,} images")
+        print(f"interrupted after {tally.images:,} of {len(pictures):,} images")
         return 128 + signals[0]
     for name, reason in unreadable.items():
         print(printable(f"{name} cannot be read: {reason}"), file=sys.stderr)
     if not tally.images:
-        raise UsageError(f"no picture below {options.pictures} can be read")
+        raise UsageError(
+            f"no picture of the classes {first_names(class_names)} in "
+            f"{options.pictures} can be read; not read: {unused}"
+        )
     measured = {
         "run": str(options.run),
         "pictures": str(options.pictures),
         "images": tally.images,
         **_measured(tally, class_names),
         "unreadable": unreadable,
-        "not_read": dict(+unused.counts),
+        "not_read": dict(unused.counts),
     }
     print(printable(_in_words(measured)))
-    if str(unused):
+    if unused.counts:
         print(printable(f"not read: images or files {unused}"))
     if options.json is not None:
         with written(options.json) as file:
             file.write(json.dumps(measured, indent=1).encode())
         print(f"wrote {options.json}")
     return 0
-
-
-def _labelled_pictures(
-    folder: Path, class_names: Sequence[str], unused: Unused
-) -> list[tuple[str, int]]:
-    """Return the files below the folders of classes, each with its label."""
-    if not folder.is_dir():
-        raise UsageError(f"{folder} is no folder; pass one with a folder per class")
-    pairs = pairs_of_part(folder, class_names, unused)
-    if not pairs:
-        folders = visible_folders(folder)
-        parts = [below for below in folders if part_of(below.name) in (VAL, TEST)]
-        hint = f"; did you mean {parts[0]}?" if parts else ""
-        listed = first_names([below.name for below in folders]) or "none"
-        raise UsageError(
-            f"{folder} has no pictures of the run's classes "
-            f"({first_names(class_names)}); its folders are {listed}{hint}"
-        )
-    return pairs
 
 
 def _measured(tally: Tally, class_names: Sequence[str]) -> dict[str, Any]:

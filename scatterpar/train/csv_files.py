@@ -10,7 +10,6 @@ image,cat,dog       a column per class
 
 from __future__ import annotations
 
-import codecs
 import os
 from collections import defaultdict
 from collections.abc import Sequence
@@ -21,8 +20,8 @@ from scatterpar.train.columns import (
     IMAGE_COLUMNS,
     LABEL_COLUMNS,
     choose_column,
+    class_names_of,
     columns_in_words,
-    label_rows,
     usual_column,
 )
 from scatterpar.train.command_line import Options, UsageError, words_of
@@ -30,7 +29,8 @@ from scatterpar.train.data_parts import (
     TRAIN,
     VAL,
     DataParts,
-    Files,
+    Names,
+    Rows,
     Unused,
     first_names,
     make_parts,
@@ -41,6 +41,7 @@ from scatterpar.train.libraries import installed
 
 ENDINGS = (".csv", ".tsv")
 _DELIMITERS = ",;\t|"
+_ENCODING = "utf-8-sig"  # spreadsheets begin a file with a mark
 _PART_COLUMNS = ("split", "subset", "partition", "set")
 _IS_VALID = "is_valid"  # fastai's: whether a row is for validation
 # As spreadsheets and pandas write them.
@@ -51,52 +52,59 @@ _NO = ("0", "0.0", "false", "False", "FALSE")
 def read_table(path: Path, options: Options) -> DataParts:
     """Find the files that a table lists."""
     table = _read(path)
-    part_column, parts = _parts_of_rows(table)
-    columns = [column for column in table if column != part_column]
+    parts = _parts_of_rows(table)
+    columns = [column for column in table if column != parts.name]
     image = choose_column(columns, IMAGE_COLUMNS, "image", options.column_image)
     others = [column for column in columns if column != image]
-    flags = [column for column in others if table[column].isin(_YES + _NO).all()]
-    is_named = options.column_label or usual_column(others, LABEL_COLUMNS)
-    if len(flags) > 1 and not is_named:
-        label = first_names(flags)
-        table[label] = _classes_of_flags(table, flags, image)
-        columns = [column for column in columns if column not in flags]
-    else:
-        label = choose_column(others, LABEL_COLUMNS, "label", options.column_label)
+    label, labels = _labels(table, others, options)
     folder = path.parent / (options.train_folder or "")
-    places = _places(folder, table[image])
+    rows_of_all = labels.to_frame("label")
+    rows_of_all["place"] = _places(folder, table[image])
+    rows_of_parts = {}
+    for part, rows in rows_of_all.groupby(parts):
+        rows_of_parts[part] = Rows(Names(list(rows["place"])), list(rows["label"]))
     unused = Unused()
-    rows_of_parts = defaultdict[str, list[int]](list)
-    for row, part in enumerate(parts):
-        if part is None:
-            unused.add("of other parts", table[part_column][row])
-        else:
-            rows_of_parts[part].append(row)
-    labels = {part: table[label][rows] for part, rows in rows_of_parts.items()}
-    class_names, pairs_of_parts = label_rows(labels, label, unused)
-    pictures = {}
-    for part, pairs in pairs_of_parts.items():
-        rows = rows_of_parts[part]
-        pictures[part] = Files([(places[rows[row]], number) for row, number in pairs])
-    made = make_parts(pictures, class_names, unused, options.val)
+    without_part = parts.isna()
+    if without_part.any():
+        names = sorted(set(table[parts.name][without_part]))
+        unused.add("of other parts", first_names(names), without_part.sum())
+    class_names = class_names_of(rows_of_parts[TRAIN].labels, label)
+    made = make_parts(rows_of_parts, class_names, unused, options.val)
     made.notes.append(columns_in_words(image, label, columns))
     return made
+
+
+def _labels(table: Any, columns: Sequence[str], options: Options) -> tuple[str, Any]:
+    """Return the column of labels, or all columns of classes, and the label of each
+    row.
+    """
+    flags = [column for column in columns if table[column].isin(_YES + _NO).all()]
+    is_named = options.column_label or usual_column(columns, LABEL_COLUMNS)
+    if is_named or len(flags) < 2:
+        label = choose_column(columns, LABEL_COLUMNS, "label", options.column_label)
+        return label, table[label]
+    is_of_class = table[flags].isin(_YES)
+    has_one_class = is_of_class.sum(axis=1) == 1
+    if not has_one_class.all():
+        raise UsageError(
+            f"row {has_one_class.idxmin() + 1} is not of one of the classes "
+            f"{first_names(flags)}, and the tool trains one class per image: leave out "
+            f"such rows, or pass --column-label {flags[0]} to learn one column"
+        )
+    return first_names(flags), is_of_class.idxmax(axis=1)
 
 
 def _read(path: Path) -> Any:
     """Return a table of texts, by the names of its columns."""
     pandas = installed("pandas", "images")
-    # Spreadsheets save "Unicode text" in UTF-16, which begins with a mark.
-    is_utf_16 = path.read_bytes().startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    encoding = "utf-16" if is_utf_16 else "utf-8-sig"
     try:
-        with path.open(encoding=encoding) as file:
+        with path.open(encoding=_ENCODING) as file:
             # Not pandas' own guess, which takes letters for delimiters.
             delimiter = max(_DELIMITERS, key=file.readline().count)
         table = pandas.read_csv(
             path,
             sep=delimiter,
-            encoding=encoding,
+            encoding=_ENCODING,
             dtype=str,
             keep_default_na=False,  # a class may be called NA
             skipinitialspace=True,
@@ -126,43 +134,22 @@ def _read(path: Path) -> Any:
     return table
 
 
-def _parts_of_rows(table: Any) -> tuple[str, list[str | None]]:
-    """Return the column that says what a row is for, if there is one, and the part of
-    each row.
+def _parts_of_rows(table: Any) -> Any:
+    """Return the part of each row, a column with the name of the table's column that
+    says so.
     """
-    parts: list[str | None]
     for column in table:
         name = column.lower()
         if name == _IS_VALID:
-            parts = [
-                VAL if is_valid else TRAIN for is_valid in table[column].isin(_YES)
-            ]
+            parts = table[column].isin(_YES).map({True: VAL, False: TRAIN})
         elif name in _PART_COLUMNS:
-            parts = [part_of(text) for text in table[column]]
+            parts = table[column].map(part_of)
         else:
             continue
         # Otherwise the column has other values, such as the set of a card.
-        if TRAIN in parts:
-            return column, parts
-    return "", [TRAIN] * len(table)
-
-
-def _classes_of_flags(table: Any, flags: Sequence[str], image: str) -> Any:
-    """Return the class of each row, whose column alone has a one.
-
-    Raises a `UsageError` if a row is of no class or of several.
-    """
-    is_of_class = table[flags].isin(_YES)
-    numbers = is_of_class.sum(axis=1)
-    wrong = numbers[numbers != 1]
-    if len(wrong):
-        row = wrong.index[0]
-        raise UsageError(
-            f"{table[image][row]} is of {wrong[row]} of the classes "
-            f"{first_names(flags)}, and the tool trains one class per image: leave out "
-            f"such rows, or pass --column-label {flags[0]} to learn one column"
-        )
-    return is_of_class.idxmax(axis=1)
+        if (parts == TRAIN).any():
+            return parts
+    return installed("pandas", "images").Series(TRAIN, table.index)
 
 
 def _places(folder: Path, names: Sequence[str]) -> list[str]:

@@ -29,10 +29,9 @@ from scatterpar.train.data_parts import (
     TEST,
     TRAIN,
     DataParts,
-    Files,
+    Names,
     Unused,
     first_names,
-    make_parts,
 )
 from scatterpar.train.folders import read_folders
 from scatterpar.train.hub import PARQUET, is_saved, read_hub
@@ -82,7 +81,7 @@ class Source:
     """Images to train and to test on, with the mean and deviation of their pixels per
     channel.
 
-    Each part is images and labels in memory (a `TensorDataset`), or pictures: `Files`,
+    Each part is images and labels in memory (a `TensorDataset`), or `Pictures`,
     or a library's pairs of a picture and a label.
 
     Attributes:
@@ -170,8 +169,8 @@ class Source:
 
     def _name_of(self, part: str, row: int) -> str:
         pairs = self.parts[part]
-        if isinstance(pairs, Files):
-            return pairs[row][0]
+        if isinstance(getattr(pairs, "sources", None), Names):
+            return str(pairs[row][0])
         return f"{self.name} ({part}), image {row}"
 
     def __str__(self) -> str:
@@ -338,7 +337,7 @@ def open_data(options: Options) -> Source:
     source = make_pictures(options, parts.train, parts.test, parts.class_names)
     source.final = parts.final
     source.notes = list(parts.notes)
-    if str(parts.unused):
+    if parts.unused.counts:
         source.notes.append(f"not read: images or files {parts.unused}")
     return source
 
@@ -421,13 +420,15 @@ def _default_size(model: str, pairs: Any) -> int:
 
 def _of_torchvision(options: Options) -> DataParts:
     """Open a data set of torchvision by timm's name."""
-    pictures = {part: _open_split(options, part) for part in (TRAIN, TEST)}
-    train = pictures[TRAIN]
+    if options.val is not None:
+        raise UsageError("it has images to test on; leave out --val")
+    train = _open_split(options, TRAIN)
     names = getattr(train, "classes", None) or getattr(train, "class_to_idx", None)
     if not names:
         raise UsageError("it does not say what its classes are called")
     class_names = [str(name) for name in names]
-    return make_parts(pictures, class_names, Unused(), options.val)
+    test = _open_split(options, TEST)
+    return DataParts(train, test, None, class_names, Unused())
 
 
 def _open_split(options: Options, part: str) -> Any:

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,8 +29,8 @@ _PART_NAMES = {
 }
 # Ends of a word, as in trainset: the name of the part comes before them.
 _ENDS_OF_WORDS = re.compile("(set|data|images|imgs|pictures|photos)$")
-UNLABELLED = "without a label"
-UNKNOWN_CLASS = "of classes that the training images lack"
+_UNLABELLED = "without a label"
+_UNKNOWN_CLASS = "of classes that the training images lack"
 _NO_TESTS = (
     "there are no images to test on: --val 0.1 tests on a tenth of each class; or make "
     "folders train/ and test/ (or val/) with the classes in each"
@@ -59,27 +59,48 @@ def is_part_name(name: str) -> bool:
     return any(name.lower() in names.split() for names in _PART_NAMES.values())
 
 
-class Files:
-    """Names of files, and their labels: two tensors, which worker processes share."""
+class Names:
+    """Names of files in one tensor, which worker processes share."""
 
-    def __init__(self, pairs: Sequence[tuple[str, int]]) -> None:
+    def __init__(self, names: Sequence[str]) -> None:
         # NumPy pads shorter names with zeros.
-        names = np.array([os.fsencode(name) for name, _ in pairs])
-        letters = names.view(np.uint8).reshape(len(names), -1)
-        self._names = torch.from_numpy(letters)
-        # int32 is enough for classes, and half of the memory of a long list.
-        self.labels = torch.tensor([label for _, label in pairs], dtype=torch.int32)
+        encoded = np.array(list(map(os.fsencode, names)), dtype=np.bytes_)
+        letters = encoded.view(np.uint8).reshape(len(names), encoded.itemsize)
+        self._letters = torch.from_numpy(letters)
+
+    def __len__(self) -> int:
+        return len(self._letters)
+
+    def __getitem__(self, row: int) -> str:
+        letters = bytes(self._letters[row].tolist())
+        return os.fsdecode(letters.rstrip(b"\0"))
+
+
+class Pictures:
+    """Pictures, each with the number of its class.
+
+    Args:
+        sources: `Names` of files, or the pictures of a library.
+        labels: the number of the class of each picture.
+        rows: the places of the pictures in the sources; by default all.
+    """
+
+    def __init__(
+        self, sources: Any, labels: Tensor, rows: Tensor | None = None
+    ) -> None:
+        self.sources = sources
+        self.labels = labels
+        self._rows = torch.arange(len(labels)) if rows is None else rows
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, row: int) -> tuple[str, int]:
-        letters = bytes(self._names[row].tolist())
-        return os.fsdecode(letters.rstrip(b"\0")), int(self.labels[row])
+    def __getitem__(self, row: int) -> tuple[Any, int]:
+        return self.sources[int(self._rows[row])], int(self.labels[row])
 
-    def select(self, rows: Tensor) -> Files:
-        """Return these files only."""
-        return Files([self[row] for row in rows.tolist()])
+    def select(self, rows: Tensor) -> Pictures:
+        """Return these pictures only."""
+        return Pictures(self.sources, self.labels[rows], self._rows[rows])
 
 
 @dataclass
@@ -97,12 +118,12 @@ class Unused:
 
     def __str__(self) -> str:
         reasons = []
-        for reason, number in (+self.counts).items():
+        for reason, number in self.counts.items():
             text = f"{number:,} {reason}"
             if reason in self.names:
                 text += f" ({first_names(sorted(self.names[reason]))})"
             reasons.append(text)
-        return ", ".join(reasons)
+        return ", ".join(reasons) or "nothing"
 
 
 def first_names(names: Sequence[str], most: int = _SHOWN_NAMES) -> str:
@@ -135,8 +156,20 @@ class DataParts:
     notes: list[str] = field(default_factory=list)
 
 
+class Rows(NamedTuple):
+    """Pictures of a part, as a folder, a table or a library lists them.
+
+    Attributes:
+        sources: the pictures, as those of `Pictures`.
+        labels: the name of the class of each picture; empty if it has none.
+    """
+
+    sources: Any
+    labels: Sequence[str]
+
+
 def make_parts(
-    pictures: Mapping[str, Any],
+    rows_of_parts: Mapping[str, Rows],
     class_names: Sequence[str],
     unused: Unused,
     val: float | None,
@@ -145,44 +178,65 @@ def make_parts(
     if there are none to test on.
 
     Args:
-        pictures: the labelled pictures by part; empty parts are left out.
+        rows_of_parts: the pictures by part; there are some to train on.
         class_names: the names of the classes.
-        unused: the files that are not read.
+        unused: the files that are not read; pictures without a class are added.
         val: the part of each class to hold out.
     """
     if len(class_names) < 2:
         raise UsageError(f"two classes are needed, and it has {list(class_names)}")
+    pictures = {}
+    for part, rows in rows_of_parts.items():
+        pictures[part] = labelled(part, rows, class_names, unused)
     train = pictures[TRAIN]
-    notes = []
-    if len(pictures) == 1:
+    tested = [pictures[part] for part in (VAL, TEST) if pictures.get(part)]
+    if tested and val is not None:
+        raise UsageError("it has images to test on; leave out --val")
+    if not tested:
         if val is None:
-            left_aside = f" (not read: {unused})" if str(unused) else ""
-            raise UsageError(f"{_NO_TESTS}{left_aside}")
+            raise UsageError(f"{_NO_TESTS}; not read: {unused}")
         held_in, held_out = split(train.labels, val)
-        first = train.select(held_out)
+        tested = [train.select(held_out)]
         train = train.select(held_in)
-        final = None
-    else:
-        if val is not None:
-            raise UsageError("it has images to test on; leave out --val")
-        first = pictures.get(VAL) or pictures[TEST]
-        final = pictures[TEST] if VAL in pictures and TEST in pictures else None
-    for part in (first, final):
-        if part is not None:
-            notes += _untested_classes(part, class_names)
-    return DataParts(train, first, final, class_names, unused, notes)
+    notes = []
+    for tested_part in tested:
+        present = set(tested_part.labels.tolist())
+        names = [name for label, name in enumerate(class_names) if label not in present]
+        if names:
+            notes.append(
+                "warning: not tested, as there is no picture for it: "
+                f"{first_names(names)}"
+            )
+    final = tested[1] if len(tested) > 1 else None
+    return DataParts(train, tested[0], final, class_names, unused, notes)
 
 
-def _untested_classes(part: Any, class_names: Sequence[str]) -> list[str]:
-    """Return a line that names the classes without a picture to test on."""
-    labels = getattr(part, "labels", None)
-    if labels is None:
-        return []
-    tested = set(labels.tolist())
-    names = [name for label, name in enumerate(class_names) if label not in tested]
-    if not names:
-        return []
-    return [f"warning: not tested, as there is no picture for it: {first_names(names)}"]
+def labelled(
+    part: str, rows: Rows, class_names: Sequence[str], unused: Unused
+) -> Pictures:
+    """Return the pictures of a part that have a class, and count the others."""
+    # Parts that people made by hand differ in the case of a class.
+    numbers = {name.lower(): number for number, name in enumerate(class_names)}
+    numbers |= {name: number for number, name in enumerate(class_names)}
+    pairs = []
+    others = set()
+    for row, label in enumerate(rows.labels):
+        number = numbers.get(label, numbers.get(label.lower()))
+        if number is not None:
+            pairs.append((row, number))
+        elif label:
+            unused.add(_UNKNOWN_CLASS, label)
+            others.add(label)
+        else:
+            unused.add(_UNLABELLED, part)
+    # Competitions keep the labels of test images to themselves, or call all "unknown".
+    if not pairs and (part == TRAIN or len(others) > 1):
+        raise UsageError(
+            f"it has no images to {part} of its classes {first_names(class_names)}; "
+            f"not read: {unused}"
+        )
+    places, labels = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).unbind(1)
+    return Pictures(rows.sources, labels, places)
 
 
 def split(labels: Tensor, val: float) -> tuple[Tensor, Tensor]:

@@ -16,11 +16,10 @@ from scatterpar.train.command_line import Options, UsageError
 from scatterpar.train.data_parts import (
     TEST,
     TRAIN,
-    UNKNOWN_CLASS,
-    UNLABELLED,
     VAL,
     DataParts,
-    Files,
+    Names,
+    Rows,
     Unused,
     first_names,
     is_part_name,
@@ -33,7 +32,6 @@ _MAC_COPY = "__MACOSX"  # a folder that macOS adds to its archives
 # Reasons for which files are not read.
 _HIDDEN = "hidden"
 _OTHER_ENDINGS = "with other endings"
-_NO_CLASS = "outside of the folders of classes"
 _OTHER_FOLDERS = "in other folders"
 _WHICH = (
     "--train-folder NAME and --val-folder NAME say which is which (--train-folder . "
@@ -41,7 +39,6 @@ _WHICH = (
 )
 
 _MOST_PARTS = 10  # of a data set, such as folds
-_Pairs = list[tuple[str, int]]  # names of files and their labels
 
 
 def read_folders(path: Path, options: Options) -> DataParts:
@@ -51,50 +48,47 @@ def read_folders(path: Path, options: Options) -> DataParts:
     if TRAIN in parts:
         train = _unwrapped(parts[TRAIN], TRAIN)
     class_folders = visible_folders(train)
-    if len(class_folders) < 2:
+    class_names = [folder.name for folder in class_folders]
+    if len(class_names) < 2:
         raise UsageError(
             f"{train} needs a folder for each class, two at least; it has "
-            f"{[folder.name for folder in class_folders]}{_hint(train)}"
+            f"{class_names}{_hint(train)}"
         )
-    class_names = [folder.name for folder in class_folders]
     if TRAIN not in parts:
         _refuse_unnamed_parts(class_folders)
     unused = Unused()
-    pictures = {
-        TRAIN: Files(pairs_of_part(train, class_names, unused, is_training=True))
-    }
-    for part, named in parts.items():
-        if part == TRAIN:
-            continue
-        folder = _unwrapped(named, part)
-        # Competitions keep the labels of test/ to themselves, or call all "unknown";
-        # ImageNet's val/ has its labels in a table.
-        names = {entry.name.lower() for entry in visible_folders(folder)}
-        if len(names) < 2 and names.isdisjoint(map(str.lower, class_names)):
-            _leave_aside(folder, UNLABELLED, f"{folder.name}/", unused)
-            continue
-        pairs = pairs_of_part(folder, class_names, unused)
-        if not pairs:
-            raise UsageError(
-                f"{folder} has no pictures of the classes of {train}, "
-                f"{first_names(class_names)}; its folders are "
-                f"{first_names(sorted(names))}"
-            )
-        pictures[part] = Files(pairs)
+    rows_of_parts = {TRAIN: rows_of_folder(train, unused)}
+    for part, folder in parts.items():
+        if part != TRAIN:
+            rows_of_parts[part] = rows_of_folder(_unwrapped(folder, part), unused)
+    empty = set(class_names).difference(rows_of_parts[TRAIN].labels)
+    if empty:
+        raise UsageError(
+            f"{train} lacks pictures of {first_names(sorted(empty))}: it is searched "
+            f"for files that end in {', '.join(endings())}; convert other files, and "
+            f"remove folders without any (not read: {unused})"
+        )
     # With --train-folder . the other folders are the classes.
     if TRAIN in parts and train != path:
         for folder in visible_folders(path):
             if folder not in parts.values():
-                _leave_aside(folder, _OTHER_FOLDERS, f"{folder.name}/", unused)
-    made = make_parts(pictures, class_names, unused, options.val)
+                for _ in files_below(folder, unused):
+                    unused.add(_OTHER_FOLDERS, f"{folder.name}/")
+    made = make_parts(rows_of_parts, class_names, unused, options.val)
     made.notes += _joined_folders(class_folders)
     return made
 
 
-def _leave_aside(folder: Path, reason: str, name: str, unused: Unused) -> None:
-    """Count the files in a folder that is not read."""
-    for _ in files_below(folder, unused):
-        unused.add(reason, name)
+def rows_of_folder(folder: Path, unused: Unused) -> Rows:
+    """Find the pictures in folders of classes, at any depth, and count files that are
+    not read. Pictures beside these folders have no class.
+    """
+    names = list(find_pictures(folder, unused))
+    labels = []
+    for name in names:
+        first, *others = Path(name).relative_to(folder).parts
+        labels.append(first if others else "")
+    return Rows(Names(names), labels)
 
 
 def _joined_folders(class_folders: Sequence[Path]) -> list[str]:
@@ -227,44 +221,6 @@ def visible_folders(path: Path) -> list[Path]:
 
 def _is_hidden(name: str) -> bool:
     return name.startswith(".") or name == _MAC_COPY
-
-
-def pairs_of_part(
-    folder: Path,
-    class_names: Sequence[str],
-    unused: Unused,
-    *,
-    is_training: bool = False,
-) -> _Pairs:
-    """Find the pictures of a part, and count its files that are not read. A part to
-    train on has pictures of all classes.
-    """
-    pairs = _Pairs()
-    empty = []
-    labels = {name: label for label, name in enumerate(class_names)}
-    # Parts that people made by hand differ in the case of a class.
-    by_lower_case = {name.lower(): label for name, label in labels.items()}
-    for entry in sorted(folder.iterdir()):
-        label = labels.get(entry.name, by_lower_case.get(entry.name.lower()))
-        if _is_hidden(entry.name):
-            unused.add(_HIDDEN)
-        elif entry.is_file():
-            unused.add(_NO_CLASS)
-        elif label is None:
-            _leave_aside(entry, UNKNOWN_CLASS, entry.name, unused)
-        else:
-            files = list(find_pictures(entry, unused))
-            pairs += [(file, label) for file in files]
-            if not files:
-                empty.append(entry.name)
-    if empty and is_training:
-        left_aside = f" (not read: {unused})" if str(unused) else ""
-        raise UsageError(
-            f"{folder} lacks pictures of {first_names(empty)}{left_aside}; it is "
-            f"searched for files that end in {', '.join(endings())}: convert other "
-            "files, and remove folders without any"
-        )
-    return pairs
 
 
 def endings() -> tuple[str, ...]:

@@ -7,44 +7,28 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from scatterpar.train.columns import (
     IMAGE_COLUMNS,
     LABEL_COLUMNS,
     choose_column,
+    class_names_of,
     columns_in_words,
-    label_rows,
 )
 from scatterpar.train.command_line import Options, UsageError, words_of
-from scatterpar.train.data_parts import TRAIN, DataParts, Unused, make_parts, part_of
+from scatterpar.train.data_parts import (
+    TRAIN,
+    DataParts,
+    Rows,
+    Unused,
+    make_parts,
+    part_of,
+)
 from scatterpar.train.libraries import installed
 
 PARQUET = ".parquet"
 _SAVED = ("dataset_dict.json", "state.json")  # files of `save_to_disk`
 # Files of other folders that the library reads: parquet, and tables beside pictures.
 _READ = ("*.parquet", "*/*.parquet", "metadata.*", "*/metadata.*")
-
-
-class HubRows:
-    """Rows of a data set: pictures and their labels."""
-
-    def __init__(self, pictures: Any, rows: Tensor, labels: Tensor) -> None:
-        self._pictures = pictures  # a data set of one column
-        self._rows = rows
-        self.labels = labels
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, row: int) -> tuple[Any, int]:
-        (picture,) = self._pictures[int(self._rows[row])].values()
-        return picture, int(self.labels[row])
-
-    def select(self, rows: Tensor) -> HubRows:
-        """Return these rows only."""
-        return HubRows(self._pictures, self._rows[rows], self.labels[rows])
 
 
 def is_saved(folder: Path) -> bool:
@@ -69,17 +53,14 @@ def read_hub(name: str, options: Options) -> DataParts:
         raise UsageError(f"it has no split to train on; its splits are {list(splits)}")
     image, label = _columns(train.features, options)
     image_type = installed("datasets", "datasets").Image()
-    names = getattr(train.features[label], "names", None)
-    labels = {part: _labels(dataset, label) for part, dataset in parts.items()}
-    class_names, pairs_of_parts = label_rows(labels, label, unused, names)
-    pictures = {}
-    for part, pairs in pairs_of_parts.items():
-        rows, numbers = torch.tensor(pairs).unbind(1)
-        # Other columns would be decoded with each row.
-        column = parts[part].select_columns([image])
-        column = column.cast_column(image, image_type)
-        pictures[part] = HubRows(column, rows, numbers)
-    made = make_parts(pictures, class_names, unused, options.val)
+    rows_of_parts = {}
+    for part, dataset in parts.items():
+        pictures = dataset.cast_column(image, image_type)[image]
+        rows_of_parts[part] = Rows(pictures, _labels(dataset, label))
+    class_names = getattr(train.features[label], "names", None)
+    if class_names is None:
+        class_names = class_names_of(rows_of_parts[TRAIN].labels, label)
+    made = make_parts(rows_of_parts, class_names, unused, options.val)
     made.notes.append(columns_in_words(image, label, list(train.features)))
     return made
 
@@ -124,16 +105,17 @@ def _columns(features: Any, options: Options) -> tuple[str, str]:
     return image, label
 
 
-def _labels(dataset: Any, column: str) -> list[Any]:
-    """Return the label of each row as text or number; None if there is none."""
+def _labels(dataset: Any, column: str) -> list[str]:
+    """Return the label of each row as text; empty if there is none."""
     feature = dataset.features.get(column)
     if feature is None:
-        return [None] * len(dataset)
-    labels = list(dataset.select_columns([column])[column])
-    # The names of this part: another part may have them in another order.
-    names = getattr(feature, "names", None)
-    if names is None:
-        return labels
-    # The hub's sets number an unknown label as -1.
-    numbered = dict(enumerate(names))
-    return [numbered.get(label) for label in labels]
+        return [""] * len(dataset)
+    # The names of this part: another part may have them in another order. The hub's
+    # sets number an unknown label as -1.
+    names = dict(enumerate(getattr(feature, "names", ())))
+    labels = []
+    for label in dataset[column]:
+        is_missing = label is None or label != label  # NaN
+        text = "" if is_missing else str(label)
+        labels.append(names.get(label, "") if names else text)
+    return labels

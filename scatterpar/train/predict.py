@@ -21,9 +21,9 @@ from scatterpar import ScatterOnceParallel
 from scatterpar.train import command_line
 from scatterpar.train.command_line import UsageError, exit_code_of, printable, read
 from scatterpar.train.data import BatchRequest, Images, make_pictures
-from scatterpar.train.data_parts import TEST, Files, Unused
+from scatterpar.train.data_parts import TEST, Names, Pictures, Unused
 from scatterpar.train.feed import Feed
-from scatterpar.train.folders import endings, files_below, is_picture
+from scatterpar.train.folders import files_below
 from scatterpar.train.model_training import choose_devices, scored
 from scatterpar.train.models import load_model
 from scatterpar.train.progress import Progress
@@ -70,27 +70,25 @@ def main(arguments: Sequence[str]) -> int:
 
 def predict(options: PredictOptions) -> int:
     """Write the classes of all pictures."""
-    pictures = options.pictures
-    if not pictures.exists():
-        raise UsageError(f"{pictures} is not here; pass an image or a folder of images")
+    place = options.pictures
     if options.resume and options.out is None:
         raise UsageError("--resume goes on with --out, which is missing")
+    names = [str(place)]
+    start = place.parent
+    if place.is_dir():
+        names = sorted(files_below(place, Unused()))
+        start = place
+    if not (place.exists() and names):
+        raise UsageError(f"{place} is not here, or empty; pass an image, or a folder")
     model, about = load_model(options.run, options.model)
     class_names = about["class_names"]
-    names = [str(pictures)]
-    start = pictures.parent
-    if pictures.is_dir():
-        names = sorted(files_below(pictures, Unused()))
-        start = pictures
-        if not any(map(is_picture, names)):
-            listed = ", ".join(endings())
-            raise UsageError(f"{pictures} lacks pictures: files that end in {listed}")
     top = min(options.top, len(class_names))
     written = 0
     reasons = dict[str, str]()  # why a file has no class
     with Table(options, start, top) as table, stoppable(_STOPPING) as signals:
         names = [name for name in names if table.place(name) not in table.earlier]
-        batches = scored_files(options, names, model, about, signals)
+        pictures = Pictures(Names(names), torch.arange(len(names)))
+        batches = scored_files(options, pictures, model, about, signals)
         for batch_names, batch, scores in batches:
             reasons |= dict(batch.broken)
             best = scores.softmax(1).topk(top)
@@ -125,47 +123,43 @@ def predict(options: PredictOptions) -> int:
 
 def scored_files(
     options: Any,
-    names: Sequence[str],
+    pictures: Pictures,
     model: Any,
     about: dict[str, Any],
     signals: Sequence[int],
-    labels: Sequence[int] | None = None,
-) -> Iterator[tuple[Sequence[str], Images, Tensor]]:
+) -> Iterator[tuple[list[str], Images, Tensor]]:
     """Yield batches of files: their names, their readable images, and the scores of
     these, until there is a signal.
 
     Args:
         options: those of a command, with devices and workers.
-        names: the files.
-        model: the model of a run, and what `load_model` returned about it.
-        about: the same.
+        pictures: the files.
+        model: the model of a run.
+        about: what `load_model` returned beside the model.
         signals: receives the numbers of signals.
-        labels: the labels of the files; by default their rows.
     """
-    if not names:
+    if not pictures:
         return
-    files = Files(list(zip(names, labels or range(len(names)), strict=True)))
+    class_names = about["class_names"]
     settings = command_line.Options(
         image_size=about["image_shape"][1], augment="none", workers=options.workers
     )
-    source = make_pictures(settings, files, files, about["class_names"])
+    source = make_pictures(settings, pictures, pictures, class_names)
+    number = len(pictures)
+    requests = [BatchRequest(TEST, rows) for rows in torch.arange(number).split(_ROWS)]
     devices = choose_devices(options.devices)
-    rows_of_batches = torch.arange(len(files)).split(_ROWS)
+    model = model.to(devices[0]).eval()
+    size = options.micro_batch_size
     done = 0
     with (
-        ScatterOnceParallel(
-            model.to(devices[0]).eval(),
-            device_ids=devices,
-            micro_batch_size=options.micro_batch_size,
-        ) as engine,
-        Feed(source, [BatchRequest(TEST, rows) for rows in rows_of_batches]) as feed,
-        Progress(len(files), file=sys.stderr) as progress,
+        ScatterOnceParallel(model, device_ids=devices, micro_batch_size=size) as engine,
+        Feed(source, requests) as feed,
+        Progress(number, file=sys.stderr) as progress,
     ):
-        classes = len(about["class_names"])
-        for request, batch, scores in scored(engine, feed, len(files), classes):
-            first = done
-            done += len(request.rows)
-            yield names[first:done], batch, scores
+        for request, batch, scores in scored(engine, feed, number, len(class_names)):
+            names = [pictures[row][0] for row in request.rows.tolist()]
+            yield names, batch, scores
+            done += len(names)
             progress.report(done)
             if signals:
                 return

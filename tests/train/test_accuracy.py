@@ -70,12 +70,9 @@ def test_folder_with_some_of_the_classes(run, pictures, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("place", "words"),
     [
-        (
-            "new",
-            r"run's classes \(Bag, .*\); its folders are test, train; did you mean",
-        ),
-        ("new/test/Bag", "its folders are none"),
-        ("absent", "is no folder; pass one with a folder per class"),
+        ("new", r"of its classes Bag, .*; not read: 21 of classes .*\(test, train\)"),
+        ("new/test/Bag", r"no picture of the classes Bag, .* 6 without a label"),
+        ("absent", "is no folder; pass one with a folder for each class"),
     ],
 )
 def test_folder_of_no_class_refused(run, pictures, tmp_path, capsys, place, words):

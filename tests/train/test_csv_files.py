@@ -88,17 +88,10 @@ def test_column_is_valid_divides_rows(folder, flags):
     }
 
 
-def test_table_may_be_in_utf_16(folder):
-    lines = ["image,label", *(f"{number},{'čd'[number % 2]}" for number in range(12))]
-    (folder / "train.csv").write_text("\n".join(lines), encoding="utf-16")
-    parts = read_table(folder / "train.csv", Options(val=0.2))
-    assert parts.class_names == ["d", "č"]
-
-
 def test_unlabelled_rows_left_aside(folder):
     table = write(folder, "image,label", lambda n: f"{n},{'xy'[n % 2] if n else ''}")
     parts = read_table(table, Options(val=0.2))
-    assert str(parts.unused) == "1 without a label"
+    assert str(parts.unused) == "1 without a label (train)"
 
 
 @pytest.mark.parametrize(
@@ -106,8 +99,8 @@ def test_unlabelled_rows_left_aside(folder):
     [
         ("a,b", lambda n: f"{n}.png,cat", "--column-image NAME, one of a, b"),
         ("a.png,cat", lambda n: f"{n}.png,cat", "no names of columns, but a.png, cat"),
-        ("image,cat,dog", lambda n: f"{n},1,{n % 2}", "1 is of 2 of the classes cat, "),
-        ("image,cat,dog", lambda n: f"{n},0,{n % 2}", "0 is of 0 of the classes cat, "),
+        ("image,cat,dog", lambda n: f"{n},1,{n % 2}", "row 2 is not of one of .*s cat"),
+        ("image,cat,dog", lambda n: f"{n},0,{n % 2}", "row 1 is not of one of .*s cat"),
         ("image,tags", lambda n: f"{n},{'ab'[n % 2]};b", "several classes .* .a;b"),
         ("image,label", lambda n: f"{n + 2}.png,x", "2 of its 12 images are not below"),
         ("image,label", lambda n: f"/far/{n}.png,x", "12 of its 12 images are not"),
@@ -149,7 +142,8 @@ def test_path_of_a_picture_may_lead_anywhere(folder):
 
 
 def test_text_that_is_no_table_is_refused(folder):
-    for text in ("é,ü\n1,2\n".encode("latin-1"), b"", b"image,label\n , \n"):
+    utf_16 = "image,label\n1,č\n".encode("utf-16")
+    for text in (utf_16, "é,ü\n".encode("latin-1"), b"", b"image,label\n , \n"):
         (folder / "train.csv").write_bytes(text)
         with pytest.raises(UsageError, match=r"iconv -f latin1|no rows below"):
             read_table(folder / "train.csv", Options(val=0.2))

@@ -12,9 +12,12 @@ from scatterpar.train.data_parts import (
     TEST,
     TRAIN,
     VAL,
-    Files,
+    Names,
+    Pictures,
+    Rows,
     Unused,
     first_names,
+    labelled,
     make_parts,
     part_of,
     split,
@@ -35,7 +38,7 @@ def test_part_is_a_word_of_the_name(name, part):
 
 def test_any_file_name_is_kept():
     listed = ["a/ü x.jpg", os.fsdecode(b"b/\xff.png"), "c.jpg", "n01/n01_17.JPEG"]
-    files = Files([(name, label) for label, name in enumerate(listed)])
+    files = Pictures(Names(listed), torch.arange(4))
     assert [files[row] for row in range(4)] == [
         (name, row) for row, name in enumerate(listed)
     ]
@@ -57,25 +60,61 @@ def test_split_tests_every_class_of_two(val):
     assert torch.equal(held_out, split(labels, val)[1])
 
 
-def files(*labels):
-    return Files([(f"{row}.png", label) for row, label in enumerate(labels)])
+CLASSES = ["a", "b", "c"]
+
+
+def rows(labels):
+    """Files with these labels, a letter each; a dot has none."""
+    labels = ["" if label == "." else label for label in labels]
+    return Rows(Names([f"{row}.png" for row in range(len(labels))]), labels)
+
+
+def numbers(pictures):
+    return [pictures[row] for row in range(len(pictures))]
+
+
+def test_labels_become_numbers_of_classes():
+    unused = Unused()
+    pictures = labelled(TEST, rows("b.ax.B"), CLASSES, unused)
+    assert numbers(pictures) == [("0.png", 1), ("2.png", 0), ("5.png", 1)]
+    said = "2 without a label (test), 1 of classes that the training images lack (x)"
+    assert str(unused) == said
+    for labels in ("..", "xxx"):  # as of competitions
+        assert not len(labelled(TEST, rows(labels), CLASSES, unused))
+    for part, labels in ((TEST, "xy"), (TRAIN, "x"), (TRAIN, "..")):
+        words = f"no images to {part} of its classes a, b, c; not read: .* without a l"
+        with pytest.raises(UsageError, match=words):
+            labelled(part, rows(labels), CLASSES, unused)
+    cases = labelled(TRAIN, rows("aAbB"), ["A", "a", "b"], unused)
+    assert cases.labels.tolist() == [1, 0, 2, 2]
+
+
+def test_part_without_labels_is_not_tested():
+    listed = {TRAIN: rows("aabbcc"), VAL: rows(".."), TEST: rows("abc")}
+    parts = make_parts(listed, CLASSES, Unused(), None)
+    assert (len(parts.train), len(parts.test), parts.final) == (6, 3, None)
+    parts = make_parts(listed | {VAL: rows("cc.")}, CLASSES, Unused(), None)
+    assert (parts.test.labels.tolist(), len(parts.final)) == ([2, 2], 3)
+    assert parts.notes == ["warning: not tested, as there is no picture for it: a, b"]
 
 
 def test_untested_class_is_told():
-    pictures = {TRAIN: files(0, 0, 1, 2, 2, 2)}
-    parts = make_parts(pictures, ["a", "b", "c"], Unused(), 0.3)
+    listed = {TRAIN: rows("aabccc")}
+    parts = make_parts(listed, CLASSES, Unused(), 0.3)
     assert parts.notes == ["warning: not tested, as there is no picture for it: b"]
     with pytest.raises(UsageError, match="it has images to test on"):
-        make_parts(pictures | {TEST: files(0, 1)}, ["a", "b", "c"], Unused(), 0.3)
+        make_parts(listed | {TEST: rows("ab")}, CLASSES, Unused(), 0.3)
     with pytest.raises(UsageError, match="two classes are needed"):
-        make_parts(pictures, ["a"], Unused(), 0.3)
+        make_parts(listed, ["a"], Unused(), 0.3)
 
 
 def test_untestable_set_tells_what_is_left_aside():
     unused = Unused()
     unused.add("without a label", "val/", 4)
-    with pytest.raises(UsageError, match=r"--val 0.1 .*: 4 without a label \(val/\)"):
-        make_parts({TRAIN: files(0, 1)}, ["a", "b"], unused, None)
+    with pytest.raises(
+        UsageError, match=r"--val 0.1 .*; not read: 4 without a label \(val/\)"
+    ):
+        make_parts({TRAIN: rows("ab")}, ["a", "b"], unused, None)
 
 
 def test_long_list_is_cut():

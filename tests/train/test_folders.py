@@ -5,6 +5,7 @@ out.
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 from harness.pictures import CLASSES, write_folder
@@ -70,7 +71,7 @@ def test_part_names_ignore_case(tmp_path, train, test):
     assert folders.class_names == ["cat", "dog"]
     assert (len(folders.train), len(folders.test), folders.final) == (6, 4, None)
     assert folders.train[0] == (str(tmp_path / train / "cat" / "0.png"), 0)
-    assert str(folders.unused) == ""
+    assert str(folders.unused) == "nothing"
 
 
 @pytest.mark.pictures
@@ -166,11 +167,15 @@ def test_class_may_be_called_like_a_part(tmp_path, names):
 def test_unlabelled_folder_left_aside(tmp_path, unlabelled):
     parts(tmp_path, "train", pictures=4)
     make(tmp_path, unlabelled)
-    name = unlabelled.partition("/")[0]
-    refused(rf"no images to test on: --val 0.1.* 1 without a label \({name}/", tmp_path)
+    part, *folders = unlabelled.lower().split("/")[:-1]
+    words = f"1 without a label ({part})"
+    if folders:
+        words = f"1 of classes that the training images lack ({folders[0]})"
+    refused(rf"no images to test on: --val 0.1.* {re.escape(words)}", tmp_path)
     folders = read_folders(tmp_path, 0.25)
     assert (len(folders.train), len(folders.test)) == (6, 2)
-    assert "1 without a label" in str(folders.unused)
+    assert words in str(folders.unused)
+    name = unlabelled.partition("/")[0]
     labelled = "val" if name.lower() == "test" else "test"
     parts(tmp_path, labelled)
     assert len(read_folders(tmp_path).test) == 4
@@ -221,11 +226,11 @@ def test_pictures_without_classes_refused(tmp_path):
 def test_missing_class_refused_in_train_told_in_val(tmp_path):
     parts(tmp_path, "train", "test")
     (tmp_path / "train" / "hat").mkdir()
-    refused(r"train lacks pictures of hat; it is searched .*\.jpg, ", tmp_path)
+    refused(r"train lacks pictures of hat: it is searched .*\.jpg, ", tmp_path)
     make(tmp_path, "train/hat/1.png", "test/hat/1.gif")
     assert "no picture for it: hat" in read_folders(tmp_path).notes[0]
     parts(tmp_path, "val", classes=("other", "names"))
-    words = "val has no pictures of the classes of .*, cat, dog, hat; its folders are n"
+    words = "no images to val of its classes cat, dog, hat; .*lack .names, other"
     refused(words, tmp_path)
 
 
@@ -255,9 +260,9 @@ def test_unread_files_are_counted(tmp_path):
     assert (len(folders.train), len(folders.test)) == (4, 4)
     said = str(folders.unused)
     for words in (
-        "4 with other endings (.TXT, .gif, .heic, none)",
-        "4 hidden",
-        "2 outside of the folders of classes",
+        "5 with other endings (.TXT, .csv, .gif, .heic, none)",
+        "2 hidden",
+        "1 without a label (train)",
         "2 of classes that the training images lack (hat)",
         "4 in other folders (raw/)",
     ):

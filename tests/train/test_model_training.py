@@ -24,7 +24,7 @@ from scatterpar.train import data as data_module
 from scatterpar.train import models as models_module
 from scatterpar.train.command_line import UsageError, parse
 from scatterpar.train.data import Source, load
-from scatterpar.train.data_parts import Files
+from scatterpar.train.data_parts import Names, Pictures
 from scatterpar.train.feed import Feed
 from scatterpar.train.model_training import (
     Training,
@@ -388,7 +388,9 @@ def network_of_library(monkeypatch, are_cached):
 
 def start(processes, *options):
     files = toy_data()
-    files.train = Files([("a.png", 0), ("b.png", 1)])  # pictures in files
+    files.train = Pictures(
+        Names(["a.png", "b.png"]), torch.arange(2)
+    )  # pictures in files
     options = parse(["--model", "timm:toy", *options])
     model, chosen = start_model(options, files, None, processes)
     return model.network[1].weight, chosen, files.notes

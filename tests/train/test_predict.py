@@ -156,7 +156,7 @@ def test_wrong_arguments_told_in_words(folder, finished, tmp_path, capsys):
     broken = tmp_path / "broken.png"
     broken.write_bytes(b"<html>")
     for words, *arguments in (
-        ("empty lacks pictures", best, tmp_path / "empty"),
+        ("empty is not here, or empty", best, tmp_path / "empty"),
         ("absent.png is not here", best, tmp_path / "absent.png"),
         ("there is no .*absent.pt; name the folder", folder / "absent.pt", folder),
         (

@@ -29,8 +29,8 @@ from scatterpar.train.data_parts import (
     TRAIN,
     VAL,
     DataParts,
+    ListedPictures,
     Names,
-    Rows,
     Unused,
     first_names,
     make_parts,
@@ -62,7 +62,9 @@ def read_table(path: Path, options: Options) -> DataParts:
     rows_of_all["place"] = _places(folder, table[image])
     rows_of_parts = {}
     for part, rows in rows_of_all.groupby(parts):
-        rows_of_parts[part] = Rows(Names(list(rows["place"])), list(rows["label"]))
+        rows_of_parts[part] = ListedPictures(
+            Names(list(rows["place"])), list(rows["label"])
+        )
     unused = Unused()
     without_part = parts.isna()
     if without_part.any():

@@ -156,7 +156,7 @@ class DataParts:
     notes: list[str] = field(default_factory=list)
 
 
-class Rows(NamedTuple):
+class ListedPictures(NamedTuple):
     """Pictures of a part, as a folder, a table or a library lists them.
 
     Attributes:
@@ -169,7 +169,7 @@ class Rows(NamedTuple):
 
 
 def make_parts(
-    rows_of_parts: Mapping[str, Rows],
+    rows_of_parts: Mapping[str, ListedPictures],
     class_names: Sequence[str],
     unused: Unused,
     val: float | None,
@@ -212,7 +212,7 @@ def make_parts(
 
 
 def labelled(
-    part: str, rows: Rows, class_names: Sequence[str], unused: Unused
+    part: str, rows: ListedPictures, class_names: Sequence[str], unused: Unused
 ) -> Pictures:
     """Return the pictures of a part that have a class, and count the others."""
     # Parts that people made by hand differ in the case of a class.

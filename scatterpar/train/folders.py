@@ -18,8 +18,8 @@ from scatterpar.train.data_parts import (
     TRAIN,
     VAL,
     DataParts,
+    ListedPictures,
     Names,
-    Rows,
     Unused,
     first_names,
     is_part_name,
@@ -79,7 +79,7 @@ def read_folders(path: Path, options: Options) -> DataParts:
     return made
 
 
-def rows_of_folder(folder: Path, unused: Unused) -> Rows:
+def rows_of_folder(folder: Path, unused: Unused) -> ListedPictures:
     """Find the pictures in folders of classes, at any depth, and count files that are
     not read. Pictures beside these folders have no class.
     """
@@ -88,7 +88,7 @@ def rows_of_folder(folder: Path, unused: Unused) -> Rows:
     for name in names:
         first, *others = Path(name).relative_to(folder).parts
         labels.append(first if others else "")
-    return Rows(Names(names), labels)
+    return ListedPictures(Names(names), labels)
 
 
 def _joined_folders(class_folders: Sequence[Path]) -> list[str]:

@@ -18,7 +18,7 @@ from scatterpar.train.command_line import Options, UsageError, words_of
 from scatterpar.train.data_parts import (
     TRAIN,
     DataParts,
-    Rows,
+    ListedPictures,
     Unused,
     make_parts,
     part_of,
@@ -56,7 +56,7 @@ def read_hub(name: str, options: Options) -> DataParts:
     rows_of_parts = {}
     for part, dataset in parts.items():
         pictures = dataset.cast_column(image, image_type)[image]
-        rows_of_parts[part] = Rows(pictures, _labels(dataset, label))
+        rows_of_parts[part] = ListedPictures(pictures, _labels(dataset, label))
     class_names = getattr(train.features[label], "names", None)
     if class_names is None:
         class_names = class_names_of(rows_of_parts[TRAIN].labels, label)

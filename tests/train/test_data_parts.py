@@ -12,9 +12,9 @@ from scatterpar.train.data_parts import (
     TEST,
     TRAIN,
     VAL,
+    ListedPictures,
     Names,
     Pictures,
-    Rows,
     Unused,
     first_names,
     labelled,
@@ -66,7 +66,7 @@ CLASSES = ["a", "b", "c"]
 def rows(labels):
     """Files with these labels, a letter each; a dot has none."""
     labels = ["" if label == "." else label for label in labels]
-    return Rows(Names([f"{row}.png" for row in range(len(labels))]), labels)
+    return ListedPictures(Names([f"{row}.png" for row in range(len(labels))]), labels)
 
 
 def numbers(pictures):

@@ -267,11 +267,11 @@ class Workers:
     ) -> list[Any]:
         """Call ``modules[i](*inputs[i])`` on ``devices[i]``, in parallel.
 
-        A single call runs in the caller's thread. On the CPU as many calls start as
-        there are cores: short calls that compete for cores and for the GIL cost several
-        times as much. But calls may wait for each other, so all start soon: after
-        ``at_once`` calls the next ones start 10 ms later. Calls that share a thread
-        (``threads_of``) run one after the other.
+        A single call without ``seconds`` runs in the caller's thread. On the CPU as
+        many calls start as there are cores: short calls that compete for cores and for
+        the GIL cost several times as much. But calls may wait for each other, so all
+        start soon: after ``at_once`` calls the next ones start 10 ms later. Calls that
+        share a thread (``threads_of``) run one after the other.
 
         If a call fails, ``cancel`` is set, the others are waited for, and the error of
         the lowest replica is raised, with the others in its notes. So is an interrupt.
@@ -279,7 +279,8 @@ class Workers:
         threads; then ``abandoned`` is true.
         """
         memory.tune_malloc(devices[0])
-        if len(modules) == 1:
+        # With a limit it needs a thread that can be abandoned.
+        if len(modules) == 1 and seconds is None:
             device = devices[0]
             with (
                 streams.use_device(device, ()),

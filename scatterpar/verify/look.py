@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
 from itertools import chain
-from threading import Event
 from typing import Any
 
 import torch
@@ -57,11 +56,9 @@ from scatterpar.verify.verdicts import (
     verdict_of,
 )
 
-# A look that takes longer runs on the other replicas, too, because user code may wait
-# for them; after twice the time it is inconclusive.
-PATIENCE_SECONDS = 20.0
-# The workers' limit: the look itself ends at twice the patience, unless a call waits.
-_WORKERS_PATIENCE = 2.2
+PATIENCE_SECONDS = 40.0  # a look that takes longer is inconclusive
+# The workers' limit: the look itself ends in time, unless a call waits.
+_WORKERS_PATIENCE = 1.1
 _PATIENCE = 4  # with code that fails for a few rows
 _MAX_ROWS_OF_BATCH = 256
 _MAX_PARTS_OF_STEP = 16  # a look at all of them costs as much as a step
@@ -109,62 +106,42 @@ def look(
     attempt: Attempt,
     request: Request,
     plan: Plan,
-    tasks: Sequence[ReplicaTask],
+    task: ReplicaTask,
     choice: RowChoice,
     most: int,
 ) -> Findings:
-    """The findings of the first replica's look at up to ``most`` rows.
+    """The findings of a replica's look at up to ``most`` rows.
 
     ``plan`` says how the step, or its loop, would divide the rows of the request.
-
-    User code may wait for the other replicas, for example at a barrier. So if the look
-    takes long, the others do the same with their own modules.
 
     Raises:
         Inconclusive: the look could not tell.
     """
-    # All replicas have one deadline, because they may wait for each other.
-    deadline = time.monotonic() + 2 * PATIENCE_SECONDS
+    runs = Runs(attempt, request, task, time.monotonic() + PATIENCE_SECONDS)
     takes_turns = attempt.threads.scope in (Scope.LOSS, Scope.FUNCTION)
-    looks = []
-    for task in tasks:
-        runs = Runs(attempt, request, task, deadline)
-        looks.append(ReplicaLook(runs, request, plan, task, choice, takes_turns))
-    has_ended = Event()
-    begun: list[ReplicaLook] = []
+    replica_look = ReplicaLook(runs, request, plan, task, choice, takes_turns)
 
-    def run(replica_look: ReplicaLook) -> Findings | None:
-        is_first = replica_look is looks[0]
-        if not is_first and has_ended.wait(PATIENCE_SECONDS):
-            return None
-        begun.append(replica_look)
-        try:
-            with replica_look.runs.user_code.isolated():
-                # In a copy: what calls set in context variables is gone with it.
-                return copy_context().run(replica_look.answer, most)
-        finally:
-            has_ended.set()
+    def run() -> Findings:
+        with runs.user_code.isolated():
+            # In a copy: what calls set in context variables is gone with it.
+            return copy_context().run(replica_look.answer, most)
 
-    apply = attempt.threads.workers.parallel_apply
-    devices = [task.share.device for task in tasks]
-    arguments = [(replica_look,) for replica_look in looks]
-    limit = _WORKERS_PATIENCE * PATIENCE_SECONDS
+    device = task.share.device
+    workers = attempt.threads.workers
+    # A call of one replica alone waits for no other, and runs in the caller's thread.
+    is_alone = len(attempt.plan.shares) == 1
+    seconds = None if is_alone else _WORKERS_PATIENCE * PATIENCE_SECONDS
     try:
-        with warnings_dropped(), _without_tf32(tasks[0].share.device):
-            functions = [run] * len(looks)
-            findings: list[Any] = apply(functions, arguments, devices, seconds=limit)
-        first: Findings = findings[0]
-        return first
-    except Overdue:  # inside a call
-        # The first one last, because its journal is the oldest.
-        for replica_look in reversed(looks):
-            replica_look.runs.user_code.end()
+        with warnings_dropped(), _without_tf32(device):
+            findings: list[Any] = workers.parallel_apply(
+                [run], [()], [device], seconds=seconds
+            )
+    except Overdue:  # inside a call, which may wait for another replica
+        runs.user_code.end()
         why = "a call waits for something that does not come"
         raise Inconclusive(why, patience=1, is_final=True) from None
-    finally:
-        if len(begun) > 1:
-            # The others have restored what the first had changed when they began.
-            apply([looks[0].runs.user_code.restore], [()], devices[:1])
+    first: Findings = findings[0]
+    return first
 
 
 def _without_tf32(device: torch.device) -> contextlib.AbstractContextManager[None]:

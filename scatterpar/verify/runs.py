@@ -94,8 +94,6 @@ class Runs:
     """Runs of one replica, and of the user's own module and criterion, over rows of one
     batch, under the same conditions.
 
-    Replicas other than the first use their own module as the user's.
-
     Attributes:
         own_task: the replica's task, with the user's module and criterion in its place.
         replica_task: the replica's task.
@@ -119,7 +117,7 @@ class Runs:
         # Apart, so that a run that needs the outputs alone copies no targets.
         self._inputs = request.batches[0].without_targets()
         self._targets = request.batches[0].without_inputs()
-        user_module: Any = task.module if task.share.replica else replica_sets[0].root
+        user_module = replica_sets[0].root
         self.own_task = replace(task, module=user_module, criterion=request.criterion)
         self.replica_task = task
         # Replicas share these: a call that writes one is refused. Those of a teacher in

@@ -301,7 +301,8 @@ class Question:
             is_as_in_step=looks == _LOOK_AS_IN_STEP,
         )
         most = self._most_rows(is_first=not looks)
-        return look(self.attempt, self.request, self.plan, self.tasks, choice, most)
+        task = self.tasks[0]
+        return look(self.attempt, self.request, self.plan, task, choice, most)
 
     def _ignored(self) -> list[int]:
         """Labels that the loss may ignore."""

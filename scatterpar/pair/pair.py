@@ -327,7 +327,7 @@ class DataParallelCriterion(_OfPair[Criterion]):
             batch = batch_of(None, targets, plan.rows, self.dim)
             request = Request([batch], self.dim, self.module, resolved, count)
             if self.verify and len(outputs) > 1:
-                self._looks.check(request, plan, outputs)
+                self._looks.check(request, plan, outputs, self._workers)
             pieces = scatter_owned(targets, plan, self.dim, transfers)
             calls = list(zip(outputs, pieces, strict=True))
             weights = compute_loss_weights(request, plan, calls)

@@ -6,7 +6,7 @@ in plain torch, and in parts, as it is about to. If loss or gradient differ by m
 rounding, it refuses before anything changes, and says what would be right::
 
     verifier            the engine's looks: errors and warnings
-      looks             what engine and pair count and tell dropped_warnings
+      look_times        what engine and pair count and tell dropped_warnings
       schedule          when to look                        ranges, of labels
       choice            which of a loop's candidates holds
       rows              which rows, in which parts
@@ -18,10 +18,10 @@ rounding, it refuses before anything changes, and says what would be right::
         measurements    outputs, memory, state that moves
         user_code       restores what runs have changed     dropped_records
         nudges          what rounding makes of results
-        evidence        results, and further runs on demand output_differences
+        look_losses     results, and further runs on demand output_differences
         verdicts        words for the cause, which is of the list in ``causes``
       join_check        the order of entries in outputs
-    output_looks        the pair's looks: the losses of its outputs alone
+    output_looks        the pair's looks: rows of its outputs in the place of a module's
     gradient_check      ``engine.check``: the same question over all rows of a step
     rounding            how far rounding may change results
     comparison          losses and gradients beside each other

@@ -117,11 +117,6 @@ def weighted_sum(results: Sequence[Result], weights: Sequence[float] = ()) -> Re
     return total.result
 
 
-def num_with_gradient(results: Sequence[Result]) -> int:
-    """The number of results of which a gradient is not zero."""
-    return sum(result.has_gradient for result in results)
-
-
 def relative_difference(
     actual: LeafGradients, expected: LeafGradients
 ) -> tuple[float, int]:

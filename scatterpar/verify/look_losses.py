@@ -15,7 +15,6 @@ from torch import Tensor
 from scatterpar.batch import nested
 from scatterpar.batch.batch import batch_of
 from scatterpar.causes.counts import (
-    IGNORED,
     Count,
     NamedTensor,
     counts_of,
@@ -48,10 +47,10 @@ _NOTHING_BUT_ROUNDING = 0.4
 
 
 @dataclass(eq=False)
-class Losses(SplitEvidence):
+class Evidence(SplitEvidence):
     """The losses of some rows, at once and in parts, and how the engine combines them.
 
-    This is all that the pair knows of a cause.
+    Further runs are made when a cause asks for them.
 
     Attributes:
         request: the call, with the batch.
@@ -62,6 +61,9 @@ class Losses(SplitEvidence):
         actual: the sum of the results of the parts, as the engine combines them.
         tolerance: the largest difference between two right results.
         ignored: labels that the loss may ignore.
+        runs: makes further runs.
+        draws_steadily: the parts drew as many random numbers as all rows at once did.
+        moved: the names of state that each part has moved.
     """
 
     weight_error = 1e-9  # the weights of a count are computed, not measured
@@ -72,18 +74,16 @@ class Losses(SplitEvidence):
     step_weights: Sequence[float]
     expected: Result
     actual: Result
-    tolerance: float = 0.0
-    ignored: Sequence[int] = IGNORED
+    tolerance: float
+    ignored: Sequence[int]
+    runs: Runs
+    draws_steadily: bool
+    moved: Sequence[str]
 
     @property
     def name(self) -> str:
         """The criterion, as texts name it."""
         return name_of(self.request)
-
-    @property
-    def limit(self) -> float:
-        """The largest difference that rounding explains."""
-        return self.tolerance
 
     @property
     def num_rows(self) -> int:
@@ -96,21 +96,12 @@ class Losses(SplitEvidence):
         return self.actual.difference_from(self.expected)
 
     @cached_property
-    def results_of_parts(self) -> Sequence[Result]:
-        """The result of each part from the same state, without weights."""
-        raise NotImplementedError
-
-    # Whether labels may be among the inputs, too.
-    counts_inputs = True
-
-    @cached_property
     def counts(self) -> list[Count]:
         """What the loss may divide by, the most usual first."""
         rows = list(chain(*self.parts))
         inputs, targets = self.request.batches[0].select(rows).unwrapped(copy=True)
         tensors = named_tensors(targets, "targets")
-        if self.counts_inputs:
-            tensors += named_tensors(inputs, "inputs")
+        tensors += named_tensors(inputs, "inputs")
         dim = self.request.dim
         # Counts are read along dimension 0.
         by_row = [
@@ -128,11 +119,6 @@ class Losses(SplitEvidence):
             terms.append(count.of(range(start, start + len(part))))
             start += len(part)
         return terms
-
-    @property
-    def compares_rows(self) -> str:
-        """What to do with a loss that compares rows."""
-        return "pass whole_batch=True"
 
     def other_remedies(self, remedy: str) -> list[str]:
         """Sentences with what else could be passed, beside ``remedy``, and was not."""
@@ -154,15 +140,6 @@ class Losses(SplitEvidence):
             "Or make it a mean of one loss per row; docs/losses.md has sums of means."
         )
         return sentences
-
-    @property
-    def shapes(self) -> Sequence[tuple[int, ...]]:
-        """The shapes of output and targets that are tensors."""
-        raise NotImplementedError
-
-    def questions(self) -> Mapping[CauseKind, Question]:
-        """The cause that shapes show."""
-        return {CauseKind.SHAPES_BROADCAST: self.do_shapes_broadcast}
 
     def do_shapes_broadcast(self) -> bool:
         """Whether outputs and targets broadcast to all pairs of rows."""
@@ -203,21 +180,6 @@ class Losses(SplitEvidence):
             # A constant count is the mean over rows, which comes first.
             if total and not count.is_constant:
                 yield [number / total for number in terms]
-
-
-@dataclass(eq=False, kw_only=True)
-class Evidence(Losses):
-    """The results of one look whose two runs may differ.
-
-    Attributes:
-        runs: makes further runs.
-        draws_steadily: the parts drew as many random numbers as all rows at once did.
-        moved: the names of state that each part has moved.
-    """
-
-    runs: Runs
-    draws_steadily: bool
-    moved: Sequence[str]
 
     @property
     def rows(self) -> Part:
@@ -332,7 +294,7 @@ class Evidence(Losses):
             )
         if self.uses_number:  # which whole_batch=True alone would refuse
             return f"{NUMBER_REMEDY}, and pass whole_batch=True"
-        return super().compares_rows
+        return "pass whole_batch=True"
 
     @cached_property
     def losses_combine(self) -> bool:

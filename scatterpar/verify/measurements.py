@@ -16,11 +16,9 @@ from torch import Tensor
 from scatterpar.batch import nested
 from scatterpar.state.reports import attributes_of, moved_between
 from scatterpar.step.loss import loss_of
-from scatterpar.step.request import Request
 from scatterpar.step.task import ReplicaTask
 from scatterpar.verify.comparison import Result
 from scatterpar.verify.output_differences import cut_by_parts
-from scatterpar.verify.rounding import Rounding
 from scatterpar.verify.rows import Part, Parts
 from scatterpar.verify.runs import Runs, copy_of_leaf
 
@@ -52,16 +50,23 @@ def outputs_of(runs: Runs, parts: Parts, compute: Compute | None = None) -> list
 def losses_of_parts(runs: Runs, output: Any, parts: Parts) -> list[Result]:
     """The criterion's loss of each part of one output, and its gradients.
 
-    The module is not called: gradients are those of the output's tensors.
+    ``output`` has the rows of all parts, in their order. The module is not called:
+    gradients are those of the output's tensors.
     """
     runs.user_code.require_time()
     runs.user_code.restart()
     task = runs.replica_task
-    targets = [runs.targets_of(rows) for rows in parts]
+    tensors = [tensor for tensor in nested.tensors(output) if tensor.requires_grad]
+    results = []
     with runs.surroundings(task):
-        return losses_of_cuts(
-            output, targets, parts, runs.request, task.criterion, runs.rounding
-        )
+        cuts = cut_by_parts(output, parts, runs.request.dim)
+        for cut, rows in zip(cuts, parts, strict=True):
+            # The criterion may write into what it is given.
+            copied = nested.map_tensors(copy_of_leaf, cut)
+            loss = loss_of(copied, runs.targets_of(rows), task.criterion)
+            runs.rounding.watch(loss)
+            results.append(Result(float(loss.detach()), _gradients_of(loss, tensors)))
+    return results
 
 
 def attributes_that_calls_move(runs: Runs, rows: Part) -> list[str]:
@@ -114,31 +119,6 @@ def bytes_per_row(runs: Runs, rows: Part) -> float:
 def _as_leaf(tensor: Tensor) -> Tensor:
     """The tensor without its graph. A criterion may ask for a gradient of it."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def losses_of_cuts(
-    output: Any,
-    targets: Sequence[Any],
-    parts: Parts,
-    request: Request,
-    criterion: Any,
-    rounding: Rounding,
-) -> list[Result]:
-    """The criterion's loss of each part of one output, and the gradients of that.
-
-    ``output`` has the rows of all parts, in their order, and ``targets`` an entry per
-    part.
-    """
-    tensors = [tensor for tensor in nested.tensors(output) if tensor.requires_grad]
-    results = []
-    cuts = cut_by_parts(output, parts, request.dim)
-    for cut, targets_of_part in zip(cuts, targets, strict=True):
-        # The criterion may write into what it is given.
-        copied = nested.map_tensors(copy_of_leaf, cut)
-        loss = loss_of(copied, targets_of_part, criterion)
-        rounding.watch(loss)
-        results.append(Result(float(loss.detach()), _gradients_of(loss, tensors)))
-    return results
 
 
 def _gradients_of(loss: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:

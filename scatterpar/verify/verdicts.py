@@ -15,7 +15,7 @@ from scatterpar.causes.cause_list import first_finding
 from scatterpar.causes.counts import IGNORED, Count
 from scatterpar.causes.evidence import CauseKind, Weights
 from scatterpar.step.request import Request
-from scatterpar.verify.look_losses import NUMBER_REMEDY, Evidence, Losses
+from scatterpar.verify.look_losses import NUMBER_REMEDY, Evidence
 
 _MAX_SIZES = 6  # of parts, in a text
 # Only these keys can be told to count_labels(key=…).
@@ -187,47 +187,49 @@ def _outputs_of_a_part(evidence: Evidence) -> Verdict:
 # --- losses do not combine ---
 
 
-def _refused_combination(losses: Losses, remedy: str) -> Verdict:
-    sizes = " + ".join(str(len(part)) for part in losses.parts[:_MAX_SIZES])
-    if len(losses.parts) > _MAX_SIZES:
+def _refused_combination(evidence: Evidence, remedy: str) -> Verdict:
+    sizes = " + ".join(str(len(part)) for part in evidence.parts[:_MAX_SIZES])
+    if len(evidence.parts) > _MAX_SIZES:
         sizes += " + …"
     problem = (
-        f"{losses.name}: your loss of {losses.num_rows} rows is not the "
-        f"{losses.request.reduction} of the losses of {sizes} rows: the gradient would "
-        f"be {_size_of(losses.difference)}."
+        f"{evidence.name}: your loss of {evidence.num_rows} rows is not the "
+        f"{evidence.request.reduction} of the losses of {sizes} rows: the gradient "
+        f"would be {_size_of(evidence.difference)}."
     )
-    verdict = _refused(problem, remedy, *losses.other_remedies(remedy))
-    # Loops of libraries show it with remedies of their own.
-    cause = remedy if remedy.startswith(_SEEMS) else ""
+    verdict = _refused(problem, remedy, *evidence.other_remedies(remedy))
+    # Loops of libraries, and the pair, show it with remedies of their own.
+    cause = "" if evidence.compares_rows in remedy else remedy
     return replace(verdict, problem=problem, cause=cause)
 
 
-def _other_weights(losses: Losses, weights: Weights) -> Verdict:
+def _other_weights(evidence: Evidence, weights: Weights) -> Verdict:
     """The loss is a mean or sum of other terms than the engine takes it for."""
     # A sum first: its equal weights are in proportion to rows of equal parts.
     if bool((weights.right == 1).all()):
-        return _refused_combination(losses, f'{_SEEMS} a sum: pass reduction="sum".')
-    count = losses.counted_as(weights.right)
+        return _refused_combination(evidence, f'{_SEEMS} a sum: pass reduction="sum".')
+    count = evidence.counted_as(weights.right)
     assert count is not None  # the weights are those of a count
     # Rows have no expression of their own.
     if count.path:
         return _refused_combination(
-            losses,
+            evidence,
             f"{_SEEMS} a mean over the {count.words}: pass "
-            f'reduction="mean" and count={_expression(losses, count)}.',
+            f'reduction="mean" and count={_expression(evidence, count)}.',
         )
     remedy = f'{_SEEMS} a mean over rows: pass reduction="mean", without count=.'
-    if losses.request.is_mean and losses.request.count is None:
+    if evidence.request.is_mean and evidence.request.count is None:
         remedy = (
             f"{_SEEMS} a mean over rows, whatever the labels: pass "
             "count=lambda inputs, targets: len(targets)."
         )
-    return _refused_combination(losses, remedy)
+    return _refused_combination(evidence, remedy)
 
 
-def _expression(losses: Losses, count: Count) -> str:
+def _expression(evidence: Evidence, count: Count) -> str:
     """An expression for ``count=``."""
-    if losses.request.loss_name != Request.loss_name and count.path.startswith(_BATCH):
+    if evidence.request.loss_name != Request.loss_name and count.path.startswith(
+        _BATCH
+    ):
         path = count.path.removeprefix(_BATCH)
         return f"lambda batch: {_number_of_entries(count, f'batch{path}')}"
     is_of_labels = count.ignored is not None and count.without in ("", "first")
@@ -256,29 +258,29 @@ def _count_labels(count: Count, key: str) -> str:
     return f"scatterpar.count_labels({', '.join(arguments)})"
 
 
-def _shapes_broadcast(losses: Losses) -> Verdict:
-    output, targets = losses.shapes
+def _shapes_broadcast(evidence: Evidence) -> Verdict:
+    output, targets = evidence.shapes
     return _refused_combination(
-        losses,
+        evidence,
         f"The output has shape {output} and the targets {targets}, which broadcast to "
         f"a matrix of all pairs of rows: pass targets of the output's shape.",
     )
 
 
-def _unknown(losses: Losses) -> Verdict:
+def _unknown(evidence: Evidence) -> Verdict:
     """The loss compares rows, is a mean over something else, or has a penalty."""
     # In a mean a penalty is right, because the weights of the parts add up to 1.
-    if not losses.request.is_mean:
+    if not evidence.request.is_mean:
         return _refused_combination(
-            losses,
+            evidence,
             "If it seems to add something that does not depend on the rows, such as a "
             "penalty on weights: multiply that by len(output) / the number of all "
             "rows.",
         )
     return _refused_combination(
-        losses,
+        evidence,
         "If it compares rows with each other, or is a ratio of sums, "
-        f"{losses.compares_rows}.",
+        f"{evidence.compares_rows}.",
     )
 
 
@@ -290,19 +292,16 @@ _WORDS = {
     CauseKind.STATE_BETWEEN_PARTS: _state_between_parts,
     CauseKind.ROWS_ARE_COMPARED: _module_compares_rows,
     CauseKind.OUTPUTS_OF_A_PART: _outputs_of_a_part,
+    CauseKind.SHAPES_BROADCAST: _shapes_broadcast,
 }
 
 
-def verdict_of(losses: Losses) -> Verdict:
+def verdict_of(evidence: Evidence) -> Verdict:
     """The verdict on results that differ."""
-    finding, _ = first_finding(losses)
+    finding, _ = first_finding(evidence)
     if finding.weights is not None:
-        return _other_weights(losses, finding.weights)
+        return _other_weights(evidence, finding.weights)
     if finding.kind in _RIGHT:
         return RIGHT
-    if finding.kind is CauseKind.SHAPES_BROADCAST:
-        return _shapes_broadcast(losses)
-    # The pair has outputs alone, so it finds none of these causes.
-    if isinstance(losses, Evidence) and finding.kind in _WORDS:
-        return _WORDS[finding.kind](losses)
-    return _unknown(losses)
+    words = _WORDS.get(finding.kind, _unknown)
+    return words(evidence)

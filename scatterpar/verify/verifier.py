@@ -50,12 +50,13 @@ class Verifier:
     Attributes:
         choice: the candidates of a loop that looks have not refuted.
         joins: checks how outputs are joined.
+        looks: when to look, and the warnings.
     """
 
     def __init__(self, is_distributed: bool) -> None:
         self.choice = Choice()
         self._is_distributed = is_distributed
-        self._looks = Looks()
+        self.looks = Looks()
         self.joins = JoinCheck(is_distributed)
 
     def check(
@@ -70,14 +71,14 @@ class Verifier:
             ValueError: a replica, in parts, gives another loss or gradient than the
                 user's own module and criterion for the same rows.
         """
-        self._looks.begin()
+        self.looks.begin()
         with attempt.span("verify"):
             with_criterion = tasks[: len(attempt.replicas.criteria)]
             return self._check(attempt, with_criterion, loop)
 
     def tell(self) -> None:
         """The step has succeeded: warn of what the look has found."""
-        self._looks.tell()
+        self.looks.tell()
 
     def _check(
         self, attempt: Attempt, tasks: Sequence[ReplicaTask], loop: LoopOptions
@@ -87,7 +88,7 @@ class Verifier:
         # The criterion gets the one row, whatever the number of replicas.
         if request.whole_batch and request.rows == 1:
             is_divided = False
-        assumed = loop.chosen or _candidate_of(request)
+        assumed = loop.chosen or candidate_of(request)
         candidates = [assumed]
         if loop.chosen and is_divided:
             candidates = self.choice.remaining(loop.candidates)
@@ -96,7 +97,7 @@ class Verifier:
         flags = attempt.replicas.of_model.flags
         # Of one kind are steps for which other candidates are assumed.
         of_kind = replace(request, count=None) if loop.chosen else request
-        kind, details = self._looks.kinds.kind_of(
+        kind, details = self.looks.kinds.kind_of(
             of_kind, request.batches[0], is_divided, flags
         )
         # A batch that leaves several candidates says nothing of the next one.
@@ -104,12 +105,7 @@ class Verifier:
         if len(candidates) > 1 and question.is_open_between(candidates):
             details = "open", kind.steps  # new in each step
         if kind.is_due(question.ranges, details):
-            try:
-                # A look has other sizes than steps, for which no kernel is searched.
-                with SETTINGS_KEPT, no_kernel_search(), self._looks.counted(kind):
-                    chosen = self._ask(question, kind, loop)
-            finally:
-                _drop_gradients(attempt)  # user code may compute some
+            chosen = self.ask(question, kind)
             if chosen is not assumed:
                 loop.chosen = chosen
                 attempt.request = attempt.request.combined_by(chosen)
@@ -118,19 +114,27 @@ class Verifier:
             attempt.threads.widen(kind.scope)
         return loop.chosen is not None and loop.chosen is not assumed
 
-    def _ask(self, question: Question, kind: Kind, loop: LoopOptions) -> LossCandidate:
+    def ask(self, question: Question, kind: Kind) -> LossCandidate:
         """Look at a step. Refuses it, or tells what the look has found.
 
         Returns the first candidate that fits; the first one that may fit if looks are
         inconclusive.
         """
+        try:
+            # A look has other sizes than steps, for which no kernel is searched.
+            with SETTINGS_KEPT, no_kernel_search(), self.looks.counted(kind):
+                return self._ask(question, kind)
+        finally:
+            _drop_gradients(question.attempt)  # user code may compute some
+
+    def _ask(self, question: Question, kind: Kind) -> LossCandidate:
         refusals: list[Verdict] = []
         unclear: list[tuple[LossCandidate, Inconclusive]] = []
         for number, candidate in enumerate(question.candidates):
             title = question.title(kind.looks)
             try:
                 asked = question.of(candidate)
-                with loop.around_looks():
+                with question.loop.around_looks():
                     findings = asked.findings(kind.looks)
             except Inconclusive as error:
                 logger.debug("%s is inconclusive: %s", title, error)
@@ -146,7 +150,7 @@ class Verifier:
             rivals = alike(asked.request, findings.parts, remaining)
             self._keep(rivals, question, kind)
             if question.is_open_between(rivals):
-                self._looks.warn(question.text_of_assumed(rivals))
+                self.looks.warn(question.text_of_assumed(rivals))
             return candidate
         if not unclear:
             refused = refusals[-1]
@@ -162,7 +166,7 @@ class Verifier:
         # Of torch's own loss nothing is assumed that may be wrong.
         if reason.is_final or not question.counts_as_torch:
             text = question.text_of_unchecked(reason, assumed)
-        self._looks.note_inconclusive(kind, reason, text)
+        self.looks.note_inconclusive(kind, reason, text)
         return assumed
 
     def _keep(
@@ -175,18 +179,18 @@ class Verifier:
         logger.info("losses of micro-batches combine as %s", remaining[0].words)
         assumed = question.candidates[0]
         if remaining[0] is not assumed and kind.steps > 1:
-            self._looks.warn(question.text_of_change(assumed, remaining[0]))
+            self.looks.warn(question.text_of_change(assumed, remaining[0]))
 
     def _agree(self, question: Question, kind: Kind, findings: Findings) -> None:
         """Note that a look has not refused, and warn of what it has found."""
         self._widen_turns(question, kind, findings.scope)
-        moved = [name for name in findings.moved if name not in self._looks.told]
+        moved = [name for name in findings.moved if name not in self.looks.told]
         if moved:
-            self._looks.warn(question.text_of_moved(moved), moved)
+            self.looks.warn(question.text_of_moved(moved), moved)
         if findings.lost:
-            self._looks.warn(_text_of_lost(findings.lost[0]))
+            self.looks.warn(_text_of_lost(findings.lost[0]))
         if findings.verdict.action is Action.WARN:
-            self._looks.warn(findings.verdict.text)
+            self.looks.warn(findings.verdict.text)
         kind.note_agreement(question.ranges)
 
     def _widen_turns(self, question: Question, kind: Kind, scope: Scope) -> None:
@@ -198,11 +202,11 @@ class Verifier:
             return
         kind.scope = scope
         if question.scope < Scope.FUNCTION:  # else the loop has said so
-            self._looks.warn(question.text_of_turns())
+            self.looks.warn(question.text_of_turns())
         logger.info("%s: a turn is %s", question.title(kind.looks), scope.name)
 
 
-def _candidate_of(request: Request) -> LossCandidate:
+def candidate_of(request: Request) -> LossCandidate:
     """How the arguments of a step say that losses combine."""
     words = "a sum"
     if request.is_mean:

@@ -17,7 +17,7 @@ from scatterpar.batch.batch import batch_of
 from scatterpar.step.request import Request
 from scatterpar.verify import look
 from scatterpar.verify.comparison import Inconclusive, Result
-from scatterpar.verify.look_losses import Losses, name_of, weighted_parts
+from scatterpar.verify.look_losses import Evidence, name_of, weighted_parts
 from scatterpar.verify.verdicts import RIGHT
 
 ROWS = torch.arange(1.0, 7).double()[:, None]
@@ -202,9 +202,25 @@ def test_rows_without_labels_inconclusive():
         weighted_parts(request(count=num_labels), [[1], [3]])
 
 
+class ByHand(Evidence):
+    """Without runs."""
+
+    compares_rows = "pass whole_batch=True"
+
+    def __init__(self, *results):
+        super().__init__(
+            *results,
+            tolerance=0.0,
+            ignored=(),
+            runs=None,
+            draws_steadily=True,
+            moved=(),
+        )
+
+
 def test_remedies_name_missing_arguments():
     def ways(remedy, **options):
-        losses = Losses(request(**options), [], [], None, None)
+        losses = ByHand(request(**options), [], [], None, None)
         return " ".join(losses.other_remedies(remedy))
 
     assert "Otherwise pass count= for a mean" in ways("It is a ratio.")
@@ -217,6 +233,6 @@ def test_remedies_name_missing_arguments():
 
 def test_difference_of_both_results():
     expected, actual = (Result(1.0, [torch.tensor([size])]) for size in (4.0, 2.0))
-    losses = Losses(request(), [[0], [1]], [1, 1], expected, actual)
+    losses = ByHand(request(), [[0], [1]], [1, 1], expected, actual)
     assert losses.difference == 0.5
     assert losses.num_rows == 2

@@ -6,16 +6,14 @@ import math
 
 import pytest
 import torch
-from harness.small_looks import ROWS, asked, request
+from harness.small_looks import ROWS, asked
 
-from scatterpar.verify.comparison import Result
 from scatterpar.verify.measurements import (
     attributes_that_calls_move,
     bytes_per_row,
-    losses_of_cuts,
+    losses_of_parts,
     outputs_of,
 )
-from scatterpar.verify.rounding import Rounding
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*calls.*|.*last.*")
 
@@ -42,22 +40,17 @@ def test_memory_unknown_if_code_fails(monkeypatch):
     assert asked(monkeypatch, lambda runs: bytes_per_row(runs, rows)) == math.inf
 
 
-def test_losses_of_cuts_differentiate_output():
-    """Of two rows and of one: their sum of squares, and twice the rows."""
+def test_losses_of_parts_differentiate_output(monkeypatch):
+    """Of two rows and of one: their sum of squares."""
     output = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
 
-    def squares(rows, scale):
-        return scale * rows.square().sum()
+    def squares(rows, _):
+        return rows.square().sum()
 
-    first, second = losses_of_cuts(
-        output,
-        [1.0, 10.0],
-        [[0, 1], [2]],
-        request(ROWS, None),
-        squares,
-        Rounding(torch.device("cpu")),
-    )
-    assert isinstance(first, Result)
-    assert (first.loss, second.loss) == (5, 90)
+    def question(runs):
+        return losses_of_parts(runs, output, [[0, 1], [2]])
+
+    first, second = asked(monkeypatch, question, squares)
+    assert (first.loss, second.loss) == (5, 9)
     assert first.gradients[0].tolist() == [2, 4, 0]
-    assert second.gradients[0].tolist() == [0, 0, 60]
+    assert second.gradients[0].tolist() == [0, 0, 6]

@@ -13,11 +13,12 @@ from torch import nn
 
 from scatterpar import ScatterOnceParallel
 from scatterpar.batch.batch import batch_of
-from scatterpar.causes.counts import Count
+from scatterpar.causes.counts import IGNORED, Count
+from scatterpar.causes.evidence import CauseKind
 from scatterpar.step.request import Request
 from scatterpar.verify import verdicts
 from scatterpar.verify.comparison import Result, weighted_sum
-from scatterpar.verify.look_losses import Losses
+from scatterpar.verify.look_losses import Evidence
 from scatterpar.verify.verdicts import Action, verdict_of
 
 # Two parts: rows 0 to 2, of which one has a label, and row 3, which has one.
@@ -29,18 +30,35 @@ RESULTS = [
 ]
 
 
-class ByHand(Losses):
+class ByHand(Evidence):
     """The result of all rows is that of the parts with these weights."""
 
     results_of_parts = RESULTS
     shapes = ()
+    compares_rows = "pass whole_batch=True"
+    limit = 1e-6
 
     def __init__(self, true_weights, weights=(0.25, 0.75), shapes=(), **request):
         request = Request([batch_of(LABELS, LABELS, 4, 0)], 0, nn.MSELoss(), **request)
         expected = weighted_sum(RESULTS, true_weights)
         actual = weighted_sum(RESULTS, weights)
-        super().__init__(request, PARTS, weights, expected, actual, tolerance=1e-6)
+        super().__init__(
+            request,
+            PARTS,
+            weights,
+            expected,
+            actual,
+            tolerance=self.limit,
+            ignored=IGNORED,
+            runs=None,
+            draws_steadily=True,
+            moved=(),
+        )
         self.shapes = shapes
+
+    def questions(self):
+        """Those that need no runs."""
+        return {CauseKind.SHAPES_BROADCAST: self.do_shapes_broadcast}
 
 
 @pytest.mark.parametrize(

@@ -109,10 +109,12 @@ def draw_confusion(
 def draw_first_batch(
     images: Tensor, labels: Tensor, class_names: Sequence[str], path: Path
 ) -> None:
-    """Draw the first images of a batch as the network sees them, with their
-    classes.
+    """Draw the first images of a batch as the network sees them, each with its class,
+    or that of its larger part if it is mixed.
     """
-    names = _names_of(labels[:_TILES], class_names)
+    if labels.ndim == 2:
+        labels = labels.argmax(1)
+    names = [_short(class_names[label]) for label in labels[:_TILES].tolist()]
     _draw_images(list(images[:_TILES]), names, path)
 
 
@@ -143,17 +145,6 @@ def _draw_images(images: Sequence[Tensor], texts: Sequence[str], path: Path) -> 
         axes.imshow(pixels.squeeze(2).numpy(), cmap="gray", vmin=0, vmax=255)
         axes.set_title(text, fontsize=6, parse_math=False)
     _save(figure, path)
-
-
-def _names_of(labels: Tensor, class_names: Sequence[str]) -> list[str]:
-    """Return the name of each image's class, or the names of both if it is mixed."""
-    if labels.ndim == 1:
-        return [_short(class_names[label]) for label in labels.tolist()]
-    names = []
-    for parts in labels:
-        mixed = [_short(class_names[label]) for label in parts.nonzero().flatten()]
-        names.append(" + ".join(mixed))
-    return names
 
 
 def _short(name: str) -> str:

@@ -51,23 +51,24 @@ class Tally:
         """Add the images of a batch, with their scores and labels."""
         best = scores.topk(min(5, self.classes)).indices
         predicted = best[:, 0]
+        is_right = predicted == labels
+        right = int(is_right.sum())
         self.images += len(labels)
         self._loss += float(F.cross_entropy(scores, labels, reduction="sum"))
-        self._right += int((predicted == labels).sum())
+        self._right += right
         self._right_in_top5 += int((best == labels[:, None]).sum())
         if self.confusion is not None:
-            one = torch.tensor(1)
-            self.confusion.index_put_((labels, predicted), one, accumulate=True)
+            places = self.classes * labels + predicted
+            counts = places.bincount(minlength=self.confusion.numel())
+            self.confusion += counts.view_as(self.confusion)
         confidence = scores.softmax(1).amax(1)
-        # Scores of right images are set below all others.
-        confidence[predicted == labels] = -1
-        for row in confidence.topk(min(_MISTAKES, len(labels))).indices.tolist():
-            if predicted[row] != labels[row]:
-                score = float(confidence[row])
-                image = images[row].clone()  # the batch is freed
-                self.mistakes.append(
-                    Mistake(score, int(labels[row]), int(predicted[row]), image)
-                )
+        confidence[is_right] = 0
+        wrong = min(_MISTAKES, len(labels) - right)
+        for row in confidence.topk(wrong).indices.tolist():
+            true = int(labels[row])
+            image = images[row].clone()  # the batch is freed
+            score = float(confidence[row])
+            self.mistakes.append(Mistake(score, true, int(predicted[row]), image))
         self._drop_smaller_mistakes()
 
     def add_other_processes(self, processes: Processes) -> None:

@@ -4,11 +4,14 @@ a part that is held out of the training images.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +39,7 @@ _NO_TESTS = (
     "folders train/ and test/ (or val/) with the classes in each"
 )
 _SHOWN_NAMES = 10
+_MOST_COMPARED = 10_000  # files to train on, whose bytes are compared with others
 
 
 def part_of(name: str) -> str | None:
@@ -207,8 +211,32 @@ def make_parts(
                 "warning: not tested, as there is no picture for it: "
                 f"{first_names(names)}"
             )
+        repeated = _repeated(train, tested_part)
+        if repeated:
+            notes.append(
+                f"warning: {repeated:,} of {len(tested_part):,} pictures to test on "
+                "are to train on, too: the accuracy is not that of new pictures"
+            )
     final = tested[1] if len(tested) > 1 else None
     return DataParts(train, tested[0], final, class_names, unused, notes)
+
+
+def _repeated(train: Pictures, tested: Pictures) -> int:
+    """Return the number of files to test on that have the same bytes as one to train
+    on.
+    """
+    # Of more files, reading would take minutes before the first line.
+    if not isinstance(train.sources, Names) or len(train) > _MOST_COMPARED:
+        return 0
+    digests = set(_digests(train))
+    return sum(digest in digests for digest in _digests(tested))
+
+
+def _digests(pictures: Pictures) -> Iterator[bytes]:
+    for row in range(len(pictures)):
+        name, _ = pictures[row]
+        with contextlib.suppress(OSError):  # the feed reports it
+            yield hashlib.sha256(Path(name).read_bytes()).digest()
 
 
 def labelled(

@@ -8,8 +8,9 @@ photos/test/cat/3.jpg
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 from scatterpar.train.command_line import Options, UsageError
@@ -127,39 +128,37 @@ def _find_parts(path: Path) -> dict[str, Path]:
     the folders are classes.
     """
     folders = visible_folders(path)
-    parts = dict[str, Path]()
-    for part in (TRAIN, VAL, TEST):
-        named = [folder for folder in folders if part_of(folder.name) == part]
+    folders_of_parts = defaultdict[str, list[Path]](list)
+    for folder in folders:
+        part = part_of(folder.name)
+        if part is not None:
+            folders_of_parts[part].append(folder)
+    named = list(chain.from_iterable(folders_of_parts.values()))
+    exact = [folder for folder in named if is_part_name(folder.name)]
+    listed = ", ".join(f"{folder.name}/" for folder in folders)
+    if not any(map(visible_folders, named)):
+        # Classes may have such names: trains beside buses, or crash tests.
+        are_parts = 0 < len(folders) == len(folders_of_parts)
+        if are_parts or len(exact) == len(named) > 1:
+            raise UsageError(
+                f"the pictures in {listed} are in no folders of classes, as "
+                f"train/cat/1.jpg; {_labels_elsewhere(path)}"
+            )
+        return {}
+    parts = {}
+    for part, alike in folders_of_parts.items():
         # train/ is meant, if there is train_masks/, too.
-        chosen = [folder for folder in named if is_part_name(folder.name)] or named
+        chosen = [folder for folder in alike if folder in exact] or alike
         if len(chosen) == 1:
             parts[part] = chosen[0]
-        # Folders without folders are classes, such as fast_train and slow_train.
-        elif any(map(visible_folders, chosen)):
-            names = " and ".join(f"{folder.name}/" for folder in chosen)
-            raise UsageError(
-                f"{names} are both for {part}; rename one of them, or {_WHICH}"
-            )
-    listed = [folder.name for folder in folders]
-    has_others = len(folders) > len(parts)
-    with_classes = [folder for folder in parts.values() if visible_folders(folder)]
-    if parts.get(TRAIN) in with_classes:
-        if len(parts) == 1 and has_others:
-            raise UsageError(f"it has {parts[TRAIN].name}/ beside {listed}: {_WHICH}")
-        return parts
-    if with_classes:
+    is_complete = len(parts) > 1 or len(folders) == 1
+    are_clear = len(parts) == len(folders_of_parts) and is_complete
+    if not (are_clear and TRAIN in parts and visible_folders(parts[TRAIN])):
         raise UsageError(
-            f"it has {with_classes[0].name}/, but no train/ with folders of classes; "
-            f"its folders are {listed}: {_WHICH}"
+            f"which of its folders {listed} has the classes to train on, and which is "
+            f"to test on, is not clear: {_WHICH}"
         )
-    # Classes may have such names: trains beside buses, or crash tests.
-    are_exact = all(is_part_name(folder.name) for folder in parts.values())
-    if not parts or (has_others and not (are_exact and len(parts) > 1)):
-        return {}
-    raise UsageError(
-        f"the pictures in {listed} are in no folders of classes, as train/cat/1.jpg; "
-        f"{_labels_elsewhere(path)}"
-    )
+    return parts
 
 
 def _unwrapped(folder: Path, part: str) -> Path:

@@ -28,7 +28,7 @@ from scatterpar.train.command_line import (
     printable,
 )
 from scatterpar.train.data import Images, open_data
-from scatterpar.train.data_parts import FINAL, TEST, VAL, first_names
+from scatterpar.train.data_parts import FINAL, TEST, VAL
 from scatterpar.train.feed import BrokenError, Feed, FeedError, broken_in_words
 from scatterpar.train.figures import (
     draw_confusion,
@@ -162,33 +162,14 @@ def _compare_data(
     options: Options, saved: Mapping[str, Any], about: Mapping[str, Any]
 ) -> None:
     """Raise a `UsageError` if a run would go on with other images."""
-    before = _lines_about(saved)
-    present = _lines_about(about)
-    others = [line for line in present if line not in before]
-    missing = [line for line in before if line not in present]
-    if others or missing:
-        raise UsageError(
-            f"{options.out} is of a run with other images: --data {options.data} has "
-            f"{first_names(others) or 'fewer'}, and the run had "
-            f"{first_names(missing) or 'fewer'}; restore it, or start a new run with "
-            "another --out"
-        )
-
-
-def _lines_about(about: Mapping[str, Any]) -> list[str]:
-    """Return what must stay of a run's images: their numbers, classes and shape."""
-    class_names = about["class_names"]
-    lines = []
-    for part, counts in about.get("class_counts", {}).items():
-        for name, number in zip(class_names, counts, strict=True):
-            lines.append(f"{number:,} images of {name} to {part}")
-    # Some sets of libraries do not know their labels.
-    for part, number in about.get("sizes", {}).items():
-        lines.append(f"{number:,} images to {part}")
-    # Labels are places in the list of classes.
-    lines += [f"the class {name} as number {n}" for n, name in enumerate(class_names)]
-    lines.append(f"images of the shape {about['image_shape']}")
-    return lines
+    for name in ("image_shape", "class_names", "class_counts", "sizes"):
+        if about[name] != saved[name]:
+            raise UsageError(
+                f"{options.out} is of a run with other images: its {name} were "
+                f"{saved[name]!s:.300}, and those of --data {options.data} are "
+                f"{about[name]!s:.300}; restore it, or start a new run with another "
+                "--out"
+            )
 
 
 class Run:

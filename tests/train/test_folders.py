@@ -99,31 +99,22 @@ WHICH = "--train-folder NAME and --val-folder NAME say which is which"
 def test_unknown_layout_refused(tmp_path):
     refused("no images to test on: --val 0.1", parts(tmp_path / "a", "."))
     refused("no images to test on: --val 0.1", parts(tmp_path / "b", "train"))
-    twice = parts(tmp_path / "c", "train", "Train", "val")
-    refused(r"(train/ and Train/|Train/ and train/) are both for train", twice)
-    refused(
-        rf"val/ and valid/ are both for val; rename one of them, or {WHICH}",
-        parts(tmp_path / "d", "train", "val", "valid"),
-    )
-    refused(
-        rf"val/ and validation/ are both for val; rename one of them, or {WHICH}",
-        parts(tmp_path / "j", "training", "validation", "val"),
-    )
-    without = parts(tmp_path / "e", "learn", "test")
-    for val in (None, 0.1):
-        refused(r"it has test/, but no train/ .*\['learn', 'test'\]", without, val)
+    unclear = [("train", "Train", "val"), ("train", "val", "valid"), ("learn", "test")]
+    unclear += [("training", "validation", "val"), ("train", "bus")]
+    for number, names in enumerate(unclear):
+        folder = parts(tmp_path / f"c{number}", *names)
+        listed = ", ".join(f"{name}/" for name in sorted(names))
+        for val in (None, 0.1):
+            refused(f"its folders {listed} has .* is not clear: {WHICH}", folder, val)
     deeper = parts(tmp_path / "f" / "photos", "train", "test")
     refused(rf"; did you mean {deeper}\?", deeper.parent)
     flat = make(tmp_path / "g", "train/1.png", "test/1.png")
-    refused(r"\['test', 'train'\] are in no folders of classes", flat, 0.1)
+    refused("test/, train/ are in no folders of classes", flat, 0.1)
     refused(
         "it has images to test on; leave out --val",
         parts(tmp_path / "h", "train", "test"),
         0.1,
     )
-    for val in (None, 0.1):
-        beside = parts(tmp_path / "i", "train", "bus")
-        refused(rf"it has train/ beside \['bus', 'train'\]: {WHICH}", beside, val)
 
 
 @pytest.mark.pictures
@@ -220,6 +211,23 @@ def test_pictures_without_classes_refused(tmp_path):
     refused("2 pictures are in no folder of a class; make a folder for", tmp_path)
     make(tmp_path, "labels.csv")
     refused(f"pass --data {tmp_path / 'labels.csv'}", tmp_path, 0.1)
+
+
+@pytest.mark.pictures
+def test_pictures_to_train_and_to_test_on_are_told(tmp_path):
+    """Copies under any name, in folders that are parts, or of one class."""
+    place = parts(tmp_path / "a", "train", "test", pictures=1)
+    files = [*place.rglob("*.png")]
+    for number, file in enumerate(sorted(files)):
+        Image.new("L", (2, 2), number).save(file)
+    assert read_folders(place).notes == []
+    copied = place / "test" / "dog" / "copy.png"
+    copied.write_bytes((place / "train" / "cat" / "0.png").read_bytes())
+    assert "1 of 3 pictures to test on are to train on, too" in str(
+        read_folders(place).notes
+    )
+    twice = read_folders(place, train_folder="train", val_folder="train")
+    assert "2 of 2 pictures to test on are to train on, too" in str(twice.notes)
 
 
 @pytest.mark.pictures

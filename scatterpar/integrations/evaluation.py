@@ -44,7 +44,6 @@ class Groups:
         size: the number of batches in the next group.
         batches: the group in which the loop is.
         number: the number, in the group, of the batch at which the loop is.
-        engine: the engine of this evaluation; ``None`` before the first group.
     """
 
     def __init__(
@@ -55,7 +54,6 @@ class Groups:
         self.size = size
         self.batches: list[Any] = []
         self.number = 0
-        self.engine: Any = None
         self._is_at_end = False  # of the loader, after this group
         # By the numbers of batches in the group; None before they are computed.
         self._results: dict[int, Any] | None = None

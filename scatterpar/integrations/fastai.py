@@ -31,7 +31,6 @@ from scatterpar.batch import nested
 from scatterpar.devices.device_ids import DeviceLike, physical
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.integrations import loop
-from scatterpar.integrations.device_errors import explained
 from scatterpar.integrations.evaluation import Groups, outputs_of_batches
 from scatterpar.integrations.lending import (
     Lending,
@@ -111,7 +110,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
 
     _stateattrs = ("_engine", "_criterion", "_groups")  # not pickled
     _engine: Any = None
-    _criterion: _Criterion | None = None
+    _criterion: Any = None
     _groups: Groups | None = None
 
     def __init__(
@@ -281,15 +280,12 @@ class ScatterOnce(Callback):  # type: ignore[misc]
 
     def _looking(self) -> contextlib.AbstractContextManager[None]:
         """In the body, which is a look, calls of the loss function leave nothing."""
-        criterion = self._criterion
-        assert criterion is not None
-        lending = criterion.lending
+        lending = self._criterion.lending
         parts = [self._engine.module]
         return self._functions.looking(parts, lending, lending.roots())
 
     def _saved(self) -> Journal:
         """All that calls may write, saved before the tries of a step."""
-        assert self._criterion is not None
         return Journal(Walk(self._criterion.lending.roots(), enters_modules=False))
 
     def _criterion_of(self, loss_func: Any, mixes: bool) -> _Criterion:
@@ -416,10 +412,9 @@ class _Criterion(nn.Module):
         loss_func = self.user.loss_func
         pairs = zip(self.user.parts, self.parts, strict=True)
         if not self.takes_turns:
-            with explained(device):
-                loss_of_replica = copy_on_replica(loss_func, Parts(pairs))
-                return loss_of_replica(output, *targets)
-        with explained(device), self.lending.lent(Parts((), pairs), device):
+            loss_of_replica = copy_on_replica(loss_func, Parts(pairs))
+            return loss_of_replica(output, *targets)
+        with self.lending.lent(Parts((), pairs), device):
             return loss_func(output, *targets)
 
 

@@ -295,22 +295,9 @@ def modules_of(owner: Any, excluded: Collection[str] = ()) -> list[nn.Module]:
     programs in the same file.
     """
     walk = Walk([owner], excluded=excluded, enters_modules=False)
-    named: set[int] = set()
-    for place in walk.places:
-        if place.kind is not PlaceKind.GLOBAL:
-            named.add(id(place.value))
+    places = [place for place in walk.places if place.kind is not PlaceKind.GLOBAL]
+    named = {id(place.value) for place in places}
     return [module for module in walk.modules if id(module) in named]
-
-
-def names_of(
-    owner: Any, modules: Iterable[nn.Module], excluded: Collection[str]
-) -> list[str]:
-    """The names by which ``owner`` refers to modules, such as ``teachers[0]``."""
-    walk = Walk([owner], excluded=excluded, enters_modules=False)
-    names: dict[int, str] = {}
-    for number, value in enumerate(walk.values):
-        names[id(value)] = walk.name_of(number)
-    return [names.get(id(module), type(module).__name__) for module in modules]
 
 
 def roots_of(

@@ -29,7 +29,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial, partialmethod
 from operator import attrgetter, itemgetter
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +39,6 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from torchmetrics import Metric, MetricCollection
 
 from scatterpar.batch import nested
@@ -51,9 +49,8 @@ from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.streams import use_device
 from scatterpar.devices.transfers import to_device, write
 from scatterpar.engine import ScatterOnceParallel
-from scatterpar.errors import Told, add_note, warn
+from scatterpar.errors import Told, warn
 from scatterpar.integrations import loop
-from scatterpar.integrations.device_errors import explained
 from scatterpar.integrations.evaluation import outputs_of_batches
 from scatterpar.integrations.lending import Lending, Parts, roots_of
 from scatterpar.option_checks import check_bool
@@ -61,7 +58,6 @@ from scatterpar.replicas.broadcast import version, versions
 from scatterpar.state.journal import Journal
 from scatterpar.state.savers import Silent
 from scatterpar.state.walk import Walk
-from scatterpar.state.whose import is_user_class
 from scatterpar.step.request import Accum, Reduction
 from scatterpar.verify.dropped_records import is_look
 
@@ -85,22 +81,6 @@ _MANUAL = (
     "ScatterOnceParallel engine in configure_model or on_fit_start, and call "
     "self.manual_backward(engine.loss(inputs, targets, criterion)) in training_step "
     "(docs/lightning.md, Manual optimization)"
-)
-_WHOLE_BATCH = (
-    "the loop calls the criterion for each micro-batch; train a loss that compares "
-    "rows on one device, or in a loop of your own with "
-    "engine.loss(inputs, targets, criterion, whole_batch=True)"
-)
-_NO_BATCHES = (
-    "the DataLoader has batch_size=None, so each item of its data set is taken for a "
-    "batch, with rows along the first dimension, and divided; pass batch_size= to make "
-    "batches of items"
-)
-_UNEQUAL = (
-    "the batch is that of several loaders, and each replica gets a part of the rows; "
-    "give the loaders the same batch_size and drop_last=True, or let a loader return "
-    "whole batches to each micro-batch: collate_fn=lambda rows: "
-    "scatterpar.Replicated(default_collate(rows))"
 )
 _ONCE_PER_BATCH = (
     "on_train_batch_start runs once per batch, and self.global_step counts steps"
@@ -162,8 +142,6 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             "it replays kernels without Python, and so without self.log; leave "
             "graphs out",
         )
-        uses_whole_batch = {"whole_batch": "whole_batch" in options}
-        loop.refuse("ScatterOnceStrategy", uses_whole_batch, _WHOLE_BATCH)
         loop.check_count(count, ["batch"], "batch[1]")
         # The Trainer sets this to the devices that its devices= names.
         self.parallel_devices: list[torch.device] | None = None
@@ -286,9 +264,6 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         with precision.train_step_context(), self._calling():
             try:
                 loss, records = self._engine.loss(inputs, **options)
-            except Exception as error:
-                self._note_loaders(error)
-                raise
             finally:
                 self._lending.end_step()
         calls = sorted(nested.atoms(records), key=attrgetter("first_row"))
@@ -340,17 +315,6 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             loss = _zero(work)
         return {"loss": loss, "call": call}
 
-    def _note_loaders(self, error: Exception) -> None:
-        """Add to a step's error what in the loaders may have caused it."""
-        combined = self.lightning_module.trainer.fit_loop._combined_loader
-        for loader in combined.flattened:
-            # With a batch size, the loader has a batch sampler, too.
-            if isinstance(loader, DataLoader) and loader.batch_sampler is None:
-                add_note(error, _NO_BATCHES)
-        # The engine has compared the rows of all tensors, and knows no loaders.
-        if len(combined.flattened) > 1 and "disagrees in its rows" in str(error):
-            add_note(error, _UNEQUAL)
-
     def _saved(self) -> Journal:
         """All that calls may write, saved before the tries of a step."""
         return Journal(Walk(self._written_in_calls()))
@@ -361,16 +325,11 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """
         trainer = self.lightning_module.trainer
         roots = [*self._lent_roots(), trainer, trainer.datamodule]
-        # Not the states of optimizers, which only their own steps write.
-        for optimizer in trainer.optimizers:
-            roots.append(SimpleNamespace(param_groups=optimizer.param_groups))
+        roots += map(loop.groups_of, trainer.optimizers)
         roots += [config.scheduler for config in trainer.lr_scheduler_configs]
         loaders = trainer.fit_loop._combined_loader.flattened
         data_sets = [getattr(loader, "dataset", None) for loader in loaders]
-        for value in (*trainer.callbacks, *data_sets):
-            if is_user_class(type(value)):
-                roots.append(value)
-        return roots
+        return roots + loop.of_user([*trainer.callbacks, *data_sets])
 
     def _check_skips(self, skips: bool) -> None:
         """Raise ``ValueError`` if ``training_step`` returns ``None`` for some rows."""
@@ -405,10 +364,9 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             except ValueError:  # such as tensors without rows
                 return entries
 
-        def is_atom(entries: Sequence[Any]) -> bool:
-            return not isinstance(entries[0], Mapping)
-
-        return nested.merge(joined, outputs, is_atom)
+        return {
+            name: joined([output[name] for output in outputs]) for name in outputs[0]
+        }
 
     # Calls of step functions on replicas.
 
@@ -444,7 +402,6 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         call.places = {id(metric): at for at, metric in _single(copies).items()}
         module = replica if self._parallel else self.lightning_module
         with contextlib.ExitStack() as stack:
-            stack.enter_context(explained(device))
             if not self._parallel:
                 parts = _lent_parts(module, replica)
                 stack.enter_context(self._lending.lent(parts, device))
@@ -558,7 +515,6 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         device = loop.device_of(replica, self.root_device)
         before = versions([copied for _, copied in pairs])
         with (
-            explained(device),
             use_device(device, ()),
             lending.lent(Parts((), pairs), device),
             loop.overridden(module, _device=device),

@@ -12,6 +12,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from scatterpar.integrations.lending import Lending
 from scatterpar.log import logger
 from scatterpar.state.journal import Journal
 from scatterpar.state.walk import Walk
+from scatterpar.state.whose import is_user_class
 from scatterpar.step.request import check_function
 from scatterpar.verify.comparison import Inconclusive
 from scatterpar.verify.dropped_records import records_dropped
@@ -42,18 +44,16 @@ class Modules(nn.Module):
     itself.
 
     Args:
-        modules: with the names that texts tell, such as ``teacher``.
+        modules: with the names that texts tell.
     """
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         super().__init__()
         for name, module in modules:
-            # A dot would be a step to a module inside.
-            attribute = name.replace(".", "_")
             # Of another module, or of ``nn.Module``, such as ``double``.
-            while hasattr(self, attribute):
-                attribute += "_"
-            self.add_module(attribute, module)
+            while hasattr(self, name):
+                name += "_"
+            self.add_module(name, module)
 
     def __getitem__(self, number: int) -> Any:
         return [*self.children()][number]
@@ -176,6 +176,19 @@ class UserFunctions:
                 f"{function} writes {', '.join(names)} in each call, {calls} times in "
                 f"this batch, as with gradient accumulation; {remedy}"
             )
+
+
+def of_user(values: Iterable[Any]) -> list[Any]:
+    """The objects of the user's classes, such as callbacks, which calls may write."""
+    return [value for value in values if is_user_class(type(value))]
+
+
+def groups_of(optimizer: Any) -> SimpleNamespace:
+    """The parameter groups of an optimizer, if there is one.
+
+    Not its state, which only its own steps write.
+    """
+    return SimpleNamespace(param_groups=getattr(optimizer, "param_groups", ()))
 
 
 def hooks_in(modules: Iterable[nn.Module]) -> list[Any]:

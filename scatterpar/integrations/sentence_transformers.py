@@ -5,9 +5,8 @@ A loss such as ``MultipleNegativesRankingLoss`` compares all rows that it sees. 
 rows of a step are one batch. The replicas compute its embeddings in micro-batches. Then
 the user's loss runs once, unmodified; its calls of the model return the embeddings.
 
-In an evaluation each replica computes whole batches. Evaluators that call the model's
-``encode`` or ``predict`` get what all replicas have computed, each for some of the
-texts.
+In an evaluation each replica computes whole batches. Evaluators call the model itself,
+on the first device.
 """
 
 from __future__ import annotations
@@ -16,17 +15,16 @@ import contextlib
 import copy
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from sentence_transformers import CrossEncoderTrainer, SentenceTransformerTrainer
 from sentence_transformers.base.sampler import BatchSamplers
 from torch import Tensor, nn
+from transformers import Trainer
 
 from scatterpar.batch.markers import Rows
 from scatterpar.devices.device_ids import DeviceLike
-from scatterpar.integrations.evaluation import outputs_of_batches
 from scatterpar.integrations.loop import (
     check_rows,
     moved,
@@ -35,7 +33,7 @@ from scatterpar.integrations.loop import (
     refuse,
     replaced,
 )
-from scatterpar.integrations.step_batches import ROWS, Step, by_lengths
+from scatterpar.integrations.step_batches import ROWS
 from scatterpar.integrations.transformers import ScatterOnceMixin
 
 __all__ = ["ScatterOnceCrossEncoderTrainer", "ScatterOnceTrainer"]
@@ -62,16 +60,13 @@ _REFUSED = {
 
 # an entry of features: which rows of the outputs they stand for
 _ROWS = "rows of outputs"
-_MASK = "attention_mask"
 _COMPONENTS = "accum_loss_components"  # of losses that are dicts, to log
-_INFERENCE = "_distributed_inference"  # what a model calls for ``encode``, ``predict``
 
 
 class _WholeBatch(ScatterOnceMixin):
     """The base of both trainers: one loss over the outputs for all rows of a step."""
 
     _output = "sentence_embedding"
-    _is_tokenised = True  # by the collator
     _recorded_model: _RecordedModel | None = None  # while the loss runs
 
     def __init__(
@@ -93,16 +88,10 @@ class _WholeBatch(ScatterOnceMixin):
             "on one device"
         )
         refuse(name, dict.fromkeys(sorted(kinds & _REFUSED), True), reason)
-        if self._micro_batch_cost is not None and not self._is_tokenised:
-            reason = "the loss tokenises the pairs itself; leave whole_batch out"
-            is_divided = whole_batch is False
-            refuse(name, {"micro_batch_cost and whole_batch=False": is_divided}, reason)
-            whole_batch = True
-        is_checked = whole_batch is not False
+        # The user asks for the mean of batches, also if these compare rows.
+        self._is_checked = whole_batch is not False
         if whole_batch is None:
             whole_batch = self._needs_all_rows(losses)
-        # The user asks for the mean of batches, also if these compare rows.
-        self._is_checked = is_checked
         self._sees_all = whole_batch
         is_counted = whole_batch and self._count is not None
         reason = (
@@ -120,36 +109,34 @@ class _WholeBatch(ScatterOnceMixin):
         return not all(map(_is_mean_over_rows, losses))
 
     def _modules(self) -> list[Any]:
-        return [self.model] if self._sees_all else super()._modules()
-
-    def _modules_of_evaluation(self) -> list[Any]:
-        return super()._modules()
+        # In an evaluation the loss runs on replicas, too.
+        is_on_master = self._sees_all and self.model.training
+        return [self.model] if is_on_master else super()._modules()
 
     def _step_collator(self, collate: Any) -> Any:
         return collate if self._sees_all else super()._step_collator(collate)
 
-    def _cost_collator(self, collate: Any, budget: float) -> Any:
-        return partial(_collated_by_cost, collate, budget, self._devices)
-
     def _hows(self) -> Sequence[Any]:
         return [ROWS if self._count is None else self._count]
 
-    def _loss_of_step(self, model: Any, step: Any, **options: Any) -> Any:
+    def _loss_of_step(self, step: Any) -> Any:
         """The loss of all rows of a step::
 
         columns -> embeddings       the model, on the replicas, in micro-batches
         embeddings -> loss          the user's loss, once, on the first device
         """
         if not self._sees_all:
-            return super()._loss_of_step(model, step, **options)
+            return super()._loss_of_step(step)
         recorded = _RecordedModel(self)
         # The user's loss runs there, with the labels.
-        on_master = self._prepare_input(dict(step))
+        prepare = type(self)._prepare_inputs
+        on_master = prepare(self, dict(step))
+        # The stock one only moves the batch, which the engine copies from the host.
+        is_stock = prepare is Trainer._prepare_inputs
+        batch = step if is_stock else on_master
         # Before the engine's step, which needs the columns as its inputs.
-        state = self._record_columns(recorded, step, on_master)
+        state = self._record_columns(recorded, batch, on_master)
         columns = list(recorded.columns.values())
-        has_cost = self._micro_batch_cost is not None
-        costs = _costs_of(columns) if has_cost else None
 
         def criterion(outputs: tuple[Tensor, ...], _: Any) -> Any:
             # With their graph, which leads to the replicas.
@@ -162,17 +149,9 @@ class _WholeBatch(ScatterOnceMixin):
                 with self._standing_for_model(recorded):
                     return self._loss_of(recorded, on_master)
 
-        # With costs the engine finds out itself how many micro-batches there are.
-        accum = 1 if has_cost else self._user_args["gradient_accumulation_steps"]
-        with self._cut_by_cost(has_cost):
-            loss = self._engine_loss(
-                self._inputs_of(columns),
-                accum,
-                None,
-                criterion,
-                whole_batch=True,
-                costs=costs,
-            )
+        accum = self._user_args["gradient_accumulation_steps"]
+        inputs = self._inputs_of(columns)
+        loss = self._engine_loss(inputs, accum, None, criterion, whole_batch=True)
         if not recorded.was_called:
             raise ValueError(
                 f"{type(self).__name__} needs a loss that calls the model which is "
@@ -202,35 +181,14 @@ class _WholeBatch(ScatterOnceMixin):
         for number, column in enumerate(features):
             recorded.columns[number] = _divisible(column)
 
-    @contextlib.contextmanager
-    def _cut_by_cost(self, has_cost: bool) -> Iterator[None]:
-        """In the body, the engine cuts micro-batches by cost, if there is a limit."""
-        engine = self._engine_of_the_model()
-        engine.micro_batch_cost = self._micro_batch_cost if has_cost else None
-        try:
-            yield
-        finally:
-            engine.micro_batch_cost = None
-
     def _outputs_of(self, work: Any, columns: Sequence[Any]) -> tuple[Tensor, ...]:
         """The model's outputs for a micro-batch's rows of some columns, on a
         replica.
         """
-        if self._micro_batch_cost is not None:
-            columns = [_without_padding(column) for column in columns]
         model = work[0]
         return tuple(model(dict(column))[self._output] for column in columns)
 
-    # Evaluation: losses of whole batches, and what evaluators ask of the model.
-
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate as the trainer does, with evaluators whose texts all replicas
-        share.
-        """
-        if len(self._devices) == 1 or not hasattr(self.model, _INFERENCE):
-            return super().evaluation_loop(*args, **kwargs)
-        with overridden(self.model, **{_INFERENCE: _ReplicaInference(self)}):
-            return super().evaluation_loop(*args, **kwargs)
+    # Terms of losses that are dicts, which calls on replicas add up.
 
     def _attributes_on_replica(
         self, work: Any, device: Any, record: Any, *args: Any
@@ -287,8 +245,6 @@ class ScatterOnceTrainer(_WholeBatch, SentenceTransformerTrainer):  # type: igno
         args: as in ``SentenceTransformerTrainer``, like ``kwargs``. The loss object is
             not changed.
         device_ids: as in ``ScatterOnceParallel``; the first is the trainer's device.
-        micro_batch_cost: the most tokens of a call of the model for one column of a
-            micro-batch, with padding. Rows of similar lengths are computed together.
         whole_batch: ``True``: the loss sees all rows at once. ``False``: it sees b
             rows, as with the stock trainer, and the losses are averaged. ``None``:
             ``False`` for losses that are means over rows, otherwise ``True``.
@@ -321,8 +277,6 @@ class ScatterOnceCrossEncoderTrainer(_WholeBatch, CrossEncoderTrainer):  # type:
     Args:
         args: as in ``CrossEncoderTrainer``, like ``kwargs``.
         device_ids: as in ``ScatterOnceTrainer``, like ``whole_batch``.
-        micro_batch_cost: the most tokens of the pairs of a micro-batch, with padding.
-            The loss sees the whole batch.
 
     Raises:
         ValueError: as ``ScatterOnceTrainer``, or if the loss passes other pairs in its
@@ -330,7 +284,6 @@ class ScatterOnceCrossEncoderTrainer(_WholeBatch, CrossEncoderTrainer):  # type:
     """
 
     _output = "scores"
-    _is_tokenised = False
 
     def _record_columns(
         self, recorded: _RecordedModel, batch: Any, on_master: Any
@@ -411,58 +364,6 @@ class _WithGradient(torch.autograd.Function):
         return factors[0] * gradient, None, None
 
 
-class _ReplicaInference:
-    """Inference of a model by all replicas of its trainer, each for some of the inputs.
-
-    ``encode`` and ``predict`` call it with their arguments resolved, in the place of
-    the model's own inference. A copy of the model, as for other processes, has none.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return type(None), ()
-
-    def __call__(self, inputs: Sequence[Any], **options: Any) -> Any:
-        """The outputs of all inputs, in their order."""
-        trainer = self._trainer
-        model = trainer.model
-        model.eval()  # as its own inference does
-        num_parts = min(len(trainer._devices), len(inputs))
-        if num_parts < 2:
-            return model._inference(inputs, **options)
-        engine = trainer._engine_of_the_model(trainer._modules_of_evaluation())
-        engine.accum = 1
-        # Texts are sorted by length: part 0 of 3 has number 0, 3, 6, …
-        parts = [inputs[number::num_parts] for number in range(num_parts)]
-        infer = partial(_inferred, parts=parts, options=options)
-        # Replicas are refreshed in the call, and tensors of inference mode cannot be
-        # written in training.
-        with torch.inference_mode(False), torch.no_grad():
-            results = outputs_of_batches(engine, infer, range(num_parts))
-        device = torch.device("cpu") if options.get("save_to_cpu") else model.device
-        outputs: list[Any] = [None] * len(inputs)
-        for number, result in enumerate(results):
-            outputs_of_part = moved(result, device)
-            outputs[number::num_parts] = list(outputs_of_part)
-        are_tensors = isinstance(outputs[0], Tensor)
-        # Token embeddings of texts have different lengths.
-        if are_tensors and options.get("output_value") != "token_embeddings":
-            return torch.stack(outputs)
-        return outputs
-
-
-def _inferred(
-    work: Any, number: int, parts: Sequence[Any], options: Mapping[str, Any]
-) -> Any:
-    """The outputs of a replica for its part of the inputs."""
-    own_options = dict(options)
-    if number > 0:  # one bar, of the first part
-        own_options["show_progress_bar"] = False
-    return work[0]._inference(parts[number], **own_options)
-
-
 class _Outputs(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         raise ValueError(
@@ -494,60 +395,6 @@ def _divisible(column: Mapping[str, Any]) -> Any:
         return Rows(bags, _joined_bags)
     check_rows(column, "use the stock trainer on one device, or whole_batch=False")
     return dict(column)
-
-
-def _lengths(mask: Tensor) -> Tensor:
-    """The positions of each row up to its last token: leading padding is kept."""
-    # From 1, so that the largest position with a token is the length.
-    positions = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-    return (mask.ne(0) * positions).amax(1).clamp(min=1)
-
-
-def _longest(masks: Sequence[Any]) -> list[int]:
-    """For each row, its length in the column in which it is longest.
-
-    Raises ``ValueError`` if the columns do not show the lengths of all rows.
-    """
-    try:
-        by_column = torch.stack([_lengths(mask) for mask in masks])
-    except (AttributeError, IndexError, RuntimeError):  # no masks, or of other sizes
-        raise ValueError(
-            f"micro_batch_cost needs the lengths of all rows: each column's {_MASK!r}, "
-            "of as many rows as the others; leave micro_batch_cost out"
-        ) from None
-    lengths: list[int] = by_column.amax(0).tolist()
-    return lengths
-
-
-def _costs_of(columns: Sequence[Any]) -> list[int]:
-    """The cost of each row of a step.
-
-    A static model's column is ``Rows`` of words, and has no mask.
-    """
-    masks = []
-    for column in columns:
-        masks.append(column.get(_MASK) if isinstance(column, Mapping) else None)
-    return _longest(masks)
-
-
-def _without_padding(column: Mapping[str, Any]) -> dict[str, Any]:
-    """A column without the trailing padding that all its rows have."""
-    mask = column[_MASK]
-    longest = int(_lengths(mask).max())
-    trimmed = dict(column)
-    for name, value in column.items():
-        if isinstance(value, Tensor) and value.shape[:2] == mask.shape:
-            trimmed[name] = value[:, :longest]
-    return trimmed
-
-
-def _collated_by_cost(
-    collate: Any, budget: float, devices: Sequence[Any], rows: Any
-) -> Step:
-    """Batches of rows of similar lengths, replica by replica."""
-    batch = collate(rows)  # to read the lengths
-    masks = [value for name, value in batch.items() if name.endswith(_MASK)]
-    return by_lengths(collate, _longest(masks), budget, devices, rows)
 
 
 def _joined_bags(bags: Sequence[Tensor]) -> dict[str, Tensor]:

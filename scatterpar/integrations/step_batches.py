@@ -4,16 +4,17 @@ combine.
 
 from __future__ import annotations
 
+import copy
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from scatterpar.batch.markers import Rows
 from scatterpar.integrations.loop import num_rows
-from scatterpar.options.costs import plan_by_cost
 from scatterpar.step.request import LossCandidate
 
 # How losses of batches combine into that of all: as means over these numbers, or as a
@@ -39,7 +40,7 @@ class Step(list[Any]):
         """The batch of this number; or the entry of this name, of all rows."""
         if not isinstance(key, str):
             return super().__getitem__(key)
-        return _joined(key, [batch[key] for batch in self])
+        return _joined([batch[key] for batch in self])
 
     def __setitem__(self, key: Any, value: Any) -> None:
         """Set the batch of this number; or the entry of this name, in each batch.
@@ -60,38 +61,44 @@ class Step(list[Any]):
 
     def keys(self) -> Sequence[str]:
         """The names of the entries that all batches have."""
-        names = list(self[0])
-        for batch in self[1:]:
-            names = [name for name in names if name in batch]
-        return names
+        return [name for name in self[0] if all(name in batch for batch in self)]
 
-    def values(self) -> Iterator[Any]:
-        """The entries of all rows."""
-        return (self[name] for name in self.keys())
+    def __contains__(self, key: object) -> bool:
+        """Whether all batches have an entry of this name."""
+        return key in self.keys()
 
-    def items(self) -> Iterator[tuple[str, Any]]:
-        """The names and entries of all rows."""
-        return ((name, self[name]) for name in self.keys())
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """The entry of this name, of all rows."""
-        return self[key] if key in self.keys() else default
+    get = Mapping.get
 
 
-def _joined(name: str, entries: Sequence[Any]) -> Any:
+def _joined(entries: Sequence[Any]) -> Any:
     """The entry of all rows, from that of each batch."""
     first = entries[0]
     if isinstance(first, list):
         return list(chain.from_iterable(entries))
     if not isinstance(first, Tensor) or not first.ndim:
         return first
-    shapes = [tuple(entry.shape) for entry in entries]
-    if len({shape[1:] for shape in shapes}) > 1:
-        raise ValueError(
-            f"{name!r} of the batches of this step has the shapes {shapes}, which "
-            f"cannot be joined; read it batch by batch, such as step[0][{name!r}]"
-        )
     return torch.cat(list(entries))
+
+
+def rows_of_batches(batches: Sequence[Any]) -> Rows:
+    """Each batch as a row: batches are joined as rows are.
+
+    Raises:
+        ValueError: they cannot be joined, such as texts of other widths.
+    """
+    rows = Rows(batches, _joined_batches)
+    try:
+        _joined_batches(batches)  # replicas join them later
+    except (AttributeError, RuntimeError) as error:
+        raise ValueError(f"batches cannot be joined: {error}") from None
+    return rows
+
+
+def _joined_batches(batches: Sequence[Any]) -> Any:
+    """All rows of batches in one, of the class of the first."""
+    whole = copy.copy(batches[0])
+    whole.update(Step(batches))
+    return whole
 
 
 def entry_of(batch: Any, name: str) -> Any:
@@ -108,40 +115,6 @@ def by_number(collate: Any, size: int, rows: Any) -> Step:
     """Batches of ``size`` rows."""
     starts = range(0, len(rows), size)
     return Step(collate(rows[start : start + size]) for start in starts)
-
-
-def by_cost(
-    collate: Any, name: str, budget: float, devices: Sequence[Any], rows: Any
-) -> Step:
-    """Batches of rows whose entries ``name`` have similar lengths, replica by
-    replica.
-    """
-    try:
-        costs = [len(row[name]) for row in rows]
-    except (KeyError, TypeError):
-        raise ValueError(
-            f"micro_batch_cost needs the length of each row's {name!r}, the model's "
-            f"main input; got {rows[0]!r:.80}; leave micro_batch_cost out"
-        ) from None
-    return by_lengths(collate, costs, budget, devices, rows)
-
-
-def by_lengths(
-    collate: Any,
-    costs: Sequence[float],
-    budget: float,
-    devices: Sequence[Any],
-    rows: Any,
-) -> Step:
-    """Batches of rows with similar ``costs``, replica by replica."""
-    shares = [1.0] * len(devices)  # equal ones
-    plan = plan_by_cost(len(rows), costs, devices, budget, shares)
-    batches = Step()
-    for share in plan.shares:
-        for row_numbers in share.row_numbers:
-            batch = collate([rows[number] for number in row_numbers])
-            batches.append(batch)
-    return batches
 
 
 def terms(how: How, batch: Any) -> Tensor:

@@ -19,29 +19,23 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from scatterpar.batch import nested
 from scatterpar.batch.markers import Rows
 from scatterpar.devices.device_ids import DeviceLike, physical, resolve
 from scatterpar.engine import ScatterOnceParallel
-from scatterpar.errors import warn
 from scatterpar.integrations import loop, step_batches
-from scatterpar.integrations.device_errors import explained
 from scatterpar.integrations.evaluation import Groups, outputs_of_batches
-from scatterpar.integrations.images import images_by_row
 from scatterpar.integrations.lending import (
     Lending,
     Parts,
     copy_on_replica,
     modules_of,
-    names_of,
     roots_of,
 )
 from scatterpar.integrations.step_batches import (
@@ -54,11 +48,10 @@ from scatterpar.integrations.step_batches import (
     Step,
 )
 from scatterpar.integrations.trl_metrics import Gathered, metric_of_step
-from scatterpar.option_checks import check_number
 from scatterpar.replicas.references import names_in
 from scatterpar.sharded import ShardedOptimizer
 from scatterpar.state.walk import function_of
-from scatterpar.state.whose import is_user_class, is_user_function
+from scatterpar.state.whose import is_user_function
 from scatterpar.step.request import Buffers, Reduction
 from scatterpar.step.turns import lasting_a_turn
 from scatterpar.torch_private import unwrapped
@@ -78,9 +71,8 @@ _NOT_LENT = {
 # TRL's trainers fill these in compute_loss. Each call gets metrics of its own.
 _METRICS = "_metrics"
 _TOKENS = "_total_train_tokens"
-_STEPS = ("compute_loss", "prediction_step")
-# Methods that calls on replicas do not reach: attributes stand in their places.
-_REPLACED = {"_prepare_inputs", "log"}
+# Methods that attributes hide outside of a call.
+_STEPS = ("_prepare_inputs", "compute_loss", "prediction_step")
 _ROWS = "per_device_train_batch_size"
 _BATCHES = "gradient_accumulation_steps"
 _REFERENCE_ROWS = "precompute_ref_batch_size"
@@ -88,7 +80,8 @@ _REMEDIES = (
     "Pass count= to the Trainer, a function of a batch that gives its number of terms, "
     'for a mean over something else, or reduction="sum" for a sum. If it compares '
     "rows with each other, or is a ratio of sums, train with the stock class on one "
-    "device."
+    "device, or in a loop of your own with engine.loss(inputs, targets, criterion, "
+    "whole_batch=True). Rows are mixed in the data collator, not in _prepare_inputs."
 )
 # TRL's trainers whose losses of batches combine into that of all, except with these
 # loss types.
@@ -127,8 +120,6 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
     _engine: ScatterOnceParallel | None = None
     _parts: Sequence[nn.Module] = ()
     _sharded: ShardedOptimizer | None = None
-    _is_in_step = False
-    _is_preparation_asked = False
     _is_checked = True  # whether losses of batches have to combine
 
     def __init__(
@@ -136,20 +127,16 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         *args: Any,
         device_ids: Sequence[DeviceLike] | None = None,
         shard_optimizer: bool = False,
-        micro_batch_cost: float | None = None,
         count: Callable[[Any], float | Tensor] | None = None,
         reduction: Reduction | None = None,
         parallel: bool = False,
         buffers: Buffers = "master",
         **kwargs: Any,
     ) -> None:
-        if micro_batch_cost is not None:
-            check_number("micro_batch_cost", micro_batch_cost)
         _check_combination(count, reduction)
         # The stock constructor calls methods below, which read these.
         self._device_ids = device_ids
         self._shard_optimizer = shard_optimizer
-        self._micro_batch_cost = micro_batch_cost
         self._is_of_trl = _loss_class(self, "trl.") is not None
         self._is_parallel = parallel
         self._buffers = buffers
@@ -160,7 +147,8 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         copied_kwargs = {name: _own_arguments(v) for name, v in kwargs.items()}
         super().__init__(*copied_args, **copied_kwargs)
         # Only now: TRL's constructors set the type of loss.
-        _refuse_losses(self)
+        if self._is_of_trl:
+            _refuse_losses(self)
         self._count = SUM if reduction == "sum" else count
         # Attributes hide the methods of the class, also from a user's training_step.
         self.__dict__["compute_loss"] = self._loss_of_inputs
@@ -183,8 +171,10 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         self._num_batches = len(self._devices) * num_batches
         if not attributes.get(_REFERENCE_ROWS, True):  # TRL's, on the first device
             attributes[_REFERENCE_ROWS] = rows
-        attributes[_ROWS] = _Changed(rows * self._num_batches, rows)
-        attributes[_BATCHES] = _Changed(1, num_batches)
+        changed_numbers = {_ROWS: rows * self._num_batches, _BATCHES: 1}
+        for name, value in changed_numbers.items():
+            attributes[name] = _Changed(value)
+            attributes[name].user_value = self._user_args[name]
         # The class, because files and loggers get what ``to_dict`` returns.
         self.args.__class__ = _changed_class(type(self.args))
         attributes["_n_gpu"] = min(self.args.n_gpu, 1)  # prevents nn.DataParallel
@@ -230,15 +220,9 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         # auto_find_batch_size makes it smaller.
         size = math.ceil(self._train_batch_size / self._num_batches)
         collator: Any = partial(step_batches.by_number, collate, size)
-        if self._micro_batch_cost is not None:
-            collator = self._cost_collator(collate, self._micro_batch_cost)
         # Some loaders read attributes of the user's collator.
         vars(collator).update(getattr(collate, "__dict__", {}))
         return collator
-
-    def _cost_collator(self, collate: Any, budget: float) -> Any:
-        name = getattr(self.model, "main_input_name", "input_ids")
-        return partial(step_batches.by_cost, collate, name, budget, self._devices)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """The Trainer's number, of all batches of a step."""
@@ -265,11 +249,9 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             self.optimizer = self._sharded
         return self.optimizer
 
-    def _engine_of_the_model(
-        self, modules: Sequence[Any] | None = None
-    ) -> ScatterOnceParallel:
-        """The engine of these modules, the model first; by default of training's."""
-        parts = list(dict.fromkeys(modules or self._modules()))
+    def _engine_of_the_model(self) -> ScatterOnceParallel:
+        """The engine of the modules that the present step may call."""
+        parts = list(dict.fromkeys(self._modules()))
         if self._engine is not None and parts == self._parts:
             return self._engine
         # First: two engines of one model would have two copies of it on each device.
@@ -281,7 +263,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             backend = self.args.torch_compile_backend
             mode = self.args.torch_compile_mode
             model = torch.compile(model, backend=backend, mode=mode)
-        names = names_of(self, parts, _NOT_LENT)
+        names = [type(part).__name__ for part in parts]
         work = loop.Modules(zip(names, [model, *parts[1:]], strict=True))
         self._engine = ScatterOnceParallel(
             work, 1, self._devices, buffers=self._buffers
@@ -295,7 +277,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         return self._engine
 
     def _modules(self) -> list[Any]:
-        """The modules that ``compute_loss`` may call, the model first."""
+        """The modules that a step may call, the model first."""
         parts = [self.model]
         for module in modules_of(self, _NOT_LENT):
             # A metric is no part of a replica: calls in turn write the user's own.
@@ -322,78 +304,35 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
 
     # The step.
 
-    def training_step(
-        self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        """The Trainer's step, whose loss is that of all batches."""
-        prepared = inputs if self._only_moves_inputs() else self._prepared(inputs)
-        # The stock step prepares its inputs again.
-        with loop.overridden(self, _prepare_inputs=_unchanged, _is_in_step=True):
-            return super().training_step(model, prepared, *args, **kwargs)
-
     def _prepared(self, inputs: Any) -> Any:
         """Inputs after ``_prepare_inputs`` of the Trainer's class.
 
-        That of a step is called batch by batch. If it only moves them, the batches stay
-        on the host: the engine copies each to its replica.
+        Those of a step stay as they are, on the host. The engine copies each
+        micro-batch to its replica, whose call prepares it.
         """
-        prepare = type(self)._prepare_inputs
-        if not isinstance(inputs, Step):
-            return prepare(self, inputs)
-        if self._only_moves_inputs():
+        if isinstance(inputs, Step) or self._is_training():
             return inputs
-        if not self._is_preparation_asked and len(inputs) > 1:
-            self._is_preparation_asked = True
-            self._warn_if_rows_mix(Step(inputs[:2]))
-        return Step(prepare(self, batch) for batch in inputs)
+        return type(self)._prepare_inputs(self, inputs)
 
-    def _warn_if_rows_mix(self, step: Step) -> None:
-        """Warn if ``_prepare_inputs`` has other results for two batches at once."""
-        prepare = type(self)._prepare_inputs
-        try:
-            with self._looking():
-                parts = Step(prepare(self, copy.copy(batch)) for batch in step)
-                whole = prepare(self, dict(step.items()))
-                names = parts.keys()
-                mixes = not all(_are_close(whole[k], parts[k]) for k in names)
-        except Exception:  # such as batches of other widths, which cannot be joined
-            return
-        if mixes:
-            warn(
-                f"{prepare.__qualname__} mixes rows, or draws random numbers: it gets "
-                f"the {loop.num_rows(step[0])} rows of a batch, as with gradient "
-                "accumulation, and not those of all batches of a step; to mix more, "
-                "raise per_device_train_batch_size"
-            )
-
-    def _only_moves_inputs(self) -> bool:
-        """Whether ``_prepare_inputs`` is the stock one, which moves inputs."""
-        return type(self)._prepare_inputs is transformers.Trainer._prepare_inputs
+    def _is_training(self) -> Any:
+        """Whether a ``training_step`` runs, which may have a batch of its own."""
+        return self.is_in_train and self.model.training and torch.is_grad_enabled()
 
     def _loss_of_inputs(
         self, model: nn.Module, inputs: Any, *args: Any, **options: Any
     ) -> Any:
         """``compute_loss`` in training: the loss of all rows, by all replicas."""
-        is_step = isinstance(inputs, Step) or self._is_in_step
-        # A user's training_step may call it with the loader's own batch.
-        is_training = self.is_in_train and model.training and torch.is_grad_enabled()
-        if not is_step and not is_training:
+        if not isinstance(inputs, Step) and not self._is_training():
             return type(self).compute_loss(self, model, inputs, *args, **options)
         returns_outputs = options.get("return_outputs", args[:1] == (True,))
         conflicts = {"return_outputs=True in training_step": returns_outputs}
         reason = "the outputs stay on the replicas; compute what needs them there"
         loop.refuse("ScatterOnceMixin", conflicts, reason)
-        return self._loss_of_step(model, inputs)
+        return self._loss_of_step(inputs)
 
-    def _loss_of_step(self, model: Any, step: Any, **options: Any) -> Any:
+    def _loss_of_step(self, step: Any) -> Any:
         """The loss of all rows of a step. Adds what the calls kept and logged."""
         batches = step_batches.batches_of(step)
-        # Losses of parts do not combine here, so the whole step has one loss.
-        is_contrastive = any(
-            step_batches.entry_of(batch, "return_loss") for batch in batches
-        )
-        if is_contrastive and _towers(self.model):
-            return self._loss_of_towers(batches)
         is_collated = isinstance(step, Step)
         batch = Rows(step, FIRST) if is_collated else self._divisible_batch(step)
         # Each replica has at most one micro-batch per collated batch.
@@ -438,31 +377,50 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         return [SUM, *of_labels, ROWS]
 
     def _divided_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The inputs of a look: rows of one batch, which can be divided."""
+        """The inputs of a look: rows of one batch, or two batches.
+
+        Raises:
+            ValueError: neither rows nor batches can be joined.
+        """
         batch = inputs["batch"]
         if isinstance(batch, Rows):
-            batch = self._divisible_batch(step_batches.telling_batch(batch.entries))
+            batches = batch.entries
+            try:
+                batch = self._divisible_batch(step_batches.telling_batch(batches))
+            except ValueError:
+                # Such as images, of which a row may have several.
+                if self._has_pairs():
+                    raise
+                batch = step_batches.rows_of_batches(batches[:2])
         return {**inputs, "batch": batch}
 
     def _looking(self) -> contextlib.AbstractContextManager[None]:
         """In the body, which is a look, calls of functions leave nothing."""
         # The Trainer's own objects, which a user's function may write, too.
         roots = [*self._roots(), self.args, self.state, self.control]
-        # Not the optimizer's state, which only its own steps write.
-        groups = getattr(self.optimizer, "param_groups", ())
-        roots.append(SimpleNamespace(param_groups=groups))
-        for dataset in (self.train_dataset, self.eval_dataset):
-            if is_user_class(type(dataset)):  # it may have statistics
-                roots.append(dataset)
+        roots.append(loop.groups_of(self.optimizer))
+        # They may have statistics.
+        roots += loop.of_user([self.train_dataset, self.eval_dataset])
         return self._user_functions.looking(
             self._parts, self._lending, roots, _NOT_LENT
         )
 
     def _divisible_batch(self, batch: Any) -> Any:
         """A batch whose rows can be divided, or ``ValueError``."""
-        if self._is_of_trl and _loss_class(self, "trl.").__name__ in _OF_PAIRS:
+        if self._has_pairs():
             batch = _divided_by_pairs(batch)
-        return _divisible(batch, getattr(self.model, "config", None))
+        rows = loop.as_rows(batch)
+        loop.check_rows(
+            rows,
+            "let the Trainer's loader make the batches (its collator makes one for "
+            "each replica, which is not divided), with per_device_train_batch_size=1 "
+            "if that is not enough",
+        )
+        return rows
+
+    def _has_pairs(self) -> bool:
+        """Whether batches are the chosen rows of all pairs, then the rejected ones."""
+        return self._is_of_trl and _loss_class(self, "trl.").__name__ in _OF_PAIRS
 
     def _get_num_items_in_batch(self, batches: Any, device: Any) -> Any:
         """The Trainer's number; ``None`` for a ``Step``: each batch has its own."""
@@ -478,7 +436,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         scaler = self.accelerator.scaler
         # A criterion of all rows knows more of the step than a few outputs.
         engine.loop.is_checked = self._is_checked and not options.get("whole_batch")
-        with self._in_step(engine, "compute_loss"):
+        with self._in_step(engine, "_prepare_inputs", "compute_loss"):
             return engine.loss(inputs, *args, scaler=scaler, **options)
 
     @contextlib.contextmanager
@@ -510,7 +468,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             if callable(value) and not isinstance(value, nn.Module):
                 functions.append(value)
             # All classes, not the first: a method may call that of its base.
-            for base in type(self).__mro__ if name not in _REPLACED else ():
+            for base in type(self).__mro__ if name != "log" else ():
                 function = function_of(vars(base).get(name))
                 if function is not None:
                     functions.append(function)
@@ -520,11 +478,8 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
 
     def _roots(self) -> list[Any]:
         """What a function of the user's may write: this Trainer, and callbacks."""
-        roots = roots_of(self, self._parts, _NOT_LENT)
-        for callback in self.callback_handler.callbacks:
-            if is_user_class(type(callback)):
-                roots.append(callback)
-        return roots
+        callbacks = loop.of_user(self.callback_handler.callbacks)
+        return roots_of(self, self._parts, _NOT_LENT) + callbacks
 
     def _on_replica(self, work: Any, batch: Any, items: Any) -> Any:
         """The loss of a Trainer that refers to a replica's modules."""
@@ -537,9 +492,8 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         ):
             record.batch = batch
             # A copy, because compute_loss may take labels out of the batch.
-            loss = trainer.compute_loss(
-                trainer.model, copy.copy(batch), num_items_in_batch=items
-            )
+            inputs = trainer._prepare_inputs(copy.copy(batch))
+            loss = trainer.compute_loss(trainer.model, inputs, num_items_in_batch=items)
         return {"loss": loss, "beside": record}
 
     @contextlib.contextmanager
@@ -554,7 +508,6 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         record = _CallRecord()
         attributes = self._attributes_on_replica(work, device, record)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(explained(device))
             trainer: Any = self
             if self._takes_turns:
                 # Else numbers that calls write would differ with the rows of a look.
@@ -585,9 +538,8 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         gather = Gathered.of if self._is_of_trl else _unchanged
         attributes = {
             "accelerator": _Placed(self.accelerator, device, record.logs, gather),
-            "log": partial(_record, record.logs, "Trainer"),
+            "log": partial(_record, record.logs, self.log),
             "model_wrapped": work[0],
-            "_prepare_inputs": copy.copy,  # they are prepared
         }
         if self._is_of_trl:
             record.metrics = {mode: defaultdict(list) for mode in self._metrics}
@@ -636,30 +588,9 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         for call in calls:
             if call.tokens:
                 self._total_train_tokens += call.tokens
-            for logger_name, args, options in call.logs:
-                target = self.accelerator if logger_name == "accelerator" else self
-                arguments = loop.moved((args, options), self.args.device)
-                moved_args, moved_options = arguments
-                target.log(*moved_args, **moved_options)
-
-    def _loss_of_towers(self, batches: Sequence[Any]) -> Any:
-        """The loss of a contrastive model, of all rows::
-
-        images, texts -> pooled outputs     both towers, on the replicas
-        pooled outputs -> loss              compute_loss, once, whose towers
-                                            return these outputs
-        """
-
-        def criterion(pooled: list[list[Tensor]], _: Any) -> Any:
-            with contextlib.ExitStack() as stack:
-                for number, tower in enumerate(_towers(self.model)):
-                    outputs = torch.cat([batch[number] for batch in pooled])
-                    stack.enter_context(_returning(tower, outputs))
-                return type(self).compute_loss(self, self.model, dict(batches[0]))
-
-        inputs = {"work": _pooled, "batch": Rows(batches, FIRST)}
-        accum = len(batches)
-        return self._engine_loss(inputs, accum, None, criterion, whole_batch=True)
+            for log, *arguments in call.logs:
+                args, options = loop.moved(arguments, self.args.device)
+                log(*args, **options)
 
     # Evaluation and prediction: each replica computes a batch of the stock loop.
 
@@ -673,7 +604,11 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         groups = Groups(dataloader, len(self._devices))
         step = partial(self._prediction_in, groups)
         try:
-            with loop.overridden(self, prediction_step=step):
+            # Batches stay on the host: the engine copies each to its replica.
+            with (
+                loop.overridden(dataloader, device=None),
+                loop.overridden(self, prediction_step=step),
+            ):
                 return super().evaluation_loop(groups, *args, **kwargs)
         finally:
             if self._engine is not None:
@@ -699,17 +634,14 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         self, groups: Groups, args: Sequence[Any], options: Mapping[str, Any]
     ) -> list[Any]:
         """The results of ``prediction_step`` for all batches of a group."""
-        engine = groups.engine
-        if engine is None:  # once per evaluation, because it searches this Trainer
-            engine = self._engine_of_the_model(self._modules_of_evaluation())
+        engine = self._engine
+        # Once per evaluation, because it searches this Trainer.
+        if engine is None or not engine.loop.continues_evaluation:
+            engine = self._engine_of_the_model()
             engine.accum = 1
-        # In this thread: a user's own may draw random numbers, or write.
-        prepare = type(self)._prepare_inputs
-        batches = [prepare(self, batch) for batch in groups.batches]
         predict = partial(self._predict_on_replica, args=args, options=options)
         with torch.no_grad(), self._in_step(engine, "prediction_step", "compute_loss"):
-            records = outputs_of_batches(engine, predict, batches)
-        groups.engine = engine
+            records = outputs_of_batches(engine, predict, groups.batches)
         self._transfer(records)
         for record in records if self._is_of_trl else ():
             self._append_metrics("eval", [record], [1.0])  # batch by batch
@@ -724,10 +656,6 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
                 trainer.model, copy.copy(batch), *args, **options
             )
         return record
-
-    def _modules_of_evaluation(self) -> list[Any]:
-        """The modules that ``prediction_step`` may call, the model first."""
-        return self._modules()
 
 
 class ScatterOnceTrainer(ScatterOnceMixin, transformers.Trainer):
@@ -745,9 +673,6 @@ class ScatterOnceTrainer(ScatterOnceMixin, transformers.Trainer):
         device_ids: as in ``ScatterOnceParallel``; the first is the Trainer's device.
         shard_optimizer: distribute the optimizer's state over the devices
             (``ShardedOptimizer``).
-        micro_batch_cost: the most entries of the model's main input (tokens) that a
-            micro-batch has, with padding. Rows of similar lengths are collated
-            together, and the result is the same up to rounding.
 
     Raises:
         ValueError: ``device_ids`` that do not begin with the Trainer's device; or what
@@ -767,64 +692,12 @@ def _unchanged(inputs: Any) -> Any:
     return inputs
 
 
-def _are_close(value: Any, other: Any) -> bool:
-    """Whether two entries of a batch are equal, but for rounding."""
-    if not isinstance(value, Tensor):
-        return True
-    are_close: bool = torch.allclose(value.double(), other.double(), rtol=1e-3)
-    return are_close
-
-
-def _towers(model: nn.Module) -> list[nn.Module]:
-    """The encoders of a model such as CLIP, of images and of texts; empty for other
-    models.
-    """
-    for part in model.modules():
-        children = dict(part.named_children())
-        if children.keys() >= {"vision_model", "text_model"}:
-            return [children["vision_model"], children["text_model"]]
-    return []
-
-
-def _returning(
-    tower: nn.Module, pooled: Tensor
-) -> contextlib.AbstractContextManager[Any]:
-    """In the body, a tower returns this pooled output."""
-    # What the model's own forward reads of a tower.
-    output = BaseModelOutputWithPooling(pooler_output=pooled)
-
-    def forward(*_: Any, **__: Any) -> Any:
-        return output
-
-    context: contextlib.AbstractContextManager[Any]
-    context = loop.replaced(tower, forward=forward)
-    return context
-
-
-def _pooled(work: loop.Modules, batch: Mapping[str, Any]) -> list[list[Tensor]]:
-    """The pooled outputs of a replica's towers for one batch: a list with one entry per
-    batch.
-    """
-    towers = _towers(work[0])
-    outputs: dict[nn.Module, Tensor] = {}
-
-    # Hooks, because the model writes its projections over the towers' outputs.
-    def store(tower: nn.Module, _: Any, output: Any) -> None:
-        outputs[tower] = output.pooler_output
-
-    with contextlib.ExitStack() as stack:
-        for tower in towers:
-            stack.enter_context(tower.register_forward_hook(store))
-        work[0](**{**batch, "return_loss": False})
-    return [[outputs[tower] for tower in towers]]
-
-
 class _CallRecord:
     """What one call on a replica has logged and measured.
 
     Attributes:
         batch: the micro-batch of a training.
-        logs: calls of ``log``: the logger's name and the arguments.
+        logs: calls of ``log`` methods: the method and the arguments.
         metrics: TRL's, by mode and name.
         tokens: the number that TRL's trainers have added to that of the run.
         components: sums of terms of sentence-transformers' losses, by mode and name.
@@ -856,7 +729,7 @@ class _Placed:
         self._accelerator = accelerator
         self._gather = gather
         self.device = device
-        self.log = partial(_record, logs, "accelerator")
+        self.log = partial(_record, logs, accelerator.log)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._accelerator, name)
@@ -872,21 +745,16 @@ class _Placed:
         return self._gather(self._accelerator.gather_for_metrics(*args, **options))
 
 
-def _record(logs: list[Any], logger: str, *args: Any, **options: Any) -> None:
+def _record(logs: list[Any], log: Any, *args: Any, **options: Any) -> None:
     """Record a call of ``log``, which is made once the step has succeeded."""
-    logs.append((logger, args, options))
+    logs.append((log, args, options))
 
 
 class _Changed(int):
     """A number of ``TrainingArguments`` that a Trainer of this module has changed."""
 
-    user_value: int
-
-    def __new__(cls, value: int, user_value: int | None = None) -> _Changed:
-        number = super().__new__(cls, value)
-        # A search of hyperparameters makes a number of the same class of the user's.
-        number.user_value = value if user_value is None else user_value
-        return number
+    # A search of hyperparameters makes a number of the same class of the user's.
+    user_value: int | None = None
 
 
 class _Arguments(transformers.TrainingArguments):
@@ -925,7 +793,7 @@ def _with_user_values(arguments: Mapping[str, Any]) -> dict[str, Any]:
     values = dict(arguments)
     for name, value in arguments.items():
         if isinstance(value, _Changed):
-            values[name] = value.user_value
+            values[name] = value.user_value or int(value)
     return values
 
 
@@ -962,18 +830,6 @@ def _joined_pairs(pairs: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(pairs), 1).flatten(0, 1)
 
 
-def _divisible(batch: Any, config: Any) -> Any:
-    """A batch whose rows can be divided: images too, if their number differs."""
-    rows = loop.as_rows(images_by_row(batch, config))
-    loop.check_rows(
-        rows,
-        "let the Trainer's loader make the batches (its collator makes one for each "
-        "replica, which is not divided), with per_device_train_batch_size=1 if that is "
-        "not enough",
-    )
-    return rows
-
-
 def _refuse(args: Any, model: Any) -> None:
     """Refuse what needs other processes, or another owner of the model or its
     gradients.
@@ -1003,21 +859,7 @@ def _refuse(args: Any, model: Any) -> None:
 
 
 def _refuse_losses(trainer: Any) -> None:
-    """Refuse losses of batches that do not combine into that of all: detectors', some
-    of TRL's.
-    """
-    kind = str(getattr(trainer.model, "loss_type", None))
-    model_name = type(trainer.model).__name__
-    detector = f"several batches per step of {model_name} (loss_type={kind!r})"
-    # transformers calls the losses of detectors so, such as ForObjectDetection.
-    is_refused = "Detection" in kind and trainer._num_batches > 1
-    reason = "its loss is divided by the boxes of a whole batch; use the stock Trainer"
-    loop.refuse("ScatterOnceTrainer", {detector: is_refused}, reason)
-    if trainer._is_of_trl:
-        _refuse_losses_of_trl(trainer)
-
-
-def _refuse_losses_of_trl(trainer: Any) -> None:
+    """Refuse losses of TRL's whose batches do not combine into that of all."""
     kind = _loss_class(trainer, "trl.").__name__
     loss_types = getattr(trainer, "loss_types", None)
     if not loss_types:

@@ -58,12 +58,12 @@ def test_list_of_columns_is_not_rows(batch):
 
 
 def test_modules_keep_their_order_whatever_their_names():
-    """A Trainer may call its networks as a method of ``nn.Module``, or alike."""
-    names = ["model", "double", "nets.a", "nets_a", "nets_a"]
+    """A Trainer may have two networks of a class, also of one like ``nn.Module``'s."""
+    names = ["Net", "double", "Net"]
     parts = [torch.nn.Identity() for _ in names]
     modules = Modules(zip(names, parts, strict=True))
     assert [*modules.children()] == parts
     assert [name for name, _ in modules.named_children()] == [
-        *("model", "double_", "nets_a", "nets_a_", "nets_a__"),
+        *("Net", "double_", "Net_"),
     ]
     assert modules[1] is parts[1]

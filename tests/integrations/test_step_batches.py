@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+
 import pytest
 import torch
 
@@ -18,7 +20,8 @@ def test_step_entry_has_rows_of_all_batches():
     assert STEP["labels"].tolist() == [[4, 5, -100], [6, -100, -100], [-100, -100, 7]]
     assert STEP["text"] == ["a", "b", "c"]
     assert STEP[1] is SECOND
-    assert dict(STEP.items())["text"] == STEP.get("text") == list(STEP.values())[1]
+    assert dict(STEP)["text"] == STEP.get("text")
+    assert "labels" in STEP
 
 
 def test_entry_set_by_name_is_divided_by_rows():
@@ -38,35 +41,34 @@ def test_entry_missing_in_one_batch_left_out():
     step = Step([{"x": 1, "y": 2}, {"y": 2}])
     assert list(step.keys()) == ["y"]
     assert step.get("x", "nothing") == "nothing"
+    assert "x" not in step
 
 
-def test_other_widths_refused_with_shapes():
-    step = Step([{"ids": torch.ones(2, 3)}, {"ids": torch.ones(1, 5)}])
-    with pytest.raises(ValueError, match=r"\[\(2, 3\), \(1, 5\)\].*step\[0\]\['ids'\]"):
-        step["ids"]
+def test_batches_joined_as_rows_are():
+    """Also what has another number of entries than the batch has rows."""
+    batches = []
+    for batch, images in ((FIRST, 3), (SECOND, 2)):
+        batches.append(UserDict(batch, images=torch.ones(images, 2)))
+    rows = step_batches.rows_of_batches(batches)
+    whole = rows.collate(rows.entries)
+    assert type(whole) is UserDict
+    assert whole["text"] == ["a", "b", "c"]
+    assert whole["images"].shape == (5, 2)
+    assert rows.collate(rows.entries[1:])["text"] == ["c"]
+    assert FIRST["text"] == ["a", "b"]
+
+
+@pytest.mark.parametrize("second", [{"ids": torch.ones(1, 5)}, (torch.ones(1, 3),)])
+def test_batches_of_other_widths_are_not_joined(second):
+    first = (
+        (torch.ones(2, 3),) if isinstance(second, tuple) else {"ids": torch.ones(2, 3)}
+    )
+    with pytest.raises(ValueError, match="batches cannot be joined"):
+        step_batches.rows_of_batches([first, second])
 
 
 def test_rows_dealt_in_order_last_smaller():
     assert step_batches.by_number(list, 2, "abcde") == [["a", "b"], ["c", "d"], ["e"]]
-
-
-def test_rows_of_like_length_dealt_together():
-    """Rows of 1, 4, 1 and 4 words, and at most four words a batch."""
-    rows = [
-        {"ids": [0] * length, "name": name}
-        for name, length in zip("abcd", (1, 4, 1, 4), strict=True)
-    ]
-
-    def collate(part):
-        return sorted(row["name"] for row in part)
-
-    names = step_batches.by_cost(collate, "ids", 4, [torch.device("cpu")], rows)
-    assert sorted(names) == [["a", "c"], ["b"], ["d"]]
-
-
-def test_rows_without_length_refused_by_name():
-    with pytest.raises(ValueError, match=r"length of each row's 'ids', .* got 3"):
-        step_batches.by_cost(list, "ids", 4, [torch.device("cpu")], [3])
 
 
 @pytest.mark.parametrize(

@@ -269,20 +269,9 @@ def captioned(count):
     return [image | text for image, text in pairs][: count if count == ROWS else 8]
 
 
-def captions(rows, *, flat):
-    texts = unlabelled(rows)
-    if flat:  # SigLIP's texts are all as long, and have no mask
-        texts.pop("attention_mask")
-        ids = texts["input_ids"]
-        texts["input_ids"] = nn.functional.pad(ids, (0, 9 - ids.shape[1]))
+def captions(rows):
     pixels = torch.stack([row["pixel_values"] for row in rows])
-    return {**texts, "pixel_values": pixels, "return_loss": True}
-
-
-def contrastive(kind, layout):
-    """It saw the rows of one batch, with a warning."""
-    case = partial(clip, kind), captioned, partial(captions, flat=kind == "Siglip")
-    return {"case": case, "devices": LAYOUTS[layout], "optim": "sgd"}
+    return {**unlabelled(rows), "pixel_values": pixels, "return_loss": True}
 
 
 RUNS = {
@@ -327,12 +316,10 @@ RUNS = {
         "own": (3,),
         "whole": (6,),
     },
-    "CLIP": contrastive("CLIP", "virtual"),
-    "SigLIP": contrastive("Siglip", "shared"),
 }
 QUICK = [
     *("causal language model", "clipping", "divides by items"),
-    *("a row of which nothing counts", "CLIP"),
+    *("a row of which nothing counts", "another number of images"),
 ]
 
 
@@ -346,57 +333,6 @@ def test_trainer_run_equals_one_device(tmp_path, recwarn, name):
     assert_same_run(*trainers, relative)
     assert_same_evaluation(*trainers)
     assert not [w for w in recwarn if "combine" in str(w.message)]
-
-
-def unequal(count):
-    """Sentences of one to eight words."""
-    rows = sentences(count)
-    return [
-        row | {"input_ids": row["input_ids"][: 1 + row["number"] % 8]} for row in rows
-    ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    few_of([*[*CASES][:2], "token classifier"], ["causal language model"]),
-)
-def test_micro_batches_by_cost_exact(tmp_path, case):
-    """Cut by length, and collated by themselves: parameters and logs are the stock
-    Trainer's.
-    """
-    padded = []
-
-    def collate(rows):
-        padded[-1].append(len(rows) * max(len(row["input_ids"]) for row in rows))
-        return CASES[case][2](rows)
-
-    cut = partial(ScatterOnceTrainer, micro_batch_cost=20)
-    how = {
-        "classes": (cut, transformers.Trainer),
-        "prepare": lambda trainer: padded.append([]),
-    }
-    how["include_num_input_tokens_seen"] = "non_padding"
-    mine, theirs = beside(tmp_path, (CASES[case][0], unequal, collate), **how)
-    assert_same_run(mine, theirs)
-    assert mine.state.total_flos < theirs.state.total_flos, "less padding"
-    assert len(padded[0]) > 3
-    assert max(padded[0]) <= 20
-    padded.append([])
-    assert_same_evaluation(mine, theirs)
-
-
-def test_rows_without_length_refuse_cost(tmp_path):
-    case = CLASSIFIER[0], lambda count: [{"text": "a"}] * count, padded
-    trainer = build(ScatterOnceTrainer, tmp_path, case, extra={"micro_batch_cost": 9})
-    with pytest.raises(
-        ValueError, match="length of each row's 'input_ids', the model's main"
-    ):
-        quietly(trainer.train)
-    with pytest.raises(
-        ValueError, match="micro_batch_cost must be positive and finite, got 0"
-    ):
-        build(ScatterOnceTrainer, tmp_path, case, extra={"micro_batch_cost": 0})
 
 
 def accuracy(prediction):
@@ -1064,7 +1000,6 @@ def test_dispatched_batches_refused_remedy_works(tmp_path):
 
 LOMO = transformers.training_args.OptimizerNames.LOMO
 ON_META = "must begin with the Trainer's own device, meta.*got [a-z]+(:0)? first"
-DETECTS = r"GPT2LMHeadModel \(loss_type='ForObjectDetection'\).*the boxes of a whole"
 
 
 # By the attribute of the arguments or the model: its value, and words of the refusal.
@@ -1079,7 +1014,6 @@ CONFLICTS = {
     "hf_device_map": ({"a": 0, "b": 1}, "device_map"),
     "world_size": (2, "torchrun"),
     "device": (torch.device("meta"), ON_META),
-    "loss_type": ("ForObjectDetection", DETECTS),
 }
 
 
@@ -1087,7 +1021,7 @@ CONFLICTS = {
 def test_conflicts_refused_by_name(tmp_path, monkeypatch, name):
     value, words = CONFLICTS[name]
     args, model = arguments(tmp_path), language_model()
-    holder = model if name in ("hf_device_map", "loss_type") else args
+    holder = model if name == "hf_device_map" else args
     computed = name in ("world_size", "device")
     monkeypatch.setattr(type(args) if computed else holder, name, value, raising=False)
     with pytest.raises(ValueError, match=words):
@@ -1429,27 +1363,85 @@ def test_batches_keep_their_class(tmp_path, name, layout):
     assert_same_parameters(*trainers, SAME)
 
 
-class Mixes:
-    """MixUp of a row and its neighbour; another way only scales rows."""
+def mixed(x):
+    return 0.7 * x + 0.3 * x.roll(1, 0)
 
-    is_mixing = True
+
+def scaled(x):
+    return 0.7 * x
+
+
+def noisy(x):
+    return x + 0.1 * torch.randn_like(x)
+
+
+class Prepares:
+    """Changes its rows, and counts them."""
+
+    change = staticmethod(scaled)
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.prepared = []
 
     def _prepare_inputs(self, inputs):
         prepared = super()._prepare_inputs(inputs)
-        others = prepared["x"].roll(1, 0) if self.is_mixing else prepared["x"]
-        prepared["x"] = 0.7 * prepared["x"] + 0.3 * others
+        prepared["x"] = self.change(prepared["x"])
+        self.prepared.append(float(prepared["x"][0, 0]))
         return prepared
 
 
-@pytest.mark.parametrize("is_mixing", [True, False])
-def test_rows_mixed_as_batches_are_prepared(tmp_path, recwarn, is_mixing):
+def preparing(change):
+    return with_and_without(type("Own", (Prepares,), {"change": staticmethod(change)}))
+
+
+@pytest.mark.parametrize("layout", few_of(LAYOUTS, ["virtual"]))
+def test_batches_are_prepared_in_their_order(tmp_path, layout):
+    """In training and in an evaluation, on the device of their replica."""
+    trainers = []
+    for cls in preparing(scaled):
+        is_ours = issubclass(cls, ScatterOnceMixin)
+        options = sizes(3, 2 if is_ours else 4)
+        args = arguments(tmp_path, max_steps=3, per_device_eval_batch_size=4, **options)
+        trainer = cls(
+            Line(),
+            args,
+            train_dataset=lines(36),
+            eval_dataset=lines(22),
+            **({"device_ids": LAYOUTS[layout]} if is_ours else {}),
+        )
+        quietly(trainer.train)
+        quietly(trainer.evaluate)
+        trainers.append(trainer)
+    assert_same_parameters(*trainers, SAME)
+    assert trainers[0].prepared == trainers[1].prepared
+    assert len(trainers[0].prepared) == 12 + 6
+
+
+def test_rows_mixed_as_batches_are_prepared_refused(tmp_path):
     """The neighbour was one of 3 rows in the place of 12, and nothing was told."""
-    own = with_and_without(type("Own", (Mixes,), {"is_mixing": is_mixing}))[0]
+    own, _ = preparing(mixed)
+    args = arguments(tmp_path, max_steps=2, **sizes(3, 2))
+    trainer = own(Line(), args, train_dataset=lines(24), device_ids=VIRTUAL)
+    with pytest.raises(ValueError, match="Rows are mixed in the data collator"):
+        quietly(trainer.train)
+
+
+def test_noise_as_batches_are_prepared_is_not_refused(tmp_path):
+    own, _ = preparing(noisy)
     args = arguments(tmp_path, max_steps=2, **sizes(3, 2))
     trainer = own(Line(), args, train_dataset=lines(24), device_ids=VIRTUAL)
     quietly(trainer.train)
-    told = [w for w in recwarn if "_prepare_inputs mixes rows" in str(w.message)]
-    assert len(told) == is_mixing
+    assert len(trainer.prepared) == 8
+
+
+def test_loss_that_compares_images_with_texts_refused(tmp_path):
+    """It saw the rows of one batch, with a warning."""
+    case = partial(clip, "CLIP"), captioned, captions
+    trainer = ours(tmp_path, case, **sizes(3, 2))
+    words = r"rows with each other.*engine\.loss\(inputs, targets, criterion, whole_ba"
+    with pytest.raises(ValueError, match=f"(?s){words}"):
+        quietly(trainer.train)
 
 
 def test_batch_normalisation_is_told_once(tmp_path, recwarn):

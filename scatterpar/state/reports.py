@@ -21,7 +21,8 @@ _PLAIN = (int, float, bool, str)
 _DEPTH = 3  # a list in a dictionary, and what it holds: each call of a look reads it
 _MAX_ENTRIES = 32  # of a container: those beyond are data
 
-State = dict[str, Any]  # values by the names that a warning tells
+# By the names that a warning tells: the contents of each value, by key.
+State = dict[str, dict[Any, Any]]
 
 
 def plain_values(walk: Walk) -> dict[str, Any]:
@@ -62,7 +63,8 @@ def state_of(replicas: Sequence[Replica]) -> State:
         for name, value in module._buffers.items():
             if value is not None:
                 # A copy, because calls write buffers in place.
-                state[_name("buffer", path, name)] = value.detach().clone()
+                contents = {(): value.detach().clone()}
+                state[_name("buffer", path, name)] = contents
     return state | attributes_of(replicas, has_same_rows=False)
 
 
@@ -72,12 +74,16 @@ def attributes_of(replicas: Sequence[Replica], *, has_same_rows: bool = True) ->
     Calls with the same rows are compared in switches, words and the contents of
     containers, too, which may differ between calls with other rows.
     """
-    read = _contents_of if has_same_rows else _size_of
+    depth = _DEPTH if has_same_rows else 0
     state: State = {}
     for path, module in _modules_of(replicas):
         for name, value in vars(module).items():
-            contents = None if name in _OF_TORCH else read(value)
-            if contents is not None:
+            # Words and switches may be those of the rows.
+            is_of_rows = not has_same_rows and type(value) in (bool, str)
+            if name in _OF_TORCH or is_of_rows:
+                continue
+            contents = dict(_contents_of(value, depth))
+            if contents:
                 state[_name("attribute", path, name)] = contents
     return state
 
@@ -94,37 +100,29 @@ def _name(kind: str, path: str, name: str) -> str:
     return f"the {kind} {prefix + name!r}"
 
 
-def _size_of(value: Any) -> Any:
-    """A number or tensor, or the length of a list; ``None`` for all others."""
-    if type(value) in (list, deque):
-        return len(value)
-    # Words and switches may be those of the rows.
-    return None if type(value) in (bool, str) else _contents_of(value, 0)
-
-
-def _contents_of(value: Any, depth: int = _DEPTH) -> Any:
-    """What shows that a call has moved ``value``; ``None`` if nothing does.
+def _contents_of(value: Any, depth: int) -> Iterator[tuple[Any, Any]]:
+    """Yield the numbers and tensors that show that a call has moved ``value``, by keys.
 
     Of a container its length and contents: a call that appends to it finds more entries
     in the next one. What is kept with its graph is no state.
     """
-    if type(value) in _PLAIN:
-        return value
-    if isinstance(value, Tensor):
-        return value.detach().clone() if value.grad_fn is None else None
-    if not depth or isinstance(value, nn.Module):
-        return None
-    if type(value) in CONTAINERS and isinstance(value, dict):
-        entries = islice(value.items(), _MAX_ENTRIES)
-        contents = {key: _contents_of(entry, depth - 1) for key, entry in entries}
-        return [len(value), contents]
-    # In a set positions say nothing.
-    if type(value) is set:
-        return [len(value)]
-    if type(value) in CONTAINERS or type(value) is tuple:
-        items = islice(value, _MAX_ENTRIES)
-        return [len(value), *(_contents_of(item, depth - 1) for item in items)]
-    return None
+    kind = type(value)
+    if kind in _PLAIN:
+        yield (), value
+    elif isinstance(value, Tensor):
+        if value.grad_fn is None:
+            yield (), value.detach().clone()
+    elif kind in CONTAINERS or kind in (tuple, set):
+        # Lengths of other containers may be those of the rows.
+        if depth or kind in (list, deque):
+            yield "length", len(value)
+        # In a set positions say nothing.
+        if not depth or kind is set:
+            return
+        entries = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, entry in islice(entries, _MAX_ENTRIES):
+            for inner, content in _contents_of(entry, depth - 1):
+                yield (key, inner), content
 
 
 def moved_between(states: Sequence[State]) -> list[str]:
@@ -137,8 +135,16 @@ def moved_between(states: Sequence[State]) -> list[str]:
         return []
     first, second = states[:2]
     return [
-        name for name, value in first.items() if not _is_same(value, second.get(name))
+        name
+        for name, contents in first.items()
+        if _is_moved(contents, second.get(name, {}))
     ]
+
+
+def _is_moved(contents: Mapping[Any, Any], later: Mapping[Any, Any]) -> bool:
+    """Whether a content that both have is another one later."""
+    keys = contents.keys() & later.keys()
+    return not all(_is_same(contents[key], later[key]) for key in keys)
 
 
 def _is_same(value: Any, later: Any) -> bool:
@@ -147,10 +153,5 @@ def _is_same(value: Any, later: Any) -> bool:
         return True
     if isinstance(value, Tensor):
         return same_bits(value, later)
-    if isinstance(value, dict):
-        return all(_is_same(value[key], later[key]) for key in value if key in later)
-    if isinstance(value, list):
-        pairs = zip(value, later, strict=False)  # their lengths are their first entries
-        return all(_is_same(*pair) for pair in pairs)
     are_nan = value != value and later != later
     return are_nan or bool(value == later)

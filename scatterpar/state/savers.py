@@ -24,10 +24,7 @@ from torch import Tensor, nn
 
 from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.transfers import pieces_of, write
-from scatterpar.replicas.snapshot import PLAIN
 from scatterpar.state.whose import Whose, is_writer, whose
-
-_COMPARED = {*PLAIN, range}
 
 
 class CannotSaveError(Exception):
@@ -269,7 +266,13 @@ def saver_of(kind: type) -> Saver | None:
 
 
 class Substitution:
-    """A row of the table of values that cannot be set back."""
+    """A row of the table of values that cannot be set back.
+
+    Attributes:
+        moves: whether calls move a substitute, so that the next ones need another.
+    """
+
+    moves = False
 
     def fits(self, value: Any) -> bool:
         """Whether this row is for a value."""
@@ -282,10 +285,6 @@ class Substitution:
     def make(self, saved: Any) -> Any:
         """A value to use in the place of the one of which this was saved."""
         raise NotImplementedError
-
-    def is_same(self, value: Any, saved: Any) -> bool:
-        """Whether calls would do with a value what they would do with a new one."""
-        return True
 
 
 class Silent:
@@ -333,6 +332,8 @@ class _Writer(Substitution):
 class _MovedByCalls(Substitution):
     """An iterator, whose copy is at the same position. Sockets have no copies."""
 
+    moves = True
+
     def fits(self, value: Any) -> bool:
         is_file = isinstance(value, io.IOBase)  # it gives its lines, as an iterator
         return not is_file and moves_by_calls(type(value)) and not _is_of_user(value)
@@ -342,9 +343,6 @@ class _MovedByCalls(Substitution):
 
     def make(self, saved: Any) -> Any:
         return copy_of_iterator(saved)
-
-    def is_same(self, value: Any, saved: Any) -> bool:
-        return is_at_same_position(value, saved)
 
 
 # Writers before iterators, which are among what calls move, too.
@@ -409,21 +407,6 @@ def _copied(state: Any, *, lists: bool = False) -> Any:
     if lists and isinstance(state, list):
         return list(state)
     return copy_of_iterator(state) if _is_iterator(state) else state
-
-
-def is_at_same_position(iterator: Any, copied: Any) -> bool:
-    """Whether an iterator and a copy give the same items from here."""
-    return bool(_marks(iterator) == _marks(copied))
-
-
-def _marks(value: Any, *, lists: bool = False) -> Any:
-    """What tells the position of an iterator: plain values, and ids of its items."""
-    if _is_iterator(value):
-        make, args, *states = _position(value)
-        return make, _marks(args), [_marks(state, lists=True) for state in states]
-    if isinstance(value, tuple) or (lists and isinstance(value, list)):
-        return [_marks(part, lists=lists) for part in value]
-    return value if type(value) in _COMPARED else id(value)
 
 
 def _position(iterator: Any) -> tuple[Any, ...]:

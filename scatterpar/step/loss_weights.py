@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from scatterpar.devices.transfers import to_device, to_host, to_numbers
 from scatterpar.plan import Plan
+from scatterpar.replicas.broadcast import versions
 from scatterpar.replicas.references import module_of
 from scatterpar.step.request import Count, Request, option_of
 from scatterpar.torch_private import unwrapped
@@ -122,8 +123,7 @@ def term_counts(
     criterion = request.criterion
     dim = request.dim
     if request.count is not None:
-        # All are called before any is read: a device counts while the host goes on.
-        return _numbers([request.count(*piece) for piece in pieces])
+        return _numbers(_counts(request, pieces))
     rows_of_pieces = [float(stop - start) for start, stop in spans]
     if not is_cross_entropy(criterion):
         return rows_of_pieces
@@ -162,6 +162,25 @@ def _sums_of_spans(terms: Tensor, spans: Sequence[tuple[int, int]]) -> list[floa
     sums = to_numbers(torch.segment_reduce(terms, "sum", lengths=sizes))
     sums_by_span = dict(zip(ascending, sums, strict=True))
     return [sums_by_span[span] for span in spans]
+
+
+def _counts(request: Request, pieces: Iterable[tuple[Any, Any]]) -> list[Any]:
+    """The results of ``count=`` for micro-batches.
+
+    Raises ``RuntimeError`` if it writes into them: they are views of the caller's rows,
+    and copies of all rows would take as long as a step.
+    """
+    assert request.count is not None
+    tensors = [tensor for batch in request.batches for tensor in batch.tensors()]
+    before = versions(tensors)
+    # All are called before any is read: a device counts while the host goes on.
+    counts = [request.count(*piece) for piece in pieces]
+    if versions(tensors) != before:
+        raise RuntimeError(
+            "count= wrote into the inputs or targets of the batch, whose earlier "
+            "values are lost; compute the number from a copy, such as targets.clone()"
+        )
+    return counts
 
 
 def _numbers(counts: Sequence[Any]) -> list[float]:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from scatterpar.batch import nested
+from scatterpar.devices.device_ids import HOST
 from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.memory import no_kernel_search
-from scatterpar.devices.transfers import to_numbers
+from scatterpar.devices.transfers import to_device
 from scatterpar.errors import warn
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.request import Request
@@ -181,18 +182,17 @@ def _have_same_numbers(tensors: Sequence[Tensor], dim: int) -> bool:
     The host reads them, because pieces of several replicas are in several memories. If
     the first entries differ, as those of rows do, it reads no more.
     """
-    first, *later = tensors
-    if any(tensor.shape != first.shape for tensor in later):
+    first = tensors[0]
+    if any(tensor.shape != first.shape for tensor in tensors):
         return False
     if any(tensor.layout != torch.strided for tensor in tensors):
         return False
-    if not later:
-        return True
-    beginnings = [to_numbers(tensor.narrow(dim, 0, 1)) for tensor in tensors]
-    if any(numbers != beginnings[0] for numbers in beginnings):
-        return False
-    values = [to_numbers(tensor) for tensor in tensors]
-    return all(numbers == values[0] for numbers in values)
+    # The first entries, then all.
+    for size in (1, first.size(dim)):
+        entries = [to_device(tensor.narrow(dim, 0, size), HOST) for tensor in tensors]
+        if not all(same_bits(entries[0], others) for others in entries):
+            return False
+    return True
 
 
 def _equal_tensors(outputs: Sequence[Any]) -> frozenset[int]:

@@ -33,7 +33,7 @@ from scatterpar.step.task import ReplicaTask
 from scatterpar.step.turns import Scope
 from scatterpar.threads.workers import Overdue
 from scatterpar.torch_private import full_float32
-from scatterpar.verify.comparison import Inconclusive
+from scatterpar.verify.comparison import Inconclusive, Result
 from scatterpar.verify.dropped_warnings import warnings_dropped
 from scatterpar.verify.look_losses import Evidence, name_of, weighted_parts
 from scatterpar.verify.measurements import attributes_that_calls_move, bytes_per_row
@@ -275,11 +275,10 @@ class ReplicaLook:
         size = bytes_per_row(self.runs, parts_of(self.plan)[0])
         return size * num_rows < MAX_BYTES
 
-    def _judge(self, parts: Parts, runs: Runs) -> Findings:
+    def _judge(self, chosen: Parts, runs: Runs) -> Findings:
         """Compare the engine's result for these parts of rows with the user's own."""
-        rows = list(chain(*parts))
-        chosen_parts = parts
-        parts, weights = weighted_parts(self.request, parts)
+        rows = list(chain(*chosen))
+        parts, weights = weighted_parts(self.request, chosen)
         runs, at_once = self._settled(rows, runs)
         (expected,) = at_once.results
         try:
@@ -291,11 +290,7 @@ class ReplicaLook:
                 raise
             name = name_of(self.request)
             return Findings(error_of_replica(name, len(rows), expected.loss, error))
-        if not expected.is_finite:
-            raise Inconclusive("a gradient is NaN or infinite")
-        has_gradient = run.total.num_with_gradient or expected.has_gradient
-        if expected.gradients and not has_gradient:
-            raise Inconclusive("all gradients are zero")
+        _require_gradients(expected, run)
         evidence = Evidence(
             runs.request,
             parts,
@@ -309,14 +304,13 @@ class ReplicaLook:
             draws_steadily=run.random_calls == at_once.random_calls * len(parts),
             moved=self._moved(rows, run, runs),
         )
-        lost = list(chain(*(journal.lost() for journal in runs.user_code.journals)))
         return Findings(
             self._verdict(evidence, run),
-            evidence.moved,
-            lost,
-            self._scope(run),
-            evidence.difference,
-            chosen_parts,
+            moved=evidence.moved,
+            lost=runs.user_code.lost(),
+            scope=self._scope(run),
+            difference=evidence.difference,
+            parts=chosen,
         )
 
     def _scope(self, run: RunResult) -> Scope:
@@ -331,7 +325,8 @@ class ReplicaLook:
     def _moved(self, rows: Part, run: RunResult, runs: Runs) -> list[str]:
         """The names of state that each part moves, or each step's only call."""
         moved = moved_between(run.states)
-        if self._has_one_substep():
+        # A criterion of all rows has one call, too.
+        if self._has_one_substep() or self.request.whole_batch:
             moved += attributes_that_calls_move(runs, rows)
         return list(dict.fromkeys(moved))
 
@@ -388,3 +383,12 @@ class ReplicaLook:
             why = "some parts have no gradient: it may be a mean or a sum"
             raise Inconclusive(why)
         return RIGHT
+
+
+def _require_gradients(expected: Result, run: RunResult) -> None:
+    """Raise ``Inconclusive`` if a result cannot be compared, or says nothing."""
+    if not expected.is_finite:
+        raise Inconclusive("a gradient is NaN or infinite")
+    has_gradient = run.total.num_with_gradient or expected.has_gradient
+    if expected.gradients and not has_gradient:
+        raise Inconclusive("all gradients are zero")

@@ -70,7 +70,7 @@ def losses_of_parts(runs: Runs, output: Any, parts: Parts) -> list[Result]:
 
 
 def attributes_that_calls_move(runs: Runs, rows: Part) -> list[str]:
-    """The names of attributes that a second call of the replica moves again.
+    """The names of attributes that a second call of module and criterion moves again.
 
     After the step they stay on the replica, even if it makes one call.
     """
@@ -82,7 +82,9 @@ def attributes_that_calls_move(runs: Runs, rows: Part) -> list[str]:
         # The first call may only create an attribute, which is no state yet.
         for _ in range(2):
             runs.user_code.require_time()
-            task.output_of(runs.inputs_of(rows))
+            output = task.output_of(runs.inputs_of(rows))
+            if task.criterion is not None:
+                loss_of(output, runs.targets_of(rows), task.criterion)
             states.append(attributes_of(task.replicas))
             is_created = before.keys() != states[0].keys()
             if not is_created and not moved_between([before, states[0]]):

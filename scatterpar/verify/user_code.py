@@ -35,7 +35,10 @@ from scatterpar.verify.comparison import Inconclusive
 from scatterpar.verify.dropped_records import records_dropped
 from scatterpar.verify.gradient_check import uses_batch_statistics
 
-_UNSAVED = "Use it outside of forward and the criterion, and pass its values."
+_UNSAVED = (
+    "Use it outside of forward and the criterion, and pass its values. verify=False "
+    "does not check."
+)
 
 
 class UserCode:
@@ -154,6 +157,13 @@ class UserCode:
         # First: a call in another thread must not begin while values go back.
         self._deadline = -math.inf
         self._undo.pop_all().close()
+
+    def lost(self) -> list[tuple[int, ...]]:
+        """The shapes of large tensors that user code has written."""
+        shapes: list[tuple[int, ...]] = []
+        for journal in self.journals:
+            shapes += journal.lost()
+        return shapes
 
     def restore(self) -> None:
         """Undo what user code has changed, except in replicas."""

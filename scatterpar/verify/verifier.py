@@ -43,6 +43,13 @@ _SHARE_OF_LATER_LOOKS = 4  # of the rows of a micro-batch
 _SHARE_OF_LARGE_MODELS = 8  # of the rows of the batch, because each row takes long
 _LOOK_AS_IN_STEP = 1  # the second look: in the first one chosen rows tell more
 
+_WAYS = (
+    "Pass count= for a mean over something else, such as scatterpar.count_labels(), "
+    'reduction="sum" for a sum, or whole_batch=True if it compares rows. '
+    "engine.check(inputs, targets, criterion) compares all gradients of a batch that "
+    "fits on one device. verify=False does not check."
+)
+
 
 class Verifier:
     """Looks at steps, and remembers results by kind of criterion and batch.
@@ -350,14 +357,11 @@ class Question:
 
     def text_of_moved(self, names: Sequence[str]) -> str:
         """The warning for state that sub-steps move."""
-        sub_steps = len(self.attempt.plan.substep_rows)
-        how = f"at each of the {sub_steps} sub-steps, and on each replica apart"
-        if sub_steps == 1:
-            how = "on the replica alone, so the next step begins with your value"
         return in_lines(
-            f"forward passes move {shown(', '.join(names))}: {how}.",
+            f"forward passes move {shown(', '.join(names))}: at each sub-step, and on "
+            "each replica apart; attributes have your values in the next step.",
             "Move it once per step, outside of forward, or keep it in a buffer and "
-            "train with one sub-step.",
+            "train with one sub-step; that of a criterion with whole_batch=True.",
             "docs/limits.md, State in modules.",
         )
 
@@ -391,36 +395,19 @@ class Question:
 
     def text_of_unchecked(self, error: Inconclusive, assumed: LossCandidate) -> str:
         """The warning for inconclusive looks, with the assumption and what to pass."""
-        request = self.request
         why = shown_reason(error)
-        if request.whole_batch:
+        if self.request.whole_batch:
             return in_lines(
                 f"could not check {self._name} with whole_batch=True: {why}.",
                 "To check it, call engine.check(inputs, targets, criterion, "
                 "whole_batch=True) once, with a batch that fits on one device.",
                 "verify=False does not check.",
             )
-        problem = f"could not check how {self._name} combines micro-batches: {why}."
-        # Such as a generator in user code, which no count= helps.
-        if error.remedy:
-            remedy = f"The engine assumes {assumed.words}. {error.remedy}"
-            return in_lines(problem, remedy, "verify=False does not check.")
-        if self.loop.remedies:
-            remedy = f"The engine assumes {assumed.words}. {self.loop.remedies}"
-            return in_lines(problem, remedy)
-        ways = [
-            "count= for a mean over something else, such as scatterpar.count_labels()"
-        ]
-        if request.count is not None:
-            ways = ["another count= if the loss averages over something else"]
-        if request.is_mean:
-            ways.append('reduction="sum" for a sum')
-        ways.append("whole_batch=True if it compares rows")
+        # A generator in user code is no question of count=.
+        ways = error.remedy or self.loop.remedies or _WAYS
         return in_lines(
-            problem,
-            f"The engine assumes {assumed.words}. Pass {', '.join(ways)}.",
-            "engine.check(inputs, targets, criterion) compares all gradients of a "
-            "batch that fits on one device. verify=False does not check.",
+            f"could not check how {self._name} combines micro-batches: {why}.",
+            f"The engine assumes {assumed.words}. {ways}",
         )
 
 

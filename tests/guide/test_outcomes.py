@@ -684,8 +684,7 @@ TOLD: dict[str, tuple[Case, str]] = {
     ),
     "a queue of MoCo's": (
         case_of(Queue, accum=3),
-        "the buffer 'queue', the attribute 'calls', the attribute 'last': at each of "
-        "the 6",
+        "the buffer 'queue', the attribute 'calls', the attribute 'last': at each sub",
     ),
     "a queue, one sub-step per replica": (
         case_of(Queue, accum=1),
@@ -722,7 +721,7 @@ def test_moved_attributes_told_by_name(make):
         texts = said(engine, case, 9)
     name = "calls" if make is Queue else "state"
     assert len(texts) == 1
-    assert f"forward passes move the attribute {name!r}: on the replica" in texts[0]
+    assert f"forward passes move the attribute {name!r}: at each sub-step" in texts[0]
     assert "keep it in a buffer and train with one sub-step" in texts[0]
 
 

@@ -84,6 +84,29 @@ def test_moved_attribute_told_by_name(case, sub_steps):
         engine.forward_backward(inputs, randn(8, CLASSES), nn.MSELoss())
 
 
+class Numbered(nn.Module):
+    """A criterion with the position of its queue."""
+
+    def __init__(self):
+        super().__init__()
+        self.position = 0
+
+    def forward(self, output, targets):
+        self.position += 1
+        return nn.functional.mse_loss(output, targets)
+
+
+@pytest.mark.parametrize("options", [{}, {"whole_batch": True}], ids=["", "whole"])
+def test_moved_attribute_of_criterion_told(options):
+    """It began with its first value in each step, in silence."""
+    inputs, targets = randn(8, FEATURES), randn(8, CLASSES)
+    with (
+        ScatterOnceParallel(linear(), 1, ["cpu"] * 2) as engine,
+        pytest.warns(UserWarning, match="move the attribute 'position': at each sub-"),
+    ):
+        engine.forward_backward(inputs, targets, Numbered(), **options)
+
+
 CONSTANT = {
     "switch": lambda x: True,
     "cache by size": lambda x: {x.size(1): torch.ones(x.size(1))},
@@ -112,7 +135,8 @@ def test_state_values_are_copies():
     queue.entries += 1
     queue.calls += 1
     after = state_of(replicas(queue))
-    assert before["the buffer 'entries'"].tolist() == [0, 0]
+    (entries,) = before["the buffer 'entries'"].values()
+    assert entries.tolist() == [0, 0]
     assert moved_between([before, after]) == [
         "the buffer 'entries'",
         "the attribute 'calls'",
@@ -137,11 +161,12 @@ def test_tensor_with_graph_is_no_state():
     ],
 )
 def test_only_values_of_one_type_compared(first, second, is_moved):
-    assert moved_between([{"x": first}, {"x": second}]) == ["x"] * is_moved
+    states = [{"x": {(): first}}, {"x": {(): second}}]
+    assert moved_between(states) == ["x"] * is_moved
 
 
 def test_one_state_has_not_moved():
-    assert moved_between([{"x": 1}]) == []
+    assert moved_between([{"x": {(): 1}}]) == []
 
 
 # --- values that a captured graph has frozen ---

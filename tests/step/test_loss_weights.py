@@ -198,3 +198,29 @@ def test_labels_in_a_tuple_by_their_number():
     assert count_labels(key=-1)(None, [labels * 0, labels]) == 3
     with pytest.raises(TypeError, match="has a tensor 2"):
         count_labels(key=2)((labels, labels), None)
+
+
+def zeroing(inputs, targets):
+    number = (targets >= 0).sum()
+    targets[targets < 0] = 0
+    return number
+
+
+def shifting(inputs, targets):
+    inputs.add_(1)
+    return len(targets)
+
+
+@pytest.mark.parametrize("count", [zeroing, shifting])
+def test_count_that_writes_its_rows_refused(devices, count):
+    """The step went on with other rows than it was given, and so did later ones."""
+    inputs, labels = randn(8, 3), torch.tensor([0, -1, 1, 1, -1, 0, 1, 0])
+
+    def loss(output, targets):
+        return nn.functional.cross_entropy(output, targets, ignore_index=-1)
+
+    model = build(lambda: nn.Linear(3, 2))
+    refused = pytest.raises(RuntimeError, match=r"count= wrote into .*\.clone\(\)")
+    with ScatterOnceParallel(model, 2, devices(2)) as engine, refused:
+        engine.forward_backward(inputs, labels, loss, count=count)
+    assert model.weight.grad is None

@@ -104,7 +104,7 @@ def _words(finding: Finding, evidence: GradientEvidence) -> Words:
             return _rows_are_compared(evidence)
         case CauseKind.STATE_BETWEEN_PARTS:
             return _STATE
-    return _UNKNOWN
+    return _MOVED if evidence.moves_weights else _UNKNOWN
 
 
 def _not_finite(evidence: GradientEvidence) -> Words:
@@ -168,8 +168,7 @@ def _rows_are_compared(evidence: GradientEvidence) -> Words:
         f"{_where_rows_meet(evidence)}.{_shows_in(evidence)}",
         "compute a contrastive loss, a product of means, or batch statistics for all "
         "rows at once, from outputs gathered with their gradient or cached "
-        "(GradCache); mask padding; perturb weights, as SAM does, by the gradient of "
-        "all rows.",
+        "(GradCache); mask padding.",
     )
 
 
@@ -217,7 +216,14 @@ _BATCH_NORM = Cause(
 )
 _STATE = (
     "The same parts in reverse order give another gradient.",
-    "update buffers, attributes and counters once per step, not once per part.",
+    "update buffers, attributes and counters, and change gradients that have been "
+    "accumulated, once per step, not once per part.",
+)
+_MOVED = (
+    "The step runs a backward pass at weights that it has moved, as SAM does: the "
+    "gradients of the parts, each at other weights, do not show what is wrong.",
+    "move the weights once, by the gradient of all parts and ranks, and run the "
+    "backward passes of all parts at the same weights.",
 )
 _UNKNOWN = (
     "It is no constant factor, no other weights of the parts, and no term that counts "

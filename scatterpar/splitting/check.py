@@ -92,23 +92,21 @@ def splitcheck(
         RuntimeError: if the step fails on a rank, with your lines that led there.
         TimeoutError: if ranks wait for each other, with the lines where they do.
     """
-    return check(
-        SplitArguments(
-            step,
-            model,
-            batch,
-            parts=parts,
-            ranks=ranks,
-            equal=equal,
-            loss=loss,
-            timeout=timeout,
-        )
+    arguments = SplitArguments(
+        step,
+        model,
+        batch,
+        parts=parts,
+        ranks=ranks,
+        equal=equal,
+        loss=loss,
+        timeout=timeout,
     )
+    return check(Trial(arguments))
 
 
-def check(arguments: SplitArguments) -> SplitCheck:
+def check(trial: Trial) -> SplitCheck:
     """Compare the gradients, and find the cause of a difference."""
-    trial = Trial(arguments)
     reference, results = trial.compare()
     expected = reference.gradients
     worst, parameter = trial.worst_error(results, expected)

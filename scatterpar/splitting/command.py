@@ -7,9 +7,9 @@ import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from scatterpar.splitting.grid import splitgrid
+from scatterpar.splitting.grid import check_all, trials_of_cells
+from scatterpar.splitting.split_arguments import SplitArguments
 
 _RETURNED = "step, model, batch"
 _NUM_RETURNED = 3
@@ -19,33 +19,51 @@ def main(arguments: Sequence[str]) -> int:
     """Check what FUNCTION of FILE returns; print the table.
 
     Returns 0 if all is the same, 1 if something is not, 2 if an argument is wrong.
+    What the user's code raises stays as it is: Python prints it, and ends with 1.
     """
     options = _parser().parse_args(arguments)  # exits with 2 by itself
-    try:
-        step, model, batch = _returned_by(options.target)
-        grid = splitgrid(
-            step,
-            model,
-            batch,
-            parts=options.parts,
-            ranks=options.ranks,
-            timeout=options.timeout,
+    file, _, name = options.target.rpartition(":")
+    path = Path(file)
+    if path.suffix != ".py" or not path.is_file():
+        return _refuse(
+            f"{options.target} names no function of a file; pass FILE:FUNCTION, as "
+            f"training.py:check"
         )
-        if options.json is not None:
-            grid.to_json(options.json)
-    # 1, as pytest: the loop is wrong, and not the command. First, because a timeout is
-    # an ``OSError``, too.
-    except (RuntimeError, TimeoutError) as error:
-        print(f"scatterpar splitcheck: {error}", file=sys.stderr)
-        return 1
-    except (ValueError, TypeError, OSError) as error:
-        print(f"scatterpar splitcheck: error: {error}", file=sys.stderr)
-        return 2
+    # Before the checks, which may take minutes.
+    if options.json is not None and not options.json.parent.is_dir():
+        return _refuse(f"there is no folder {options.json.parent} for --json; make it")
+    # By its name, as a spawned process imports it; the file may import its neighbours.
+    sys.path.insert(0, str(path.parent.resolve()))
+    function = getattr(importlib.import_module(path.stem), name, None)
+    if not callable(function):
+        return _refuse(
+            f"{file} has no function {name!r}; pass one that returns {_RETURNED}"
+        )
+    returned = function()
+    if not isinstance(returned, tuple) or len(returned) != _NUM_RETURNED:
+        kind = type(returned).__name__
+        return _refuse(f"{name} must return {_RETURNED}, got {kind}")
+    try:
+        step, model, batch = returned
+        shared = SplitArguments(
+            step, model, batch, ranks=1, equal=True, timeout=options.timeout
+        )
+        trials = trials_of_cells(shared, options.parts, options.ranks)
+    except (TypeError, ValueError) as error:  # the user's step has not run yet
+        return _refuse(str(error))
+    grid = check_all(trials)
     print(grid)
     for cell in grid.cells:
         if not cell.report.passed:
             print(f"\n{cell}: {cell.report}")
+    if options.json is not None:
+        grid.to_json(options.json)
     return 0 if grid.passed else 1
+
+
+def _refuse(problem: str) -> int:
+    print(f"scatterpar splitcheck: error: {problem}", file=sys.stderr)
+    return 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,29 +89,3 @@ def _parser() -> argparse.ArgumentParser:
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split(","))
-
-
-def _returned_by(target: str) -> tuple[Any, Any, Any]:
-    """What the function of a file returns. Raises ``ValueError`` with the problem."""
-    file, _, name = target.rpartition(":")
-    path = Path(file)
-    if path.suffix != ".py" or not path.is_file():
-        raise ValueError(
-            f"{target} names no function of a file; pass FILE:FUNCTION, as "
-            f"training.py:check"
-        )
-    # By its name, as a spawned process imports it; the file may import its neighbours.
-    sys.path.insert(0, str(path.parent.resolve()))
-    module = importlib.import_module(path.stem)
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ValueError(
-            f"{file} has no function {name!r}; pass one that returns {_RETURNED}"
-        )
-    returned = function()
-    if not isinstance(returned, tuple) or len(returned) != _NUM_RETURNED:
-        raise ValueError(
-            f"{name} must return {_RETURNED}, got {type(returned).__name__}"
-        )
-    step, model, batch = returned
-    return step, model, batch

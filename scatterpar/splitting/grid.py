@@ -14,6 +14,7 @@ from torch import nn
 from scatterpar.splitting.check import SplitCheck, check
 from scatterpar.splitting.split_arguments import Loss, SplitArguments
 from scatterpar.splitting.step_run import StepFunction
+from scatterpar.splitting.trial import Trial
 from scatterpar.tables import Printed, as_text
 
 _SAME = "the same"
@@ -156,19 +157,33 @@ def splitgrid(
 
     Returns a grid with ``passed``, ``assert_passed()`` and ``to_json()``.
     """
-    # Cells share the runs of the whole batch, which the arguments keep.
     shared = SplitArguments(
         step, model, batch, ranks=1, equal=equal, timeout=timeout, loss=loss
     )
-    cells = []
+    return check_all(trials_of_cells(shared, parts, ranks))
+
+
+def trials_of_cells(
+    shared: SplitArguments, parts: Sequence[int], ranks: Sequence[int]
+) -> list[Trial]:
+    """The trial of each cell, before the first one runs.
+
+    Raises ``TypeError`` or ``ValueError`` for a wrong argument of any of them.
+    """
+    trials = []
     for num_ranks, num_parts in product(ranks, parts):
-        if num_ranks == num_parts == 1 and loss is None:
+        if num_ranks == num_parts == 1 and shared.loss is None:
             continue  # the step would be compared with itself
-        arguments = replace(shared, parts=num_parts, ranks=num_ranks)
-        cells.append(SplitCell(num_parts, num_ranks, check(arguments)))
-    if not cells:
+        # A copy shares the runs of the whole batch.
+        trials.append(Trial(replace(shared, parts=num_parts, ranks=num_ranks)))
+    if not trials:
         raise ValueError(
             "parts=(1,) on ranks=(1,) compares the step with itself; pass another "
             "number of parts or ranks, or loss="
         )
-    return SplitGrid(cells)
+    return trials
+
+
+def check_all(trials: Sequence[Trial]) -> SplitGrid:
+    """Check each trial."""
+    return SplitGrid([SplitCell(t.parts, t.ranks, check(t)) for t in trials])

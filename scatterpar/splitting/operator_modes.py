@@ -104,55 +104,48 @@ def _most_likely(
     return probabilities.topk(count, -1).indices
 
 
-class CastsInDouble(OperatorMode):
-    """Casts to a lower dtype give float64, and so do tensors made in a lower dtype.
+class WatchedOperators(OperatorMode):
+    """Sees to which dtypes numbers in float64 are converted, and prevents casts.
 
-    So one limit holds for steps that compute in half precision, too.
+    If ``casts_in_double``, a cast to a lower dtype gives float64, and so does a tensor
+    made in a lower dtype. So one limit holds for steps that compute in half precision,
+    too.
+
+    Attributes:
+        coarsest: the coarsest dtype to which numbers in float64 are converted.
+        draws_from_own_generator: whether a random operator got a generator.
     """
+
+    def __init__(self, casts_in_double: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.coarsest: torch.dtype | None = None
+        self.draws_from_own_generator = False
+        self._casts_in_double = casts_in_double
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run ``func`` with another ``dtype``."""
-        # Casts and factories say their dtype by this name.
+        """Run ``func``, perhaps with another ``dtype``."""
         arguments = dict(kwargs or {})
-        dtype = arguments.get("dtype")
+        if arguments.get("generator") is not None:
+            self.draws_from_own_generator = True
+        # Casts and factories say their dtype by this name.
+        dtype = arguments.get("dtype") if self._casts_in_double else None
         if dtype is not None and (dtype.is_floating_point or dtype.is_complex):
             arguments["dtype"] = _DOUBLE[dtype.is_complex]
         result = func(*args, **arguments)
-        if func is torch.ops.aten.lift_fresh.default and result.is_floating_point():
-            return result.double()  # of ``torch.tensor(…, dtype=torch.float32)``
+        is_made = func is torch.ops.aten.lift_fresh.default  # by ``torch.tensor``
+        if self._casts_in_double and is_made and result.is_floating_point():
+            return result.double()
+        for tensor in nested.tensors(result):
+            if tensor.is_floating_point() and tensor.dtype not in _DOUBLE:
+                self._note(tensor.dtype, args)
         return result
 
-
-class WatchedOperators(OperatorMode):
-    """Sees draws from any generator, and to which dtypes numbers are converted.
-
-    Attributes:
-        drawn: ``torch``, once a random operator ran.
-        coarsest: the coarsest dtype to which numbers in float64 are converted.
-    """
-
-    drawn: frozenset[str] = frozenset()
-    coarsest: torch.dtype | None = None
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Run ``func``, and compare the dtypes of its inputs and outputs."""
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.drawn = frozenset({"torch"})
-        result = func(*args, **(kwargs or {}))
-        if any(tensor.dtype in _DOUBLE for tensor in nested.tensors(args)):
-            for tensor in nested.tensors(result):
-                self._note(tensor.dtype)
-        return result
-
-    def _note(self, dtype: torch.dtype) -> None:
-        if not dtype.is_floating_point or dtype in _DOUBLE:
+    def _note(self, dtype: torch.dtype, args: tuple[Any, ...]) -> None:
+        """Remember the dtype of a result if the arguments are in float64."""
+        if not any(tensor.dtype in _DOUBLE for tensor in nested.tensors(args)):
             return
-        if (
-            self.coarsest is None
-            or torch.finfo(dtype).eps > torch.finfo(self.coarsest).eps
-        ):
+        known = self.coarsest
+        if known is None or torch.finfo(dtype).eps > torch.finfo(known).eps:
             self.coarsest = dtype

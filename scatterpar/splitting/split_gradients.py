@@ -71,12 +71,20 @@ class GradientEvidence(SplitEvidence):
 
     def questions(self) -> Mapping[CauseKind, Question]:
         """The causes that a yes shows, with one or several further runs."""
-        return {
+        questions: dict[CauseKind, Question] = {
             CauseKind.NOT_FINITE: self.is_not_finite,
             CauseKind.WRONG_WITH_ONE_PART: self.is_wrong_with_one_part,
-            CauseKind.STATE_BETWEEN_PARTS: self.depends_on_earlier_parts,
-            CauseKind.ROWS_ARE_COMPARED: self.do_rows_meet,
         }
+        # With moved weights, order and rows matter in any loop.
+        if not self.moves_weights:
+            questions[CauseKind.STATE_BETWEEN_PARTS] = self.depends_on_earlier_parts
+            questions[CauseKind.ROWS_ARE_COMPARED] = self.do_rows_meet
+        return questions
+
+    @property
+    def moves_weights(self) -> bool:
+        """Whether a backward pass for the whole batch is at weights that have moved."""
+        return self.trial.reference(self.trial.rows).moves_weights
 
     def is_not_finite(self) -> bool:
         """Whether the gradient of the whole batch or that in parts has NaN."""

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from scatterpar.batch import nested
 from scatterpar.splitting.gradients import Gradients, as_double, whole
 from scatterpar.splitting.operator_modes import (
-    CastsInDouble,
     Numbers,
     RepeatedNumbers,
     Shape,
@@ -44,7 +43,6 @@ class Settings:
         numbers: what random operators give.
         fixed_shapes: shapes of draws that have no rows, for ``Numbers.VARIED``.
         running_statistics: batch normalisation does not use the statistics of a part.
-        watch_operators: see which numbers are drawn, and the dtypes of casts.
         casts_in_double: a cast to a lower dtype gives float64.
         term: the term of the loss whose gradients are compared; empty for all.
         without_term: the term of the loss that is left out.
@@ -56,7 +54,6 @@ class Settings:
     numbers: Numbers = Numbers.AS_DRAWN
     fixed_shapes: frozenset[Shape] = frozenset()
     running_statistics: bool = False
-    watch_operators: bool = False
     casts_in_double: bool = False
     term: str = ""
     without_term: str = ""
@@ -70,24 +67,25 @@ class StepResult:
 
     Attributes:
         gradients: by the name of the parameter.
-        drawn: which generators it drew from: torch, Python, NumPy. Of torch's, those
-            of the user are seen with ``watch_operators`` alone.
-        coarsest: the coarsest dtype to which it casts, if ``watch_operators``.
+        drawn: which generators it drew from: torch, Python, NumPy.
+        coarsest: the coarsest dtype to which it casts numbers in float64.
         shapes: of what random operators drew, unless numbers are as drawn.
         num_noise: how many numbers they drew, without those of dropout.
         uncompared: parameters that got a gradient, and cannot be compared.
         terms: the names of the terms of the loss.
+        moves_weights: whether it runs a backward pass at weights that it has changed.
         outputs: of modules by name, in the order in which they end, if
             ``watch_modules``.
     """
 
     gradients: Gradients
-    drawn: frozenset[str]
+    drawn: set[str]
     coarsest: torch.dtype | None
     shapes: frozenset[Shape]
     num_noise: int
     uncompared: tuple[str, ...]
     terms: tuple[str, ...]
+    moves_weights: bool
     outputs: dict[str, Tensor]
 
 
@@ -123,15 +121,13 @@ def run_step(
     gradients = TrainedGradients(model, leaves_outside(model, step))
     terms = Terms(settings.without_term)
     repeated = RepeatedNumbers(settings.numbers, settings.fixed_shapes)
-    watched = WatchedOperators()  # type: ignore[no-untyped-call]
+    watched = WatchedOperators(settings.casts_in_double)
     returned: Any = None  # of a step that an optimizer ends
     with contextlib.ExitStack() as stack:
         if settings.numbers is not Numbers.AS_DRAWN:
             stack.enter_context(repeated)
-        if settings.watch_operators:
+        if settings.in_double:
             stack.enter_context(watched)
-        if settings.casts_in_double:
-            stack.enter_context(CastsInDouble())  # type: ignore[no-untyped-call]
         stack.enter_context(clipping_replaced(gradients.clippings))
         stack.enter_context(terms)
         # Last: it catches the end of the step, and the others then end as usual.
@@ -141,15 +137,19 @@ def run_step(
         if not gradients.has_run_backward and not settings.returns_values:
             terms.run_backward(returned)
         gradients.clippings.end()
+    drawn = _drawn_since(generators)
+    if watched.draws_from_own_generator:
+        drawn.add("torch")
     is_evaluation = settings.returns_values
     return StepResult(
         gradients=values_of(returned) if is_evaluation else gradients.result(),
-        drawn=_drawn_since(generators) | watched.drawn,
+        drawn=drawn,
         coarsest=watched.coarsest,
         shapes=frozenset(repeated.shapes),
         num_noise=repeated.num_noise,
         uncompared=tuple(gradients.uncompared()),
         terms=tuple(terms.names),
+        moves_weights=gradients.moves_weights,
         outputs=outputs,
     )
 
@@ -262,7 +262,7 @@ def _used_generators() -> dict[str, Any]:
     return states
 
 
-def _drawn_since(before: dict[str, Any]) -> frozenset[str]:
+def _drawn_since(before: dict[str, Any]) -> set[str]:
     """The generators whose states are others than before."""
     after = _used_generators()
-    return frozenset(name for name in after if after[name] != before.get(name))
+    return {name for name in after if after[name] != before.get(name)}

@@ -74,17 +74,19 @@ class TrainedGradients:
 
     Attributes:
         has_run_backward: whether the body has run a backward pass.
+        moves_weights: whether it has run one at weights that it had changed, as SAM.
         clippings: what clips gradients in the body.
     """
 
     def __init__(self, model: nn.Module, outside: Mapping[str, Tensor]) -> None:
         self.has_run_backward = False
+        self.moves_weights = False
         self.clippings = Clippings()
         self._model = model
         self._outside = outside
-        self._before = {name: whole(leaf) for name, leaf in outside.items()}
-        for name, parameter in model.named_parameters():
-            self._before[name] = whole(parameter)
+        self._leaves = {**outside, **dict(model.named_parameters())}
+        # By values, because a write to ``.data`` leaves the version.
+        self._before = {n: leaf.detach().clone() for n, leaf in self._leaves.items()}
         self._received: Gradients = {}
         self._received_ids: set[int] = set()
         self._reached: dict[int, Tensor] = {}
@@ -105,6 +107,8 @@ class TrainedGradients:
     def _run_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
         """Runs in the place of ``torch.autograd.backward``."""
         self.has_run_backward = True
+        for name, values in self._before.items():
+            self.moves_weights |= not torch.equal(self._leaves[name], values)
         self.clippings.before_backward()
         for root in [tensors] if isinstance(tensors, Tensor) else tensors:
             if not isinstance(root, Tensor):  # an edge of the graph
@@ -202,9 +206,11 @@ class TrainedGradients:
     def _left(self, name: str, leaf: Tensor) -> Tensor:
         """The gradient that is left on a leaf, or else its change."""
         gradient = copy_of_gradient(leaf)
-        if leaf.requires_grad and not gradient.any():
-            return self._before[name] - whole(leaf)
-        return gradient
+        before = self._before.get(name, leaf)
+        # FSDP's flat parameters are new, and its shards have other shapes.
+        if gradient.any() or before.shape != leaf.shape or not leaf.requires_grad:
+            return gradient
+        return whole(before) - whole(leaf)
 
     def uncompared(self) -> list[str]:
         """The names of parameters that got a gradient, and are not in ``result``."""

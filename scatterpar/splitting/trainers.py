@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from scatterpar.batch.markers import Rows
 from scatterpar.splitting.check import SplitCheck, check
 from scatterpar.splitting.split_arguments import Loss, SplitArguments
+from scatterpar.splitting.trial import Trial
 
 MakeTrainer = Callable[[Any, int], Any]
 
@@ -60,19 +61,18 @@ def of_trainer(
         samples = list(batch)
         counted = as_tensors(samples)
         batch = Rows(samples, list)
-    return check(
-        SplitArguments(
-            TrainerStep(make),
-            model,
-            batch,
-            parts=parts,
-            ranks=ranks,
-            equal=equal,
-            loss=loss,
-            timeout=timeout,
-            counted=counted,
-        )
+    arguments = SplitArguments(
+        TrainerStep(make),
+        model,
+        batch,
+        parts=parts,
+        ranks=ranks,
+        equal=equal,
+        loss=loss,
+        timeout=timeout,
+        counted=counted,
     )
+    return check(Trial(arguments))
 
 
 @dataclass(frozen=True)

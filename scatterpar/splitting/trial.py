@@ -62,7 +62,7 @@ class Trial:
         rows: the numbers of all rows, in the order in which they are cut: in the
             second one that parts allow, if the first shows no difference.
         counts: what a loss may divide by, for each row.
-        settings: how the step is run; found out by ``first_reference``.
+        settings: how the step is run; found out by ``compare``.
         limit: the largest relative difference that rounding explains.
         unseen: sentences about what the comparison cannot show.
     """
@@ -72,6 +72,7 @@ class Trial:
         self.model = arguments.model
         self.parts = arguments.num_parts
         self.ranks = arguments.ranks
+        self.limit = EXACT
         step, loss = arguments.step, arguments.loss
         self._numbers: dict[str, Any] = {}
         self._zeros: Gradients = {}  # for each gradient, once all names are known
@@ -100,14 +101,8 @@ class Trial:
         self._groups = [group for group in groups if len(group) > 1]
         self._orders = row_parts.orders_of_rows(tensors, self.counts, self._groups)
         self._state = ProcessState(self.model, (step, loss))
-        self._begin()
-
-    def _begin(self) -> None:
-        """Set all that a comparison finds out."""
-        self.settings = Settings(returns_values=self.arguments.returns_values)
-        self.limit = EXACT
-        self.unseen: list[str] = []
         self.rows = self._orders[0]
+        self._begin(in_double=True, casts_in_double=True)
 
     # --- cutting ---
 
@@ -138,36 +133,15 @@ class Trial:
         are_values = self.settings.returns_values
         return largest_error(actual, expected, self.limit, are_values=are_values)
 
-    def compare(self, is_steady: bool = False) -> tuple[StepResult, list[StepResult]]:
+    def compare(self) -> tuple[StepResult, list[StepResult]]:
         """The results of the whole batch, and of the batch in parts.
 
-        Finds out the settings, and the limit. Random numbers are steady if the step
-        draws from torch's generator, or if ``is_steady``.
+        Finds out the settings, and the limit.
 
         Raises ``ValueError`` if the step leaves no gradient, or is for one batch.
         """
-        reference, results = self._compare_first_order(is_steady)
-        for rows in self._orders[1:]:
-            worst, _ = self.worst_error(results, reference.gradients)
-            if worst <= self.limit:
-                self.rows = rows
-                results = self.results(self.split())
-        worst, _ = self.worst_error(results, reference.gradients)
-        # Operators are only watched if something differs, because it takes time.
-        is_found = is_steady or worst <= self.limit
-        if not is_found and self._watched().drawn > reference.drawn:
-            # A generator of the user gives each split other numbers, too.
-            self._begin()
-            return self.compare(is_steady=True)
-        return reference, results
-
-    def _compare_first_order(
-        self, is_steady: bool
-    ) -> tuple[StepResult, list[StepResult]]:
         try:
-            reference = self.first_reference(is_steady)
-            results = self.results(self.split())
-            self._align([reference, *results])
+            reference, results = self._most_exact_results()
         except Exception as error:
             # A list has no shape: the error is of any kind, but no timeout, after which
             # a second try would wait as long.
@@ -178,33 +152,57 @@ class Trial:
                 "batch in batches:` around its forward and backward pass"
             ) from error
         worst, _ = self.worst_error(results, reference.gradients)
-        if not self.settings.in_double or worst <= _ROUNDING:
-            return reference, results
-        coarsest = self._watched().coarsest
-        if coarsest is not None:
-            # A cast rounds: with float64 in its place, only a mistake is left.
-            settings = self.settings
-            self.settings = replace(settings, casts_in_double=True)
-            try:
-                coarsest = self._watched().coarsest
-                sharper = self.results(self.split())
-                reference = self.reference(self.rows)
-            except TimeoutError:
-                raise
-            except Exception:  # something insists on a lower dtype
-                self.settings = settings
-            else:
-                results = sharper
-                worst, _ = self.worst_error(results, reference.gradients)
-        if coarsest is not None:
-            if worst > self.limit:
-                self.limit = _CAST.get(coarsest, _LARGEST_LIMIT)
-                self._tell_limit(f"the step computes in {coarsest}")
-        elif _ROUNDING < worst <= self.limit:
+        coarsest = reference.coarsest or results[0].coarsest
+        if coarsest is not None and worst > self.limit:
+            self.limit = _CAST.get(coarsest, _LARGEST_LIMIT)
+            self._tell_limit(f"the step computes in {coarsest}")
+        is_exact = self.settings.in_double and coarsest is None
+        if is_exact and _ROUNDING < worst <= self.limit:
             self.unseen.append(
                 f"whether a difference of {worst:.0e}, which is more than rounding, "
                 f"grows in a trained model; pass one"
             )
+        for rows in self._orders[1:]:
+            if worst <= self.limit:
+                self.rows = rows
+                results = self.results(self.split())
+        return reference, results
+
+    def _most_exact_results(self) -> tuple[StepResult, list[StepResult]]:
+        """The results in float64 without casts, with casts, or in the user's dtypes.
+
+        The first that succeed: a kernel may insist on a dtype.
+        """
+        problem = ""
+        for casts_in_double in (True, False):
+            self._begin(in_double=True, casts_in_double=casts_in_double)
+            try:
+                return self._results()
+            except TimeoutError:
+                raise
+            except Exception as error:  # if it is no dtype, the step fails again
+                problem = str(error).partition("\n")[0]
+        self._begin(in_double=False, casts_in_double=False)
+        # A model in half precision rounds more than the float32 of most kernels.
+        dtypes = {parameter.dtype for parameter in self.model.parameters()}
+        self.limit = max(_SINGLE, *(_CAST.get(dtype, 0.0) for dtype in dtypes))
+        self._tell_limit(f"the step does not run in float64 ({problem})")
+        return self._results()
+
+    def _begin(self, *, in_double: bool, casts_in_double: bool) -> None:
+        """Forget what a comparison in other dtypes has found out."""
+        self.settings = Settings(
+            in_double=in_double,
+            casts_in_double=casts_in_double,
+            returns_values=self.arguments.returns_values,
+        )
+        self.limit = EXACT
+        self.unseen: list[str] = []
+
+    def _results(self) -> tuple[StepResult, list[StepResult]]:
+        reference = self.first_reference()
+        results = self.results(self.split())
+        self._align([reference, *results])
         return reference, results
 
     def _align(self, results: Sequence[StepResult]) -> None:
@@ -235,29 +233,18 @@ class Trial:
             return False
         return not is_zero(result.gradients)
 
-    def first_reference(self, is_steady: bool = False) -> StepResult:
-        """The gradient of the whole batch. Finds out the settings.
+    def first_reference(self) -> StepResult:
+        """The gradient of the whole batch. Finds out which random numbers are used.
 
         Raises ``ValueError`` if the step leaves no gradient.
         """
-        try:
-            result = self.reference(self.rows)
-        except TimeoutError:
-            raise
-        except Exception as error:  # a dtype in the user's code? If not, it fails again
-            self.settings = replace(self.settings, in_double=False)
-            # A model in half precision rounds more than the float32 of most kernels.
-            dtypes = {parameter.dtype for parameter in self.model.parameters()}
-            self.limit = max(_SINGLE, *(_CAST.get(dtype, 0.0) for dtype in dtypes))
-            result = self.reference(self.rows)
-            problem = str(error).partition("\n")[0]
-            self._tell_limit(f"the step does not run in float64 ({problem})")
+        result = self.reference(self.rows)
         if not self.settings.returns_values and is_zero(result.gradients):
             raise ValueError(
                 "step left no gradient on a parameter of the model; call backward() "
                 "for the model that step gets, and do not end with zero_grad()"
             )
-        if is_steady or "torch" in result.drawn:
+        if "torch" in result.drawn:
             result = self._with_steady_numbers(result)
         return result
 
@@ -319,11 +306,6 @@ class Trial:
             if (is_rounding and gradient.any()) or not math.isfinite(size):
                 vanished.append(name)
         return vanished
-
-    def _watched(self) -> StepResult:
-        """The result for the whole batch, with the step's draws and casts."""
-        with self.changed(watch_operators=True):
-            return self.reference(self.rows)
 
     # --- what the comparison cannot show ---
 

@@ -704,7 +704,7 @@ def clipped_by_a_norm_that_the_loop_computes(model, batches):
         clip_grads_with_norm_(parameters, 1.0, norm)
 
 
-@hidden("rows are compared", Net, few_images)
+@hidden("unknown", Net, few_images)
 def weights_perturbed_by_each_part(model, batches):
     """SAM, whose step to other weights is that of a part."""
     for batch in batches:
@@ -715,3 +715,16 @@ def weights_perturbed_by_each_part(model, batches):
         torch._foreach_add_([parameter.data for parameter in parameters], steps)
         (class_loss(model, batch) / len(batches)).backward()
         torch._foreach_sub_([parameter.data for parameter in parameters], steps)
+
+
+@hidden("unknown", Net, few_images)
+def weights_perturbed_by_the_last_part(model, batches):
+    """SAM, whose second pass sees one part: the gradient depends on the order."""
+    for batch in batches:
+        (class_loss(model, batch) / len(batches)).backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    with torch.no_grad():
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter += 0.05 * gradient / gradient.norm()
+            parameter.grad = None
+    class_loss(model, batches[-1]).backward()

@@ -690,6 +690,18 @@ def summed_by_hand(model, batches):
         parameter.grad /= count
 
 
+@right(Net, images)
+def weights_perturbed_by_all_parts(model, batches):
+    """SAM as it should be: both passes are over all parts."""
+    backward_sums(model, batches)
+    steps = [0.05 * parameter.grad for parameter in model.parameters()]
+    parameters = [parameter.data for parameter in model.parameters()]
+    torch._foreach_add_(parameters, steps)
+    model.zero_grad()
+    backward_sums(model, batches)
+    torch._foreach_sub_(parameters, steps)
+
+
 @right(Net, images, ranks=2)
 def group_destroyed_by_the_step(model, batches):
     backward_sums(model, batches)

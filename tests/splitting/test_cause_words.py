@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 from harness.oracle import seeded
+from splitting.hidden_mistakes import HIDDEN
 from splitting.loop_models import (
     Net,
     Tagger,
@@ -224,6 +225,14 @@ def test_mean_of_means_in_one_of_two_terms():
     assert report.cause == "mean of means"
     assert "labels that are not -100" in report.why
     assert "GradCache" not in report.remedy
+
+
+def test_weights_that_the_step_moves_are_named():
+    """SAM on each part: that rows are compared, or state, would lead astray."""
+    step = HIDDEN["weights_perturbed_by_each_part"].step
+    report = splitcheck(step, new(Net), images(), equal=True)
+    assert "at weights that it has moved, as SAM does" in report.why
+    assert "move the weights once" in report.remedy
 
 
 def nearly_equal(model, batches):

@@ -27,6 +27,10 @@ def check():
 
 def nothing():
     return None
+
+
+def fail():
+    raise ValueError("of the loop")
 """
 
 
@@ -75,3 +79,22 @@ def test_rows_that_do_not_divide_end_with_2(program, capsys):
     with pytest.raises(SystemExit) as ended:
         main([target, "--parts", "x"])
     assert ended.value.code == 2
+
+
+@pytest.mark.draws
+def test_error_of_the_users_loop_stays_as_it_is(program):
+    """Python prints it with its traceback, and ends with 1: no argument is wrong."""
+    with pytest.raises(ValueError, match="of the loop") as raised:
+        main([f"{program('fail()')}:check", "--parts", "4", "--ranks", "1"])
+    assert raised.traceback[-1].name == "fail"
+
+
+def test_error_of_the_users_function_stays_as_it_is(program):
+    with pytest.raises(ValueError, match="of the loop"):
+        main([f"{program('1')}:fail"])
+
+
+def test_folder_of_json_is_checked_first(program, tmp_path, capsys):
+    missing = str(tmp_path / "missing" / "split.json")
+    assert main([f"{program('fail()')}:check", "--json", missing]) == 2
+    assert "for --json; make it" in capsys.readouterr().err

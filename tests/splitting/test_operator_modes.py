@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from scatterpar.splitting.operator_modes import (
-    CastsInDouble,
     Numbers,
     RepeatedNumbers,
     WatchedOperators,
@@ -78,7 +77,7 @@ def inside_of_a_list(value):
     ],
 )
 def test_coarsest_dtype_of_casts(compute, coarsest):
-    with WatchedOperators() as dtypes:
+    with WatchedOperators(casts_in_double=False) as dtypes:
         compute(torch.ones(2, dtype=torch.float64))
     assert dtypes.coarsest == coarsest
 
@@ -108,7 +107,7 @@ def double():
     ],
 )
 def test_casts_give_float64(cast):
-    with CastsInDouble():
+    with WatchedOperators(casts_in_double=True):
         torch.set_default_dtype(torch.float64)
         try:
             result = cast(double())
@@ -119,7 +118,7 @@ def test_casts_give_float64(cast):
 
 def test_gradient_passes_a_cast_in_float64():
     numbers = double()
-    with CastsInDouble():
+    with WatchedOperators(casts_in_double=True):
         (numbers / 3).to(torch.bfloat16).float().sum().backward()
         assert torch.arange(3).to(torch.int32).dtype == torch.int32
     assert numbers.grad.tolist() == [1 / 3] * 3

@@ -43,7 +43,7 @@ def test_gradients_add_up():
     result = run(sums, doubled(), BATCHES)
     assert result.gradients["weight"].tolist() == [[9.0]]
     assert result.gradients["weight"].dtype == torch.float64
-    assert result.drawn == frozenset()
+    assert result.drawn == set()
     assert result.coarsest is None
 
 
@@ -161,12 +161,15 @@ def test_random_operators_follow_settings(numbers, are_equal):
     assert bool(drawn[0][0, 0] == drawn[0][0, 1]) == are_equal
 
 
-def test_coarsest_dtype_watched_on_demand():
+def test_coarsest_dtype_is_watched():
     def step(model, batches):
         return (model.weight * model.weight.half().double()).sum().backward()
 
-    model = doubled().double()
-    assert run(step, model, [], watch_operators=True).coarsest == torch.float16
+    before = torch.get_default_dtype()
+    try:
+        assert run(step, doubled(), [], in_double=True).coarsest == torch.float16
+    finally:
+        torch.set_default_dtype(before)  # what ``ProcessState`` does
 
 
 def batch_norms():

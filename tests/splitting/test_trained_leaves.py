@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from harness.oracle import seeded
+from splitting.loop_models import Net, backward_sums, images, new
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
+from scatterpar import splitcheck
 from scatterpar.splitting.trained_leaves import TrainedGradients, leaves_outside
 
 
@@ -65,3 +69,17 @@ def test_change_by_hand_outside_of_model_counts():
         head.bias -= 0.5
     change = gradients.result()["step.head.bias"]
     torch.testing.assert_close(change, torch.full_like(change, 0.5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_flat_parameters_on_ranks_are_refused(use_orig_params):
+    def step(model, batches):
+        host = torch.device("cpu")
+        sharded = FullyShardedDataParallel(
+            model, use_orig_params=use_orig_params, device_id=host
+        )
+        backward_sums(sharded, batches)
+
+    with pytest.raises(ValueError, match=r"FSDP's flat parameters .* use fully_shard"):
+        splitcheck(step, new(Net), images(), ranks=2)

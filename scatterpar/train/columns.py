@@ -60,12 +60,12 @@ def usual_column(columns: Sequence[str], usual: str) -> str | None:
     return None
 
 
-def columns_in_words(image: str, label: str, columns: Sequence[str]) -> str:
+def columns_in_words(image: str, labels: list[str], columns: Sequence[str]) -> str:
     """Return a line that says which columns are read, and which are not."""
-    words = f"images from the column {image}, classes from {label}"
-    others = [column for column in columns if column not in (image, label)]
-    if others:
-        words += f"; not used: {first_names(others)}"
+    words = f"images from the column {image}, classes from {first_names(labels)}"
+    unused = [column for column in columns if column not in [image, *labels]]
+    if unused:
+        words += f"; not used: {first_names(unused)}"
     return words
 
 

@@ -55,8 +55,8 @@ def read_table(path: Path, options: Options) -> DataParts:
     parts = _parts_of_rows(table)
     columns = [column for column in table if column != parts.name]
     image = choose_column(columns, IMAGE_COLUMNS, "image", options.column_image)
-    others = [column for column in columns if column != image]
-    label, labels = _labels(table, others, options)
+    other_columns = [column for column in columns if column != image]
+    label_columns, labels = _labels(table, other_columns, options)
     folder = path.parent / (options.train_folder or "")
     rows_of_all = labels.to_frame("label")
     rows_of_all["place"] = _places(folder, table[image])
@@ -70,21 +70,23 @@ def read_table(path: Path, options: Options) -> DataParts:
     if without_part.any():
         names = sorted(set(table[parts.name][without_part]))
         unused.add("of other parts", first_names(names), without_part.sum())
-    class_names = class_names_of(rows_of_parts[TRAIN].labels, label)
-    made = make_parts(rows_of_parts, class_names, unused, options.val)
-    made.notes.append(columns_in_words(image, label, columns))
-    return made
+    class_names = class_names_of(rows_of_parts[TRAIN].labels, label_columns[0])
+    data_parts = make_parts(rows_of_parts, class_names, unused, options.val)
+    data_parts.notes.append(columns_in_words(image, label_columns, columns))
+    return data_parts
 
 
-def _labels(table: Any, columns: Sequence[str], options: Options) -> tuple[str, Any]:
-    """Return the column of labels, or all columns of classes, and the label of each
+def _labels(
+    table: Any, columns: Sequence[str], options: Options
+) -> tuple[list[str], Any]:
+    """Return the column of labels, or all columns of classes; and the label of each
     row.
     """
     flags = [column for column in columns if table[column].isin(_YES + _NO).all()]
     is_named = options.column_label or usual_column(columns, LABEL_COLUMNS)
     if is_named or len(flags) < 2:
         label = choose_column(columns, LABEL_COLUMNS, "label", options.column_label)
-        return label, table[label]
+        return [label], table[label]
     is_of_class = table[flags].isin(_YES)
     has_one_class = is_of_class.sum(axis=1) == 1
     if not has_one_class.all():
@@ -93,7 +95,7 @@ def _labels(table: Any, columns: Sequence[str], options: Options) -> tuple[str, 
             f"{first_names(flags)}, and the tool trains one class per image: leave out "
             f"such rows, or pass --column-label {flags[0]} to learn one column"
         )
-    return first_names(flags), is_of_class.idxmax(axis=1)
+    return flags, is_of_class.idxmax(axis=1)
 
 
 def _read(path: Path) -> Any:
@@ -113,8 +115,7 @@ def _read(path: Path) -> Any:
         )
     except ValueError as error:  # also pandas' errors
         raise UsageError(
-            f"it is not a table in UTF-8 ({words_of(error)}); save it as CSV UTF-8, or "
-            f"convert it: iconv -f latin1 -t utf-8 {path.name}"
+            f"it is not a table in UTF-8 ({words_of(error)}); save it as CSV UTF-8"
         ) from error
     # pandas takes cells beyond the names of columns for names of rows.
     if not isinstance(table.index, pandas.RangeIndex):

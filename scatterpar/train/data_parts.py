@@ -247,18 +247,18 @@ def labelled(
     numbers = {name.lower(): number for number, name in enumerate(class_names)}
     numbers |= {name: number for number, name in enumerate(class_names)}
     pairs = []
-    others = set()
+    unknown = set()
     for row, label in enumerate(rows.labels):
         number = numbers.get(label, numbers.get(label.lower()))
         if number is not None:
             pairs.append((row, number))
         elif label:
             unused.add(_UNKNOWN_CLASS, label)
-            others.add(label)
+            unknown.add(label)
         else:
             unused.add(_UNLABELLED, part)
     # Competitions keep the labels of test images to themselves, or call all "unknown".
-    if not pairs and (part == TRAIN or len(others) > 1):
+    if not pairs and (part == TRAIN or len(unknown) > 1):
         raise UsageError(
             f"it has no images to {part} of its classes {first_names(class_names)}; "
             f"not read: {unused}"

@@ -75,9 +75,9 @@ def read_folders(path: Path, options: Options) -> DataParts:
             if folder not in parts.values():
                 for _ in files_below(folder, unused):
                     unused.add(_OTHER_FOLDERS, f"{folder.name}/")
-    made = make_parts(rows_of_parts, class_names, unused, options.val)
-    made.notes += _joined_folders(class_folders)
-    return made
+    data_parts = make_parts(rows_of_parts, class_names, unused, options.val)
+    data_parts.notes += _joined_folders(class_folders)
+    return data_parts
 
 
 def rows_of_folder(folder: Path, unused: Unused) -> ListedPictures:
@@ -87,8 +87,8 @@ def rows_of_folder(folder: Path, unused: Unused) -> ListedPictures:
     names = list(find_pictures(folder, unused))
     labels = []
     for name in names:
-        first, *others = Path(name).relative_to(folder).parts
-        labels.append(first if others else "")
+        names_on_way = Path(name).relative_to(folder).parts
+        labels.append(names_on_way[0] if len(names_on_way) > 1 else "")
     return ListedPictures(Names(names), labels)
 
 
@@ -146,9 +146,9 @@ def _find_parts(path: Path) -> dict[str, Path]:
             )
         return {}
     parts = {}
-    for part, alike in folders_of_parts.items():
+    for part, candidates in folders_of_parts.items():
         # train/ is meant, if there is train_masks/, too.
-        chosen = [folder for folder in alike if folder in exact] or alike
+        chosen = [folder for folder in candidates if folder in exact] or candidates
         if len(chosen) == 1:
             parts[part] = chosen[0]
     is_complete = len(parts) > 1 or len(folders) == 1

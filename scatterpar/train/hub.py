@@ -60,9 +60,9 @@ def read_hub(name: str, options: Options) -> DataParts:
     class_names = getattr(train.features[label], "names", None)
     if class_names is None:
         class_names = class_names_of(rows_of_parts[TRAIN].labels, label)
-    made = make_parts(rows_of_parts, class_names, unused, options.val)
-    made.notes.append(columns_in_words(image, label, list(train.features)))
-    return made
+    data_parts = make_parts(rows_of_parts, class_names, unused, options.val)
+    data_parts.notes.append(columns_in_words(image, [label], list(train.features)))
+    return data_parts
 
 
 def _load(name: str, options: Options) -> dict[str, Any]:
@@ -100,8 +100,8 @@ def _columns(features: Any, options: Options) -> tuple[str, str]:
     labels = by_type["ClassLabel"]
     if options.column_label or not labels:
         labels = labels + by_type["Value"]
-    others = [column for column in labels if column != image]
-    label = choose_column(others, LABEL_COLUMNS, "label", options.column_label)
+    labels = [column for column in labels if column != image]
+    label = choose_column(labels, LABEL_COLUMNS, "label", options.column_label)
     return image, label
 
 

@@ -81,12 +81,11 @@ def predict(options: PredictOptions) -> int:
     if not (place.exists() and names):
         raise UsageError(f"{place} is not here, or empty; pass an image, or a folder")
     model, about = load_model(options.run, options.model)
-    class_names = about["class_names"]
-    top = min(options.top, len(class_names))
+    top = min(options.top, len(about["class_names"]))
     written = 0
     reasons = dict[str, str]()  # why a file has no class
-    with Table(options, start, top) as table, stoppable(_STOPPING) as signals:
-        names = [name for name in names if table.place(name) not in table.earlier]
+    with _opened(options, top) as (file, earlier), stoppable(_STOPPING) as signals:
+        names = [name for name in names if _place(name, start) not in earlier]
         pictures = Pictures(Names(names), torch.arange(len(names)))
         batches = scored_files(options, pictures, model, about, signals)
         for batch_names, batch, scores in batches:
@@ -99,9 +98,9 @@ def predict(options: PredictOptions) -> int:
                 if name not in reasons:
                     cells = []
                     for score, label in zip(*next(predictions), strict=True):
-                        cells += [class_names[label], f"{score:.6f}"]
-                lines.append([table.place(name), *cells, reasons.get(name, "")])
-            table.write(lines)
+                        cells += [about["class_names"][label], f"{score:.6f}"]
+                lines.append([_place(name, start), *cells, reasons.get(name, "")])
+            _write(file, lines)
             written += len(lines)
     if signals:
         line = f"{written:,} of {len(names):,} files have a line"
@@ -119,6 +118,60 @@ def predict(options: PredictOptions) -> int:
             file=sys.stderr,
         )
     return 0
+
+
+def _place(name: str, start: Path) -> str:
+    """Return a file's name as its line has it."""
+    return printable(os.path.relpath(name, start))
+
+
+@contextlib.contextmanager
+def _opened(options: PredictOptions, top: int) -> Iterator[tuple[Any, set[str]]]:
+    """Open the table of the lines, and write their header. Yields it, and the files
+    that have lines by an earlier process.
+    """
+    columns = ["file", "class", "score"]
+    for number in range(2, top + 1):
+        columns += [f"class_{number}", f"score_{number}"]
+    columns.append("error")
+    path = options.out
+    if path is None:
+        _write(sys.stdout, [columns])
+        yield sys.stdout, set()
+        return
+    earlier = set[str]()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if options.resume and path.exists():
+            earlier = _files_with_lines(path, columns)
+        mode = "a" if earlier else "w"
+        with path.open(mode, encoding="utf-8", newline="") as file:
+            if not earlier:
+                _write(file, [columns])
+            yield file, earlier
+    except OSError as error:
+        raise unwritten(path, error) from error
+
+
+def _files_with_lines(path: Path, columns: Sequence[str]) -> set[str]:
+    """Return the files that have lines, and cut off a line that is not whole."""
+    content = path.read_bytes()
+    length = content.rfind(b"\n") + 1
+    os.truncate(path, length)
+    lines = content[:length].decode().splitlines(keepends=True)
+    header, *rows = csv.reader(lines) if lines else [columns]
+    if header != columns:
+        raise UsageError(
+            f"--resume: {path} has the columns {', '.join(header)}; pass the options "
+            "that wrote it, or another --out"
+        )
+    return {row[0] for row in rows}
+
+
+def _write(file: Any, lines: Sequence[Sequence[str]]) -> None:
+    """Write lines at once, so that they stay if the process is ended."""
+    csv.writer(file, lineterminator="\n").writerows(lines)
+    file.flush()
 
 
 def scored_files(
@@ -163,66 +216,3 @@ def scored_files(
             progress.report(done)
             if signals:
                 return
-
-
-class Table(contextlib.AbstractContextManager["Table"]):
-    """The lines of `predict`, in a file or on standard output, in the order of the
-    files' names.
-
-    Attributes:
-        earlier: the places of files that have lines by an earlier process.
-    """
-
-    def __init__(self, options: PredictOptions, start: Path, top: int) -> None:
-        self.earlier = set[str]()
-        self._start = start
-        self._path = options.out
-        self._file: Any = sys.stdout
-        columns = ["file", "class", "score"]
-        for number in range(2, top + 1):
-            columns += [f"class_{number}", f"score_{number}"]
-        columns.append("error")
-        if self._path is not None:
-            try:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                if options.resume and self._path.exists():
-                    self._read_earlier(self._path, columns)
-                mode = "a" if self.earlier else "w"
-                self._file = self._path.open(mode, encoding="utf-8", newline="")
-            except OSError as error:
-                raise unwritten(self._path, error) from error
-        if not self.earlier:
-            self.write([columns])
-
-    def _read_earlier(self, path: Path, columns: Sequence[str]) -> None:
-        """Note the files that have lines, and cut off a line that is not whole."""
-        content = path.read_bytes()
-        length = content.rfind(b"\n") + 1
-        os.truncate(path, length)
-        lines = content[:length].decode().splitlines(keepends=True)
-        header, *rows = csv.reader(lines) if lines else [columns]
-        if header != columns:
-            raise UsageError(
-                f"--resume: {path} has the columns {', '.join(header)}; pass the "
-                "options that wrote it, or another --out"
-            )
-        self.earlier.update(row[0] for row in rows)
-
-    def place(self, name: str) -> str:
-        """Return a file's name as its line has it."""
-        return printable(os.path.relpath(name, self._start))
-
-    def write(self, lines: Sequence[Sequence[str]]) -> None:
-        """Write lines at once, so that they stay if the process is ended."""
-        try:
-            csv.writer(self._file, lineterminator="\n").writerows(lines)
-            self._file.flush()
-        except OSError as error:
-            if self._path is None:  # as of `| head`, which has read enough
-                raise
-            raise unwritten(self._path, error) from error
-
-    def __exit__(self, *_: object) -> None:
-        if self._path is not None:
-            with contextlib.suppress(OSError):  # a full disk was reported before
-                self._file.close()

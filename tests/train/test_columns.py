@@ -69,8 +69,8 @@ def test_class_may_have_several_words(labels):
 
 
 def test_columns_that_are_not_used_are_told():
-    words = columns_in_words("image", "label", ["image", "label", "is_valid"])
+    words = columns_in_words("image", ["label"], ["image", "label", "is_valid"])
     assert words.endswith(
         "from the column image, classes from label; not used: is_valid"
     )
-    assert columns_in_words("a", "b", ["a", "b"]).endswith("classes from b")
+    assert columns_in_words("a", ["b", "c"], ["a", "b", "c"]).endswith("m b, c")

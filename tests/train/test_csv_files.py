@@ -145,7 +145,7 @@ def test_text_that_is_no_table_is_refused(folder):
     utf_16 = "image,label\n1,č\n".encode("utf-16")
     for text in (utf_16, "é,ü\n".encode("latin-1"), b"", b"image,label\n , \n"):
         (folder / "train.csv").write_bytes(text)
-        with pytest.raises(UsageError, match=r"iconv -f latin1|no rows below"):
+        with pytest.raises(UsageError, match=r"save it as CSV UTF-8|no rows below"):
             read_table(folder / "train.csv", Options(val=0.2))
 
 

@@ -124,14 +124,14 @@ def test_lines_stay_and_resume_adds_the_others(folder, finished, tmp_path, capsy
 def test_ctrl_c_keeps_what_is_written(folder, finished, tmp_path, capsys, monkeypatch):
     out = tmp_path / "part.csv"
     monkeypatch.setattr("scatterpar.train.predict._ROWS", 8)
-    whole = predict_module.Table.write
+    write = predict_module._write
 
-    def interrupted(self, lines):
-        whole(self, lines)
+    def interrupted(file, lines):
+        write(file, lines)
         if out.read_text().count("\n") == 1 + 16:
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("scatterpar.train.predict.Table.write", interrupted)
+    monkeypatch.setattr("scatterpar.train.predict._write", interrupted)
     words = ["predict", str(finished), str(folder / "test"), *ALONE, "--out", str(out)]
     assert command(words) == 130
     assert len(out.read_text().splitlines()) == 1 + 16

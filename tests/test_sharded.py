@@ -17,6 +17,7 @@ import torch
 from harness.isolation import guarded
 from harness.models import CLASSES, FEATURES, mlp
 from harness.oracle import build, gradients, randint, randn
+from harness.pairwise import pairwise
 from harness.rank_processes import run_on_ranks
 from torch import nn, optim
 from torch.optim.optimizer import (
@@ -125,9 +126,9 @@ class Pair:
 
 
 def kinds_and_places():
-    """Each optimizer on one layout, and two on each; the other pairs are slow."""
+    """Each optimizer on one layout, and one on each; the other pairs are slow."""
     for kind, place in itertools.product(KINDS, PLACES):
-        is_quick = place == "uneven" or kind in ("AdamW", "Muon")
+        is_quick = place == "uneven" or kind == "AdamW"
         marks = [] if is_quick else [pytest.mark.slow]
         values = *KINDS[kind], PLACES[place]
         yield pytest.param(*values, id=f"{kind}-{place}", marks=marks)
@@ -362,8 +363,7 @@ class Across(optim.Optimizer):
                     raise torch.OutOfMemoryError("on purpose")
 
 
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("shape", [(7, FEATURES), (7,), (CLASSES, 7), (CLASSES,)])
+@pairwise(shape=[(7, FEATURES), (7,), (CLASSES, 7), (CLASSES,)], first=[True, False])
 def test_failure_at_an_owner_changes_nothing(shape, first, monkeypatch):
     with Pair(mlp(), VIRTUAL, Across) as pair:
         if not first:

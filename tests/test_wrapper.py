@@ -13,6 +13,7 @@ import torch
 from harness.agree import BATCH
 from harness.models import CLASSES, FEATURES, Of, mlp
 from harness.oracle import assert_step, build
+from harness.pairwise import pairwise
 from pair.common import Pair
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -151,8 +152,7 @@ def check(one):
         assert_step(one, *BATCH, cross_entropy)
 
 
-@pytest.mark.parametrize("way", COPIES)
-@pytest.mark.parametrize("kind", ["engine", "pair"])
+@pairwise(way=COPIES, kind=["engine", "pair"], quick={"way": ["torch.save"]})
 def test_copies_work_and_share_nothing(devices, way, kind):
     """Made of what has not run yet, and of what has."""
     if kind == "pair":

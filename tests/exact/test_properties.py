@@ -26,7 +26,7 @@ CUTS = st.dictionaries(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     devices=LAYOUTS,
     cut=CUTS,
@@ -83,7 +83,7 @@ def contained(parts):
 OUTPUTS = st.recursive(st.sampled_from(LEAVES), contained, max_leaves=8)
 
 
-@settings(max_examples=60)
+@settings(max_examples=35)
 @given(devices=LAYOUTS, cut=CUTS, rows=st.integers(1, 11), wrap=OUTPUTS)
 def test_any_output_is_exact(devices, cut, rows, wrap):
     """Types and rows are the module's, in inference and where the pair's outputs are

@@ -231,4 +231,4 @@ class Walk(RuleBasedStateMachine):
 
 
 TestWalk = pytest.mark.draws(Walk.TestCase)
-TestWalk.settings = settings(max_examples=12, stateful_step_count=25, deadline=None)
+TestWalk.settings = settings(max_examples=6, stateful_step_count=25, deadline=None)

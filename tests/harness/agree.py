@@ -60,8 +60,17 @@ LAYOUTS = {
 # engine runs on one replica, too.
 COPIES = ("engine", "inference")
 USUAL = (*COPIES, "pair")
-BROAD = (*USUAL, "one", "whole batch")
-EVERY_WAY = (*BROAD, "loss", "check", "by cost", "guarded", "guarded pair")
+BROAD = (*COPIES, "whole batch")
+EVERY_WAY = (
+    *BROAD,
+    "pair",
+    "one",
+    "loss",
+    "check",
+    "by cost",
+    "guarded",
+    "guarded pair",
+)
 ON_RANKS = {  # how many processes, and which runner each of them has
     "1 rank": (1, "engine"),
     "2 ranks": (2, "engine"),

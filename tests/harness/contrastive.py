@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
-from harness.agree import EVERY_WAY, USUAL, Case
+from harness.agree import USUAL, Case
 from harness.models import Of
 from harness.oracle import build, randint, randn
 
@@ -90,7 +90,16 @@ CASES = {
     "clip": case(
         "clip",
         37,
-        default_run=(*EVERY_WAY, "2 ranks", "3 ranks", "3 ranks by cost"),
+        default_run=(
+            "engine",
+            "one",
+            "loss",
+            "check",
+            "by cost",
+            "2 ranks",
+            "3 ranks",
+            "3 ranks by cost",
+        ),
     ),
     **{f"{name}, one sub-step": case(name, 9, accum=1) for name in LOSSES},
     **{f"{name}, one row": case(name, 1, accum=16) for name in LOSSES},

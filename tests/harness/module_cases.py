@@ -765,10 +765,9 @@ ONCE = {"accum": 1}  # it reads what its forward pass has written
 BY_SHARE = {"by_share": True, "accum": 1}
 AS_IT_IS = {"keep_dtypes": True}
 SINGLE = {"keep_dtypes": True, "relative": 1e-5}
-TIED_RUNS = (  # others take seconds with graphs, or compiled
+TIED_RUNS = (  # others take seconds with graphs
     *EVERY_WAY,
     "graphs",
-    "compiled",
     "1 rank",
     "2 ranks",
     "3 ranks",

@@ -19,6 +19,7 @@ import torch
 from faults.state import values_differ
 from harness.models import Of
 from harness.oracle import assert_step, build, randint, randn
+from harness.pairwise import few_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -31,7 +32,7 @@ ROWS, FEATURES, CLASSES = 37, 6, 3
 LOSS = nn.CrossEntropyLoss()
 
 
-@pytest.fixture(params=[1, "shared", 2], ids=str)
+@pytest.fixture(params=few_of([1, "shared", 2], ["shared", 2]), ids=str)
 def places(request):
     """Replicas on so many devices, or three that share one.
 

@@ -1,5 +1,7 @@
 """``splitcheck`` finds wrong loops, names them, and passes right ones."""
 
+import re
+
 import pytest
 from splitting.hidden_mistakes import HIDDEN
 from splitting.loop_models import new
@@ -14,12 +16,16 @@ QUICK = {
 }
 
 
+# One mask stands for those of other dtypes, and the first model of a loop for others.
+REPEATED = re.compile(r"-\d+$|^nested_mask_of_(?!bool)|^compiled_model$")
+
+
 def cases(table):
-    """Each entry; those that start processes are slow, but for a few."""
+    """Each entry; repeats, and those that start processes, are slow, but for a few."""
     params = []
     for name, case in table.items():
-        is_slow = "ranks" in case.options and name not in QUICK
-        marks = [pytest.mark.slow] if is_slow or name == "compiled_model" else []
+        is_slow = "ranks" in case.options or REPEATED.search(name)
+        marks = [pytest.mark.slow] if is_slow and name not in QUICK else []
         params.append(pytest.param(case, id=name, marks=marks))
     return params
 

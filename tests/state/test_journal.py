@@ -28,7 +28,7 @@ import torch
 from harness.looks import INPUTS, LABELS, ROWS, VALUES, net
 from harness.models import CLASSES, Classifier, Of, mlp
 from harness.oracle import assert_close, assert_step, build
-from harness.pairwise import few_of
+from harness.pairwise import few_of, pairwise
 from harness.writes import ThreadedMeter
 from state.test_whose import OBJECTS
 from torch import nn
@@ -662,8 +662,7 @@ WRITTEN = {
 }
 
 
-@pytest.mark.parametrize("wraps", ["engine", "pair"])
-@pytest.mark.parametrize("name", WRITTEN)
+@pairwise(name=WRITTEN, wraps=["engine", "pair"])
 def test_look_leaves_other_networks(devices, name, wraps):
     """An average of weights that the loss function updates moved in each look, too."""
     values = []

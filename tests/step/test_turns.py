@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from harness.pairwise import few_of
+from harness.pairwise import few_of, pairwise
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -227,9 +227,9 @@ def test_whole_batch_calls_both_passes_in_order():
     assert seen == [*range(8), *range(4)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("turn", [Scope.LOSS, Scope.FUNCTION, Scope.SUBSTEP])
-@pytest.mark.parametrize("rows", [8, 9, 5])
+@pairwise(
+    layout=LAYOUTS, turn=[Scope.LOSS, Scope.FUNCTION, Scope.SUBSTEP], rows=[8, 9, 5]
+)
 def test_graphs_in_order_of_rows(layout, turn, rows):
     """On the CPU, which captures nothing, a replay calls the function again.
 
@@ -299,7 +299,7 @@ def fails_at(row):
     return function
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", few_of(LAYOUTS, ["virtual"]))
 @pytest.mark.parametrize("row", range(9))
 def test_no_call_after_one_that_fails(row, layout):
     on_call = fails_at(row)
@@ -383,9 +383,12 @@ def test_criterion_in_the_turn_of_its_function():
 SCOPES = [Scope.CRITERION, Scope.LOSS, Scope.FUNCTION, Scope.SUBSTEP]
 
 
-@pytest.mark.parametrize("turn", SCOPES)
-@pytest.mark.parametrize("where", ["forward", "criterion", "backward"])
-@pytest.mark.parametrize("graphs", few_of([False, True], [False]))
+@pairwise(
+    turn=SCOPES,
+    where=["forward", "criterion", "backward"],
+    graphs=[False, True],
+    quick={"graphs": [False]},
+)
 @pytest.mark.filterwarnings('ignore:accum="auto"')
 def test_retries_after_memory_ran_out_in_a_turn(turn, where, graphs):
     """What a failed try has cancelled, the next one does not inherit."""
@@ -503,7 +506,7 @@ class Loop(nn.Module):
         return step(self, rows)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", few_of(LAYOUTS, ["virtual"]))
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_checkpoint_of_owner_has_replica(replicas, layout):
     """A look sees it: then a turn, and what it lends, lasts until the backward pass."""

@@ -7,6 +7,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from harness.pairwise import pairwise
 from PIL import Image
 
 from scatterpar.train import figures
@@ -71,8 +72,7 @@ def test_confusion_matrix_takes_any_names(tmp_path, drawn, names, recwarn):
     assert not recwarn.list
 
 
-@pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("number", [1, 5, pytest.param(60, marks=pytest.mark.slow)])
+@pairwise(number=[1, 5, 60], channels=[1, 3], quick={"number": [1, 5]})
 def test_first_batch_shows_image_and_class(tmp_path, drawn, channels, number):
     images = torch.full((number, channels, 8, 8), 200, dtype=torch.uint8)
     labels = torch.arange(number) % 2

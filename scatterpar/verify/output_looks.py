@@ -25,6 +25,7 @@ from scatterpar.batch.markers import Rows
 from scatterpar.devices.device_ids import physical
 from scatterpar.devices.transfers import to_device
 from scatterpar.plan import Plan, make_plan
+from scatterpar.replicas.references import module_of
 from scatterpar.replicas.replicas import ReplicaOptions, Replicas
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loop_options import LoopOptions
@@ -40,16 +41,23 @@ from scatterpar.torch_private import (
     nodes_reached,
 )
 from scatterpar.verify.comparison import Result
+from scatterpar.verify.gradient_check import uses_batch_statistics
 from scatterpar.verify.output_differences import cut_rows
 from scatterpar.verify.ranges import informative_tensors, ranges_of_step
 from scatterpar.verify.rows import MAX_BYTES, MIN_ROWS, RowChoice, ignored_values
-from scatterpar.verify.verdicts import refused_injection
+from scatterpar.verify.verdicts import in_lines, refused_injection
 from scatterpar.verify.verifier import Question, Verifier, candidate_of
 
 _MAX_ROWS = 16
 _REMEDIES = (
     "Pass count= for a mean over other terms, reduction= for a sum, or call the plain "
     "criterion on gather(outputs, device). verify=False does not check."
+)
+
+_NORMALISES = in_lines(
+    "the criterion has a batch normalisation, whose statistics are those of each "
+    "replica's outputs.",
+    "Call the plain criterion on gather(outputs, device).",
 )
 
 
@@ -84,6 +92,9 @@ class OutputLooks:
         if injects_gradient(outputs[-1]):
             kind.is_refused = True
             raise ValueError(refused_injection("the model").text)
+        module = module_of(request.criterion)
+        if module is not None and any(map(uses_batch_statistics, module.modules())):
+            looks.warn(_NORMALISES)
         with torch.inference_mode(False):  # else the leaves would have no gradients
             question = _question(request, plan, outputs, workers, kind.looks)
         question.ranges = ranges
@@ -94,7 +105,7 @@ class OutputLooks:
         self._verifier.tell()
 
 
-class _RowsOfOutputs(nn.Module):
+class RowsOfOutputs(nn.Module):
     """Gives the outputs of rows by their numbers."""
 
     def __init__(self, entries: Sequence[Any], dim: int) -> None:
@@ -136,7 +147,7 @@ def _question(
     dim = of_call.dim
     device = plan.shares[0].device
     entries = [_output_of(row, plan, outputs, dim) for row in rows]
-    module = _RowsOfOutputs(entries, dim)
+    module = RowsOfOutputs(entries, dim)
     count = of_call.count
 
     def count_outputs(numbers: Sequence[int], targets: Any) -> Any:

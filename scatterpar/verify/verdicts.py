@@ -154,7 +154,8 @@ def _state_between_parts(evidence: Evidence) -> Verdict:
         f"{evidence.module_name} or {evidence.name} gives another result when it is "
         f"called again with the same rows.",
         "Return a module's state from forward, and pass it as an input; change a "
-        "criterion's once per step, or pass whole_batch=True.",
+        "criterion's once per step, or let it see all rows at once (whole_batch=True; "
+        "of the pair: gather).",
         "docs/limits.md, State in modules.",
     )
 

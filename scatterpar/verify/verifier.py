@@ -361,7 +361,8 @@ class Question:
             f"forward passes move {shown(', '.join(names))}: at each sub-step, and on "
             "each replica apart; attributes have your values in the next step.",
             "Move it once per step, outside of forward, or keep it in a buffer and "
-            "train with one sub-step; that of a criterion with whole_batch=True.",
+            "train with one sub-step; let a criterion see all rows at once "
+            "(whole_batch=True; of the pair: gather).",
             "docs/limits.md, State in modules.",
         )
 

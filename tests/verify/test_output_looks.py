@@ -19,7 +19,7 @@ from harness.looks import (
     net,
     squares,
 )
-from harness.models import mlp
+from harness.models import CLASSES, mlp
 from harness.oracle import (
     assert_close,
     assert_gradients,
@@ -193,6 +193,60 @@ def test_unchecked_told_once_state_stays(device_ids):
     again = pickle.loads(pickle.dumps(DataParallelCriterion(nn.MSELoss())))
     expected = F.mse_loss(gather(outputs, "cpu"), VALUES)
     assert_close(again(outputs, VALUES).detach(), expected.detach(), "loss")
+
+
+class Remembers:
+    """A criterion with a memory bank."""
+
+    def __init__(self):
+        self.bank = []
+
+    def __call__(self, output, targets):
+        loss = F.mse_loss(output, targets)
+        for mean in self.bank[-4:]:
+            loss = loss + F.mse_loss(output.mean(0), mean)
+        self.bank.append(output.detach().mean(0))
+        return loss
+
+
+class Normalises(nn.Module):
+    """A criterion with a batch normalisation."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(CLASSES).double()
+
+    def forward(self, output, targets):
+        return F.mse_loss(self.norm(output), targets)
+
+
+class Counts(nn.Module):
+    """A criterion with a number that each call moves."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, output, targets):
+        self.calls += 1
+        return F.mse_loss(output, targets)
+
+
+TOLD = {
+    "a memory bank": (Remembers, "another result when it is called again"),
+    "a batch normalisation": (Normalises, "statistics are those of each"),
+    "a number of calls": (Counts, "move the attribute 'calls'"),
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_state_of_criterion_told(device_ids, name):
+    make, words = TOLD[name]
+    criterion = DataParallelCriterion(make(), device_ids)
+    outputs = DataParallelModel(mlp(), device_ids)(INPUTS)
+    with pytest.warns(UserWarning, match=words) as caught:
+        criterion(outputs, VALUES)
+    assert len(caught) == 1
 
 
 def test_one_replica_combines_nothing():

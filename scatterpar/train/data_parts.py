@@ -9,7 +9,7 @@ import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -225,18 +225,38 @@ def _repeated(train: Pictures, tested: Pictures) -> int:
     """Return the number of files to test on that have the same bytes as one to train
     on.
     """
-    # Of more files, reading would take minutes before the first line.
     if not isinstance(train.sources, Names) or len(train) > _MOST_COMPARED:
         return 0
-    digests = set(_digests(train))
-    return sum(digest in digests for digest in _digests(tested))
+    trained_sizes = _sizes(train)
+    tested_sizes = _sizes(tested)
+    # Few photographs have the same size: reading all would take minutes.
+    common = set(trained_sizes.values()) & set(tested_sizes.values())
+    digests = set()
+    for name, size in trained_sizes.items():
+        if size in common:
+            digests.add(_digest(name))
+    number = 0
+    for name, size in tested_sizes.items():
+        number += size in common and _digest(name) in digests
+    return number
 
 
-def _digests(pictures: Pictures) -> Iterator[bytes]:
+def _sizes(pictures: Pictures) -> dict[str, int]:
+    """Return the number of bytes of each file."""
+    sizes = {}
     for row in range(len(pictures)):
         name, _ = pictures[row]
         with contextlib.suppress(OSError):  # the feed reports it
-            yield hashlib.sha256(Path(name).read_bytes()).digest()
+            sizes[name] = os.path.getsize(name)
+    return sizes
+
+
+def _digest(name: str) -> bytes:
+    """Return a digest of a file's bytes, or its name if it cannot be read."""
+    try:
+        return hashlib.sha256(Path(name).read_bytes()).digest()
+    except OSError:
+        return os.fsencode(name)
 
 
 def labelled(

@@ -220,10 +220,11 @@ def test_pictures_to_train_and_to_test_on_are_told(tmp_path):
     files = [*place.rglob("*.png")]
     for number, file in enumerate(sorted(files)):
         Image.new("L", (2, 2), number).save(file)
+    (place / "test" / "cat" / "lost.png").symlink_to("nowhere")
     assert read_folders(place).notes == []
     copied = place / "test" / "dog" / "copy.png"
     copied.write_bytes((place / "train" / "cat" / "0.png").read_bytes())
-    assert "1 of 3 pictures to test on are to train on, too" in str(
+    assert "1 of 4 pictures to test on are to train on, too" in str(
         read_folders(place).notes
     )
     twice = read_folders(place, train_folder="train", val_folder="train")

@@ -322,14 +322,13 @@ WRITES = {
 }
 
 
-@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-@pytest.mark.parametrize("when", ["before the step", "after the step"])
+@pairwise(when=["before the step", "after the step"], write=WRITES)
 def test_users_writes_are_seen(write, when):
     with Pair(mlp(), VIRTUAL, optim.AdamW) as pair:
 
         def write_all():
             for p in (*pair.model.parameters(), *pair.twin.parameters()):
-                write(p)
+                WRITES[write](p)
 
         acts = write_all, pair.update
         for number in range(3):

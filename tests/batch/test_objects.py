@@ -11,6 +11,7 @@ import pytest
 import torch
 from harness.models import CLASSES, FEATURES, Of
 from harness.oracle import assert_step, build, randint, randn
+from harness.pairwise import pairwise
 from torch import Tensor, nn
 
 from scatterpar import Replicated, Rows, ScatterOnceParallel
@@ -301,8 +302,11 @@ WITH_GRAPHS = {
 }
 
 
-@pytest.mark.parametrize("name", WITH_GRAPHS)
-@pytest.mark.parametrize("select", [True, lambda output: output, lambda o: (o,)])
+@pairwise(
+    name=WITH_GRAPHS,
+    select=[True, lambda output: output, lambda o: (o,)],
+    quick={"select": [True]},
+)
 def test_returned_objects_have_no_graph(devices, name, select):
     """They came back with their graphs unless they were the whole output."""
     model = build(lambda: nn.Linear(FEATURES, CLASSES))

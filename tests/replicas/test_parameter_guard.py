@@ -13,6 +13,7 @@ from faults.state import capture, differences
 from harness.agree import BATCH
 from harness.models import CLASSES, FEATURES, Of, linear
 from harness.oracle import assert_close, assert_gradients, build, whole_batch
+from harness.pairwise import pairwise
 from torch import nn
 
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
@@ -137,8 +138,7 @@ def refused(name, *modules, lost=False):
         assert all(p.grad is None for p in module.parameters())
 
 
-@pytest.mark.parametrize("case", MODELS)
-@pytest.mark.parametrize("way", WAYS)
+@pairwise(way=WAYS, case=MODELS, quick={"way": ["step", "pair"]})
 def test_writes_refused_every_time(devices, way, case):
     make, inputs, name = MODELS[case]
     model = build(make)
@@ -209,8 +209,7 @@ def assert_good(model, run):
     model.zero_grad()
 
 
-@pytest.mark.parametrize("write", [clip, exchange])
-@pytest.mark.parametrize("way", ["step", "pair"])
+@pairwise(way=["step", "pair"], write=[clip, exchange], quick={"way": ["step"]})
 def test_write_in_later_step_refused(devices, monkeypatch, way, write):
     model = build(lambda: writer(write, late))
     with WAYS[way](model, devices(2)) as run:

@@ -151,7 +151,7 @@ def test_gradients_belong_to_drawn_masks(devices, use_reentrant, runner):
 
 @pytest.mark.contract
 @by_both
-@pytest.mark.parametrize("criterion_draws", [False, True])
+@pytest.mark.parametrize("criterion_draws", few_of([False, True], [True]))
 def test_seed_decides_step_of_used_engine(devices, runner, criterion_draws):
     def criterion(output, targets):
         return LOSS(nn.functional.dropout(output, 0.5), targets)

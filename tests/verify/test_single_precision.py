@@ -78,7 +78,11 @@ def normalised():
 
 @pytest.mark.parametrize("dtype", few_of(HALF, HALF[:1]))
 @pytest.mark.parametrize(
-    "loss", [sums_that_cancel, rounded_sums_that_cancel, hinge, distances]
+    "loss",
+    few_of(
+        [sums_that_cancel, rounded_sums_that_cancel, hinge, distances],
+        [rounded_sums_that_cancel, distances],
+    ),
 )
 def test_cancelling_terms_not_refused(loss, dtype):
     for seed in range(3):

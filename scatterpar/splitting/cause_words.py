@@ -24,7 +24,7 @@ from scatterpar.causes.evidence import (
 )
 from scatterpar.causes.vectors import factor_between, is_close
 from scatterpar.splitting.check_report import Cause
-from scatterpar.splitting.gradients import joined, listed
+from scatterpar.splitting.gradients import joined, listed, union
 from scatterpar.splitting.split_gradients import GradientEvidence
 from scatterpar.splitting.step_run import StepResult, layers_with_batch_statistics
 from scatterpar.splitting.trial import Trial
@@ -239,11 +239,11 @@ _CONSTANT = (
     "if the loop divides by a constant, write len(batches), or pass loss=, the loss "
     "of the whole batch in plain torch"
 )
-_DIVIDED_BY_RANKS = (
+_BY_RANKS = (
     "multiply a loss that is divided by a count of all ranks, or computed from "
     "gathered outputs, by the number of ranks: DDP averages."
 )
-_ADDED_OVER_RANKS = (
+_OVER_RANKS = (
     "divide by the number of ranks, or let DDP average; do not multiply by it as well."
 )
 _DIVIDED = (
@@ -277,29 +277,25 @@ def _factor_in_words(
 def _meaning(factor: float, ranks: int, parts: int) -> tuple[str, str]:
     """All that a factor may come from, and what to do."""
     all_parts = ranks * parts
-    divided = _DIVIDED_BY_RANKS
-    added = _ADDED_OVER_RANKS
     # With one rank, or one part, the number of all parts means nothing more.
     all_parts = all_parts if min(ranks, parts) > 1 else 1
     known = (
-        (1 / ranks, "divided by the number of ranks once too often", divided),
-        (1 / ranks**2, "divided by the number of ranks twice too often", divided),
-        (ranks, "added over the ranks, not averaged", added),
+        (1 / ranks, "divided by the number of ranks once too often", _BY_RANKS),
+        (1 / ranks**2, "divided by the number of ranks twice too often", _BY_RANKS),
+        (ranks, "added over the ranks, not averaged", _OVER_RANKS),
         (1 / parts, "divided by the number of parts once too often", _DIVIDED),
         (parts, "not divided by the number of parts", _ADDED),
-        (1 / all_parts, "divided by ranks and parts once too often", divided),
-        (all_parts, "divided by neither ranks nor parts", added),
+        (1 / all_parts, "divided by ranks and parts once too often", _BY_RANKS),
+        (all_parts, "divided by neither ranks nor parts", _OVER_RANKS),
     )
-    meanings: dict[str, None] = {}
-    remedies: dict[str, None] = {}
+    meanings: dict[str, str] = {}  # each with its remedy
     # With as many ranks as parts, several readings fit: all are told.
     for value, meaning, remedy in known:
         if value != 1 and math.isclose(factor, value, rel_tol=CLOSE):
-            meanings[meaning] = None
-            remedies[remedy] = None
+            meanings[meaning] = remedy
     if not meanings:
         return "", f"look for a division or a second backward(); {_CONSTANT}."
-    return f": {', or '.join(meanings)}", " Or ".join(remedies)
+    return f": {', or '.join(meanings)}", " Or ".join(union([meanings.values()]))
 
 
 # --- other weights of the parts ---
@@ -319,8 +315,9 @@ _REMEDIES = {
 }
 _ALL_RANKS = "give each rank's loss its weight, and average the gradients of all ranks."
 _NOT_A_MEAN = (
-    "compute a root, an exponential, a ratio of means or a running divisor once, from "
-    "sums over all parts: the loss is no mean over terms."
+    "compute a root, an exponential, a ratio of means, a running divisor or the norm "
+    "that a loop clips by once, from sums over all parts: the loss is no mean over "
+    "terms."
 )
 _UNKNOWN_TERMS = (
     f"{_BY_TERMS}, which no tensor of the batch counts; if the loss is a ratio of "

@@ -81,8 +81,8 @@ def differing(actual: Gradients, expected: Gradients, limit: float) -> list[str]
 def invisible(gradients: Gradients, limit: float) -> list[str]:
     """The names of gradients that are zero, or rounding beside the largest."""
     zeros = {name: torch.zeros_like(gradient) for name, gradient in gradients.items()}
-    errors = relative_errors(zeros, gradients, limit)
-    return [name for name, error in errors.items() if error <= limit]
+    visible = differing(zeros, gradients, limit)
+    return [name for name in gradients if name not in visible]
 
 
 def is_zero(gradients: Gradients) -> bool:

@@ -92,13 +92,10 @@ class SplitGrid(Printed):
 
     def to_json(self, path: str | Path) -> None:
         """Write all reports into a file."""
-        cells = []
-        for cell in self.cells:
-            # ``asdict`` leaves properties out, and CI reads this one.
-            entry = asdict(cell)
+        grid = {"passed": self.passed, **asdict(self)}
+        # ``asdict`` leaves properties out, and CI reads this one.
+        for cell, entry in zip(self.cells, grid["cells"], strict=True):
             entry["report"]["passed"] = cell.report.passed
-            cells.append(entry)
-        grid = {"passed": self.passed, "cells": cells}
         Path(path).write_text(json.dumps(grid, indent=2) + "\n", encoding="utf-8")
 
     def __str__(self) -> str:

@@ -137,7 +137,9 @@ class WatchedOperators(OperatorMode):
         is_made = func is torch.ops.aten.lift_fresh.default  # by ``torch.tensor``
         if self._casts_in_double and is_made and result.is_floating_point():
             return result.double()
-        for tensor in nested.tensors(result):
+        # Most operators return one tensor, and this runs for each of them.
+        tensors = [result] if isinstance(result, Tensor) else nested.tensors(result)
+        for tensor in tensors:
             if tensor.is_floating_point() and tensor.dtype not in _DOUBLE:
                 self._note(tensor.dtype, args)
         return result

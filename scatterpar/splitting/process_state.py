@@ -43,9 +43,10 @@ class ProcessState:
             importlib.import_module("numpy.random")
         helpers = _training_helpers(step)
         shared = _singletons()
-        roots = [model, step, *(vars(helper) for helper in helpers), *shared.values()]
-        devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-        walk = Walk(roots)
+        of_helpers = [vars(helper) for helper in helpers]
+        tensors = tensors_of(model)
+        devices = {tensor.device for tensor in tensors}
+        walk = Walk([model, tensors, step, *of_helpers, *shared.values()])
         # All that a step may write, of any size; a look of the engine saves less.
         self._user = Journal(walk, list(devices), guarded=(), max_bytes=math.inf)
         self.tensors = list(walk.tensors.values())
@@ -83,6 +84,11 @@ class ProcessState:
                 contents.clear()  # the step has imported accelerate
         if dist.is_available() and dist.is_initialized() and not self._has_group:
             dist.destroy_process_group()
+
+
+def tensors_of(model: nn.Module) -> list[Tensor]:
+    """The parameters and buffers, which a scripted module has outside of Python."""
+    return [*model.parameters(), *model.buffers()]
 
 
 class _Leaf:

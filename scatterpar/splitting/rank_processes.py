@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from scatterpar.splitting.process_state import reset_accelerate
+from scatterpar.splitting.process_state import reset_accelerate, tensors_of
 from scatterpar.splitting.step_run import Settings, StepFunction, StepResult, run_step
 from scatterpar.state.walk import Walk
 from scatterpar.threads.interrupts import Interrupts
@@ -168,9 +168,13 @@ def _rank(
         # Kept until the end: gloo's destructor may wait for a thread that waits for the
         # GIL, if the step calls ``destroy_process_group()``.
         group = dist.group.WORLD
-        tensors = Walk([job.model, job.step]).tensors.values()
+        walk = Walk([job.model, tensors_of(job.model), job.step])
         answer = run_step(
-            job.step, job.model, job.shares[rank], job.settings, list(tensors)
+            job.step,
+            job.model,
+            job.shares[rank],
+            job.settings,
+            list(walk.tensors.values()),
         )
         _limit_time(0)  # only the step has a limit
     except BaseException as error:  # also SystemExit: the parent shall know
@@ -214,16 +218,11 @@ def _failure(error: BaseException) -> _Failure:
     (*_, last) = traceback.format_exception_only(error)
     notes = getattr(error, "__notes__", ())
     lines = []
-    frames = traceback.extract_tb(error.__traceback__)
-    for frame in frames:
+    for frame in traceback.extract_tb(error.__traceback__):
         if not _is_library(frame.filename):
             lines.append(_place(frame))
     place = lines[-1] if lines else _NO_LINE
-    lines = lines[-_MOST_LINES:]
-    raised_at = _place(frames[-1])
-    if raised_at != place:
-        lines.append(raised_at)
-    text = "\n  ".join([last.strip(), *notes, *lines])
+    text = "\n  ".join([last.strip(), *notes, *lines[-_MOST_LINES:]])
     return _Failure(text, place, time.monotonic())
 
 

@@ -16,7 +16,7 @@ Split = list[list[Part]]  # the parts of each rank
 Groups = Sequence[int]  # the numbers of rows of successive parts, or ranks
 
 _LEAST_SPREAD = 0.02  # of a count: an error of 2 % is far above the limit in float64
-_NUM_ORDERS = 256  # a few milliseconds
+_NUM_ORDERS = 1024  # a few milliseconds
 _ROUNDING = 1e-9  # of sums of counts in float64
 
 
@@ -27,10 +27,10 @@ def orders_of_rows(
 
     Rows with the most labels come first, then the largest. So the first of several
     parts has the most labels per row, and other classes than the last one. If this
-    order hides a count, as that of a mask that alternates, other orders are tried:
-    those by each count, and by sums of counts. The order whose most similar count
-    differs most is taken. Counts of labels and masks weigh twice, because more losses
-    divide by them than by weights, lengths, or the number of some class.
+    order hides a count, as that of a mask that alternates, random orders are tried. The
+    order whose most similar count differs most is taken. Counts of labels and masks
+    weigh twice, because more losses divide by them than by weights, lengths, or the
+    number of some class.
 
     A group may then have no terms, as a part without labels::
 
@@ -51,8 +51,7 @@ def orders_of_rows(
     if not by_terms or not groups:
         return [usual]
     distinct = list(by_terms.values())
-    table = torch.tensor(list(by_terms), dtype=torch.float64)
-    orders = torch.cat([torch.tensor([usual]), _orders_by_counts(table)])
+    orders = torch.cat([torch.tensor([usual]), _random_orders(len(usual))])
     spreads, are_filled = _spreads(distinct, orders, groups)
     # More than the least spread shows no better.
     spreads = spreads.clamp_max(_LEAST_SPREAD)
@@ -74,19 +73,10 @@ def _may_hide(count: Count) -> bool:
     return count.is_selective or count.is_sum
 
 
-def _orders_by_counts(table: Tensor) -> Tensor:
-    """Orders by each count, by sums of counts, and random ones."""
+def _random_orders(num_rows: int) -> Tensor:
     # The same orders in each run, so that a report can be repeated.
     generator = torch.Generator().manual_seed(0)
-    num_counts, num_rows = table.shape
-    deviations = table - table.mean(1, keepdim=True)
-    scaled = deviations / table.std(1, keepdim=True)
-    # Sums of counts in random proportions separate rows that single counts do not.
-    factors = torch.randn(_NUM_ORDERS, num_counts, generator=generator)
-    sums = factors.to(table.dtype) @ scaled
-    # A random order leaves rows with terms for the last part.
-    noise = torch.randn(_NUM_ORDERS, num_rows, generator=generator)
-    return torch.cat([scaled, sums, noise]).argsort(1, descending=True)
+    return torch.randn(_NUM_ORDERS, num_rows, generator=generator).argsort(1)
 
 
 def _best(spreads: Tensor, is_selective: Tensor) -> int:

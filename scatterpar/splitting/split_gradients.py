@@ -22,6 +22,7 @@ from scatterpar.causes.vectors import factor_between, is_close, weights_of_parts
 from scatterpar.splitting.gradients import (
     Gradients,
     differing,
+    is_zero,
     joined,
     union,
 )
@@ -247,7 +248,9 @@ class GradientEvidence(SplitEvidence):
         # part for each rank.
         parts = 2 if trial.ranks == 1 else 1
         actual = trial.gradients_of(trial.cut(rows, trial.ranks, parts, equal=True))
-        return not trial.differ(actual, trial.reference(rows).gradients)
+        expected = trial.reference(rows).gradients
+        # A ratio, such as Dice, may have no gradient for rows of one class.
+        return not is_zero(expected) and not trial.differ(actual, expected)
 
     def do_rows_meet(self) -> bool:
         """Whether no weights of the parts' gradients make up that of the batch.

@@ -190,11 +190,9 @@ def values_of(returned: Any) -> Gradients:
             value = torch.as_tensor(number, dtype=torch.float64).detach()
         except (TypeError, ValueError, RuntimeError):  # a text, an object
             continue
-        if value.numel() == 1:
-            values[str(name)] = value.reshape(1)
-            continue
         for position, entry in enumerate(value.flatten()):  # as one per class
-            values[f"{name}[{position}]"] = entry.reshape(1)
+            place = f"[{position}]" if value.numel() > 1 else ""
+            values[f"{name}{place}"] = entry.reshape(1)
     if not values:
         raise TypeError(
             f"evaluate must return a number or a dict of numbers, got {returned!r}"

@@ -256,22 +256,19 @@ class Trial:
         """
         self.settings = replace(self.settings, numbers=Numbers.CONSTANT)
         result = self.reference(self.rows)
-        vanished = self._vanished(result.gradients, as_drawn.gradients)
+        vanished = self._vanished(result, as_drawn)
         if vanished:
             # Equal weights of classes, for one, leave no gradient on what is below.
             # Draws that a batch of fewer rows has as well are weights.
             shapes = result.shapes & self._with_fewer_rows().shapes
-            constant = self.settings
-            self.settings = replace(
-                constant, numbers=Numbers.VARIED, fixed_shapes=shapes
-            )
-            varied = self.reference(self.rows)
-            still_vanished = self._vanished(varied.gradients, as_drawn.gradients)
+            with self.changed(numbers=Numbers.VARIED, fixed_shapes=shapes):
+                varied = self.reference(self.rows)
+                settings = self.settings
+            still_vanished = self._vanished(varied, as_drawn)
             if len(still_vanished) < len(vanished):
                 result = varied
                 vanished = still_vanished
-            else:
-                self.settings = constant
+                self.settings = settings
         if len(vanished) == len(as_drawn.gradients) or is_zero(result.gradients):
             raise ValueError(
                 "the gradient is zero with the constant numbers that random operators "
@@ -296,11 +293,12 @@ class Trial:
     def _with_fewer_rows(self) -> StepResult:
         return self.reference(self.rows[: len(self.rows) // 2])
 
-    def _vanished(self, gradients: Gradients, as_drawn: Gradients) -> list[str]:
+    def _vanished(self, result: StepResult, as_drawn: StepResult) -> list[str]:
         """The parameters whose gradient is not finite, or rounding beside another."""
         vanished = []
-        for name, gradient in as_drawn.items():
-            size = float(gradients[name].norm()) if name in gradients else 0.0
+        for name, gradient in as_drawn.gradients.items():
+            actual = result.gradients.get(name)
+            size = 0.0 if actual is None else float(actual.norm())
             # Norms, because a gradient may be moved among the entries by other numbers.
             is_rounding = size <= _VANISHED * self.limit * float(gradient.norm())
             if (is_rounding and gradient.any()) or not math.isfinite(size):
@@ -339,10 +337,10 @@ class Trial:
         hidden = row_parts.hidden_counts(self.counts, self._orders, self._groups)
         sentences: dict[str, str] = {}  # by the tensor: its first count is the usual
         for count, reason in hidden:
-            counted = f"{count.words} are counted right in {count.path}"
-            if count.is_sum:
-                counted = f"the {count.words} counts right"
-            sentences.setdefault(count.path, f"whether {counted}, since {reason}")
+            # A sum has the path of its tensor in its words.
+            place = "" if count.is_sum else f" in {count.path}"
+            counted = f"whether {count.words} are counted right{place}, since {reason}"
+            sentences.setdefault(count.path, counted)
         return list(sentences.values())
 
     def _tell_limit(self, reason: str) -> None:
@@ -428,16 +426,15 @@ class Trial:
         with self.changed(watch_modules=True):
             of_all = self.reference(self.rows).outputs
             of_part = self.reference(first_part).outputs
+        size = len(first_part)
         for name, expected in of_all.items():
-            actual = of_part.get(name)
-            if actual is None or actual.shape[1:] != expected.shape[1:]:
-                continue
-            if len(expected) % len(self.rows):
-                continue  # no rows
             # The first entries are of the first rows, also of several views: each view
             # behind the other, or row by row.
-            size = len(first_part)
-            if not is_close(actual[:size], expected[:size], self.limit):
+            actual = of_part.get(name, expected)[:size]
+            are_rows = len(expected) % len(self.rows) == 0
+            if not are_rows or actual.shape != expected[:size].shape:
+                continue
+            if not is_close(actual, expected[:size], self.limit):
                 return name
         return ""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,31 +151,26 @@ class _Way:
 
 def _ways_to_combine(trial: Trial, parts: Sequence[Sequence[int]]) -> list[_Way]:
     """All usual ways: means by each count, equal weights, sums, parts left out."""
-    ways = []
+    ones = [1.0] * len(parts)
+    ways: list[_Way] = []
     for count in trial.counts:
+        words = f"a mean weighted by their {count.words}"
         terms = [count.of(part) for part in parts]
-        words = f" weighted by their {count.words}"
         ways += _means(words, CauseKind.OTHER_WEIGHTS, terms)
     # After the counts: for equal parts, a mean by rows says more than a mean.
-    ones = [1.0] * len(parts)
-    ways += _means("", CauseKind.MEAN_OF_MEANS, ones)
-    last = [0.0] * (len(parts) - 1) + [1.0]
+    ways += _means("a mean", CauseKind.MEAN_OF_MEANS, ones)
+    last = [*[0.0] * (len(parts) - 1), 1.0]
     ways.append(_Way("the last", CauseKind.ONLY_SOME_PARTS, last))
     ways.append(_Way("the sum", CauseKind.SUM_OF_MEANS, ones))
     return ways
 
 
-def _means(words: str, kind: CauseKind, terms: Sequence[float]) -> list[_Way]:
-    """Means of all parts, and of all but the last."""
-    without_last = [*terms[:-1], 0.0]
-    return [
-        _Way(f"a mean{words}", kind, _divided(terms)),
-        _Way(
-            f"a mean of all but the last{words}",
-            CauseKind.ONLY_SOME_PARTS,
-            _divided(without_last),
-        ),
-    ]
+def _means(words: str, kind: CauseKind, terms: Sequence[float]) -> Iterator[_Way]:
+    """Yield the mean of all parts, and that of all but the last."""
+    yield _Way(words, kind, _divided(terms))
+    without_last = _divided([*terms[:-1], 0.0])
+    words += ", without the last,"
+    yield _Way(words, CauseKind.ONLY_SOME_PARTS, without_last)
 
 
 def _divided(terms: Sequence[float]) -> list[float]:

@@ -15,6 +15,7 @@ from splitting.loop_models import (
     images,
     new,
     pairs,
+    scripted_net,
 )
 from splitting.wrong_loops import Wrong
 from torch import nn
@@ -728,3 +729,31 @@ def weights_perturbed_by_the_last_part(model, batches):
             parameter += 0.05 * gradient / gradient.norm()
             parameter.grad = None
     class_loss(model, batches[-1]).backward()
+
+
+def overlap_loss(model, batch, false_weight):
+    """Dice, or Tversky with another weight: without rows of class 0 it is constant."""
+    pixels, classes = batch
+    scores = model(pixels).softmax(1)[:, 0]
+    is_first = (classes == 0).to(scores.dtype)
+    overlap = (scores * is_first).sum()
+    errors = scores.sum() + is_first.sum() - 2 * overlap
+    return 1 - overlap / (overlap + false_weight * errors)
+
+
+@hidden("rows are compared", Net, few_images)
+def dice_of_each_part(model, batches):
+    for batch in batches:
+        (overlap_loss(model, batch, 0.5) / len(batches)).backward()
+
+
+@hidden("rows are compared", Net, few_images)
+def tversky_of_each_part(model, batches):
+    for batch in batches:
+        (overlap_loss(model, batch, 0.8) / len(batches)).backward()
+
+
+@hidden("constant factor", scripted_net, few_images)
+def scripted_model_is_not_divided(model, batches):
+    for batch in batches:
+        class_loss(model, batch).backward()

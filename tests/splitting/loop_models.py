@@ -1,5 +1,7 @@
 """Small models, batches and losses of the loops in ``wrong_loops`` and ``right_loops``."""
 
+import warnings
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -278,3 +280,10 @@ def average(model):
 
 def is_last(number, batches):
     return number == len(batches) - 1
+
+
+def scripted_net():
+    """Its parameters are not in Python's attributes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(Net())

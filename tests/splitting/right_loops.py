@@ -34,6 +34,7 @@ from splitting.loop_models import (
     partly_unlabelled,
     policy_loss,
     rollouts,
+    scripted_net,
     speech,
     speech_loss,
     standardised,
@@ -688,6 +689,11 @@ def summed_by_hand(model, batches):
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
         parameter.grad /= count
+
+
+@right(scripted_net, images)
+def scripted_model(model, batches):
+    backward_sums(model, batches)
 
 
 @right(Net, images)

@@ -15,6 +15,7 @@ from splitting.loop_models import (
     images,
     net_with_norm,
     new,
+    scripted_net,
 )
 from torch import nn
 
@@ -169,3 +170,13 @@ def test_other_models_optimizer_has_no_effect():
     assert [parameter.tolist() for parameter in other.parameters()] == before
     assert not optimizer.state
     assert all(parameter.grad is None for parameter in other.parameters())
+
+
+def test_scripted_model_is_restored():
+    model = new(scripted_net)
+    before = [parameter.clone() for parameter in model.parameters()]
+    splitcheck(backward_sums, model, images())
+    for parameter, values in zip(model.parameters(), before, strict=True):
+        assert parameter.grad is None
+        assert parameter.dtype == values.dtype
+        assert torch.equal(parameter, values)

@@ -365,11 +365,19 @@ OF_THE_REPOSITORY = {
 }
 
 
+def _of_package(folder):
+    """The test file of a package whose small files are tested together."""
+    is_of_a_file = (PACKAGE / folder / f"{folder.name}.py").exists()
+    return None if is_of_a_file else folder / f"test_{folder.name}.py"
+
+
 def test_each_test_file_has_its_source():
     alone = set()
     for path in TESTS.rglob("test_*.py"):
         file = path.relative_to(TESTS)
         source = PACKAGE / file.with_name(file.name.removeprefix("test_"))
+        if file == _of_package(file.parent) and (PACKAGE / file.parent).is_dir():
+            continue
         if not file.as_posix().startswith(TOGETHER) and not source.exists():
             alone.add(file.as_posix())
     assert alone == OF_THE_REPOSITORY.keys(), (
@@ -385,7 +393,9 @@ def test_each_source_has_its_test_file():
     for path in PACKAGE.rglob("*.py"):
         file = path.relative_to(PACKAGE)
         tests = TESTS / file.with_name(f"test_{file.name}")
-        if file.stem != "__init__" and not tests.exists():
+        of_package = _of_package(file.parent)
+        has_tests = tests.exists() or (of_package and (TESTS / of_package).exists())
+        if file.stem != "__init__" and not has_tests:
             without.add(file.with_suffix("").as_posix())
     assert without == NOTHING_TO_TEST, (
         "write tests/X/test_y.py beside scatterpar/X/y.py"

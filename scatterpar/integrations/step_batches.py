@@ -63,11 +63,8 @@ class Step(list[Any]):
         """The names of the entries that all batches have."""
         return [name for name in self[0] if all(name in batch for batch in self)]
 
-    def __contains__(self, key: object) -> bool:
-        """Whether all batches have an entry of this name."""
-        return key in self.keys()
-
     get = Mapping.get
+    __contains__ = Mapping.__contains__
 
 
 def _joined(entries: Sequence[Any]) -> Any:

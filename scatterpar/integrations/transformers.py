@@ -29,6 +29,7 @@ from scatterpar.batch import nested
 from scatterpar.batch.markers import Rows
 from scatterpar.devices.device_ids import DeviceLike, physical, resolve
 from scatterpar.engine import ScatterOnceParallel
+from scatterpar.errors import warn
 from scatterpar.integrations import loop, step_batches
 from scatterpar.integrations.evaluation import Groups, outputs_of_batches
 from scatterpar.integrations.lending import (
@@ -296,6 +297,12 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         """Train as the Trainer does, and close the engine at the end."""
         if self._buffers == "master" and self._num_batches > 1:
             loop.warn_of_batch_norm(self.model)
+        prepare = type(self)._prepare_inputs
+        if is_user_function(prepare):
+            warn(
+                f"{prepare.__qualname__} gets the rows of one batch, as with gradient "
+                "accumulation; one that mixes rows mixes these alone"
+            )
         try:
             return super().train(*args, **kwargs)
         finally:
@@ -705,12 +712,12 @@ class _CallRecord:
     """
 
     def __init__(self) -> None:
-        self.batch: Any = None
+        self.batch: Any
         self.logs: list[Any] = []
         self.metrics: dict[str, Any] = {}
         self.tokens = 0
         self.components: dict[str, dict[str, Any]] = {}
-        self.output: Any = None
+        self.output: Any
 
 
 class _Placed:

@@ -1431,7 +1431,8 @@ def test_noise_as_batches_are_prepared_is_not_refused(tmp_path):
     own, _ = preparing(noisy)
     args = arguments(tmp_path, max_steps=2, **sizes(3, 2))
     trainer = own(Line(), args, train_dataset=lines(24), device_ids=VIRTUAL)
-    quietly(trainer.train)
+    with pytest.warns(UserWarning, match="_prepare_inputs gets the rows of one batch"):
+        quietly(trainer.train)
     assert len(trainer.prepared) == 8
 
 

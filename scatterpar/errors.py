@@ -8,12 +8,14 @@ import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 
+_PACKAGE = str(Path(__file__).parent)
 # torch's optimizer calls the package before a step.
-_PACKAGES = (str(Path(__file__).parent), str(Path(torch.optim.__file__).parent))
+_PACKAGES = (_PACKAGE, str(Path(torch.optim.__file__).parent))
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
@@ -51,6 +53,33 @@ def add_note(error: BaseException, text: str) -> None:
     with contextlib.suppress(Exception):
         if text not in getattr(error, "__notes__", ()):
             error.add_note(text)
+
+
+def leave_out_own_frames(error: BaseException) -> None:
+    """Let the traceback of ``error`` go on in the first line that is not the package's.
+
+    Called by the frame that has caught the error. Between it and a line of the user's
+    are a dozen calls that tell the user nothing. An error of the package itself keeps
+    its traceback.
+    """
+    caller = error.__traceback__
+    assert caller is not None
+    trace = caller.tb_next
+    own_frames = []
+    while trace is not None and _is_own(trace.tb_frame):
+        own_frames.append(trace.tb_frame)
+        trace = trace.tb_next
+    if trace is None:
+        return
+    # The frames that stay refer to these, and so to what their variables hold, such as
+    # the output of a micro-batch.
+    for frame in own_frames:
+        frame.clear()
+    error.__traceback__ = trace
+
+
+def _is_own(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_PACKAGE)
 
 
 @contextlib.contextmanager

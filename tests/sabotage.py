@@ -849,10 +849,13 @@ SABOTAGES = [
     Sabotage(
         name="workers do not see the caller's context variables",
         promise="as in plain torch",
-        file="threads/caller_context.py",
-        place="CallerContext.run",
-        text="self._variables.copy().run(self._run, device, work)",
-        replacement="self._run(device, work)",
+        file="threads/workers.py",
+        place="Workers.parallel_apply",
+        text="""                context.variables.copy().run,
+                context.run,
+""",
+        replacement="""                context.run,
+""",
         seen_by="test_contextvars_reach_workers",
     ),
     Sabotage(

@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 import copy
+import traceback
+import weakref
+from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
-from scatterpar.errors import Told, add_note, restore_after, restored, warn
+import scatterpar.errors
+from scatterpar import ScatterOnceParallel
+from scatterpar.errors import (
+    Told,
+    add_note,
+    leave_out_own_frames,
+    restore_after,
+    restored,
+    warn,
+)
 
 pytestmark = pytest.mark.core
 
@@ -86,3 +101,68 @@ def test_told_is_new_once_per_subject_and_copy():
     told = Told()
     assert [told.is_new("a"), told.is_new("b"), told.is_new("a")] == [True, True, False]
     assert copy.deepcopy(told).is_new("a")
+
+
+class Activation:
+    """What a call of the package has in a local variable."""
+
+
+class Product(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 1))
+
+    def forward(self, rows):
+        return rows @ self.weight
+
+
+class Failing(Product):
+    def forward(self, rows):
+        raise KeyError("mine")
+
+
+def error_of(model, replicas, criterion=functional.mse_loss):
+    """What a step of the model on that many replicas raises."""
+    with ScatterOnceParallel(model, device_ids=["cpu"] * replicas) as engine:
+        try:
+            engine.forward_backward(torch.ones(4, 2), torch.ones(4, 1), criterion)
+        except Exception as error:
+            return error
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_few_frames_between_step_and_users_line(replicas):
+    error = error_of(Failing(), replicas)
+    assert isinstance(error, KeyError)
+    (step, *between, line) = traceback.extract_tb(error.__traceback__)
+    assert (step.name, line.line) == ("error_of", 'raise KeyError("mine")')
+    assert len(between) <= 9  # two of them are torch's
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_error_of_the_package_keeps_its_frames(replicas):
+    error = error_of(Product(), replicas, lambda output, target: "no loss")
+    assert isinstance(error, TypeError)
+    frames = traceback.extract_tb(error.__traceback__)
+    assert {"parallel_apply", "forward"} <= {frame.name for frame in frames}
+
+
+def test_left_out_frames_keep_nothing():
+    source = Path(scatterpar.errors.__file__).with_name("between.py")
+    lines = "def call(function):\n    kept = Activation()\n    function(kept)\n"
+    namespace = {"Activation": Activation}
+    exec(compile(lines, source, "exec"), namespace)  # a file of the package
+    activations = []
+
+    def users_line(activation):
+        activations.append(weakref.ref(activation))
+        del activation
+        raise OSError("mine")
+
+    try:
+        namespace["call"](users_line)
+    except OSError as error:
+        leave_out_own_frames(error)
+        frames = traceback.extract_tb(error.__traceback__)
+    assert [frame.name for frame in frames] == ["users_line"]
+    assert activations[0]() is None

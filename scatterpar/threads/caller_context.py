@@ -50,11 +50,15 @@ class CallerContext:
     thread, which may use tensors that the caller has computed on any stream. Modes of
     torch are not carried over, because few can work in several threads; a warning says
     so.
+
+    Attributes:
+        variables: the context variables. A copy of them calls ``run``: one context
+            cannot be entered by two threads at once.
     """
 
     def __init__(self) -> None:
         _warn_of_what_replicas_lack()
-        self._variables = contextvars.copy_context()
+        self.variables = contextvars.copy_context()
         self._streams = streams.current_streams()
         self._default_device = torch.get_default_device()
         self._contexts: list[
@@ -76,12 +80,8 @@ class CallerContext:
 
     def run(self, device: torch.device, work: Callable[[], Any]) -> Any:
         """Returns ``work()``, run on ``device`` in this thread with the captured
-        context.
+        context, apart from the variables.
         """
-        # A copy per call: one context cannot be entered by two threads at once.
-        return self._variables.copy().run(self._run, device, work)
-
-    def _run(self, device: torch.device, work: Callable[[], Any]) -> Any:
         with contextlib.ExitStack() as stack:
             stack.enter_context(streams.use_device(device, self._streams))
             stack.enter_context(no_autocast_cache())

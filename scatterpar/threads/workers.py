@@ -29,7 +29,7 @@ from torch import nn
 
 from scatterpar import torch_private
 from scatterpar.devices import memory, streams
-from scatterpar.errors import Refusal, add_note
+from scatterpar.errors import Refusal, add_note, leave_out_own_frames
 from scatterpar.threads.caller_context import CallerContext, no_autocast_cache
 from scatterpar.threads.interrupts import Interrupts
 from scatterpar.threads.process_settings import SETTINGS_KEPT
@@ -96,8 +96,9 @@ def call_in_new_thread(function: Callable[..., Any], *args: Any) -> Any:
     """
     context = CallerContext()
     with ThreadPoolExecutor(max_workers=1) as executor:
+        enter = context.variables.run
         call = partial(function, *args)
-        return executor.submit(context.run, torch.device("cpu"), call).result()
+        return executor.submit(enter, context.run, torch.device("cpu"), call).result()
 
 
 def _serve(queue: _Queue, budget: int, ready: threading.Barrier) -> None:
@@ -180,6 +181,7 @@ class Job:
             if call is not None:
                 self.results[number] = call()
         except BaseException as error:
+            leave_out_own_frames(error)
             self.errors[number] = error
             self.cancel.set()
         del call
@@ -287,10 +289,19 @@ class Workers:
                 no_autocast_cache(),
                 self.interrupts.allowed(),
             ):
-                return [modules[0](*inputs[0])]
+                try:
+                    return [modules[0](*inputs[0])]
+                except BaseException as failure:
+                    leave_out_own_frames(failure)
+                    raise
         context = CallerContext()
         calls = [
-            partial(context.run, device, partial(module, *args))
+            partial(
+                context.variables.copy().run,
+                context.run,
+                device,
+                partial(module, *args),
+            )
             for module, args, device in zip(modules, inputs, devices, strict=True)
         ]
         if at_once is None:

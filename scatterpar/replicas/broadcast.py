@@ -27,7 +27,7 @@ from scatterpar.devices.transfers import Transfers, to_numbers
 from scatterpar.look_steps import is_look_step
 from scatterpar.replicas.large_tensors import Freshness, Reading, is_large, sample
 from scatterpar.replicas.module_contents import ModuleContents
-from scatterpar.replicas.refused_modules import refuse_sparse
+from scatterpar.replicas.refused_modules import refuse_uncopied
 
 _VERSION = attrgetter("_version")
 # Numbers of the tensors that are compared, and of those among them that are sampled.
@@ -95,7 +95,7 @@ class Broadcast:
         self.contents = contents
         self._tensors = list(contents.tensors.values())
         for tensor in self._tensors:
-            refuse_sparse("a module or criterion has", tensor)
+            refuse_uncopied("a module or criterion has", tensor)
         self.memories = list(dict.fromkeys(device_ids))
         self.parameters = [
             number

@@ -19,16 +19,32 @@ SCRIPT = (
 )
 
 
-def refuse_sparse(subject: str, tensor: Tensor) -> None:
-    """Raise ``TypeError`` if a tensor that a module holds is sparse.
+def refuse_uncopied(subject: str, tensor: Tensor) -> None:
+    """Raise ``TypeError`` if a tensor that a module holds is not one plain array.
 
-    ``subject`` begins the error: whose tensor it is.
+    ``subject`` begins the error: whose tensor it is. The memory of replicas is laid out
+    by strides, which the others do not have, or not on the device ``meta``.
     """
+    kind = plain = ""
     if len(pieces_of(tensor)) > 1:
+        kind = "sparse"
+        plain = (
+            "its indices and values; or pass it with the batch, as "
+            "scatterpar.Replicated(tensor)"
+        )
+    elif tensor.is_quantized:
+        kind = "quantised"
+        plain = "its .int_repr(), scale and zero point"
+    elif tensor.is_nested:
+        kind = "nested"
+        plain = "its .values() and .offsets()"
+    elif tensor.is_mkldnn:
+        kind = "oneDNN"
+        plain = "its .to_dense()"
+    if kind:
         raise TypeError(
-            f"{subject} a sparse tensor of shape {tuple(tensor.shape)}, which replicas "
-            "do not copy; pass it with the batch, as scatterpar.Replicated(tensor), "
-            "or keep its indices and values as dense buffers"
+            f"{subject} a {kind} tensor, which replicas do not copy; keep as plain "
+            f"buffers {plain}"
         )
 
 
@@ -86,13 +102,7 @@ def _check_tensor(
             f"{place}, but its {role} {name!r} is on {tensor.device}; call "
             f".to({str(expected)!r})"
         )
-    refuse_sparse(f"{kind} has the {role} {name!r},", tensor)
-    if tensor.is_quantized:
-        raise TypeError(
-            f"{kind} has the {role} {name!r}, which is of torch's quantised dtype "
-            f"{tensor.dtype}: replicas cannot have copies of it; keep its .int_repr(), "
-            "scale and zero point as plain buffers"
-        )
+    refuse_uncopied(f"{kind} has the {role} {name!r},", tensor)
     # In one memory replicas share bitsandbytes' weights as they are.
     has_copies = len(set(device_ids)) > 1
     is_packed = is_composite(tensor) or (has_copies and is_quantised(tensor))

@@ -60,6 +60,11 @@ def sparse():
     return torch.eye(3).to_sparse()
 
 
+def jagged():
+    rows = [torch.ones(2), torch.ones(3)]
+    return torch.nested.nested_tensor(rows, layout=torch.jagged)
+
+
 def quantised():
     return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
 
@@ -75,7 +80,15 @@ REFUSED = {
     ),
     "a quantised buffer": (
         holding(nn.Module.register_buffer, quantised),
-        r"the buffer 'table', which is of torch's quantised dtype torch.quint8: .*repr",
+        r"the buffer 'table', a quantised tensor, .* plain buffers its .int_repr\(\)",
+    ),
+    "a nested attribute": (
+        holding(setattr, jagged),
+        r"has a nested tensor, .* plain buffers its .values\(\) and .offsets\(\)",
+    ),
+    "an attribute of oneDNN": (
+        holding(setattr, lambda: torch.ones(3).to_mkldnn()),
+        r"has a oneDNN tensor, .* plain buffers its .to_dense\(\)",
     ),
     "TorchScript": (
         holding(setattr, lambda: torch.jit.script(nn.Tanh())),

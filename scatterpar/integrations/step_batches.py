@@ -63,18 +63,20 @@ class Step(list[Any]):
         """The names of the entries that all batches have."""
         return [name for name in self[0] if all(name in batch for batch in self)]
 
+    def __contains__(self, key: object) -> bool:
+        return key in self.keys()
+
     get = Mapping.get
-    __contains__ = Mapping.__contains__
 
 
-def _joined(entries: Sequence[Any]) -> Any:
+def _joined(entries: list[Any]) -> Any:
     """The entry of all rows, from that of each batch."""
     first = entries[0]
     if isinstance(first, list):
         return list(chain.from_iterable(entries))
     if not isinstance(first, Tensor) or not first.ndim:
         return first
-    return torch.cat(list(entries))
+    return torch.cat(entries)
 
 
 def rows_of_batches(batches: Sequence[Any]) -> Rows:
@@ -83,12 +85,11 @@ def rows_of_batches(batches: Sequence[Any]) -> Rows:
     Raises:
         ValueError: they cannot be joined, such as texts of other widths.
     """
-    rows = Rows(batches, _joined_batches)
     try:
         _joined_batches(batches)  # replicas join them later
     except (AttributeError, RuntimeError) as error:
         raise ValueError(f"batches cannot be joined: {error}") from None
-    return rows
+    return Rows(batches, _joined_batches)
 
 
 def _joined_batches(batches: Sequence[Any]) -> Any:
@@ -110,8 +111,9 @@ def batches_of(step: Any) -> Sequence[Any]:
 
 def by_number(collate: Any, size: int, rows: Any) -> Step:
     """Batches of ``size`` rows."""
-    starts = range(0, len(rows), size)
-    return Step(collate(rows[start : start + size]) for start in starts)
+    return Step(
+        collate(rows[start : start + size]) for start in range(0, len(rows), size)
+    )
 
 
 def terms(how: How, batch: Any) -> Tensor:

@@ -44,6 +44,11 @@ def test_entry_missing_in_one_batch_left_out():
     assert "x" not in step
 
 
+def test_entries_of_other_widths_are_there():
+    step = Step([{"words": torch.ones(2, 3)}, {"words": torch.ones(2, 5)}])
+    assert "words" in step
+
+
 def test_batches_joined_as_rows_are():
     """Also what has another number of entries than the batch has rows."""
     batches = []

@@ -33,7 +33,7 @@ def test_parts_continue_unless_restarted(monkeypatch):
     moved, same = asked(monkeypatch, question)
     assert [result.loss for result in moved.results] == [3, 6]
     assert [result.loss for result in same.results] == [3, 5]
-    states = [state["the buffer 'calls'"].item() for state in moved.states]
+    states = [state["the buffer 'calls'"][()].item() for state in moved.states]
     assert states == [1, 2]
 
 

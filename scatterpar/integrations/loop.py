@@ -65,14 +65,17 @@ class Modules(nn.Module):
 
 @contextlib.contextmanager
 def overridden(owner: Any, **values: Any) -> Iterator[None]:
-    """In the body, ``owner`` has these attributes, which may be methods."""
-    attributes = vars(owner)
+    """In the body, ``owner`` has these attributes, which may be methods.
+
+    An owner without attributes, such as a list of batches, stays as it is.
+    """
+    attributes = getattr(owner, "__dict__", {})
     before = {name: attributes[name] for name in values if name in attributes}
     attributes.update(values)
     try:
         yield
     finally:
-        for name in values.keys() - before.keys():
+        for name in values.keys() - before:
             attributes.pop(name, None)
         attributes.update(before)  # in their places, or replicas would be made again
 

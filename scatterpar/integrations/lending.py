@@ -335,6 +335,6 @@ def copy_on_replica(owner: Any, parts: Parts, excluded: Collection[str] = ()) ->
         # Longer containers are data, and not read in each call.
         if isinstance(value, (list, tuple, dict)) and len(value) <= MAX_ENTRIES:
             candidates += parts_of(value).entries
-        if any(id(part) in values for part in candidates):
+        if values.keys() & map(id, candidates):
             vars(copied)[name] = nested.map_atoms(exchanged, value)
     return copied

@@ -64,6 +64,10 @@ class JoinCheck:
                 the outputs are of a function for ``engine.map`` that drew random
                 numbers: how many it draws may depend on the rows.
         """
+        # Objects, such as a loop's boxes, are joined as a list, and the search for the
+        # kind takes a quarter of an evaluation's time.
+        if not nested.tensors(outputs[0][0]):
+            return
         request = attempt.request.of_largest_batch()
         key = self._key_of(attempt, function, outputs[0][0])
         if key in self._known:

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from scatterpar.batch import nested
-from scatterpar.devices.device_ids import HOST
 from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.memory import no_kernel_search
-from scatterpar.devices.transfers import to_device
+from scatterpar.devices.transfers import to_numbers
 from scatterpar.errors import warn
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.request import Request
@@ -193,8 +192,8 @@ def _have_same_numbers(tensors: Sequence[Tensor], dim: int) -> bool:
         return False
     # The first entries, then all.
     for size in (1, first.size(dim)):
-        entries = [to_device(tensor.narrow(dim, 0, size), HOST) for tensor in tensors]
-        if not all(same_bits(entries[0], others) for others in entries):
+        entries = [to_numbers(tensor.narrow(dim, 0, size)) for tensor in tensors]
+        if any(numbers != entries[0] for numbers in entries):
             return False
     return True
 

@@ -24,6 +24,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, overload
 
 import torch
@@ -38,8 +39,12 @@ from scatterpar.devices.transfers import Transfers
 from scatterpar.distributed.ranks import Ranks
 from scatterpar.option_checks import check_bool, check_int, check_shares
 from scatterpar.options.assigned_options import FixedArgument, fixed, option
-from scatterpar.options.auto_accum import AutoAccum, Candidate, Search
-from scatterpar.options.call_arguments import explaining_keywords, read_arguments
+from scatterpar.options.auto_accum import AutoAccum, ResultT, Search
+from scatterpar.options.call_arguments import (
+    explaining_keywords,
+    read_arguments,
+    same_arguments,
+)
 from scatterpar.options.costs import Costs, has_costs_argument, plan_by_cost
 from scatterpar.options.cuda_graphs import Captured
 from scatterpar.options.gradient_noise import check_noise, noise_of, norms_of
@@ -51,6 +56,7 @@ from scatterpar.replicas.compiled import compile_fn_from
 from scatterpar.replicas.refused_modules import check_placement
 from scatterpar.replicas.replicas import ReplicaOptions, Replicas, ReplicaSet
 from scatterpar.report import StepReport
+from scatterpar.state.journal import Journal
 from scatterpar.state.walk import register_wrapper
 from scatterpar.step.attempt import WHOLE_STEP, Attempt, Extent
 from scatterpar.step.commit import commit
@@ -477,65 +483,10 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         )
         return self._step(call, deferred=False)
 
-    @overload
+    @same_arguments(forward_backward)
     def loss(
-        self,
-        inputs: Any,
-        targets: Any = None,
-        criterion: Criterion | None = None,
-        *,
-        reduction: Reduction | None = None,
-        count: Count | None = None,
-        scaler: torch.amp.GradScaler | None = None,
-        return_outputs: Literal[False] = False,
-        whole_batch: bool = False,
-        costs: Costs | None = None,
-    ) -> Tensor: ...
-
-    @overload
-    def loss(
-        self,
-        inputs: Any,
-        targets: Any = None,
-        criterion: Criterion | None = None,
-        *,
-        reduction: Reduction | None = None,
-        count: Count | None = None,
-        scaler: torch.amp.GradScaler | None = None,
-        return_outputs: Literal[True] | Callable[[Any], Any],
-        whole_batch: bool = False,
-        costs: Costs | None = None,
-    ) -> tuple[Tensor, tuple[Any, ...]]: ...
-
-    @overload
-    def loss(
-        self,
-        inputs: Any,
-        targets: Any = None,
-        criterion: Criterion | None = None,
-        *,
-        reduction: Reduction | None = None,
-        count: Count | None = None,
-        scaler: torch.amp.GradScaler | None = None,
-        return_outputs: bool | Callable[[Any], Any],
-        whole_batch: bool = False,
-        costs: Costs | None = None,
-    ) -> Tensor | tuple[Tensor, tuple[Any, ...]]: ...
-
-    @explaining_keywords
-    def loss(
-        self,
-        inputs: Any,
-        targets: Any = None,
-        criterion: Criterion | None = None,
-        *,
-        reduction: Reduction | None = None,
-        count: Count | None = None,
-        scaler: torch.amp.GradScaler | None = None,
-        return_outputs: bool | Callable[[Any], Any] = False,
-        whole_batch: bool = False,
-        costs: Costs | None = None,
-    ) -> Tensor | tuple[Tensor, tuple[Any, ...]]:
+        self, inputs: Any, targets: Any = None, criterion: Any = None, **options: Any
+    ) -> Any:
         """One step whose gradients wait for the backward pass of the returned loss.
 
         For loops that call ``loss.backward()`` themselves. The call computes what
@@ -565,17 +516,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             >>> model.weight.grad.shape
             torch.Size([2, 4])
         """
-        call = Call(
-            inputs,
-            targets,
-            criterion,
-            reduction,
-            count,
-            scaler,
-            return_outputs,
-            whole_batch,
-            costs,
-        )
+        call = Call(inputs, targets, criterion, **options)
         return self._step(call, deferred=True)
 
     def _step(
@@ -583,18 +524,20 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
     ) -> Tensor | tuple[Tensor, tuple[Any, ...]]:
         """The step; ``forward_backward`` and ``loss`` differ only in the commit."""
         backward = not deferred or torch.is_grad_enabled()
+        failing_together: contextlib.AbstractContextManager[None]
+        failing_together = contextlib.nullcontext()
+        if self._ranks is not None:
+            failing_together = self._ranks.failing_together()
         with self._workers.exclusive(self.module), self._recorded() as waited:
-            with self._failing_on_all_ranks():
+            with failing_together:  # what one rank raises in it, every rank raises
                 schedule = self._schedule(call)
                 request = checked(
                     call, self.dim, self.device_ids[0], self.check_finite, backward
                 )
                 request = self._combined(request)
-                if self._auto_accum is not None and call.costs is None:
-                    outcome = self._fewest_substeps(request, schedule)  # 1 to 5
-                else:
-                    plan = self.plan(request.sizes, call.costs)  # 1
-                    outcome = self._compute(request, plan, schedule)  # 2 to 5
+                compute = partial(self._compute, schedule)  # 2 to 5
+                journal = self.loop.journal
+                outcome = self._fitting(request, schedule, call.costs, compute, journal)
                 undo = outcome.attempt.undo
                 with undo:
                     # Later interrupts wait until every rank has committed.
@@ -645,36 +588,28 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         finally:
             self._step_ended = time.perf_counter()
 
-    def _failing_on_all_ranks(self) -> contextlib.AbstractContextManager[None]:
-        """What one rank raises in the body, every rank raises."""
-        if self._ranks is None:
-            return contextlib.nullcontext()
-        return self._ranks.failing_together()
-
     def _schedule(self, call: Call) -> Schedule:
         """How the shares of a call become gradients."""
         if not call.whole_batch:
             return self._one_pass
         return TwoPasses(call, self._ranks, self.graphs)
 
-    def _fewest_substeps(self, request: Request, schedule: Schedule) -> Outcome:
-        """Parts 1 to 5 with the fewest sub-steps that fit into memory."""
+    def _fitting(
+        self,
+        request: Request,
+        work: Schedule | RowFunction,
+        costs: Costs | None,
+        compute: Callable[[Request, Plan, Extent], ResultT],
+        journal: Callable[[], Journal] | None = None,
+    ) -> ResultT:
+        """The result of ``compute`` by the engine's plan.
 
-        def compute(candidate: Candidate) -> Outcome:
-            return self._compute(
-                candidate.request, candidate.plan, schedule, candidate.extent
-            )
-
-        search = self._search(request, schedule)
-        journal = None if self.loop.journal is None else self.loop.journal()
-        outcome = search.run(compute, journal)
-        outcome.retries = search.retries
-        return outcome
-
-    def _search(self, request: Request, work: Schedule | RowFunction) -> Search:
-        """Looks for the fewest sub-steps with which ``work`` fits into memory."""
-        assert self._auto_accum is not None
-        return Search(
+        With ``accum="auto"``, by that with the fewest sub-steps that fit into memory.
+        """
+        if self._auto_accum is None or costs is not None:
+            plan = self.plan(request.sizes, costs)  # 1
+            return compute(request, plan, WHOLE_STEP)
+        search = Search(
             self._auto_accum,
             request,
             work,
@@ -683,13 +618,10 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             self._threads_in_turn(),
             self._workers,
         )
+        return search.run(compute, journal)
 
     def _compute(
-        self,
-        request: Request,
-        plan: Plan,
-        schedule: Schedule,
-        extent: Extent = WHOLE_STEP,
+        self, schedule: Schedule, request: Request, plan: Plan, extent: Extent
     ) -> Outcome:
         """Parts 2 to 5 of the step: all except the plan and the commit."""
         is_checked = self.loop.is_checked and not extent.is_trial
@@ -732,7 +664,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
 
     @contextlib.contextmanager
     def _attempt(
-        self, request: Request, plan: Plan, extent: Extent = WHOLE_STEP
+        self, request: Request, plan: Plan, extent: Extent
     ) -> Iterator[Attempt]:
         """One try at a step, undone if the body raises.
 
@@ -773,7 +705,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         For several batches pass a list of row counts, with ``micro_batch_cost`` also
         ``costs``. With ``accum="auto"`` the number of sub-steps is that of training.
         """
-        threads = self._threads_in_turn() if self.loop.takes_turns else ()
+        threads = self._threads_in_turn()
         if self.micro_batch_cost is not None or costs is not None:
             budget = self.micro_batch_cost
             return plan_by_cost(
@@ -912,31 +844,13 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             batch = batch_of(call_inputs(inputs, kwargs), None, rows, self.dim)
             request = Request([batch], self.dim, backward=False)
             work = RowFunction(function, pad, self.loop.continues_evaluation)
-            if self._auto_accum is not None and costs is None:
-                mapped = self._map_fewest_substeps(request, work)
-            else:
-                plan = self.plan(rows, costs)
-                mapped = self._map_rows(request, plan, work)
+            mapped = self._fitting(request, work, costs, partial(self._mapped, work))
             with mapped.attempt.undo:
                 mapped.commit()
             return mapped.output
 
-    def _map_fewest_substeps(self, request: Request, work: RowFunction) -> Mapped:
-        """All but the commit, with the fewest sub-steps that fit into memory."""
-
-        def compute(candidate: Candidate) -> Mapped:
-            return self._map_rows(
-                candidate.request, candidate.plan, work, candidate.extent
-            )
-
-        return self._search(request, work).run(compute)
-
-    def _map_rows(
-        self,
-        request: Request,
-        plan: Plan,
-        work: RowFunction,
-        extent: Extent = WHOLE_STEP,
+    def _mapped(
+        self, work: RowFunction, request: Request, plan: Plan, extent: Extent
     ) -> Mapped:
         """Call a function for all rows: all except the plan and the commit."""
         with self._attempt(request, plan, extent) as attempt:
@@ -991,7 +905,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                 )
             plan = self.plan(request.sizes, costs)
             # A trial is of this rank only.
-            outcome = self._compute(request, plan, schedule, Extent(is_trial=True))
+            outcome = self._compute(schedule, request, plan, Extent(is_trial=True))
             return compare(self.module, outcome, master)
 
     @contextlib.contextmanager

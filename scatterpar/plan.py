@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain, pairwise
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -22,6 +23,7 @@ import torch
 from scatterpar.option_checks import check_int
 from scatterpar.tables import Printed, as_text
 
+_Value = TypeVar("_Value")
 # Smaller fractions of a sub-step come from the rounding of ``shares``.
 _ROUNDING = Fraction(1, 10**9)
 
@@ -54,7 +56,12 @@ class Share:
     @cached_property
     def rows(self) -> int:
         """The number of rows of this share."""
-        return sum(stop - start for start, stop in self.micro_batches)
+        return sum(self.substep_rows)
+
+    @cached_property
+    def substep_rows(self) -> tuple[int, ...]:
+        """The number of rows of each sub-step."""
+        return tuple(stop - start for start, stop in self.micro_batches)
 
     def rows_of(self, sub_step: int) -> Sequence[int]:
         """The numbers, in the batch, of the rows of one sub-step."""
@@ -98,17 +105,25 @@ class Plan(Printed):
 
         Empty if it is the same.
         """
-        pieces: list[tuple[tuple[int, int], tuple[int, ...]]] = []
-        for share in self.shares:
-            # Without costs there are no row numbers.
-            pieces += zip(share.micro_batches, share.row_numbers, strict=False)
-        return tuple(chain.from_iterable(numbers for _, numbers in sorted(pieces)))
+        if not self.shares[0].row_numbers:  # without costs
+            return ()
+        numbers = self.by_rows(share.row_numbers for share in self.shares)
+        return tuple(chain.from_iterable(numbers))
 
     @cached_property
     def substep_rows(self) -> tuple[int, ...]:
         """The number of rows of each sub-step, share by share."""
-        spans = chain.from_iterable(share.micro_batches for share in self.shares)
-        return tuple(stop - start for start, stop in spans)
+        return tuple(chain.from_iterable(share.substep_rows for share in self.shares))
+
+    def by_rows(self, values: Iterable[Sequence[_Value]]) -> list[_Value]:
+        """Values of the micro-batches of each share, in the order of the rows.
+
+        Shares of a plan that is dealt, or cut by cost, lie between each other.
+        """
+        pieces: list[tuple[tuple[int, int], _Value]] = []
+        for share, values_of_share in zip(self.shares, values, strict=True):
+            pieces += zip(share.micro_batches, values_of_share, strict=True)
+        return [value for _, value in sorted(pieces, key=itemgetter(0))]
 
     def rows_of(self, replica: int, sub_step: int) -> Sequence[int]:
         """The numbers, in the batch, of the rows of one sub-step.
@@ -122,7 +137,7 @@ class Plan(Printed):
         table = [("replica", "device", "rows", "micro-batches")]
         for share in self.shares:
             # In the order of the micro-batches: the larger size first.
-            sizes = Counter(stop - start for start, stop in share.micro_batches)
+            sizes = Counter(share.substep_rows)
             cuts = [f"{count} x {size}" for size, count in sizes.items()]
             spans = [f"{start}:{stop}" for start, stop in share.spans]
             where = str(share.replica), str(share.device)

@@ -132,7 +132,7 @@ Setting = tuple[Callable[[], Any], Callable[[Any], object]]
 
 def _settings() -> Iterator[Setting]:
     """The settings that this version of torch has, of those that contexts change."""
-    yield from _PRECISION_SETTINGS
+    yield from PRECISION_SETTINGS
     yield from _settings_of_c(_SETTINGS_OF_C)
     for read, write in _settings_of_c(_PAIRS_OF_C):
         # They return two values, as one tuple, and are set by two arguments.
@@ -201,41 +201,18 @@ _FP32_PRECISIONS = (  # those that others inherit come first
     ("mkldnn", "conv"),
     ("mkldnn", "rnn"),
 )
-_PRECISION_SETTINGS: tuple[Setting, ...] = tuple(_precision_settings())
+PRECISION_SETTINGS: tuple[Setting, ...] = tuple(_precision_settings())
 SETTINGS: tuple[Setting, ...] = tuple(_settings())
 
 
-@contextlib.contextmanager
-def _full_float32() -> Iterator[None]:
-    earlier: list[tuple[Setting, Any]] = []
-    for setting in _PRECISION_SETTINGS:
-        # Older ones are unreadable if a program has used torch's newer ones.
-        with contextlib.suppress(RuntimeError):
-            earlier.append((setting, setting[0]()))
+def round_no_float32() -> None:
+    """Let no operator round float32 numbers to a coarser format inside."""
     # The older settings: newer ones alone would make these unreadable.
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     with contextlib.suppress(AttributeError):
         for operator in ("matmul", "conv", "rnn"):
             torch._C._set_fp32_precision_setter("mkldnn", operator, "ieee")
-    try:
-        yield
-    finally:
-        for (read, write), value in earlier:
-            is_same = False
-            # Again: one that was written may have changed another one.
-            with contextlib.suppress(RuntimeError):
-                is_same = read() == value
-            if not is_same:
-                write(value)
-
-
-_full = ForAllThreads(_full_float32)
-
-
-def full_float32() -> contextlib.AbstractContextManager[None]:
-    """In the body, no operator rounds float32 numbers to a coarser format inside."""
-    return _full
 
 
 # --- an optimizer within another: the outer one runs the hooks, once ---

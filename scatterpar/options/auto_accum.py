@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -44,7 +44,7 @@ from scatterpar.step.substeps import Schedule
 from scatterpar.threads.workers import Workers
 
 _TRIAL = Extent(is_trial=True, max_substeps=2, retain_rows=False)
-_Result = TypeVar("_Result", Outcome, Mapped)
+ResultT = TypeVar("ResultT", Outcome, Mapped)
 
 
 @dataclass
@@ -61,35 +61,22 @@ class Fit:
     retain_rows: bool = True
 
 
-@dataclass
-class FunctionFits:
-    """What fitted last, of a function without gradients.
-
-    Attributes:
-        by_rows: the fit of each number of rows.
-        too_many_rows: the fewest rows of a sub-step that ran out of memory; ``None`` if
-            none has.
-    """
-
-    by_rows: dict[int, Fit] = field(default_factory=dict)
-    too_many_rows: int | None = None
-
-
 class AutoAccum:
     """What an engine knows of its memory; copies of the engine know of training's.
 
     Attributes:
         training: what fitted last in training.
-        functions: what fitted last without gradients, by function.
+        too_many_rows: without gradients, the fewest rows of a sub-step that ran out of
+            memory, by function. Its memory follows the rows of a sub-step.
     """
 
     def __init__(self) -> None:
         self.training = Fit()
-        self.functions: dict[Hashable, FunctionFits] = {}
+        self.too_many_rows: dict[Hashable, int] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # Code, by which functions are known, cannot be pickled.
-        return {"training": self.training, "functions": {}}
+        return {"training": self.training, "too_many_rows": {}}
 
 
 @dataclass
@@ -112,11 +99,7 @@ class Candidate:
 
 
 class Search:
-    """The search of one call.
-
-    Attributes:
-        retries: how often memory has run out.
-    """
+    """The search of one call."""
 
     def __init__(
         self,
@@ -129,7 +112,7 @@ class Search:
         workers: Workers,
     ) -> None:
         """``threads`` are those of ``make_plan``."""
-        self.retries = 0
+        self._retries = 0  # how often memory has run out
         self._request = request
         self._work = work
         self._device_ids = device_ids
@@ -139,29 +122,19 @@ class Search:
         self._rows = max(request.sizes)  # of several batches each is cut
         # Then a sub-step has one row.
         self._most = self._fewest_substeps_of(1)
-        self._too_many_rows: int | None = None
+        self._too_many_rows = auto_accum.too_many_rows
         self._function: Any = request.criterion
         if isinstance(work, RowFunction):
             self._function = work.function
-        self._fits: FunctionFits | None = None
-        # Gradients and the graph of a step take the same memory whichever criterion it
-        # has: one number serves all of training.
-        if request.backward:
-            self._fit = auto_accum.training
-            return
         # ``generate`` keeps a cache that a forward pass has not: each has a number of
         # its own.
-        key = type(work), identity_of(self._function)
-        self._fits = auto_accum.functions.setdefault(key, FunctionFits())
-        self._fit = self._fits.by_rows.get(self._rows) or self._first_fit(self._fits)
-
-    def _first_fit(self, fits: FunctionFits) -> Fit:
-        """Where to begin with a number of rows that is new."""
-        if fits.too_many_rows is None:
-            return Fit()
-        # Not the fit of the nearest number of rows: memory follows the rows of a
-        # sub-step.
-        return Fit(self._fewest_substeps_of(fits.too_many_rows - 1))
+        self._key = type(work), identity_of(self._function)
+        # Gradients and the graph of a step take the same memory whichever criterion it
+        # has: one number serves all of training.
+        self._fit = auto_accum.training
+        if not request.backward:
+            too_many = self._too_many_rows.get(self._key, self._rows + 1)
+            self._fit = Fit(self._fewest_substeps_of(too_many - 1))
 
     def _fewest_substeps_of(self, rows: int) -> int:
         """The fewest sub-steps per replica that have at most so many rows each."""
@@ -169,18 +142,19 @@ class Search:
 
     def run(
         self,
-        compute: Callable[[Candidate], _Result],
-        journal: Journal | None = None,
-    ) -> _Result:
+        compute: Callable[[Request, Plan, Extent], ResultT],
+        make_journal: Callable[[], Journal] | None = None,
+    ) -> ResultT:
         """The result of the first candidate that is a whole step and fits.
 
-        ``journal`` is restored before each other candidate.
+        A journal is made before the first candidate, and restored before each other.
 
         Raises the error of the last candidate if there is none.
         """
+        journal = None if make_journal is None else make_journal()
         for candidate in self._candidates():
             try:
-                result = compute(candidate)
+                result = compute(candidate.request, candidate.plan, candidate.extent)
             except Exception as error:
                 if not (self._work.may_start_again and self._goes_on(candidate, error)):
                     raise
@@ -200,6 +174,7 @@ class Search:
                 journal.restore()
         with result.attempt.undo:  # warnings may be errors
             self._keep(candidate)
+        result.attempt.retries = self._retries
         return result
 
     def _candidates(self) -> Iterator[Candidate]:
@@ -266,30 +241,30 @@ class Search:
         if not is_out_of_memory(error):
             # The whole step will raise the error of a trial, as for one row in a norm.
             return candidate.extent.is_trial
-        self.retries += 1
+        self._retries += 1
         tried = self._request.rows, candidate.accum
         logger.debug('accum="auto": %d rows with accum=%d ran out of memory', *tried)
         candidate.fits = False
-        self._too_many_rows = max(candidate.plan.substep_rows)
         if candidate.extent.retain_rows or candidate.accum < self._most:
             return True
         error.add_note(
             f'accum="auto" has nothing left to try: with {candidate.accum} sub-steps a '
-            f"sub-step is one row, and that does not fit ({self.retries} tries ran out "
-            f"of memory)"
+            f"sub-step is one row, and that does not fit ({self._retries} tries ran "
+            f"out of memory)"
         )
         return False
 
     def _keep(self, candidate: Candidate) -> None:
         """Begin later calls with the candidate's number; warn if it is another one."""
         earlier = self._fit.accum
-        self._fit.accum = candidate.accum
-        if self._fits is not None:
-            self._note_rows(self._fits)
         if candidate.accum == earlier:
             return
+        self._fit.accum = candidate.accum
         remembered = "is kept"
-        if self._fits is not None:
+        if not self._request.backward:
+            # With one sub-step less, memory ran out.
+            too_large = self._plan(candidate.accum - 1)
+            self._too_many_rows[self._key] = max(too_large.substep_rows)
             name = name_of(self._function)
             remembered = f"is kept for {name} without gradients, with {self._rows} rows"
         warn(
@@ -297,16 +272,6 @@ class Search:
             f"of memory; accum={candidate.accum} is the smallest that fits, and "
             f"{remembered}"
         )
-
-    def _note_rows(self, fits: FunctionFits) -> None:
-        """Remember the fit of this number of rows, and the rows that do not fit."""
-        fits.by_rows[self._rows] = self._fit
-        known = fits.too_many_rows
-        too_many = self._too_many_rows
-        if too_many is None:
-            return
-        # The fewest that failed: a new number of rows begins below it.
-        fits.too_many_rows = too_many if known is None else min(known, too_many)
 
 
 def innermost(function: Any) -> Any:

@@ -35,6 +35,7 @@ _OTHER_NAMES = {
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 P = ParamSpec("P")
 R = TypeVar("R")
+MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 
 def explaining_keywords(method: Callable[P, R]) -> Callable[P, R]:
@@ -62,6 +63,19 @@ def explaining_keywords(method: Callable[P, R]) -> Callable[P, R]:
         return method(*args, **kwargs)
 
     return called
+
+
+def same_arguments(method: MethodT) -> Callable[[Callable[..., Any]], MethodT]:
+    """For a method that takes the arguments of ``method``.
+
+    Type checkers, ``help`` and errors name those.
+    """
+
+    def decorated(other: Any) -> Any:
+        other.__signature__ = inspect.signature(method)
+        return explaining_keywords(other)
+
+    return decorated
 
 
 def _near(name: str, names: Sequence[str]) -> str:

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import gc
 import random
-import threading
-import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,10 +34,7 @@ from scatterpar.devices.transfers import to_numbers, write
 from scatterpar.errors import Told, restored, warn
 from scatterpar.log import logger
 from scatterpar.look_steps import is_look_step
-from scatterpar.options.replay_look import (
-    Comparison,
-    compare,
-)
+from scatterpar.options.replay_look import Comparison, compare
 from scatterpar.replicas.references import parts_of
 from scatterpar.replicas.replicas import ReplicaSet, parameter_writes_refused
 from scatterpar.state.reports import changed_names, plain_values
@@ -70,31 +65,6 @@ class _Refused(Exception):
 
 class _CaptureLost(_Refused):
     """A capture failed. Another thread may have waited for the device meanwhile."""
-
-
-class _Captures:
-    """What all replicas' captures share: one warning, and collected garbage."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._told = Told()
-        self._collected: weakref.ref[Attempt] | None = None
-
-    def warn_once(self, subject: str, text: str) -> None:
-        """Warn, unless a replica has warned of the same ``subject`` already."""
-        if self._told.is_new(subject):
-            warn(text)
-
-    def collect_garbage(self, attempt: Attempt) -> None:
-        """Collect garbage before the first capture of an attempt at a step.
-
-        Otherwise objects may be freed during a capture, and wait for the device.
-        """
-        with self._lock:
-            is_first = self._collected is None or self._collected() is not attempt
-            self._collected = weakref.ref(attempt)
-        if is_first:
-            gc.collect()
 
 
 @dataclass
@@ -134,19 +104,6 @@ class _Graph:
         task.run_backward(number, [loss], [self.factor])
 
 
-@dataclass(frozen=True)
-class ReplayFindings:
-    """What a look at a replay found.
-
-    Attributes:
-        comparison: the replay beside the same sub-step run eagerly.
-        values: what its graph had frozen when it was captured, by name.
-    """
-
-    comparison: Comparison
-    values: Mapping[str, Any]
-
-
 class Captured(Schedule):
     """One pass, whose sub-steps are captured once and replayed; keeps the graphs."""
 
@@ -181,10 +138,9 @@ class Captured(Schedule):
                 raise ValueError(
                     f"graphs=True: {kind} captures no graphs; leave it out"
                 )
-        self._captures = _Captures()
-        self._by_replica = [
-            _ReplicaGraphs(device, self._captures) for device in devices
-        ]
+        # One warning for all replicas.
+        told = Told()
+        self._by_replica = [_ReplicaGraphs(device, told) for device in devices]
 
     def substeps(self, attempt: Attempt, task: ReplicaTask) -> Substeps:
         """The sub-steps of one replica in one step; drops graphs that are no longer
@@ -198,58 +154,53 @@ class Captured(Schedule):
         # A graph reads addresses: what it depends on is compared in each step.
         if graphs.state != (state := _state_of(task, attempt.replicas.replica_sets)):
             graphs.forget(state)
-        return GraphedSubsteps(graphs, task, attempt, self._captures)
+        return GraphedSubsteps(graphs, task, attempt)
 
     def look(self, attempt: Attempt, task: ReplicaTask) -> None:
         """Compare a replay of the first micro-batch with the same run eagerly.
 
         In steps 1, 2, 4, 8, … that begin with a graph for it. If more than rounding
-        differs, all graphs are captured again, before any gradient counts. If that
-        differs too, sub-steps run without graphs. Each of both warns once.
+        differs, sub-steps run without graphs from this step on, with one warning.
         """
         substeps = self.substeps(attempt, task)
-        if not isinstance(substeps, GraphedSubsteps) or not substeps.is_look_due():
+        if not isinstance(substeps, GraphedSubsteps):
+            return
+        graph = substeps.graph_of_first()
+        if graph is None or graph.draws_others:
+            return
+        graph.steps += 1
+        if not is_look_step(graph.steps):
             return
         with (
             attempt.span("verify"),
             parameter_writes_refused(attempt.replicas.replica_sets),
             attempt.generators.of(task.share.replica),
         ):
-            look = partial(self._look, task, substeps)
+            look = partial(self._look, task, graph, substeps)
             attempt.threads.call(task.share.device, look)
 
-    def _look(self, task: ReplicaTask, substeps: GraphedSubsteps) -> None:
-        findings = substeps.compare_replay()
-        if findings is None or not findings.comparison.differs:
+    def _look(
+        self, task: ReplicaTask, graph: _Graph, substeps: GraphedSubsteps
+    ) -> None:
+        comparison = substeps.compare_replay(graph)
+        if comparison is None or not comparison.differs:
             return
+        if comparison.draws:
+            # Its numbers differ in each replay: looks would tell nothing.
+            graph.draws_others = True
+            return
+        now = plain_values(Walk([task.criterion, task.module]))
+        names = shown(", ".join(changed_names(graph.values, now)))
+        # All replicas': their graphs have frozen the same values.
         for graphs in self._by_replica:
-            graphs.forget(graphs.state)
-        # All are dropped, because they read the same values.
-        again = substeps.compare_replay()
-        if again is None:  # it cannot be captured any more, and that was told
-            return
-        name = type(task.module).__name__
-        difference = f"{findings.comparison.difference:.1e}"
-        if not again.comparison.differs:
-            names = changed_names(findings.values, again.values)
-            subject = shown(", ".join(names)) or "something that a sub-step reads"
-            self._captures.warn_once(
-                "captured again",
-                f"graphs=True: {subject} changed after sub-steps of {name} had been "
-                f"captured, and their graphs had the former value (loss or gradients "
-                f"differ by {difference}).\nMake it a tensor that is written in place, "
-                f"or a part of the batch.\n\nSub-steps are captured again. Steps since "
-                f"the last look computed with the former value: looks come in steps 1, "
-                f"2, 4, 8, … of the graphs.",
+            graphs.refuse(
+                f"{names or 'something that a sub-step reads'} changed after sub-steps "
+                f"of {type(task.module).__name__} had been captured, and replays gave "
+                f"another loss or gradients than the sub-step itself (they differ by "
+                f"{comparison.difference:.1e}).\nMake it a tensor that is written in "
+                "place, or a part of the batch.\n\nSteps since the last look computed "
+                "with the former value: looks come in steps 1, 2, 4, 8, … of the graphs"
             )
-        elif not again.comparison.draws:  # else the numbers drawn are the difference
-            for graphs in self._by_replica:
-                graphs.refuse(
-                    f"a replayed sub-step of {name} gives another loss or gradients "
-                    "than the sub-step itself, also right after it was captured (they "
-                    f"differ by {difference}): it reads something that each call "
-                    "changes"
-                )
 
 
 class GraphedSubsteps(Substeps):
@@ -260,12 +211,10 @@ class GraphedSubsteps(Substeps):
         graphs: _ReplicaGraphs,
         task: ReplicaTask,
         attempt: Attempt,
-        captures: _Captures,
     ) -> None:
         super().__init__(task, attempt.request)
         self._graphs = graphs
         self._attempt = attempt
-        self._captures = captures
 
     def run(self, number: int, weight: float, rows: Any = None) -> tuple[Tensor, Any]:
         """As ``Substeps.run``, but captures or replays a graph if possible."""
@@ -274,9 +223,11 @@ class GraphedSubsteps(Substeps):
         graph = self._graphs.by_shape.get(key)
         if graph is not None:
             self._copy_rows(graph, number)
-        elif key is not None and not self._graphs.is_full:
+        elif key is not None and self._graphs.may_capture():
             rows = task.rows_of(number)
-            graph = self._capture_for(key, rows, number)
+            graph = self._captured(nested.map_tensors(Tensor.clone, rows), number)
+            if graph is not None:
+                self._graphs.by_shape[key] = graph
         if graph is None:
             return super().run(number, weight, rows)
         self._accumulate_in(graph.gradients)
@@ -304,40 +255,25 @@ class GraphedSubsteps(Substeps):
             rows = self._task.rows_of(number)
         copy_each(nested.tensors(graph.rows), nested.tensors(rows))
 
-    def is_look_due(self) -> bool:
-        """Whether the first sub-step has a graph, and this is its step 1, 2, 4, 8, …"""
-        graph = self._graph_of_first()
-        if graph is None or graph.draws_others:
-            return False
-        graph.steps += 1
-        return is_look_step(graph.steps)
-
-    def _graph_of_first(self) -> _Graph | None:
+    def graph_of_first(self) -> _Graph | None:
+        """The graph of the first sub-step; ``None`` if there is none."""
         return self._graphs.by_shape.get(self._key_of(0, self._task.weights[0]))
 
-    def compare_replay(self) -> ReplayFindings | None:
-        """Compare the graph of the first sub-step, captured now if there is none.
+    def compare_replay(self, graph: _Graph) -> Comparison | None:
+        """Compare the graph of the first sub-step with that sub-step.
 
-        Returns ``None`` if it cannot be captured, or if memory runs out.
+        Returns ``None`` if memory runs out.
         """
         task = self._task
         try:
             rows = task.rows_of(0, retain=True)
-            graph = self._graph_of_first()
-            if graph is None:
-                graph = self._capture_for(self._key_of(0, task.weights[0]), rows, 0)
-            if graph is None:
-                return None
             copy_each(nested.tensors(graph.rows), nested.tensors(rows))
             replay = partial(self._replay_alone, graph)
-            comparison = compare(self._attempt, task, rows, replay)
+            return compare(self._attempt, task, rows, replay)
         except Exception as error:
             if is_out_of_memory(error):
                 return None
             raise
-        # Its numbers differ in each replay: looks would tell nothing.
-        graph.draws_others = comparison.differs and comparison.draws
-        return ReplayFindings(comparison, graph.values)
 
     def _replay_alone(self, graph: _Graph) -> Tensor:
         """Replay the sub-step with the weight 1. Returns its loss, a static tensor."""
@@ -354,15 +290,6 @@ class GraphedSubsteps(Substeps):
             return None
         source = self._task.loader.at_source(number).unwrapped()
         return _graph_key((source, bool(self._request.return_outputs)))
-
-    def _capture_for(self, key: Hashable, rows: Any, number: int) -> _Graph | None:
-        """Capture a sub-step for ``key`` if that may be, and keep its graph."""
-        if key is None or not self._graphs.may_capture():
-            return None
-        graph = self._captured(nested.map_tensors(Tensor.clone, rows), number)
-        if graph is not None:
-            self._graphs.by_shape[key] = graph
-        return graph
 
     def _accumulate_in(self, static: dict[int, Tensor]) -> None:
         """Make static tensors the leaves' ``.grad``, with the gradients accumulated so
@@ -405,8 +332,6 @@ class GraphedSubsteps(Substeps):
         """A graph of the static ``rows``; ``None`` if it cannot be captured. Restores
         all state.
         """
-        if streams.is_async(self._task.share.device):
-            self._captures.collect_garbage(self._attempt)
         name = type(self._task.module).__name__
         try:
             try:
@@ -549,9 +474,10 @@ class _ReplicaGraphs:
     they depend on.
     """
 
-    def __init__(self, device: torch.device, captures: _Captures) -> None:
+    def __init__(self, device: torch.device, told: Told) -> None:
+        """``told``: the warnings of all replicas."""
         self._device = device
-        self._shared = captures
+        self._told = told
         self._captures = 0
         self._is_refused = False
         self.forget()
@@ -569,20 +495,14 @@ class _ReplicaGraphs:
         """Capture nothing from now on, and warn once."""
         self._is_refused = True
         self.forget()
-        self._shared.warn_once(
-            "refused", f"graphs=True: sub-steps run as without graphs, because {why}"
-        )
-
-    @property
-    def is_full(self) -> bool:
-        """Whether nothing more is captured."""
-        return self._is_refused or len(self.by_shape) >= _SHAPES
+        if self._told.is_new("refused"):
+            warn(f"graphs=True: sub-steps run as without graphs, because {why}")
 
     def may_capture(self) -> bool:
         """Whether another sub-step may be captured; counts the captures, and refuses
         too many.
         """
-        if self.is_full:
+        if self._is_refused or len(self.by_shape) >= _SHAPES:
             return False
         self._captures += 1
         if self._captures > _CAPTURES:
@@ -631,6 +551,8 @@ class _ReplicaGraphs:
 
         Raises ``_CaptureLost``.
         """
+        # Otherwise objects may be freed during the capture, and wait for the device.
+        gc.collect()
         # A capture can neither use nor free memory in torch's cache, as that of the
         # warm-up.
         memory.empty_cache()

@@ -27,8 +27,7 @@ from scatterpar.tables import Printed, as_text
 
 # Parts that launch work on devices.
 _LAUNCHES = "forward", "criterion", "backward", "recompute", "replay"
-_OF_CALLER = "scatter", "replicate", "verify", "compute", "reduce", "commit"
-_OF_REPLICAS = (
+_OF_REPLICAS = (  # in the order of columns
     "arrival",
     "forward",
     "recompute",
@@ -37,8 +36,6 @@ _OF_REPLICAS = (
     "capture",
     "replay",
 )
-_ORDER = _OF_CALLER + _OF_REPLICAS  # of columns
-_SHOWN_MS = 0.05  # shorter parts would be shown as 0.0
 # What a step does once, beside computing.
 _PHASES = "scatter", "replicate", "reduce", "commit"
 
@@ -197,19 +194,17 @@ class Trace(Printed):
         ms = self._ms_per_step()
         # Looks are a part of the computation's time, and are shown by themselves.
         computing = ms[None, "compute"] - ms[None, "verify"]
-        once = sum(ms[None, name] for name in _PHASES)
         parts = {
-            "computing": computing,
+            **{name: ms[None, name] for name in _PHASES},
             "checks and compiling": ms[None, "verify"],
-            "scatter, replicate, reduce and commit": once,
-            "the caller, between steps": between,
+            "computing": computing,
         }
+        listed = ", ".join(f"{name} {part:,.1f}" for name, part in parts.items())
         lines = [
             f"{number} {'step' if number == 1 else 'steps'} of {in_steps:,.1f} ms, "
             f"{between:,.1f} ms between steps; in ms per step:",
             as_text(self._table(ms, computing)),
-            f"for all: {_listed_phases(ms)}",
-            f"Of the time: {_listed_parts(parts, in_steps + between)}.",
+            f"for all: {listed}",
             *self._longest(),
         ]
         for step in self.steps:
@@ -242,7 +237,7 @@ class Trace(Printed):
                 devices[event.share.replica] = event.share.device
         names = [
             name
-            for name in _ORDER
+            for name in _OF_REPLICAS
             if any(ms.get((replica, name)) for replica in devices)
         ]
         has_device_times = any(name == "on device" for _, name in ms)
@@ -287,35 +282,19 @@ class Trace(Printed):
         """
         rows: list[dict[str, Any]] = []
         threads: dict[str, int] = {}  # the number of each, by name
-
-        def add(thread: str, name: str, start: float, end: float, **args: Any) -> None:
+        for thread, name, start, end, arguments in self._spans():
             row = {
                 "name": name,
                 "ph": "X",
                 "pid": 0,
                 # Viewers sort by this number: the caller is first, as it has the first
-                # events.
+                # span.
                 "tid": threads.setdefault(thread, len(threads)),
                 "ts": (start - self._start) * 1e6,
                 "dur": (end - start) * 1e6,
-                "args": args,
+                "args": arguments,
             }
             rows.append(row)
-
-        for step in self.steps:
-            arguments = {"step": step.number, "error": step.error}
-            add("caller", "step", step.start, step.end, **arguments)
-        for step, event in self._events():
-            thread = "caller"
-            if event.share is not None:
-                thread = f"replica {event.share.replica}, {event.share.device}"
-            numbers = {"step": step.number, "sub_step": event.sub_step}
-            add(thread, event.name, event.start, event.end, **numbers)
-            on_device = event.on_device
-            if on_device is not None:
-                add(
-                    f"{thread} on the device", f"{event.name} on the device", *on_device
-                )
         for thread, number in threads.items():
             # Viewers show a thread's number until an event of this kind names it.
             row = {"name": "thread_name", "ph": "M", "pid": 0, "tid": number}
@@ -323,23 +302,21 @@ class Trace(Printed):
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"traceEvents": rows, "displayTimeUnit": "ms"}, file)
 
-
-def _listed_phases(ms: Mapping[tuple[int | None, str], float]) -> str:
-    """The times of the caller's parts, such as ``scatter 1.2, reduce 0.3``."""
-    listed: list[str] = []
-    for name in _ORDER:
-        part = ms.get((None, name), 0.0)
-        if name != "compute" and part >= _SHOWN_MS:
-            listed.append(f"{name} {part:,.1f}")
-    return ", ".join(listed)
-
-
-def _listed_parts(parts: Mapping[str, float], total: float) -> str:
-    """The parts of the time, the largest first, such as ``90% computing, …``."""
-    shares = [(part / max(total, 1e-6), name) for name, part in parts.items()]
-    return ", ".join(
-        f"{share:.0%} {name}" for share, name in sorted(shares, reverse=True)
-    )
+    def _spans(self) -> Iterator[tuple[str, str, float, float, dict[str, Any]]]:
+        """Yield the thread, name, start, end and arguments of all that viewers show."""
+        for step in self.steps:
+            arguments = {"step": step.number, "error": step.error}
+            yield "caller", "step", step.start, step.end, arguments
+        for step, event in self._events():
+            thread = "caller"
+            if event.share is not None:
+                thread = f"replica {event.share.replica}, {event.share.device}"
+            numbers = {"step": step.number, "sub_step": event.sub_step}
+            yield thread, event.name, event.start, event.end, numbers
+            on_device = event.on_device
+            if on_device is not None:
+                where = "on the device"
+                yield f"{thread} {where}", f"{event.name} {where}", *on_device, {}
 
 
 def _timed_mark(device: torch.device) -> torch.Event:

@@ -318,17 +318,19 @@ class WholeBatch:
         self._order = attempt.plan.order
         # Each with the device of the output, and its copy.
         self._copies: list[tuple[torch.device, Tensor, Tensor]] = []
-        pieces: dict[tuple[int, int], Any] = {}  # by span of rows
+        copies: list[list[Any]] = []
         for passes_of_replica in passes:
-            share = passes_of_replica.share
-            on_master = partial(self._on_master, share.device)
-            outputs = passes_of_replica.outputs
-            for span, output in zip(share.micro_batches, outputs, strict=True):
-                pieces[span] = nested.map_tensors(on_master, output)
+            on_master = partial(self._on_master, passes_of_replica.share.device)
+            copies.append(
+                [
+                    nested.map_tensors(on_master, output)
+                    for output in passes_of_replica.outputs
+                ]
+            )
+        plan = attempt.plan
         # In the order of the rows, whichever replica had them.
-        spans = sorted(pieces)
-        self._pieces = [pieces[span] for span in spans]
-        self._rows = [stop - start for start, stop in spans]
+        self._pieces = plan.by_rows(copies)
+        self._rows = plan.by_rows(share.substep_rows for share in plan.shares)
         batches = self._request.batches
         self._targets = self._joined_targets(batches)
         self._lists = any(batch.without_targets().has_marked_rows for batch in batches)

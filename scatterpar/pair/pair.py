@@ -331,13 +331,12 @@ class DataParallelCriterion(_OfPair[Criterion]):
             pieces = scatter_owned(targets, plan, self.dim, transfers)
             calls = list(zip(outputs, pieces, strict=True))
             weights = compute_loss_weights(request, plan, calls)
-            summing = [share for share, _ in weights.sums]
             scope = Scope.NOTHING
             if is_shared(self.module):
                 scope = Scope.SUBSTEP  # it computes one loss at a time
 
             def loss_of(replica: Any, number: int) -> Tensor:
-                criterion = as_sum(replica) if number in summing else replica
+                criterion = as_sum(replica) if weights.sums[number] else replica
                 return scalar_loss(criterion(*calls[number]), "the criterion")
 
             losses = self._run(plan, range(len(calls)), loss_of, transfers, scope)

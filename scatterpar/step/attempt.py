@@ -77,6 +77,7 @@ class Attempt:
         weights: the factors of the micro-batches' losses, as soon as they are known.
         constants: the positions of tensors without rows in the outputs that are joined.
         user_leaves: leaves that user code reaches, where no gradient may arrive.
+        retries: earlier tries of the same step that ran out of memory.
     """
 
     def __init__(
@@ -107,9 +108,10 @@ class Attempt:
             clock = profiler_block
         self.clock = clock
         self.seconds = dict.fromkeys(PHASES, 0.0)
-        self.weights = LossWeights([], 1.0)
+        self.weights: LossWeights
         self.constants: frozenset[int] = frozenset()
         self.user_leaves: Sequence[Tensor] = ()
+        self.retries = 0
 
     @property
     def returns_one(self) -> bool:

@@ -86,11 +86,10 @@ def _add_with_hooks(
 def _add(pairs: list[_Pair], attempt: Attempt, *, observed: bool) -> None:
     """Add gradients to ``.grad``, and commit random state."""
     leaves = [leaf for leaf, _ in pairs]
-    # Asked before anything is written: with one earlier gradient, autograd adds all.
-    have_gradient = any(leaf.grad is not None for leaf in leaves)
-    _save_for_undo(pairs, attempt.undo, observed)
+    earlier = _save_for_undo(pairs, attempt.undo, observed)
     attempt.generators.commit()  # before hooks, which may draw
-    if not observed and not have_gradient and all(starmap(_may_become_grad, pairs)):
+    # With one earlier gradient, autograd adds all.
+    if not observed and not earlier and all(starmap(_may_become_grad, pairs)):
         for leaf, gradient in pairs:
             leaf.grad = gradient
     elif pairs:
@@ -99,8 +98,11 @@ def _add(pairs: list[_Pair], attempt: Attempt, *, observed: bool) -> None:
             backward([root], [root.detach()])
 
 
-def _save_for_undo(pairs: list[_Pair], undo: Undo, observed: bool) -> None:
-    """Save what changes while gradients are added: a hook may raise, memory run out."""
+def _save_for_undo(pairs: list[_Pair], undo: Undo, observed: bool) -> list[Tensor]:
+    """Save what changes while gradients are added: a hook may raise, memory run out.
+
+    Returns the gradients that leaves have.
+    """
     undo.save_gradients([leaf for leaf, _ in pairs])
     earlier: list[Tensor] = []
     # Then autograd allocates nothing, so that nothing fails once it has begun.
@@ -114,6 +116,7 @@ def _save_for_undo(pairs: list[_Pair], undo: Undo, observed: bool) -> None:
         undo.save_values(earlier)
     if observed:  # a hook on a leaf may write the leaf
         undo.save_values(leaf for leaf, _ in pairs if has_gradient_hooks(leaf))
+    return earlier
 
 
 def _may_become_grad(leaf: Tensor, gradient: Tensor) -> bool:

@@ -11,6 +11,7 @@ import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -35,13 +36,13 @@ class LossWeights(NamedTuple):
     Attributes:
         by_share: the factor of each micro-batch's loss.
         terms: the number of terms that the batch's loss averages over; 1 for a sum.
-        sums: the micro-batches, as numbers of a share and a sub-step, whose criterion
-            adds its terms up (``as_sum``): it cannot average over none.
+        sums: for each share, the sub-steps whose criterion adds its terms up
+            (``as_sum``): it cannot average over none.
     """
 
     by_share: list[list[float]]
     terms: float
-    sums: frozenset[tuple[int, int]] = frozenset()
+    sums: list[list[int]]
 
 
 def compute_loss_weights(
@@ -67,18 +68,19 @@ def compute_loss_weights(
     else:
         factors = [1.0] * len(spans)
     by_share: list[list[float]] = []
-    start = 0
+    sums: list[list[int]] = []
+    remaining = iter(factors)
     for share in plan.shares:
-        stop = start + len(share.micro_batches)
-        by_share.append(factors[start:stop])
-        start = stop
-    sums: set[tuple[int, int]] = set()
-    for number, factors_of_share in enumerate(by_share):
-        for sub_step, factor in enumerate(factors_of_share):
-            if has_loss_without_terms and not factor:
-                factors_of_share[sub_step] = 1.0 / total
-                sums.add((number, sub_step))
-    return LossWeights(by_share, total, frozenset(sums))
+        factors_of_share = list(islice(remaining, len(share.micro_batches)))
+        sums_of_share: list[int] = []
+        if has_loss_without_terms:
+            for sub_step, factor in enumerate(factors_of_share):
+                if not factor:
+                    factors_of_share[sub_step] = 1.0 / total
+                    sums_of_share.append(sub_step)
+        by_share.append(factors_of_share)
+        sums.append(sums_of_share)
+    return LossWeights(by_share, total, sums)
 
 
 def is_smoothed(request: Request) -> bool:
@@ -151,17 +153,10 @@ def _are_all_counted(terms: Tensor) -> bool:
 
 
 def _sums_of_spans(terms: Tensor, spans: Sequence[tuple[int, int]]) -> list[float]:
-    """The sum of the terms in each span of rows; the spans cover all rows.
-
-    They may be in any order: with several batches a replica's are not consecutive.
-    """
-    ascending = sorted(spans)
-    sizes = torch.tensor([stop - start for start, stop in ascending], device="cpu")
+    """The sum of the terms in each span of rows."""
     # Not differences of a running sum: a micro-batch without terms must have zero, not
     # rounding.
-    sums = to_numbers(torch.segment_reduce(terms, "sum", lengths=sizes))
-    sums_by_span = dict(zip(ascending, sums, strict=True))
-    return [sums_by_span[span] for span in spans]
+    return [float(terms[start:stop].sum()) for start, stop in spans]
 
 
 def _counts(request: Request, pieces: Iterable[tuple[Any, Any]]) -> list[Any]:

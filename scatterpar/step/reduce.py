@@ -13,11 +13,9 @@ by message.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -69,7 +67,6 @@ class Outcome:
         gradients: of every trained tensor of the user's.
         buffers: the values of the user's buffers after the step.
         statistics: of layers that are updated once per step.
-        retries: earlier tries that ran out of memory.
     """
 
     attempt: Attempt
@@ -82,7 +79,6 @@ class Outcome:
     gradients: list[Gradient]
     buffers: list[BufferValue]
     statistics: StepStatistics | None
-    retries: int = 0
 
     @property
     def request(self) -> Request:
@@ -115,7 +111,7 @@ class Outcome:
             seconds=attempt.seconds,
             bytes=attempt.transfers.bytes,
             messages=attempt.transfers.messages,
-            retries=self.retries,
+            retries=attempt.retries,
             noise=noise,
             waited=waited,
             replica_seconds=tuple(attempt.threads.seconds),
@@ -156,8 +152,10 @@ def reduce_gradients(attempt: Attempt, external: Sequence[Gradient]) -> list[Gra
     for leaf, gradient in gradients:
         # Model and criterion may share a leaf.
         _, earlier = total.get(id(leaf), (leaf, None))
-        parts = [part for part in (earlier, gradient) if part is not None]
-        total[id(leaf)] = (leaf, functools.reduce(_plus, parts) if parts else None)
+        if earlier is None:
+            total[id(leaf)] = leaf, gradient
+        elif gradient is not None:
+            total[id(leaf)] = leaf, _plus(earlier, gradient)
     return list(total.values())
 
 
@@ -307,23 +305,20 @@ def join_on_master(
     plan = attempt.plan
     master = plan.shares[0].device
     copy_to_master = partial(attempt.transfers.copy, device=master, phase="reduce")
-    pieces: list[Any] = []
+    copies: list[Sequence[Any]] = []
     for share, outputs_of_share in zip(plan.shares, outputs, strict=True):
-        for output in outputs_of_share:
-            # Transfers count what crosses: nothing does within a memory.
-            if share.device != master:
-                output = nested.map_tensors(copy_to_master, output)
-            pieces.append(output)
-    weights = list(chain.from_iterable(attempt.weights.by_share))
-    rows = list(plan.substep_rows)
-    # In the order of the rows: shares of a plan that is dealt lie between each other.
-    spans = list(chain.from_iterable(share.micro_batches for share in plan.shares))
-    positions = sorted(range(len(pieces)), key=spans.__getitem__)
+        # Transfers count what crosses: nothing does within a memory.
+        if share.device != master:
+            outputs_of_share = [
+                nested.map_tensors(copy_to_master, output)
+                for output in outputs_of_share
+            ]
+        copies.append(outputs_of_share)
     return join_rows(
-        [pieces[position] for position in positions],
+        plan.by_rows(copies),
         attempt.request.dim,
-        weights=[weights[position] for position in positions],
-        rows=[rows[position] for position in positions],
+        weights=plan.by_rows(attempt.weights.by_share),
+        rows=plan.by_rows(share.substep_rows for share in plan.shares),
         lists=lists,
         order=plan.order,
         pad=pad,
@@ -347,7 +342,7 @@ def returned_outputs(
     for share, outputs_of_share, weights in zip(
         attempt.plan.shares, outputs, attempt.weights.by_share, strict=True
     ):
-        rows = [stop - start for start, stop in share.micro_batches]
+        rows = share.substep_rows
         # The join may refuse outputs: the error names the replica.
         with ReplicaNote(share):
             output = join_rows(

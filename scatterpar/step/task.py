@@ -143,8 +143,7 @@ def make_tasks(attempt: Attempt, loaders: Sequence[ShareLoader]) -> list[Replica
     """
     replica_sets = attempt.replicas.replica_sets
     criteria = attempt.replicas.criteria
-    weights = attempt.weights.by_share
-    sums = attempt.weights.sums
+    weights = attempt.weights
     is_loss_of_torch = is_of_torch(criteria[0])
     if not is_loss_of_torch and is_shared(criteria[0]):
         attempt.threads.widen(Scope.CRITERION)
@@ -162,17 +161,13 @@ def make_tasks(attempt: Attempt, loaders: Sequence[ShareLoader]) -> list[Replica
                 leaves += [
                     replica.tensors[position] for position in replica_set.trained
                 ]
-        sums_of_share: list[int] = []
-        if sums:  # most steps have none
-            sums_of_share = [sub_step for index, sub_step in sums if index == number]
         task = ReplicaTask(
             share,
             module=replicas[0].root,
             loader=loaders[number],
             criterion=criteria[number] if number < len(criteria) else None,
-            # With whole_batch there are none: the loss is that of all rows.
-            weights=weights[number] if weights else (),
-            sums=sums_of_share,
+            weights=weights.by_share[number],
+            sums=weights.sums[number],
             replicas=replicas,
             leaves=leaves,
             threads=attempt.threads,

@@ -14,14 +14,14 @@ ones end (``SETTINGS_KEPT``).
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import operator
 import os
 import sys
-import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from locale import LC_ALL, setlocale
 from typing import Any
@@ -29,7 +29,13 @@ from typing import Any
 import torch
 from torch.distributions import Distribution
 
-from scatterpar.torch_private import SETTINGS, Setting
+from scatterpar.torch_private import (
+    PRECISION_SETTINGS,
+    SETTINGS,
+    ForAllThreads,
+    Setting,
+    round_no_float32,
+)
 
 
 def _attribute(owner: Any, name: str) -> Setting:
@@ -145,6 +151,31 @@ def _read(read: Callable[[], Any]) -> Any:
         return _UNREADABLE
 
 
+def _write_all(settings: Sequence[Setting], values: Sequence[Any]) -> None:
+    """Write the values of settings that have another value now."""
+    for (read, write), value in zip(settings, values, strict=True):
+        if value is _UNREADABLE:
+            continue
+        # Read again: one that was written may have changed another one.
+        now = _read(read)
+        if now is not value and now != value:
+            write(value)
+
+
+@contextlib.contextmanager
+def _full_float32() -> Iterator[None]:
+    earlier = _read_all([read for read, _ in PRECISION_SETTINGS])
+    round_no_float32()
+    try:
+        yield
+    finally:
+        _write_all(PRECISION_SETTINGS, earlier)
+
+
+# In the body, no operator rounds float32 numbers to a coarser format inside.
+FULL_FLOAT32 = ForAllThreads(_full_float32)
+
+
 def settings_of_torch() -> list[Any]:
     """What operators of torch depend on beside their arguments, to be compared."""
     return _read_all(_READERS_OF_TORCH)
@@ -162,42 +193,22 @@ def restore_settings(values: SettingValues) -> None:
     # Nearly always nothing has changed.
     if _read_all(_READERS) == earlier and warnings.filters == filters:
         return
-    for (read, write), value in zip(_SETTINGS, earlier, strict=True):
-        if value is _UNREADABLE:
-            continue
-        # Read again: one that was written may have changed another one.
-        now = _read(read)
-        if now is not value and now != value:
-            write(value)
+    _write_all(_SETTINGS, earlier)
     warnings.filters[:] = filters  # type: ignore[index]
     with warnings.catch_warnings():
         pass  # it tells the registries of modules that filters have changed
 
 
-class _SettingsKept:
-    """In the bodies of all threads settings may change; after the last one they are as
-    before the first.
-
-    A body that began in another one's look, and outlived it, would else restore what
-    holds in the look: no search for kernels, no TF32.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._bodies = 0
-        self._values: SettingValues = ([], [])
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._bodies:
-                self._values = read_settings()
-            self._bodies += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._bodies -= 1
-            if not self._bodies:
-                restore_settings(self._values)
+@contextlib.contextmanager
+def _settings_restored() -> Iterator[None]:
+    values = read_settings()
+    try:
+        yield
+    finally:
+        restore_settings(values)
 
 
-SETTINGS_KEPT = _SettingsKept()
+# In the bodies of all threads settings may change; after the last one they are as
+# before the first. A body that began in another one's look, and outlived it, would else
+# restore what holds in the look: no search for kernels, no TF32.
+SETTINGS_KEPT = ForAllThreads(_settings_restored)

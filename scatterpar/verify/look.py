@@ -31,8 +31,8 @@ from scatterpar.step.attempt import Attempt
 from scatterpar.step.request import Request
 from scatterpar.step.task import ReplicaTask
 from scatterpar.step.turns import Scope
+from scatterpar.threads.process_settings import FULL_FLOAT32
 from scatterpar.threads.workers import Overdue
-from scatterpar.torch_private import full_float32
 from scatterpar.verify.comparison import Inconclusive, Result
 from scatterpar.verify.dropped_warnings import warnings_dropped
 from scatterpar.verify.look_losses import Evidence, name_of, weighted_parts
@@ -151,7 +151,7 @@ def _without_tf32(device: torch.device) -> contextlib.AbstractContextManager[Non
     by 6 %. As with half precision, the tolerance stays that of the step.
     """
     if formats_inside_operators(physical(device)):
-        return full_float32()
+        return FULL_FLOAT32
     return contextlib.nullcontext()
 
 

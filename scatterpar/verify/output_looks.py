@@ -29,7 +29,7 @@ from scatterpar.replicas.references import module_of
 from scatterpar.replicas.replicas import ReplicaOptions, Replicas
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loop_options import LoopOptions
-from scatterpar.step.loss_weights import is_cross_entropy
+from scatterpar.step.loss_weights import compute_loss_weights, is_cross_entropy
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import scatter
 from scatterpar.step.task import make_tasks
@@ -166,6 +166,7 @@ def _question(
     attempt = Attempt(request, plan_of_rows, replicas, workers)
     loaders = scatter(request.batches, plan_of_rows, attempt.transfers)
     replicas.refresh(module, request.criterion, attempt.transfers)
+    attempt.weights = compute_loss_weights(request, plan_of_rows, None)
     return Question(
         attempt,
         request,

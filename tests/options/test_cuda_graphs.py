@@ -574,18 +574,19 @@ def by_kind(*kinds):
 
 
 @by_kind()
-def test_frozen_value_named_captured_again(two_places, frozen):
+def test_frozen_value_named_ends_graphs(two_places, frozen):
     """In step 2, before a gradient counts; once it is told."""
     criterion, change, name = frozen
     model, inputs, targets = problem()
     engine = graphed(model, 3, two_places, verify=True)
     with engine, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        for value in (1.0, 2.0, 3.0):  # looked at in steps 2 and 3
+        for value in (1.0, 2.0, 3.0):  # looked at in step 2
             change(value)
             assert_step(engine, inputs, targets, criterion)
     (text,) = [str(warning.message) for warning in told]
-    assert text.startswith(f"graphs=True: {name} changed after sub-steps of Sequential")
+    subject = "graphs=True: sub-steps run as without graphs, because"
+    assert text.startswith(f"{subject} {name} changed after sub-steps of Sequential")
     assert "Make it a tensor that is written in place" in text
 
 
@@ -633,7 +634,7 @@ def test_ever_changing_value_ends_graphs(two_places, frozen):
         warnings.simplefilter("always")
         for _ in range(4):
             engine.forward_backward(inputs, targets, moving)
-    words = "without graphs, because a replayed sub-step of Sequential gives another"
+    words = "Sequential had been captured, and replays gave another loss or gradients"
     assert [words in str(warning.message) for warning in told].count(True) == 1
 
 

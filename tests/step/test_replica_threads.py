@@ -97,23 +97,3 @@ def test_constant_loss_of_rows_has_remedy():
     with failing_engine(["cpu"], accum=3) as engine, error as caught:
         engine.forward_backward(ROWS, torch.arange(13) == 2, criterion, reduction="sum")
     assert "(output * 0).sum()" in caught.value.__notes__[-1]
-
-
-@pytest.mark.parametrize(
-    ("path", "is_told"), [("triton/runtime/autotuner.py", True), ("mine.py", False)]
-)
-def test_race_in_autotuner_has_remedy(path, is_told):
-    """Another replica's call has ended, and with it what the kernel had kept of both."""
-    namespace = {"nargs": None}
-    exec(compile("def run(): return {**nargs}", path, "exec"), namespace)
-
-    class Tuned(nn.Linear):
-        def forward(self, inputs):
-            namespace["run"]()
-            return super().forward(inputs)
-
-    model = build(lambda: Tuned(FEATURES, CLASSES))
-    engine = ScatterOnceParallel(model, 1, ["cpu"] * 2, verify=False)
-    with engine, pytest.raises(TypeError, match="not a mapping") as caught:
-        engine.forward_backward(ROWS, LABELS, LOSS)
-    assert ("torchrun" in "".join(caught.value.__notes__)) == is_told

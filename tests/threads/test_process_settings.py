@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.torch_private import full_float32
+from scatterpar.threads.process_settings import FULL_FLOAT32
 
 pytestmark = pytest.mark.core
 
@@ -210,7 +210,7 @@ def test_float32_is_whole_until_the_last_thread_leaves():
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
-        first, second = full_float32(), full_float32()
+        first = second = FULL_FLOAT32
         first.__enter__()
         second.__enter__()
         first.__exit__(None, None, None)

@@ -16,7 +16,7 @@ from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain, pairwise
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -244,19 +244,20 @@ def dealt(plan: _PlanT, sizes: Sequence[int], threads: Sequence[int]) -> _PlanT:
     """
     rounds = rounds_of(threads)
     ends = list(accumulate(sizes))
-    pieces: list[_Piece] = []
+    # For each micro-batch its batch, the round of its replica, its number among those
+    # of the replica in this batch, the replica: the order of the rows. Then its rows.
+    pieces: list[tuple[int, int, int, int, int]] = []
     for number, share in enumerate(plan.shares):
         seen: Counter[int] = Counter()
         for start, stop in share.micro_batches:
             batch = bisect_right(ends, start)
-            place = batch, rounds[number], seen[batch], number
-            pieces.append(_Piece(place, stop - start))
+            pieces.append((batch, rounds[number], seen[batch], number, stop - start))
             seen[batch] += 1
     spans: dict[int, list[tuple[int, int]]] = defaultdict(list)
     first = 0
-    for piece in sorted(pieces):
-        spans[piece.place[-1]].append((first, first + piece.rows))
-        first += piece.rows
+    for *_, replica, rows in sorted(pieces):
+        spans[replica].append((first, first + rows))
+        first += rows
     shares: list[Share] = []
     for number, share in enumerate(plan.shares):
         start, _ = spans[number][0]
@@ -266,19 +267,6 @@ def dealt(plan: _PlanT, sizes: Sequence[int], threads: Sequence[int]) -> _PlanT:
             replace(share, start=start, stop=stop, micro_batches=micro_batches)
         )
     return replace(plan, shares=tuple(shares), is_dealt=True)
-
-
-class _Piece(NamedTuple):
-    """A micro-batch that is dealt.
-
-    Attributes:
-        place: in the order of the rows: its batch, the round of its replica, its number
-            among the replica's micro-batches of this batch, and the replica.
-        rows: the number of its rows.
-    """
-
-    place: tuple[int, int, int, int]
-    rows: int
 
 
 def rounds_of(threads: Sequence[int]) -> list[int]:

@@ -13,7 +13,6 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -264,15 +263,18 @@ class Buckets:
         statistics: list[Tensor] = []
         for value in self._statistics:
             statistics.append(_row_of(rank, size, _sendable(value, dtypes)))
-        parts = [*gradients, *flags, *buffers, *statistics]
-        self.kind = _kind_of_parts(outcome.buffers, parts)
-        self.flats, views = _packed_by_dtype(parts)
+        parts = [gradients, flags, buffers, statistics]
+        tensors = nested.tensors(parts)
+        self.kind = _kind_of_parts(outcome.buffers, tensors)
+        self.flats, views = _packed_by_dtype(tensors)
         # In these views of ``flats`` the sums of all ranks arrive.
         remaining = iter(views)
-        self._gradient_views = list(islice(remaining, len(gradients)))
-        self._flag_views = list(islice(remaining, len(flags)))
-        self._buffer_views = list(islice(remaining, len(buffers)))
-        self._statistics_views = list(remaining)
+        (
+            self._gradient_views,
+            self._flag_views,
+            self._buffer_views,
+            self._statistics_views,
+        ) = [[next(remaining) for _ in part] for part in parts]
 
     def weigh(self, factor: float) -> None:
         """Scale this rank's gradients.

@@ -33,8 +33,8 @@ class Undo(contextlib.AbstractContextManager["Undo"]):
         self._transfers = transfers
         # Each with what it is restored to.
         self._values: list[tuple[Tensor, Tensor]] = []
-        self._gradients: list[tuple[Tensor, Tensor | None]] = []
-        self._generator_states: list[tuple[torch.Generator, Tensor]] = []
+        # Of gradients and generators.
+        self._restores: list[Callable[[], object]] = []
 
     def __enter__(self) -> Self:
         return self
@@ -51,12 +51,13 @@ class Undo(contextlib.AbstractContextManager["Undo"]):
     def save_gradients(self, leaves: Iterable[Tensor]) -> None:
         """Save the ``.grad`` of leaves: which tensor it is, not its values."""
         for leaf in leaves:
-            self._gradients.append((leaf, leaf.grad))
+            self._restores.append(partial(setattr, leaf, "grad", leaf.grad))
 
     def save_generators(self, generators: Iterable[torch.Generator]) -> None:
         """Save the states of the user's own random generators."""
         for generator in generators:
-            self._generator_states.append((generator, generator.get_state()))
+            state = generator.get_state()
+            self._restores.append(partial(generator.set_state, state))
 
     def written(self) -> list[Tensor]:
         """The tensors with a saved value that have another value now."""
@@ -69,11 +70,7 @@ class Undo(contextlib.AbstractContextManager["Undo"]):
 
         With ``error``, a failure becomes a note on it and the rest is restored.
         """
-        restores: list[Callable[[], object]] = [self._generators.rollback]
-        for generator, state in self._generator_states:
-            restores.append(partial(generator.set_state, state))
-        for leaf, gradient in self._gradients:
-            restores.append(partial(setattr, leaf, "grad", gradient))
+        restores = [self._generators.rollback, *self._restores]
         for tensor, value in self._values:
             restores.append(partial(write, tensor, value))
         # Last, because it raises on a device that has failed: all else is restored.

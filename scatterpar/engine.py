@@ -98,6 +98,9 @@ _MAX_REPLICAS = 2**16
 _SWITCHES = ("check_finite", "measure_noise", "verify")
 # Options that ``repr(engine)`` shows if they are not the defaults.
 _SHOWN = (
+    "accum",
+    "micro_batch_size",
+    "micro_batch_cost",
     "dim",
     "buffers",
     "check_finite",
@@ -964,21 +967,10 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                 raise
 
     def extra_repr(self) -> str:
-        """The devices and how the batch is cut, for ``repr(engine)``."""
+        """The devices, and options that are not the defaults, for ``repr(engine)``."""
         devices = ", ".join(map(str, self.device_ids))
-        cuts = [f"device_ids=[{devices}]"]
-        if self.micro_batch_cost is not None:
-            cuts.append(f"micro_batch_cost={self.micro_batch_cost}")
-        elif self.micro_batch_size is not None:
-            cuts.append(f"micro_batch_size={self.micro_batch_size}")
-        else:
-            cuts.append(f"accum={self.accum!r}")
-        return ", ".join(cuts + self._options_in_words())
-
-    def _options_in_words(self) -> list[str]:
-        """The options that are not the constructor's defaults, as it takes them."""
+        words = [f"device_ids=[{devices}]"]
         parameters = inspect.signature(ScatterOnceParallel).parameters
-        words: list[str] = []
         for name in _SHOWN:
             value = getattr(self, "buffer_policy" if name == "buffers" else name)
             default = parameters[name].default
@@ -986,7 +978,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                 default = check_shares(default, len(self.device_ids))
             if value != default:
                 words.append(f"{name}={value!r}")
-        return words
+        return ", ".join(words)
 
     def close(self) -> None:
         """Stop the workers and drop the process group. A later step is a

@@ -21,6 +21,7 @@ Training has one number. Without gradients each function has one per number of r
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -278,16 +279,14 @@ def innermost(function: Any) -> Any:
     """The function that the user wrote: a module's ``forward``, what a partial or a
     decorator calls.
     """
-    while True:
-        is_function = isinstance(function, (types.FunctionType, types.MethodType))
-        if isinstance(function, partial):
-            function = function.func
-        elif isinstance(function, nn.Module):
-            function = function.forward
-        elif is_function and hasattr(function, "__wrapped__"):
-            function = function.__wrapped__
-        else:
-            return function
+    while isinstance(function, partial):
+        function = function.func
+    if isinstance(function, nn.Module):
+        function = function.forward
+    # Not of any object: one may answer every attribute.
+    if isinstance(function, (types.FunctionType, types.MethodType)):
+        function = inspect.unwrap(function)
+    return function
 
 
 def identity_of(function: Any) -> Hashable:

@@ -12,13 +12,13 @@ weights. To copy one, or to compute its fingerprint, takes longer than a small s
 torch counts no version for writes through ``.data``, a NumPy array or another view of
 the memory. Those that write all of a tensor, as a moving average of weights does, show
 in the sample. Those that write a part of it, and begin late, show in the next step that
-reads all words.
+reads all words. Replicas count steps from the last change of a module's modes: a
+forward pass in another mode may write what it did not write before.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -93,26 +93,28 @@ class LargeCopy(Freshness):
 
     Attributes:
         copy: the replica's tensor.
-        versions: of copy and source, when they were equal; ``None`` before that, and of
-            inference tensors.
+        reads_all: whether all words are read in this step.
     """
 
     def __init__(self, copy: Tensor, source: Tensor) -> None:
         super().__init__()
         self.copy = copy
-        self.versions: tuple[int, int] | None = None
+        self.reads_all = True
+        # Of copy and source, when they were equal; ``None`` before that, and of
+        # inference tensors.
+        self._versions: tuple[int, int] | None = None
         self._source = source
 
     def refresh(self) -> None:
         """Copy the source."""
         write(self.copy, self._source)
-        self.versions = self._present_versions()
+        self._versions = self._present_versions()
 
-    def may_be_stale(self, *, reads_all: bool) -> bool:
+    def may_be_stale(self) -> bool:
         """Whether the copy may differ from its source."""
         present = self._present_versions()
-        has_same_version = present is not None and present == self.versions
-        reading = self.reading(has_same_version, reads_all)
+        has_same_version = present is not None and present == self._versions
+        reading = self.reading(has_same_version, self.reads_all)
         # A copy of what differs in each step costs no more than a comparison.
         if reading is Reading.NOTHING or self.is_silent:
             return True
@@ -127,42 +129,8 @@ class LargeCopy(Freshness):
         return self.copy._version, self._source._version
 
 
-class LargeCopies:
-    """A replica's copies of large tensors."""
-
-    def __init__(self, copies: Sequence[LargeCopy]) -> None:
-        self._copies = copies
-        # Whether a forward pass in this mode was followed by a look at all words.
-        self._is_trusted = False
-
-    def distrust(self) -> None:
-        """Read all words until a forward pass in the present mode is known."""
-        self._is_trusted = False
-
-    def refresh(self, *, reads_all: bool = False) -> None:
-        """Copy the sources that differ."""
-        # In a first refresh everything is copied, and nothing is learnt.
-        was_refreshed = all(large.versions is not None for large in self._copies)
-        for large in self.stale(reads_all=reads_all):
-            large.refresh()
-        self._is_trusted |= reads_all and was_refreshed
-
-    def stale(self, *, reads_all: bool = False) -> list[LargeCopy]:
-        """The copies that may differ from their sources."""
-        reads_all |= not self._is_trusted
-        return [
-            large for large in self._copies if large.may_be_stale(reads_all=reads_all)
-        ]
-
-    def equal_copies(self, *, reads_all: bool = False) -> list[Tensor]:
-        """The copies that are as they were, and their sources, too."""
-        stale = self.stale(reads_all=reads_all)
-        self._is_trusted = True
-        return [large.copy for large in self._copies if large not in stale]
-
-
 def may_stay(copy: Tensor, source: Tensor) -> bool:
-    """Whether ``LargeCopies`` can tell of this pair whether it has to be copied."""
+    """Whether ``LargeCopy`` can tell of this pair whether it has to be copied."""
     # The host would wait for the answer in each step.
     if is_async(copy.device):
         return False

@@ -30,7 +30,7 @@ from scatterpar.replicas.broadcast import Broadcast, CopyComparison
 from scatterpar.replicas.buffers import RUNNING, BufferValue, values_after
 from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.computed_weights import ComputedWeight, computed_weights
-from scatterpar.replicas.large_tensors import LargeCopies, LargeCopy, may_stay
+from scatterpar.replicas.large_tensors import LargeCopy, may_stay
 from scatterpar.replicas.module_contents import (
     ModuleContents,
     is_leaf,
@@ -194,11 +194,10 @@ class Replicas:
         buffers: list[Tensor] = []
         for replica_set in self.replica_sets:
             # There are none after threads were abandoned, as in a look.
-            first = next(iter(replica_set.replicas), None)
-            large = None if first is None else first.large
-            if large is not None:
-                reads_all = is_look_step(replica_set.sends)
-                buffers += large.equal_copies(reads_all=reads_all)
+            for replica in replica_set.replicas[:1]:
+                for large in replica.large:
+                    if not large.may_be_stale():
+                        buffers.append(large.copy)
         return buffers
 
     def end_substep(self) -> None:
@@ -255,7 +254,8 @@ class ReplicaSet:
         self.device_ids: tuple[torch.device, ...] = ()
         self.replicas: list[Replica] = []
         self.broadcast = Broadcast(ModuleContents(()), ())
-        self.sends = 0  # how often values were sent
+        # How often values were sent since the replicas were made, or a mode changed.
+        self._sends = 0
         self._state: Snapshot | None = None
 
     def follow(self, root: Any, device_ids: tuple[torch.device, ...]) -> None:
@@ -276,10 +276,12 @@ class ReplicaSet:
         """
         # Before the replicas refresh their buffers from these copies.
         self.broadcast.update(transfers, comparison)
-        self.sends += 1
-        reads_all = is_look_step(self.sends)
+        self._sends += 1
+        reads_all = is_look_step(self._sends)
         for replica in self.replicas:
-            replica.refresh(reads_all=reads_all)
+            for large in replica.large:
+                large.reads_all = reads_all
+            replica.refresh()
 
     def exchanges_statistics(self) -> bool:
         """Whether one of its ``nn.SyncBatchNorm`` layers is in training mode."""
@@ -335,9 +337,7 @@ class ReplicaSet:
             flags = self._state.flags()
             if flags != self.flags:
                 # A forward pass in another mode may write what it did not write before.
-                for replica in self.replicas:
-                    if replica.large is not None:
-                        replica.large.distrust()
+                self._sends = 0
             self.flags = flags
             self._count_change()
         if list(map(_REQUIRES_GRAD, self.tensors)) != self._required:
@@ -386,6 +386,7 @@ class ReplicaSet:
         if compiled and self.compiler is None:
             self.compiler = Compiler()
         self.replicas = [Replica(self, device) for device in self.device_ids]
+        self._sends = 0
         copies = [(replica.device, replica.tensors) for replica in self.replicas]
         # New ones have passed no check in any mode.
         self.guard = ParameterGuard(self.broadcast, copies)
@@ -481,6 +482,7 @@ class Replica(ModuleCopy):
     Attributes:
         device: where it is.
         tensors: its tensors. Parameters use shared memory, buffers have their own.
+        large: those of its buffers that are copied only if they are stale.
         root: the copy of the set's root.
         modules: the copies of the modules, in the order of the user's.
         records: what batch normalisation has recorded in this step.
@@ -502,19 +504,18 @@ class Replica(ModuleCopy):
         # Buffers: each replica has its own, and copies their values before each step.
         self._private: list[Tensor] = []
         self._sources: list[Tensor] = []
-        large: list[LargeCopy] = []
+        self.large: list[LargeCopy] = []
         for number, tensor in enumerate(self.tensors):
             source = sources[number]
             if storages[number] is source:  # a parameter in shared memory
                 continue
             if may_stay(tensor, source):
-                large.append(LargeCopy(tensor, source))
+                self.large.append(LargeCopy(tensor, source))
             else:
                 self._private.append(tensor)
                 self._sources.append(source)
         # Cut once: ``refresh`` puts exchanged storages back, so shapes stay.
         self._messages = messages(dict(enumerate(self._private)))
-        self.large = LargeCopies(large) if large else None
         super().__init__(replica_set.contents, self.tensors, replica_set.compiler)
         self.root = self.copy_of(replica_set.root)
         self.modules = [self.copy_of(module) for module in replica_set.modules]
@@ -528,10 +529,10 @@ class Replica(ModuleCopy):
         )
         self._trained: Mapping[int, torch.dtype] = {}
 
-    def refresh(self, *, reads_all: bool = False) -> None:
+    def refresh(self) -> None:
         """Undo what a forward pass rebound, and copy the sources' buffers.
 
-        Of large buffers those that have changed; ``reads_all``, to be sure.
+        Of large buffers those that may have changed.
 
         Call it under ``torch.no_grad()``. A forward pass or the user may exchange the
         storage of a tensor (``p.data =``, ``p.set_``, ``flatten_parameters``), or set
@@ -546,8 +547,9 @@ class Replica(ModuleCopy):
             self.state.restore()
         # After the storages are back: values go to where the replica reads them.
         copy_each(self._private, self._sources, self._messages)
-        if self.large is not None:
-            self.large.refresh(reads_all=reads_all)
+        for large in self.large:
+            if large.may_be_stale():
+                large.refresh()
         self.clear_records()
 
     def affects_others(self) -> bool:
@@ -585,9 +587,10 @@ class Replica(ModuleCopy):
         registered = Snapshot(containers)
         with torch.inference_mode(False), torch.no_grad():
             private = list(self._private)
-            if self.large is not None:
-                # Of the large ones only what the body's own refresh will overwrite.
-                private += [large.copy for large in self.large.stale()]
+            for large in self.large:
+                # Others are not overwritten by the body's own refresh.
+                if large.may_be_stale():
+                    private.append(large.copy)
             saved = list(map(Tensor.clone, private))
             self.refresh()
 

@@ -28,13 +28,12 @@ class Moments(NamedTuple):
 
     Attributes:
         values: the number of values.
-        mean: their mean, at least in float32.
-        squares: the sum of their squared deviations from the mean.
+        packed: their mean, and the sum of their squared deviations from the mean, as
+            two rows, at least in float32. They are copied together.
     """
 
     values: int
-    mean: Tensor
-    squares: Tensor
+    packed: Tensor
 
 
 # The moments of each call in a step, by number of the layer among the modules.
@@ -54,13 +53,13 @@ class StepStatistics(NamedTuple):
         values: list[BufferValue] = []
         for layer, moments in self.layers:
             if moments is not None:
-                values += _running_stats_after(layer, moments)
+                values += running_stats_after(layer, moments)
         return values
 
     def to_pool(self) -> list[Tensor]:
         """The tensors to which ranks add a dimension, with one entry per rank.
 
-        One tensor of counts, then each layer's mean and squares; empty without layers.
+        One tensor of counts, then one per layer; empty without layers.
         """
         if not self.layers:
             return []
@@ -71,7 +70,7 @@ class StepStatistics(NamedTuple):
                 moments = _no_moments(layer.running_mean)
             # All layers take part on all ranks, also those that this rank did not call.
             counts.append(moments.values)
-            tensors += [moments.mean, moments.squares]
+            tensors.append(moments.packed)
         return [torch.tensor(counts, device=tensors[0].device), *tensors]
 
     def pooled(self, by_rank: Sequence[Sequence[Tensor]]) -> StepStatistics:
@@ -81,11 +80,11 @@ class StepStatistics(NamedTuple):
         """
         by_layer: list[list[Moments]] = [[] for _ in self.layers]
         for counts, *tensors in zip(*by_rank, strict=True):  # of one rank
-            for number, count in enumerate(to_numbers(counts)):
+            of_rank = zip(by_layer, to_numbers(counts), tensors, strict=True)
+            for moments, count, packed in of_rank:
                 # A rank that did not call the layer has sent zeros.
                 if count:
-                    mean, squares = tensors[2 * number : 2 * number + 2]
-                    by_layer[number].append(Moments(count, mean, squares))
+                    moments.append(Moments(count, packed))
         layers: list[Layer] = []
         for (layer, _), moments in zip(self.layers, by_layer, strict=True):
             layers.append((layer, pooled(moments) if moments else None))
@@ -95,8 +94,7 @@ class StepStatistics(NamedTuple):
 def _no_moments(like: Tensor) -> Moments:
     """The moments of a layer that this rank has not called."""
     dtype = torch.promote_types(like.dtype, torch.float32)
-    zeros = torch.zeros_like(like, dtype=dtype)
-    return Moments(0, zeros, zeros)
+    return Moments(0, like.new_zeros((2, *like.shape), dtype=dtype))
 
 
 def record(modules: Iterable[nn.Module]) -> Records:
@@ -126,18 +124,11 @@ def moments_on(
             recorded[number] = pooled(calls)
     if source == device:
         return recorded
-    tensors: dict[tuple[int, str], Tensor] = {}
-    for number, moments in recorded.items():
-        tensors[number, "mean"] = moments.mean
-        tensors[number, "squares"] = moments.squares
-    arrived: dict[tuple[int, str], Tensor] = {}
+    tensors = {number: moments.packed for number, moments in recorded.items()}
     # The moments of all layers, in few messages.
     for message in iter_copies(tensors, device, transfers, "reduce"):
-        arrived |= message
-    for number, moments in recorded.items():
-        recorded[number] = moments._replace(
-            mean=arrived[number, "mean"], squares=arrived[number, "squares"]
-        )
+        for number, packed in message.items():
+            recorded[number] = recorded[number]._replace(packed=packed)
     return recorded
 
 
@@ -193,7 +184,8 @@ class _MomentsRecorder:
         # At least float32: half precision loses differences between means.
         dtype = torch.promote_types(mean.dtype, torch.float32)
         squares = variance.to(dtype) * (values - 1)
-        self._records[self._number].append(Moments(values, mean.to(dtype), squares))
+        packed = torch.stack([mean.to(dtype), squares])
+        self._records[self._number].append(Moments(values, packed))
 
 
 def pooled(recorded: Sequence[Moments]) -> Moments:
@@ -205,8 +197,8 @@ def pooled(recorded: Sequence[Moments]) -> Moments:
     if len(recorded) == 1:
         return recorded[0]
     counts = [moments.values for moments in recorded]
-    means = [moments.mean for moments in recorded]
-    within = [moments.squares for moments in recorded]
+    means = [moments.packed[0] for moments in recorded]
+    within = [moments.packed[1] for moments in recorded]
     total = sum(counts)
     # Replicas whose layers exchange statistics may have no values.
     fractions = [count / max(1, total) for count in counts]
@@ -216,7 +208,7 @@ def pooled(recorded: Sequence[Moments]) -> Moments:
     squares = torch._foreach_mul(deviations, deviations)
     # Of the calls' means from the mean of all.
     between = torch._foreach_mul(squares, [float(count) for count in counts])
-    return Moments(total, mean, _sum(between) + _sum(within))
+    return Moments(total, torch.stack([mean, _sum(between) + _sum(within)]))
 
 
 def _sum(tensors: Sequence[Tensor]) -> Tensor:
@@ -224,7 +216,7 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def _running_stats_after(layer: Any, moments: Moments) -> list[BufferValue]:
+def running_stats_after(layer: Any, moments: Moments) -> list[BufferValue]:
     """The running statistics that torch would compute in one call with all rows."""
     values: dict[str, Tensor] = {}
     # Counted once per step, as torch would in one call.
@@ -234,9 +226,10 @@ def _running_stats_after(layer: Any, moments: Moments) -> list[BufferValue]:
     factor = layer.momentum
     if factor is None:  # the mean of all batches; without a count torch uses 0
         factor = 0.0 if tracked is None else 1.0 / (to_numbers(tracked) + 1)
+    mean, squares = moments.packed
     # Unbiased, as torch's running variance is.
-    variance = moments.squares / max(1, moments.values - 1)
-    for name, new in (("running_mean", moments.mean), ("running_var", variance)):
+    variance = squares / max(1, moments.values - 1)
+    for name, new in (("running_mean", mean), ("running_var", variance)):
         old = getattr(layer, name)
         values[name] = (old.to(new.dtype) * (1 - factor) + new * factor).to(old.dtype)
     return [(layer._buffers, name, value) for name, value in values.items()]

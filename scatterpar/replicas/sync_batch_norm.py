@@ -30,8 +30,12 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from scatterpar.devices.streams import has_streams, is_async, use_device
-from scatterpar.devices.transfers import Transfers, to_numbers
-from scatterpar.replicas.batch_statistics import Moments, pooled
+from scatterpar.devices.transfers import Transfers
+from scatterpar.replicas.batch_statistics import (
+    Moments,
+    pooled,
+    running_stats_after,
+)
 from scatterpar.threads.workers import Cancellation, Cancelled
 
 Direction = Literal["forward", "backward"]
@@ -74,20 +78,12 @@ class Exchange:
 
     Attributes:
         contributions: one per replica that has arrived.
-        result: the combination, on the first replica's device; ``None`` until all have
-            arrived, and if they have come to different places.
+        result: the combination, where the first replica's contribution is; ``None``
+            until all have arrived, and if they have come to different places.
     """
 
     contributions: dict[int, Contribution] = field(default_factory=dict)
-    result: Tensor | None = None
-
-    def in_order(self) -> list[Contribution]:
-        """The contributions in the order of replicas."""
-        return [self.contributions[replica] for replica in sorted(self.contributions)]
-
-    def values(self) -> int:
-        """The number of values per channel of all replicas."""
-        return sum(brought.values for brought in self.contributions.values())
+    result: Contribution | None = None
 
 
 @dataclass(eq=False)
@@ -167,20 +163,17 @@ class Meeting(Cancellation):
             result = exchange.result
             if result is None:
                 raise different_layers(exchange)
-            first = exchange.in_order()[0]
-            return exchange.values(), self._copied(result, first, brought)
+            return result.values, self._copied(result, brought)
 
     def _complete(self, exchange: Exchange) -> None:
         """Combine the contributions on the first one's device, and wake the others."""
-        contributions = exchange.in_order()
+        # In the order of replicas, so that bits do not depend on timing.
+        _, contributions = zip(*sorted(exchange.contributions.items()), strict=True)
         first = contributions[0]
         try:
             # Else replicas are in different layers, and each raises the error of that.
             if len({contribution.place for contribution in contributions}) == 1:
-                tensors = [
-                    self._copied(contribution.tensor, contribution, first)
-                    for contribution in contributions
-                ]
+                tensors = [self._copied(source, first) for source in contributions]
                 with use_device(first.device, first.streams):
                     exchange.result = combined(contributions, tensors)
         except BaseException:
@@ -206,30 +199,32 @@ class Meeting(Cancellation):
         if exchange.result is None and self.is_set():
             raise Cancelled  # the last replica could not combine the contributions
 
-    def _copied(
-        self, tensor: Tensor, source: Contribution, target: Contribution
-    ) -> Tensor:
-        """``tensor``, which is stored where ``source`` is, where ``target`` is."""
+    def _copied(self, source: Contribution, target: Contribution) -> Tensor:
+        """The tensor of ``source``, where that of ``target`` is stored."""
         if source.device == target.device:
-            return tensor
+            return source.tensor
         # Torch puts a copy on the current streams of both devices. In a thread of
         # autograd that of another device is the default stream, which waits neither for
         # the tensor nor for what reads its memory next.
         with use_device(target.device, [*source.streams, *target.streams]):
-            return self._transfers.copy(tensor, target.device, "compute")
+            return self._transfers.copy(source.tensor, target.device, "compute")
 
 
 def combined(
     contributions: Sequence[Contribution], tensors: Sequence[Tensor]
-) -> Tensor:
-    """The tensors of all replicas as one, which were copied to one device."""
-    if contributions[0].direction == "backward":
-        return torch.stack(list(tensors)).sum(0)
+) -> Contribution:
+    """The contributions of all replicas as one, where the first one's is stored.
+
+    Their ``tensors`` were copied to its device.
+    """
+    first = contributions[0]
+    if first.direction == "backward":
+        return first._replace(tensor=torch.stack(list(tensors)).sum(0))
     by_replica: list[Moments] = []
-    for contribution, (mean, squares) in zip(contributions, tensors, strict=True):
-        by_replica.append(Moments(contribution.values, mean, squares))
+    for contribution, packed in zip(contributions, tensors, strict=True):
+        by_replica.append(Moments(contribution.values, packed))
     of_all = pooled(by_replica)
-    return torch.stack([of_all.mean, of_all.squares])
+    return first._replace(values=of_all.values, tensor=of_all.packed)
 
 
 def different_layers(exchange: Exchange) -> RuntimeError:
@@ -397,20 +392,16 @@ class SynchronisedForward:
         call = LayerCall(self._seat, self._seat.number, self._name)
         with torch.no_grad():
             moments_here = moments_of(rows)
-            packed = torch.stack([moments_here.mean, moments_here.squares])
-            values, combined_packed = call.combine(
-                "forward", moments_here.values, packed
-            )
-            mean, squares = combined_packed
-            moments = Moments(values, mean, squares)
+            moments = Moments(*call.combine("forward", *moments_here))
             # Of all replicas: a replica may well have one row.
-            if values == 1:
+            if moments.values == 1:
                 raise ValueError(
                     "Expected more than 1 value per channel when training, got 1"
                 )
             if layer.track_running_stats:
                 recorded = moments_here if self._records_own else moments
-                update_running_statistics(layer, recorded)
+                for buffers, name, value in running_stats_after(layer, recorded):
+                    buffers[name].copy_(value)
         normalise: Any = Normalise.apply
         return normalise(rows, layer.weight, layer.bias, layer.eps, moments, call)
 
@@ -422,33 +413,13 @@ def moments_of(rows: Tensor) -> Moments:
     dtype = torch.promote_types(rows.dtype, torch.float32)
     rows = rows.to(dtype)
     if values == 0:
-        zeros = rows.new_zeros(channels)
-        return Moments(0, zeros, zeros)
+        return Moments(0, rows.new_zeros(2, channels))
     if is_async(rows.device):
         dimensions = [0, *range(2, rows.ndim)]
         variance, mean = torch.var_mean(rows, dimensions, correction=0)
     else:  # on the CPU three times as fast
         mean, variance = torch.batch_norm_update_stats(rows, None, None, 0.0)
-    return Moments(values, mean, variance * values)
-
-
-def update_running_statistics(layer: Any, moments: Moments) -> None:
-    """Write the running statistics that torch writes in a call with these values."""
-    momentum = layer.momentum
-    if layer.num_batches_tracked is not None:
-        layer.num_batches_tracked.add_(1)
-        if momentum is None:
-            momentum = 1.0 / to_numbers(layer.num_batches_tracked)
-    if momentum is None:  # without a count torch uses 0
-        momentum = 0.0
-    # Unbiased, as torch's running variance is.
-    variance = moments.squares / max(1, moments.values - 1)
-    for running, new in (
-        (layer.running_mean, moments.mean),
-        (layer.running_var, variance),
-    ):
-        running.mul_(1 - momentum)
-        running.add_(new, alpha=momentum)
+    return Moments(values, torch.stack([mean, variance * values]))
 
 
 class Normalise(torch.autograd.Function):
@@ -465,8 +436,8 @@ class Normalise(torch.autograd.Function):
         call: LayerCall,
     ) -> Tensor:
         """The kernel of evaluation mode, for which statistics are given."""
-        mean = moments.mean
-        variance = moments.squares / max(1, moments.values)
+        mean, squares = moments.packed
+        variance = squares / max(1, moments.values)
         context.save_for_backward(rows, weight, bias, mean, variance)
         context.eps = eps
         context.values = moments.values

@@ -6,13 +6,13 @@
     atoms [a, b, c]                              what is selected, moved and copied
     inputs {"ids": a', "mask": b'}, targets c'   what module and criterion get
 
-An atom's kind is asked once, when a batch is taken apart. So a sub-step only does what
-the kind of each atom needs.
+Which atoms have rows is asked once, when a batch is taken apart. So a sub-step passes
+plain values over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -27,29 +27,26 @@ from scatterpar.batch.markers import Batches, Marker, count_rows
 
 @dataclass(frozen=True)
 class Structure:
-    """How the atoms of a batch were nested, and what each of them is.
+    """How the atoms of a batch were nested, and which of them have rows.
 
-    All other atoms than those at the four kinds of positions are plain values.
+    The atoms at other positions are plain values.
 
     Attributes:
         dim: the dimension along which tensors have their rows.
         num_inputs: the number of atoms of the inputs, which come first.
         build_inputs: puts the atoms of the inputs together.
         build_targets: puts the atoms of the targets together.
-        tensors: the positions of tensors with rows.
-        numbers: the positions of 0-dim tensors.
-        markers_of_rows: the positions of markers with rows, such as ``Rows``.
-        markers_of_values: the positions of other markers, such as ``Replicated``.
+        rows: the positions of tensors, and of markers with rows, such as ``Rows``.
+        values: the positions of 0-dim tensors, and of other markers, such as
+            ``Replicated``.
     """
 
     dim: int
     num_inputs: int
     build_inputs: nested.Build
     build_targets: nested.Build
-    tensors: tuple[int, ...]
-    numbers: tuple[int, ...]
-    markers_of_rows: tuple[int, ...]
-    markers_of_values: tuple[int, ...]
+    rows: tuple[int, ...]
+    values: tuple[int, ...]
 
 
 class Batch:
@@ -93,15 +90,13 @@ class Batch:
         """
         structure = self.structure
         atoms = self.atoms.copy()
-        if copy:  # a module may write its inputs in place, and a step reads them again
-            for position in structure.tensors:
-                atoms[position] = atoms[position].clone()
-            for position in structure.numbers:
-                atoms[position] = atoms[position].clone()
-        for position in structure.markers_of_rows:
-            atoms[position] = atoms[position].unwrap(copy=copy)
-        for position in structure.markers_of_values:
-            atoms[position] = atoms[position].unwrap(copy=copy)
+        for position in structure.rows + structure.values:
+            atom = atoms[position]
+            if isinstance(atom, Marker):
+                atoms[position] = atom.unwrap(copy=copy)
+            elif copy:
+                # A module may write its inputs in place, and a step reads them again.
+                atoms[position] = atom.clone()
         # One iterator for both: the atoms of the inputs come first.
         remaining = iter(atoms)
         return structure.build_inputs(remaining), structure.build_targets(remaining)
@@ -113,62 +108,44 @@ class Batch:
         """
         structure = self.structure
         atoms = self.atoms.copy()
-        for position in structure.tensors:
-            atoms[position] = _select(atoms[position], rows, structure.dim)
-        for position in structure.numbers:
-            # Replicas must not share a number: a module may write it.
-            atoms[position] = atoms[position].clone()
-        # Markers without rows go to every share as they are.
-        for position in structure.markers_of_rows:
-            atoms[position] = atoms[position].select(rows)
+        for position in structure.rows:
+            atom = atoms[position]
+            if isinstance(atom, Tensor):
+                atoms[position] = _select(atom, rows, structure.dim)
+            else:
+                atoms[position] = atom.select(rows)
+        for position in structure.values:
+            # Replicas must not share a number: a module may write it. Markers without
+            # rows go to every share as they are.
+            if isinstance(atoms[position], Tensor):
+                atoms[position] = atoms[position].clone()
         return Batch(atoms, structure, len(rows))
 
     def map_rows(self, function: Callable[[Any], Any]) -> Batch:
         """The batch with ``function`` of each tensor and marker that has rows."""
-        atoms = self.atoms.copy()
-        for position in self.structure.tensors:
-            atoms[position] = function(atoms[position])
-        for position in self.structure.markers_of_rows:
-            atoms[position] = function(atoms[position])
-        return Batch(atoms, self.structure, self.rows, self.first_row)
+        return self._mapped(self.structure.rows, function)
 
     def map_values(self, function: Callable[[Any], Any]) -> Batch:
         """The batch with ``function`` of each 0-dim tensor and marker without rows."""
+        return self._mapped(self.structure.values, function)
+
+    def _mapped(
+        self, positions: Iterable[int], function: Callable[[Any], Any]
+    ) -> Batch:
         atoms = self.atoms.copy()
-        for position in self.structure.numbers:
-            atoms[position] = function(atoms[position])
-        for position in self.structure.markers_of_values:
+        for position in positions:
             atoms[position] = function(atoms[position])
         return Batch(atoms, self.structure, self.rows, self.first_row)
 
     def without_targets(self) -> Batch:
         """The inputs alone."""
-        structure = self.structure
-        # Classified again: the positions of the targets' atoms are gone.
-        atoms = self.atoms[: structure.num_inputs]
-        return _classified(
-            atoms,
-            structure.num_inputs,
-            structure.build_inputs,
-            _nothing,
-            self.rows,
-            structure.dim,
-            self.first_row,
-        )
+        dim = self.structure.dim
+        return batch_of(self.inputs, None, self.rows, dim, self.first_row)
 
     def without_inputs(self) -> Batch:
         """The targets alone."""
-        structure = self.structure
-        atoms = self.atoms[structure.num_inputs :]
-        return _classified(
-            atoms,
-            0,
-            _nothing,
-            structure.build_targets,
-            self.rows,
-            structure.dim,
-            self.first_row,
-        )
+        dim = self.structure.dim
+        return batch_of(None, self.targets, self.rows, dim, self.first_row)
 
     def at_row(self, first_row: int) -> Batch:
         """The same batch, whose first row has another number."""
@@ -178,24 +155,20 @@ class Batch:
     @property
     def markers(self) -> list[Marker]:
         """The atoms that are markers."""
-        structure = self.structure
-        positions = structure.markers_of_rows + structure.markers_of_values
-        return [self.atoms[position] for position in positions]
+        return [atom for atom in self.atoms if isinstance(atom, Marker)]
 
     @property
     def has_marked_rows(self) -> bool:
         """Whether a marker has rows, as ``Rows`` has."""
-        return bool(self.structure.markers_of_rows)
+        return any(marker.num_rows is not None for marker in self.markers)
 
     def tensors(self) -> list[Tensor]:
         """Every tensor, also inside markers."""
-        structure = self.structure
-        positions = structure.tensors + structure.numbers
-        tensors: list[Tensor] = [self.atoms[position] for position in positions]
+        atoms = list(self.atoms)
         # A transfer must wait for these, too.
         for marker in self.markers:
-            tensors += [atom for atom in marker.atoms() if isinstance(atom, Tensor)]
-        return tensors
+            atoms += marker.atoms()
+        return [atom for atom in atoms if isinstance(atom, Tensor)]
 
     def devices(self) -> set[torch.device]:
         """The devices of the tensors."""
@@ -219,47 +192,26 @@ def batch_of(
     # Targets come behind the inputs in one list, so that one loop moves both.
     atoms_of_targets, build_targets = nested.flatten(targets)
     atoms += atoms_of_targets
-    return _classified(
-        atoms, num_inputs, build_inputs, build_targets, rows, dim, first_row
-    )
-
-
-def _classified(
-    atoms: list[Any],
-    num_inputs: int,
-    build_inputs: nested.Build,
-    build_targets: nested.Build,
-    rows: int,
-    dim: int,
-    first_row: int,
-) -> Batch:
-    """The batch of these atoms, with the kind of each."""
-    tensors: list[int] = []
-    numbers: list[int] = []
-    markers_of_rows: list[int] = []
-    markers_of_values: list[int] = []
+    with_rows: list[int] = []
+    without_rows: list[int] = []
     for position, atom in enumerate(atoms):
         if isinstance(atom, Tensor):
             # A 0-dim tensor has no rows, and goes whole to every share.
-            (tensors if atom.ndim else numbers).append(position)
+            has_rows = atom.ndim > 0
         elif isinstance(atom, Marker):
             has_rows = atom.num_rows is not None
-            (markers_of_rows if has_rows else markers_of_values).append(position)
+        else:
+            continue
+        (with_rows if has_rows else without_rows).append(position)
     structure = Structure(
         dim,
         num_inputs,
         build_inputs,
         build_targets,
-        tuple(tensors),
-        tuple(numbers),
-        tuple(markers_of_rows),
-        tuple(markers_of_values),
+        tuple(with_rows),
+        tuple(without_rows),
     )
     return Batch(atoms, structure, rows, first_row)
-
-
-def _nothing(_: Iterator[Any]) -> None:
-    """Put together inputs or targets that are left out."""
 
 
 def batches_of(inputs: Any, targets: Any, dim: int) -> list[Batch]:
@@ -268,35 +220,7 @@ def batches_of(inputs: Any, targets: Any, dim: int) -> list[Batch]:
     Raises ``ValueError`` for what cannot be split into rows, and ``TypeError`` for a
     marker inside a marker.
     """
-    if not isinstance(inputs, Batches) and not isinstance(targets, Batches):
-        rows = count_rows({"inputs": inputs, "targets": targets}, dim)
-        return [batch_of(inputs, targets, rows, dim)]
     parts = {"inputs": inputs, "targets": targets}
-    sizes = _sizes_of_batches(parts, dim)
-    # Each batch begins at the row at which the one before it ends.
-    spans = list(pairwise(accumulate(sizes, initial=0)))
-    entries: dict[str, list[Any]] = {}
-    for name, part in parts.items():
-        if isinstance(part, Batches):
-            entries[name] = part.entries
-        else:  # one batch, which is sliced like the others
-            # Alone, so that its own markers and tensors are sliced, and nothing else.
-            whole = batch_of(part, None, sum(sizes), dim)
-            entries[name] = [whole.select(range(*span)).inputs for span in spans]
-    batches: list[Batch] = []
-    for number, (start, stop) in enumerate(spans):
-        inputs_of_batch = entries["inputs"][number]
-        targets_of_batch = entries["targets"][number]
-        batch = batch_of(inputs_of_batch, targets_of_batch, stop - start, dim, start)
-        batches.append(batch)
-    return batches
-
-
-def _sizes_of_batches(parts: dict[str, Any], dim: int) -> list[int]:
-    """The number of rows of each of several batches.
-
-    Raises ``ValueError`` if inputs and targets disagree.
-    """
     sizes_by_part: dict[str, list[int]] = {}
     for name, part in parts.items():
         if isinstance(part, Batches):
@@ -304,12 +228,21 @@ def _sizes_of_batches(parts: dict[str, Any], dim: int) -> list[int]:
                 count_rows({f"{name}, batch {number}": batch}, dim)
                 for number, batch in enumerate(part.entries)
             ]
-    # At least one part is ``Batches``: the caller has asked.
+    if not sizes_by_part:
+        return [batch_of(inputs, targets, count_rows(parts, dim), dim)]
     sizes = next(iter(sizes_by_part.values()))
+    # Each batch begins at the row at which the one before it ends.
+    spans = list(pairwise(accumulate(sizes, initial=0)))
     for name in parts.keys() - sizes_by_part.keys():
         # A part that is one batch, or has no rows at all, has those of all batches.
         rows = count_rows({name: parts[name]}, dim, known=sum(sizes))
-        sizes_by_part[name] = sizes if rows == sum(sizes) else [rows]
+        sizes_by_part[name] = [rows]
+        if rows == sum(sizes):
+            sizes_by_part[name] = sizes
+            # Alone, so that its own markers and tensors are sliced, and nothing else.
+            whole = batch_of(parts[name], None, rows, dim)
+            slices = [whole.select(range(*span)).inputs for span in spans]
+            parts[name] = Batches(slices)
     if any(sizes_of_part != sizes for sizes_of_part in sizes_by_part.values()):
         shown = ", ".join(
             f"{name} with {' + '.join(map(str, sizes_of_part))}"
@@ -318,4 +251,11 @@ def _sizes_of_batches(parts: dict[str, Any], dim: int) -> list[int]:
         raise ValueError(
             f"the several batches disagree in their rows along dim={dim}: {shown}"
         )
-    return sizes
+    batches: list[Batch] = []
+    entries = zip(parts["inputs"].entries, parts["targets"].entries, strict=True)
+    for (start, stop), (inputs_of_batch, targets_of_batch) in zip(
+        spans, entries, strict=True
+    ):
+        batch = batch_of(inputs_of_batch, targets_of_batch, stop - start, dim, start)
+        batches.append(batch)
+    return batches

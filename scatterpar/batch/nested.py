@@ -32,16 +32,9 @@ def map_atoms(function: Callable[[Any], Any], value: Any) -> Any:
 
     Containers keep their types.
     """
-    children, make = _parts(value, value)
-    if make is None:
-        return function(value)
-    mapped: list[Any] = []
-    for child in children:
-        if isinstance(child, Tensor):  # most children are, and need no further call
-            mapped.append(function(child))
-        else:
-            mapped.append(map_atoms(function, child))
-    return make(mapped)
+    flat, build = flatten(value)
+    # A list first: what the function raises is not raised inside of an iterator.
+    return build(iter([function(atom) for atom in flat]))
 
 
 # Takes atoms in order from an iterator, and puts them together.

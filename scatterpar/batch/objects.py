@@ -33,7 +33,7 @@ def unsplit_rows(value: Any, dim: int, sizes: Container[int]) -> str | None:
     """
     names: list[str] = []
     sizes_found: set[int] = set()
-    for name, attribute in _attributes(value):
+    for name, attribute in _attributes(value).items():
         for tensor in _tensors(attribute, _DEPTH):
             if -tensor.ndim <= dim < tensor.ndim:
                 names.append(name)
@@ -73,26 +73,25 @@ def refuse_graphs(output: Any) -> None:
             )
 
 
-def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    """The names and values of the attributes of ``value`` that nothing splits."""
+def _attributes(value: Any) -> dict[str, Any]:
+    """The attributes of ``value`` that nothing splits, by name."""
     if isinstance(value, (Tensor, Mapping, *_WITHOUT_ROWS)):
-        return
-    fields: set[str] = set()
-    if dataclasses.is_dataclass(value):  # its fields are split
-        fields = {field.name for field in dataclasses.fields(value)}
-    # A list, because a property that is read may set an attribute.
-    for name, attribute in [*getattr(value, "__dict__", {}).items()]:
-        kind = getattr(type(value), name, None)
+        return {}
+    # Its ``__dict__``, or a tuple of that and the values of its slots.
+    state = object.__getstate__(value)
+    attributes: dict[str, Any] = {}
+    for part in state if isinstance(state, tuple) else (state,):
+        attributes |= part or {}
+    for name in [*attributes]:
         # A cached property is computed again from the rows of a micro-batch.
-        if name not in fields and not isinstance(kind, functools.cached_property):
-            yield name, attribute
-    for base in type(value).__mro__:
-        slots = vars(base).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in fields and hasattr(value, name):
-                yield name, getattr(value, name)
+        if isinstance(getattr(type(value), name, None), functools.cached_property):
+            del attributes[name]
+    if dataclasses.is_dataclass(value):  # its fields are split
+        for field in dataclasses.fields(value):
+            attributes.pop(field.name, None)
     if isinstance(value, (deque, Set, ValuesView)):
-        yield type(value).__name__, list(value)
+        attributes[type(value).__name__] = list(value)
+    return attributes
 
 
 def _tensors(value: Any, depth: int) -> Iterator[Tensor]:
@@ -100,9 +99,9 @@ def _tensors(value: Any, depth: int) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif depth and not isinstance(value, _WITHOUT_ROWS):
-        children = [attribute for _, attribute in _attributes(value)]
+        children = [*_attributes(value).values()]
         if isinstance(value, Mapping):
-            children = [*value.values()]
+            children += value.values()
         elif isinstance(value, (list, tuple)):
             children += value
         # A batch is asked in each step.

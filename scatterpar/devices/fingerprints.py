@@ -101,14 +101,11 @@ def _words(tensor: Tensor, max_words: int) -> Sequence[Tensor]:
 def _sums(parts: Sequence[Tensor], factors: Tensor) -> Tensor:
     """For each piece the sum of its scattered words: a 1-D tensor.
 
-    Several pieces need one kernel each for the products, their running sum, and its
-    values where pieces end: the sum of a piece is the difference of two of these.
+    One kernel each computes the products, their running sum, and its values where
+    pieces end: the sum of a piece is the difference of two of these.
     """
     sizes = [len(part) for part in parts]
     factors_of_size = {size: factors[:size] for size in set(sizes)}
-    if len(parts) == 1:
-        scattered = _scattered(parts[0], factors_of_size[sizes[0]])
-        return scattered.sum(0, keepdim=True)
     all_factors = torch.cat([factors_of_size[size] for size in sizes])
     running = _scattered(torch.cat(list(parts)), all_factors).cumsum(0)
     ends = torch.stack([running[end - 1] for end in accumulate(sizes)])

@@ -33,19 +33,25 @@ _MAX_PINNED = 2  # copy groups in the host's pinned memory at the same time
 _MAX_SENDERS = 24
 
 
+# The methods that give the dense tensors of which a sparse one consists.
+_OF_ROWS = ("crow_indices", "col_indices", "values")
+_OF_COLUMNS = ("ccol_indices", "row_indices", "values")
+_PIECES = {
+    # Not ``indices``, which refuses a tensor that is not coalesced.
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _OF_ROWS,
+    torch.sparse_bsr: _OF_ROWS,
+    torch.sparse_csc: _OF_COLUMNS,
+    torch.sparse_bsc: _OF_COLUMNS,
+}
+
+
 def pieces_of(tensor: Tensor) -> tuple[Tensor, ...]:
     """The dense tensors in a tensor: itself, or a sparse one's indices and values."""
-    if tensor.layout == torch.strided:
+    if tensor.layout not in _PIECES:
         return (tensor,)
     tensor = tensor.detach()
-    if tensor.layout == torch.sparse_coo:
-        # Not ``indices()``, which refuses a tensor that is not coalesced.
-        return tensor._indices(), tensor._values()
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    return (tensor,)
+    return tuple(getattr(tensor, name)() for name in _PIECES[tensor.layout])
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

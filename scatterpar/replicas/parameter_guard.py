@@ -9,6 +9,7 @@ would cost more than forward passes that write them are worth.
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -19,9 +20,9 @@ from scatterpar.errors import add_note, restore_after
 from scatterpar.replicas.broadcast import Broadcast, versions
 from scatterpar.replicas.refused_modules import parameters_of
 
-# The position of a written parameter, and the memory in which it was written. ``None``
+# The positions of written parameters, by the memory in which they were written. ``None``
 # if a storage was exchanged for another with other values.
-_Write = tuple[int, torch.device | None]
+_Writes = dict[torch.device | None, set[int]]
 
 
 class ParameterGuard:
@@ -110,15 +111,15 @@ class ParameterGuard:
     ) -> Iterator[RuntimeError]:
         """Yield an error if parameters were written since then."""
         writes = self._writes(before, fingerprints)
-        if not writes:
+        written = set().union(*writes.values())
+        if not written:
             return
         # Values in other memories may have been written, too.
         self.invalidate()
         # Only what was written in the master's memory cannot be restored.
-        lost = {position for position, memory in writes if memory == self._master}
+        lost = writes[self._master]
         # The error names one that is lost, if there is one: the user has to restore it.
-        positions = lost or {position for position, _ in writes}
-        first, *later = sorted(positions)
+        first, *later = sorted(lost or written)
         name = self._name_of(self._originals[first])
         if later:
             name += f" (and {len(later)} more)"
@@ -143,16 +144,14 @@ class ParameterGuard:
         self,
         before: Sequence[list[int]],
         fingerprints: Mapping[torch.device, Fingerprints],
-    ) -> set[_Write]:
+    ) -> _Writes:
         """The writes since then.
 
         A storage may be exchanged for one with the same values, as by
         ``flatten_parameters``, also if the version changes. So may one with the values
         in another dtype, for a parameter that is not trained.
         """
-        writes: set[_Write] = set()
-        version_changed: set[_Write] = set()
-        exchanged: set[_Write] = set()
+        writes: _Writes = defaultdict(set)
         for (device, tensors), earlier in zip(self._watched, before, strict=True):
             present = versions(tensors)
             canonical = self._memories[device]
@@ -163,19 +162,17 @@ class ParameterGuard:
             if is_in_place and present == earlier:
                 continue
             for position, tensor in enumerate(tensors):
+                # First: an exchanged storage has another version, which says nothing.
                 if not tensor.is_set_to(canonical[position]):
-                    exchanged.add((position, device))
                     if not self._has_values_of(position, tensor, canonical[position]):
                         # Nothing is lost: the parameter still has its own storage.
-                        writes.add((position, None))
+                        writes[None].add(position)
                 elif present[position] != earlier[position]:
-                    version_changed.add((position, device))
+                    writes[device].add(position)
         if fingerprints:
             for device, present_values in self._fingerprints().items():
-                differing = present_values.differing_from(fingerprints[device])
-                writes |= {(position, device) for position in differing}
-        # An exchanged storage has another version, which says nothing.
-        return writes | (version_changed - exchanged)
+                writes[device] |= present_values.differing_from(fingerprints[device])
+        return writes
 
     def _has_values_of(self, position: int, tensor: Tensor, storage: Tensor) -> bool:
         """Whether ``tensor``, elsewhere in memory, has the values of ``storage``."""

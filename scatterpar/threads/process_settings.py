@@ -57,14 +57,10 @@ def _set_anomaly_check(checks_nan: bool) -> None:
     torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), checks_nan)
 
 
-def _set_deterministic(is_on: bool) -> None:
-    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(is_on, warn_only=warns_only)
-
-
-def _set_warns_only(warns_only: bool) -> None:
-    is_on = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(is_on, warn_only=warns_only)
+def _set_deterministic(mode: int) -> None:
+    """Set torch's debug mode of deterministic algorithms: off, warning or error."""
+    # Not ``set_deterministic_debug_mode``, which leaves Inductor's setting as it is.
+    torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1)
 
 
 def _set_gc_thresholds(thresholds: tuple[int, int, int]) -> None:
@@ -91,8 +87,7 @@ _OF_TORCH: tuple[Setting, ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.is_anomaly_enabled, _set_anomaly_mode),
     (torch.is_anomaly_check_nan_enabled, _set_anomaly_check),
-    (torch.are_deterministic_algorithms_enabled, _set_deterministic),
-    (torch.is_deterministic_algorithms_warn_only_enabled, _set_warns_only),
+    (torch.get_deterministic_debug_mode, _set_deterministic),
     (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
     (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
     (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),

@@ -67,7 +67,7 @@ def test_functions_get_atoms_by_kind():
     batch.map_values(lambda atom: seen["values"].append(atom) or atom)
     kinds = {name: [type(atom).__name__ for atom in seen[name]] for name in seen}
     assert kinds == {
-        "rows": ["Tensor", "Tensor", "Rows"],
+        "rows": ["Tensor", "Rows", "Tensor"],
         "values": ["Tensor", "Replicated"],
     }
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from scatterpar.batch import nested
 from scatterpar.batch.joining import rows_at
-from scatterpar.batch.markers import Batches, Marker, count_rows
+from scatterpar.batch.markers import Batches, Marker, count_rows, unwrapped
 
 
 @dataclass(frozen=True)
@@ -89,16 +89,8 @@ class Batch:
         With ``copy``, tensors are copied.
         """
         structure = self.structure
-        atoms = self.atoms.copy()
-        for position in structure.rows + structure.values:
-            atom = atoms[position]
-            if isinstance(atom, Marker):
-                atoms[position] = atom.unwrap(copy=copy)
-            elif copy:
-                # A module may write its inputs in place, and a step reads them again.
-                atoms[position] = atom.clone()
         # One iterator for both: the atoms of the inputs come first.
-        remaining = iter(atoms)
+        remaining = iter(unwrapped(self.atoms, copy=copy))
         return structure.build_inputs(remaining), structure.build_targets(remaining)
 
     def select(self, rows: Sequence[int]) -> Batch:

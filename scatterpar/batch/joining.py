@@ -75,7 +75,7 @@ def join_rows(
         ids_of_constants.update(id(tensors[position]) for position in constants)
 
     def are_entries(values: Sequence[Any], lists: Lists = lists) -> bool:
-        return rows is not None and _are_entries(values, rows, dim, lists)
+        return _are_entries(values, rows or (), dim, lists)
 
     def join_atoms(atoms: list[Any]) -> Any:
         first = atoms[0]

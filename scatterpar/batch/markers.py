@@ -260,17 +260,26 @@ def has_marked_rows(value: Any) -> bool:
     return False
 
 
-def unwrap_markers(value: Any, *, copy: bool = False) -> Any:
-    """``value`` as a module or criterion sees it; with ``copy``, tensors are copied."""
+def unwrapped(atoms: Iterable[Any], *, copy: bool = False) -> list[Any]:
+    """The atoms as a module or criterion sees them; with ``copy``, tensors are copied.
 
-    def unwrap(atom: Any) -> Any:
-        if isinstance(atom, Tensor):
-            return atom.clone() if copy else atom
+    A module may write its inputs in place, and a step reads them again.
+    """
+    contents: list[Any] = []
+    for atom in atoms:
         if isinstance(atom, Marker):
-            return atom.unwrap(copy=copy)
-        return atom
+            contents.append(atom.unwrap(copy=copy))
+        elif copy and isinstance(atom, Tensor):
+            contents.append(atom.clone())
+        else:
+            contents.append(atom)
+    return contents
 
-    return nested.map_atoms(unwrap, value)
+
+def unwrap_markers(value: Any, *, copy: bool = False) -> Any:
+    """``value`` with its atoms as from ``unwrapped``."""
+    atoms, build = nested.flatten(value)
+    return build(iter(unwrapped(atoms, copy=copy)))
 
 
 def count_rows(

@@ -145,7 +145,7 @@ def _parts(value: Any, like: Any) -> tuple[Iterable[Any], Make | None]:
     if type(value) in _PLAIN or isinstance(value, (Tensor, torch.Size)):
         return (), None
     if isinstance(value, tuple):
-        return value, functools.partial(_tuple_like, value)
+        return value, functools.partial(tuple_like, value)
     if isinstance(value, list):
         return value, functools.partial(_list_like, value)
     if isinstance(value, Mapping):
@@ -202,7 +202,7 @@ def _object_like(original: Any, names: list[str], children: Iterable[Any]) -> An
     return result
 
 
-def _tuple_like(original: tuple[Any, ...], children: Iterable[Any]) -> Any:
+def tuple_like(original: tuple[Any, ...], children: Iterable[Any]) -> Any:
     """A tuple of the original's class and attributes, with other items."""
     kind: Any = type(original)
     if hasattr(kind, "n_sequence_fields"):  # such as ``torch.return_types.max``

@@ -35,7 +35,7 @@ from scatterpar.torch_private import (
 
 CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
 _REGISTRIES = {dict, OrderedDict, set}  # of a module's parameters, hooks and the like
-_DTYPE, _GRAD_DTYPE = attrgetter("dtype"), attrgetter("grad_dtype")
+_GRAD_DTYPE = attrgetter("grad_dtype")
 
 
 class ModuleContents:
@@ -73,7 +73,7 @@ class ModuleContents:
         self.compiled: dict[int, tuple[nn.Module, CompileFn]] = {}
         self.objects: dict[int, Any] = {}
         self.cells: dict[int, tuple[types.CellType, Any]] = {}
-        self._seen: set[int] = set()
+        self._replicated: set[int] = set()  # ids of what replicas have copies of
         self._functions: list[types.FunctionType] = []
         self._device = device
         self.roots = tuple(roots)
@@ -94,12 +94,13 @@ class ModuleContents:
             # A copy of the wrapper is a copy of the original that runs compiled.
             self.compiled[id(value)] = original, compile_fn
             self.compiled[id(original)] = original, compile_fn
+            self._replicated.add(id(value))
             self._visit(original)
         elif isinstance(value, nn.Module):
-            if id(value) not in self.modules:
+            if not self.is_replicated(value):
                 self._visit_module(value)
         elif type(value) in CONTAINERS:
-            if id(value) not in self._seen:
+            if not self.is_replicated(value):
                 self._visit_container(value)
         elif is_state(value):
             self._visit_parts([value])
@@ -116,6 +117,7 @@ class ModuleContents:
 
     def _visit_module(self, module: nn.Module) -> None:
         self.modules[id(module)] = module
+        self._replicated.add(id(module))
         if module._compiled_call_impl is not None:
             compile_fn = compile_fn_of(module._compiled_call_impl)
             self.compiled[id(module)] = module, compile_fn
@@ -130,14 +132,15 @@ class ModuleContents:
             if self._device not in (None, tensor.device):
                 return
             self.tensors[id(tensor)] = tensor
+            self._replicated.add(id(tensor))
             if is_weight:
                 self.weights.add(id(tensor))
         # What a subclass consists of is no attribute, except a parameter's, such as
         # ``scale = 5``.
         is_plain = isinstance(tensor, nn.Parameter) or not is_made_of_others
         attributes = vars(tensor)
-        if is_plain and id(attributes) not in self._seen:
-            self._seen.add(id(attributes))
+        if is_plain and not self.is_replicated(attributes):
+            self._replicated.add(id(attributes))
             self.containers.append(attributes)
 
     def _visit_parts_of_weight(self, weight: Tensor) -> None:
@@ -149,6 +152,7 @@ class ModuleContents:
             self._visit_parts(parts)
         # After its parts: ``ModuleCopy`` makes copies in this order.
         self.holders[id(weight)] = weight, parts
+        self._replicated.add(id(weight))
 
     def _visit_parts(self, parts: Iterable[Any]) -> None:
         """Find the tensors in parts of a frozen parameter, such as
@@ -157,7 +161,8 @@ class ModuleContents:
         for part in parts:
             if isinstance(part, Tensor):
                 self._visit_tensor(part, is_weight=True)
-            elif id(part) not in self.states:
+            elif not self.is_replicated(part):
+                self._replicated.add(id(part))
                 self.states[id(part)] = part
                 self.containers.append(vars(part))
                 self._visit_parts(tensors_in(part))
@@ -179,7 +184,7 @@ class ModuleContents:
             if type(value) not in CONTAINERS:
                 parts = parts_of(value)
                 values += [*parts.made_of(), *parts.closure.values()]
-            elif id(value) not in self._seen and self.leads_here(value):
+            elif not self.is_replicated(value) and self.leads_here(value):
                 self._visit_container(value)  # which may find further functions
 
     def leads_here(self, value: Any) -> bool:
@@ -211,19 +216,10 @@ class ModuleContents:
 
     def is_replicated(self, value: Any) -> bool:
         """Whether replicas have a copy of ``value``."""
-        key = id(value)
-        return (
-            key in self.modules
-            or key in self.tensors
-            or key in self._seen
-            or key in self.holders
-            or key in self.states
-            or key in self.compiled
-        )
+        return id(value) in self._replicated
 
     def facts(self) -> list[Any]:
         """State that replicas depend on and that no container shows."""
-        tensors = self.tensors.values()
         # Each step asks: maps of attribute getters run without Python calls.
         facts: list[Any] = []
         try:
@@ -231,14 +227,13 @@ class ModuleContents:
         except RuntimeError:  # a leaf is a leaf no more
             return []
         facts += map(type, self.modules.values())
-        facts += map(type, tensors)
-        facts += map(_DTYPE, tensors)
+        facts += map(type, self.tensors.values())
         facts += [tensor.requires_grad for tensor, _ in self.holders.values()]
         facts += [id(contents(cell)) for cell, _ in self.cells.values()]
         return facts
 
     def _visit_container(self, container: Any) -> None:
-        self._seen.add(id(container))
+        self._replicated.add(id(container))
         self.containers.append(container)
         # A list, because an item, such as a module that is imported lazily, may add
         # others.

@@ -20,8 +20,8 @@ from scatterpar.errors import add_note, restore_after
 from scatterpar.replicas.broadcast import Broadcast, versions
 from scatterpar.replicas.refused_modules import parameters_of
 
-# The positions of written parameters, by the memory in which they were written. ``None``
-# if a storage was exchanged for another with other values.
+# The positions of written parameters, by the memory in which they were written:
+# ``None`` if a storage was exchanged for another with other values.
 _Writes = dict[torch.device | None, set[int]]
 
 

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from scatterpar.batch.nested import PLAIN_CLASSES
+from scatterpar.batch.nested import PLAIN_CLASSES, tuple_like
 
 DEPTH = 4  # a function, another one in its file, an object there, a list in the object
 MAX_ENTRIES = 1000  # of a container; longer ones are data
@@ -114,7 +114,7 @@ def _parts_of_dict(value: dict[Any, Any]) -> References:
 
 
 def _parts_of_tuple(value: tuple[Any, ...]) -> References:
-    make = functools.partial(_tuple_of, type(value))
+    make = functools.partial(_tuple_of, value)
     return References(entries=value, attributes=_attributes_of(value), make=make)
 
 
@@ -205,10 +205,9 @@ def _variables_of(
         value = contents(cell)
         if value is not cell:  # else the variable is not bound
             closure[name] = value
-    defaults = function.__defaults__ or ()
-    positional = code.co_varnames[: code.co_argcount]
-    names_with_default = positional[len(positional) - len(defaults) :]
-    closure |= zip(names_with_default, defaults, strict=True)
+    # The last arguments have the defaults.
+    positional = reversed(code.co_varnames[: code.co_argcount])
+    closure |= zip(positional, reversed(function.__defaults__ or ()), strict=False)
     closure |= function.__kwdefaults__ or {}
     file_globals: dict[str, Any] = {}
     for name in globals_named_in(code):
@@ -274,10 +273,9 @@ def _frozenset_of(*items: Any) -> frozenset[Any]:
     return frozenset(items)
 
 
-def _tuple_of(kind: Any, *items: Any) -> Any:
-    """A tuple of a class whose constructor may take other arguments than items."""
-    make = getattr(kind, "_make", functools.partial(tuple.__new__, kind))
-    return make(items)
+def _tuple_of(original: Any, *items: Any) -> Any:
+    """A tuple of the class and attributes of ``original``."""
+    return tuple_like(original, items)
 
 
 def named_values(function: Any) -> dict[str, Any]:
@@ -314,8 +312,7 @@ def walk(
     values: list[Any] = []  # keeps all of them alive, so that no id is used again
     seen: set[int] = set()
     level = list(roots)
-    levels_below = depth
-    while level:
+    for levels_below in range(depth, -1, -1):
         next_level: list[Any] = []
         for value in level:
             is_plain = isinstance(value, WITHOUT_PARTS)
@@ -333,7 +330,6 @@ def walk(
                 except Exception:  # raised by a user's object
                     continue
         level = next_level
-        levels_below -= 1
     return values
 
 
@@ -350,7 +346,7 @@ def children_of(value: Any) -> Collection[Any]:
     if isinstance(value, (Tensor, nn.Module)):
         return ()
     # Without ``parts_of``: each step passes hundreds of lists and dicts of a log.
-    if isinstance(value, (list, tuple, dict, set, frozenset, deque)):
+    if isinstance(value, _CONTAINERS):
         if len(value) > MAX_ENTRIES:
             return ()
         return value.values() if isinstance(value, dict) else value

@@ -36,7 +36,7 @@ def sent(broadcast, **options):
     """The bytes that an update sends."""
     transfers = Transfers()
     with torch.no_grad():
-        broadcast.update(transfers, broadcast.compare(**options))
+        broadcast.update(transfers, **options)
     return transfers.bytes["replicate"]
 
 

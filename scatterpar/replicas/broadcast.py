@@ -199,9 +199,7 @@ class Broadcast:
                 sampled.append(number)
         return trusted, (tuple(doubtful), tuple(sampled))
 
-    def _fingerprints(
-        self, device: torch.device, which: _Compared
-    ) -> Fingerprints:
+    def _fingerprints(self, device: torch.device, which: _Compared) -> Fingerprints:
         numbers, sampled = which
         tensors = self.at(device)
         compared = {number: tensors[number] for number in numbers}

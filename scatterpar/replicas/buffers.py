@@ -84,8 +84,7 @@ class BufferWriter:
             # By name: a hook or the user may have replaced it since.
             target = container.get(name)
             if value is None:
-                if target is not None:
-                    self._replacements.append((container, name, None))
+                self._replacements.append((container, name, None))
             elif id(value) in equal and target is not None:
                 self._unchanged.append((target, value))
             elif (

@@ -13,7 +13,6 @@ pass would.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -21,35 +20,31 @@ from torch.nn.utils import prune
 from torch.nn.utils.weight_norm import WeightNorm
 
 
-@dataclass(frozen=True)
-class ComputedWeight:
-    """A weight that ``hook`` computes for ``module``."""
+def set_computed(module: nn.Module, hook: Any) -> None:
+    """Set the attribute of ``module`` that ``hook`` computes.
 
-    module: nn.Module
-    hook: Any
-
-    def set(self) -> None:
-        """Set the module's attribute. Call it under ``torch.no_grad()``."""
-        if isinstance(self.hook, WeightNorm):
-            name = self.hook.name
-            weight = self.hook.compute_weight(self.module)
-        else:
-            name = self.hook._tensor_name
-            weight = self.hook.apply_mask(self.module)
-        present = getattr(self.module, name)
-        if present.shape == weight.shape and present.device == weight.device:
-            # The same tensor, so that replicas need no rebuilding. Its memory is not
-            # written, because callbacks let others share it.
-            present.data = weight
-        else:
-            setattr(self.module, name, weight)
+    Call it under ``torch.no_grad()``.
+    """
+    if isinstance(hook, WeightNorm):
+        name = hook.name
+        weight = hook.compute_weight(module)
+    else:
+        name = hook._tensor_name
+        weight = hook.apply_mask(module)
+    present = getattr(module, name)
+    if present.shape == weight.shape and present.device == weight.device:
+        # The same tensor, so that replicas need no rebuilding. Its memory is not
+        # written, because callbacks let others share it.
+        present.data = weight
+    else:
+        setattr(module, name, weight)
 
 
-def computed_weights(modules: Iterable[nn.Module]) -> list[ComputedWeight]:
-    """The weights that forward hooks of these modules compute."""
-    weights: list[ComputedWeight] = []
+def computing_hooks(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, Any]]:
+    """The modules that have such hooks, each with its hook."""
+    hooks: list[tuple[nn.Module, Any]] = []
     for module in modules:
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, (prune.BasePruningMethod, WeightNorm)):
-                weights.append(ComputedWeight(module, hook))
-    return weights
+                hooks.append((module, hook))
+    return hooks

@@ -29,7 +29,7 @@ from scatterpar.replicas.batch_statistics import (
 from scatterpar.replicas.broadcast import Broadcast
 from scatterpar.replicas.buffers import RUNNING, BufferValue, values_after
 from scatterpar.replicas.compiled import Compiler
-from scatterpar.replicas.computed_weights import ComputedWeight, computed_weights
+from scatterpar.replicas.computed_weights import computing_hooks, set_computed
 from scatterpar.replicas.large_tensors import LargeCopy, may_stay
 from scatterpar.replicas.module_contents import (
     ModuleContents,
@@ -229,7 +229,7 @@ class ReplicaSet:
         trained: for each trained tensor, by its number, the dtype in which its
             gradients are added.
         synchronised: the user's ``nn.SyncBatchNorm`` layers.
-        computed: the user's weights that forward hooks compute.
+        computed: the user's modules with weights that hooks compute, and the hooks.
         leaves: the user's tensors among them that were not computed from parameters.
         guard: refuses forward passes that write parameters.
     """
@@ -242,7 +242,7 @@ class ReplicaSet:
         self.flags = 0
         self.root: Any = None
         self.synchronised: Sequence[nn.SyncBatchNorm] = ()
-        self.computed: Sequence[ComputedWeight] = ()
+        self.computed: Sequence[tuple[nn.Module, Any]] = ()
         self.device_ids: tuple[torch.device, ...] = ()
         self.replicas: list[Replica] = []
         self.broadcast = Broadcast(ModuleContents(()), ())
@@ -258,8 +258,8 @@ class ReplicaSet:
         self.device_ids = device_ids
         if is_new or not self._update_in_place():
             self._build()
-        for weight in self.computed:
-            weight.set()
+        for module, hook in self.computed:
+            set_computed(module, hook)
 
     def send(self, transfers: Transfers, *, trusts_versions: bool = False) -> None:
         """Send the values of tensors to all replicas.
@@ -285,7 +285,7 @@ class ReplicaSet:
         if isinstance(root, nn.Module):
             return id(root) in modules
         parts = ModuleContents((root,))
-        tensors = set(map(id, self.tensors))
+        tensors = self.contents.tensors.keys()
         return modules >= parts.modules.keys() and tensors >= parts.tensors.keys()
 
     def gradients_of(self, replica: int) -> dict[int, Tensor]:
@@ -367,7 +367,7 @@ class ReplicaSet:
         self.tensors = list(self.contents.tensors.values())
         # Searched once: each step asks whether one of them trains.
         self.synchronised = synchronised_layers(self.modules)
-        self.computed = computed_weights(self.modules)
+        self.computed = computing_hooks(self.modules)
         # If only containers have changed, the copies in other memories stay.
         if not self.broadcast.is_of(self.contents, self.device_ids):
             self.broadcast = Broadcast(self.contents, self.device_ids)

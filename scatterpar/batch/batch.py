@@ -33,18 +33,14 @@ class Structure:
 
     Attributes:
         dim: the dimension along which tensors have their rows.
-        num_inputs: the number of atoms of the inputs, which come first.
-        build_inputs: puts the atoms of the inputs together.
-        build_targets: puts the atoms of the targets together.
+        build: puts the atoms together, to a pair of inputs and targets.
         rows: the positions of tensors, and of markers with rows, such as ``Rows``.
         values: the positions of 0-dim tensors, and of other markers, such as
             ``Replicated``.
     """
 
     dim: int
-    num_inputs: int
-    build_inputs: nested.Build
-    build_targets: nested.Build
+    build: nested.Build
     rows: tuple[int, ...]
     values: tuple[int, ...]
 
@@ -75,23 +71,22 @@ class Batch:
     @property
     def inputs(self) -> Any:
         """The inputs, nested as the user nested them."""
-        return self.structure.build_inputs(iter(self.atoms))
+        inputs, _ = self.structure.build(iter(self.atoms))
+        return inputs
 
     @property
     def targets(self) -> Any:
         """The targets, nested as the user nested them."""
-        atoms = self.atoms[self.structure.num_inputs :]
-        return self.structure.build_targets(iter(atoms))
+        _, targets = self.structure.build(iter(self.atoms))
+        return targets
 
     def unwrapped(self, *, copy: bool = False) -> tuple[Any, Any]:
         """Inputs and targets as a module and a criterion see them, without markers.
 
         With ``copy``, tensors are copied.
         """
-        structure = self.structure
-        # One iterator for both: the atoms of the inputs come first.
-        remaining = iter(unwrapped(self.atoms, copy=copy))
-        return structure.build_inputs(remaining), structure.build_targets(remaining)
+        inputs, targets = self.structure.build(iter(unwrapped(self.atoms, copy=copy)))
+        return inputs, targets
 
     def select(self, rows: Sequence[int]) -> Batch:
         """The batch with these rows, in this order.
@@ -179,11 +174,8 @@ def batch_of(
     inputs: Any, targets: Any, rows: int, dim: int, first_row: int = 0
 ) -> Batch:
     """The batch of ``rows`` rows that a user passes as inputs and targets."""
-    atoms, build_inputs = nested.flatten(inputs)
-    num_inputs = len(atoms)
-    # Targets come behind the inputs in one list, so that one loop moves both.
-    atoms_of_targets, build_targets = nested.flatten(targets)
-    atoms += atoms_of_targets
+    # Together, so that one loop moves both.
+    atoms, build = nested.flatten((inputs, targets))
     with_rows: list[int] = []
     without_rows: list[int] = []
     for position, atom in enumerate(atoms):
@@ -195,14 +187,7 @@ def batch_of(
         else:
             continue
         (with_rows if has_rows else without_rows).append(position)
-    structure = Structure(
-        dim,
-        num_inputs,
-        build_inputs,
-        build_targets,
-        tuple(with_rows),
-        tuple(without_rows),
-    )
+    structure = Structure(dim, build, tuple(with_rows), tuple(without_rows))
     return Batch(atoms, structure, rows, first_row)
 
 

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from scatterpar.devices import memory
 from scatterpar.devices.coalescing import messages
+from scatterpar.devices.device_ids import HOST
 from scatterpar.devices.streams import has_streams
 from scatterpar.devices.transfers import (
     as_bytes,
     pieces_of,
     to_device,
-    to_host,
     to_numbers,
 )
 
@@ -66,7 +66,7 @@ class Fingerprints:
             sums.append(_sums(parts, factors))
         self.values = torch.cat(sums)
         if not has_streams(device):
-            (self.values,) = to_host([self.values])
+            self.values = to_device(self.values, HOST)
 
     def differing_from(self, earlier: Fingerprints) -> set[int]:
         """The keys of the tensors whose ``earlier`` fingerprints are not these."""

@@ -43,9 +43,10 @@ class ParameterGuard:
     ) -> None:
         self._broadcast = broadcast
         self.checked_modes: set[Hashable] = set()
-        self._memories: dict[torch.device, list[Tensor]] = {}
-        for device in broadcast.memories:
-            self._memories[device] = _parameters(broadcast, broadcast.at(device))
+        self._memories = {
+            device: _parameters(broadcast, broadcast.at(device))
+            for device in broadcast.memories
+        }
         self._master, *_ = broadcast.memories
         self._originals = self._memories[self._master]
         # The user's own, too: an object that replicas share may lead to them.

@@ -566,36 +566,31 @@ class Replica(ModuleCopy):
         private tensors, and the records. A graph that has saved private tensors, such
         as the statistics of batch normalisation in eval mode, stays valid.
         """
-        with version_counters_kept(self._private), self._state_kept():
-            yield
-
-    @contextlib.contextmanager
-    def _state_kept(self) -> Iterator[None]:
-        """The body of ``isolated``, without version counters."""
-        containers: list[Any] = [self.records]
-        for module in self.modules:
-            containers += [module._buffers, module._non_persistent_buffers_set]
-        # The containers, not only values: a body may register or replace buffers.
-        registered = Snapshot(containers)
-        with torch.inference_mode(False), torch.no_grad():
-            private = list(self._private)
-            for large in self.large:
-                # Others are not overwritten by the body's own refresh.
-                if large.may_be_stale():
-                    private.append(large.copy)
-            saved = list(map(Tensor.clone, private))
-            self.refresh()
-
-        def restore() -> None:
+        with version_counters_kept(self._private):
+            containers: list[Any] = [self.records]
+            for module in self.modules:
+                containers += [module._buffers, module._non_persistent_buffers_set]
+            # The containers, not only values: a body may register or replace buffers.
+            registered = Snapshot(containers)
             with torch.inference_mode(False), torch.no_grad():
+                private = list(self._private)
+                for large in self.large:
+                    # Others are not overwritten by the body's own refresh.
+                    if large.may_be_stale():
+                        private.append(large.copy)
+                saved = list(map(Tensor.clone, private))
                 self.refresh()
-                # After ``refresh``, which puts the storages back that the body
-                # exchanged.
-                copy_each(private, saved)
-            registered.restore()
 
-        with restored(restore):
-            yield
+            def restore() -> None:
+                with torch.inference_mode(False), torch.no_grad():
+                    self.refresh()
+                    # After ``refresh``, which puts the storages back that the body
+                    # exchanged.
+                    copy_each(private, saved)
+                registered.restore()
+
+            with restored(restore):
+                yield
 
     def is_as_refreshed(self) -> bool:
         """Whether forward passes have rebound nothing since the last refresh."""

@@ -27,13 +27,12 @@ def new_like(module: nn.Module) -> nn.Module:
             f"{problem}, whose values replicas do not copy; remove __slots__"
         )
     replica = module
-    # The protocol calls ``__new__``, which may want arguments, return one object for
-    # all calls, or make another class, as that of ``torch.fx.GraphModule``. It sets
-    # attributes, too, which a class may forbid.
+    # A class may have a protocol of its own, as recurrent layers. torch's calls
+    # ``__new__``, which may want arguments, return one object for all calls, or make
+    # another class, as that of ``torch.fx.GraphModule``.
     protocol = kind._replicate_for_data_parallel
     has_own_protocol = protocol is not nn.Module._replicate_for_data_parallel
-    can_be_set = has_own_protocol or kind.__setattr__ is nn.Module.__setattr__
-    if kind.__new__ is object.__new__ and can_be_set:
+    if has_own_protocol and kind.__new__ is object.__new__:
         replica = module._replicate_for_data_parallel()
     if replica is module:
         replica = object.__new__(kind)

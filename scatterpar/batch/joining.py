@@ -28,7 +28,7 @@ from scatterpar.devices.transfers import to_device, to_numbers
 Lists = Literal["never", "if clear", "always"]
 
 # Whose ``==`` gives a bool.
-_COMPARABLE = (bool, int, float, complex, str, bytes, torch.Size)
+_COMPARABLE = (*nested.PLAIN_CLASSES, torch.Size)
 
 
 def join_rows(

@@ -295,20 +295,20 @@ def count_rows(
     which must agree. If nothing has rows, it is ``known``. With ``refuse_grad``, no
     tensor may require grad.
     """
-    values = {name: nested.atoms(part, containers=True) for name, part in batch.items()}
+    values: list[tuple[str, Any]] = []
+    for name, part in batch.items():
+        values += [(name, value) for value in nested.atoms(part, containers=True)]
     # All sizes first: whether a list has one entry per row depends on them.
     sizes: dict[int, str] = {}  # each with the first value that has it
-    for name, values_of_part in values.items():
-        for value in values_of_part:
-            size = _size(value, dim)
-            # The first value of a size stands for all: an error names few.
-            if size is not None and size not in sizes:
-                sizes[size] = f"{name} with {size} ({_shown(value)})"
-    for name, values_of_part in values.items():
-        for value in values_of_part:
-            problem = _problem(value, dim, sizes, refuse_grad)
-            if problem:
-                raise ValueError(f"{name}: {problem}")
+    for name, value in values:
+        size = _size(value, dim)
+        # The first value of a size stands for all: an error names few.
+        if size is not None and size not in sizes:
+            sizes[size] = f"{name} with {size} ({_shown(value)})"
+    for name, value in values:
+        problem = _problem(value, dim, sizes, refuse_grad)
+        if problem:
+            raise ValueError(f"{name}: {problem}")
     # Targets of several batches may have no rows, as a number has none.
     if not sizes and known is not None:
         return known

@@ -21,7 +21,7 @@ from scatterpar.batch import nested
 _DEPTH = 3  # an object, an object or list in it, and what that holds
 _DEPTH_OF_OUTPUTS = 5  # a distribution of another one, in a dict of an object
 _MAX_ENTRIES = 1000  # of a container; longer ones are tables, not a batch
-_WITHOUT_ROWS = (bool, int, float, str, bytes, type, nn.Module)
+_WITHOUT_ROWS = (*nested.PLAIN_CLASSES, type, nn.Module)
 
 
 def unsplit_rows(value: Any, dim: int, sizes: Container[int]) -> str | None:
@@ -31,18 +31,16 @@ def unsplit_rows(value: Any, dim: int, sizes: Container[int]) -> str | None:
     an attribute has one of them, or if tensors of other sizes are beside it, as the
     edges of a graph are: one size may then be that of the rows by chance.
     """
-    names: list[str] = []
-    sizes_found: set[int] = set()
+    names: dict[int, str] = {}  # by size, the first attribute that has it
     for name, attribute in _attributes(value).items():
         for tensor in _tensors(attribute, _DEPTH):
             if -tensor.ndim <= dim < tensor.ndim:
-                names.append(name)
-                sizes_found.add(tensor.size(dim))
+                names.setdefault(tensor.size(dim), name)
     # As of the nodes and edges of a graph: one may be the number of rows by chance.
-    if len(sizes_found) != 1:
+    if len(names) != 1:
         return None
-    (size,) = sizes_found
-    return names[0] if size > 1 and size in sizes else None
+    ((size, name),) = names.items()
+    return name if size > 1 and size in sizes else None
 
 
 def remedy_for(value: Any) -> str:

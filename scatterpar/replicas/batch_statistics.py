@@ -132,14 +132,6 @@ def moments_on(
     return recorded
 
 
-class _Running(NamedTuple):
-    """What a recorder takes out of a layer for one call."""
-
-    mean: Tensor
-    variance: Tensor
-    momentum: float | None
-
-
 class _MomentsRecorder:
     """Hooks around the calls of one batch normalisation, of any class.
 
@@ -150,7 +142,8 @@ class _MomentsRecorder:
     def __init__(self, number: int, records: Records) -> None:
         self._number = number
         self._records = records
-        self._running: _Running | None = None  # during a call that is recorded
+        # During a call that is recorded: the layer's running statistics and momentum.
+        self._running: tuple[Tensor, Tensor, float | None] | None = None
 
     def begin(self, module: Any, _: object) -> None:
         buffers = module._buffers
@@ -158,7 +151,7 @@ class _MomentsRecorder:
         variance = buffers.get("running_var")
         self._running = None
         if module.training and module.track_running_stats and mean is not None:
-            self._running = _Running(mean, variance, module.momentum)
+            self._running = mean, variance, module.momentum
             # With momentum 1 the kernel replaces them by the statistics of this call.
             buffers["running_mean"] = torch.zeros_like(mean)
             buffers["running_var"] = torch.zeros_like(variance)
@@ -172,9 +165,8 @@ class _MomentsRecorder:
         buffers = module._buffers
         mean = buffers["running_mean"]
         variance = buffers["running_var"]
-        buffers["running_mean"] = self._running.mean
-        buffers["running_var"] = self._running.variance
-        vars(module)["momentum"] = self._running.momentum
+        buffers["running_mean"], buffers["running_var"], momentum = self._running
+        vars(module)["momentum"] = momentum
         # Inside of a backward pass, checkpointing recomputes a call that was recorded.
         if current_graph_task() != -1:
             return

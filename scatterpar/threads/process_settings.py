@@ -73,12 +73,13 @@ _environ: Any = os.environ
 
 def _set_environment(entries: dict[Any, Any]) -> None:
     """Make the environment these encoded entries, which ``os.environ`` decodes."""
-    for key in _environ._data.keys() | entries.keys():
-        name = _environ.decodekey(key)
-        if key not in entries:
-            del _environ[name]
-        elif _environ._data.get(key) != entries[key]:
-            _environ[name] = _environ.decodevalue(entries[key])
+    decoded = {
+        _environ.decodekey(key): _environ.decodevalue(value)
+        for key, value in entries.items()
+    }
+    for name in _environ.keys() - decoded.keys():
+        del _environ[name]
+    _environ.update(decoded)
 
 
 _cuda = torch.backends.cuda

@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from scatterpar.devices.streams import has_streams, use_device
-from scatterpar.devices.transfers import Transfers
+from scatterpar.devices.transfers import Transfers, write
 from scatterpar.replicas.batch_statistics import (
     Moments,
     pooled,
@@ -401,14 +401,15 @@ class SynchronisedForward:
             if layer.track_running_stats:
                 recorded = moments_here if self._records_own else moments
                 for buffers, name, value in running_stats_after(layer, recorded):
-                    buffers[name].copy_(value)
+                    write(buffers[name], value)
         normalise: Any = Normalise.apply
         return normalise(rows, layer.weight, layer.bias, layer.eps, moments, call)
 
 
 def moments_of(rows: Tensor) -> Moments:
     """The moments of one replica's rows, at least in float32."""
-    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    rows = rows.to(dtype)
     channels = rows.size(1)
     values = rows.numel() // channels
     if values == 0:

@@ -45,6 +45,7 @@ class Structure:
     values: tuple[int, ...]
 
 
+@dataclass(eq=False, slots=True)  # a step makes one object per share and micro-batch
 class Batch:
     """The inputs and targets of some rows, as a flat list of their atoms.
 
@@ -57,16 +58,10 @@ class Batch:
         first_row: the number of the first row, if several batches make a step.
     """
 
-    # A step makes one object per share and per micro-batch.
-    __slots__ = ("atoms", "first_row", "rows", "structure")
-
-    def __init__(
-        self, atoms: list[Any], structure: Structure, rows: int, first_row: int = 0
-    ) -> None:
-        self.atoms = atoms
-        self.structure = structure
-        self.rows = rows
-        self.first_row = first_row
+    atoms: list[Any]
+    structure: Structure
+    rows: int
+    first_row: int = 0
 
     @property
     def inputs(self) -> Any:

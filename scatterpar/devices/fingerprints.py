@@ -86,10 +86,8 @@ def _words(tensor: Tensor, max_words: int) -> Sequence[Tensor]:
         if words.storage_offset() % 4:
             words = words.clone()  # aligned, as a view of words has to be
         words = words.view(torch.int32)
-    if words.numel() > max_words:
-        pieces: tuple[Tensor, ...] = words.split(max_words)
-        return pieces
-    return (words,) if words.numel() else ()
+    pieces: tuple[Tensor, ...] = words.split(max_words)
+    return pieces if words.numel() else ()
 
 
 def _sums(parts: Sequence[Tensor], factors: Tensor) -> Tensor:

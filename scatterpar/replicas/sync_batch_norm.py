@@ -261,6 +261,7 @@ def _missing(replica: int, exchange: Exchange, number: int) -> str:
     return f"replica {replica} does not come to {names} in sub-step {number}"
 
 
+@dataclass(eq=False)
 class Seat:
     """The place of one replica in a pass: its meeting, number and present sub-step.
 
@@ -274,11 +275,10 @@ class Seat:
         number: of its present sub-step.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.meeting: Meeting | None = None
-        self.replica = 0
-        self.number = 0
+    device: torch.device
+    meeting: Meeting | None = None
+    replica: int = 0
+    number: int = 0
 
     def is_shared(self) -> bool:
         """Whether other replicas have the present sub-step, too."""

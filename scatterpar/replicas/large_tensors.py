@@ -23,7 +23,7 @@ import enum
 import torch
 from torch import Tensor
 
-from scatterpar.devices.coalescing import is_part
+from scatterpar.devices.coalescing import has_foreach, is_part
 from scatterpar.devices.streams import is_async
 from scatterpar.devices.transfers import as_bytes, write
 
@@ -34,12 +34,11 @@ _WORD_BYTES = 4
 
 def is_large(tensor: Tensor) -> bool:
     """Whether a sample of ``tensor`` can be taken, and costs less than all of it."""
-    if tensor.layout != torch.strided or tensor.nbytes < LARGE_BYTES:
+    # First: sparse tensors refuse the other questions, and the memory of lazily negated
+    # ones has other values than the tensor.
+    if not has_foreach(tensor) or tensor.nbytes < LARGE_BYTES:
         return False
-    # The memory of these has other values than the tensor.
-    is_lazy = tensor.is_conj() or tensor.is_neg()
-    is_whole = tensor.nbytes % _WORD_BYTES == 0 and not is_part(tensor)
-    return is_whole and not is_lazy and not tensor.is_quantized
+    return tensor.nbytes % _WORD_BYTES == 0 and not is_part(tensor)
 
 
 def sample(tensor: Tensor) -> Tensor:

@@ -252,14 +252,6 @@ class Batches:
         return f"Rows.from_batches({len(self.entries)} batches)"
 
 
-def has_marked_rows(value: Any) -> bool:
-    """Whether an atom of ``value`` is a marker with rows."""
-    for atom in nested.atoms(value):
-        if isinstance(atom, Marker) and atom.num_rows is not None:
-            return True
-    return False
-
-
 def unwrapped(atoms: Iterable[Any], *, copy: bool = False) -> list[Any]:
     """The atoms as a module or criterion sees them; with ``copy``, tensors are copied.
 

@@ -32,9 +32,9 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.batch import nested
-from scatterpar.batch.batch import Batch
+from scatterpar.batch.batch import Batch, batch_of
 from scatterpar.batch.joining import join_rows
-from scatterpar.batch.markers import Marker, has_marked_rows, unwrap_markers
+from scatterpar.batch.markers import Marker, unwrap_markers
 from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.memory import is_out_of_memory
 from scatterpar.devices.streams import synchronize
@@ -381,7 +381,8 @@ class WholeBatch:
     def _join_ranks(self, ranks: Ranks, seed: int) -> int:
         """Add the other processes' rows. Returns the seed that all processes use."""
         is_list = self._lists and any(isinstance(piece, list) for piece in self._pieces)
-        if is_list or has_marked_rows(self._targets):
+        targets = batch_of(None, self._targets, sum(self._rows), self._request.dim)
+        if is_list or targets.has_marked_rows:
             values = "outputs that are lists" if is_list else "targets with a marker"
             raise ValueError(
                 f"whole_batch=True with a process_group cannot join {values} of rows "

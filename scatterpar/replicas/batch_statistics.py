@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from scatterpar.devices.coalescing import iter_copies
 from scatterpar.devices.transfers import Transfers, to_numbers
-from scatterpar.replicas.buffers import BufferValue
+from scatterpar.replicas.buffers import BufferDict, BufferValue
 from scatterpar.torch_private import current_graph_task
 
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -208,7 +208,9 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def running_stats_after(layer: Any, moments: Moments) -> list[BufferValue]:
+def running_stats_after(
+    layer: Any, moments: Moments
+) -> list[tuple[BufferDict, str, Tensor]]:
     """The running statistics that torch would compute in one call with all rows."""
     values: dict[str, Tensor] = {}
     # Counted once per step, as torch would in one call.

@@ -111,9 +111,8 @@ class Snapshot:
         for container in self._containers:
             if isinstance(container, set):
                 continue
-            entries: Iterable[tuple[Any, Any]] = enumerate(container)
-            if isinstance(container, dict):
-                entries = container.items()
+            is_dict = isinstance(container, dict)
+            entries = container.items() if is_dict else enumerate(container)
             for key, value in list(entries):
                 if id(value) in substitutes:
                     container[key] = substitutes[id(value)]

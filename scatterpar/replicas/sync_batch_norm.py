@@ -400,8 +400,8 @@ class SynchronisedForward:
                 )
             if layer.track_running_stats:
                 recorded = moments_here if self._records_own else moments
-                for buffers, name, value in running_stats_after(layer, recorded):
-                    write(buffers[name], value)
+                for _, name, value in running_stats_after(layer, recorded):
+                    write(getattr(layer, name), value)
         normalise: Any = Normalise.apply
         return normalise(rows, layer.weight, layer.bias, layer.eps, moments, call)
 

@@ -217,7 +217,8 @@ def _outputs_of(
 ) -> list[Any]:
     """The replica's output for each part, from one state, in the replica's thread."""
     # Constant numbers: a draw would differ between rows and parts.
-    runs = Runs(attempt, request, task).under(is_as_in_step=True, draws_constants=True)
+    runs = Runs(attempt, request, task, is_as_in_step=True)
+    runs = runs.under(draws_constants=True)
 
     def outputs() -> list[Any]:
         isolated = task.isolated(attempt.generators)

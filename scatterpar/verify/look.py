@@ -33,6 +33,7 @@ from scatterpar.step.task import ReplicaTask
 from scatterpar.step.turns import Scope
 from scatterpar.threads.process_settings import FULL_FLOAT32
 from scatterpar.threads.workers import Overdue
+from scatterpar.verify.backward_calls import BackwardCalls
 from scatterpar.verify.comparison import Inconclusive, Result
 from scatterpar.verify.dropped_warnings import warnings_dropped
 from scatterpar.verify.look_losses import Evidence, name_of, weighted_parts
@@ -117,14 +118,18 @@ def look(
     Raises:
         Inconclusive: the look could not tell.
     """
-    runs = Runs(attempt, request, task, time.monotonic() + PATIENCE_SECONDS)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    all_runs = [Runs(attempt, request, task, deadline)]
+    # First without rounding, which hides differences: autocast is off, and half
+    # precision is computed in single precision.
+    if task.autocast or all_runs[0].user_code.has_half_precision:
+        all_runs.append(Runs(attempt, request, task, deadline, is_as_in_step=True))
     takes_turns = attempt.threads.scope in (Scope.LOSS, Scope.FUNCTION)
-    replica_look = ReplicaLook(runs, request, plan, task, choice, takes_turns)
+    replica_look = ReplicaLook(all_runs, request, plan, task, choice, takes_turns)
 
     def run() -> Findings:
-        with runs.user_code.isolated():
-            # In a copy: what calls set in context variables is gone with it.
-            return copy_context().run(replica_look.answer, most)
+        # In a copy: what calls set in context variables is gone with it.
+        return copy_context().run(replica_look.answer, most)
 
     device = task.share.device
     workers = attempt.threads.workers
@@ -137,7 +142,8 @@ def look(
                 [run], [()], [device], seconds=seconds
             )
     except Overdue:  # inside a call, which may wait for another replica
-        runs.user_code.end()
+        for runs in all_runs:
+            runs.user_code.end()
         why = "a call waits for something that does not come"
         raise Inconclusive(why, patience=1, is_final=True) from None
     first: Findings = findings[0]
@@ -160,7 +166,8 @@ class ReplicaLook:
     """Compares what one replica and the user's own module compute for some rows.
 
     Attributes:
-        runs: makes the runs; user code runs inside of its ``isolated`` alone.
+        all_runs: make the runs, under the conditions to try one after the other; user
+            code runs inside of their ``isolated`` alone.
         request: the call, with its largest batch.
         plan: how the step, or its loop, would divide the rows.
         task: the replica's task.
@@ -168,7 +175,7 @@ class ReplicaLook:
         takes_turns: whether replicas call functions of the user one at a time.
     """
 
-    runs: Runs
+    all_runs: Sequence[Runs]
     request: Request
     plan: Plan
     task: ReplicaTask
@@ -182,24 +189,19 @@ class ReplicaLook:
             Inconclusive: the look could not tell.
         """
         error: Exception | None = None
-        for trial in self._trials(self._affordable(most)):
-            if not self._is_due(trial, error):
-                continue
-            # First without rounding, which hides differences: autocast is off, and half
-            # precision is computed in single precision.
-            for is_as_in_step in (False, True):
-                if is_as_in_step and not self._has_other_precision():
-                    continue
-                runs = self.runs
-                if is_as_in_step:
-                    runs = runs.under(is_as_in_step=True)
-                try:
-                    return self._judge(trial.parts, runs)
-                except Inconclusive:
-                    raise
-                except Exception as failure:  # user code may need other rows, or memory
-                    # Without its frames, which hold rows, outputs, and this object.
-                    error = failure.with_traceback(None)
+        for runs in self.all_runs:
+            with runs.user_code.isolated():
+                for trial in self._trials(self._affordable(most, runs)):
+                    if not self._is_due(trial, error, runs):
+                        continue
+                    try:
+                        return self._judge(trial.parts, runs)
+                    except Inconclusive:
+                        raise
+                    # User code may need other rows, a dtype, or memory.
+                    except Exception as failure:
+                        # Without its frames, which hold rows, outputs, and this object.
+                        error = failure.with_traceback(None)
         assert error is not None
         if is_out_of_memory(error):
             raise Inconclusive("memory ran out", patience=2)
@@ -209,17 +211,17 @@ class ReplicaLook:
         why = f"{type(error).__name__}: {error}"
         raise Inconclusive(why, patience)
 
-    def _affordable(self, most: int) -> int:
+    def _affordable(self, most: int, runs: Runs) -> int:
         """Up to ``most`` rows, whose graph fits into the memory of a sub-step."""
         rows = range(max(self.plan.substep_rows))
         affordable = len(rows)
-        if self.runs.has_half_precision:  # single precision takes twice the memory
+        if runs.user_code.is_widened:  # single precision takes twice the memory
             affordable //= 2
         affordable = max(MIN_ROWS, affordable)
         if most <= affordable:
             return most
         # Micro-batches are small: because memory is short, or because the batch is.
-        is_small = bytes_per_row(self.runs, rows) * most <= MAX_BYTES
+        is_small = bytes_per_row(runs, rows) * most <= MAX_BYTES
         return most if is_small else affordable
 
     def _trials(self, most: int) -> list[RowTrial]:
@@ -249,30 +251,25 @@ class ReplicaLook:
         trials.append(RowTrial(of_step, saves_memory=False, is_whole_batch=True))
         return trials
 
-    def _is_due(self, trial: RowTrial, error: Exception | None) -> bool:
+    def _is_due(self, trial: RowTrial, error: Exception | None, runs: Runs) -> bool:
         """Whether a trial may succeed after one that ended with ``error``."""
         is_for_any = trial.saves_memory is None
         if error and not is_for_any and trial.saves_memory != is_out_of_memory(error):
             return False
-        return not trial.is_whole_batch or self._is_small_batch()
-
-    def _has_other_precision(self) -> bool:
-        """Whether the step computes in another precision than single or double."""
-        # Asked after a run, because a graph may show half precision first.
-        return bool(self.task.autocast) or self.runs.has_half_precision
+        return not trial.is_whole_batch or self._is_small_batch(runs)
 
     def _has_few_parts(self) -> bool:
         """Whether the step has several micro-batches, not too many, of one batch."""
         is_one_batch = self.plan.rows == self.request.rows
         return is_one_batch and 1 < len(self.plan.substep_rows) <= _MAX_PARTS_OF_STEP
 
-    def _is_small_batch(self) -> bool:
+    def _is_small_batch(self, runs: Runs) -> bool:
         """Whether the whole batch can be computed at once without much memory."""
         num_rows = self.request.rows
         # The cheap question first: the other one computes a sub-step.
         if num_rows > _MAX_ROWS_OF_BATCH:
             return False
-        size = bytes_per_row(self.runs, parts_of(self.plan)[0])
+        size = bytes_per_row(runs, parts_of(self.plan)[0])
         return size * num_rows < MAX_BYTES
 
     def _judge(self, chosen: Parts, runs: Runs) -> Findings:
@@ -308,14 +305,13 @@ class ReplicaLook:
             self._verdict(evidence, run),
             moved=evidence.moved,
             lost=runs.user_code.lost(),
-            scope=self._scope(run),
+            scope=self._scope(run, runs.backward_calls),
             difference=evidence.difference,
             parts=chosen,
         )
 
-    def _scope(self, run: RunResult) -> Scope:
+    def _scope(self, run: RunResult, calls: BackwardCalls) -> Scope:
         """The part of a sub-step that one replica at a time must run."""
-        calls = self.runs.backward_calls
         if run.shares_state and not self.request.whole_batch:
             return Scope.SUBSTEP if calls.calls_modules else Scope.FUNCTION
         if self.takes_turns and calls.disturbs:
@@ -341,17 +337,10 @@ class ReplicaLook:
         """
         run = runs.run([rows], runs.own_task)
         runs.user_code.restart()  # which sees whether numbers were drawn
-        # Only a run shows whether numbers are drawn, and in which dtypes it computes.
-        changes: dict[str, bool] = {}
-        conditions = runs.conditions
-        if runs.user_code.of_criterion.drawn and not conditions.draws_constants:
-            changes["draws_constants"] = True
-        may_widen = not (conditions.is_as_in_step or conditions.is_widened)
-        if may_widen and runs.has_half_precision:
-            changes["is_widened"] = True
-        if not changes:
+        # Only a run shows whether numbers are drawn.
+        if not runs.user_code.of_criterion.drawn:
             return runs, run
-        runs = runs.under(**changes)
+        runs = runs.under(draws_constants=True)
         return runs, runs.run([rows], runs.own_task)
 
     def _in_parts(

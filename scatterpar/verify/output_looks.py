@@ -112,23 +112,21 @@ class RowsOfOutputs(nn.Module):
         """``entries`` are the outputs of single rows."""
         super().__init__()
         self._dim = dim
-        self._atoms, self._build = nested.flatten(list(entries))
-        self._leaves = nn.ParameterList()
-        self._positions: list[int] = []
-        for position, atom in enumerate(self._atoms):
-            if isinstance(atom, Tensor):
-                has_gradient = atom.is_floating_point() or atom.is_complex()
-                self._leaves.append(nn.Parameter(atom, has_gradient))
-                self._positions.append(position)
-                self._atoms[position] = None  # a replica has leaves of its own
+        atoms, self._build = nested.flatten(list(entries))
+        # Values that are no tensors are entries of this list as they are.
+        self._leaves = nn.ParameterList(
+            _as_leaf(atom) if isinstance(atom, Tensor) else atom for atom in atoms
+        )
 
     def forward(self, rows: Sequence[int]) -> Any:
         """The outputs of these rows, joined."""
-        atoms = [*self._atoms]
-        for position, leaf in zip(self._positions, self._leaves, strict=True):
-            atoms[position] = leaf
-        entries = self._build(iter(atoms))
+        entries = self._build(iter(self._leaves))
         return join_rows([entries[row] for row in rows], self._dim, [1] * len(rows))
+
+
+def _as_leaf(tensor: Tensor) -> nn.Parameter:
+    has_gradient = tensor.is_floating_point() or tensor.is_complex()
+    return nn.Parameter(tensor, has_gradient)
 
 
 def _question(

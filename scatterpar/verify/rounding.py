@@ -131,26 +131,19 @@ class Rounding:
     dtypes in it.
 
     Attributes:
-        has_half_precision: whether a dtype of half precision was among them.
         has_functions: whether a graph has an ``autograd.Function`` of the user's, whose
             backward pass may do anything.
     """
 
-    def __init__(self, device: torch.device, is_widened: bool = False) -> None:
-        """If ``is_widened``, half precision is computed in single precision."""
+    def __init__(self, device: torch.device, least_tolerance: float = 0.0) -> None:
         self._formats: set[Format] = set()
-        self._is_widened = is_widened
-        # Kernels of the user's own may still round to half precision.
-        self._least_tolerance = FLOAT16.tolerance if is_widened else 0.0
-        self.has_half_precision = False
+        self._least_tolerance = least_tolerance
         self.has_functions = False
         self._inside_operators = formats_inside_operators(device)
 
     def add(self, dtype: torch.dtype) -> None:
         """Results are rounded to ``dtype``, too."""
-        is_half = dtype in HALF_PRECISION
-        self.has_half_precision |= is_half
-        self._formats.add(FLOAT32 if is_half and self._is_widened else format_of(dtype))
+        self._formats.add(format_of(dtype))
 
     def watch(self, loss: Tensor) -> None:
         """Record the formats of the graph of ``loss``, when its backward pass runs."""

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.batch import nested
+from scatterpar.batch.batch import Batch
 from scatterpar.batch.joining import join_rows
 from scatterpar.replicas.module_contents import root_to_replicate
 from scatterpar.state.reports import State, state_of
@@ -37,9 +38,9 @@ from scatterpar.verify.comparison import Inconclusive, Result, Total
 from scatterpar.verify.constant_numbers import ConstantNumbers, DrawsPerRow
 from scatterpar.verify.gradient_check import moved_to
 from scatterpar.verify.nudges import Nudge
-from scatterpar.verify.rounding import HALF_PRECISION, Rounding
+from scatterpar.verify.rounding import FLOAT16, Rounding
 from scatterpar.verify.rows import Part, Parts
-from scatterpar.verify.single_precision import OneDtype, SinglePrecision
+from scatterpar.verify.single_precision import CastsToSingle, widened
 from scatterpar.verify.user_code import UserCode
 
 
@@ -52,13 +53,11 @@ class Conditions:
             overflow, and whose reason is half precision, in which looks seldom compute.
         is_as_in_step: autocast is the step's, and half precision is not widened.
             Otherwise autocast is off, because rounding hides differences.
-        is_widened: half precision is computed in single precision.
         draws_constants: random operators give constant numbers.
     """
 
     scale: float = 1.0
     is_as_in_step: bool = False
-    is_widened: bool = False
     draws_constants: bool = False
 
 
@@ -110,6 +109,8 @@ class Runs:
         request: Request,
         task: ReplicaTask,
         deadline: float = math.inf,
+        *,
+        is_as_in_step: bool = False,
     ) -> None:
         """After ``deadline``, a time of ``time.monotonic``, runs are inconclusive."""
         replica_sets = attempt.replicas.replica_sets
@@ -127,9 +128,16 @@ class Runs:
             guarded.update(map(id, replica_set.tensors))
         for replica in task.replicas:
             guarded.update(map(id, replica.tensors))
-        self.user_code = UserCode(request, user_module, task, guarded, deadline)
-        self.conditions = Conditions()
-        self.rounding = Rounding(task.share.device)
+        self.user_code = UserCode(
+            request, user_module, task, guarded, deadline, is_as_in_step
+        )
+        self.conditions = Conditions(is_as_in_step=is_as_in_step)
+        # A kernel may round to half precision, also of numbers that are widened.
+        has_half_precision = self.user_code.has_half_precision
+        least = FLOAT16.tolerance if has_half_precision else 0.0
+        self.rounding = Rounding(task.share.device, least)
+        if has_half_precision and not self.user_code.is_widened:
+            self.rounding.add(torch.float16)  # no graph shows that a teacher rounds
         self.leaves = ComparedLeaves(attempt, task)
         modules_of_user: list[nn.Module] = []
         for replica_set in replica_sets:
@@ -145,24 +153,7 @@ class Runs:
         # Both share user code and leaves, of which there is one state.
         runs = copy.copy(self)
         runs.conditions = replace(self.conditions, **changes)
-        # Other formats are rounded to. The scale and random numbers change none.
-        if "is_widened" in changes or "is_as_in_step" in changes:
-            is_widened = runs.conditions.is_widened
-            runs.rounding = Rounding(self.replica_task.share.device, is_widened)
         return runs
-
-    @property
-    def has_half_precision(self) -> bool:
-        """Whether user code computes in half precision, as far as runs have shown.
-
-        A graph shows it, or tensors that have none: of a teacher, or of the batch.
-        """
-        if self.rounding.has_half_precision:
-            return True
-        tensors = [*self._inputs.tensors(), *self._targets.tensors()]
-        for root in self.user_code.own_modules():
-            tensors += [*root.parameters(), *root.buffers()]
-        return any(tensor.dtype in HALF_PRECISION for tensor in tensors)
 
     def at_once(self, rows: Part, task: ReplicaTask) -> Result:
         """The loss and gradients of rows in one part."""
@@ -193,7 +184,7 @@ class Runs:
         self.user_code.restart()
         run = RunResult()
         joins = self.request.whole_batch
-        with self.surroundings(task) as modes:
+        with self.surroundings(task) as numbers:
             outputs: list[Any] = []
             for number, rows in enumerate(parts):
                 if number and between is not None:
@@ -208,57 +199,52 @@ class Runs:
                     run.shares_state = not of_criterion.refers_to_same()
                 if not joins:
                     weight = weights[number] if weights else 1.0
-                    result = self._result(outputs.pop(), rows, task, modes, weight)
+                    result = self._result(outputs.pop(), rows, task, weight)
                     run.add(result, weights)
                     del result  # its gradients are freed before the next part's
                 run.states.append(state_of(task.replicas))
             if joins:
                 all_rows = list(chain(*parts))
                 joined = self._joined(outputs, parts)
-                run.add(self._result(joined, all_rows, task, modes), weights)
-        run.random_calls = modes.numbers.calls
+                run.add(self._result(joined, all_rows, task), weights)
+        run.random_calls = numbers.calls
         return run
 
     @contextlib.contextmanager
-    def surroundings(self, task: ReplicaTask) -> Iterator[Modes]:
+    def surroundings(self, task: ReplicaTask) -> Iterator[ConstantNumbers]:
         """In the body operators compute under the conditions of the runs."""
-        modes = Modes(ConstantNumbers(), None)
+        numbers = ConstantNumbers()
         with contextlib.ExitStack() as stack:
-            if self.conditions.is_widened:
-                modes.single = SinglePrecision()
-                stack.enter_context(OneDtype())
-                stack.enter_context(modes.single)
+            if self.user_code.is_widened:
+                stack.enter_context(CastsToSingle())
             if self.conditions.draws_constants:
-                stack.enter_context(modes.numbers)
+                stack.enter_context(numbers)
             if not self.conditions.is_as_in_step:
                 for device_type in task.autocast:
                     stack.enter_context(torch.autocast(device_type, enabled=False))
             try:
-                yield modes
+                yield numbers
             except DrawsPerRow:
                 raise Inconclusive("what is drawn depends on the rows", 2) from None
-            finally:
-                modes.single = None  # it holds gradients
 
     def inputs_of(self, rows: Part) -> Any:
         """The inputs of these rows, copied to the replica's device; not counted."""
-        device = self.replica_task.share.device
-        inputs, _ = moved_to(device, self._inputs.select(rows))
+        inputs, _ = self._moved(self._inputs, rows)
         return inputs
 
     def targets_of(self, rows: Part) -> Any:
         """The targets of these rows, copied to the replica's device; not counted."""
-        device = self.replica_task.share.device
-        _, targets = moved_to(device, self._targets.select(rows))
+        _, targets = self._moved(self._targets, rows)
         return targets
 
+    def _moved(self, batch: Batch, rows: Part) -> tuple[Any, Any]:
+        values = moved_to(self.replica_task.share.device, batch.select(rows))
+        if self.user_code.is_widened:
+            values = nested.map_tensors(widened, values)
+        return values
+
     def _result(
-        self,
-        output: Any,
-        rows: Part,
-        task: ReplicaTask,
-        modes: Modes,
-        weight: float = 1.0,
+        self, output: Any, rows: Part, task: ReplicaTask, weight: float = 1.0
     ) -> Result:
         """The loss of these rows, and its gradients times ``weight``; none if zero."""
         self.user_code.require_time()
@@ -274,8 +260,6 @@ class Runs:
             # for a gradient that it is given, torch imports sympy, in 0.3 s.
             scaled = loss * (self.conditions.scale * weight)
             gradients = self._gradients(scaled, task)
-        if modes.single is not None:
-            gradients = [*map(modes.single.unrounded, gradients)]
         value = float(loss.detach()) * weight if weight else 0.0
         return Result(value, self.leaves.sums(gradients))
 
@@ -330,24 +314,7 @@ class Runs:
     def _nudge_copies(self, nudge: Nudge) -> None:
         """Nudge the replica's parameters in new memory: others do not see it."""
         for leaf in self.leaves.copies():
-            values = leaf.data
-            # Half precision would round the nudge away.
-            if self.conditions.is_widened and values.dtype in HALF_PRECISION:
-                values = values.float()
-            leaf.data = nudge(values)
-
-
-@dataclass
-class Modes:
-    """What computes in the place of operators during a run.
-
-    Attributes:
-        numbers: counts random operators, and gives constants.
-        single: computes half precision in single precision; ``None`` if that is left.
-    """
-
-    numbers: ConstantNumbers
-    single: SinglePrecision | None
+            leaf.data = nudge(leaf.data)
 
 
 def pieces_of_parts(request: Request, parts: Parts) -> list[Any]:

@@ -34,6 +34,8 @@ from scatterpar.torch_private import uncompiled
 from scatterpar.verify.comparison import Inconclusive
 from scatterpar.verify.dropped_records import records_dropped
 from scatterpar.verify.gradient_check import uses_batch_statistics
+from scatterpar.verify.rounding import HALF_PRECISION
+from scatterpar.verify.single_precision import MAX_BYTES, SinglePrecision
 
 _UNSAVED = (
     "Use it outside of forward and the criterion, and pass its values. verify=False "
@@ -47,6 +49,8 @@ class UserCode:
     Attributes:
         journals: what user code may change, except in replicas; none before the first
             call.
+        has_half_precision: whether a module or the batch is in half precision.
+        is_widened: whether calls compute half precision in single precision.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class UserCode:
         task: ReplicaTask,
         guarded: Container[int],
         deadline: float,
+        is_as_in_step: bool,
     ) -> None:
         """``guarded`` has the ``id`` of parameters that no call may write.
 
@@ -69,6 +74,11 @@ class UserCode:
         # A refusal needs runs of its own: the second half of the time is for these.
         self._halfway = (time.monotonic() + deadline) / 2
         self._fixed_layers: list[nn.Module] = []
+        self._single_precision = SinglePrecision(self._layers())
+        size = self._single_precision.size
+        dtypes = {tensor.dtype for tensor in request.batches[0].tensors()}
+        self.has_half_precision = size > 0 or not dtypes.isdisjoint(HALF_PRECISION)
+        self.is_widened = not is_as_in_step and 0 < size <= MAX_BYTES
         # A stack, because a look may end in any of its stages, and in another thread.
         self._undo = contextlib.ExitStack()
         self.journals: list[Journal] = []
@@ -89,6 +99,9 @@ class UserCode:
             self._undo.callback(self._use_running_statistics, False)
             self._use_running_statistics(True)
             self._undo.callback(self.refresh)  # after the user's values are back
+            # Before state is saved, too, and put back after it.
+            self._undo.callback(self._narrow)
+            self._widen()
             self._save()
             unsaved = [name for journal in self.journals for name in journal.unsaved]
             if unsaved:
@@ -112,6 +125,14 @@ class UserCode:
             # Before it begins, so that an error in the middle is undone.
             self._undo.callback(journal.end)
             journal.begin()
+
+    def _widen(self) -> None:
+        if self.is_widened:
+            self._single_precision.widen()
+
+    def _narrow(self) -> None:
+        self.is_widened = False
+        self._single_precision.narrow()
 
     @property
     def of_criterion(self) -> Journal:
@@ -185,6 +206,7 @@ class UserCode:
             replica.refresh()
             if substitutes:
                 replica.state.exchange(substitutes)
+        self._widen()  # a refresh puts a replica's tensors back
         self._use_running_statistics(True)  # a refresh copies the user's switches
         torch.clear_autocast_cache()  # it may hold parameters without a graph
 

@@ -9,11 +9,12 @@ from harness.looks import calls, step
 from harness.models import CLASSES, FEATURES
 from harness.oracle import randint, randn, seeded
 from harness.pairwise import few_of
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scatterpar import DataParallelCriterion, ScatterOnceParallel
-from scatterpar.verify.single_precision import SinglePrecision
+from scatterpar.verify import user_code
+from scatterpar.verify.single_precision import CastsToSingle, SinglePrecision
 
 ROWS = 24
 HALF = torch.float16, torch.bfloat16
@@ -171,23 +172,78 @@ def test_single_look_takes_one_sub_step():
     assert max(calls().seen) == 4
 
 
-def test_views_shared_writes_keep_dtype():
-    numbers = torch.ones(4, dtype=torch.float16)
-    with SinglePrecision():
-        numbers[1:].add_(1)
-        numbers[0] = 5
-        assert (numbers + 0).dtype == torch.float32
-        assert numbers.half() is numbers
-    assert numbers.dtype == torch.float16
-    assert numbers.tolist() == [5, 2, 2, 2]
+class Halves(nn.Module):
+    """A weight, one that is not trained, statistics, and a table of integers."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((2, 3), 1 / 3, dtype=torch.bfloat16))
+        self.frozen = nn.Parameter(torch.ones(3).half(), requires_grad=False)
+        self.register_buffer("mean", torch.ones(3).half())
+        self.register_buffer("table", torch.arange(3))
 
 
-def test_gradient_known_before_rounding():
-    weight = torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True)
-    mode = SinglePrecision()
-    with mode:
-        loss = (torch.full((5, 3), 1 / 3) @ weight.mT).sum()
-        (gradient,) = torch.autograd.grad(loss, [weight])
-    assert gradient.dtype == torch.bfloat16
-    assert mode.unrounded(gradient).dtype == torch.float32
-    assert torch.allclose(mode.unrounded(gradient), torch.full((2, 3), 5 / 3))
+def test_narrowed_tensors_have_their_memory():
+    module = Halves()
+    tensors = [*module.parameters(), *module.buffers()]
+    saved = [tensor.data for tensor in tensors]
+    single = SinglePrecision(module.modules())
+    assert single.size == 2 * (6 + 3 + 3)
+    single.widen()
+    assert [tensor.dtype for tensor in tensors] == [torch.float32] * 3 + [torch.int64]
+    module.mean += 1
+    single.widen()  # as after a restart: what was widened stays
+    single.narrow()
+    assert all(map(Tensor.is_set_to, tensors, saved))
+    assert module.mean.tolist() == [1, 1, 1]
+
+
+def test_gradient_of_widened_leaf_not_rounded():
+    """Also that of a replica's leaf, whose gradients have a dtype of their own."""
+    module = Halves()
+    weight = module.weight
+    weight.grad_dtype = torch.bfloat16
+    single = SinglePrecision([module])
+    single.widen()
+    (gradient,) = torch.autograd.grad(
+        (torch.full((5, 2), 1 / 3) @ weight).sum(), [weight]
+    )
+    assert torch.allclose(gradient, torch.full((2, 3), 5 / 3), rtol=1e-6)
+    single.narrow()
+    assert weight.grad_dtype == weight.dtype == torch.bfloat16
+
+
+def test_weights_in_one_memory_share_a_copy():
+    """Those of a replica are in the memory of the user's; buffers are its own."""
+    module, replica = Halves(), Halves()
+    for tensor, copy in zip(module.parameters(), replica.parameters(), strict=True):
+        copy.data = tensor.data
+    SinglePrecision([module, replica]).widen()
+    pairs = zip(module.parameters(), replica.parameters(), strict=True)
+    assert all(copy.is_set_to(tensor) for tensor, copy in pairs)
+    assert not replica.mean.is_set_to(module.mean)
+
+
+def test_large_models_are_not_widened(monkeypatch):
+    monkeypatch.setattr(user_code, "MAX_BYTES", 2)
+    seen = []
+
+    def noted(output, labels):
+        seen.append(output.dtype)
+        return F.cross_entropy(output.float(), labels)
+
+    with seeded(0):
+        model = normalised().half()
+    with ScatterOnceParallel(model, 3, ["cpu"] * 2) as engine:
+        step(engine, noted, LABELS, INPUTS.half())
+    assert {*seen} == {torch.float16}
+
+
+def test_casts_give_single_precision():
+    numbers = torch.ones(3, dtype=torch.float64)
+    with CastsToSingle():
+        casts = [numbers.half(), numbers.bfloat16(), numbers.to(torch.float16)]
+        casts.append(torch.zeros(3, dtype=torch.bfloat16))
+        assert numbers.to(torch.int32).dtype == torch.int32
+    assert {tensor.dtype for tensor in casts} == {torch.float32}
+    assert numbers.half().dtype == torch.float16

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
 from itertools import chain
@@ -85,22 +85,6 @@ class Findings:
     scope: Scope = Scope.NOTHING
     difference: float = math.inf
     parts: Parts = ()
-
-
-@dataclass(frozen=True)
-class RowTrial:
-    """Rows that user code may compute, if it could not compute others.
-
-    Attributes:
-        parts: the rows of each part.
-        saves_memory: whether it is for the case that memory ran out, or for all others;
-            ``None`` for both.
-        is_whole_batch: whether these are all rows, so that the batch must be small.
-    """
-
-    parts: Parts
-    saves_memory: bool | None = None
-    is_whole_batch: bool = False
 
 
 def look(
@@ -191,11 +175,9 @@ class ReplicaLook:
         error: Exception | None = None
         for runs in self.all_runs:
             with runs.user_code.isolated():
-                for trial in self._trials(self._affordable(most, runs)):
-                    if not self._is_due(trial, error, runs):
-                        continue
+                for parts in self._trials(self._affordable(most, runs), runs):
                     try:
-                        return self._judge(trial.parts, runs)
+                        return self._judge(parts, runs)
                     except Inconclusive:
                         raise
                     # User code may need other rows, a dtype, or memory.
@@ -224,39 +206,31 @@ class ReplicaLook:
         is_small = bytes_per_row(runs, rows) * most <= MAX_BYTES
         return most if is_small else affordable
 
-    def _trials(self, most: int) -> list[RowTrial]:
-        """Parts of rows to try until user code computes some.
+    def _trials(self, most: int, runs: Runs) -> Iterator[Parts]:
+        """Yield parts of rows to try until user code computes some.
 
         ::
 
             the parts of the step  in the second look, if the batch is small
             the chosen rows
-            half of the rows, …    if memory runs out
             two equal parts        code may need pairs of rows
             the whole batch        code may need all rows, if they are few and small
+            half of the rows, …    memory may have run out
         """
         choice = self.choice
-        chosen = choice.parts(most)
-        rows = list(chain(*chosen))
         of_step = parts_of(self.plan)
-        trials: list[RowTrial] = []
-        if choice.is_as_in_step and self._has_few_parts():
-            trials.append(RowTrial(of_step, is_whole_batch=True))
-        trials.append(RowTrial(chosen))
-        fewer = rows
-        while len(fewer) > MIN_ROWS:
-            fewer = fewer[::2]  # rows are sorted by what distinguishes them
-            trials.append(RowTrial(choice.divided(fewer), saves_memory=True))
-        trials.append(RowTrial(in_two(rows), saves_memory=False))
-        trials.append(RowTrial(of_step, saves_memory=False, is_whole_batch=True))
-        return trials
-
-    def _is_due(self, trial: RowTrial, error: Exception | None, runs: Runs) -> bool:
-        """Whether a trial may succeed after one that ended with ``error``."""
-        is_for_any = trial.saves_memory is None
-        if error and not is_for_any and trial.saves_memory != is_out_of_memory(error):
-            return False
-        return not trial.is_whole_batch or self._is_small_batch(runs)
+        has_few_parts = choice.is_as_in_step and self._has_few_parts()
+        if has_few_parts and self._is_small_batch(runs):
+            yield of_step
+        chosen = choice.parts(most)
+        yield chosen
+        rows = list(chain(*chosen))
+        yield in_two(rows)
+        if self._is_small_batch(runs):
+            yield of_step
+        while len(rows) > MIN_ROWS:
+            rows = rows[::2]  # rows are sorted by what distinguishes them
+            yield choice.divided(rows)
 
     def _has_few_parts(self) -> bool:
         """Whether the step has several micro-batches, not too many, of one batch."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -243,11 +243,19 @@ class Journal:
         So are new lists, tuples and dicts with other numbers. New entries are not:
         they are those of a cache or a log, which later calls leave as they are.
         """
-        names = [
-            name
-            for name, saved, value in self._changed_entries()
-            if _has_other_numbers(saved, value)
-        ]
+        names = []
+        for position, container, saved in self._containers.changed():
+            number, _ = self.walk.containers[position]
+            is_attributes = self.walk.values[number] is not container
+            if not isinstance(saved, dict):
+                if _has_other_numbers(saved, container):
+                    names.append(self.walk.name_of(number))
+                continue
+            kind = PlaceKind.ATTRIBUTE if is_attributes else PlaceKind.ENTRY
+            for key, value in container.items():
+                is_told = is_attributes or key in saved
+                if is_told and _has_other_numbers(saved.get(key), value):
+                    names.append(self.walk.name_of_entry(number, kind, key))
         for place, referent in self._changed_variables():
             if _has_other_numbers(referent, place.read()):
                 names.append(self.walk.name_of_place(place))
@@ -258,24 +266,6 @@ class Journal:
         for place, referent in zip(self._variables, self._referents, strict=True):
             if place.read() is not referent:
                 yield place, referent
-
-    def _changed_entries(self) -> Iterator[tuple[str, Any, Any]]:
-        """Yield the names of entries and attributes that there still are, or are new
-        attributes, with the saved and the present values.
-        """
-        for position, container, saved in self._containers.changed():
-            number, _ = self.walk.containers[position]
-            is_value = self.walk.values[number] is container
-            if not isinstance(saved, dict):
-                yield self.walk.name_of(number), saved, container
-                continue
-            kind = PlaceKind.ENTRY if is_value else PlaceKind.ATTRIBUTE
-            for key, value in container.items():
-                # A new entry is one of a cache.
-                is_told = key in saved or not is_value
-                if is_told and saved.get(key) is not value:
-                    name = self.walk.name_of_entry(number, kind, key)
-                    yield name, saved.get(key), value
 
     def lost(self) -> list[tuple[int, ...]]:
         """The shapes of large tensors that were written, whose values are not saved."""
@@ -345,15 +335,15 @@ class Journal:
 
 def _has_other_numbers(saved: Any, value: Any) -> bool:
     """Whether ``value`` is a number, or a container of numbers, unlike ``saved``."""
-    if type(value) in (int, float):
-        return bool(value != saved)
-    pairs: list[tuple[Any, Any]] = []
+    if saved is value:
+        return False
     if isinstance(value, dict) and isinstance(saved, dict):
-        names = saved.keys() & value.keys()
-        pairs = [(saved[name], value[name]) for name in names]
+        keys: Iterable[Any] = saved.keys() & value.keys()
     elif isinstance(value, (list, tuple)) and isinstance(saved, (list, tuple)):
-        pairs = [*zip(saved, value, strict=False)]  # what is appended is a log
-    return any(_has_other_numbers(before, entry) for before, entry in pairs)
+        keys = range(min(len(saved), len(value)))  # what is appended is a log
+    else:
+        return type(value) in (int, float) and bool(value != saved)
+    return any(_has_other_numbers(saved[key], value[key]) for key in keys)
 
 
 def _restore(values: Sequence[SavedValue | Substituted]) -> bool:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from scatterpar.verify.comparison import (
 from scatterpar.verify.measurements import losses_of_parts, outputs_of
 from scatterpar.verify.nudges import NUM_NUDGES, Nudge, rounding_limit
 from scatterpar.verify.output_differences import compare_outputs
-from scatterpar.verify.rows import Part, Parts, unbound
+from scatterpar.verify.rows import Part, Parts, positions_of, unbound
 from scatterpar.verify.runs import Runs, pieces_of_parts
 
 # With whole_batch=True, too, a number is computed from the rows of a micro-batch.
@@ -113,12 +113,8 @@ class Evidence(SplitEvidence):
 
     def terms_of(self, count: Count) -> list[float]:
         """The number of terms in each part."""
-        terms = []
-        start = 0
-        for part in self.parts:
-            terms.append(count.of(range(start, start + len(part))))
-            start += len(part)
-        return terms
+        # Rows are counted in the order of the parts.
+        return [count.of(positions) for positions in positions_of(self.parts)]
 
     def other_remedies(self, remedy: str) -> list[str]:
         """Sentences with what else could be passed, beside ``remedy``, and was not."""
@@ -451,13 +447,9 @@ def weighted_parts(request: Request, parts: Parts) -> tuple[Parts, Sequence[floa
 
 def _terms_of(request: Request, parts: Parts) -> list[float]:
     """The number of terms that the loss of each part averages over."""
-    ends = [0]
-    for part in parts:
-        ends.append(ends[-1] + len(part))
+    slices = [(rows.start, rows.stop) for rows in positions_of(parts)]
     # Terms are counted in the pieces, since these rows are no slices of the batch.
     without_batch = replace(
         request, batches=[batch_of(None, None, request.rows, request.dim)]
     )
-    return term_counts(
-        without_batch, list(pairwise(ends)), pieces_of_parts(request, parts)
-    )
+    return term_counts(without_batch, slices, pieces_of_parts(request, parts))

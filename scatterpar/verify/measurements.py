@@ -127,8 +127,5 @@ def _gradients_of(loss: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The gradients of a loss; zeros for tensors that it does not depend on."""
     if not (loss.requires_grad and tensors):
         return [torch.zeros_like(tensor) for tensor in tensors]
-    gradients = torch.autograd.grad(loss, tensors, allow_unused=True)
-    return [
-        torch.zeros_like(tensor) if gradient is None else gradient.to_dense()
-        for tensor, gradient in zip(tensors, gradients, strict=True)
-    ]
+    gradients = torch.autograd.grad(loss, tensors, materialize_grads=True)
+    return [gradient.to_dense() for gradient in gradients]

@@ -10,7 +10,7 @@ from torch import Tensor
 from scatterpar.batch import nested
 from scatterpar.devices.fingerprints import same_bits
 from scatterpar.verify.comparison import difference_of_outputs
-from scatterpar.verify.rows import Parts
+from scatterpar.verify.rows import Parts, positions_of
 
 # Relative difference of entries that are in another order. The number of rows changes
 # rounding, also of entries in the same order.
@@ -55,10 +55,8 @@ def compare_outputs(
 def cut_by_parts(output: Any, parts: Parts, dim: int) -> Iterator[Any]:
     """Yield the output for each of ``parts``, cut from that for all of their rows."""
     num_rows = sum(map(len, parts))
-    start = 0
-    for part in parts:
-        yield cut_rows(output, start, len(part), num_rows, dim)
-        start += len(part)
+    for positions in positions_of(parts):
+        yield cut_rows(output, positions.start, len(positions), num_rows, dim)
 
 
 def cut_rows(output: Any, start: int, size: int, num_rows: int, dim: int) -> Any:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import accumulate, pairwise, zip_longest
 from typing import Any
 
 import torch
@@ -115,6 +115,12 @@ def parts_of(plan: Plan) -> Parts:
     for share in plan.shares:
         parts += [range(start, stop) for start, stop in share.micro_batches]
     return parts
+
+
+def positions_of(parts: Parts) -> list[range]:
+    """The positions of the rows of each part among those of all parts."""
+    ends = [0, *accumulate(map(len, parts))]
+    return [range(start, end) for start, end in pairwise(ends)]
 
 
 def _divided(rows: Sequence[int]) -> Parts:

@@ -40,11 +40,12 @@ from scatterpar.state.savers import (
     VALUES,
     CannotSaveError,
     Saver,
-    Substitution,
+    Silent,
+    copy_of_iterator,
     has_own_values,
     moves_by_calls,
     saver_of,
-    substitution_for,
+    substitute_for,
 )
 from scatterpar.state.walk import Place, PlaceKind, Walk
 from scatterpar.threads.generators import default_of
@@ -86,30 +87,26 @@ class Substituted:
         present: what is in its places.
     """
 
-    def __init__(self, value: Any, row: Substitution, places: Sequence[Place]) -> None:
+    def __init__(self, value: Any, substitute: Any, places: Sequence[Place]) -> None:
         # A substitute in some of the places would move apart from the original.
         if not places or not all(place.is_writable for place in places):
             raise CannotSaveError
         self.original = value
         self.present = value
         self._places = places
-        self._row = row
-        self._saved = row.save(value)
+        self._saved = substitute
 
     def is_same(self) -> bool:
         """Whether the value in the places does what the original one would do."""
         # Nobody can ask an iterator for its position, so each restore makes a copy.
-        return not self._row.moves
+        return type(self._saved) is Silent
 
     def restore(self) -> None:
         """Put a substitute into the places."""
-        self._put(self._row.make(self._saved))
+        self.put(self._saved if self.is_same() else copy_of_iterator(self._saved))
 
-    def put_original(self) -> None:
-        """Put the user's value into the places."""
-        self._put(self.original)
-
-    def _put(self, value: Any) -> None:
+    def put(self, value: Any) -> None:
+        """Put a value into the places."""
         self.present = value
         for place in self._places:
             place.write(value)
@@ -183,10 +180,10 @@ class Journal:
     def _save(self, number: int, value: Any) -> None:
         saver = saver_of(type(value))
         try:
-            row = substitution_for(value)
-            if row is not None:
+            substitute = substitute_for(value)
+            if substitute is not None:
                 places = [place for place in self.walk.places if place.value is value]
-                self._substituted.append(Substituted(value, row, places))
+                self._substituted.append(Substituted(value, substitute, places))
             elif saver is not None and saver.size(value) <= _MAX_BYTES:
                 saved = SavedValue.of(value, saver)
                 (self._generators if saver.draws else self._values).append(saved)
@@ -317,7 +314,7 @@ class Journal:
         """Restore everything, and put the user's values into their places."""
         self.restore()
         for value in self._substituted:
-            value.put_original()
+            value.put(value.original)
         if self._substituted:
             self._save_references()
 

@@ -1,8 +1,8 @@
 """How values that are written in place are saved, compared and restored.
 
 ``SAVERS`` is the table, by class; ``STORAGE`` and ``VALUES`` are its rows for tensors.
-``SUBSTITUTIONS`` is the table of values that cannot be set back: others take their
-places, such as a copy of an iterator, and for a file an object that does nothing.
+Values that cannot be set back have no row: ``substitute_for`` makes others that take
+their places, such as a copy of an iterator, and for a file an object that does nothing.
 """
 
 from __future__ import annotations
@@ -265,28 +265,6 @@ def saver_of(kind: type) -> Saver | None:
     return next((saver for saver in SAVERS if saver.fits(kind)), None)
 
 
-class Substitution:
-    """A row of the table of values that cannot be set back.
-
-    Attributes:
-        moves: whether calls move a substitute, so that the next ones need another.
-    """
-
-    moves = False
-
-    def fits(self, value: Any) -> bool:
-        """Whether this row is for a value."""
-        raise NotImplementedError
-
-    def save(self, value: Any) -> Any:
-        """What is saved of a value. Raises ``CannotSaveError``."""
-        raise NotImplementedError
-
-    def make(self, saved: Any) -> Any:
-        """A value to use in the place of the one of which this was saved."""
-        raise NotImplementedError
-
-
 class Silent:
     """A file, writer or logger, or an object of one, in a look: its methods do nothing.
 
@@ -312,46 +290,28 @@ class Silent:
         return Silent(value)
 
 
-class _Writer(Substitution):
-    """A file that is only written, or a writer: what it is given is dropped."""
+def substitute_for(value: Any) -> Any:
+    """What calls get in the place of a value that cannot be set back.
 
-    def fits(self, value: Any) -> bool:
-        if is_writer(type(value)):
-            return True
-        if not isinstance(value, io.IOBase) or value.closed or _is_of_terminal(value):
-            return False
-        return value.writable() and not value.readable()
+    For a writer, or a file that is only written: an object that does nothing. For an
+    iterator: a copy at the same position. ``None``: calls get the value itself.
 
-    def save(self, value: Any) -> Any:
-        return value
-
-    def make(self, saved: Any) -> Any:
-        return Silent(saved)
-
-
-class _MovedByCalls(Substitution):
-    """An iterator, whose copy is at the same position. Sockets have no copies."""
-
-    moves = True
-
-    def fits(self, value: Any) -> bool:
-        is_file = isinstance(value, io.IOBase)  # it gives its lines, as an iterator
-        return not is_file and moves_by_calls(type(value)) and not _is_of_user(value)
-
-    def save(self, value: Any) -> Any:
+    Raises:
+        CannotSaveError: calls move it, and it has no copy, such as a socket.
+    """
+    if isinstance(value, io.IOBase):  # it gives its lines, as an iterator
+        return Silent(value) if _is_only_written(value) else None
+    if is_writer(type(value)):
+        return Silent(value)
+    if moves_by_calls(type(value)) and not _is_of_user(value):
         return copy_of_iterator(value)
-
-    def make(self, saved: Any) -> Any:
-        return copy_of_iterator(saved)
+    return None
 
 
-# Writers before iterators, which are among what calls move, too.
-SUBSTITUTIONS = _Writer(), _MovedByCalls()
-
-
-def substitution_for(value: Any) -> Substitution | None:
-    """The row for a value that cannot be set back; ``None`` if there is none."""
-    return next((row for row in SUBSTITUTIONS if row.fits(value)), None)
+def _is_only_written(file: io.IOBase) -> bool:
+    if file.closed or _is_of_terminal(file):
+        return False
+    return file.writable() and not file.readable()
 
 
 def moves_by_calls(kind: type) -> bool:

@@ -19,6 +19,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from scatterpar.state.whose import is_library
+from scatterpar.torch_private import ForAllThreads
 
 _is_look = ContextVar("is_look", default=False)
 
@@ -48,7 +49,7 @@ def records_dropped() -> Iterator[None]:
     # A context variable: a look of one thread is none of another's.
     token = _is_look.set(True)
     try:
-        with _OPENERS.exchanged():
+        with _openers_exchanged:
             yield
     finally:
         _is_look.reset(token)
@@ -56,36 +57,17 @@ def records_dropped() -> Iterator[None]:
             handler.removeFilter(is_of_another_thread)
 
 
-class _Openers:
-    """The functions that open files, exchanged as long as a thread is in a look.
-
-    Looks of two threads may overlap, and the last one that ends puts them back.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_looks = 0
-        self._originals = builtins.open, io.open
-
-    @contextlib.contextmanager
-    def exchanged(self) -> Iterator[None]:
-        """In the body a file that user code of this thread opens gets nothing."""
-        with self._lock:
-            self._num_looks += 1
-            if self._num_looks == 1:
-                self._originals = builtins.open, io.open
-                # ``pathlib`` calls the one of ``io``.
-                builtins.open = io.open = _opening_nothing(builtins.open)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._num_looks -= 1
-                if self._num_looks == 0:
-                    builtins.open, io.open = self._originals
-
-
-_OPENERS = _Openers()
+@ForAllThreads
+@contextlib.contextmanager
+def _openers_exchanged() -> Iterator[None]:
+    """In the body a file that user code of a look opens gets nothing."""
+    openers = builtins.open, io.open
+    # ``pathlib`` calls the one of ``io``.
+    builtins.open = io.open = _opening_nothing(builtins.open)
+    try:
+        yield
+    finally:
+        builtins.open, io.open = openers
 
 
 def _opening_nothing(opener: Callable[..., Any]) -> Callable[..., Any]:

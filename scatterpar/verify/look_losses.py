@@ -47,10 +47,10 @@ _NOTHING_BUT_ROUNDING = 0.4
 
 
 @dataclass(eq=False)
-class Evidence(SplitEvidence):
+class LookResults(SplitEvidence):
     """The losses of some rows, at once and in parts, and how the engine combines them.
 
-    Further runs are made when a cause asks for them.
+    Further runs are made when they are asked for.
 
     Attributes:
         request: the call, with the batch.
@@ -66,9 +66,6 @@ class Evidence(SplitEvidence):
         moved: the names of state that each part has moved.
     """
 
-    weight_error = 1e-9  # the weights of a count are computed, not measured
-    passed_over = ()  # a look that fails is inconclusive
-
     request: Request
     parts: Parts
     step_weights: Sequence[float]
@@ -81,19 +78,178 @@ class Evidence(SplitEvidence):
     moved: Sequence[str]
 
     @property
-    def name(self) -> str:
-        """The criterion, as texts name it."""
-        return name_of(self.request)
-
-    @property
     def num_rows(self) -> int:
         """The number of rows of all parts."""
         return sum(map(len, self.parts))
+
+    @property
+    def rows(self) -> Part:
+        """All rows in the order of the parts, so that outputs can be cut into these."""
+        return list(chain(*self.parts))
+
+    @property
+    def module_name(self) -> str:
+        """The class of the module that is trained."""
+        return type(self.runs.replica_task.module).__name__
 
     @cached_property
     def difference(self) -> float:
         """The relative difference between the results in parts and at once."""
         return self.actual.difference_from(self.expected)
+
+    @cached_property
+    def limit(self) -> float:
+        """The largest difference that rounding explains. It may cost runs.
+
+        Raises:
+            Inconclusive: the gradient is nothing but rounding.
+        """
+        # The cheap bound first: each nudge costs a run. NaN is no rounding.
+        if self.difference <= self.tolerance or self.difference == math.inf:
+            return self.tolerance
+        return max(self.tolerance, self.difference_by_rounding())
+
+    def difference_by_rounding(self) -> float:
+        """The difference that rounding makes in the replica's result for all rows.
+
+        It is the whole difference of the look if a nudge turns what was expected into
+        the result in parts: a ReLU at zero was open in one of them.
+
+        Raises:
+            Inconclusive: rounding changes the gradient so much that it is nothing else,
+                as for a student that starts as its teacher, or a constant loss.
+        """
+        of_replica = self.of_replica.difference_from(self.expected)
+        is_replica_right = of_replica <= self.tolerance
+        eps = self.runs.rounding.coarsest_eps
+        task = self.runs.replica_task
+        effects: list[float] = []
+        by_rounding = 0.0
+        for number in range(NUM_NUDGES):
+            run = self.runs.run([self.rows], task, nudge=Nudge(number, eps))
+            (nudged,) = run.results
+            turns_into_actual = nudged.difference_from(self.actual) <= self.tolerance
+            if is_replica_right and turns_into_actual:
+                return self.difference
+            # From the replica's own result: the user's may be rounded otherwise.
+            effects.append(nudged.difference_from(self.of_replica))
+            by_rounding = rounding_limit(effects, self.difference)
+            if self.difference <= by_rounding or self.runs.user_code.is_late():
+                break
+        if self.difference <= by_rounding and by_rounding > _NOTHING_BUT_ROUNDING:
+            raise Inconclusive("its gradient is nothing but rounding")
+        return by_rounding
+
+    @cached_property
+    def of_replica(self) -> Result:
+        """The replica's result for all rows at once."""
+        return self.runs.at_once(self.rows, self.runs.replica_task)
+
+    @cached_property
+    def results_of_parts(self) -> Sequence[Result]:
+        """The result of each part from the same state, without weights."""
+        task = self.runs.replica_task
+        restart = self.runs.user_code.restart
+        return self.runs.run(self.parts, task, between=restart).results
+
+    def in_parts(self, between: Callable[[], None]) -> Result:
+        """The combined result of the parts; ``between`` is called before each."""
+        run = self.runs.run(
+            self.parts, self.runs.replica_task, self.step_weights, between=between
+        )
+        return run.total.result
+
+    @cached_property
+    def injected_difference(self) -> float:
+        """The relative difference of gradients that no loss has; 0 if there are none.
+
+        They are those of a loss times zero, in parts and at once. A Function that adds
+        the gradient of a balance loss in its backward pass gives such a gradient.
+        """
+        runs = self.runs.under(scale=0.0)
+        restart = runs.user_code.restart
+        task = runs.replica_task
+        in_parts = runs.run(self.parts, task, self.step_weights, between=restart)
+        # NaN is no answer: a zero may have met an infinity.
+        of_parts = in_parts.total.result
+        if not (of_parts.has_gradient and of_parts.is_finite):
+            return 0.0
+        at_once = runs.at_once(self.rows, task)
+        difference, _ = relative_difference(of_parts.gradients, at_once.gradients)
+        return difference
+
+    @cached_property
+    def outputs(self) -> Sequence[Any]:
+        """The replica's output for all rows, then those for each part."""
+        return outputs_of(self.runs, [self.rows, *self.parts])
+
+    @cached_property
+    def difference_of_outputs(self) -> float:
+        """How far entries of the outputs depend on the other rows, relatively."""
+        whole, *pieces = self.outputs
+        of_rows, _ = compare_outputs(whole, pieces, self.parts, self.request.dim)
+        return of_rows
+
+    @property
+    def shapes(self) -> Sequence[tuple[int, ...]]:
+        """The shapes of output and targets that are tensors."""
+        compared = self.outputs[0], self.runs.targets_of(self.rows)
+        return [tuple(value.shape) for value in compared if isinstance(value, Tensor)]
+
+    @cached_property
+    def loss_of_output(self) -> Result | None:
+        """The criterion's loss of the output for all rows, and its gradients by that.
+
+        ``None`` if the criterion asks for gradients by inputs or parameters: it cannot
+        be called with outputs that have no graph, as ``whole_batch`` does.
+        """
+        try:
+            (result,) = losses_of_parts(self.runs, self.outputs[0], [self.rows])
+        except RuntimeError:
+            return None
+        return result
+
+    @property
+    def uses_number(self) -> bool:
+        """Whether the loss depends on a 0-dim output, such as a balance loss."""
+        if self.request.criterion is None or self.loss_of_output is None:
+            return False
+        # The gradients are those of these tensors, in this order.
+        tensors = nested.tensors(self.outputs[0])
+        differentiable = [tensor for tensor in tensors if tensor.requires_grad]
+        pairs = zip(differentiable, self.loss_of_output.gradients, strict=True)
+        return any(not tensor.ndim and bool(gradient) for tensor, gradient in pairs)
+
+    @cached_property
+    def losses_combine(self) -> bool:
+        """Whether the losses of parts of one output combine to that of all its rows."""
+        if self.request.criterion is None or self.request.whole_batch:
+            return False
+        if self.loss_of_output is None:
+            return False
+        of_parts = losses_of_parts(self.runs, self.outputs[0], self.parts)
+        combined = weighted_sum(of_parts, self.step_weights)
+        return combined.difference_from(self.loss_of_output) <= self.tolerance
+
+    def combines_in_evaluation(self) -> bool:
+        """Whether the parts give the result of all rows in evaluation mode."""
+        with self.runs.user_code.in_evaluation():
+            expected = self.runs.at_once(self.rows, self.runs.own_task)
+            actual = self.in_parts(self.runs.user_code.restart)
+        return actual.difference_from(expected) <= self.limit
+
+
+@dataclass(eq=False)
+class Evidence(LookResults):
+    """The answers to the causes, and what could be passed. Most cost a run or two."""
+
+    weight_error = 1e-9  # the weights of a count are computed, not measured
+    passed_over = ()  # a look that fails is inconclusive
+
+    @property
+    def name(self) -> str:
+        """The criterion, as texts name it."""
+        return name_of(self.request)
 
     @cached_property
     def counts(self) -> list[Count]:
@@ -178,107 +334,6 @@ class Evidence(SplitEvidence):
                 yield [number / total for number in terms]
 
     @property
-    def rows(self) -> Part:
-        """All rows in the order of the parts, so that outputs can be cut into these."""
-        return list(chain(*self.parts))
-
-    @cached_property
-    def limit(self) -> float:
-        """The largest difference that rounding explains. It may cost runs.
-
-        Raises:
-            Inconclusive: the gradient is nothing but rounding.
-        """
-        # The cheap bound first: each nudge costs a run. NaN is no rounding.
-        if self.difference <= self.tolerance or self.difference == math.inf:
-            return self.tolerance
-        return max(self.tolerance, self.difference_by_rounding())
-
-    @property
-    def module_name(self) -> str:
-        """The class of the module that is trained."""
-        return type(self.runs.replica_task.module).__name__
-
-    @cached_property
-    def of_replica(self) -> Result:
-        """The replica's result for all rows at once."""
-        return self.runs.at_once(self.rows, self.runs.replica_task)
-
-    @cached_property
-    def results_of_parts(self) -> Sequence[Result]:
-        """The result of each part from the same state, without weights."""
-        task = self.runs.replica_task
-        restart = self.runs.user_code.restart
-        return self.runs.run(self.parts, task, between=restart).results
-
-    def _in_parts(self, between: Callable[[], None]) -> Result:
-        run = self.runs.run(
-            self.parts, self.runs.replica_task, self.step_weights, between=between
-        )
-        return run.total.result
-
-    @cached_property
-    def injected_difference(self) -> float:
-        """The relative difference of gradients that no loss has; 0 if there are none.
-
-        They are those of a loss times zero, in parts and at once. A Function that adds
-        the gradient of a balance loss in its backward pass gives such a gradient.
-        """
-        runs = self.runs.under(scale=0.0)
-        restart = runs.user_code.restart
-        task = runs.replica_task
-        in_parts = runs.run(self.parts, task, self.step_weights, between=restart)
-        # NaN is no answer: a zero may have met an infinity.
-        of_parts = in_parts.total.result
-        if not (of_parts.has_gradient and of_parts.is_finite):
-            return 0.0
-        at_once = runs.at_once(self.rows, task)
-        difference, _ = relative_difference(of_parts.gradients, at_once.gradients)
-        return difference
-
-    @cached_property
-    def outputs(self) -> Sequence[Any]:
-        """The replica's output for all rows, then those for each part."""
-        return outputs_of(self.runs, [self.rows, *self.parts])
-
-    @cached_property
-    def difference_of_outputs(self) -> float:
-        """How far entries of the outputs depend on the other rows, relatively."""
-        whole, *pieces = self.outputs
-        of_rows, _ = compare_outputs(whole, pieces, self.parts, self.request.dim)
-        return of_rows
-
-    @property
-    def shapes(self) -> Sequence[tuple[int, ...]]:
-        """The shapes of output and targets that are tensors."""
-        compared = self.outputs[0], self.runs.targets_of(self.rows)
-        return [tuple(value.shape) for value in compared if isinstance(value, Tensor)]
-
-    @cached_property
-    def loss_of_output(self) -> Result | None:
-        """The criterion's loss of the output for all rows, and its gradients by that.
-
-        ``None`` if the criterion asks for gradients by inputs or parameters: it cannot
-        be called with outputs that have no graph, as ``whole_batch`` does.
-        """
-        try:
-            (result,) = losses_of_parts(self.runs, self.outputs[0], [self.rows])
-        except RuntimeError:
-            return None
-        return result
-
-    @property
-    def uses_number(self) -> bool:
-        """Whether the loss depends on a 0-dim output, such as a balance loss."""
-        if self.request.criterion is None or self.loss_of_output is None:
-            return False
-        # The gradients are those of these tensors, in this order.
-        tensors = nested.tensors(self.outputs[0])
-        differentiable = [tensor for tensor in tensors if tensor.requires_grad]
-        pairs = zip(differentiable, self.loss_of_output.gradients, strict=True)
-        return any(not tensor.ndim and bool(gradient) for tensor, gradient in pairs)
-
-    @property
     def compares_rows(self) -> str:
         """What to do with a loss that compares rows."""
         if self.request.criterion is None:  # whole_batch=True needs one
@@ -291,19 +346,6 @@ class Evidence(SplitEvidence):
         if self.uses_number:  # which whole_batch=True alone would refuse
             return f"{NUMBER_REMEDY}, and pass whole_batch=True"
         return "pass whole_batch=True"
-
-    @cached_property
-    def losses_combine(self) -> bool:
-        """Whether the losses of parts of one output combine to that of all its rows."""
-        if self.request.criterion is None or self.request.whole_batch:
-            return False
-        if self.loss_of_output is None:
-            return False
-        of_parts = losses_of_parts(self.runs, self.outputs[0], self.parts)
-        combined = weighted_sum(of_parts, self.step_weights)
-        return combined.difference_from(self.loss_of_output) <= self.tolerance
-
-    # --- the answers to the causes ---
 
     def questions(self) -> Mapping[CauseKind, Question]:
         """The causes that a yes shows. Most answers cost a run or two."""
@@ -352,7 +394,7 @@ class Evidence(SplitEvidence):
         """
         if not self.draws_steadily:
             raise Inconclusive("what is drawn depends on the rows", 2)
-        with_same_numbers = self._in_parts(self.runs.user_code.restore_generators)
+        with_same_numbers = self.in_parts(self.runs.user_code.restore_generators)
         return with_same_numbers.difference_from(self.expected) <= self.limit
 
     def depends_on_earlier_parts(self) -> bool:
@@ -377,44 +419,6 @@ class Evidence(SplitEvidence):
     def uses_outputs_of_a_part(self) -> bool:
         """With ``whole_batch`` the criterion reads more than outputs of all rows."""
         return self.request.whole_batch
-
-    def combines_in_evaluation(self) -> bool:
-        """Whether the parts give the result of all rows in evaluation mode."""
-        with self.runs.user_code.in_evaluation():
-            expected = self.runs.at_once(self.rows, self.runs.own_task)
-            actual = self._in_parts(self.runs.user_code.restart)
-        return actual.difference_from(expected) <= self.limit
-
-    def difference_by_rounding(self) -> float:
-        """The difference that rounding makes in the replica's result for all rows.
-
-        It is the whole difference of the look if a nudge turns what was expected into
-        the result in parts: a ReLU at zero was open in one of them.
-
-        Raises:
-            Inconclusive: rounding changes the gradient so much that it is nothing else,
-                as for a student that starts as its teacher, or a constant loss.
-        """
-        of_replica = self.of_replica.difference_from(self.expected)
-        is_replica_right = of_replica <= self.tolerance
-        eps = self.runs.rounding.coarsest_eps
-        task = self.runs.replica_task
-        effects: list[float] = []
-        by_rounding = 0.0
-        for number in range(NUM_NUDGES):
-            run = self.runs.run([self.rows], task, nudge=Nudge(number, eps))
-            (nudged,) = run.results
-            turns_into_actual = nudged.difference_from(self.actual) <= self.tolerance
-            if is_replica_right and turns_into_actual:
-                return self.difference
-            # From the replica's own result: the user's may be rounded otherwise.
-            effects.append(nudged.difference_from(self.of_replica))
-            by_rounding = rounding_limit(effects, self.difference)
-            if self.difference <= by_rounding or self.runs.user_code.is_late():
-                break
-        if self.difference <= by_rounding and by_rounding > _NOTHING_BUT_ROUNDING:
-            raise Inconclusive("its gradient is nothing but rounding")
-        return by_rounding
 
 
 def name_of(request: Request) -> str:

@@ -188,19 +188,13 @@ def _features(tensor: Tensor, ignored: Iterable[int]) -> Iterator[Tensor]:
     first.
     """
     entries = tensor.reshape(len(tensor), -1)
-    before: list[Tensor] = []
-    after: list[Tensor] = []
     if may_be_labels(tensor):
-        before.append((entries < 0) | (entries == 255))
-        before += [entries == label for label in ignored]
-        after = [
-            entries == entries[:, -1:],
-            entries == entries[:, :1],
-        ]  # padding at either end
-    elif tensor.is_floating_point():
-        before.append(entries.isnan())
-        after.append(entries < 0)
-    for numbers in (*before, entries, *after, entries == 0):
+        features = [entries < 0, *(entries == label for label in ignored), entries]
+        # Padding at either end.
+        features += [entries == entries[:, -1:], entries == entries[:, :1]]
+    else:
+        features = [entries.isnan(), entries, entries < 0]
+    for numbers in (*features, entries == 0):
         yield to_device(numbers, HOST).double().nan_to_num().mean(1)
 
 

@@ -103,13 +103,10 @@ class _NumpyGenerator(Saver):
         return _is_numpy_random(kind, "bit_generator")
 
     def save(self, value: Any) -> Any:
-        return value.bit_generator.state
-
-    def is_same(self, value: Any, saved: Any) -> bool:
-        return pickle.dumps(value.bit_generator.state) == pickle.dumps(saved)
+        return pickle.dumps(value.bit_generator.state)  # there are arrays in it
 
     def restore(self, value: Any, saved: Any) -> None:
-        value.bit_generator.state = saved
+        value.bit_generator.state = pickle.loads(saved)
 
 
 def _is_numpy_random(kind: type, method: str) -> bool:

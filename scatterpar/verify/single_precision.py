@@ -67,8 +67,9 @@ class SinglePrecision:
     def _halves(self) -> Iterator[Tensor]:
         for layer in self._layers:
             for tensor in (*layer._parameters.values(), *layer._buffers.values()):
-                is_plain = type(tensor) in _PLAIN and tensor.is_leaf
-                if is_plain and tensor.dtype in HALF_PRECISION:
+                if tensor is None or type(tensor) not in _PLAIN:
+                    continue
+                if tensor.is_leaf and tensor.dtype in HALF_PRECISION:
                     yield tensor
 
 

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import resource_tracker
 from pathlib import Path
 from types import FrameType
@@ -36,11 +36,11 @@ from torch.multiprocessing.spawn import (
 
 from scatterpar.distributed.collectives import RankError
 from scatterpar.train.command_line import UsageError
+from scatterpar.train.records import SIGNALS, received_by
 
 # After one process has failed, the first needs time to save; a process that waits in
 # NCCL for the failed one does not end by itself.
 _GRACE_SECONDS = 60.0
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LOST = 3  # the exit code of a process that another one has left
 
 
@@ -131,18 +131,27 @@ def launch(
 
     Raises a `UsageError` if a process has raised one, or was killed.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        with _signals_passed_on() as started:
-            context: Any = start_processes(
-                _run_process,
-                (size, folder, run, tuple(arguments)),
-                nprocs=size,
-                join=False,
-                # A fork of a process with threads, which torch has, may hang.
-                start_method="spawn",
-            )
-            started(context)
-            failure = _join(context)
+    processes = list[Any]()
+
+    def pass_on(number: int, _: FrameType | None) -> None:
+        for process in processes:
+            if process.is_alive():
+                os.kill(process.pid, number)
+
+    with tempfile.TemporaryDirectory() as folder, received_by(pass_on):
+        _block_signals()
+        context: Any = start_processes(
+            _run_process,
+            (size, folder, run, tuple(arguments)),
+            nprocs=size,
+            join=False,
+            # A fork of a process with threads, which torch has, may hang.
+            start_method="spawn",
+        )
+        if sys.platform != "win32":  # the console sends Ctrl-C to all
+            processes += context.processes
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        failure = _join(context)
         for rank in range(size):
             _raise_error_of(Path(folder, f"error-{rank}"))
     if failure is not None and failure.signal_name:
@@ -152,6 +161,15 @@ def launch(
         )
     code: int = context.processes[0].exitcode
     return code
+
+
+def _block_signals() -> None:
+    """Let new processes begin with both signals blocked, so that none is lost, or ends
+    an import with a traceback. They unblock them in `_receive_signals`.
+    """
+    if sys.platform != "win32":
+        resource_tracker.ensure_running()  # its start would unblock the signals
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
 def _join(context: ProcessContext) -> ProcessExitedException | None:
@@ -175,51 +193,11 @@ def _raise_error_of(path: Path) -> None:
     sys.exit(1)
 
 
-@contextlib.contextmanager
-def _signals_passed_on() -> Iterator[Callable[[ProcessContext], None]]:
-    """In the body, signals to this process are sent to those of a context, once the
-    yielded function is called with it.
-
-    New processes begin with both signals blocked, so that none is lost, or ends an
-    import with a traceback. They unblock them in `_receive_signals`.
-    """
-    if sys.platform == "win32":  # the console sends Ctrl-C to all
-        yield lambda _: None
-        return
-    resource_tracker.ensure_running()  # its start would unblock the signals
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-
-    def pass_on_to(context: ProcessContext) -> None:
-        def pass_on(number: int, _: FrameType | None) -> None:
-            for process in context.processes:
-                if process.is_alive():
-                    os.kill(process.pid, number)
-
-        for number in _SIGNALS:
-            if handlers[number] is not signal.SIG_IGN:
-                signal.signal(number, pass_on)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-    try:
-        yield pass_on_to
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
 def _receive_signals() -> None:
-    """Get signals from the first process alone, and not from the terminal, too: a
-    second one ends the process.
-    """
-    if sys.platform == "win32":
-        return
-    os.setsid()
-    for number in _SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _end)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    """Get signals from the first process alone, and not from the terminal, too."""
+    if sys.platform != "win32":
+        os.setsid()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def _end(number: int, _: FrameType | None) -> None:
@@ -234,24 +212,25 @@ def _run_process(
     arguments: Sequence[str],
 ) -> None:
     """Be one of the processes: run, and end with the exit code."""
-    _receive_signals()
     if rank:
         warnings.simplefilter("ignore")  # those of the first process are the same
     # As torchrun does: the processes share the cores.
     torch.set_num_threads(max(1, torch.get_num_threads() // size))
     processes = Processes(rank, size, folder)
     error_file = Path(folder, f"error-{rank}")
-    try:
-        code = run(arguments, processes)
-        processes.finish()
-    except RankError:  # the process that failed says why
-        code = _LOST
-    except UsageError as error:
-        code = 2
-        error_file.write_text(f"{UsageError.__name__}\n{error}", encoding="utf-8")
-    except Exception:
-        code = 1
-        error_file.write_text(f"\n{traceback.format_exc()}", encoding="utf-8")
+    with received_by(_end):
+        _receive_signals()
+        try:
+            code = run(arguments, processes)
+            processes.finish()
+        except RankError:  # the process that failed says why
+            code = _LOST
+        except UsageError as error:
+            code = 2
+            error_file.write_text(f"{UsageError.__name__}\n{error}", encoding="utf-8")
+        except Exception:
+            code = 1
+            error_file.write_text(f"\n{traceback.format_exc()}", encoding="utf-8")
     # Before gloo's threads can abort a process that ends in the usual way.
     atexit.register(os._exit, code)
     sys.exit(code)

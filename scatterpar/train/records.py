@@ -9,7 +9,7 @@ import importlib
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO, TextIO
@@ -24,6 +24,7 @@ BEST_FILE = "best.pt"
 METRICS_FILE = "metrics.jsonl"
 LOCK_FILE = ".lock"
 FINISHED = "finished"  # the ending of a run that used all epochs
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _FORMAT = 6
 # Models of 0.4 are the same, but not its runs: --val held out other pictures, which a
 # run that goes on would train on, and test on.
@@ -255,13 +256,20 @@ def stoppable(announcement: str | None) -> Iterator[list[int]]:
         # Not print: the signal may have interrupted a print.
         os.write(2, line.encode())
 
+    with received_by(receive):
+        yield received
+
+
+@contextlib.contextmanager
+def received_by(receive: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """In the body, a function receives Ctrl-C and SIGTERM."""
     handlers_before = {}
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in SIGNALS:
         # A background job of a shell ignores SIGINT.
         if signal.getsignal(number) is not signal.SIG_IGN:
             handlers_before[number] = signal.signal(number, receive)
     try:
-        yield received
+        yield
     finally:
         for number, handler in handlers_before.items():
             signal.signal(number, handler)

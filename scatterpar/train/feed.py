@@ -28,13 +28,11 @@ from tqdm import tqdm
 
 from scatterpar.train.command_line import UsageError, printable, words_of
 from scatterpar.train.data import BatchRequest, Images, Source
-from scatterpar.train.data_parts import first_names
 from scatterpar.train.processes import ALONE, Processes
 
 PIECE = 64  # images that a worker reads at once; mixup mixes images of one piece
 _PIECES_AHEAD = 2  # per worker
 _MOST_WORKERS = 16  # by default
-_CHECKED = 1024  # images of a request that looks for broken ones
 
 _Batches = Generator[tuple[BatchRequest, Images], None, None]
 
@@ -99,25 +97,12 @@ class Feed(contextlib.AbstractContextManager["Feed"]):
         self.waited = time.perf_counter() - start
         for name, reason in images.broken:
             if self.limit is not None and name not in self.broken:
+                line = f"{name} cannot be read as an image: {reason}"
                 if len(self.broken) >= self.limit:
-                    raise BrokenError(broken_in_words({name: reason}, self.limit))
-                line = f"left out: {name} cannot be read as an image: {reason}"
-                tqdm.write(printable(line))
+                    raise BrokenError(line)
+                tqdm.write(printable(f"left out: {line}"))
             self.broken[name] += 1
         return request, images
-
-    def find_broken(self) -> dict[str, str]:
-        """Read all images of the source. Returns why some cannot be read, by name."""
-        requests = []
-        for part, pairs in self.source.parts.items():
-            for rows in torch.arange(len(pairs)).split(_CHECKED):
-                requests.append(BatchRequest(part, rows))
-        self.request(requests)
-        reasons = dict[str, str]()
-        for _ in requests:
-            _, images = self._next()
-            reasons |= dict(images.broken)
-        return reasons
 
     def _next(self) -> tuple[BatchRequest, Images]:
         try:
@@ -203,18 +188,6 @@ class Feed(contextlib.AbstractContextManager["Feed"]):
             options["prefetch_factor"] = _PIECES_AHEAD
             options["worker_init_fn"] = _end_with_main_process
         return options
-
-
-def broken_in_words(reasons: dict[str, str], limit: int) -> str:
-    """Return the message about broken images, of which one more than `limit`, at least,
-    cannot be left out.
-    """
-    lines = []
-    for name, reason in reasons.items():
-        lines.append(f"{name} cannot be read as an image: {reason}")
-    number = max(limit + 1, len(lines))
-    remedy = f"--skip-broken {number} or more leaves out such images"
-    return f"{first_names(lines, 1)} ({remedy})"
 
 
 def _default_workers() -> int:

@@ -131,9 +131,9 @@ def draw_mistakes(
 
 
 def _draw_images(images: Sequence[Tensor], texts: Sequence[str], path: Path) -> None:
-    """Draw images with a text above each."""
-    columns = min(_TILES_PER_LINE, len(images))
-    lines = math.ceil(len(images) / columns)
+    """Draw images with a text above each, or an empty picture."""
+    columns = min(_TILES_PER_LINE, max(1, len(images)))
+    lines = max(1, math.ceil(len(images) / columns))
     size = _TILE_INCHES * columns, _TILE_INCHES * lines
     figure = Figure(figsize=size, layout="constrained")
     tiles = figure.subplots(lines, columns, squeeze=False).flatten()

@@ -11,6 +11,7 @@ import shlex
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,9 +28,9 @@ from scatterpar.train.command_line import (
     parse,
     printable,
 )
-from scatterpar.train.data import Images, open_data
+from scatterpar.train.data import BatchRequest, Images, open_data
 from scatterpar.train.data_parts import FINAL, TEST, VAL
-from scatterpar.train.feed import BrokenError, Feed, FeedError, broken_in_words
+from scatterpar.train.feed import BrokenError, Feed, FeedError
 from scatterpar.train.figures import (
     draw_confusion,
     draw_curves,
@@ -49,6 +50,7 @@ from scatterpar.train.records import (
 )
 from scatterpar.train.results import (
     TOP_5_CLASSES,
+    Mistake,
     Tally,
     accuracies_in_words,
     accuracy_per_class,
@@ -69,7 +71,8 @@ _WRITTEN = (
     FIRST_BATCH_FILE,
 )
 # Packages whose versions are recorded, because other ones may give other results.
-_RECORDED = "scatterpar torch torchvision timm numpy PIL"
+_RECORDED = ("scatterpar", "torch", "torchvision", "timm", "numpy", "PIL")
+_SUMMED = ("images", "seconds_whole", "seconds_waited")  # numbers of steps
 _FEW_IMAGES = 5000  # to train on: fewer than CIFAR's, from which networks learn alone
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -130,11 +133,9 @@ def _train(training: Training) -> int:
     processes = training.processes
     step = training.position.step
     path = options.out / METRICS_FILE
-    versions = {}
-    for name in _RECORDED.split():
-        # Those that the run uses are imported by now.
-        if name in sys.modules:
-            versions[name] = sys.modules[name].__version__
+    # Those that the run uses are imported by now.
+    imported = [name for name in _RECORDED if name in sys.modules]
+    versions = {name: sys.modules[name].__version__ for name in imported}
     with (
         Metrics(path, step, processes.is_first) as metrics,
         Feed(training.source, (), options.skip_broken, processes) as feed,
@@ -196,7 +197,9 @@ class Run:
         self._signals = list[int]()
         self._saved = training.position.step
         self._final: Tally | None = None  # the test at the end
-        self._confusion: Tensor | None = None  # of the best epoch
+        # Those that are drawn: of the best epoch, or of the test at the end.
+        self._confusion: Tensor | None = None
+        self._mistakes: Sequence[Mistake] | None = None
         if training.position.tested:
             best = records.load(self.options.out / BEST_FILE)
             self._confusion = best.get("confusion")
@@ -261,7 +264,10 @@ class Run:
         except (KeyboardInterrupt, FeedError, RankError) as error:
             self._save()
             if not self._signals:  # a signal may have ended the workers, too
-                raise self._with_all_broken(error) from error
+                if not isinstance(error, BrokenError):
+                    raise
+                remedy = f"--skip-broken {self._find_broken()} or more leaves out such"
+                raise FeedError(f"{error} ({remedy} images)") from error
             name = signal.Signals(self._signals[0]).name
             ending = "interrupted" if name == "SIGINT" else f"ended by {name}"
             code = 128 + self._signals[0]
@@ -283,6 +289,7 @@ class Run:
             self.feed.request(training.test_requests(FINAL))
             self._final = training.test(self.feed, FINAL, best["model"], self._check)
             self._confusion = self._final.confusion
+            self._mistakes = self._final.mistakes
 
     def _check(self) -> None:
         """Raise `KeyboardInterrupt` in all processes if one has received a signal."""
@@ -294,19 +301,20 @@ class Run:
                 self._signals.append(number)
             raise KeyboardInterrupt
 
-    def _with_all_broken(self, error: BaseException) -> BaseException:
-        """Return the error, or after a broken image one that names all of them."""
-        if not isinstance(error, BrokenError):
-            return error
+    def _find_broken(self) -> int:
+        """Read all images, and print the names of the unreadable ones. Returns how many
+        have to be left out.
+        """
         self._say("an image cannot be read; looking for others")
-        reasons = self.feed.find_broken()
-        if len(reasons) > 1:
-            for name, reason in reasons.items():
-                tqdm.write(f"{name} cannot be read: {reason}", file=sys.stderr)
+        self.feed.limit = sys.maxsize
+        requests = list[BatchRequest]()
+        for part in self.training.source.parts:
+            requests += self.training.test_requests(part)
+        self.feed.request(requests)
+        for _ in requests:
+            self.feed.take()
         # None is broken if a disk was away for a while.
-        if not reasons:
-            return error
-        return BrokenError(broken_in_words(reasons, self.options.skip_broken))
+        return max(len(self.feed.broken), self.options.skip_broken + 1)
 
     def _kept(self) -> str:
         """Return which checkpoint there is, in words."""
@@ -388,9 +396,7 @@ class Run:
         self, report: StepReport, epoch: int, rows: int, rate: float, seconds: float
     ) -> None:
         training = self.training
-        noise = {}
-        if training.noise:
-            noise["noise_scale"] = training.noise.scale
+        noise = {"noise_scale": training.noise.scale} if training.noise else {}
         self.metrics.write(
             "step",
             step=training.position.step,
@@ -437,43 +443,41 @@ class Run:
         if is_best:
             position.best = tally.accuracy
             position.best_epoch = number
+            self._confusion = tally.confusion
+            self._mistakes = tally.mistakes
         if self._is_first:
             self._record_epoch(number, tally)
             if is_best:
-                self._save_best(tally)
-            self._draw()
+                records.save(
+                    self.options.out / BEST_FILE,
+                    model=training.tested_weights(),
+                    accuracy=tally.accuracy,
+                    confusion=tally.confusion,
+                    about=training.about,
+                )
+            if time.perf_counter() - self._drawn >= _SECONDS_BETWEEN_DRAWINGS:
+                self._draw()
         if not training.is_over and training.grow():
             self.feed.request(training.requests())
             self._say(f"  batches of {position.batch:,} images from here on")
         self._save()
-
-    def _save_best(self, tally: Tally) -> None:
-        self._confusion = tally.confusion
-        records.save(
-            self.options.out / BEST_FILE,
-            model=self.training.tested_weights(),
-            accuracy=tally.accuracy,
-            confusion=tally.confusion,
-            about=self.training.about,
-        )
-        # With images to test at the end, the mistakes are those of that test.
-        if self.training.source.final is None:
-            self._draw_mistakes(tally)
 
     def _record_epoch(self, number: int, tally: Tally) -> None:
         """Record and print the results of an epoch."""
         training = self.training
         broken = self.feed.broken
         # From the records, because the epoch may have begun in an earlier session.
-        records_of_steps = self.metrics.of_kind("step")
-        steps = [step for step in records_of_steps if step["epoch"] == number]
-        images = sum(step["images"] for step in steps)
-        losses = sum(step["loss"] * step["images"] for step in steps)
-        seconds = sum(step["seconds_whole"] for step in steps)
-        waited = sum(step["seconds_waited"] for step in steps)
+        sums = Counter[str]()
+        for step in self.metrics.of_kind("step"):
+            if step["epoch"] == number:
+                sums.update({name: step[name] for name in _SUMMED})
+                sums["loss"] += step["loss"] * step["images"]
         # No image of an epoch may be readable.
-        loss = losses / (images or 1)
-        speed = images / (seconds or 1)
+        images = sums["images"] or 1
+        seconds = sums["seconds_whole"] or 1
+        loss = sums["loss"] / images
+        speed = images / seconds
+        waited = sums["seconds_waited"]
         rows = training.rows_per_step
         tested = self.tested
         measured = {
@@ -503,7 +507,7 @@ class Run:
             words.append(f"top-5 accuracy {tally.accuracy_top5:.2%}")
         words.append(f"{speed:,.0f} images/s")
         if not training.source.in_memory:
-            words.append(f"waiting {waited / (seconds or 1):.0%}")
+            words.append(f"waiting {waited / seconds:.0%}")
         if training.noise:
             scale = training.noise.scale
             words.append(f"batch {rows:,}, noise scale {scale:,.0f} images")
@@ -526,14 +530,12 @@ class Run:
             self._saved = step
 
     def _draw(self) -> None:
-        """Draw the curves and the confusion matrix, unless the last drawing has just
-        been.
-        """
-        if time.perf_counter() - self._drawn < _SECONDS_BETWEEN_DRAWINGS:
-            return
+        """Draw the curves, the confusion matrix and the mistakes."""
+        out = self.options.out
+        class_names = self.training.source.class_names
         draw_curves(
             self.metrics,
-            self.options.out / CURVES_FILE,
+            out / CURVES_FILE,
             images=self.training.images,
             tested=self.tested,
             has_top5=self._has_top5,
@@ -541,16 +543,11 @@ class Run:
         if self._confusion is not None:
             part = self.tested if self._final is None else TEST
             title = f"Images of {part}, best epoch"
-            path = self.options.out / CONFUSION_FILE
-            draw_confusion(
-                self._confusion, self.training.source.class_names, title, path
-            )
+            path = out / CONFUSION_FILE
+            draw_confusion(self._confusion, class_names, title, path)
+        if self._mistakes is not None:
+            draw_mistakes(self._mistakes, class_names, out / MISTAKES_FILE)
         self._drawn = time.perf_counter()
-
-    def _draw_mistakes(self, tally: Tally) -> None:
-        if tally.mistakes:
-            names = self.training.source.class_names
-            draw_mistakes(tally.mistakes, names, self.options.out / MISTAKES_FILE)
 
     def _finish(self, ending: str) -> None:
         """Print and record the results, and draw them, even if the run ended early.
@@ -558,23 +555,17 @@ class Run:
         """
         training = self.training
         out = self.options.out
-        epochs = self.metrics.of_kind("epoch")
         seconds = time.perf_counter() - self._start
-        sessions = len(self.metrics.of_kind("run"))
-        in_sessions = f" in {sessions} sessions" if sessions > 1 else ""
         steps = training.position.step
         reached = f"{training.epoch} of {training.epochs} epochs, {steps} steps"
-        self._say(f"{ending} after {reached}, {seconds:.1f} s{in_sessions}")
+        self._say(f"{ending} after {reached}, {seconds:.1f} s")
         if ending == FINISHED and training.epoch < training.epochs:
             patience = self.options.patience
             self._say(f"no better accuracy in {patience} epochs (--patience)")
         if self._last_step is not None and traffic(self._last_step):
             self._say(traffic(self._last_step))
-        accuracies = self._say_accuracies(epochs)
-        self._drawn = -math.inf  # the last pictures are always drawn
+        accuracies = self._say_accuracies()
         self._draw()
-        if self._final is not None:
-            self._draw_mistakes(self._final)
         # The last record: a run with it has written all results.
         self.metrics.write(
             "summary",
@@ -586,10 +577,7 @@ class Run:
             left_out=dict(self.feed.broken),
         )
         # A run that ended early has not written all of them.
-        names = []
-        for name in _WRITTEN:
-            if (out / name).exists():
-                names.append(name)
+        names = [name for name in _WRITTEN if (out / name).exists()]
         self._say(f"wrote {', '.join(names)} in {out}")
         self._say_what_would_help()
         position = training.position
@@ -612,10 +600,11 @@ class Run:
                 "most: --model timm:resnet18 starts from them if it can fetch them"
             )
 
-    def _say_accuracies(self, epochs: list[dict[str, Any]]) -> dict[str, Any]:
+    def _say_accuracies(self) -> dict[str, Any]:
         """Print the accuracies. Returns them for the summary."""
         accuracies: dict[str, Any] = {"test_accuracy": None}
         measured = "not measured, no epoch was finished"
+        epochs = self.metrics.of_kind("epoch")
         if epochs:
             accuracy = epochs[-1][f"{self.tested}_accuracy"]
             accuracies[f"{self.tested}_accuracy"] = accuracy

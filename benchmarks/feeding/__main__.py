@@ -48,7 +48,7 @@ def main() -> None:
     options = parser.parse_args()
     source = open_data(Options(data=options.folder))
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randperm(len(source.train), generator=generator)
+    rows = torch.randperm(len(source.parts[TRAIN]), generator=generator)
     batches = list(rows.split(options.batch))[: options.batches]
     devices = choose_devices(None)
     classes = len(source.class_names)

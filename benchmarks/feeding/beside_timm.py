@@ -126,10 +126,10 @@ def table_of(speeds: Figures, memory: Figures) -> Table:
 def write_pictures(folder: Path, number: int, size: int) -> None:
     """Make JPEG files in train/CLASS/ and test/CLASS/ of the included images."""
     data = load()
-    images, labels = data.train.tensors
+    images, labels = data.parts["train"].tensors
     for part, count in (("train", number), ("test", TEST_PICTURES)):
         for row in range(count):
-            source = row % len(data.train)  # over and over
+            source = row % len(images)  # over and over
             name = data.class_names[int(labels[source])].replace("/", "-")
             place = folder / part / name
             place.mkdir(parents=True, exist_ok=True)

@@ -25,12 +25,11 @@ from torch.utils.data import TensorDataset
 from scatterpar.train.command_line import EMBEDDED, Options, UsageError, words_of
 from scatterpar.train.csv_files import ENDINGS, read_table
 from scatterpar.train.data_parts import (
-    FINAL,
     TEST,
     TRAIN,
+    VAL,
     DataParts,
     Names,
-    Unused,
     first_names,
 )
 from scatterpar.train.folders import read_folders
@@ -52,10 +51,15 @@ _LARGEST_SIDE = 224  # by default; what timm's models take
 _SMALLEST_SIDE = 32  # by default; networks for pictures halve the sides five times
 _SAMPLE = 100  # pictures whose size is looked at
 _SHOWN_CLASSES = 20
+_PURPOSES = {
+    TRAIN: "images to train on",
+    VAL: "to choose the best epoch",
+    TEST: "to test",
+}
 
 
 class BatchRequest(NamedTuple):
-    """Rows of a part, `TRAIN`, `TEST` or `FINAL`, to be read as one batch, varied as in
+    """Rows of a part, `TRAIN`, `VAL` or `TEST`, to be read as one batch, varied as in
     that epoch.
     """
 
@@ -86,38 +90,33 @@ class Source:
 
     Attributes:
         name: what `--data` names.
-        train: the part to train on.
-        test: the part to test on after each epoch.
+        parts: as those of `DataParts`.
         class_names: the names of the classes, by label.
         image_shape: channels, height and width of each image.
         mean: the mean of the pixels, per channel.
         std: the standard deviation of the pixels, per channel.
         options: the options that say how pictures are read and varied.
-        final: the part to test on once, at the end, or None.
         notes: what else a reader of the results has to know, a line each.
     """
 
     name: str
-    train: Any
-    test: Any
+    parts: dict[str, Any]
     class_names: tuple[str, ...]
     image_shape: Shape
     mean: Tensor
     std: Tensor
     options: Options = field(default_factory=Options)
-    final: Any = None
     notes: list[str] = field(default_factory=list)
 
     @property
-    def parts(self) -> dict[str, Any]:
-        """The parts that there are, by name."""
-        parts = {TRAIN: self.train, TEST: self.test, FINAL: self.final}
-        return {name: part for name, part in parts.items() if part is not None}
+    def tested(self) -> str:
+        """The name of the part to test on after each epoch."""
+        return VAL if VAL in self.parts else TEST
 
     @property
     def in_memory(self) -> bool:
         """Whether images are tensors, which need neither workers nor transforms."""
-        return isinstance(self.train, TensorDataset)
+        return isinstance(self.parts[TEST], TensorDataset)
 
     @functools.cached_property
     def class_counts(self) -> dict[str, list[int]]:
@@ -174,12 +173,9 @@ class Source:
         return f"{self.name} ({part}), image {row}"
 
     def __str__(self) -> str:
-        counts = [f"{len(self.train):,} images to train on"]
-        if self.final is None:
-            counts.append(f"{len(self.test):,} to test")
-        else:
-            counts.append(f"{len(self.test):,} to choose the best epoch")
-            counts.append(f"{len(self.final):,} to test at the end")
+        counts = []
+        for name, part in self.parts.items():
+            counts.append(f"{len(part):,} {_PURPOSES[name]}")
         counts.append(f"{len(self.class_names)} classes")
         shape = " x ".join(map(str, self.image_shape))
         counts.append(shape if self.in_memory else f"brought to {shape}")
@@ -229,12 +225,12 @@ def load() -> Source:
     """Load the images that are included; a part of them is for testing."""
     images = read_split(Path(__file__).parent / "embedded", "t10k")
     train = TensorDataset(*images[:_EMBEDDED_TRAIN])
-    test = TensorDataset(*images[_EMBEDDED_TRAIN:])
+    parts = {TRAIN: train, TEST: TensorDataset(*images[_EMBEDDED_TRAIN:])}
     pixels = train.tensors[0].float()
     std, mean = torch.std_mean(pixels, (0, 2, 3), correction=0)
     name = "embedded Fashion-MNIST"
     class_names = tuple(_FASHION.split(", "))
-    return Source(name, train, test, class_names, (1, 28, 28), mean, std)
+    return Source(name, parts, class_names, (1, 28, 28), mean, std)
 
 
 def read_split(folder: Path, part: str) -> TensorDataset:
@@ -334,12 +330,7 @@ def open_data(options: Options) -> Source:
         parts = _open_parts(options)
     except (UsageError, OSError) as error:
         raise UsageError(f"--data {options.data}: {words_of(error)}") from error
-    source = make_pictures(options, parts.train, parts.test, parts.class_names)
-    source.final = parts.final
-    source.notes = list(parts.notes)
-    if parts.unused.counts:
-        source.notes.append(f"not read: images or files {parts.unused}")
-    return source
+    return make_pictures(options, parts)
 
 
 def _open_parts(options: Options) -> DataParts:
@@ -379,22 +370,22 @@ def _refuse_options_of_files(options: Options) -> None:
             raise UsageError(f"it is used as it is: {option} is for pictures in files")
 
 
-def make_pictures(
-    options: Options, train: Any, test: Any, class_names: Sequence[str]
-) -> Source:
+def make_pictures(options: Options, data_parts: DataParts) -> Source:
     """Make a data set of pictures, all brought to one size."""
-    size = options.image_size or _default_size(options.model, train)
+    parts = data_parts.parts
+    size = options.image_size or _default_size(options.model, parts[TRAIN])
+    class_names = tuple(data_parts.class_names)
     # The error of a missing library comes now, and not from a worker.
     _transforms(size, options, len(class_names))
     return Source(
         name=options.data,
-        train=train,
-        test=test,
-        class_names=tuple(class_names),
+        parts=parts,
+        class_names=class_names,
         image_shape=(3, size, size),
         mean=torch.tensor(_MEAN),
         std=torch.tensor(_STD),
         options=options,
+        notes=data_parts.notes,
     )
 
 
@@ -427,8 +418,7 @@ def _of_torchvision(options: Options) -> DataParts:
     if not names:
         raise UsageError("it does not say what its classes are called")
     class_names = [str(name) for name in names]
-    test = _open_split(options, TEST)
-    return DataParts(train, test, None, class_names, Unused())
+    return DataParts({TRAIN: train, TEST: _open_split(options, TEST)}, class_names)
 
 
 def _open_split(options: Options, part: str) -> Any:

@@ -23,7 +23,6 @@ from scatterpar.train.command_line import UsageError
 TRAIN = "train"
 VAL = "val"
 TEST = "test"
-FINAL = "final"  # the part that is tested once, at the end, if there is one
 # As in Hugging Face's datasets, data_files.SPLIT_KEYWORDS, and PASCAL VOC's trainval.
 _PART_NAMES = {
     TRAIN: "train training trainval",
@@ -143,20 +142,14 @@ class DataParts:
     """The pictures of a data set, by part, and its classes.
 
     Attributes:
-        train: the pictures to train on, which have ``labels`` and ``select``, as
-            `Files` have.
-        test: the pictures to test on after each epoch.
-        final: the pictures to test on once, at the end, or None.
+        parts: the pictures of `TRAIN` and `TEST`; and of `VAL`, if it chooses the best
+            epoch, and `TEST` is tested once, at the end.
         class_names: the names of the classes; a label is the place of a name.
-        unused: the files that are not read.
         notes: what else a reader of the results has to know.
     """
 
-    train: Any
-    test: Any
-    final: Any
+    parts: dict[str, Any]
     class_names: Sequence[str]
-    unused: Unused
     notes: list[str] = field(default_factory=list)
 
 
@@ -217,8 +210,12 @@ def make_parts(
                 f"warning: {repeated:,} of {len(tested_part):,} pictures to test on "
                 "are to train on, too: the accuracy is not that of new pictures"
             )
-    final = tested[1] if len(tested) > 1 else None
-    return DataParts(train, tested[0], final, class_names, unused, notes)
+    if unused.counts:
+        notes.append(f"not read: images or files {unused}")
+    # A single part is tested after each epoch, whatever it is called.
+    names = (VAL, TEST)[-len(tested) :]
+    parts = {TRAIN: train, **dict(zip(names, tested, strict=True))}
+    return DataParts(parts, class_names, notes)
 
 
 def _repeated(train: Pictures, tested: Pictures) -> int:

@@ -21,7 +21,6 @@ _TILES_PER_LINE = 8
 _TILE_INCHES = 1.5
 _NAMED_CLASSES = 40  # of a confusion matrix; with more, names would overlap
 _COUNTED_CLASSES = 20  # with more, the numbers in its cells would overlap
-_LONGEST_NAME = 16  # letters below an image
 _DPI = 120
 
 
@@ -32,9 +31,7 @@ def _save(figure: Figure, path: Path) -> None:
         figure.savefig(file, dpi=_DPI)
 
 
-def draw_curves(
-    metrics: Metrics, path: Path, *, images: int, tested: str, has_top5: bool
-) -> None:
+def draw_curves(metrics: Metrics, path: Path, *, images: int, tested: str) -> None:
     """Draw loss and accuracy over epochs.
 
     Args:
@@ -42,34 +39,25 @@ def draw_curves(
         path: the file.
         images: the number of images of an epoch.
         tested: the part that each epoch was tested on, as in the names of records.
-        has_top5: whether top-5 accuracy is drawn.
     """
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     loss, accuracy = figure.subplots(1, 2)
     steps = metrics.of_kind("step")
+    epochs = metrics.of_kind("epoch")
     # Steps differ in their images, and so in their part of an epoch.
     epochs_of_steps = _values(steps, "images").cumsum() / images
     loss.plot(epochs_of_steps, _values(steps, "loss"), label="training loss")
-    loss.set(title="Loss", xlabel="Epoch")
-    accuracy.set(title=f"{tested.capitalize()} accuracy", xlabel="Epoch")
-    accuracy.yaxis.set_major_formatter(PercentFormatter(1.0))
-    lines = [
-        (loss, "loss", f"{tested} loss"),
-        (accuracy, "accuracy", "top-1 accuracy"),
-    ]
-    if has_top5:
-        lines.append((accuracy, "accuracy_top5", "top-5 accuracy"))
-    epochs = metrics.of_kind("epoch")
-    numbers = _values(epochs, "epoch")
-    for axes, measured, label in lines:
-        values = _values(epochs, f"{tested}_{measured}")
-        axes.plot(numbers, values, "o-", label=label, markersize=4)
-    for axes in (loss, accuracy):
-        # Whole epochs, from the start on.
-        axes.set_xlim(0, max([1, *numbers, *epochs_of_steps]) * 1.03)
+    for axes, measured in ((loss, "loss"), (accuracy, "accuracy")):
+        name = f"{tested}_{measured}"
+        values = _values(epochs, name)
+        label = name.replace("_", " ")
+        axes.plot(_values(epochs, "epoch"), values, "o-", label=label, markersize=4)
+        axes.set(title=measured.capitalize(), xlabel="Epoch", xlim=(0, None))
+        # Whole epochs.
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         axes.legend()
+    accuracy.yaxis.set_major_formatter(PercentFormatter(1.0))
     _save(figure, path)
 
 
@@ -86,11 +74,9 @@ def draw_confusion(
     side = min(4 + 0.35 * classes, 14)
     figure = Figure(figsize=(side + 1, side), layout="constrained")
     axes = figure.subplots()
-    per_row = confusion.sum(1, keepdim=True).clamp(min=1)
-    parts = confusion / per_row
+    parts = confusion / confusion.sum(1, keepdim=True).clamp(min=1)
     image = axes.imshow(parts.numpy(), cmap="Blues", vmin=0, vmax=1)
-    bar = figure.colorbar(image, shrink=0.8)
-    bar.ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+    figure.colorbar(image, shrink=0.8, format=PercentFormatter(1.0))
     axes.set(title=title, xlabel="predicted", ylabel="true")
     if classes <= _NAMED_CLASSES:
         places = range(classes)
@@ -101,8 +87,8 @@ def draw_confusion(
     if classes <= _COUNTED_CLASSES:
         for row, column in confusion.nonzero().tolist():
             colour = "white" if parts[row, column] > 0.5 else "black"
-            text = str(int(confusion[row, column]))
-            axes.text(column, row, text, ha="center", va="center", color=colour)
+            number = int(confusion[row, column])
+            axes.text(column, row, number, ha="center", va="center", color=colour)
     _save(figure, path)
 
 
@@ -114,7 +100,7 @@ def draw_first_batch(
     """
     if labels.ndim == 2:
         labels = labels.argmax(1)
-    names = [_short(class_names[label]) for label in labels[:_TILES].tolist()]
+    names = [f"{class_names[label]:.16}" for label in labels[:_TILES].tolist()]
     _draw_images(list(images[:_TILES]), names, path)
 
 
@@ -124,9 +110,10 @@ def draw_mistakes(
     """Draw the images whose wrong class has the highest scores."""
     texts = []
     for mistake in mistakes:
-        true = _short(class_names[mistake.true])
-        predicted = _short(class_names[mistake.predicted])
-        texts.append(f"true {true}\npredicted {predicted} {mistake.score:.0%}")
+        true = class_names[mistake.true]
+        predicted = class_names[mistake.predicted]
+        # With 16 letters, neighbours do not overlap.
+        texts.append(f"true {true:.16}\npredicted {predicted:.16} {mistake.score:.0%}")
     _draw_images([mistake.image for mistake in mistakes], texts, path)
 
 
@@ -145,9 +132,3 @@ def _draw_images(images: Sequence[Tensor], texts: Sequence[str], path: Path) -> 
         axes.imshow(pixels.squeeze(2).numpy(), cmap="gray", vmin=0, vmax=255)
         axes.set_title(text, fontsize=6, parse_math=False)
     _save(figure, path)
-
-
-def _short(name: str) -> str:
-    if len(name) <= _LONGEST_NAME:
-        return name
-    return name[: _LONGEST_NAME - 1] + "…"

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -74,8 +75,6 @@ _RATES = {
 # Pretrained weights need few steps: twice the rate was better on two of two small sets
 # (docs/training-tool.md, Fine-tuning).
 _FINE_TUNING_RATES = {"adamw": 0.002}
-# Classes of torch.optim for other programs: they need sparse gradients, or closures.
-_UNFIT = ("Optimizer", "SparseAdam", "LBFGS")
 _FEWEST_UPDATES = 8  # per epoch; with fewer, training has too few updates
 
 
@@ -126,7 +125,7 @@ class Training:
         self.options = options
         self.source = source
         self.processes = processes
-        self.images = len(source.train)
+        self.images = len(source.parts[TRAIN])
         self.classes = len(source.class_names)
         self.epochs = options.epochs or 0
         self.engine = make_engine(options, model, devices, processes)
@@ -189,7 +188,7 @@ class Training:
         tested = self.position.tested
         for epoch in range(self.epoch, self.epochs + 1):
             if epoch > tested:
-                yield from self.test_requests(TEST)
+                yield from self.test_requests(self.source.tested)
             if epoch == self.epochs:
                 return
             consumed = epoch * self.images
@@ -220,9 +219,7 @@ class Training:
     def rates_in_words(self) -> str:
         """Return the optimizer with its rate, and the average of the weights."""
         name = optimizer_of(self.options)
-        scaled = "linearly"
-        if not is_scaled_linearly(name):
-            scaled = "by the square root"
+        scaled = "linearly" if is_scaled_linearly(name) else "by the square root"
         rate = f"a learning rate of {self.peak_rate():.3g}"
         words = f"{name} with {rate}: {self.base_lr:g} for {FIRST} images, scaled"
         words += f" {scaled}; --base-lr sets it"
@@ -372,28 +369,23 @@ class Training:
         return False
 
     def _parts(self) -> dict[str, Any]:
-        """Return what changes beside the network and the position."""
+        """Return what changes beside the position."""
         parts = {
+            "model": self.model.network,
             "optimizer": self.optimizer,
             "scaler": self.scaler,
             "average": self.average,
             "noise": self.noise,
         }
-        return {name: part for name, part in parts.items() if part}
+        return {name: part for name, part in parts.items() if part is not None}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what changes while training."""
-        state = {
-            "model": self.model.network.state_dict(),
-            "position": asdict(self.position),
-        }
-        for name, part in self._parts().items():
-            state[name] = part.state_dict()
-        return state
+        state = {name: part.state_dict() for name, part in self._parts().items()}
+        return {"position": asdict(self.position), **state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state that `state_dict` returned."""
-        self.model.network.load_state_dict(state["model"])
         for name, part in self._parts().items():
             part.load_state_dict(state[name])
         self.position = Position(**state["position"])
@@ -611,8 +603,7 @@ def optimizer_of(options: Options) -> str:
 
 def is_scaled_linearly(optimizer: str) -> bool:
     """Whether the rate grows with the batch itself, by the optimizer's name."""
-    name = optimizer.lower()
-    return any(kind in name for kind in ("sgd", "momentum", "nesterov", "lars", "larc"))
+    return bool(re.search("sgd|momentum|nesterov|lars|larc", optimizer.lower()))
 
 
 def make_optimizer(model: nn.Module, options: Options) -> Optimizer:
@@ -626,7 +617,7 @@ def make_optimizer(model: nn.Module, options: Options) -> Optimizer:
     if name == "sgd":
         keywords["momentum"] = options.momentum
         keywords["nesterov"] = options.momentum > 0
-    torch_classes = _torch_optimizers()
+    torch_classes = {key.lower(): value for key, value in vars(torch.optim).items()}
     try:
         if name in torch_classes:
             optimizer: Optimizer = torch_classes[name](groups, **keywords)
@@ -645,12 +636,3 @@ def make_optimizer(model: nn.Module, options: Options) -> Optimizer:
             f"for batches of {FIRST} images"
         )
     return optimizer
-
-
-def _torch_optimizers() -> dict[str, Any]:
-    """Return the classes of torch.optim, by their names in lower case."""
-    return {
-        name.lower(): value
-        for name, value in vars(torch.optim).items()
-        if isinstance(value, type) and name not in _UNFIT
-    }

@@ -97,10 +97,9 @@ def _per_channel(values: Any) -> Tensor:
 
 
 def _input_channels(network: nn.Module) -> int | None:
-    for module in network.modules():
-        if isinstance(module, nn.Conv2d):
-            return module.in_channels
-    return None
+    modules = network.modules()
+    convolutions = [module for module in modules if isinstance(module, nn.Conv2d)]
+    return convolutions[0].in_channels if convolutions else None
 
 
 def build_model(
@@ -212,9 +211,11 @@ def _find_network(name: str, shape: Shape, classes: int, pretrained: bool) -> An
         if module is not None and not has_library_weights(name):
             near = suggestion(attribute, vars(module), f"{place}:") or near
         raise UsageError(f"{words_of(error)}{near}") from error
-    if _takes_number_of_classes(factory):
-        return factory(num_classes=classes)
-    return factory()
+    try:
+        inspect.signature(factory).bind_partial(num_classes=classes)
+    except TypeError:  # it has no such parameter
+        return factory()
+    return factory(num_classes=classes)
 
 
 def _near_model(name: str) -> str:
@@ -269,13 +270,6 @@ def _pretrained_of_torchvision(name: str, classes: int) -> nn.Module:
     # As timm's networks have it.
     network.pretrained_cfg = {"mean": transforms.mean, "std": transforms.std}
     return network  # type: ignore[no-any-return]
-
-
-def _takes_number_of_classes(factory: Any) -> bool:
-    for parameter in inspect.signature(factory).parameters.values():
-        if parameter.name == "num_classes" or parameter.kind is parameter.VAR_KEYWORD:
-            return True
-    return False
 
 
 def load_model(

@@ -21,7 +21,7 @@ from scatterpar import ScatterOnceParallel
 from scatterpar.train import command_line
 from scatterpar.train.command_line import UsageError, exit_code_of, printable, read
 from scatterpar.train.data import BatchRequest, Images, make_pictures
-from scatterpar.train.data_parts import TEST, Names, Pictures, Unused
+from scatterpar.train.data_parts import TEST, DataParts, Names, Pictures, Unused
 from scatterpar.train.feed import Feed
 from scatterpar.train.folders import files_below
 from scatterpar.train.model_training import choose_devices, scored
@@ -197,7 +197,7 @@ def scored_files(
     settings = command_line.Options(
         image_size=about["image_shape"][1], augment="none", workers=options.workers
     )
-    source = make_pictures(settings, pictures, pictures, class_names)
+    source = make_pictures(settings, DataParts({TEST: pictures}, class_names))
     number = len(pictures)
     requests = [BatchRequest(TEST, rows) for rows in torch.arange(number).split(_ROWS)]
     devices = choose_devices(options.devices)

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shutil
 import sys
 import threading
-import time
 from typing import Any, TextIO
 
 from torch import Tensor, nn
 from tqdm import tqdm
-
-from scatterpar.train.command_line import printable
 
 _LINE_SECONDS = 10.0  # between lines, without a terminal
 _LINE = "{desc}{percentage:.0f}%, {rate_fmt}, {remaining} left{postfix}"
@@ -21,7 +16,22 @@ _LINE = "{desc}{percentage:.0f}%, {rate_fmt}, {remaining} left{postfix}"
 tqdm.set_lock(threading.RLock())
 
 
-class Progress(contextlib.AbstractContextManager["Progress"]):
+class _Lines:
+    """A file for tqdm, which gets a line in the place of each drawing of a bar."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> None:
+        line = text.strip()  # tqdm returns to the start of a line, and clears it
+        if line:
+            print(line, file=self._file)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+class Progress(tqdm):  # type: ignore[type-arg]
     """A bar of images, which several threads may move. If stderr is no terminal, there
     are lines instead.
     """
@@ -31,20 +41,18 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
     ) -> None:
         # tqdm starts no thread: every batch of images updates the bar.
         tqdm.monitor_interval = 0
-        self._lock = threading.Lock()
         self._limit = total
-        self._file = file  # of lines
-        self._said = time.perf_counter()
-        self._has_lines = is_shown and not sys.stderr.isatty()
-        # tqdm counts and estimates for lines, too, which are not drawn as a bar. Closed
-        # with the bar.
-        self._nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        self._has_lines = not sys.stderr.isatty()
+        options: dict[str, Any] = {}
+        if self._has_lines:
+            options["file"] = _Lines(file)
+            options["bar_format"] = _LINE
+            options["mininterval"] = _LINE_SECONDS
+            options["delay"] = _LINE_SECONDS
         # A terminal may not know its size; tqdm would show nothing in one of 0 x 0.
         size = shutil.get_terminal_size()
-        self._bar: Any = tqdm(
+        super().__init__(
             total=total,
-            file=self._nowhere if self._has_lines else None,
-            bar_format=_LINE if self._has_lines else None,
             ncols=size.columns - 1,
             nrows=size.lines,
             initial=done,
@@ -53,37 +61,27 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
             unit_scale=True,
             leave=False,
             miniters=1,
+            **options,
         )
 
     def describe(self, words: str, **numbers: str) -> None:
         """Show words before the bar, and numbers after it."""
-        with self._lock:
-            self._bar.set_description(words, refresh=False)
-            self._bar.set_postfix(numbers)
+        with self.get_lock():
+            self.set_description(words, refresh=False)
+            self.set_postfix(numbers, refresh=not self._has_lines)
 
     def begin(self, images: int) -> None:
         """Begin with so many images, beyond which `add` does not move the bar."""
-        self._limit = self._bar.n + images
+        self._limit = self.n + images
 
     def add(self, _: nn.Module, inputs: tuple[Tensor, ...], __: Tensor) -> None:
         """Move the bar by the rows whose loss was computed, in any thread. This is a
         forward hook of a criterion: it moves the bar within a step.
         """
-        with self._lock:
-            self._bar.update(min(len(inputs[0]), self._limit - self._bar.n))
+        with self.get_lock():
+            self.update(min(len(inputs[0]), self._limit - self.n))
 
     def report(self, done: int) -> None:
-        """Set the bar to the images that are done. Without a terminal, print a line if
-        the last one was printed some time ago.
-        """
-        with self._lock:
-            self._bar.update(done - self._bar.n)
-        now = time.perf_counter()
-        if self._has_lines and now - self._said >= _LINE_SECONDS:
-            self._said = now
-            tqdm.write(printable(str(self._bar)), file=self._file)
-            self._file.flush()
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-        self._nowhere.close()
+        """Set the bar to the images that are done."""
+        with self.get_lock():
+            self.update(done - self.n)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import json
 import os
 import signal
@@ -31,36 +32,29 @@ _FORMAT = 6
 _FORMAT_OF_0_4 = 5
 
 
-def unwritten(path: Path, error: BaseException) -> UsageError:
+def unwritten(path: Path, error: OSError) -> UsageError:
     """Return the error of a file that cannot be written."""
-    return UsageError(f"--out: {path} cannot be written: {_reason(error)}")
-
-
-def _reason(error: BaseException) -> str:
-    """Return the system's reason. torch's own error comes after it, and hides it."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror
-        cause = cause.__cause__ or cause.__context__
-    return str(error).partition("\n")[0]
+    return UsageError(f"--out: {path} cannot be written: {error.strerror or error}")
 
 
 @contextlib.contextmanager
 def written(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that replaces `path` when the body ends, after it was written to the
-    disk.
+    """Yield a file in memory, which replaces `path` when the body ends, after it was
+    written to the disk.
     """
+    # In memory: torch would hide the system's reason why a write fails.
+    content = io.BytesIO()
+    yield content
     aside = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with aside.open("wb") as file:
-            yield file
+            file.write(content.getbuffer())
             file.flush()
             # Otherwise a power cut could leave the new name with an empty file.
             os.fsync(file.fileno())
         os.replace(aside, path)
-    except (OSError, RuntimeError) as error:  # RuntimeError: torch's, if a write fails
+    except OSError as error:
         raise unwritten(path, error) from error
     finally:
         with contextlib.suppress(OSError):  # it exists only after an error
@@ -90,18 +84,12 @@ def load(path: Path, *, goes_on: bool = False) -> dict[str, Any]:
         problem = f"is not a checkpoint that can be read: {words_of(error):.200}"
         raise UsageError(f"{path} {problem}") from error
     file_format = state.get("format") if isinstance(state, dict) else None
-    if file_format == _FORMAT:
-        return state  # type: ignore[no-any-return]
-    if file_format != _FORMAT_OF_0_4:
+    formats = (_FORMAT,) if goes_on else (_FORMAT, _FORMAT_OF_0_4)
+    if file_format not in formats:
         raise UsageError(
             f"{path} is a checkpoint of another program or version: use the version "
-            "that wrote it, or start a new run with another --out"
-        )
-    if goes_on:
-        raise UsageError(
-            f"{path} is of scatterpar 0.4, which held out other pictures and had other "
-            "learning rates: go on with that version, or start a new run with another "
-            "--out; predict, test and export take the run as it is"
+            "that wrote it, or start a new run with another --out (0.4 held out other "
+            "pictures: predict, test and export take its runs as they are)"
         )
     return state  # type: ignore[no-any-return]
 
@@ -130,16 +118,11 @@ def locked(folder: Path) -> Iterator[None]:
 
 def refuse_earlier_run(folder: Path) -> None:
     """Raise a `UsageError` if a run has left results in the folder."""
-    if (folder / FILE).exists():
-        raise UsageError(
-            f"there is a {folder / FILE}: --resume goes on from it, another --out "
-            "starts anew"
-        )
     steps = [record for record in read_records(folder) if record["kind"] == "step"]
-    if steps or (folder / BEST_FILE).exists():
+    if steps or (folder / BEST_FILE).exists() or (folder / FILE).exists():
         raise UsageError(
-            f"{folder} has a run of {len(steps)} steps without a checkpoint: another "
-            "--out starts anew; or remove that folder"
+            f"{folder} has a run of {len(steps)} steps: --resume goes on from its "
+            f"{FILE}, if there is one; another --out starts anew"
         )
 
 

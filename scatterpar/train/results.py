@@ -58,9 +58,8 @@ class Tally:
         self._right += right
         self._right_in_top5 += int((best == labels[:, None]).sum())
         if self.confusion is not None:
-            places = self.classes * labels + predicted
-            counts = places.bincount(minlength=self.confusion.numel())
-            self.confusion += counts.view_as(self.confusion)
+            places = (labels, predicted)
+            self.confusion.index_put_(places, torch.tensor(1), accumulate=True)
         confidence = scores.softmax(1).amax(1)
         confidence[is_right] = 0
         wrong = min(_MISTAKES, len(labels) - right)

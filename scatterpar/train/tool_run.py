@@ -29,7 +29,7 @@ from scatterpar.train.command_line import (
     printable,
 )
 from scatterpar.train.data import BatchRequest, Images, open_data
-from scatterpar.train.data_parts import FINAL, TEST, VAL
+from scatterpar.train.data_parts import TEST, VAL
 from scatterpar.train.feed import BrokenError, Feed, FeedError
 from scatterpar.train.figures import (
     draw_confusion,
@@ -182,8 +182,8 @@ class Run:
         feed: the images.
         metrics: the records.
         options: the options of the run.
-        tested: the part that each epoch is tested on, as in the names of records:
-            ``"val"`` if ``test`` comes at the end, else ``"test"``.
+        tested: the part that each epoch is tested on: ``"val"`` if ``test`` comes at
+            the end, else ``"test"``.
     """
 
     def __init__(self, training: Training, feed: Feed, metrics: Metrics) -> None:
@@ -192,8 +192,7 @@ class Run:
         self.metrics = metrics
         self.options = training.options
         self._is_first = training.processes.is_first
-        self.tested = TEST if training.source.final is None else VAL
-        self._has_top5 = training.classes >= TOP_5_CLASSES
+        self.tested = training.source.tested
         self._signals = list[int]()
         self._saved = training.position.step
         self._final: Tally | None = None  # the test at the end
@@ -283,11 +282,11 @@ class Run:
             self._end_epoch()
         while not training.is_over:
             self._train_epoch()
-        if training.source.final is not None:
+        if self.tested == VAL:
             self._check()  # the first process has written the file
             best = records.load(self.options.out / BEST_FILE)
-            self.feed.request(training.test_requests(FINAL))
-            self._final = training.test(self.feed, FINAL, best["model"], self._check)
+            self.feed.request(training.test_requests(TEST))
+            self._final = training.test(self.feed, TEST, best["model"], self._check)
             self._confusion = self._final.confusion
             self._mistakes = self._final.mistakes
 
@@ -437,7 +436,7 @@ class Run:
         training = self.training
         position = training.position
         number = training.epoch
-        tally = training.test(self.feed, between=self._check)
+        tally = training.test(self.feed, self.tested, between=self._check)
         position.tested = number
         is_best = tally.accuracy > position.best
         if is_best:
@@ -503,7 +502,7 @@ class Run:
             f"{tested} loss {tally.loss:.4f}",
             f"{tested} accuracy {tally.accuracy:.2%}",
         ]
-        if self._has_top5:
+        if training.classes >= TOP_5_CLASSES:
             words.append(f"top-5 accuracy {tally.accuracy_top5:.2%}")
         words.append(f"{speed:,.0f} images/s")
         if not training.source.in_memory:
@@ -533,13 +532,9 @@ class Run:
         """Draw the curves, the confusion matrix and the mistakes."""
         out = self.options.out
         class_names = self.training.source.class_names
-        draw_curves(
-            self.metrics,
-            out / CURVES_FILE,
-            images=self.training.images,
-            tested=self.tested,
-            has_top5=self._has_top5,
-        )
+        images = self.training.images
+        path = out / CURVES_FILE
+        draw_curves(self.metrics, path, images=images, tested=self.tested)
         if self._confusion is not None:
             part = self.tested if self._final is None else TEST
             title = f"Images of {part}, best epoch"

@@ -21,7 +21,10 @@ def write_folder(
 ):
     """Write train/CLASS and test/CLASS, with so many pictures of each class."""
     data = load()
-    parts = ("train", data.train, train), (held_out, data.test, test)
+    parts = (
+        ("train", data.parts["train"], train),
+        (held_out, data.parts["test"], test),
+    )
     for part, split, number in parts:
         images, labels = split.tensors
         for name in classes:
@@ -48,6 +51,6 @@ def broken_folder(folder):
     """
     write_folder(folder, ending="jpg", size=(60, 60))
     data = open_data(Options(data=str(folder)))
-    name = data.train[1][0]
+    name = data.parts["train"][1][0]
     truncate(Path(name))
     return data, name

@@ -57,8 +57,8 @@ TABLES = [
 def test_columns_and_files_are_recognised(folder, header, row, options):
     parts = read_table(write(folder, header, row), Options(val=0.25, **options))
     assert len(parts.class_names) == 3
-    assert (len(parts.train), len(parts.test)) == (9, 3)
-    for files in (parts.train, parts.test):
+    assert (len(parts.parts["train"]), len(parts.parts["test"])) == (9, 3)
+    for files in (parts.parts["train"], parts.parts["test"]):
         for name, label in (files[row] for row in range(len(files))):
             number = int(name.rpartition("/")[2].removesuffix(".png"))
             assert name == str(folder / name_of(number))
@@ -71,9 +71,9 @@ def test_column_of_parts_divides_rows(folder):
         folder, "image,label,split", lambda n: f"{n}.png,{'xyz'[n % 3]},{part[n]}"
     )
     parts = read_table(table, Options())
-    sizes = [len(files) for files in (parts.train, parts.test, parts.final)]
+    sizes = [len(files) for files in parts.parts.values()]
     assert sizes == [6, 3, 2]
-    assert str(parts.unused) == "1 of other parts (extra)"
+    assert "not read: images or files 1 of other parts (extra)" in parts.notes
 
 
 @pytest.mark.parametrize("flags", [("False", "True"), ("0", "1")])
@@ -82,8 +82,8 @@ def test_column_is_valid_divides_rows(folder, flags):
         folder, "name,label,is_valid", lambda n: f"{n}.png,{n % 2},{flags[n < 4]}"
     )
     parts = read_table(table, Options())
-    assert (len(parts.train), len(parts.test), parts.final) == (8, 4, None)
-    assert {parts.test[row][0] for row in range(4)} == {
+    assert [len(files) for files in parts.parts.values()] == [8, 4]
+    assert {parts.parts["test"][row][0] for row in range(4)} == {
         str(folder / name_of(number)) for number in range(4)
     }
 
@@ -91,7 +91,7 @@ def test_column_is_valid_divides_rows(folder, flags):
 def test_unlabelled_rows_left_aside(folder):
     table = write(folder, "image,label", lambda n: f"{n},{'xy'[n % 2] if n else ''}")
     parts = read_table(table, Options(val=0.2))
-    assert str(parts.unused) == "1 without a label (train)"
+    assert "not read: images or files 1 without a label (train)" in parts.notes
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_files_are_in_the_train_folder(folder):
     lines = table.read_text().splitlines()[:7]
     table.write_text("\n".join(lines))
     options = Options(val=0.3, train_folder="train_images")
-    assert len(read_table(table, options).train) == 4
+    assert len(read_table(table, options).parts["train"]) == 4
 
 
 def test_path_of_a_picture_may_lead_anywhere(folder):
@@ -136,8 +136,9 @@ def test_path_of_a_picture_may_lead_anywhere(folder):
             lambda n, root=root: f"{root(places[n])},{n % 2}",
         )
         parts = read_table(table, Options(val=0.25))
-        listed = [parts.train[row][0] for row in range(len(parts.train))]
-        listed += [parts.test[row][0] for row in range(len(parts.test))]
+        listed = []
+        for files in parts.parts.values():
+            listed += [files[row][0] for row in range(len(files))]
         assert sorted(map(os.path.normpath, listed)) == sorted(map(str, places))
 
 

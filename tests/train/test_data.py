@@ -14,7 +14,7 @@ from PIL import Image
 from scatterpar.train import data as data_module
 from scatterpar.train.command_line import Options, UsageError
 from scatterpar.train.data import BatchRequest, load, open_data
-from scatterpar.train.data_parts import FINAL, TEST, TRAIN
+from scatterpar.train.data_parts import TEST, TRAIN, VAL
 
 pytestmark = pytest.mark.draws
 EMBEDDED = Path(data_module.__file__).with_name("embedded")
@@ -47,7 +47,7 @@ def test_folder_gives_parts_and_classes(folder):
     assert data.class_names == tuple(sorted(CLASSES))
     found = read(data, [0, 5, 11], part=TEST)
     assert found.labels.tolist() == [0, 1, 2]
-    file = Path(data.test[5][0])
+    file = Path(data.parts["test"][5][0])
     assert file.parent.name == "Sandal"
     grey = torch.frombuffer(bytearray(Image.open(file).tobytes()), dtype=torch.uint8)
     assert torch.equal(found.images[1, 0].flatten(), grey)
@@ -87,7 +87,7 @@ def test_images_per_class_are_counted(folder, tmp_path):
     data = load()
     assert [sum(numbers) for numbers in data.class_counts.values()] == [8192, 1808]
     library = opened(folder)
-    library.train = [(None, 0)]
+    library.parts["train"] = [(None, 0)]
     assert library.class_counts == {}
     assert library.classes_in_words() == "classes: Bag, Sandal, Trouser"
 
@@ -101,9 +101,9 @@ def test_val_tested_each_epoch_test_at_end(tmp_path):
         (tmp_path / part / "train").rmdir()
         shutil.rmtree(tmp_path / part / "test")
     data = opened(tmp_path)
-    words = "9 images to train on, 6 to choose the best epoch, 3 to test at the end"
+    words = "9 images to train on, 6 to choose the best epoch, 3 to test"
     assert words in str(data)
-    assert len(read(data, [0, 2], part=FINAL).images) == 2
+    assert len(read(data, [0, 4], part=VAL).images) == 2
 
 
 @pytest.mark.pictures
@@ -176,7 +176,7 @@ def test_torchvision_sets_found_by_name(tmp_path):
     """Fashion-MNIST, of which only the included test images are there, under both
     names.
     """
-    raw, tensors = tmp_path / "FashionMNIST" / "raw", load().train.tensors
+    raw, tensors = tmp_path / "FashionMNIST" / "raw", load().parts["train"].tensors
     words = rf"Dataset not found.*--data-root {tmp_path}; --download fetches it"
     refused(f"torch/fashion_mnist: {words}", "torch/fashion_mnist", data_root=tmp_path)
     raw.mkdir(parents=True)
@@ -187,7 +187,7 @@ def test_torchvision_sets_found_by_name(tmp_path):
     data = opened(
         "torch/fashion_mnist", augment="none", data_root=tmp_path, image_size=28
     )
-    assert (len(data.train), len(data.test), data.class_names[0]) == (
+    assert (len(data.parts["train"]), len(data.parts["test"]), data.class_names[0]) == (
         10_000,
         10_000,
         "T-shirt/top",
@@ -205,7 +205,7 @@ def test_hugging_face_reads_same_folder(folder, tmp_path, monkeypatch):
     ours = opened(folder, augment="none")
     data = opened(f"hfds/{folder}", augment="none", data_root=tmp_path)
     assert data.class_names == ours.class_names
-    assert (len(data.train), len(data.test)) == (180, 12)
+    assert (len(data.parts["train"]), len(data.parts["test"])) == (180, 12)
     one, other = (read(source, [0, 5, 11], part=TEST) for source in (data, ours))
     assert one.broken == other.broken == []
     assert all(map(torch.equal, one[:2], other[:2]))

@@ -69,6 +69,10 @@ def rows(labels):
     return ListedPictures(Names([f"{row}.png" for row in range(len(labels))]), labels)
 
 
+def sizes(parts):
+    return {name: len(part) for name, part in parts.parts.items()}
+
+
 def numbers(pictures):
     return [pictures[row] for row in range(len(pictures))]
 
@@ -92,10 +96,16 @@ def test_labels_become_numbers_of_classes():
 def test_part_without_labels_is_not_tested():
     listed = {TRAIN: rows("aabbcc"), VAL: rows(".."), TEST: rows("abc")}
     parts = make_parts(listed, CLASSES, Unused(), None)
-    assert (len(parts.train), len(parts.test), parts.final) == (6, 3, None)
+    assert sizes(parts) == {TRAIN: 6, TEST: 3}
     parts = make_parts(listed | {VAL: rows("cc.")}, CLASSES, Unused(), None)
-    assert (parts.test.labels.tolist(), len(parts.final)) == ([2, 2], 3)
-    assert parts.notes == ["warning: not tested, as there is no picture for it: a, b"]
+    assert sizes(parts) == {TRAIN: 6, VAL: 2, TEST: 3}
+    assert parts.parts[VAL].labels.tolist() == [2, 2]
+    assert parts.notes == [
+        "warning: not tested, as there is no picture for it: a, b",
+        "not read: images or files 1 without a label (val)",
+    ]
+    parts = make_parts({TRAIN: rows("abc"), VAL: rows("abc")}, CLASSES, Unused(), None)
+    assert sizes(parts) == {TRAIN: 3, TEST: 3}  # the only part that is tested
 
 
 def test_untested_class_is_told():

@@ -12,13 +12,7 @@ from harness.pictures import broken_folder, truncate, write_folder
 from scatterpar.train.command_line import Options
 from scatterpar.train.data import BatchRequest, open_data
 from scatterpar.train.data_parts import TEST, TRAIN
-from scatterpar.train.feed import (
-    PIECE,
-    BrokenError,
-    Feed,
-    FeedError,
-    broken_in_words,
-)
+from scatterpar.train.feed import PIECE, BrokenError, Feed, FeedError
 
 pytestmark = [pytest.mark.pictures, pytest.mark.draws]
 
@@ -70,7 +64,8 @@ def test_broken_picture_and_label_left_out(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_all_broken_pictures_are_found(tmp_path, workers):
+def test_more_broken_pictures_than_may_be_left_out(tmp_path, workers, capsys):
+    """With a higher limit the same feed names all of them."""
     write_folder(tmp_path, train=40, test=8, size=(32, 32))
     files = [min((tmp_path / "train" / "Bag").iterdir())]
     files += [
@@ -78,23 +73,22 @@ def test_all_broken_pictures_are_found(tmp_path, workers):
     ]
     for file in files:
         truncate(file)
-    with Feed(opened(tmp_path, workers=workers), limit=1) as feed:
-        feed.request(
-            [
-                BatchRequest(TEST, torch.arange(24)),
-                BatchRequest(TRAIN, torch.arange(120)),
-            ]
-        )
+    every = [
+        BatchRequest(TEST, torch.arange(24)),
+        BatchRequest(TRAIN, torch.arange(120)),
+    ]
+    with Feed(opened(tmp_path, workers=workers), every, limit=1) as feed:
         feed.take()
         with pytest.raises(
-            BrokenError, match=r"Bag.*--skip-broken 2 or more leaves out"
+            BrokenError, match=r"Bag.*cannot be read as an image: .*trun"
         ):
             feed.take()
-        found = feed.find_broken()
-    assert sorted(found) == sorted(map(str, files))
-    assert all("truncated" in reason for reason in found.values())
-    words = broken_in_words(found, 1)
-    assert "truncated, and 2 more (--skip-broken 3 or more leaves out such" in words
+        feed.limit = 3
+        feed.request(every)
+        for _ in every:
+            feed.take()
+        assert sorted(feed.broken) == sorted(map(str, files))
+    assert capsys.readouterr().out.count("left out: ") == 3
 
 
 def test_killed_worker_told_in_words(folder):

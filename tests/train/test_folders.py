@@ -23,6 +23,10 @@ def read_folders(path, val=None, **options):
     return read(path, Options(val=val, **options))
 
 
+def sizes(folders):
+    return {name: len(part) for name, part in folders.parts.items()}
+
+
 def make(folder, *names):
     """Write a small picture, or an empty file, of each name."""
     for name in names:
@@ -69,9 +73,9 @@ def test_part_names_ignore_case(tmp_path, train, test):
     parts(tmp_path, test, pictures=2)
     folders = read_folders(tmp_path)
     assert folders.class_names == ["cat", "dog"]
-    assert (len(folders.train), len(folders.test), folders.final) == (6, 4, None)
-    assert folders.train[0] == (str(tmp_path / train / "cat" / "0.png"), 0)
-    assert str(folders.unused) == "nothing"
+    assert sizes(folders) == {"train": 6, "test": 4}
+    assert folders.parts["train"][0] == (str(tmp_path / train / "cat" / "0.png"), 0)
+    assert "not read" not in str(folders.notes)
 
 
 @pytest.mark.pictures
@@ -88,8 +92,8 @@ def test_val_tested_each_epoch_test_at_end(tmp_path, train, val, test):
     parts(tmp_path, val, pictures=3)
     parts(tmp_path, test, pictures=2)
     folders = read_folders(tmp_path)
-    assert (len(folders.test), len(folders.final)) == (6, 4)
-    assert f"{os.sep}{val}{os.sep}" in folders.test[0][0]
+    assert sizes(folders) == {"train": 10, "val": 6, "test": 4}
+    assert f"{os.sep}{val}{os.sep}" in folders.parts["val"][0][0]
 
 
 WHICH = "--train-folder NAME and --val-folder NAME say which is which"
@@ -126,7 +130,7 @@ def test_unnamed_parts_are_no_classes(tmp_path, names):
     refused(words, tmp_path, 0.1)
     folders = read_folders(tmp_path, train_folder=names[0], val_folder=names[1])
     assert folders.class_names == ["cat", "dog"]
-    assert (len(folders.train), len(folders.test)) == (6, 6)
+    assert (len(folders.parts["train"]), len(folders.parts["test"])) == (6, 6)
     all_classes = read_folders(tmp_path, 0.2, train_folder=".")
     assert all_classes.class_names == sorted(names)
     refused("there is no folder .*absent", tmp_path, train_folder="absent")
@@ -147,7 +151,10 @@ def test_class_may_be_called_like_a_part(tmp_path, names):
     make(tmp_path, *(f"{name}/{n}.png" for name in names for n in range(4)))
     folders = read_folders(tmp_path, 0.25)
     assert folders.class_names == sorted(names)
-    assert (len(folders.train), len(folders.test)) == (3 * len(names), len(names))
+    assert (len(folders.parts["train"]), len(folders.parts["test"])) == (
+        3 * len(names),
+        len(names),
+    )
 
 
 @pytest.mark.pictures
@@ -164,12 +171,12 @@ def test_unlabelled_folder_left_aside(tmp_path, unlabelled):
         words = f"1 of classes that the training images lack ({folders[0]})"
     refused(rf"no images to test on: --val 0.1.* {re.escape(words)}", tmp_path)
     folders = read_folders(tmp_path, 0.25)
-    assert (len(folders.train), len(folders.test)) == (6, 2)
-    assert words in str(folders.unused)
+    assert (len(folders.parts["train"]), len(folders.parts["test"])) == (6, 2)
+    assert words in folders.notes[-1]
     name = unlabelled.partition("/")[0]
     labelled = "val" if name.lower() == "test" else "test"
     parts(tmp_path, labelled)
-    assert len(read_folders(tmp_path).test) == 4
+    assert len(read_folders(tmp_path).parts["test"]) == 4
 
 
 @pytest.mark.pictures
@@ -177,7 +184,7 @@ def test_part_with_a_single_class_is_tested(tmp_path):
     parts(tmp_path, "train")
     parts(tmp_path, "test", classes=("Cat",), pictures=3)
     folders = read_folders(tmp_path)
-    assert folders.test.labels.tolist() == [0, 0, 0]
+    assert folders.parts["test"].labels.tolist() == [0, 0, 0]
     assert "no picture for it: dog" in folders.notes[0]
 
 
@@ -191,8 +198,8 @@ def test_folder_of_a_part_in_itself_is_read(tmp_path, train, test):
     parts(tmp_path, f"{test}/{test}")
     make(tmp_path, "seg_pred/seg_pred/1.png")
     folders = read_folders(tmp_path)
-    assert (len(folders.train), len(folders.test)) == (6, 4)
-    assert str(folders.unused) == "1 in other folders (seg_pred/)"
+    assert (len(folders.parts["train"]), len(folders.parts["test"])) == (6, 4)
+    assert "not read: images or files 1 in other folders (seg_pred/)" in folders.notes
 
 
 @pytest.mark.pictures
@@ -248,7 +255,7 @@ def test_class_names_ignore_case_in_val(tmp_path):
     parts(tmp_path, "train")
     parts(tmp_path, "val", classes=("Cat", "DOG"))
     folders = read_folders(tmp_path)
-    assert folders.test.labels.tolist() == [0, 0, 1, 1]
+    assert folders.parts["test"].labels.tolist() == [0, 0, 1, 1]
 
 
 @pytest.mark.pictures
@@ -266,8 +273,8 @@ def test_unread_files_are_counted(tmp_path):
     make(tmp_path, "test/hat/1.png", "test/hat/2.png", "train/__MACOSX/cat/1.png")
     folders = read_folders(tmp_path)
     assert folders.class_names == ["cat", "dog"]
-    assert (len(folders.train), len(folders.test)) == (4, 4)
-    said = str(folders.unused)
+    assert (len(folders.parts["train"]), len(folders.parts["test"])) == (4, 4)
+    said = folders.notes[-1]
     for words in (
         "5 with other endings (.TXT, .csv, .gif, .heic, none)",
         "2 hidden",
@@ -282,7 +289,7 @@ def test_unread_files_are_counted(tmp_path):
 def test_upper_case_and_deep_files_read(tmp_path):
     parts(tmp_path, "train", "test")
     make(tmp_path, "train/cat/B.JPG", "train/cat/deep/er/1.Png", "train/cat/ä ö.png")
-    assert len(read_folders(tmp_path, None).train) == 7
+    assert len(read_folders(tmp_path, None).parts["train"]) == 7
 
 
 def test_link_to_parent_not_followed(tmp_path):
@@ -302,11 +309,14 @@ def test_unsplit_classes_split_by_val(tmp_path):
     refused("has too few pictures", tmp_path / "test", 0.1)
     place = tmp_path / "train"
     folders, again = (read_folders(place, 0.1, train_folder=".") for _ in range(2))
-    assert names(folders.train) == names(again.train)
-    assert names(folders.test) == names(again.test)
+    assert names(folders.parts["train"]) == names(again.parts["train"])
+    assert names(folders.parts["test"]) == names(again.parts["test"])
     listed = sorted(map(str, tmp_path.glob("train/*/*.png")))
-    assert sorted([*names(folders.train), *names(folders.test)]) == listed
-    assert folders.test.labels.tolist() == [0, 0, 1, 1, 2, 2]
+    assert (
+        sorted([*names(folders.parts["train"]), *names(folders.parts["test"])])
+        == listed
+    )
+    assert folders.parts["test"].labels.tolist() == [0, 0, 1, 1, 2, 2]
 
 
 def names(files):

@@ -56,17 +56,19 @@ def test_validation_chooses_test_is_last(tmp_path, saved):
     splits = {"train": make(9), "validation": make(6), "test": make(3)}
     parts = opened(tmp_path, splits, saved=saved)
     assert parts.class_names == NAMES
-    assert rows_of(parts.train) == list(range(9))
-    assert rows_of(parts.test) == list(range(6))
-    assert rows_of(parts.final) == list(range(3))
+    assert rows_of(parts.parts["train"]) == list(range(9))
+    assert rows_of(parts.parts["val"]) == list(range(6))
+    assert rows_of(parts.parts["test"]) == list(range(3))
 
 
 def test_only_split_is_divided(tmp_path):
     with pytest.raises(UsageError, match=r"no images to test on: --val 0.1"):
         opened(tmp_path, {"train": make(12)}, saved=True)
     parts = opened(tmp_path / "b", {"data": make(12)}, saved=True, val=0.25)
-    assert sorted([*rows_of(parts.train), *rows_of(parts.test)]) == list(range(12))
-    assert sorted(parts.test.labels.tolist()) == [0, 1, 2]
+    assert sorted(
+        [*rows_of(parts.parts["train"]), *rows_of(parts.parts["test"])]
+    ) == list(range(12))
+    assert sorted(parts.parts["test"].labels.tolist()) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -81,9 +83,9 @@ def test_unlabelled_test_split_left_aside(tmp_path, kind, label):
         "test": make(3, lambda row: label, value),
     }
     parts = opened(tmp_path, splits, saved=True)
-    assert parts.final is None
-    assert len(parts.test) == 3
-    assert str(parts.unused).startswith("3 ")
+    assert "val" not in parts.parts
+    assert len(parts.parts["test"]) == 3
+    assert parts.notes[0].startswith("not read: images or files 3 ")
 
 
 @pytest.mark.parametrize(
@@ -106,14 +108,14 @@ def test_labels_are_compared_by_name(tmp_path):
     other = datasets.ClassLabel(names=NAMES[::-1])
     splits = {"train": make(9), "test": make(6, lambda row: 2 - row % 3, other)}
     parts = opened(tmp_path, splits, saved=True)
-    assert rows_of(parts.test) == list(range(6))
+    assert rows_of(parts.parts["test"]) == list(range(6))
 
 
 def test_file_of_parquet_and_metadata_are_read(tmp_path):
     make(12).to_parquet(str(tmp_path / "a.parquet"))
     options = Options(val=0.25, data_root=tmp_path / "cache")
     parts = read_hub(str(tmp_path / "a.parquet"), options)
-    assert (len(parts.train), len(parts.test)) == (9, 3)
+    assert (len(parts.parts["train"]), len(parts.parts["test"])) == (9, 3)
     for part in ("train", "test"):
         (tmp_path / "photos" / part).mkdir(parents=True)
         lines = ["file_name,label"]
@@ -125,7 +127,7 @@ def test_file_of_parquet_and_metadata_are_read(tmp_path):
         table.write_text("\n".join(lines))
     assert is_saved(tmp_path / "photos")
     parts = read_hub(str(tmp_path / "photos"), Options(data_root=options.data_root))
-    assert (len(parts.train), len(parts.test)) == (6, 6)
+    assert (len(parts.parts["train"]), len(parts.parts["test"])) == (6, 6)
 
 
 def test_column_is_asked_for(tmp_path):

@@ -63,7 +63,8 @@ def toy_data(rows=10):
         TensorDataset(images, torch.arange(rows) % 2),
         torch.full((1,), 100.0),
     )
-    return Source("toy", split, split, ("even", "odd"), (1, 2, 2), pixel, pixel)
+    parts = {"train": split, "test": split}
+    return Source("toy", parts, ("even", "odd"), (1, 2, 2), pixel, pixel)
 
 
 @pytest.fixture
@@ -108,7 +109,7 @@ def test_training_equals_plain_loop(toy):
     reference = torch.optim.SGD(plain.parameters(), lr=0.0)
     assert training.rate() == pytest.approx(30 * 10 / 3 / 256)
     for rows in training.order(0):
-        images, labels = data.train[rows]
+        images, labels = data.parts["train"][rows]
         loss = criterion(plain(images), labels)
         reference.zero_grad()
         loss.backward()
@@ -134,7 +135,7 @@ def test_evaluation_weighs_rows_alike(toy):
     training, data = toy(), toy_data(300)
     training.source, training.position.consumed, training.epochs = data, 10, 1
     found = training.test(Feed(data, training.requests()))
-    images, labels = data.test.tensors
+    images, labels = data.parts["test"].tensors
     scores = training.model(images)
     expected = nn.CrossEntropyLoss()(scores, labels).item()
     assert found.loss == pytest.approx(expected, rel=1e-6)
@@ -388,9 +389,8 @@ def network_of_library(monkeypatch, are_cached):
 
 def start(processes, *options):
     files = toy_data()
-    files.train = Pictures(
-        Names(["a.png", "b.png"]), torch.arange(2)
-    )  # pictures in files
+    pictures = Pictures(Names(["a.png", "b.png"]), torch.arange(2))
+    files.parts = {"train": pictures, "test": pictures}
     options = parse(["--model", "timm:toy", *options])
     model, chosen = start_model(options, files, None, processes)
     return model.network[1].weight, chosen, files.notes

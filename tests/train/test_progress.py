@@ -41,12 +41,12 @@ def test_bar_moves_within_a_step(monkeypatch):
         Progress(1024, file=terminal) as progress,
     ):
         criterion.register_forward_hook(progress.add)
-        criterion.register_forward_hook(lambda *_: seen.append(progress._bar.n))
+        criterion.register_forward_hook(lambda *_: seen.append(progress.n))
         for done in (512, 1024):
             progress.begin(512)
             engine.forward_backward(*batch, criterion)
             # The engine's look computes a few rows more; the step's end is the limit.
-            assert progress._bar.n == done
+            assert progress.n == done
             progress.report(done)
     assert any(0 < number < 512 for number in seen)
     assert max(seen) == 1024
@@ -75,7 +75,7 @@ def test_lines_without_a_terminal(monkeypatch):
     with Progress(100, file=file) as progress:
         progress.describe("epoch 1/2", loss="0.5")
         progress.report(25)
-        monkeypatch.setattr(progress_module, "_LINE_SECONDS", 1000.0)
+        progress.mininterval = 1000.0
         progress.report(50)
-    (line,) = file.getvalue().splitlines()
+    _, line = file.getvalue().splitlines()
     assert re.fullmatch(r"epoch 1/2: 25%, .* images/s, [\d:?]+ left, loss=0.5", line)

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import time
 from importlib.util import find_spec
@@ -182,9 +183,7 @@ def test_stopped_run_resumes_bit_for_bit(folder, whole, tmp_path, capsys, number
     again = words if number == signal.SIGKILL else ["train", "--out", str(out)]
     assert command([*again, "--workers", "0", "--resume"]) == 0
     assert_same_run(whole, out, STEPS)
-    (said,) = re.findall(
-        r"finished after .* (\d+\.\d) s in 2 sessions", capsys.readouterr().out
-    )
+    (said,) = re.findall(r"finished after .* (\d+\.\d) s\n", capsys.readouterr().out)
     assert float(said) >= sum(r["seconds_whole"] for r in steps(out)) - 0.1
     assert [start["options"]["resume"] for start in records(out, "run")] == [
         False,
@@ -209,7 +208,11 @@ def test_finished_run_stays_as_it_is(folder, whole, capsys):
             0,
             "finished before, after 4 epochs and 20 steps; --out starts a new run",
         ),
-        ([], 2, "checkpoint.pt: --resume goes on from it, another --out starts anew"),
+        (
+            [],
+            2,
+            "has a run of 20 steps: --resume goes on from its checkpoint.pt, if there is",
+        ),
         (
             ["--resume", "--seed", "1"],
             2,
@@ -262,7 +265,7 @@ def test_folder_of_a_run_refused(tmp_path, capsys, monkeypatch):
         main(options)
     before = (tmp_path / "metrics.jsonl").read_bytes()
     for more, words in (
-        ([], "has a run of 3 steps without a checkpoint: another --out starts anew"),
+        ([], "has a run of 3 steps: --resume goes on .* another --out starts anew"),
         (
             ["--resume"],
             "there is no .*checkpoint.pt; name the folder of a run",
@@ -395,9 +398,11 @@ def test_skipped_broken_pictures_counted(tmp_path, capsys):
     assert (
         train(folder, tmp_path / "first", "--skip-broken", "1", "--workers", "0") == 2
     )
-    *lines, last = capsys.readouterr().err.splitlines()
+    printed = capsys.readouterr()
+    lines = [line for line in printed.out.splitlines() if line.startswith("left out: ")]
     assert ["image file is truncated" in line for line in lines] == [True] * 2
-    assert ", and 1 more (--skip-broken 2 or more leaves out such images)" in last
+    assert "truncated" in printed.err
+    assert "(--skip-broken 2 or more leaves out such images)" in printed.err
     assert train(folder, out, "--skip-broken", "2", "--workers", "0") == 0
     printed = capsys.readouterr()
     assert (printed.out + printed.err).count("left out: ") == 2
@@ -409,10 +414,15 @@ def test_skipped_broken_pictures_counted(tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["checkpoint.pt", "metrics.jsonl"])
 def test_full_disk_leaves_old_checkpoint(tmp_path, capsys, monkeypatch, where):
-    def full(line, *_, **to):
-        if where == "metrics.jsonl" and '"step": 5' not in line:
-            return print(line, **to)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def full_for_line(line, **to):
+        if '"step": 5' in line:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        print(line, **to)
+
+    def full_for_file(source, target):
+        if target.name == where:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        shutil.move(source, target)
 
     options = [*EMBEDDED, "--devices", "cpu", "--batch", "1024", "--out", str(tmp_path)]
     with stop_after(monkeypatch, 4):
@@ -420,10 +430,10 @@ def test_full_disk_leaves_old_checkpoint(tmp_path, capsys, monkeypatch, where):
     before = (tmp_path / "checkpoint.pt").read_bytes()
     options += ["--checkpoint-every", "2", "--resume"]
     with monkeypatch.context() as patch:
-        owner = record_module if where == "metrics.jsonl" else record_module.torch
-        patch.setattr(
-            owner, "print" if where == "metrics.jsonl" else "save", full, raising=False
-        )
+        if where == "metrics.jsonl":
+            patch.setattr(record_module, "print", full_for_line, raising=False)
+        else:
+            patch.setattr(record_module.os, "replace", full_for_file)
         capsys.readouterr()
         assert main(options) == 2
     printed = capsys.readouterr().err
@@ -536,7 +546,7 @@ def test_val_picks_best_epoch_test_runs_once(tmp_path, capsys, monkeypatch, ends
 
         def test(self, feed, part="test", *more, **options):
             tested.append(part)
-            if part == "final":
+            if part == "test":
                 raise Stop
             return real(self, feed, part, *more, **options)
 
@@ -544,7 +554,7 @@ def test_val_picks_best_epoch_test_runs_once(tmp_path, capsys, monkeypatch, ends
             patch.setattr(Training, "test", test)
             with pytest.raises(Stop):
                 train(folder, out, *PLAIN, "--base-lr", "0.1")
-        assert tested == ["test"] * 3 + ["final"]
+        assert tested == ["val"] * 3 + ["test"]
         assert main(["--out", str(out), "--resume"]) == 0
     else:
         assert train(folder, out, *PLAIN, "--base-lr", "0.1") == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ import tyro
 from scatterpar.tables import as_text
 from scatterpar.train import command_line as cl
 from scatterpar.train.command_line import UsageError, exit_code_of, printable, read
-from scatterpar.train.data_parts import TEST, Unused, first_names, labelled
+from scatterpar.train.data_parts import TEST, first_names, labelled, unread_in_words
 from scatterpar.train.folders import rows_of_folder
 from scatterpar.train.models import load_model
 from scatterpar.train.predict import scored_files
@@ -68,13 +69,13 @@ def evaluate(options: EvaluationOptions) -> int:
     """Print, and write, what a test of all pictures measured."""
     model, about = load_model(options.run, options.model)
     class_names = about["class_names"]
-    unused = Unused()
+    unread = Counter[str]()
     if not options.pictures.is_dir():
         raise UsageError(
             f"{options.pictures} is no folder; pass one with a folder for each class"
         )
-    rows = rows_of_folder(options.pictures, unused)
-    pictures = labelled(TEST, rows, class_names, unused)
+    rows = rows_of_folder(options.pictures, unread)
+    pictures = labelled(TEST, rows, class_names, unread)
     tally = Tally(len(class_names))
     unreadable = dict[str, str]()
     with stoppable(_STOPPING) as signals:
@@ -92,7 +93,7 @@ def evaluate(options: EvaluationOptions) -> int:
     if not tally.images:
         raise UsageError(
             f"no picture of the classes {first_names(class_names)} in "
-            f"{options.pictures} can be read; not read: {unused}"
+            f"{options.pictures} can be read; not read: {unread_in_words(unread)}"
         )
     measured = {
         "run": str(options.run),
@@ -100,11 +101,11 @@ def evaluate(options: EvaluationOptions) -> int:
         "images": tally.images,
         **_measured(tally, class_names),
         "unreadable": unreadable,
-        "not_read": dict(unused.counts),
+        "not_read": unread,
     }
     print(printable(_in_words(measured)))
-    if unused.counts:
-        print(printable(f"not read: images or files {unused}"))
+    if unread:
+        print(printable(f"not read: images or files {unread_in_words(unread)}"))
     if options.json is not None:
         with written(options.json) as file:
             file.write(json.dumps(measured, indent=1).encode())

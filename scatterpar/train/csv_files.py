@@ -11,7 +11,7 @@ image,cat,dog       a column per class
 from __future__ import annotations
 
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from scatterpar.train.data_parts import (
     DataParts,
     ListedPictures,
     Names,
-    Unused,
     first_names,
     make_parts,
     part_of,
@@ -65,13 +64,13 @@ def read_table(path: Path, options: Options) -> DataParts:
         rows_of_parts[part] = ListedPictures(
             Names(list(rows["place"])), list(rows["label"])
         )
-    unused = Unused()
+    unread = Counter[str]()
     without_part = parts.isna()
     if without_part.any():
         names = sorted(set(table[parts.name][without_part]))
-        unused.add("of other parts", first_names(names), without_part.sum())
+        unread[f"of other parts ({first_names(names)})"] = without_part.sum()
     class_names = class_names_of(rows_of_parts[TRAIN].labels, label_columns[0])
-    data_parts = make_parts(rows_of_parts, class_names, unused, options.val)
+    data_parts = make_parts(rows_of_parts, class_names, unread, options.val)
     data_parts.notes.append(columns_in_words(image, label_columns, columns))
     return data_parts
 
@@ -163,7 +162,7 @@ def _places(folder: Path, names: Sequence[str]) -> list[str]:
         raise UsageError(f"there is no folder {folder}")
     # Tables of competitions name files without folder and ending.
     by_name = defaultdict[str, set[str]](set)
-    for path in find_pictures(folder, Unused()):
+    for path in find_pictures(folder, Counter()):
         for name in (os.path.relpath(path, folder), os.path.basename(path)):
             stem = os.path.splitext(name)[0]
             by_name[name].add(path)

@@ -31,8 +31,6 @@ _PART_NAMES = {
 }
 # Ends of a word, as in trainset: the name of the part comes before them.
 _ENDS_OF_WORDS = re.compile("(set|data|images|imgs|pictures|photos)$")
-_UNLABELLED = "without a label"
-_UNKNOWN_CLASS = "of classes that the training images lack"
 _NO_TESTS = (
     "there are no images to test on: --val 0.1 tests on a tenth of each class; or make "
     "folders train/ and test/ (or val/) with the classes in each"
@@ -106,35 +104,18 @@ class Pictures:
         return Pictures(self.sources, self.labels[rows], self._rows[rows])
 
 
-@dataclass
-class Unused:
-    """How many files are not read, by reason, with their endings or folders."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    names: dict[str, set[str]] = field(default_factory=dict)
-
-    def add(self, reason: str, name: str = "", number: int = 1) -> None:
-        """Count files that are not read."""
-        self.counts[reason] += number
-        if name:
-            self.names.setdefault(reason, set()).add(name)
-
-    def __str__(self) -> str:
-        reasons = []
-        for reason, number in self.counts.items():
-            text = f"{number:,} {reason}"
-            if reason in self.names:
-                text += f" ({first_names(sorted(self.names[reason]))})"
-            reasons.append(text)
-        return ", ".join(reasons) or "nothing"
-
-
 def first_names(names: Sequence[str], most: int = _SHOWN_NAMES) -> str:
     """Return a list of names as text: the first ones, and how many follow."""
     text = ", ".join(names[:most])
     if len(names) > most:
         text += f", and {len(names) - most:,} more"
     return text
+
+
+def unread_in_words(unread: Counter[str]) -> str:
+    """Return how many files are not read, by reason."""
+    texts = [f"{number:,} {reason}" for reason, number in unread.items()]
+    return first_names(texts) or "nothing"
 
 
 @dataclass
@@ -168,7 +149,7 @@ class ListedPictures(NamedTuple):
 def make_parts(
     rows_of_parts: Mapping[str, ListedPictures],
     class_names: Sequence[str],
-    unused: Unused,
+    unread: Counter[str],
     val: float | None,
 ) -> DataParts:
     """Choose what is tested when, and hold out the part `val` of the training pictures
@@ -177,21 +158,22 @@ def make_parts(
     Args:
         rows_of_parts: the pictures by part; there are some to train on.
         class_names: the names of the classes.
-        unused: the files that are not read; pictures without a class are added.
+        unread: the number of files that are not read, by reason; pictures without a
+            class are added.
         val: the part of each class to hold out.
     """
     if len(class_names) < 2:
         raise UsageError(f"two classes are needed, and it has {list(class_names)}")
     pictures = {}
     for part, rows in rows_of_parts.items():
-        pictures[part] = labelled(part, rows, class_names, unused)
+        pictures[part] = labelled(part, rows, class_names, unread)
     train = pictures[TRAIN]
     tested = [pictures[part] for part in (VAL, TEST) if pictures.get(part)]
     if tested and val is not None:
         raise UsageError("it has images to test on; leave out --val")
     if not tested:
         if val is None:
-            raise UsageError(f"{_NO_TESTS}; not read: {unused}")
+            raise UsageError(f"{_NO_TESTS}; not read: {unread_in_words(unread)}")
         held_in, held_out = split(train.labels, val)
         tested = [train.select(held_out)]
         train = train.select(held_in)
@@ -210,8 +192,8 @@ def make_parts(
                 f"warning: {repeated:,} of {len(tested_part):,} pictures to test on "
                 "are to train on, too: the accuracy is not that of new pictures"
             )
-    if unused.counts:
-        notes.append(f"not read: images or files {unused}")
+    if unread:
+        notes.append(f"not read: images or files {unread_in_words(unread)}")
     # A single part is tested after each epoch, whatever it is called.
     names = (VAL, TEST)[-len(tested) :]
     parts = {TRAIN: train, **dict(zip(names, tested, strict=True))}
@@ -257,7 +239,7 @@ def _digest(name: str) -> bytes:
 
 
 def labelled(
-    part: str, rows: ListedPictures, class_names: Sequence[str], unused: Unused
+    part: str, rows: ListedPictures, class_names: Sequence[str], unread: Counter[str]
 ) -> Pictures:
     """Return the pictures of a part that have a class, and count the others."""
     # Parts that people made by hand differ in the case of a class.
@@ -270,15 +252,15 @@ def labelled(
         if number is not None:
             pairs.append((row, number))
         elif label:
-            unused.add(_UNKNOWN_CLASS, label)
+            unread[f"of classes that the training images lack ({label})"] += 1
             unknown.add(label)
         else:
-            unused.add(_UNLABELLED, part)
+            unread[f"without a label ({part})"] += 1
     # Competitions keep the labels of test images to themselves, or call all "unknown".
     if not pairs and (part == TRAIN or len(unknown) > 1):
         raise UsageError(
             f"it has no images to {part} of its classes {first_names(class_names)}; "
-            f"not read: {unused}"
+            f"not read: {unread_in_words(unread)}"
         )
     places, labels = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).unbind(1)
     return Pictures(rows.sources, labels, places)

@@ -93,7 +93,13 @@ class Feed(contextlib.AbstractContextManager["Feed"]):
         ones.
         """
         start = time.perf_counter()
-        request, images = self._next()
+        try:
+            request, images = next(self._batches)
+        except (RuntimeError, OSError, EOFError) as error:  # a worker process has ended
+            raise FeedError(
+                f"images cannot be read: {words_of(error):.300} (fewer --workers need "
+                "less memory)"
+            ) from error
         self.waited = time.perf_counter() - start
         for name, reason in images.broken:
             if self.limit is not None and name not in self.broken:
@@ -103,15 +109,6 @@ class Feed(contextlib.AbstractContextManager["Feed"]):
                 tqdm.write(printable(f"left out: {line}"))
             self.broken[name] += 1
         return request, images
-
-    def _next(self) -> tuple[BatchRequest, Images]:
-        try:
-            return next(self._batches)
-        except (RuntimeError, OSError, EOFError) as error:  # a worker process has ended
-            raise FeedError(
-                f"images cannot be read: {words_of(error):.300} (fewer --workers need "
-                "less memory)"
-            ) from error
 
     def __exit__(self, *_: object) -> None:
         self._batches.close()

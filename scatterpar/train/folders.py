@@ -21,19 +21,15 @@ from scatterpar.train.data_parts import (
     DataParts,
     ListedPictures,
     Names,
-    Unused,
     first_names,
     is_part_name,
     make_parts,
     part_of,
+    unread_in_words,
 )
 from scatterpar.train.libraries import library
 
 _MAC_COPY = "__MACOSX"  # a folder that macOS adds to its archives
-# Reasons for which files are not read.
-_HIDDEN = "hidden"
-_OTHER_ENDINGS = "with other endings"
-_OTHER_FOLDERS = "in other folders"
 _WHICH = (
     "--train-folder NAME and --val-folder NAME say which is which (--train-folder . "
     "if all are classes)"
@@ -57,34 +53,34 @@ def read_folders(path: Path, options: Options) -> DataParts:
         )
     if TRAIN not in parts:
         _refuse_unnamed_parts(class_folders)
-    unused = Unused()
-    rows_of_parts = {TRAIN: rows_of_folder(train, unused)}
+    unread = Counter[str]()
+    rows_of_parts = {TRAIN: rows_of_folder(train, unread)}
     for part, folder in parts.items():
         if part != TRAIN:
-            rows_of_parts[part] = rows_of_folder(_unwrapped(folder, part), unused)
+            rows_of_parts[part] = rows_of_folder(_unwrapped(folder, part), unread)
     empty = set(class_names).difference(rows_of_parts[TRAIN].labels)
     if empty:
         raise UsageError(
             f"{train} lacks pictures of {first_names(sorted(empty))}: it is searched "
             f"for files that end in {', '.join(endings())}; convert other files, and "
-            f"remove folders without any (not read: {unused})"
+            f"remove folders without any (not read: {unread_in_words(unread)})"
         )
     # With --train-folder . the other folders are the classes.
     if TRAIN in parts and train != path:
         for folder in visible_folders(path):
             if folder not in parts.values():
-                for _ in files_below(folder, unused):
-                    unused.add(_OTHER_FOLDERS, f"{folder.name}/")
-    data_parts = make_parts(rows_of_parts, class_names, unused, options.val)
+                for _ in files_below(folder, unread):
+                    unread[f"in other folders ({folder.name}/)"] += 1
+    data_parts = make_parts(rows_of_parts, class_names, unread, options.val)
     data_parts.notes += _joined_folders(class_folders)
     return data_parts
 
 
-def rows_of_folder(folder: Path, unused: Unused) -> ListedPictures:
+def rows_of_folder(folder: Path, unread: Counter[str]) -> ListedPictures:
     """Find the pictures in folders of classes, at any depth, and count files that are
     not read. Pictures beside these folders have no class.
     """
-    names = list(find_pictures(folder, unused))
+    names = list(find_pictures(folder, unread))
     labels = []
     for name in names:
         names_on_way = Path(name).relative_to(folder).parts
@@ -233,16 +229,17 @@ def is_picture(name: str) -> bool:
     return name.lower().endswith(endings())
 
 
-def find_pictures(folder: Path, unused: Unused) -> Iterator[str]:
+def find_pictures(folder: Path, unread: Counter[str]) -> Iterator[str]:
     """Yield the pictures in a folder, at any depth, sorted. Count other files."""
-    for name in files_below(folder, unused):
+    for name in files_below(folder, unread):
         if is_picture(name):
             yield name
         else:
-            unused.add(_OTHER_ENDINGS, os.path.splitext(name)[1] or "none")
+            ending = os.path.splitext(name)[1] or "none"
+            unread[f"with other endings ({ending})"] += 1
 
 
-def files_below(folder: Path, unused: Unused) -> Iterator[str]:
+def files_below(folder: Path, unread: Counter[str]) -> Iterator[str]:
     """Yield the files in a folder, at any depth and sorted, and count hidden ones."""
     # All at first, because os.walk yields folders in the order of the disk, and a row
     # has to be the same image in each session.
@@ -255,7 +252,7 @@ def files_below(folder: Path, unused: Unused) -> Iterator[str]:
     for place, names in sorted(places):
         for name in sorted(names):
             if _is_hidden(name):
-                unused.add(_HIDDEN)
+                unread["hidden"] += 1
             else:
                 yield os.path.join(place, name)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from scatterpar.train.data_parts import (
     TRAIN,
     DataParts,
     ListedPictures,
-    Unused,
     make_parts,
     part_of,
 )
@@ -39,13 +38,13 @@ def is_saved(folder: Path) -> bool:
 def read_hub(name: str, options: Options) -> DataParts:
     """Open a data set by its name on the hub, or by its folder."""
     parts = dict[str, Any]()
-    unused = Unused()
+    unread = Counter[str]()
     splits = _load(name, options)
     for split_name, dataset in splits.items():
         # A set with one split may call it anything: there is nothing else to train on.
         part = part_of(split_name) if len(splits) > 1 else TRAIN
         if part is None or part in parts:
-            unused.add("in other splits", split_name, len(dataset))
+            unread[f"in other splits ({split_name})"] = len(dataset)
         else:
             parts[part] = dataset
     train = parts.get(TRAIN)
@@ -60,7 +59,7 @@ def read_hub(name: str, options: Options) -> DataParts:
     class_names = getattr(train.features[label], "names", None)
     if class_names is None:
         class_names = class_names_of(rows_of_parts[TRAIN].labels, label)
-    data_parts = make_parts(rows_of_parts, class_names, unused, options.val)
+    data_parts = make_parts(rows_of_parts, class_names, unread, options.val)
     data_parts.notes.append(columns_in_words(image, [label], list(train.features)))
     return data_parts
 

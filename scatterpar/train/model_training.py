@@ -142,7 +142,8 @@ class Training:
         self.optimizer = make_optimizer(self.model, options)
         self.base_lr: float = self.optimizer.defaults["lr"]
         kind = devices[0].type
-        self.precision = make_precision(options, kind)
+        dtype = getattr(torch, options.autocast or "bfloat16")
+        self.precision = torch.autocast(kind, dtype, enabled=bool(options.autocast))
         self.scaler = GradScaler(kind, enabled=options.autocast == "float16")
         self.criterion = nn.CrossEntropyLoss(label_smoothing=options.label_smoothing)
         self.average = make_average(self.model, options)
@@ -478,14 +479,12 @@ def start_model(
     if options.pretrained and options.from_scratch:
         raise UsageError("--pretrained and --from-scratch exclude each other")
     is_default = has_library_weights(name) and not source.in_memory
+    is_tried = options.pretrained or (is_default and not options.from_scratch)
     model: OnPixels | None = None
-    if options.pretrained or (is_default and not options.from_scratch):
-        # The caches of processes may differ, and two would fetch at once.
-        if processes.is_first:
-            model = _pretrained_model(options, source)
-        pretrained = bool(processes.largest(int(model is not None)))
-    else:
-        pretrained = False
+    # The caches of processes may differ, and two would fetch at once.
+    if is_tried and processes.is_first:
+        model = _pretrained_model(options, source)
+    pretrained = bool(processes.largest(int(model is not None)))
     if model is None:
         # Again: a try with pretrained weights may have drawn random numbers.
         torch.manual_seed(seed_host("run", options.seed))
@@ -545,15 +544,6 @@ def make_engine(
         buffers="batch",
         measure_noise=options.batch == "auto",
         compile=options.compile or None,
-    )
-
-
-def make_precision(options: Options, kind: str) -> torch.autocast:
-    """Build the context in which steps on a kind of device are computed."""
-    return torch.autocast(
-        kind,
-        dtype=getattr(torch, options.autocast or "bfloat16"),
-        enabled=options.autocast is not None,
     )
 
 

@@ -8,6 +8,7 @@ import contextlib
 import csv
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from scatterpar import ScatterOnceParallel
 from scatterpar.train import command_line
 from scatterpar.train.command_line import UsageError, exit_code_of, printable, read
 from scatterpar.train.data import BatchRequest, Images, make_pictures
-from scatterpar.train.data_parts import TEST, DataParts, Names, Pictures, Unused
+from scatterpar.train.data_parts import TEST, DataParts, Names, Pictures
 from scatterpar.train.feed import Feed
 from scatterpar.train.folders import files_below
 from scatterpar.train.model_training import choose_devices, scored
@@ -76,7 +77,7 @@ def predict(options: PredictOptions) -> int:
     names = [str(place)]
     start = place.parent
     if place.is_dir():
-        names = sorted(files_below(place, Unused()))
+        names = sorted(files_below(place, Counter()))
         start = place
     if not (place.exists() and names):
         raise UsageError(f"{place} is not here, or empty; pass an image, or a folder")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 
 import pytest
 import torch
@@ -15,12 +16,12 @@ from scatterpar.train.data_parts import (
     ListedPictures,
     Names,
     Pictures,
-    Unused,
     first_names,
     labelled,
     make_parts,
     part_of,
     split,
+    unread_in_words,
 )
 
 
@@ -78,53 +79,53 @@ def numbers(pictures):
 
 
 def test_labels_become_numbers_of_classes():
-    unused = Unused()
-    pictures = labelled(TEST, rows("b.ax.B"), CLASSES, unused)
+    unread = Counter()
+    pictures = labelled(TEST, rows("b.ax.B"), CLASSES, unread)
     assert numbers(pictures) == [("0.png", 1), ("2.png", 0), ("5.png", 1)]
     said = "2 without a label (test), 1 of classes that the training images lack (x)"
-    assert str(unused) == said
+    assert unread_in_words(unread) == said
     for labels in ("..", "xxx"):  # as of competitions
-        assert not len(labelled(TEST, rows(labels), CLASSES, unused))
+        assert not len(labelled(TEST, rows(labels), CLASSES, unread))
     for part, labels in ((TEST, "xy"), (TRAIN, "x"), (TRAIN, "..")):
         words = f"no images to {part} of its classes a, b, c; not read: .* without a l"
         with pytest.raises(UsageError, match=words):
-            labelled(part, rows(labels), CLASSES, unused)
-    cases = labelled(TRAIN, rows("aAbB"), ["A", "a", "b"], unused)
+            labelled(part, rows(labels), CLASSES, unread)
+    cases = labelled(TRAIN, rows("aAbB"), ["A", "a", "b"], unread)
     assert cases.labels.tolist() == [1, 0, 2, 2]
 
 
 def test_part_without_labels_is_not_tested():
     listed = {TRAIN: rows("aabbcc"), VAL: rows(".."), TEST: rows("abc")}
-    parts = make_parts(listed, CLASSES, Unused(), None)
+    parts = make_parts(listed, CLASSES, Counter(), None)
     assert sizes(parts) == {TRAIN: 6, TEST: 3}
-    parts = make_parts(listed | {VAL: rows("cc.")}, CLASSES, Unused(), None)
+    parts = make_parts(listed | {VAL: rows("cc.")}, CLASSES, Counter(), None)
     assert sizes(parts) == {TRAIN: 6, VAL: 2, TEST: 3}
     assert parts.parts[VAL].labels.tolist() == [2, 2]
     assert parts.notes == [
         "warning: not tested, as there is no picture for it: a, b",
         "not read: images or files 1 without a label (val)",
     ]
-    parts = make_parts({TRAIN: rows("abc"), VAL: rows("abc")}, CLASSES, Unused(), None)
+    parts = make_parts({TRAIN: rows("abc"), VAL: rows("abc")}, CLASSES, Counter(), None)
     assert sizes(parts) == {TRAIN: 3, TEST: 3}  # the only part that is tested
 
 
 def test_untested_class_is_told():
     listed = {TRAIN: rows("aabccc")}
-    parts = make_parts(listed, CLASSES, Unused(), 0.3)
+    parts = make_parts(listed, CLASSES, Counter(), 0.3)
     assert parts.notes == ["warning: not tested, as there is no picture for it: b"]
     with pytest.raises(UsageError, match="it has images to test on"):
-        make_parts(listed | {TEST: rows("ab")}, CLASSES, Unused(), 0.3)
+        make_parts(listed | {TEST: rows("ab")}, CLASSES, Counter(), 0.3)
     with pytest.raises(UsageError, match="two classes are needed"):
-        make_parts(listed, ["a"], Unused(), 0.3)
+        make_parts(listed, ["a"], Counter(), 0.3)
 
 
 def test_untestable_set_tells_what_is_left_aside():
-    unused = Unused()
-    unused.add("without a label", "val/", 4)
+    unread = Counter()
+    unread["without a label (val/)"] = 4
     with pytest.raises(
         UsageError, match=r"--val 0.1 .*; not read: 4 without a label \(val/\)"
     ):
-        make_parts({TRAIN: rows("ab")}, ["a", "b"], unused, None)
+        make_parts({TRAIN: rows("ab")}, ["a", "b"], unread, None)
 
 
 def test_long_list_is_cut():

@@ -19,9 +19,10 @@ import tyro
 LARGE_BATCH = 4096
 EMBEDDED = "embedded"
 # The options that a resumed run may change, because they do not decide the result.
+# Data may have moved: it is compared by its classes and the number of its files.
 _CHANGEABLE = (
-    "data_root download workers skip_broken devices processes micro_batch_size compile "
-    "channels_last config out checkpoint_every resume"
+    "data data_root download workers skip_broken devices processes micro_batch_size "
+    "compile channels_last config out checkpoint_every resume"
 )
 # Ranges of numbers: in words, as a test, and the options of all commands that they
 # apply to.
@@ -191,21 +192,14 @@ both keep the run."""
     # go on from --out's checkpoint with its options, bit for bit on as many replicas
     resume: bool = False
 
-    def settings(self) -> dict[str, Any]:
-        """Return the options that determine the result of the run, up to rounding."""
-        settings = dict(vars(self))
-        for name in _CHANGEABLE.split():
-            del settings[name]
-        return settings
 
-
-def parse(arguments: Sequence[str], saved: Mapping[str, Any] | None = None) -> Options:
+def parse(arguments: Sequence[str], saved: Sequence[str] = ()) -> Options:
     """Read the command line, and fill in the defaults that depend on other options.
 
-    With the `saved` options of a run that goes on, these come before the command line.
+    With the `saved` words of a run that goes on, these come before the command line.
     A passed option that decides the result must be the saved one.
     """
-    options: Options = read(Options, arguments, "train", _words_of(saved or {}))
+    options: Options = read(Options, arguments, "train", saved)
     epochs = options.epochs
     if epochs is None:
         # 15: half a minute on two cores.
@@ -214,8 +208,8 @@ def parse(arguments: Sequence[str], saved: Mapping[str, Any] | None = None) -> O
     if warmup is None:
         warmup = 0 if options.batch == "auto" else min(5, epochs // 5)
     options = dataclasses.replace(options, epochs=epochs, warmup_epochs=warmup)
-    if saved is not None:
-        _refuse_other_options(options, saved)
+    if saved:
+        _refuse_other_options(options, read(Options, (), "train", saved))
     milestones = [warmup, *options.drop_at, epochs]
     if milestones != sorted(set(milestones)):
         raise UsageError(
@@ -224,17 +218,17 @@ def parse(arguments: Sequence[str], saved: Mapping[str, Any] | None = None) -> O
     return options
 
 
-def _refuse_other_options(options: Options, saved: Mapping[str, Any]) -> None:
-    for name, value in options.settings().items():
-        # Data that has moved is compared by its classes and the number of its files.
-        if name == "data" or name not in saved or value == saved[name]:
+def _refuse_other_options(options: Options, saved: Options) -> None:
+    for name, value in vars(options).items():
+        saved_value = getattr(saved, name)
+        if name in _CHANGEABLE.split() or value == saved_value:
             continue
         option = option_of(name)
         remedy = f"leave out {option}"
-        if saved[name] is not None:
-            remedy = f"pass {option} {saved[name]} or leave it out"
+        if saved_value is not None:
+            remedy = f"pass {option} {saved_value} or leave it out"
         raise UsageError(
-            f"{options.out} is of a run with {option} {saved[name]}, not {value}: "
+            f"{options.out} is of a run with {option} {saved_value}, not {value}: "
             f"{remedy}"
         )
 
@@ -317,7 +311,7 @@ def _words(arguments: Sequence[str]) -> list[str]:
                 raise UsageError(
                     f"--config {path} cannot be read: {words_of(error)}"
                 ) from error
-            words_of_files += _words_of(options)
+            words_of_files += as_words(options)
     return [*words_of_files, *words]
 
 
@@ -326,7 +320,7 @@ def option_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _words_of(options: Mapping[str, Any]) -> Iterator[str]:
+def as_words(options: Mapping[str, Any]) -> Iterator[str]:
     """Yield options as words of a command line. None, an empty list, and False have
     none.
     """

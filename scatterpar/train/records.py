@@ -147,15 +147,6 @@ def is_finished(folder: Path) -> bool:
     return bool(records) and records[-1].get("ending") == FINISHED
 
 
-def last_options(folder: Path) -> dict[str, Any]:
-    """Return the options of the folder's last session; none if its records are gone."""
-    options: dict[str, Any] = {}
-    for record in read_records(folder):
-        if record["kind"] == "run":
-            options = record["options"]
-    return options
-
-
 class Metrics(contextlib.AbstractContextManager["Metrics"]):
     """Records in memory and as lines of JSON, each with its `"kind"`; for TensorBoard,
     too.

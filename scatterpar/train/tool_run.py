@@ -24,6 +24,7 @@ from scatterpar.train import records
 from scatterpar.train.command_line import (
     Options,
     UsageError,
+    as_words,
     exit_code_of,
     parse,
     printable,
@@ -97,9 +98,7 @@ def run(arguments: Sequence[str], processes: Processes = ALONE) -> int:
     checkpoint: dict[str, Any] | None = None
     if options.resume:
         checkpoint = records.load(options.out / FILE, goes_on=True)
-        # Options that do not decide the result are those of the session before.
-        session = records.last_options(options.out)
-        options = parse(arguments, session | checkpoint["settings"])
+        options = parse(arguments, checkpoint["words"])
         if records.is_finished(options.out):
             _say_finished(options, checkpoint["position"])
             return 0
@@ -523,7 +522,7 @@ class Run:
             records.save(
                 self.options.out / FILE,
                 **self.training.state_dict(),
-                settings=self.options.settings(),
+                words=list(as_words(vars(self.options))),
                 about=self.training.about,
             )
             self._saved = step

@@ -29,7 +29,6 @@ from scatterpar.train.data_parts import (
     TRAIN,
     VAL,
     DataParts,
-    Names,
     first_names,
 )
 from scatterpar.train.folders import read_folders
@@ -148,11 +147,13 @@ class Source:
         labels = list[int]()
         broken = list[tuple[str, str]]()
         for row in rows:
+            name = f"{self.name} ({request.part}), image {row}"
             try:
                 opened, label = pairs[row]
+                name = opened if isinstance(opened, str) else name
                 picture = as_rgb(open_picture(opened))
             except Exception as error:  # Pillow's decoders raise many kinds
-                broken.append((self._name_of(request.part, row), words_of(error)))
+                broken.append((name, words_of(error)))
                 continue
             # timm draws from Python's generator, and torchvision from torch's.
             seed_host("image", seed, request.epoch, row)
@@ -165,12 +166,6 @@ class Source:
             mixed, targets = transforms.mix(images.float(), targets)
             images = mixed.round_().to(torch.uint8)
         return Images(images, targets, broken)
-
-    def _name_of(self, part: str, row: int) -> str:
-        pairs = self.parts[part]
-        if isinstance(getattr(pairs, "sources", None), Names):
-            return str(pairs[row][0])
-        return f"{self.name} ({part}), image {row}"
 
     def __str__(self) -> str:
         counts = []

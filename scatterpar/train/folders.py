@@ -244,21 +244,18 @@ def files_below(folder: Path, unread: Counter[str]) -> Iterator[str]:
     # All at first, because os.walk yields folders in the order of the disk, and a row
     # has to be the same image in each session.
     places = list[tuple[str, list[str]]]()
+    visited = set[str]()
     for place, folders, names in os.walk(folder, followlinks=True):
+        target = os.path.realpath(place)
+        if target in visited:  # by a link, which may lead up
+            folders.clear()
+            continue
+        visited.add(target)
         places.append((place, names))
-        for name in list(folders):
-            if _is_hidden(name) or _leads_up(os.path.join(place, name)):
-                folders.remove(name)
+        folders[:] = [name for name in sorted(folders) if not _is_hidden(name)]
     for place, names in sorted(places):
         for name in sorted(names):
             if _is_hidden(name):
                 unread["hidden"] += 1
             else:
                 yield os.path.join(place, name)
-
-
-def _leads_up(folder: str) -> bool:
-    """Whether a folder is a link to one that contains it."""
-    target = os.path.realpath(folder)
-    parent = os.path.realpath(os.path.dirname(folder))
-    return os.path.commonpath([target, parent]) == target

@@ -8,7 +8,6 @@ import importlib
 import inspect
 import operator
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +121,11 @@ def build_model(
             mean, std = _statistics_of_weights(network, shape)
         model = OnPixels(network, mean, std)
         if pretrained:
-            _zero(head_of(model, classes))
+            # The new head starts from zero. Random weights would send a large random
+            # gradient through the layers before them, in the first steps (as in the
+            # fine-tuning of arXiv:2010.11929, B.1.1).
+            for parameter in nn.ModuleList(head_of(model, classes)).parameters():
+                nn.init.zeros_(parameter)
         # An error of its forward comes now, and not after the first batch was read.
         # Lazy layers get their shapes. In eval mode, because one row has no statistics.
         with torch.no_grad():
@@ -173,17 +176,6 @@ def head_of(model: OnPixels, classes: int) -> list[nn.Module]:
             f"--freeze: the model has no layer with {classes} outputs, one per class"
         )
     return [last]
-
-
-def _zero(layers: Sequence[nn.Module]) -> None:
-    """Let the new head of a pretrained network start from zero.
-
-    Random weights would send a large random gradient through the layers before them, in
-    the first steps (as in the fine-tuning of arXiv:2010.11929, B.1.1).
-    """
-    for layer in layers:
-        for parameter in layer.parameters():
-            nn.init.zeros_(parameter)
 
 
 def _find_network(name: str, shape: Shape, classes: int, pretrained: bool) -> Any:

@@ -195,8 +195,8 @@ def make_parts(
     if unread:
         notes.append(f"not read: images or files {unread_in_words(unread)}")
     # A single part is tested after each epoch, whatever it is called.
-    names = (VAL, TEST)[-len(tested) :]
-    parts = {TRAIN: train, **dict(zip(names, tested, strict=True))}
+    tested_names = (VAL, TEST)[-len(tested) :]
+    parts = {TRAIN: train, **dict(zip(tested_names, tested, strict=True))}
     return DataParts(parts, class_names, notes)
 
 

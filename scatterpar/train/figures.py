@@ -87,8 +87,8 @@ def draw_confusion(
     if classes <= _COUNTED_CLASSES:
         for row, column in confusion.nonzero().tolist():
             colour = "white" if parts[row, column] > 0.5 else "black"
-            number = int(confusion[row, column])
-            axes.text(column, row, number, ha="center", va="center", color=colour)
+            text = str(int(confusion[row, column]))
+            axes.text(column, row, text, ha="center", va="center", color=colour)
     _save(figure, path)
 
 

@@ -31,7 +31,7 @@ class _Lines:
         self._file.flush()
 
 
-class Progress(tqdm):  # type: ignore[type-arg]
+class Progress(tqdm):  # type: ignore[misc]
     """A bar of images, which several threads may move. If stderr is no terminal, there
     are lines instead.
     """

@@ -68,12 +68,18 @@ class Fingerprints:
         if not has_streams(device):
             self.values = to_device(self.values, HOST)
 
+    def differences(self, earlier: Fingerprints) -> Tensor:
+        """For each of ``values`` whether ``earlier`` has another one.
+
+        The result is in the memory of ``values``.
+        """
+        if self.owners != earlier.owners:  # the host has smaller pieces than a GPU
+            return torch.ones_like(self.values, dtype=torch.bool)
+        return self.values != to_device(earlier.values, self.values.device, copy=True)
+
     def differing_from(self, earlier: Fingerprints) -> set[int]:
         """The keys of the tensors whose ``earlier`` fingerprints are not these."""
-        if self.owners != earlier.owners:  # the host has smaller pieces than a GPU
-            return set(self.owners)
-        values = to_device(earlier.values, self.values.device, copy=True)
-        return set(compress(self.owners, to_numbers(self.values != values)))
+        return set(compress(self.owners, to_numbers(self.differences(earlier))))
 
 
 def _words(tensor: Tensor, max_words: int) -> Sequence[Tensor]:

@@ -23,7 +23,6 @@ from scatterpar.devices.streams import (
     synchronize,
     use_device,
 )
-from scatterpar.torch_private import flatten, unflatten
 
 PHASES = ("scatter", "replicate", "compute", "reduce")
 # Pairs (source, target) whose copies go through host memory: see ``check_links``.
@@ -97,17 +96,21 @@ def _via_host(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Dense tensors, detached, on the host; one copy per other device and dtype."""
+    """Dense tensors of any dtype, detached, on the host; one copy per other device."""
     arrived = [tensor.detach() for tensor in tensors]
-    alike: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+    positions_on: dict[torch.device, list[int]] = defaultdict(list)
     for position, tensor in enumerate(arrived):
         if tensor.device.type != "cpu":
-            alike[tensor.device, tensor.dtype].append(position)
-    for positions in alike.values():
-        parts = [arrived[position] for position in positions]
-        copies = unflatten(to_device(flatten(parts), HOST), parts)
-        for position, copy in zip(positions, copies, strict=True):
-            arrived[position] = copy
+            positions_on[tensor.device].append(position)
+    for positions in positions_on.values():
+        # As bytes, so that tensors of several dtypes are one copy.
+        parts = [as_bytes(arrived[position]) for position in positions]
+        sizes = [len(part) for part in parts]
+        pieces = to_device(torch.cat(parts), HOST).split(sizes)
+        for position, piece in zip(positions, pieces, strict=True):
+            like = arrived[position]
+            values = piece.clone().view(like.dtype)  # a clone is aligned for any dtype
+            arrived[position] = values.view(like.shape)
     return arrived
 
 

@@ -79,7 +79,7 @@ def replicate(
     contents = ModuleContents((module,), physical(device_ids[0]))
     with torch.inference_mode(False), torch.no_grad():
         broadcast = Broadcast(contents, device_ids)
-        broadcast.update(Transfers())
+        broadcast.update(Transfers(), broadcast.compare())
         tensors_of_replicas: list[list[Tensor]] = []
         for device in device_ids:
             storages = _filled_storages(broadcast, device)

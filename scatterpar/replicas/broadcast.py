@@ -6,8 +6,9 @@ Each memory gets a changed tensor once.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from itertools import compress
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +20,10 @@ from scatterpar.devices.coalescing import (
     pack,
     tree_pairs,
 )
+from scatterpar.devices.device_ids import HOST
 from scatterpar.devices.fingerprints import Fingerprints
-from scatterpar.devices.transfers import Transfers
+from scatterpar.devices.memory import empty
+from scatterpar.devices.transfers import Transfers, to_numbers
 from scatterpar.look_steps import is_look_step
 from scatterpar.replicas.large_tensors import Freshness, Reading, is_large, sample
 from scatterpar.replicas.module_contents import ModuleContents
@@ -42,6 +45,24 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
         return list(map(_VERSION, tensors))  # without a Python call per tensor
     except RuntimeError:  # there are inference tensors
         return list(map(version, tensors))
+
+
+class CopyComparison(NamedTuple):
+    """The tensors that may have changed since they were sent, beside their copies.
+
+    Attributes:
+        versions: of all tensors, before values were read.
+        trusted: the numbers of tensors that are as they were, as their versions say.
+        compared: which tensors were read.
+        fingerprints: of the master's values of these; ``None`` if nothing was read.
+        differences: whether each of them differs, on a device or on the host.
+    """
+
+    versions: Sequence[int]
+    trusted: Set[int]
+    compared: _Compared
+    fingerprints: Fingerprints | None
+    differences: Tensor
 
 
 class Broadcast:
@@ -135,47 +156,19 @@ class Broadcast:
     def invalidate(self) -> None:
         """Send all tensors the next time, also unchanged ones."""
         self._sent: dict[int, int] = {}  # the versions of the sent values
-        # Which copies were compared last, and their fingerprints.
-        self._last: tuple[_Compared, Fingerprints | None] = ((), ()), None
+        self._last: CopyComparison | None = (
+            None  # its fingerprints are those of the copies
+        )
 
-    def update(self, transfers: Transfers, *, trusts_versions: bool = False) -> None:
-        """Send the master's values of the tensors that have changed.
+    def compare(self, *, trusts_versions: bool = False) -> CopyComparison:
+        """Compare tensors that may have changed with their copies.
 
-        ``trusts_versions``: a tensor with the version that was sent has not changed.
-        """
-        if not self._copies:
-            return
-        present = versions(self._tensors)  # before the values are read
-        unchanged, compared = self._by_version(present, trusts_versions)
-        numbers, _ = compared
-        fingerprints = None
-        if numbers:  # none if an optimizer has updated all, and there are no buffers
-            fingerprints = self._fingerprints(self.memories[0], compared)
-            # Those of the copies are known from the last step, unless other tensors
-            # were compared.
-            last_compared, copies = self._last
-            if copies is None or last_compared != compared:
-                copies = self._fingerprints(self.memories[1], compared)
-            differing = fingerprints.differing_from(copies)
-            unchanged.update(set(numbers) - differing)
-            for number in differing.intersection(self._large):
-                if self._sent[number] == present[number]:
-                    self._large[number].is_silent = True
-        changed = set(range(len(self._tensors))) - unchanged
-        self.invalidate()  # until all are sent
-        self._send(self.memories[0], changed, transfers)
-        # Last: if a copy failed, all are sent again.
-        self._sent = dict(enumerate(present))
-        self._last = compared, fingerprints
-
-    def _by_version(
-        self, present: Sequence[int], trusts_versions: bool
-    ) -> tuple[set[int], _Compared]:
-        """The tensors that are as they were sent, and those that have to be compared.
-
-        ``present`` has the versions of all tensors.
+        The caller may bring the ``differences`` of several objects to the host
+        together, so that it waits once. ``trusts_versions``: a tensor with the version
+        that was sent has not changed.
         """
         parameters = set(self.parameters)
+        present = versions(self._tensors)  # before the values are read
         self._comparisons += 1
         reads_all = is_look_step(self._comparisons)
         trusted: set[int] = set()
@@ -197,10 +190,43 @@ class Broadcast:
                 doubtful.append(number)
             if reading is Reading.SAMPLE:
                 sampled.append(number)
-        return trusted, (tuple(doubtful), tuple(sampled))
+        compared = tuple(doubtful), tuple(sampled)
+        if not doubtful:  # an optimizer has updated all, and there are no buffers
+            nothing = empty(0, torch.bool, HOST)
+            return CopyComparison(present, trusted, compared, None, nothing)
+        master = self._fingerprints(self.memories[0], compared)
+        # Those of the copies are known from the last step, unless other tensors are
+        # doubtful.
+        copies = None
+        if self._last is not None and self._last.compared == compared:
+            copies = self._last.fingerprints
+        if copies is None:
+            copies = self._fingerprints(self.memories[1], compared)
+        differences = master.differences(copies)
+        return CopyComparison(present, trusted, compared, master, differences)
 
-    def _fingerprints(self, device: torch.device, which: _Compared) -> Fingerprints:
-        numbers, sampled = which
+    def update(self, transfers: Transfers, comparison: CopyComparison) -> None:
+        """Send the master's values of changed tensors, after ``compare``."""
+        if not self._copies:
+            return
+        present = comparison.versions
+        unchanged = set(comparison.trusted)
+        if comparison.fingerprints is not None:
+            owners = comparison.fingerprints.owners
+            differing = set(compress(owners, to_numbers(comparison.differences)))
+            unchanged |= set(comparison.compared[0]) - differing
+            for number in differing.intersection(self._large):
+                if self._sent[number] == present[number]:
+                    self._large[number].is_silent = True
+        changed = set(range(len(self._tensors))) - unchanged
+        self.invalidate()  # until all are sent
+        self._send(self.memories[0], changed, transfers)
+        # Last: if a copy failed, all are sent again.
+        self._sent = dict(enumerate(present))
+        self._last = comparison
+
+    def _fingerprints(self, device: torch.device, key: _Compared) -> Fingerprints:
+        numbers, sampled = key
         tensors = self.at(device)
         compared = {number: tensors[number] for number in numbers}
         for number in sampled:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from scatterpar.devices.coalescing import copy_each, messages
 from scatterpar.devices.device_ids import physical
 from scatterpar.devices.streams import is_async
-from scatterpar.devices.transfers import Transfers
+from scatterpar.devices.transfers import Transfers, to_host
 from scatterpar.errors import restored
 from scatterpar.look_steps import is_look_step
 from scatterpar.plan import Share
@@ -26,7 +26,7 @@ from scatterpar.replicas.batch_statistics import (
     pooled,
     record,
 )
-from scatterpar.replicas.broadcast import Broadcast
+from scatterpar.replicas.broadcast import Broadcast, CopyComparison
 from scatterpar.replicas.buffers import RUNNING, BufferValue, values_after
 from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.computed_weights import computing_hooks, set_computed
@@ -108,7 +108,7 @@ class Replicas:
         A criterion that is a module, or a method of one, is replicated like the model,
         or only ``number`` times, on the first devices. So are the modules and tensors
         that a ``functools.partial`` binds. Any other callable is called unchanged.
-        ``trusts_versions``: see ``Broadcast.update``.
+        ``trusts_versions``: see ``Broadcast.compare``.
         """
         root = root_to_replicate(criterion)
         self.replica_sets = [self.of_model]
@@ -119,10 +119,18 @@ class Replicas:
             if root is not None and not self.of_model.contains_all_of(root):
                 self._of_criterion.follow(root, self._device_ids[:number])
                 self.replica_sets.append(self._of_criterion)
-            # The criterion's first: the host waits for what it compares, and must not
-            # wait for copies of the model, too.
-            for replica_set in reversed(self.replica_sets):
-                replica_set.send(transfers, trusts_versions=trusts_versions)
+            comparisons = [
+                replica_set.broadcast.compare(trusts_versions=trusts_versions)
+                for replica_set in self.replica_sets
+            ]
+            # The host waits once, for the model's and the criterion's.
+            on_host = to_host([comparison.differences for comparison in comparisons])
+            for replica_set, comparison, differences in zip(
+                self.replica_sets, comparisons, on_host, strict=True
+            ):
+                replica_set.send(
+                    transfers, comparison._replace(differences=differences)
+                )
             # The criterion's own replicas, or those of the model that it is a part of.
             replicas = self.replica_sets[-1].replicas
             if root is None:
@@ -261,13 +269,13 @@ class ReplicaSet:
         for module, hook in self.computed:
             set_computed(module, hook)
 
-    def send(self, transfers: Transfers, *, trusts_versions: bool = False) -> None:
+    def send(self, transfers: Transfers, comparison: CopyComparison) -> None:
         """Send the values of tensors to all replicas.
 
         Call it under ``torch.no_grad()``.
         """
         # Before the replicas refresh their buffers from these copies.
-        self.broadcast.update(transfers, trusts_versions=trusts_versions)
+        self.broadcast.update(transfers, comparison)
         self._sends += 1
         reads_all = is_look_step(self._sends)
         for replica in self.replicas:

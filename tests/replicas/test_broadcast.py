@@ -36,7 +36,7 @@ def sent(broadcast, **options):
     """The bytes that an update sends."""
     transfers = Transfers()
     with torch.no_grad():
-        broadcast.update(transfers, **options)
+        broadcast.update(transfers, broadcast.compare(**options))
     return transfers.bytes["replicate"]
 
 

@@ -40,6 +40,7 @@ from scatterpar.distributed.ranks import Ranks
 from scatterpar.option_checks import check_bool, check_int, check_shares
 from scatterpar.options.assigned_options import FixedArgument, fixed, option
 from scatterpar.options.auto_accum import AutoAccum, ResultT, Search
+from scatterpar.options.batch_calls import BatchCalls
 from scatterpar.options.call_arguments import (
     explaining_keywords,
     read_arguments,
@@ -673,6 +674,8 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
 
         Raises ``RuntimeError`` if copies between devices arrive corrupted.
         """
+        if self.loop.settle is not None:
+            self.loop.settle()
         check_links(self.device_ids)
         attempt = Attempt(
             request,
@@ -846,7 +849,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             rows = count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim)
             batch = batch_of(call_inputs(inputs, kwargs), None, rows, self.dim)
             request = Request([batch], self.dim, backward=False)
-            work = RowFunction(function, pad, self.loop.continues_evaluation)
+            work = RowFunction(function, pad)
             mapped = self._fitting(request, work, costs, partial(self._mapped, work))
             with mapped.attempt.undo:
                 mapped.commit()
@@ -858,6 +861,22 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         """Call a function for all rows: all except the plan and the commit."""
         with self._attempt(request, plan, extent) as attempt:
             return map_rows(attempt, self.module, work, self._verifier)
+
+    def batch_calls(
+        self, function: Callable[[Any, Any], Any], *, in_groups: bool = False
+    ) -> BatchCalls:
+        """For loops of other libraries: calls of ``function(replica, batch)`` for whole
+        batches. See ``BatchCalls``.
+        """
+        return BatchCalls(
+            function,
+            self._attempt,
+            self.module,
+            self.device_ids,
+            self._workers,
+            self.loop,
+            in_groups=in_groups,
+        )
 
     @explaining_keywords
     def check(

@@ -15,6 +15,7 @@ evaluation.
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +32,7 @@ from scatterpar.batch import nested
 from scatterpar.devices.device_ids import DeviceLike, physical
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.integrations import loop
-from scatterpar.integrations.evaluation import Groups, outputs_of_batches
+from scatterpar.integrations.evaluation import BatchesAhead
 from scatterpar.integrations.lending import (
     Lending,
     Parts,
@@ -108,10 +109,12 @@ class ScatterOnce(Callback):  # type: ignore[misc]
             a step, if a callback replaces ``learn.pred``.
     """
 
-    _stateattrs = ("_engine", "_criterion", "_groups")  # not pickled
+    _stateattrs = ("_engine", "_criterion", "_ahead", "_inputs")  # not pickled
     _engine: Any = None
     _criterion: Any = None
-    _groups: Groups | None = None
+    _ahead: BatchesAhead | None = None
+    # Of the batches that were read, without the results that the loop has had.
+    _inputs: deque[tuple[Any, Any]]
 
     def __init__(
         self,
@@ -147,27 +150,28 @@ class ScatterOnce(Callback):  # type: ignore[misc]
             "callback",
         )
         # A fit that failed in an evaluation has left a group.
-        self._groups = None
+        self._ahead = None
         self._begin()
 
     def before_validate(self) -> None:
         """Begin to process batches, and read one per replica ahead."""
         self._begin()
-        self._groups = None
-        self._engine.loop.continues_evaluation = False
+        self._ahead = None
         num_replicas = len(self._engine.device_ids)
         # A hook writes what the loss may read, so the model itself is called.
         if num_replicas > 1 and not _hooks_of_user(self.learn.model):
-            self._groups = Groups(self.learn.dl, num_replicas, self.learn._set_device)
-            self.learn.dl = self._groups
+            set_device = self.learn._set_device
+            self._ahead = BatchesAhead(self.learn.dl, num_replicas, set_device)
+            self._inputs = deque()
+            self.learn.dl = self._ahead
 
     def after_validate(self) -> None:
         """Give the Learner its own loader back."""
-        if self._groups is not None:
+        if self._ahead is not None:
             # The Learner keeps it until the next fit, and users read it.
-            self.learn.dl = self._groups.loader
-            self._groups = None
-            self._engine.loop.continues_evaluation = False
+            self.learn.dl = self._ahead.loader
+            self._ahead.close()
+            self._ahead = None
 
     def after_fit(self) -> None:
         """Restore the Learner's own method, and close the engine."""
@@ -194,7 +198,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
     def _close(self) -> None:
         if self._engine is not None:
             self._engine.close()
-        self._engine = self._criterion = self._groups = None
+        self._engine = self._criterion = self._ahead = None
 
     def _do_one_batch(self, learn: Any) -> None:
         """Do what ``Learner._do_one_batch`` does, with the engine::
@@ -300,32 +304,32 @@ class ScatterOnce(Callback):  # type: ignore[misc]
     # Evaluation: each replica predicts a batch of the loop.
 
     def _predict(self, learn: Any) -> Any:
-        """The model's predictions for a batch.
-
-        They have been computed with those of the other batches of the group, unless
-        the model does not get the loader's batch.
+        """The model's prediction for a batch, computed with those of the next ones,
+        unless the model does not get the loader's batch.
         """
-        groups = self._groups
-        if groups is None or groups.size == 1:
+        ahead = self._ahead
+        if ahead is None or ahead.size == 1:
             return learn.model(*learn.xb)
-        predict = partial(self._predictions, learn, groups)
-        places, prediction = groups.result(predict, self._engine.device_ids[0])
+        if ahead.calls is None:
+            ahead.calls = self._engine.batch_calls(_prediction)
+            self._add_inputs(learn, learn.xb)
+        for batch in [*ahead.batches][len(self._inputs) :]:
+            self._add_inputs(learn, self._inputs_of(learn, batch))
+        prediction = ahead.calls.result([inputs for _, inputs in self._inputs])
+        places, _ = self._inputs.popleft()
         if places != _places(learn.xb):
-            groups.size = 1  # a callback changes batches, so do not read ahead
+            ahead.size = 1  # a callback changes batches, so do not read ahead
+            ahead.close()
             return learn.model(*learn.xb)
-        return prediction
+        return loop.moved(prediction, self._engine.device_ids[0])
 
-    def _predictions(self, learn: Any, groups: Groups) -> list[Any]:
-        """The places of the inputs of each batch of a group, and the predictions."""
-        inputs = [self._inputs_of(learn, batch) for batch in groups.batches]
-        inputs[groups.number] = learn.xb
+    def _add_inputs(self, learn: Any, inputs: Any) -> None:
+        """Keep the inputs of a batch until its result is taken, and their places."""
+        places = _places(inputs)
         # A callback of fastai's makes plain tensors of images and categories.
         if {*map(type, nested.tensors(learn.xb))} == {Tensor}:
             inputs = nested.map_tensors(_plain, inputs)
-        places = list(map(_places, inputs))
-        with torch.no_grad():
-            predictions = outputs_of_batches(self._engine, _prediction, inputs)
-        return list(zip(places, predictions, strict=True))
+        self._inputs.append((places, inputs))
 
     def _inputs_of(self, learn: Any, batch: Any) -> tuple[Any, ...]:
         """The inputs of a batch that the loop has not reached."""

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial, partialmethod
@@ -51,9 +51,9 @@ from scatterpar.devices.transfers import to_device, write
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import Told, warn
 from scatterpar.integrations import loop
-from scatterpar.integrations.evaluation import outputs_of_batches
 from scatterpar.integrations.lending import Lending, Parts, roots_of
 from scatterpar.option_checks import check_bool
+from scatterpar.options.batch_calls import BatchCalls
 from scatterpar.replicas.broadcast import version, versions
 from scatterpar.state.journal import Journal
 from scatterpar.state.savers import Silent
@@ -168,10 +168,10 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         # the last one.
         self._num_batches = 0
         self._replica_of_batch = 0
-        # Of an evaluation with parallel=True: the fetcher, which reads ahead, and
-        # results that the loop has not asked for, in the order of its batches.
+        # Of an evaluation with parallel=True: the fetcher, which reads ahead.
         self._fetcher: Any = None
-        self._results: deque[_Call] = deque()
+        self._calls: BatchCalls | None = None  # after the evaluation's first batch
+        self._num_prepared = 0  # of the batches that the fetcher has read ahead
 
     @property
     def root_device(self) -> torch.device:
@@ -233,8 +233,9 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         In training the batch stays on the host: the engine copies the rows of each
         replica to its device. In an evaluation the devices get whole batches in turn.
         """
-        if self._results:
-            return batch  # it was prepared with its group
+        if self._num_prepared:
+            self._num_prepared -= 1
+            return batch
         device = torch.device("cpu")
         if not self.lightning_module.trainer.training and self._fetcher is None:
             # Two replicas on one device would only wait for each other.
@@ -429,8 +430,6 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     def _begin_evaluation(self) -> None:
         """The loop begins: from the first device on, or with groups of batches."""
         self._num_batches = 0
-        # Weights may have changed since the last one, so the first call sends them.
-        self._engine.loop.continues_evaluation = False
         num_ahead = len(self._engine.device_ids) - 1
         fetcher: Any = self.lightning_module.trainer._active_loop._data_fetcher
         is_fetched = isinstance(fetcher, _DataLoaderIterDataFetcher)
@@ -450,9 +449,11 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._until_end_of_evaluation.enter_context(overridden)
 
     def _end_evaluation(self) -> None:
-        # Also after an error, or a limit of batches: results of a group may be left.
         self._fetcher = None
-        self._results.clear()
+        self._num_prepared = 0
+        if self._calls is not None:
+            self._calls.close()
+            self._calls = None
         self._until_end_of_evaluation.close()
 
     on_validation_start = _begin_evaluation
@@ -464,18 +465,20 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     def _on_before_batch_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
         """The module's hook, which has run for batches that were prepared."""
-        if self._results:
-            return batch
         module = self.lightning_module
+        if self._num_prepared:
+            return batch
         return type(module)._on_before_batch_transfer(module, batch, dataloader_idx)
 
     def _prepared(self, item: tuple[Any, int, int]) -> tuple[Any, int, int]:
         """A batch that was read ahead, after the hooks on batch transfer."""
         batch, batch_idx, dataloader_idx = item
+        module = self.lightning_module
         # As the loop prepares each batch, in the same order.
         batch = self.precision_plugin.convert_input(batch)
-        batch = self._on_before_batch_transfer(batch, dataloader_idx)
-        batch = self.batch_to_device(batch, dataloader_idx=dataloader_idx)
+        hook = type(module)._on_before_batch_transfer
+        batch = hook(module, batch, dataloader_idx)
+        batch = super().batch_to_device(batch, torch.device("cpu"), dataloader_idx)
         return batch, batch_idx, dataloader_idx
 
     def _evaluate(self, step: str, *arguments: Any, **options: Any) -> Any:
@@ -531,17 +534,18 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """The result of a batch, computed with those of the next ones, each by a
         replica.
         """
-        if not self._results:
-            ahead = self._fetcher.batches
-            ahead[:] = [self._prepared(item) for item in ahead]
-            # The loop calls a step with as many parts of each item.
-            items = [item[: len(arguments)] for item in ahead]
-            group = [arguments, *items]
-            # The stock strategy enters it for a single batch.
-            with self.precision_plugin.forward_context(), self._calling():
-                function = partial(self._evaluation_call, step)
-                self._results.extend(outputs_of_batches(self._engine, function, group))
-        call = self._results.popleft()
+        ahead = self._fetcher.batches
+        ahead[self._num_prepared :] = map(self._prepared, ahead[self._num_prepared :])
+        self._num_prepared = len(ahead)
+        # The loop calls a step with as many parts of each item.
+        items = [item[: len(arguments)] for item in ahead]
+        if self._calls is None:
+            function = partial(self._evaluation_call, step)
+            # In groups, because what calls log is recorded in the body below alone.
+            self._calls = self._engine.batch_calls(function, in_groups=True)
+        # The stock strategy enters it for a single batch.
+        with self.precision_plugin.forward_context(), self._calling():
+            call = self._calls.result([arguments, *items])
         self._merge_metrics([call])
         self._logged.log(self.lightning_module, [call])
         return loop.moved(call.output, self.root_device)

@@ -49,6 +49,7 @@ class Modules(nn.Module):
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         super().__init__()
+        self.training = False  # only its modules have a mode
         for name, module in modules:
             # Of another module, or of ``nn.Module``, such as ``double``.
             while hasattr(self, name):

@@ -31,7 +31,7 @@ from scatterpar.devices.device_ids import DeviceLike, physical, resolve
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import warn
 from scatterpar.integrations import loop, step_batches
-from scatterpar.integrations.evaluation import Groups, outputs_of_batches
+from scatterpar.integrations.evaluation import BatchesAhead
 from scatterpar.integrations.lending import (
     Lending,
     Parts,
@@ -449,8 +449,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
     @contextlib.contextmanager
     def _in_step(self, engine: ScatterOnceParallel, *steps: str) -> Iterator[None]:
         """In the body, replicas call these functions in turn if they are the user's."""
-        # Once per evaluation: the search takes longer than a small batch.
-        if not engine.loop.continues_evaluation:
+        if steps:  # else as in the last one
             functions = [] if self._is_parallel else self._functions(steps)
             functions_of_user = [*filter(is_user_function, functions)]
             self._takes_turns = bool(functions_of_user)
@@ -608,51 +607,46 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         # Nothing is read ahead for one device.
         if len(self._devices) == 1:
             return super().evaluation_loop(dataloader, *args, **kwargs)
-        groups = Groups(dataloader, len(self._devices))
-        step = partial(self._prediction_in, groups)
+        ahead = BatchesAhead(dataloader, len(self._devices))
+        step = partial(self._prediction_in, ahead)
         try:
             # Batches stay on the host: the engine copies each to its replica.
             with (
                 loop.overridden(dataloader, device=None),
                 loop.overridden(self, prediction_step=step),
             ):
-                return super().evaluation_loop(groups, *args, **kwargs)
+                return super().evaluation_loop(ahead, *args, **kwargs)
         finally:
-            if self._engine is not None:
-                self._engine.loop.continues_evaluation = False
+            ahead.close()
             if not self.is_in_train:
                 self._close_engine()
 
     def _prediction_in(
-        self, groups: Groups, model: Any, inputs: Any, *args: Any, **kwargs: Any
+        self, ahead: BatchesAhead, model: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """``prediction_step`` in an evaluation: the result of a batch, which has been
-        computed with the others of its group.
+        """``prediction_step`` in an evaluation: replicas compute the next batches at
+        the same time.
         """
         # The model may be one that the Trainer has compiled.
         is_replicated = unwrapped(model)[0] is self.model
-        # A batch of the user's own is none of the group.
-        if len(groups.batches) < 2 or not is_replicated or not groups.has(inputs):
+        # One batch is computed here, and so is one of the user's own.
+        is_single = ahead.calls is None and len(ahead.batches) < 2
+        if is_single or not is_replicated or not ahead.has(inputs):
             return type(self).prediction_step(self, model, inputs, *args, **kwargs)
-        predict = partial(self._predictions, groups, args, kwargs)
-        return groups.result(predict, self._devices[0])
-
-    def _predictions(
-        self, groups: Groups, args: Sequence[Any], options: Mapping[str, Any]
-    ) -> list[Any]:
-        """The results of ``prediction_step`` for all batches of a group."""
         engine = self._engine
-        # Once per evaluation, because it searches this Trainer.
-        if engine is None or not engine.loop.continues_evaluation:
+        steps: Sequence[str] = ()
+        # Modules and functions are searched once: that takes longer than a batch.
+        if engine is None or ahead.calls is None:
             engine = self._engine_of_the_model()
-            engine.accum = 1
-        predict = partial(self._predict_on_replica, args=args, options=options)
-        with torch.no_grad(), self._in_step(engine, "prediction_step", "compute_loss"):
-            records = outputs_of_batches(engine, predict, groups.batches)
-        self._transfer(records)
-        for record in records if self._is_of_trl else ():
-            self._append_metrics("eval", [record], [1.0])  # batch by batch
-        return [record.output for record in records]
+            steps = ("prediction_step", "compute_loss")
+            predict = partial(self._predict_on_replica, args=args, options=kwargs)
+            ahead.calls = engine.batch_calls(predict)
+        with self._in_step(engine, *steps):
+            record = ahead.result()
+        self._transfer([record])
+        if self._is_of_trl:
+            self._append_metrics("eval", [record], [1.0])
+        return loop.moved(record.output, self._devices[0])
 
     def _predict_on_replica(
         self, work: Any, batch: Any, args: Sequence[Any], options: Mapping[str, Any]

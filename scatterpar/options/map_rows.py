@@ -44,14 +44,12 @@ class RowFunction:
         function: the module, a method of a part of it, or a function that gets a
             replica as its first argument.
         pad: that of ``join_rows``.
-        continues_evaluation: that of ``LoopOptions``.
         may_start_again: whether a call that ran out of memory may begin again, with
             more sub-steps.
     """
 
     function: Callable[..., Any]
     pad: float | None
-    continues_evaluation: bool
     may_start_again: bool = True
 
 
@@ -95,13 +93,11 @@ def map_rows(
     function = row_function.function
     loaders = scatter(in_order(request.batches, plan), plan, transfers)
     # No criterion is called, so none is copied.
-    continues = row_function.continues_evaluation
-    replicas.refresh(module, None, transfers, trusts_versions=continues)
+    replicas.refresh(module, None, transfers)
     attempt.weights = compute_loss_weights(request, plan, None)
     tasks = make_tasks(attempt, loaders)
     work = _Work(function, replicas.of_model, attempt.extent.max_substeps)
-    if not continues:
-        save_referents(attempt, referents_of(attempt, function))
+    save_referents(attempt, referents_of(attempt, function))
     with parameter_writes_refused(replicas.replica_sets):
         outputs = attempt.threads.run(work.of_share, tasks)
         if attempt.extent.is_trial:
@@ -120,12 +116,20 @@ def map_rows(
             add_note(error, _RESULTS_DO_NOT_FIT)
         raise
     transfers.synchronize()
+    return Mapped(attempt, output, buffers_of(attempt, module))
+
+
+def buffers_of(attempt: Attempt, module: nn.Module) -> BufferWriter | None:
+    """Writes the module's buffers as they are after calls without gradients.
+
+    ``None`` if no part of it trains.
+    """
     if not any(part.training for part in module.modules()):
-        return Mapped(attempt, output)
+        return None
     buffers, statistics = reduce_buffers(attempt)
     if statistics is not None:
         buffers += statistics.values()
-    return Mapped(attempt, output, BufferWriter(buffers, replicas.equal_buffers()))
+    return BufferWriter(buffers, attempt.replicas.equal_buffers())
 
 
 _RESULTS_DO_NOT_FIT = (

@@ -52,14 +52,12 @@ class CopyComparison(NamedTuple):
 
     Attributes:
         versions: of all tensors, before values were read.
-        trusted: the numbers of tensors that are as they were, as their versions say.
         compared: which tensors were read.
         fingerprints: of the master's values of these; ``None`` if nothing was read.
         differences: whether each of them differs, on a device or on the host.
     """
 
     versions: Sequence[int]
-    trusted: Set[int]
     compared: _Compared
     fingerprints: Fingerprints | None
     differences: Tensor
@@ -160,25 +158,28 @@ class Broadcast:
             None  # its fingerprints are those of the copies
         )
 
-    def compare(self, *, trusts_versions: bool = False) -> CopyComparison:
+    def is_current(self) -> bool:
+        """Whether all tensors are in their places, with the versions that were sent."""
+        if not all(map(Tensor.is_set_to, self._tensors, self._places)):
+            return False
+        if not self._copies:  # all replicas read the tensors themselves
+            return True
+        return self._sent == dict(enumerate(versions(self._tensors)))
+
+    def compare(self) -> CopyComparison:
         """Compare tensors that may have changed with their copies.
 
         The caller may bring the ``differences`` of several objects to the host
-        together, so that it waits once. ``trusts_versions``: a tensor with the version
-        that was sent has not changed.
+        together, so that it waits once.
         """
         parameters = set(self.parameters)
         present = versions(self._tensors)  # before the values are read
         self._comparisons += 1
         reads_all = is_look_step(self._comparisons)
-        trusted: set[int] = set()
         doubtful: list[int] = []
         sampled: list[int] = []
         for number, sent in self._sent.items():
             is_as_sent = sent == present[number]
-            if is_as_sent and trusts_versions:
-                trusted.add(number)
-                continue
             freshness = self._large.get(number)
             if freshness is None:
                 # A small one is cheap to read, so its version need not be believed.
@@ -193,7 +194,7 @@ class Broadcast:
         compared = tuple(doubtful), tuple(sampled)
         if not doubtful:  # an optimizer has updated all, and there are no buffers
             nothing = empty(0, torch.bool, HOST)
-            return CopyComparison(present, trusted, compared, None, nothing)
+            return CopyComparison(present, compared, None, nothing)
         master = self._fingerprints(self.memories[0], compared)
         # Those of the copies are known from the last step, unless other tensors are
         # doubtful.
@@ -203,14 +204,14 @@ class Broadcast:
         if copies is None:
             copies = self._fingerprints(self.memories[1], compared)
         differences = master.differences(copies)
-        return CopyComparison(present, trusted, compared, master, differences)
+        return CopyComparison(present, compared, master, differences)
 
     def update(self, transfers: Transfers, comparison: CopyComparison) -> None:
         """Send the master's values of changed tensors, after ``compare``."""
         if not self._copies:
             return
         present = comparison.versions
-        unchanged = set(comparison.trusted)
+        unchanged: set[int] = set()
         if comparison.fingerprints is not None:
             owners = comparison.fingerprints.owners
             differing = set(compress(owners, to_numbers(comparison.differences)))

@@ -100,15 +100,12 @@ class Replicas:
         criterion: Any,
         transfers: Transfers,
         number: int | None = None,
-        *,
-        trusts_versions: bool = False,
     ) -> None:
         """Update all replicas to match the user's modules.
 
         A criterion that is a module, or a method of one, is replicated like the model,
         or only ``number`` times, on the first devices. So are the modules and tensors
         that a ``functools.partial`` binds. Any other callable is called unchanged.
-        ``trusts_versions``: see ``Broadcast.compare``.
         """
         root = root_to_replicate(criterion)
         self.replica_sets = [self.of_model]
@@ -120,8 +117,7 @@ class Replicas:
                 self._of_criterion.follow(root, self._device_ids[:number])
                 self.replica_sets.append(self._of_criterion)
             comparisons = [
-                replica_set.broadcast.compare(trusts_versions=trusts_versions)
-                for replica_set in self.replica_sets
+                replica_set.broadcast.compare() for replica_set in self.replica_sets
             ]
             # The host waits once, for the model's and the criterion's.
             on_host = to_host([comparison.differences for comparison in comparisons])
@@ -268,6 +264,14 @@ class ReplicaSet:
             self._build()
         for module, hook in self.computed:
             set_computed(module, hook)
+
+    def is_current(self) -> bool:
+        """Whether the user's modules are as in the last ``refresh``, as far as versions
+        of tensors tell.
+        """
+        if self._state is None or not self._state.unchanged():
+            return False
+        return self.broadcast.is_current()
 
     def send(self, transfers: Transfers, comparison: CopyComparison) -> None:
         """Send the values of tensors to all replicas.

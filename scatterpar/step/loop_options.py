@@ -25,12 +25,6 @@ class LoopOptions:
         takes_turns: whether replicas call the user's function one at a time.
         turn: the part of a sub-step that is the user's function. By default the
             module's forward pass and the criterion, or the function of ``engine.map``.
-        continues_evaluation: whether calls without gradients go on with the evaluation
-            of an earlier call, so that user code outside of them changes little: a
-            tensor is sent again only if its version has moved, and what the function
-            refers to is not searched. What a failed call has written there stays, as in
-            the library's own loop. Reading all values, and the search, may take longer
-            than a small batch.
         loss_name: the user's function that computes the loss, for texts; empty if it is
             the module, or the criterion.
         remedies: sentences for the refusals of a look, which name arguments of the loop
@@ -45,6 +39,8 @@ class LoopOptions:
         journal: saves what calls of the user's function may write, before the first try
             of ``accum="auto"`` at a step. It is restored after each try that ran out of
             memory, and after trials.
+        settle: waits for calls of an evaluation that are in progress; ``None`` if there
+            are none. The engine sets it.
         around_looks: makes a context manager for the calls of a look, in which the
             loop's loggers are silent, and after which its owner is as before.
     """
@@ -52,13 +48,13 @@ class LoopOptions:
     is_checked: bool = True
     takes_turns: bool = False
     turn: Scope = Scope.FUNCTION
-    continues_evaluation: bool = False
     loss_name: str = ""
     remedies: str = ""
     candidates: Sequence[LossCandidate] = ()
     chosen: LossCandidate | None = None
     divided: Callable[[Any], Any] | None = None
     journal: Callable[[], Journal] | None = None
+    settle: Callable[[], None] | None = None
     around_looks: Callable[[], contextlib.AbstractContextManager[object]] = (
         contextlib.nullcontext
     )

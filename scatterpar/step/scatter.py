@@ -171,20 +171,30 @@ def moved(batch: Batch, device: torch.device, transfers: Transfers) -> Batch:
 def moved_rows(transfers: Transfers, device: torch.device, leaf: Any) -> Any:
     """A tensor or marker with rows in the memory of ``device``."""
     if isinstance(leaf, Marker):
-        return leaf.map(partial(_moved_together, transfers, device))
+        return leaf.map(partial(moved_together, transfers, device))
     if leaf.device == device:
         return leaf
     return transfers.copy(leaf, device, "scatter")
 
 
-def _moved_together(transfers: Transfers, device: torch.device, contents: Any) -> Any:
-    """``contents`` on ``device``; small host tensors of one dtype share a copy."""
+def moved_together(
+    transfers: Transfers,
+    device: torch.device,
+    contents: Any,
+    *,
+    copies_all: bool = False,
+) -> Any:
+    """``contents`` on ``device``; small host tensors of one dtype share a copy.
+
+    With ``copies_all``, tensors that are there already are copied, too.
+    """
     arrived: dict[int, Tensor] = {}  # by id of the source
     small: dict[int, Tensor] = {}
     for tensor in nested.tensors(contents):
         if tensor.device == device:
-            continue
-        if _is_small(tensor):
+            if copies_all:
+                arrived[id(tensor)] = tensor.clone()
+        elif _is_small(tensor):
             small[id(tensor)] = tensor
         elif id(tensor) not in arrived:
             arrived[id(tensor)] = transfers.copy(tensor, device, "scatter")

@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -156,11 +156,11 @@ class Job:
 
     def __init__(
         self,
-        calls: Sequence[Callable[[], Any]],
+        calls: dict[int, Callable[[], Any]],
         at_once: int,
         cancel: threading.Event,
     ) -> None:
-        self.calls = dict(enumerate(calls))
+        self.calls = calls
         self.busy = set(self.calls)
         self.results: dict[int, Any] = {}
         self.errors: dict[int, BaseException] = {}
@@ -306,11 +306,11 @@ class Workers:
         ]
         if at_once is None:
             at_once = max_concurrency(devices)
-        job = Job(calls, at_once, cancel or threading.Event())
+        job = Job(dict(enumerate(calls)), at_once, cancel or threading.Event())
         deadline = math.inf if seconds is None else time.monotonic() + seconds
         try:
             with SETTINGS_KEPT:
-                self._post(job, threads_of(devices))
+                self._post(job, dict(enumerate(threads_of(devices))))
                 self._wait(job, deadline)
             error = job.first_error()
             if error is not None:
@@ -322,12 +322,49 @@ class Workers:
             job.errors = {}
             error = None
 
-    def _post(self, job: Job, threads: Sequence[int]) -> None:
-        """Queue each call of the job for the thread with this number."""
+    def begin(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        device: torch.device,
+        thread: int,
+    ) -> Job:
+        """Let the thread with this number call ``function(*args)`` on ``device``."""
+        memory.tune_malloc(device)
+        context = CallerContext()
+        call = partial(function, *args)
+        in_context = partial(context.variables.run, context.run, device, call)
+        job = Job({thread: in_context}, thread + 1, threading.Event())
+        self._post(job, {thread: thread})
+        return job
+
+    def wait_for(self, job: Job) -> None:
+        """Wait until a call that has begun is over."""
+        self._wait(job, math.inf)
+        if _CALLER in job.errors:  # an interrupt
+            raise job.errors[_CALLER]
+
+    def result_of(self, job: Job) -> Any:
+        """What a call that has begun returns; its error is raised."""
+        try:
+            self._wait(job, math.inf)
+            error = job.first_error()
+            if error is not None:
+                raise error
+            (result,) = job.results.values()
+            return result
+        finally:
+            # A traceback refers to this frame.
+            job.results = {}
+            job.errors = {}
+            error = None
+
+    def _post(self, job: Job, threads: Mapping[int, int]) -> None:
+        """Queue the job's calls: by the number of each, that of the thread."""
         with self._posting:
             self._refuse_if_closed()
             queues = self._started()
-            for number, thread in enumerate(threads):
+            for number, thread in threads.items():
                 queues[thread].put(partial(job.run, number))
 
     @contextlib.contextmanager

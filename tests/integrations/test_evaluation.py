@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from functools import partial
 
 import numpy
@@ -23,7 +24,7 @@ from harness.trainers import (
 )
 from torch import nn
 
-from scatterpar.integrations.evaluation import Groups
+from scatterpar.integrations.evaluation import BatchesAhead
 from scatterpar.integrations.transformers import ScatterOnceMixin, ScatterOnceTrainer
 
 pytestmark = [pytest.mark.trainers, pytest.mark.draws, pytest.mark.slow]
@@ -247,13 +248,14 @@ def test_overridden_prediction_step_works(tmp_path, devices):
 def test_replicas_read_their_own_memory(tmp_path, monkeypatch):
     place = {"device_ids": DEVICES["two"]}
     trainer = build(ScatterOnceTrainer, tmp_path, language_model(), padded, extra=place)
-    groups = Groups(trainer.get_eval_dataloader(), 2)
-    batches = iter(groups)
-    next(batches)
+    ahead = BatchesAhead(trainer.get_eval_dataloader(), 2)
     trainer.model.eval()
+    results = []
     with guarded(monkeypatch, trainer.model):
-        results = trainer._predictions(groups, (False,), {})
-    assert [len(logits) for _, logits, _ in results] == [2, 2]
+        for batch in itertools.islice(ahead, 3):
+            results.append(trainer._prediction_in(ahead, trainer.model, batch, False))
+        ahead.close()
+    assert [len(logits) for _, logits, _ in results] == [2, 2, 2]
     trainer._close_engine()
 
 
@@ -376,21 +378,21 @@ def test_evaluation_in_training_picks_best(tmp_path):
         assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=1e-6)
 
 
-def test_groups_end_as_the_loader_does():
+def test_reading_ahead_ends_as_the_loader_does():
     """accelerate's loader says before its last batch that it is the last."""
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True)
     for number in (0, 1, 4, 5, 6):
         loader = torch.utils.data.DataLoader(torch.arange(number), batch_size=2)
         loader = accelerator.prepare(loader)
-        groups = Groups(loader, 3)
-        assert len(groups) == len(loader)
+        ahead = BatchesAhead(loader, 3)
+        assert len(ahead) == len(loader)
         for _ in range(2):
-            ends = [accelerator.gradient_state.end_of_dataloader for _ in groups]
+            ends = [accelerator.gradient_state.end_of_dataloader for _ in ahead]
             assert ends == [False] * (len(loader) - 1) + [True] * bool(number)
             assert not accelerator.gradient_state.in_dataloader
     rows = [object() for _ in range(4)]
-    assert [*Groups(rows, 3)] == rows
+    assert [*BatchesAhead(rows, 3)] == rows
 
 
 @pytest.mark.parametrize("edit", ["data", "no_grad"])

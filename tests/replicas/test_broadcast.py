@@ -32,11 +32,11 @@ def broadcast(module):
     return Broadcast(ModuleContents((module,)), DEVICES)
 
 
-def sent(broadcast, **options):
+def sent(broadcast):
     """The bytes that an update sends."""
     transfers = Transfers()
     with torch.no_grad():
-        broadcast.update(transfers, broadcast.compare(**options))
+        broadcast.update(transfers, broadcast.compare())
     return transfers.bytes["replicate"]
 
 
@@ -74,13 +74,17 @@ def write_the_same_values(module):
         module.weight.mul_(1)
 
 
-def test_trusted_version_is_not_compared(broadcast, module):
-    assert sent(broadcast, trusts_versions=True) == EVERYTHING
+def test_versions_tell_whether_copies_are_current(broadcast, module):
+    """Without reading a value: a write through ``.data`` is found by the comparison."""
+    assert not broadcast.is_current()
+    assert sent(broadcast) == EVERYTHING
+    assert broadcast.is_current()
     write_data(module)
-    assert sent(broadcast, trusts_versions=True) == 0
+    assert broadcast.is_current()
     write_buffer(module)
-    assert sent(broadcast, trusts_versions=True) == 2 * 8
-    assert sent(broadcast) == 2 * 16  # reads the values again
+    assert not broadcast.is_current()
+    assert sent(broadcast) == 2 * 8 + 2 * 16
+    assert broadcast.is_current()
     assert_everywhere(broadcast, module)
 
 

@@ -1,0 +1,243 @@
+"""Calls of a function for whole batches, each by a replica of its own.
+
+::
+
+    batch       0   1   2   3   4   5
+    replica     0   1   0   1   0   1
+
+Replica 0 begins with batch 2 as soon as the loop has taken the result of batch 0 and
+asks for the next one. So replicas compute while the loop works between two results. No
+batch is divided, and nothing is joined.
+
+What the loop could meet half done is computed in groups: batches 0 and 1, whose results
+are then taken, before batches 2 and 3. That is so for functions of the user's, which
+take turns, and for modules in training mode, for random numbers, and after a change of
+the module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import traceback as fx_traceback
+
+from scatterpar.batch import nested
+from scatterpar.devices.transfers import Prefetcher
+from scatterpar.options.map_rows import buffers_of
+from scatterpar.plan import Plan, Share, make_plan
+from scatterpar.replicas.replicas import Replica, parameter_writes_refused
+from scatterpar.step.attempt import Attempt
+from scatterpar.step.loop_options import LoopOptions
+from scatterpar.step.replica_threads import ReplicaNote
+from scatterpar.step.request import Request
+from scatterpar.step.scatter import moved_together
+from scatterpar.threads.process_settings import SETTINGS_KEPT
+from scatterpar.threads.workers import Job, Workers, threads_of
+
+
+@dataclass
+class _Call:
+    """A call that has begun, and the copies of its batch."""
+
+    job: Job
+    copies: Prefetcher
+
+
+class BatchCalls:
+    """Calls ``function(replica, batch)`` for the batches of a loop, in their order.
+
+    Args:
+        function: it runs in the replicas' threads, without gradients.
+        begin_attempt: makes the record of a try, whose body is undone if it raises.
+        module: the user's.
+        device_ids: one entry per replica.
+        workers: the threads.
+        loop: says whether the function takes turns.
+        in_groups: whether the loop needs all calls to have ended when it has a result.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Any, Any], Any],
+        begin_attempt: Callable[
+            [Request, Plan], contextlib.AbstractContextManager[Attempt]
+        ],
+        module: nn.Module,
+        device_ids: Sequence[torch.device],
+        workers: Workers,
+        loop: LoopOptions,
+        *,
+        in_groups: bool,
+    ) -> None:
+        self._function = function
+        self._begin_attempt = begin_attempt
+        self._module = module
+        self._plan = make_plan(len(device_ids), device_ids)
+        self._threads = threads_of(device_ids)
+        self._workers = workers
+        self._loop = loop
+        self._in_groups = in_groups
+        self._calls: deque[_Call] = deque()  # whose results were not taken, in order
+        # From the first call of a group, or of all, to the result of the last one.
+        self._record = contextlib.ExitStack()
+        self._attempt: Attempt | None = None
+        self._num_begun = 0  # with this attempt
+        self._trains = False  # whether a part of the module does, and moves buffers
+        self._is_changed = True  # whether replicas may differ from the user's module
+
+    def result(self, batches: Sequence[Any]) -> Any:
+        """The result of the first of these batches, on its replica's device.
+
+        The others are the next ones of the loop, which replicas compute meanwhile. A
+        later call has them in the same order, without the first.
+        """
+        with self._workers.exclusive():
+            try:
+                if self._calls:
+                    if self._goes_on():
+                        self._begin(batches)
+                else:
+                    self._attempt = self._record.enter_context(self._attempting())
+                    self._begin(batches)
+                    if not self._goes_on():
+                        self._end_group()
+                return self._taken()
+            except BaseException as error:
+                self._wait()
+                self._calls.clear()
+                self._attempt = None
+                self._record.__exit__(type(error), error, error.__traceback__)
+                raise
+
+    def close(self) -> None:
+        """End calls whose results nobody takes."""
+        with self._workers.exclusive():
+            self.settle()
+            self._calls.clear()
+
+    def settle(self) -> None:
+        """Wait until no call is in progress. Results can be taken later."""
+        self._wait()
+        self._is_changed = True
+        self._commit()
+
+    @contextlib.contextmanager
+    def _attempting(self) -> Iterator[Attempt]:
+        """In the body calls may begin. At its end buffers and random state move."""
+        request = Request([], 0, backward=False)
+        with self._begin_attempt(request, self._plan) as attempt:
+            replicas = attempt.replicas
+            # Whether anything was written is cheap to ask, and enough: in a loop's
+            # evaluation nobody writes through ``.data``.
+            if self._is_changed or not replicas.of_model.is_current():
+                replicas.refresh(self._module, None, attempt.transfers)
+            self._is_changed = False
+            self._num_begun = 0
+            self._trains = any(part.training for part in self._module.modules())
+            # A step that begins in the middle of the loop waits for these calls.
+            self._loop.settle = self.settle
+            try:
+                with (
+                    SETTINGS_KEPT,
+                    # See ``ReplicaThreads.run``.
+                    fx_traceback.preserve_node_meta(
+                        fx_traceback.has_preserved_node_meta()
+                    ),
+                    parameter_writes_refused(replicas.replica_sets),
+                ):
+                    yield attempt
+            finally:
+                self._loop.settle = None
+            buffers = buffers_of(attempt, self._module)
+            if buffers is not None:
+                buffers.write()
+            attempt.generators.commit()
+
+    def _commit(self) -> None:
+        if self._attempt is not None:
+            self._attempt = None
+            self._record.close()
+
+    def _begin(self, batches: Sequence[Any]) -> None:
+        """Begin with batches until each replica has one."""
+        for batch in batches[len(self._calls) : len(self._plan.shares)]:
+            call = self._begun(batch)
+            self._calls.append(call)
+            if self._loop.takes_turns:
+                self._workers.wait_for(call.job)
+                # Of all calls in turn, the first one that fails is the last one.
+                if call.job.errors:
+                    break
+
+    def _end_group(self) -> None:
+        self._wait()
+        # Else what the calls have moved is undone when the result is asked for that an
+        # error stands for.
+        if not any(call.job.errors for call in self._calls):
+            self._commit()
+
+    def _begun(self, batch: Any) -> _Call:
+        assert self._attempt is not None
+        number = self._num_begun % len(self._plan.shares)
+        self._num_begun += 1
+        share = self._plan.shares[number]
+        sources = {tensor.device for tensor in nested.tensors(batch)}
+        copies = Prefetcher(share.device, sources)
+        replica = self._attempt.replicas.of_model.replicas[number]
+        job = self._workers.begin(
+            self._call,
+            (self._attempt, share, replica, batch, copies),
+            share.device,
+            self._threads[number],
+        )
+        return _Call(job, copies)
+
+    def _goes_on(self) -> bool:
+        """Whether calls may begin while results of others are taken."""
+        attempt = self._attempt
+        if attempt is None or self._in_groups or self._loop.takes_turns:
+            return False
+        if self._trains or attempt.generators.drawn:
+            return False
+        return attempt.replicas.of_model.is_current()
+
+    def _taken(self) -> Any:
+        """The result of the first call."""
+        call = self._calls.popleft()
+        result = self._workers.result_of(call.job)
+        call.copies.synchronize()
+        if not self._calls:
+            self._commit()
+        return result
+
+    def _wait(self) -> None:
+        for call in self._calls:
+            self._workers.wait_for(call.job)
+
+    def _call(
+        self,
+        attempt: Attempt,
+        share: Share,
+        replica: Replica,
+        batch: Any,
+        copies: Prefetcher,
+    ) -> Any:
+        """Call the function, in the replica's thread."""
+        with attempt.generators.of(share.replica), ReplicaNote(share):
+            # What its last call has written, such as buffers, is none of this call's.
+            with torch.inference_mode(False), torch.no_grad():
+                replica.refresh()
+            arrived = moved_together(copies, share.device, batch, copies_all=True)
+            copies.issue(0)
+            copies.wait_on_stream(0)
+            try:
+                with torch.no_grad():
+                    return self._function(replica.root, arrived)
+            finally:
+                attempt.replicas.end_substep()

@@ -11,8 +11,9 @@ batch is divided, and nothing is joined.
 
 What the loop could meet half done is computed in groups: batches 0 and 1, whose results
 are then taken, before batches 2 and 3. That is so for functions of the user's, which
-take turns, and for modules in training mode, for random numbers, and after a change of
-the module.
+take turns, for modules in training mode, and for random numbers. It is so for the first
+group, too, and after a change of the module: while the loop works, nobody can tell
+whether it or a forward pass has written a parameter.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from scatterpar.devices.transfers import Prefetcher
 from scatterpar.options.map_rows import buffers_of
 from scatterpar.plan import Plan, Share, make_plan
 from scatterpar.replicas.replicas import Replica, parameter_writes_refused
-from scatterpar.step.attempt import Attempt
+from scatterpar.step.attempt import WHOLE_STEP, Attempt, Extent
 from scatterpar.step.loop_options import LoopOptions
 from scatterpar.step.replica_threads import ReplicaNote
 from scatterpar.step.request import Request
@@ -66,7 +67,7 @@ class BatchCalls:
         self,
         function: Callable[[Any, Any], Any],
         begin_attempt: Callable[
-            [Request, Plan], contextlib.AbstractContextManager[Attempt]
+            [Request, Plan, Extent], contextlib.AbstractContextManager[Attempt]
         ],
         module: nn.Module,
         device_ids: Sequence[torch.device],
@@ -89,7 +90,9 @@ class BatchCalls:
         self._attempt: Attempt | None = None
         self._num_begun = 0  # with this attempt
         self._trains = False  # whether a part of the module does, and moves buffers
-        self._is_changed = True  # whether replicas may differ from the user's module
+        # Whether the module may have changed since the last group that was computed
+        # while the loop waited.
+        self._is_changed = True
 
     def result(self, batches: Sequence[Any]) -> Any:
         """The result of the first of these batches, on its replica's device.
@@ -112,6 +115,7 @@ class BatchCalls:
                 self._wait()
                 self._calls.clear()
                 self._attempt = None
+                self._is_changed = True
                 self._record.__exit__(type(error), error, error.__traceback__)
                 raise
 
@@ -124,20 +128,23 @@ class BatchCalls:
     def settle(self) -> None:
         """Wait until no call is in progress. Results can be taken later."""
         self._wait()
-        self._is_changed = True
         self._commit()
+        self._is_changed = True
 
     @contextlib.contextmanager
     def _attempting(self) -> Iterator[Attempt]:
         """In the body calls may begin. At its end buffers and random state move."""
         request = Request([], 0, backward=False)
-        with self._begin_attempt(request, self._plan) as attempt:
+        with self._begin_attempt(request, self._plan, WHOLE_STEP) as attempt:
             replicas = attempt.replicas
             # Whether anything was written is cheap to ask, and enough: in a loop's
             # evaluation nobody writes through ``.data``.
             if self._is_changed or not replicas.of_model.is_current():
                 replicas.refresh(self._module, None, attempt.transfers)
-            self._is_changed = False
+                self._is_changed = True
+            guard: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            if self._is_changed:
+                guard = parameter_writes_refused(replicas.replica_sets)
             self._num_begun = 0
             self._trains = any(part.training for part in self._module.modules())
             # A step that begins in the middle of the loop waits for these calls.
@@ -149,11 +156,12 @@ class BatchCalls:
                     fx_traceback.preserve_node_meta(
                         fx_traceback.has_preserved_node_meta()
                     ),
-                    parameter_writes_refused(replicas.replica_sets),
+                    guard,
                 ):
                     yield attempt
             finally:
                 self._loop.settle = None
+            self._is_changed = False
             buffers = buffers_of(attempt, self._module)
             if buffers is not None:
                 buffers.write()
@@ -203,7 +211,7 @@ class BatchCalls:
         attempt = self._attempt
         if attempt is None or self._in_groups or self._loop.takes_turns:
             return False
-        if self._trains or attempt.generators.drawn:
+        if self._is_changed or self._trains or attempt.generators.drawn:
             return False
         return attempt.replicas.of_model.is_current()
 

@@ -78,6 +78,8 @@ def add_advice(error: BaseException, request: Request) -> None:
     """Add a note if the error is one that a batch gives which was passed otherwise."""
     if isinstance(error, (Refusal, torch.OutOfMemoryError)):
         return  # their texts have numbers of rows and bytes
+    if not request.batches:  # calls for whole batches are a loop's
+        return
     if isinstance(error, (TypeError, AttributeError)):
         _explain_pair(error, request)
     elif isinstance(error, (RuntimeError, ValueError, IndexError)):

@@ -70,6 +70,8 @@ class BatchesAhead:
                 self._read(batches)
         finally:
             self.batches.clear()
+            # A loop may end before its loader, or fail.
+            self.close()
 
     def has(self, batch: Any) -> bool:
         """Whether the loop is at this batch, and has not had its result."""

@@ -170,7 +170,6 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         if self._ahead is not None:
             # The Learner keeps it until the next fit, and users read it.
             self.learn.dl = self._ahead.loader
-            self._ahead.close()
             self._ahead = None
 
     def after_fit(self) -> None:

@@ -121,6 +121,8 @@ class BatchCalls:
 
     def close(self) -> None:
         """End calls whose results nobody takes."""
+        if not self._calls:  # the engine may be closed, or be used by another thread
+            return
         with self._workers.exclusive():
             self.settle()
             self._calls.clear()

@@ -43,7 +43,7 @@ from scatterpar.threads.workers import Job, Workers, threads_of
 
 
 @dataclass
-class _Call:
+class _BatchCall:
     """A call that has begun, and the copies of its batch."""
 
     job: Job
@@ -84,7 +84,7 @@ class BatchCalls:
         self._workers = workers
         self._loop = loop
         self._in_groups = in_groups
-        self._calls: deque[_Call] = deque()  # whose results were not taken, in order
+        self._calls: deque[_BatchCall] = deque()  # whose results were not taken, in order
         # From the first call of a group, or of all, to the result of the last one.
         self._record = contextlib.ExitStack()
         self._attempt: Attempt | None = None
@@ -192,7 +192,7 @@ class BatchCalls:
         if not any(call.job.errors for call in self._calls):
             self._commit()
 
-    def _begun(self, batch: Any) -> _Call:
+    def _begun(self, batch: Any) -> _BatchCall:
         assert self._attempt is not None
         number = self._num_begun % len(self._plan.shares)
         self._num_begun += 1
@@ -206,7 +206,7 @@ class BatchCalls:
             share.device,
             self._threads[number],
         )
-        return _Call(job, copies)
+        return _BatchCall(job, copies)
 
     def _goes_on(self) -> bool:
         """Whether calls may begin while results of others are taken."""

@@ -84,7 +84,9 @@ class BatchCalls:
         self._workers = workers
         self._loop = loop
         self._in_groups = in_groups
-        self._calls: deque[_BatchCall] = deque()  # whose results were not taken, in order
+        self._calls: deque[_BatchCall] = (
+            deque()
+        )  # whose results were not taken, in order
         # From the first call of a group, or of all, to the result of the last one.
         self._record = contextlib.ExitStack()
         self._attempt: Attempt | None = None

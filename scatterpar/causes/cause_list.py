@@ -69,6 +69,8 @@ CAUSES: Sequence[CauseKind | CauseFunction] = (
     # Weights before state, because a running sum of losses is both. They need no other
     # split, so they are also the cheaper question.
     factor_or_weights,
+    # Before a term per part, because a single number may grow as fast by chance.
+    CauseKind.MEAN_OF_RATIOS,
     CauseKind.STATE_BETWEEN_PARTS,
     once_per_part,
     # A single result comes after all of them, because it may fit by chance.

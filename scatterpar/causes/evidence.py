@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -148,6 +148,19 @@ class SplitEvidence:
     def terms_of(self, count: Count) -> list[float]:
         """The number of terms in each part."""
         return [count.of(part) for part in self.parts]
+
+    def weights_of_counts(self) -> Iterator[list[float]]:
+        """Yield the weights of a mean over rows, of means over other terms, of a sum.
+
+        With equally many terms in each row the second is the first.
+        """
+        for count in self.counts:
+            terms = self.terms_of(count)
+            total = sum(terms)
+            # A constant count is the mean over rows, which comes first.
+            if total and not (count.path and count.is_constant):
+                yield [number / total for number in terms]
+        yield [1.0] * len(self.parts)
 
     def counted_as(self, weights: Tensor) -> Count | None:
         """The count that weights of parts are proportional to."""

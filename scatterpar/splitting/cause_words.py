@@ -9,7 +9,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from scatterpar.causes.cause_list import first_finding
@@ -25,7 +24,7 @@ from scatterpar.causes.evidence import (
 from scatterpar.causes.vectors import factor_between, is_close
 from scatterpar.splitting.check_report import Cause
 from scatterpar.splitting.gradients import joined, listed, union
-from scatterpar.splitting.split_gradients import GradientEvidence
+from scatterpar.splitting.split_gradients import GradientEvidence, ValueEvidence
 from scatterpar.splitting.step_run import StepResult, layers_with_batch_statistics
 from scatterpar.splitting.trial import Trial
 
@@ -48,10 +47,16 @@ def explain(trial: Trial, reference: StepResult, results: list[StepResult]) -> C
             return _BATCH_NORM
         prefix = "Also with the running statistics of batch normalisation: "
     # From here on all runs of the step are those of the causes.
-    evidence = GradientEvidence(trial, reference.gradients, results)
+    are_values = trial.arguments.returns_values
+    kind = ValueEvidence if are_values else GradientEvidence
+    evidence = kind(trial, reference.gradients, results)
     finding, failures = first_finding(evidence)
     why, remedy = _words(finding, evidence)
-    why = prefix + why + _effect_on_optimizers(finding, evidence)
+    if are_values:
+        remedy = _REMEDIES_OF_VALUES.get(finding.kind, remedy)
+    else:
+        why += _effect_on_optimizers(finding)
+    why = prefix + why
     if failures and finding.kind is CauseKind.UNKNOWN:
         problem = f"{type(failures[0]).__name__}: {failures[0]}".splitlines()[0]
         why += f" Some causes could not be tested: step raised {problem}"
@@ -104,6 +109,8 @@ def _words(finding: Finding, evidence: GradientEvidence) -> Words:
             return _rows_are_compared(evidence)
         case CauseKind.STATE_BETWEEN_PARTS:
             return _STATE
+        case CauseKind.MEAN_OF_RATIOS:
+            return _RATIOS
     return _MOVED if evidence.moves_weights else _UNKNOWN
 
 
@@ -134,7 +141,8 @@ def _ranks_differ(finding: Finding, evidence: GradientEvidence) -> Words:
     is_all = evidence.is_everything(finding.names)
     place = "any parameter" if is_all else listed(finding.names)
     return (
-        f"The ranks end with different gradients of {place}: they were not averaged.",
+        f"The ranks end with different {evidence.results} of {place}: they were not "
+        f"averaged.",
         "call the DDP module, not model.module or parameters outside of it, and keep "
         "the last backward() out of no_sync(); clip after the average.",
     )
@@ -183,30 +191,24 @@ def _where_rows_meet(evidence: GradientEvidence) -> str:
     return "the loss ties rows to each other, for modules do not"
 
 
-def _effect_on_optimizers(finding: Finding, evidence: GradientEvidence) -> str:
+def _effect_on_optimizers(finding: Finding) -> str:
     """A sentence about what Adam and clipping make of the difference.
 
     Adam divides by the size of the gradient, so that a factor vanishes.
     """
-    actual, expected = joined(evidence.actual), joined(evidence.expected)
-    norms = float(actual.norm()), float(expected.norm())
-    if not all(norms) or not math.isfinite(sum(norms)):
-        return ""
     if finding.factor:
-        clipped = "Clipping by norm 1 does not"
-        # A norm below 1 is not clipped, and with other parameters directions differ.
-        if min(norms) >= 1 and evidence.is_everything(finding.names):
-            clipped = "Clipping by norm 1 does, too, while norms are larger"
-        numbers = f"(norm {norms[0]:.3g}, not {norms[1]:.3g})"
-        return (
-            f" Adam hides the factor, and a second term shows it. {clipped} {numbers}."
-        )
-    if finding.kind in (CauseKind.RANKS_DIFFER, CauseKind.NO_GRADIENT):
-        return ""  # no optimizer mends these
-    cosine = float(torch.cosine_similarity(actual, expected, dim=0))
-    return f" Adam does not hide it: the direction differs (cosine {cosine:.3f})."
+        return _HIDDEN_BY_ADAM
+    # No optimizer mends these.
+    without_effect = CauseKind.RANKS_DIFFER, CauseKind.NO_GRADIENT, CauseKind.NOT_FINITE
+    if finding.kind in without_effect:
+        return ""
+    return " Adam does not hide it: the direction differs."
 
 
+_HIDDEN_BY_ADAM = (
+    " Adam hides the factor, and a second term shows it. Clipping by norm 1 does, too, "
+    "while norms are larger, if all parameters have the factor."
+)
 _BATCH_NORM = Cause(
     "batch normalisation",
     "It normalises each part by itself. With its running statistics only rounding "
@@ -215,7 +217,7 @@ _BATCH_NORM = Cause(
     "over ranks nn.SyncBatchNorm.",
 )
 _STATE = (
-    "The same parts in reverse order give another gradient.",
+    "The same parts in reverse order give another result.",
     "update buffers, attributes and counters, and change gradients that have been "
     "accumulated, once per step, not once per part.",
 )
@@ -231,6 +233,26 @@ _UNKNOWN = (
     "compare the parameters one by one, and look for state that one part changes for "
     "the next.",
 )
+
+_RATIOS = (
+    "The loop takes a mean of the numbers of the parts, and that of the whole batch is "
+    "no mean of them: it is a ratio, a root or an exponential.",
+    "compute a perplexity, an F-score or another ratio once, from sums over all parts.",
+)
+_SUMS_OF_PARTS = (
+    "add up the sums of all parts and their numbers of terms, and divide once."
+)
+_REMEDIES_OF_VALUES = {
+    CauseKind.RANKS_DIFFER: (
+        "reduce sums and numbers of terms over all ranks, and divide on each of them."
+    ),
+    CauseKind.ONLY_SOME_PARTS: (
+        "evaluate all batches, also the last one, which may be smaller (drop_last)."
+    ),
+    CauseKind.MEAN_OF_MEANS: _SUMS_OF_PARTS,
+    CauseKind.OTHER_WEIGHTS: _SUMS_OF_PARTS,
+    CauseKind.UNKNOWN: _RATIOS[1],
+}
 
 
 # --- a constant factor ---

@@ -41,6 +41,7 @@ class GradientEvidence(SplitEvidence):
     """The gradients of a trial, compared in several ways.
 
     Attributes:
+        results: what is compared, in words.
         expected: the gradient of the whole batch.
         actual: the gradient of the batch in parts, on rank 0.
         others: the gradients on the other ranks.
@@ -48,6 +49,8 @@ class GradientEvidence(SplitEvidence):
         wrong: the parameters whose gradients differ.
         is_undefined: whether ``of_parts`` replaced one that is not finite.
     """
+
+    results = "gradients"
 
     def __init__(
         self, trial: Trial, expected: Gradients, results: list[StepResult]
@@ -273,3 +276,56 @@ class GradientEvidence(SplitEvidence):
             return True
         largest = joined(self.expected, left_out).abs().max()
         return bool(largest <= _ROUNDING * joined(self.expected).abs().max())
+
+
+class ValueEvidence(GradientEvidence):
+    """The number of an evaluation that is most wrong, in the place of gradients.
+
+    One number has no weights of parts that could be solved for, so the usual ones are
+    tried.
+    """
+
+    results = "values"
+
+    def __init__(
+        self, trial: Trial, expected: Gradients, results: list[StepResult]
+    ) -> None:
+        super().__init__(trial, expected, results)
+        _, name = trial.worst_error(results, expected)
+        self.names = [name]
+        self.wrong = [name]
+        # Stricter than the verdict: one of many weights may fit by chance.
+        self.tolerance = trial.limit / 10
+
+    def questions(self) -> Mapping[CauseKind, Question]:
+        """The causes that a yes shows, with one more."""
+        return {
+            **super().questions(),
+            CauseKind.MEAN_OF_RATIOS: self.is_mean_of_ratios,
+        }
+
+    def factor(self, names: Sequence[str]) -> float | None:
+        """``None``: any two numbers are multiples of each other."""
+        return None
+
+    def is_mean_of_ratios(self) -> bool:
+        """Whether the loop combines the parts in a usual way; no usual way is right."""
+        return self._weights(self.actual, self.names) is not None
+
+    def is_everything(self, names: Sequence[str]) -> bool:
+        """False, so that texts name the number."""
+        return False
+
+    def _weights(self, total: Gradients, names: Sequence[str]) -> Tensor | None:
+        """The first usual weights with which the parts add up."""
+        parts = torch.stack([joined(numbers, names) for numbers in self.of_parts])
+        size = len(parts)
+        means = [1 / size] * size
+        last = [0.0] * (size - 1) + [1.0]
+        for usual in (*self.weights_of_counts(), means, last):
+            weights = torch.tensor(usual, dtype=parts.dtype)
+            without_last = weights.index_fill(0, torch.tensor(size - 1), 0)
+            for tried in (weights, without_last / without_last.sum()):
+                if is_close(tried @ parts, joined(total, names), self.tolerance):
+                    return tried
+        return None

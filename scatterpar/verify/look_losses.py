@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -312,26 +312,12 @@ class Evidence(LookResults):
         ]
         if len(telling) < 2:
             return None
-        for right in self._weights_of_counts():
+        for right in self.weights_of_counts():
             combined = weighted_sum(results, right)
             if combined.difference_from(self.expected) < self.limit:
                 pair = torch.tensor([self.step_weights, right], dtype=torch.float64)
                 return Weights(*pair)
         return None
-
-    def _weights_of_counts(self) -> Iterator[list[float]]:
-        """Yield the weights of a mean over rows, of a sum, of means over other terms.
-
-        With equally many terms in each row the third is the first.
-        """
-        yield [len(part) / self.num_rows for part in self.parts]
-        yield [1.0] * len(self.parts)
-        for count in self.counts:
-            terms = self.terms_of(count)
-            total = sum(terms)
-            # A constant count is the mean over rows, which comes first.
-            if total and not count.is_constant:
-                yield [number / total for number in terms]
 
     @property
     def compares_rows(self) -> str:

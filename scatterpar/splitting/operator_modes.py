@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import Counter
 from typing import Any
 
 import torch
@@ -41,14 +42,12 @@ class RepeatedNumbers(ConstantNumbers):
     the order. A sample has the categories of the highest probability.
 
     Attributes:
-        shapes: of floating-point numbers that have been drawn.
-        num_noise: how many numbers have been drawn, without those of dropout.
+        draws: the shapes that have been drawn, without those of dropout.
     """
 
     def __init__(self, numbers: Numbers, fixed_shapes: frozenset[Shape]) -> None:
         super().__init__()
-        self.shapes: set[Shape] = set()
-        self.num_noise = 0
+        self.draws: Counter[Shape] = Counter()
         self._numbers = numbers
         self._fixed_shapes = fixed_shapes
 
@@ -73,15 +72,14 @@ class RepeatedNumbers(ConstantNumbers):
             return drawn
         # Dropout draws in place where its backward pass has no operator of its own.
         is_dropout = self.calls == calls or func is torch.ops.aten.bernoulli_.float
+        shape = tuple(drawn.shape)
         if not is_dropout:
-            self.num_noise += drawn.numel()
+            self.draws[shape] += 1
         if drawn.is_floating_point():
-            self._fill(drawn)
+            self._fill(drawn, shape)
         return drawn
 
-    def _fill(self, drawn: Tensor) -> None:
-        shape = tuple(drawn.shape)
-        self.shapes.add(shape)
+    def _fill(self, drawn: Tensor, shape: Shape) -> None:
         if shape in self._fixed_shapes:
             fill_evenly(drawn, shape)
         elif self._numbers is Numbers.VARIED and drawn.ndim > 1:
@@ -94,14 +92,11 @@ def fill_evenly(drawn: Tensor, shape: Shape) -> None:
     drawn.copy_((numbers * _GOLDEN % 1).reshape(shape))
 
 
-def _most_likely(
-    probabilities: Tensor, count: int, replacement: bool = False, **_: Any
-) -> Tensor:
-    """What ``torch.multinomial`` returns, without chance."""
-    if replacement:
-        best = probabilities.argmax(-1, keepdim=True)
-        return best.expand(*best.shape[:-1], count).clone()
-    return probabilities.topk(count, -1).indices
+def _most_likely(probabilities: Tensor, count: int, *_: Any, **__: Any) -> Tensor:
+    """What ``torch.multinomial`` may return, without chance."""
+    categories = probabilities.argsort(-1, descending=True)
+    # Again from the first one, if there are fewer categories than ``count``.
+    return categories[..., torch.arange(count) % categories.shape[-1]]
 
 
 class WatchedOperators(OperatorMode):

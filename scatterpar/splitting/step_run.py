@@ -6,6 +6,7 @@ import contextlib
 import pickle
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,8 +70,8 @@ class StepResult:
         gradients: by the name of the parameter.
         drawn: which generators it drew from: torch, Python, NumPy.
         coarsest: the coarsest dtype to which it casts numbers in float64.
-        shapes: of what random operators drew, unless numbers are as drawn.
-        num_noise: how many numbers they drew, without those of dropout.
+        draws: the shapes that random operators drew, without those of dropout, unless
+            numbers are as drawn.
         uncompared: parameters that got a gradient, and cannot be compared.
         terms: the names of the terms of the loss.
         moves_weights: whether it runs a backward pass at weights that it has changed.
@@ -81,8 +82,7 @@ class StepResult:
     gradients: Gradients
     drawn: set[str]
     coarsest: torch.dtype | None
-    shapes: frozenset[Shape]
-    num_noise: int
+    draws: Counter[Shape]
     uncompared: tuple[str, ...]
     terms: tuple[str, ...]
     moves_weights: bool
@@ -145,8 +145,7 @@ def run_step(
         gradients=values_of(returned) if is_evaluation else gradients.result(),
         drawn=drawn,
         coarsest=watched.coarsest,
-        shapes=frozenset(repeated.shapes),
-        num_noise=repeated.num_noise,
+        draws=repeated.draws,
         uncompared=tuple(gradients.uncompared()),
         terms=tuple(terms.names),
         moves_weights=gradients.moves_weights,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -32,7 +33,7 @@ from scatterpar.splitting.gradients import (
     union,
     zeros_of_all,
 )
-from scatterpar.splitting.operator_modes import Numbers
+from scatterpar.splitting.operator_modes import Numbers, Shape
 from scatterpar.splitting.process_state import ProcessState
 from scatterpar.splitting.rank_processes import RankJob, run_on_ranks
 from scatterpar.splitting.row_parts import Part, Split
@@ -256,19 +257,18 @@ class Trial:
         """
         self.settings = replace(self.settings, numbers=Numbers.CONSTANT)
         result = self.reference(self.rows)
-        vanished = self._vanished(result, as_drawn)
-        if vanished:
+        of_fewer_rows = Counter[Shape]()
+        if result.draws:
+            of_fewer_rows = self.reference(self.rows[: len(self.rows) // 2]).draws
+        if self._vanished(result, as_drawn):
             # Equal weights of classes, for one, leave no gradient on what is below.
             # Draws that a batch of fewer rows has as well are weights.
-            shapes = result.shapes & self._with_fewer_rows().shapes
-            with self.changed(numbers=Numbers.VARIED, fixed_shapes=shapes):
-                varied = self.reference(self.rows)
-                settings = self.settings
-            still_vanished = self._vanished(varied, as_drawn)
-            if len(still_vanished) < len(vanished):
-                result = varied
-                vanished = still_vanished
-                self.settings = settings
+            shapes = frozenset(result.draws & of_fewer_rows)
+            self.settings = replace(
+                self.settings, numbers=Numbers.VARIED, fixed_shapes=shapes
+            )
+            result = self.reference(self.rows)
+        vanished = self._vanished(result, as_drawn)
         if len(vanished) == len(as_drawn.gradients) or is_zero(result.gradients):
             raise ValueError(
                 "the gradient is zero with the constant numbers that random operators "
@@ -281,17 +281,13 @@ class Trial:
                 f"random numbers"
             )
         # Initial weights are as many for fewer rows.
-        num_noise = result.num_noise
-        if num_noise and self._with_fewer_rows().num_noise != num_noise:
+        if result.draws != of_fewer_rows:
             self.unseen.append(
                 "what random numbers of each row decide, such as weights or masks, "
                 "since all rows get the same numbers; draw them before, and pass them "
                 "in batch"
             )
         return result
-
-    def _with_fewer_rows(self) -> StepResult:
-        return self.reference(self.rows[: len(self.rows) // 2])
 
     def _vanished(self, result: StepResult, as_drawn: StepResult) -> list[str]:
         """The parameters whose gradient is not finite, or rounding beside another."""

@@ -47,12 +47,13 @@ def test_permutation_keeps_the_order():
 
 
 @pytest.mark.parametrize(
-    ("replacement", "drawn"), [(True, [[1, 1], [2, 2]]), (False, [[1, 0], [2, 1]])]
+    ("replacement", "count", "drawn"),
+    [(True, 4, [[1, 0, 2, 1], [2, 1, 0, 2]]), (False, 2, [[1, 0], [2, 1]])],
 )
-def test_sample_has_most_likely_categories(replacement, drawn):
+def test_sample_has_most_likely_categories(replacement, count, drawn):
     probabilities = torch.tensor([[0.3, 0.6, 0.1], [0.1, 0.2, 0.7]])
     with repeated(Numbers.CONSTANT):
-        assert torch.multinomial(probabilities, 2, replacement).tolist() == drawn
+        assert torch.multinomial(probabilities, count, replacement).tolist() == drawn
 
 
 def test_other_operators_unchanged():
@@ -87,7 +88,7 @@ def test_varied_weights_differ_and_rows_do_not():
         weights, rows = torch.rand(3, 4), torch.rand(5, 4)
     assert len(weights.unique()) == 12
     assert torch.equal(rows[0], rows[4])
-    assert numbers.shapes == {(3, 4), (5, 4)}
+    assert numbers.draws == {(3, 4): 1, (5, 4): 1}
 
 
 def double():

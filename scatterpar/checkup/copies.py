@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations, product
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,13 +15,10 @@ from torch import Tensor
 from scatterpar.devices.device_ids import physical
 from scatterpar.devices.links import check_links
 from scatterpar.devices.streams import has_streams
-from scatterpar.devices.transfers import VIA_HOST, Prefetcher, Transfers
+from scatterpar.devices.transfers import VIA_HOST, Transfers
 
 PAGEABLE = "host"
 PINNED = "pinned host"
-# All pairs at once, in both directions.
-EACH = "each device"
-OTHERS = "all others"
 SIZES = (1000, 2**20, 2**25)  # bytes; the first is no multiple of a cache line
 # Bytes, between two accelerators: the engine's largest copies, and more.
 LARGE = (2**26, 2**28)
@@ -43,18 +39,6 @@ _MEMORY = (
 )
 
 Place = torch.device | str  # a device, PAGEABLE or PINNED
-
-
-class Copies(NamedTuple):
-    """The copies of one try.
-
-    Attributes:
-        pairs: what has arrived, and what was sent.
-        seconds: how long all of them took.
-    """
-
-    pairs: Sequence[tuple[Tensor, Tensor]]
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -141,23 +125,18 @@ def routes(devices: Sequence[torch.device]) -> list[tuple[Place, Place]]:
 
 
 def examine(devices: Sequence[torch.device]) -> Iterator[RouteResult]:
-    """Test every route between these memories, one after the other, then all pairs at
-    once.
-    """
+    """Test every route between these memories, one after the other."""
     VIA_HOST.clear()  # the direct routes are tested
     check_links.cache_clear()  # the next step of an engine checks its own routes again
     senders = [device for device in dict.fromkeys(devices) if has_streams(device)]
-    have_links = len(senders) > 1
     # One block for all sizes: to draw 256 MB again for each route would take longer
     # than the copies.
-    content = _Content(LARGE[-1] if have_links else SIZES[-1])
+    content = _Content(LARGE[-1] if len(senders) > 1 else SIZES[-1])
     for source, target in routes(devices):
         sizes: Sequence[int] = SIZES
         if source in senders and target in senders:
             sizes = SIZES + LARGE
-        yield _result(_Route(content, source, target), sizes)
-    if have_links:
-        yield _result(_AllRoutes(content, senders), LARGE)
+        yield _result(content, source, target, sizes)
 
 
 class _Content:
@@ -178,62 +157,9 @@ class _Content:
         return self._copies[place][:size] ^ number
 
 
-class _Route:
-    """Copies from one memory to another.
-
-    Attributes:
-        source: where the bytes are.
-        target: where they are copied to.
-    """
-
-    def __init__(self, content: _Content, source: Place, target: Place) -> None:
-        self._content = content
-        self.source = source
-        self.target = target
-
-    def copy(self, size: int, number: int) -> Copies:
-        """Copy ``size`` bytes once."""
-        sent = self._content.at(self.source, size, number)
-        arrived, seconds = carry(sent, self.source, self.target)
-        expected = self._content.at(self.target, size, number)
-        return Copies([(arrived, expected)], seconds)
-
-
-class _AllRoutes:
-    """Copies between all pairs of accelerators at once, on the streams that copy rows.
-
-    Attributes:
-        source, target: what a table names them.
-    """
-
-    source = EACH
-    target = OTHERS
-
-    def __init__(self, content: _Content, devices: Sequence[torch.device]) -> None:
-        self._content = content
-        self._devices = devices
-
-    def copy(self, size: int, number: int) -> Copies:
-        """Copy ``size`` bytes from each device to each other one."""
-        sent: dict[torch.device, Tensor] = {}
-        for device in self._devices:
-            sent[device] = self._content.at(device, size, number)
-        # The engine's own streams: copies at once meet on links that they share.
-        synchronize_all(self._devices)
-        start = time.perf_counter()
-        prefetchers = {device: Prefetcher(device, sent) for device in self._devices}
-        pairs: list[tuple[Tensor, Tensor]] = []
-        for source, target in permutations(self._devices, 2):
-            arrived = prefetchers[target].copy(sent[source], target, "scatter")
-            pairs.append((arrived, sent[target]))
-        for prefetcher in prefetchers.values():
-            prefetcher.issue(0)
-        for prefetcher in prefetchers.values():
-            prefetcher.synchronize()
-        return Copies(pairs, time.perf_counter() - start)
-
-
-def _result(route: _Route | _AllRoutes, sizes: Sequence[int]) -> RouteResult:
+def _result(
+    content: _Content, source: Place, target: Place, sizes: Sequence[int]
+) -> RouteResult:
     """Copy each size a few times. The largest number of altered bytes and the best time
     count.
     """
@@ -246,14 +172,15 @@ def _result(route: _Route | _AllRoutes, sizes: Sequence[int]) -> RouteResult:
             fastest = float("inf")
             # Each try sends other bytes. A copy that does nothing would pass otherwise.
             for number in range(1, 1 + _TRIES):
-                copies = route.copy(size, number)
-                for arrived, sent in copies.pairs:
-                    altered[size] = max(altered[size], int((arrived != sent).sum()))
-                fastest = min(fastest, copies.seconds)
-                speed = size * len(copies.pairs) / fastest / 1e9
+                sent = content.at(source, size, number)
+                arrived, seconds = carry(sent, source, target)
+                expected = content.at(target, size, number)
+                altered[size] = max(altered[size], int((arrived != expected).sum()))
+                fastest = min(fastest, seconds)
+            speed = size / fastest / 1e9
     except Exception as error:  # of any backend: the next route is tested, too
         failure = f"{type(error).__name__}: {error}"
-    return RouteResult(str(route.source), str(route.target), altered, speed, failure)
+    return RouteResult(str(source), str(target), altered, speed, failure)
 
 
 def carry(tensor: Tensor, source: Place, target: Place) -> tuple[Tensor, float]:

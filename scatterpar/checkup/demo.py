@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.report import StepReport
 from scatterpar.step.loss_weights import count_labels
+from scatterpar.tables import as_text
 
 WORDS = 64  # of the vocabulary
 TEXTS = 64  # rows of the batch
@@ -168,22 +169,18 @@ compared with that of one backward pass over all texts.
 
 def _table_of_copies(copied: Mapping[str, int]) -> str:
     """The bytes that a step copies, and those of a copy in every sub-step."""
-    header = (
-        "bytes copied in one step on two devices",
-        "scatterpar",
-        "nn.DataParallel",
+    table = [
+        ("bytes copied in one step on two devices", "scatterpar", "nn.DataParallel")
+    ]
+    lines = (
+        ("rows of the batch", "scatter", 1),
+        ("the model, to the other device", "replicate", SUB_STEPS),
+        ("its gradients, back", "reduce", SUB_STEPS),
     )
-    rows = [header]
-    batch = f"{copied['scatter']:,}"
-    rows.append(("rows of the batch", batch, batch))
-    names = {
-        "replicate": "the model, to the other device",
-        "reduce": "its gradients, back",
-    }
-    for phase, name in names.items():
+    for name, phase, times in lines:
         once = copied[phase]
-        rows.append((name, f"{once:,}", f"{SUB_STEPS * once:,}"))
-    return "\n".join(f"{name:40}{ours:>12}{theirs:>17}" for name, ours, theirs in rows)
+        table.append((name, f"{once:,}", f"{times * once:,}"))
+    return as_text(table)
 
 
 def main(options: Sequence[str]) -> int:

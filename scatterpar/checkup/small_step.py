@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import warnings
 from collections import defaultdict
@@ -23,7 +22,6 @@ from scatterpar.engine import ScatterOnceParallel
 ACCUM = 16
 ENGINE = "engine"
 ONE = "one device"
-PER_CALL = f"nn.DataParallel x {ACCUM}"
 BUDGET = 10.0  # maximal seconds of the measurement
 ROUNDS = 15
 _SLOWER = 1.1  # a larger ratio of times is no accident of the measurement
@@ -50,7 +48,6 @@ _IDLE = (
     "the GPU waits for the host, so no speed is judged. A real network computes more."
 )
 _NOT_JUDGED = "so no speed is judged"
-_A_BUG = " That should not be: please report it, with this page."
 
 
 def _network(device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -145,12 +142,11 @@ class Speed:
     phases: dict[str, float]
     waited: float = 1.0
 
-    def ratio(self, other: str) -> float:
-        """The engine's time divided by another program's: the median
-        over the rounds.
-        """
+    @property
+    def ratio_to_one(self) -> float:
+        """The engine's time over one device's: the median over the rounds."""
         # By round: what else runs on the machine slows both programs of a round.
-        pairs = zip(self.seconds[ENGINE], self.seconds[other], strict=True)
+        pairs = zip(self.seconds[ENGINE], self.seconds[ONE], strict=True)
         return median(ours / theirs for ours, theirs in pairs)
 
     def __str__(self) -> str:
@@ -243,35 +239,23 @@ def _programs(
     for device in devices:
         program = _loop(_network(device), device, images[:rows], labels[:rows], ACCUM)
         programs[f"{device} alone"] = program
-    with contextlib.suppress(Exception):  # some accelerators do not support it
-        numbers = [device.index for device in devices]
-        parallel = nn.DataParallel(_network(master), numbers)
-        program = _loop(parallel, master, images, labels, ACCUM)
-        program.step()  # raises here, and not in the middle of the rounds
-        programs[PER_CALL] = program
     return programs
 
 
 def _loop(
     module: nn.Module, device: torch.device, images: Tensor, labels: Tensor, parts: int
 ) -> _Program:
-    """A plain loop over parts of the batch."""
+    """A plain loop, which accumulates gradients over parts of the batch."""
+    place = physical(device)
+    pairs = list(zip(images.chunk(parts), labels.chunk(parts), strict=True))
 
     def step() -> None:
-        _accumulate(module, device, images, labels, parts)
+        for inputs, targets in pairs:
+            outputs = module(inputs.to(place, non_blocking=True))
+            loss = cross_entropy(outputs, targets.to(place, non_blocking=True))
+            (loss / parts).backward()
 
     return _Program(module, step)
-
-
-def _accumulate(
-    module: nn.Module, device: torch.device, images: Tensor, labels: Tensor, parts: int
-) -> None:
-    """Accumulate gradients in plain torch."""
-    place = physical(device)
-    for inputs, targets in zip(images.chunk(parts), labels.chunk(parts), strict=True):
-        outputs = module(inputs.to(place, non_blocking=True))
-        loss = cross_entropy(outputs, targets.to(place, non_blocking=True))
-        (loss / parts).backward()
 
 
 def on_speed(
@@ -287,7 +271,8 @@ def on_speed(
             f"core), {_NOT_JUDGED}; run this again when it is quiet.",
         )
         return
-    compared = _compared(speed)
+    ratio = speed.ratio_to_one
+    compared = f"{ratio:.2f} of one device's time"
     # From here on the reasons come in order of how much they explain.
     if len(set(map(physical, devices))) < len(devices):
         yield DoctorVerdict(
@@ -298,31 +283,19 @@ def on_speed(
         return
     moving = 1 - speed.phases["compute"] / sum(speed.phases.values())
     limit = _SLOWER if len(devices) == 1 else _SHARED / len(devices)
-    is_fast = speed.ratio(ONE) <= limit
+    is_fast = ratio <= limit
     is_idle = speed.waited < _WAITED and moving <= _MUCH_MOVING
     if not is_fast and is_idle:
         yield DoctorVerdict("note", f"the engine takes {compared}. {_IDLE}")
         return
     reason = ""
-    if PER_CALL in speed.seconds and speed.ratio(PER_CALL) > _SLOWER:
-        reason = _A_BUG
-    elif not is_fast and moving > _MUCH_MOVING:
+    if not is_fast and moving > _MUCH_MOVING:
         reason = f" {moving:.0%} {_COPIES}"
     elif not is_fast:
         reason = f" {_LAUNCHES}"
     kind = "slow" if reason else "fine"
     yield DoctorVerdict(kind, f"the engine takes {compared}.{reason}")
     yield from _on_unequal_devices(devices, speed)
-
-
-def _compared(speed: Speed) -> str:
-    """The engine's time beside that of other programs."""
-    names = {ONE: "one device's time", PER_CALL: f"the time of {PER_CALL}"}
-    ratios: list[str] = []
-    for program, name in names.items():
-        if program in speed.seconds:
-            ratios.append(f"{speed.ratio(program):.2f} of {name}")
-    return " and ".join(ratios)
 
 
 def _on_unequal_devices(

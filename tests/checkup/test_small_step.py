@@ -12,7 +12,6 @@ from scatterpar.checkup import small_step
 from scatterpar.checkup.small_step import (
     ENGINE,
     ONE,
-    PER_CALL,
     Speed,
     StepComparison,
     on_speed,
@@ -58,26 +57,24 @@ def test_wrong_gradient_is_told(monkeypatch):
 def test_ratio_is_median_over_rounds():
     """Of 1 / 4, 2 / 1 and 9 / 3; not that of the medians, 2 / 3."""
     seconds = {ENGINE: [1.0, 2.0, 9.0], ONE: [4.0, 1.0, 3.0]}
-    assert Speed(64, seconds, {}).ratio(ONE) == 2.0
+    assert Speed(64, seconds, {}).ratio_to_one == 2.0
 
 
 def test_parts_add_up_to_batch_gradient():
-    """``_accumulate`` is the plain loop that the engine is timed beside."""
+    """``_loop`` is the plain loop that the engine is timed beside."""
     images, labels = small_step._batch(8, torch.float64)
     whole, in_parts = (small_step._network(VIRTUAL[0], torch.float64) for _ in range(2))
-    small_step._accumulate(whole, VIRTUAL[0], images, labels, 1)
-    small_step._accumulate(in_parts, VIRTUAL[0], images, labels, 4)
+    for network, parts in ((whole, 1), (in_parts, 4)):
+        small_step._loop(network, VIRTUAL[0], images, labels, parts).step()
     for one, other in zip(whole.parameters(), in_parts.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-12)
 
 
-def timed(engine, one, per_call=None, phases=(0, 0, 1, 0), **alone):
+def timed(engine, one, phases=(0, 0, 1, 0), **alone):
     seconds = {ENGINE: [engine] * 3, ONE: [one] * 3}
     seconds |= {
         f"{name.replace('_', ':')} alone": [spent] * 3 for name, spent in alone.items()
     }
-    if per_call is not None:
-        seconds[PER_CALL] = [per_call] * 3
     names = ("scatter", "replicate", "compute", "reduce")
     return Speed(64, seconds, dict(zip(names, phases, strict=True)))
 
@@ -89,10 +86,6 @@ def timed(engine, one, per_call=None, phases=(0, 0, 1, 0), **alone):
         (
             timed(1.0, 1.0, phases=(0.3, 0.2, 1.0, 0.5)),
             "50% of the step is spent on moving",
-        ),
-        (
-            timed(1.0, 2.0, per_call=0.5),
-            "2.00 of the time of nn.DataParallel x 16. That should",
         ),
         (timed(1.0, 1.9, cuda_0=0.1, cuda_1=0.25), "shares=[1.00, 0.40]"),
     ],

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from scatterpar.causes.counts import IGNORED, Count, NamedTensor, rank_of_labels
+from scatterpar.causes.counts import Count, NamedTensor
+from scatterpar.devices.device_ids import HOST
+from scatterpar.plan import make_plan
 
 Part = list[int]  # the numbers of its rows
 Split = list[list[Part]]  # the parts of each rank
@@ -42,7 +43,7 @@ def orders_of_rows(
 
     ``groups`` has the sizes of parts, and those of ranks, if there are several.
     """
-    usual = _order_by_labels(tensors, len(counts[0].per_row))
+    usual = _order_by_terms(tensors, counts)
     relevant = [count for count in counts if not count.is_constant and _may_hide(count)]
     # By the terms of each row, labels and masks last: a loss divides by these rather
     # than by a sum with the same numbers.
@@ -87,18 +88,17 @@ def _best(spreads: Tensor, is_selective: Tensor) -> int:
     return int((smallest >= smallest.max() - _ROUNDING).nonzero()[0])
 
 
-def _order_by_labels(tensors: Sequence[NamedTensor], num_rows: int) -> list[int]:
+def _order_by_terms(
+    tensors: Sequence[NamedTensor], counts: Sequence[Count]
+) -> list[int]:
     """Rows with the most labels first, then those with the largest entries."""
-    labels = []
-    means = []
-    for _, tensor in sorted(tensors, key=rank_of_labels):
-        rows = tensor.reshape(num_rows, -1)
-        if not rows.is_floating_point():
-            is_label = rows != IGNORED[0]
-            labels.append(is_label.double().sum(1))
+    columns = [count.per_row for count in counts]
+    num_rows = len(columns[0])
+    for _, tensor in tensors:
         # Means break ties, so that classes and sizes differ between parts, too.
-        means.append(rows.double().nan_to_num().mean(1))
-    keys = torch.stack([*labels, *means], 1).tolist()
+        means = tensor.reshape(num_rows, -1).double().nan_to_num().mean(1)
+        columns.append(tuple(means.tolist()))
+    keys = list(zip(*columns, strict=True))
     return sorted(range(num_rows), key=keys.__getitem__, reverse=True)
 
 
@@ -136,8 +136,8 @@ def _relative_spread(numbers: Tensor) -> Tensor:
 
 def hidden_counts(
     counts: Sequence[Count], orders: Sequence[Sequence[int]], groups: Sequence[Groups]
-) -> list[tuple[Count, str]]:
-    """Counts of labels, masks or weights that no order shows, each with the reason.
+) -> list[Count]:
+    """Counts of labels, masks or weights that no order shows.
 
     Weights that are the same for all rows hide nothing.
     """
@@ -146,14 +146,10 @@ def hidden_counts(
     hidden = []
     for count in counts:
         is_plain = count.is_sum and count.is_constant
-        if is_plain or not _may_hide(count) or not any(count.per_row):
-            continue
-        spreads, are_filled = _spreads([count], torch.tensor(orders), groups)
-        do_differ = spreads >= _ROUNDING
-        if not do_differ.any():
-            hidden.append((count, "all parts have equally many per row"))
-        elif not (do_differ & are_filled).any():
-            hidden.append((count, "some part has none"))
+        if _may_hide(count) and any(count.per_row) and not is_plain:
+            spreads, are_filled = _spreads([count], torch.tensor(orders), groups)
+            if not (are_filled & (spreads >= _ROUNDING)).any():
+                hidden.append(count)
     return hidden
 
 
@@ -163,7 +159,7 @@ def cut(rows: Sequence[int], count: int, *, equal: bool) -> list[Part]:
     Unless they are equal, sizes fall from the first to the last:
 
     >>> [len(part) for part in cut(range(16), 4, equal=False)]
-    [6, 4, 4, 2]
+    [6, 5, 3, 2]
 
     Raises ``ValueError`` if equal parts would leave rows over.
     """
@@ -174,8 +170,5 @@ def cut(rows: Sequence[int], count: int, *, equal: bool) -> list[Part]:
         )
     # 4 : 3 : 2 : 1, so that no two neighbours of a few parts are alike.
     shares = [1] * count if equal else range(count, 0, -1)
-    totals = [0, *accumulate(shares)]
-    spare = len(rows) - count  # after each part has one row
-    stops = [number + round(spare * t / totals[-1]) for number, t in enumerate(totals)]
-    sizes = sorted((stop - start for start, stop in pairwise(stops)), reverse=True)
-    return [part.tolist() for part in torch.tensor(rows).split(sizes)]
+    plan = make_plan(len(rows), [HOST] * count, shares=shares)
+    return [list(rows[share.start : share.stop]) for share in plan.shares]

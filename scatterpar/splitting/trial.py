@@ -330,13 +330,15 @@ class Trial:
                 "whether labels are counted right, since all rows have equally many; "
                 "give some rows labels of -100"
             ]
-        hidden = row_parts.hidden_counts(self.counts, self._orders, self._groups)
         sentences: dict[str, str] = {}  # by the tensor: its first count is the usual
-        for count, reason in hidden:
+        for count in row_parts.hidden_counts(self.counts, self._orders, self._groups):
             # A sum has the path of its tensor in its words.
             place = "" if count.is_sum else f" in {count.path}"
-            counted = f"whether {count.words} are counted right{place}, since {reason}"
-            sentences.setdefault(count.path, counted)
+            sentences.setdefault(
+                count.path,
+                f"whether {count.words} are counted right{place}, since all parts have "
+                f"equally many per row, or some part has none",
+            )
         return list(sentences.values())
 
     def _tell_limit(self, reason: str) -> None:

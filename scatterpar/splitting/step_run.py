@@ -45,8 +45,8 @@ class Settings:
         fixed_shapes: shapes of draws that have no rows, for ``Numbers.VARIED``.
         running_statistics: batch normalisation does not use the statistics of a part.
         casts_in_double: a cast to a lower dtype gives float64.
-        term: the term of the loss whose gradients are compared; empty for all.
-        without_term: the term of the loss that is left out.
+        term: the term of the loss that is left out, to compare its gradients; empty
+            for none.
         watch_modules: keep the outputs of modules.
         returns_values: ``step`` returns numbers in the place of gradients.
     """
@@ -57,7 +57,6 @@ class Settings:
     running_statistics: bool = False
     casts_in_double: bool = False
     term: str = ""
-    without_term: str = ""
     watch_modules: bool = False
     returns_values: bool = False
 
@@ -119,7 +118,7 @@ def run_step(
     # Before anything that the step draws.
     generators = _used_generators()
     gradients = TrainedGradients(model, leaves_outside(model, step))
-    terms = Terms(settings.without_term)
+    terms = Terms(settings.term)
     repeated = RepeatedNumbers(settings.numbers, settings.fixed_shapes)
     watched = WatchedOperators(settings.casts_in_double)
     returned: Any = None  # of a step that an optimizer ends

@@ -87,10 +87,10 @@ class TrainedGradients:
         self._leaves = {**outside, **dict(model.named_parameters())}
         # By values, because a write to ``.data`` leaves the version.
         self._before = {n: leaf.detach().clone() for n, leaf in self._leaves.items()}
-        self._received: Gradients = {}
-        self._received_ids: set[int] = set()
-        self._reached: dict[int, Tensor] = {}
-        # The optimizers themselves, because a new one could get the id of a lost one.
+        # By leaf, not by its id: a new one could get the id of a lost one.
+        self._received: dict[Tensor, Tensor] = {}
+        self._places: dict[Tensor, str] = {}  # in the optimizers
+        self._reached: dict[Tensor, None] = {}
         self._optimizers: list[Optimizer] = []
 
     def __enter__(self) -> None:
@@ -116,7 +116,7 @@ class TrainedGradients:
             for leaf in leaves_reached(root, ()):
                 # Other leaves are inputs that require grad, as for a penalty.
                 if isinstance(leaf, nn.Parameter):
-                    self._reached[id(leaf)] = leaf
+                    self._reached[leaf] = None
         self._backward(tensors, *args, **kwargs)
 
     def _before_step(
@@ -153,31 +153,36 @@ class TrainedGradients:
         self._receive(optimizer)
         if any(self._is_missing(leaf) for leaf in self._model.parameters()):
             return False
-        outside = (*self._outside.values(), *self._reached.values())
+        outside = (*self._outside.values(), *self._reached)
         return is_second or not any(self._is_missing(leaf) for leaf in outside)
 
     def _is_missing(self, leaf: Tensor) -> bool:
-        return leaf.requires_grad and id(leaf) not in self._received_ids
+        return leaf.requires_grad and leaf not in self._received
 
     def _receive(self, optimizer: Optimizer) -> None:
         """Copy the gradients of an optimizer that is about to step."""
-        names = self._names()
         self._optimizers.append(optimizer)
+        kind = type(optimizer).__name__
         for index, group in enumerate(optimizer.param_groups):
             for number, parameter in enumerate(group["params"]):
-                place = f"step.{type(optimizer).__name__}.{index}.{number}"
-                name = names.get(id(parameter), place)
-                self._received_ids.add(id(parameter))
                 # The first step counts: a loop may go on to the next one.
-                self._received.setdefault(name, copy_of_gradient(parameter))
+                if parameter not in self._received:
+                    self._places[parameter] = f"step.{kind}.{index}.{number}"
+                    self._received[parameter] = copy_of_gradient(parameter)
 
-    def _names(self) -> dict[int, str]:
-        """The names of the leaves of the model and of the step, by id."""
-        names = {id(leaf): name for name, leaf in self._outside.items()}
+    def _names(self) -> dict[Tensor, str]:
+        """The names of the leaves of the model, of the step, and of optimizers."""
+        names = dict(self._places)
         # Read again at each call: ``fully_shard`` makes other parameters.
-        for name, parameter in self._model.named_parameters():
-            names[id(parameter)] = name
+        for leaves in (self._outside.items(), self._model.named_parameters()):
+            names.update({leaf: name for name, leaf in leaves})
         return names
+
+    def _compared(self) -> list[Tensor]:
+        """The leaves whose gradients count, of the model first."""
+        # With an optimizer, what it does not hold is not trained.
+        outside = self._received if self._optimizers else self._outside.values()
+        return [*self._model.parameters(), *outside]
 
     def result(self) -> Gradients:
         """All gradients by name, of the model first.
@@ -185,22 +190,12 @@ class TrainedGradients:
         A leaf without a gradient that has changed was updated by hand, as in
         ``parameter -= 0.1 * parameter.grad``. Then the change counts as its gradient.
         """
+        names = self._names()
         gradients = {}
-        for name, parameter in self._model.named_parameters():
-            gradient = self._received.get(name)
-            gradients[name] = (
-                self._left(name, parameter) if gradient is None else gradient
-            )
-        # An optimizer may hold leaves that this batch does not reach.
-        for name, gradient in self._received.items():
-            if gradient.any():
-                gradients.setdefault(name, gradient)
-        # With an optimizer, what it does not hold is not trained.
-        if not self._optimizers:
-            for name, leaf in self._outside.items():
-                gradient = self._left(name, leaf)
-                if gradient.any():
-                    gradients[name] = gradient
+        for leaf in self._compared():
+            name = names[leaf]
+            gradient = self._received.get(leaf)
+            gradients[name] = self._left(name, leaf) if gradient is None else gradient
         return gradients
 
     def _left(self, name: str, leaf: Tensor) -> Tensor:
@@ -215,15 +210,12 @@ class TrainedGradients:
     def uncompared(self) -> list[str]:
         """The names of parameters that got a gradient, and are not in ``result``."""
         names = self._names()
+        compared = set(self._compared())
         uncompared = []
-        for leaf in self._reached.values():
-            name = names.get(id(leaf), "")
-            is_compared = bool(name) and not self._optimizers
-            is_of_model = name and name not in self._outside
-            if is_compared or is_of_model or id(leaf) in self._received_ids:
-                continue
-            shape = tuple(leaf.shape)
-            uncompared.append(name or f"a parameter of shape {shape} that step makes")
+        for leaf in self._reached:
+            if leaf not in compared:
+                unnamed = f"a parameter of shape {tuple(leaf.shape)} that step makes"
+                uncompared.append(names.get(leaf, unnamed))
         return uncompared
 
 

@@ -207,7 +207,7 @@ def _effect_on_optimizers(finding: Finding) -> str:
 
 _HIDDEN_BY_ADAM = (
     " Adam hides the factor, and a second term shows it. Clipping by norm 1 does, too, "
-    "while norms are larger, if all parameters have the factor."
+    "while norms are larger."
 )
 _BATCH_NORM = Cause(
     "batch normalisation",
@@ -381,7 +381,7 @@ def _weights_in_words(
     elif kind is CauseKind.MEAN_OF_MEANS and counted.words == "rows":
         remedy += " If your loader gives equal parts only (drop_last), pass equal=True."
     return (
-        f"{_place(evidence, finding.names)} the loop weighs the parts "
+        f"{_place(evidence, finding.names)} {evidence.weighing} "
         f"{shown(evidence, weights.computed)}, the whole batch "
         f"{shown(evidence, weights.right)}.{repeated}",
         remedy,

@@ -9,7 +9,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from scatterpar.verify.comparison import SMALLEST_SCALE
+from scatterpar.verify.comparison import SMALLEST_SCALE, magnitudes
 
 Gradients = dict[str, Tensor]  # in float64 on the host, zeros where there is none
 
@@ -29,15 +29,17 @@ def relative_errors(
     ``limit`` is. Not a number counts as infinite. Each of the values of an evaluation
     has its own scale: a loss may be a thousandth of a perplexity.
     """
-    sizes = {name: _largest(gradient) for name, gradient in expected.items()}
+    sizes = magnitudes(list(expected.values()))
+    differences = [actual[name] - gradient for name, gradient in expected.items()]
     part = SMALLEST_SCALE if limit > EXACT else _SMALLEST_IN_DOUBLE
     if are_values:
         part = 0.0
-    floor = max(part * max(sizes.values(), default=0.0), math.ulp(0.0))
+    floor = max(part * max(sizes, default=0.0), math.ulp(0.0))
     errors = {}
-    for name, gradient in expected.items():
-        difference = _largest(actual[name] - gradient)
-        error = difference / max(sizes[name], floor)
+    for name, size, difference in zip(
+        expected, sizes, magnitudes(differences), strict=True
+    ):
+        error = difference / max(size, floor)
         errors[name] = math.inf if math.isnan(error) else error
     return errors
 
@@ -94,11 +96,6 @@ def joined(gradients: Gradients, names: Sequence[str] | None = None) -> Tensor:
     """The gradients of the named parameters, or of all, as one vector."""
     selected = gradients if names is None else names
     return torch.cat([gradients[name].flatten() for name in selected])
-
-
-def _largest(tensor: Tensor) -> float:
-    # A rank may have an empty shard of a parameter.
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
 def listed(names: Sequence[str]) -> str:

@@ -41,7 +41,7 @@ class GradientEvidence(SplitEvidence):
     """The gradients of a trial, compared in several ways.
 
     Attributes:
-        results: what is compared, in words.
+        results, weighing: what is compared and how it is combined, in words.
         expected: the gradient of the whole batch.
         actual: the gradient of the batch in parts, on rank 0.
         others: the gradients on the other ranks.
@@ -51,6 +51,7 @@ class GradientEvidence(SplitEvidence):
     """
 
     results = "gradients"
+    weighing = "the loop weighs the parts"
 
     def __init__(
         self, trial: Trial, expected: Gradients, results: list[StepResult]
@@ -181,10 +182,11 @@ class GradientEvidence(SplitEvidence):
         ranks, it grows from 5 times too often to 8 times.
         """
         ranks, parts = self.trial.ranks, self.trial.parts
-        growths = []
-        for unit, number, others in (("rank", ranks, parts), ("part", parts, ranks)):
-            if number > 1:
-                growths += self._growth(unit, others)
+        growths: list[Growth] = []
+        if ranks > 1:
+            growths += self._growth("rank", parts)
+        if parts > 1:
+            growths += self._growth("part", ranks)
         return growths
 
     def _growth(self, unit: str, others: int) -> list[Growth]:
@@ -286,6 +288,7 @@ class ValueEvidence(GradientEvidence):
     """
 
     results = "values"
+    weighing = "the evaluation takes the parts, weighted"
 
     def __init__(
         self, trial: Trial, expected: Gradients, results: list[StepResult]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,20 +89,18 @@ class TrainerStep:
         integration.run_one_step(trainer, model, batches)
 
 
-def as_tensors(samples: Sequence[Any]) -> Any:
+def as_tensors(samples: Sequence[Any]) -> dict[Any, Tensor]:
     """The columns of samples as padded tensors: what a loss may count in each sample.
 
     A text counts with its number of characters.
     """
-    columns: dict[Any, list[Tensor]] = {}
+    columns: dict[Any, list[Tensor]] = defaultdict(list)
     for sample in samples:
-        fields = sample if isinstance(sample, Mapping) else {}
+        fields = sample if isinstance(sample, Mapping) else {"sample": sample}
         if isinstance(sample, tuple):
             fields = dict(enumerate(sample))
         for name, value in fields.items():
-            tensor = _as_tensor(value)
-            if tensor is not None:
-                columns.setdefault(name, []).append(tensor)
+            columns[name].append(_as_tensor(value))
     tensors = {}
     for name, values in columns.items():
         if len(values) < len(samples):
@@ -114,14 +113,13 @@ def as_tensors(samples: Sequence[Any]) -> Any:
         lengths = [len(value) for value in values]
         if len(set(lengths)) > 1:  # an id may be 0, as padding is
             tensors[f"len({name})"] = torch.tensor(lengths)
-    return tensors or torch.ones(len(samples))
+    return tensors
 
 
-def _as_tensor(value: Any) -> Tensor | None:
+def _as_tensor(value: Any) -> Tensor:
     if isinstance(value, str):
         return torch.tensor([len(value)])
     try:
-        tensor = torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError):
-        return None
-    return tensor.reshape(-1)
+        return torch.as_tensor(value).reshape(-1)
+    except (TypeError, ValueError, RuntimeError):  # an object counts as one
+        return torch.ones(1)

@@ -29,4 +29,4 @@ def test_samples_may_be_tuples():
     columns = as_tensors([(torch.ones(2, 2), 1), (torch.ones(2, 2), 0)])
     assert columns[0].shape == (2, 4)
     assert columns[1].tolist() == [1, 0]
-    assert as_tensors([object()]).tolist() == [1]
+    assert as_tensors([object()])["sample"].tolist() == [1]

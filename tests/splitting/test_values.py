@@ -54,6 +54,19 @@ def last_batch_dropped(model, batches):
 
 
 @torch.no_grad()
+def last_alone(model, batches):
+    return {"loss": sums(model, batches[-1:]), "rows": 24.0}
+
+
+@torch.no_grad()
+def moving_average(model, batches):
+    average = sums(model, batches[:1])
+    for batch in batches[1:]:
+        average = 0.7 * average + 0.3 * sums(model, [batch])
+    return average
+
+
+@torch.no_grad()
 def summed(model, batches):
     return sum(float(token_loss(model, batch)) for batch in batches)
 
@@ -61,11 +74,13 @@ def summed(model, batches):
 @pytest.mark.parametrize(
     ("evaluate", "cause", "words"),
     [
-        (rows_weigh, "other weights", "weighted by their rows"),
-        (mean_of_means, "mean of means", "right is a mean weighted by their labels"),
+        (rows_weigh, "other weights", "In loss the evaluation takes the parts, weighted by their rows"),
+        (mean_of_means, "mean of means", "the whole batch by their labels"),
         (mean_of_perplexities, "mean of ratios", "once, from sums over all parts"),
         (last_batch_dropped, "only some parts", "drop_last"),
-        (summed, "sum of means", "the sum of the parts"),
+        (summed, "sum of means", "equally (1, 1, 1, 1)"),
+        (last_alone, "only some parts", "equally (0, 0, 0, 1)"),
+        (moving_average, "state between parts", "in reverse order"),
     ],
 )
 def test_wrong_value_is_found_and_named(evaluate, cause, words):

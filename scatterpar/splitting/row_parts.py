@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from scatterpar.causes.counts import Count, NamedTensor
+from scatterpar.causes.counts import IGNORED, Count, NamedTensor, rank_of_labels
 from scatterpar.devices.device_ids import HOST
 from scatterpar.plan import make_plan
 
@@ -43,7 +43,7 @@ def orders_of_rows(
 
     ``groups`` has the sizes of parts, and those of ranks, if there are several.
     """
-    usual = _order_by_terms(tensors, counts)
+    usual = _order_by_labels(tensors, counts)
     relevant = [count for count in counts if not count.is_constant and _may_hide(count)]
     # By the terms of each row, labels and masks last: a loss divides by these rather
     # than by a sum with the same numbers.
@@ -88,13 +88,15 @@ def _best(spreads: Tensor, is_selective: Tensor) -> int:
     return int((smallest >= smallest.max() - _ROUNDING).nonzero()[0])
 
 
-def _order_by_terms(
+def _order_by_labels(
     tensors: Sequence[NamedTensor], counts: Sequence[Count]
 ) -> list[int]:
     """Rows with the most labels first, then those with the largest entries."""
-    columns = [count.per_row for count in counts]
+    # No other counts: a part without weights would divide by zero.
+    columns = [counts[0].per_row]  # a batch may have no tensor
+    columns += [count.per_row for count in counts if count.ignored == IGNORED[0]]
     num_rows = len(columns[0])
-    for _, tensor in tensors:
+    for _, tensor in sorted(tensors, key=rank_of_labels):
         # Means break ties, so that classes and sizes differ between parts, too.
         means = tensor.reshape(num_rows, -1).double().nan_to_num().mean(1)
         columns.append(tuple(means.tolist()))

@@ -22,6 +22,7 @@ from scatterpar.causes.vectors import factor_between, is_close, weights_of_parts
 from scatterpar.splitting.gradients import (
     Gradients,
     differing,
+    invisible,
     is_zero,
     joined,
     union,
@@ -33,7 +34,6 @@ _FITS = 1e-4  # the largest relative error of an explanation
 _LEFT_OVER = 1e-2  # of the difference, by an explanation
 _UNITS = (2, 3)  # numbers of parts or ranks, to see how a difference grows
 _NUM_GROUPS = 2
-_ROUNDING = 1e-9  # of the largest entry
 _LEAST_NUMBERS = 3  # of a gradient that is a multiple of another one
 
 
@@ -93,8 +93,8 @@ class GradientEvidence(SplitEvidence):
 
     def is_not_finite(self) -> bool:
         """Whether the gradient of the whole batch or that in parts has NaN."""
-        vectors = joined(self.expected), joined(self.actual)
-        return not all(bool(vector.isfinite().all()) for vector in vectors)
+        numbers = torch.cat([joined(self.expected), joined(self.actual)])
+        return not bool(numbers.isfinite().all())
 
     def is_wrong_with_one_part(self) -> bool:
         """With ``loss=``: whether the step is wrong for a single part, too."""
@@ -273,11 +273,8 @@ class GradientEvidence(SplitEvidence):
 
     def is_everything(self, names: Sequence[str]) -> bool:
         """Whether these are all parameters that have a gradient."""
-        left_out = [name for name in self.names if name not in names]
-        if not left_out:
-            return True
-        largest = joined(self.expected, left_out).abs().max()
-        return bool(largest <= _ROUNDING * joined(self.expected).abs().max())
+        without_gradient = invisible(self.expected, self.trial.limit)
+        return set(self.names) <= {*names, *without_gradient}
 
 
 class ValueEvidence(GradientEvidence):

@@ -75,7 +75,7 @@ class Trial:
         self.ranks = arguments.ranks
         self.limit = EXACT
         step, loss = arguments.step, arguments.loss
-        self._numbers: dict[str, Any] = {}
+        self._attributes: dict[str, Any] = {}  # of a function, after its last run
         self._zeros: Gradients = {}  # for each gradient, once all names are known
         self._reference_step = step if loss is None else PlainStep(loss)
         batch = arguments.batch
@@ -449,7 +449,8 @@ class Trial:
                 tensors = self._state.tensors
                 with self._state.restored():
                     results = [run_step(step, model, shares[0], settings, tensors)]
-                    self._numbers = self._numbers_of_step()
+                    if isinstance(self.arguments.step, FunctionType):
+                        self._attributes = dict(vars(self.arguments.step))
         except Exception as error:
             # The user has not cut the batch: the sizes say in which split it failed.
             error.add_note(f"splitcheck called step with {described(split)} rows")
@@ -458,20 +459,15 @@ class Trial:
             self._align(results)
         return results
 
-    def _numbers_of_step(self) -> dict[str, Any]:
-        """Numbers and texts that a function has set on itself."""
-        step = self.arguments.step
-        attributes = vars(step) if isinstance(step, FunctionType) else {}
-        return {n: v for n, v in attributes.items() if type(v) in PLAIN_CLASSES}
-
     def leave_numbers(self) -> None:
-        """Set on ``step`` again what its last run in this process has set.
+        """Set on ``step`` again the numbers that its last run in this process has set.
 
         A test reads ``step.largest`` after the check. It is the one thing that stays.
         """
         # On ranks there are none: a process takes its own along.
-        if self._numbers:
-            vars(self.arguments.step).update(self._numbers)
+        for name, value in self._attributes.items():
+            if type(value) in PLAIN_CLASSES:
+                setattr(self.arguments.step, name, value)
 
     def _select(self, part: Part) -> Any:
         batch, _ = self._batch.select(part).unwrapped(copy=True)

@@ -152,7 +152,7 @@ def test_error_names_parts_of_the_step():
 
     with pytest.raises(KeyError) as caught:
         splitcheck(step, new(Net), images())
-    assert caught.value.__notes__ == ["splitcheck called step with 9 + 7 + 5 + 3 rows"]
+    assert caught.value.__notes__ == ["splitcheck called step with 10 + 7 + 5 + 2 rows"]
 
 
 def test_other_models_optimizer_has_no_effect():

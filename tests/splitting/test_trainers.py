@@ -30,3 +30,4 @@ def test_samples_may_be_tuples():
     assert columns[0].shape == (2, 4)
     assert columns[1].tolist() == [1, 0]
     assert as_tensors([object()])["sample"].tolist() == [1]
+    assert as_tensors([{}, {}]) == {}

@@ -74,7 +74,11 @@ def summed(model, batches):
 @pytest.mark.parametrize(
     ("evaluate", "cause", "words"),
     [
-        (rows_weigh, "other weights", "In loss the evaluation takes the parts, weighted by their rows"),
+        (
+            rows_weigh,
+            "other weights",
+            "In loss the evaluation takes the parts, weighted by their rows",
+        ),
         (mean_of_means, "mean of means", "the whole batch by their labels"),
         (mean_of_perplexities, "mean of ratios", "once, from sums over all parts"),
         (last_batch_dropped, "only some parts", "drop_last"),

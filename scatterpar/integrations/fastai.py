@@ -161,7 +161,8 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         # A hook writes what the loss may read, so the model itself is called.
         if num_replicas > 1 and not _hooks_of_user(self.learn.model):
             set_device = self.learn._set_device
-            self._ahead = BatchesAhead(self.learn.dl, num_replicas, set_device)
+            # One more, with which a replica begins while the loop works on a result.
+            self._ahead = BatchesAhead(self.learn.dl, num_replicas + 1, set_device)
             self._inputs = deque()
             self.learn.dl = self._ahead
 

@@ -607,7 +607,8 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         # Nothing is read ahead for one device.
         if len(self._devices) == 1:
             return super().evaluation_loop(dataloader, *args, **kwargs)
-        ahead = BatchesAhead(dataloader, len(self._devices))
+        # One more, with which a replica begins while the loop works on a result.
+        ahead = BatchesAhead(dataloader, len(self._devices) + 1)
         step = partial(self._prediction_in, ahead)
         try:
             # Batches stay on the host: the engine copies each to its replica.

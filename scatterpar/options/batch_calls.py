@@ -5,9 +5,9 @@
     batch       0   1   2   3   4   5
     replica     0   1   0   1   0   1
 
-Replica 0 begins with batch 2 as soon as the loop has taken the result of batch 0 and
-asks for the next one. So replicas compute while the loop works between two results. No
-batch is divided, and nothing is joined.
+Replica 0 begins with batch 2 when the loop gets the result of batch 0. So replicas
+compute while the loop works between two results. No batch is divided, and nothing is
+joined.
 
 What the loop could meet half done is computed in groups: batches 0 and 1, whose results
 are then taken, before batches 2 and 3. That is so for functions of the user's, which
@@ -104,15 +104,16 @@ class BatchCalls:
         """
         with self._workers.exclusive():
             try:
-                if self._calls:
-                    if self._goes_on():
-                        self._begin(batches)
-                else:
+                if not self._calls:
                     self._attempt = self._record.enter_context(self._attempting())
                     self._begin(batches)
                     if not self._goes_on():
                         self._end_group()
-                return self._taken()
+                result = self._taken()
+                # Before the loop works on the result: a replica is free.
+                if self._goes_on():
+                    self._begin(batches[1:])
+                return result
             except BaseException as error:
                 self._wait()
                 self._calls.clear()

@@ -59,10 +59,10 @@ def test_replicas_compute_while_the_loop_works():
 
     with ScatterOnceParallel(model(), 1, VIRTUAL) as engine:
         calls = engine.batch_calls(tells)
-        for number in (0, 1, 2):  # the first group is computed while the loop waits
+        for number in (0, 1):  # the first group is computed while the loop waits
             calls.result(BATCHES[number:])
-        assert not has_begun[4].is_set()  # each replica has one batch at a time
-        calls.result(BATCHES[3:])
+        assert not has_begun[2].is_set()
+        calls.result(BATCHES[2:])
         assert has_begun[4].wait(SECONDS)
         calls.close()
 
@@ -122,13 +122,14 @@ def test_weights_that_the_loop_writes_count(devices):
     module = model()
     with ScatterOnceParallel(module, 1, devices) as engine, torch.no_grad():
         calls = engine.batch_calls(forward)
-        calls.result(BATCHES)
-        calls.result(BATCHES[1:])
-        calls.result(BATCHES[2:])
+        expected = [module(batch) for batch in BATCHES]  # the last one has begun
+        results = [calls.result(BATCHES[number:]) for number in (0, 1, 2)]
         module.weight.mul_(2)
-        calls.result(BATCHES[3:])
-        result = calls.result(BATCHES[4:])
-        assert torch.equal(result, module(BATCHES[4]))
+        batches = BATCHES + BATCHES
+        expected += [module(batch) for batch in BATCHES]
+        results += [calls.result(batches[number:]) for number in range(3, 10)]
+    for result, value in zip(results, expected, strict=True):
+        assert torch.equal(result, value)
 
 
 def test_step_in_the_middle_of_a_loop():

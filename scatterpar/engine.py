@@ -39,7 +39,7 @@ from scatterpar.devices.transfers import Transfers
 from scatterpar.distributed.ranks import Ranks
 from scatterpar.option_checks import check_bool, check_int, check_shares
 from scatterpar.options.assigned_options import FixedArgument, fixed, option
-from scatterpar.options.auto_accum import AutoAccum, ResultT, Search
+from scatterpar.options.auto_accum import AutoAccum, Search
 from scatterpar.options.batch_calls import BatchCalls
 from scatterpar.options.call_arguments import (
     explaining_keywords,
@@ -57,7 +57,6 @@ from scatterpar.replicas.compiled import compile_fn_from
 from scatterpar.replicas.refused_modules import check_placement
 from scatterpar.replicas.replicas import ReplicaOptions, Replicas, ReplicaSet
 from scatterpar.report import StepReport
-from scatterpar.state.journal import Journal
 from scatterpar.state.walk import register_wrapper
 from scatterpar.step.attempt import WHOLE_STEP, Attempt, Extent
 from scatterpar.step.commit import commit
@@ -539,9 +538,14 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                     call, self.dim, self.device_ids[0], self.check_finite, backward
                 )
                 request = self._combined(request)
-                compute = partial(self._compute, schedule)  # 2 to 5
-                journal = self.loop.journal
-                outcome = self._fitting(request, schedule, call.costs, compute, journal)
+                search = self._search(request, schedule, call.costs)
+                # No function between: the traceback of a user's error is short.
+                if search is None:
+                    plan = self.plan(request.sizes, call.costs)  # 1
+                    outcome = self._compute(schedule, request, plan, WHOLE_STEP)
+                else:
+                    compute = partial(self._compute, schedule)  # 2 to 5
+                    outcome = search.run(compute, self.loop.journal)
                 undo = outcome.attempt.undo
                 with undo:
                     # Later interrupts wait until every rank has committed.
@@ -598,22 +602,15 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             return self._one_pass
         return TwoPasses(call, self._ranks, self.graphs)
 
-    def _fitting(
-        self,
-        request: Request,
-        work: Schedule | RowFunction,
-        costs: Costs | None,
-        compute: Callable[[Request, Plan, Extent], ResultT],
-        journal: Callable[[], Journal] | None = None,
-    ) -> ResultT:
-        """The result of ``compute`` by the engine's plan.
-
-        With ``accum="auto"``, by that with the fewest sub-steps that fit into memory.
+    def _search(
+        self, request: Request, work: Schedule | RowFunction, costs: Costs | None
+    ) -> Search | None:
+        """Looks for the fewest sub-steps that fit into memory; ``None`` if the plan is
+        fixed.
         """
         if self._auto_accum is None or costs is not None:
-            plan = self.plan(request.sizes, costs)  # 1
-            return compute(request, plan, WHOLE_STEP)
-        search = Search(
+            return None
+        return Search(
             self._auto_accum,
             request,
             work,
@@ -622,7 +619,6 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             self._threads_in_turn(),
             self._workers,
         )
-        return search.run(compute, journal)
 
     def _compute(
         self, schedule: Schedule, request: Request, plan: Plan, extent: Extent
@@ -850,7 +846,12 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             batch = batch_of(call_inputs(inputs, kwargs), None, rows, self.dim)
             request = Request([batch], self.dim, backward=False)
             work = RowFunction(function, pad)
-            mapped = self._fitting(request, work, costs, partial(self._mapped, work))
+            search = self._search(request, work, costs)
+            if search is None:
+                plan = self.plan(rows, costs)
+                mapped = self._mapped(work, request, plan, WHOLE_STEP)
+            else:
+                mapped = search.run(partial(self._mapped, work))
             with mapped.attempt.undo:
                 mapped.commit()
             return mapped.output

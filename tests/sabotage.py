@@ -899,7 +899,7 @@ SABOTAGES = [
         promise="as in plain torch",
         file="options/batch_calls.py",
         place="BatchCalls._goes_on",
-        text="if self._is_changed or self._trains or attempt.generators.drawn:",
+        text="if self._is_changed or self._trains or self._draws:",
         replacement="if False:",
         seen_by="test_in_groups_nothing_runs_between_two_results",
     ),

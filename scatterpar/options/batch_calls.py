@@ -30,6 +30,7 @@ from torch.fx import traceback as fx_traceback
 
 from scatterpar.batch import nested
 from scatterpar.devices.transfers import Prefetcher
+from scatterpar.errors import warn
 from scatterpar.options.map_rows import buffers_of
 from scatterpar.plan import Plan, Share, make_plan
 from scatterpar.replicas.replicas import Replica, parameter_writes_refused
@@ -41,11 +42,17 @@ from scatterpar.step.scatter import moved_together
 from scatterpar.threads.process_settings import SETTINGS_KEPT
 from scatterpar.threads.workers import Job, Workers, threads_of
 
+_CHANGED = (
+    "the module has changed in the middle of an evaluation, such as by a callback; "
+    "batches with which replicas had begun were computed with earlier values"
+)
+
 
 @dataclass
 class _BatchCall:
     """A call that has begun, and the copies of its batch."""
 
+    replica: int
     job: Job
     copies: Prefetcher
 
@@ -92,6 +99,7 @@ class BatchCalls:
         self._attempt: Attempt | None = None
         self._num_begun = 0  # with this attempt
         self._trains = False  # whether a part of the module does, and moves buffers
+        self._draws = False  # whether a call has drawn random numbers
         # Whether the module may have changed since the last group that was computed
         # while the loop waited.
         self._is_changed = True
@@ -144,9 +152,11 @@ class BatchCalls:
             replicas = attempt.replicas
             # Whether anything was written is cheap to ask, and enough: in a loop's
             # evaluation nobody writes through ``.data``.
-            if self._is_changed or not replicas.of_model.is_current():
-                replicas.refresh(self._module, None, attempt.transfers)
+            if not self._is_changed and not replicas.of_model.is_current():
+                warn(_CHANGED)
                 self._is_changed = True
+            if self._is_changed:
+                replicas.refresh(self._module, None, attempt.transfers)
             guard: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
             if self._is_changed:
                 guard = parameter_writes_refused(replicas.replica_sets)
@@ -190,6 +200,8 @@ class BatchCalls:
 
     def _end_group(self) -> None:
         self._wait()
+        assert self._attempt is not None
+        self._draws = self._draws or self._attempt.generators.drawn
         # Else what the calls have moved is undone when the result is asked for that an
         # error stands for.
         if not any(call.job.errors for call in self._calls):
@@ -209,14 +221,14 @@ class BatchCalls:
             share.device,
             self._threads[number],
         )
-        return _BatchCall(job, copies)
+        return _BatchCall(number, job, copies)
 
     def _goes_on(self) -> bool:
         """Whether calls may begin while results of others are taken."""
         attempt = self._attempt
         if attempt is None or self._in_groups or self._loop.takes_turns:
             return False
-        if self._is_changed or self._trains or attempt.generators.drawn:
+        if self._is_changed or self._trains or self._draws:
             return False
         return attempt.replicas.of_model.is_current()
 
@@ -225,6 +237,10 @@ class BatchCalls:
         call = self._calls.popleft()
         result = self._workers.result_of(call.job)
         call.copies.synchronize()
+        # Not those of other replicas, whose calls may have drawn or not at this time:
+        # else which calls form a group would differ between runs.
+        if self._attempt is not None and not self._draws:
+            self._draws = self._attempt.generators.has_drawn(call.replica)
         if not self._calls:
             self._commit()
         return result

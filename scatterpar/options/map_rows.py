@@ -32,6 +32,7 @@ from scatterpar.step.replica_threads import Proceed
 from scatterpar.step.scatter import in_order, scatter
 from scatterpar.step.substeps import referents_of, save_referents
 from scatterpar.step.task import ReplicaTask, make_tasks
+from scatterpar.step.turns import Scope
 from scatterpar.verify.verifier import Verifier
 
 
@@ -202,7 +203,10 @@ class _Work:
         for sub_step in sub_steps[: self._max_substeps]:
             proceed(sub_step)
             rows = task.loader.load(sub_step)
-            outputs.append(self(task, rows))
+            # A user's function may write what it closes over: in turns, in the order of
+            # the rows.
+            with task.turn(Scope.FUNCTION, sub_step):
+                outputs.append(self(task, rows))
         return outputs
 
 

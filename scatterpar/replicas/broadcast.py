@@ -114,6 +114,7 @@ class Broadcast:
             if is_large(tensor)
         }
         self._comparisons = 0
+        self._versions: Sequence[int] = ()  # as of the last ``update``
         self.invalidate()
 
     def is_of(
@@ -159,12 +160,12 @@ class Broadcast:
         )
 
     def is_current(self) -> bool:
-        """Whether all tensors are in their places, with the versions that were sent."""
+        """Whether all tensors are in their places, with the versions of the last
+        ``update``.
+        """
         if not all(map(Tensor.is_set_to, self._tensors, self._places)):
             return False
-        if not self._copies:  # all replicas read the tensors themselves
-            return True
-        return self._sent == dict(enumerate(versions(self._tensors)))
+        return versions(self._tensors) == self._versions
 
     def compare(self) -> CopyComparison:
         """Compare tensors that may have changed with their copies.
@@ -208,6 +209,8 @@ class Broadcast:
 
     def update(self, transfers: Transfers, comparison: CopyComparison) -> None:
         """Send the master's values of changed tensors, after ``compare``."""
+        # Also without copies: replicas in the master's memory read the tensors.
+        self._versions = comparison.versions
         if not self._copies:
             return
         present = comparison.versions

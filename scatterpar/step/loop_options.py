@@ -24,7 +24,7 @@ class LoopOptions:
             the outputs and targets that it gets.
         takes_turns: whether replicas call the user's function one at a time.
         turn: the part of a sub-step that is the user's function. By default the
-            module's forward pass and the criterion.
+            module's forward pass and the criterion, or the function of ``engine.map``.
         loss_name: the user's function that computes the loss, for texts; empty if it is
             the module, or the criterion.
         remedies: sentences for the refusals of a look, which name arguments of the loop

@@ -34,7 +34,7 @@ class Scope(enum.IntEnum):
         CRITERION: the criterion, in any order of the replicas.
         LOSS: the criterion, in the order of the rows. Forward passes overlap.
         FUNCTION: the user's function, in the order of the rows: the forward pass and
-            the criterion. Backward passes overlap.
+            the criterion, or the function of ``engine.map``. Backward passes overlap.
         SUBSTEP: the whole sub-step, in the order of the rows.
     """
 

@@ -118,16 +118,30 @@ def test_turns_are_in_the_order_of_the_batches():
 
 @pytest.mark.parametrize("devices", [VIRTUAL, ["cpu"] * 2], ids=["virtual", "shared"])
 def test_weights_that_the_loop_writes_count(devices):
-    """For all batches that no replica has begun."""
+    """For all batches with which no replica has begun. That is told, since the stock
+    loop computes no batch ahead.
+    """
+    ends = threading.Semaphore(0)
+
+    def computes(replica, batch):
+        output = replica(batch)
+        ends.release()
+        return output
+
     module = model()
+    batches = BATCHES + BATCHES
     with ScatterOnceParallel(module, 1, devices) as engine, torch.no_grad():
-        calls = engine.batch_calls(forward)
-        expected = [module(batch) for batch in BATCHES]  # the last one has begun
-        results = [calls.result(BATCHES[number:]) for number in (0, 1, 2)]
+        calls = engine.batch_calls(computes)
+        expected = [module(batch) for batch in BATCHES]
+        results = [calls.result(batches[number:]) for number in (0, 1, 2)]
+        for _ in range(5):  # the last call has begun before the loop writes
+            assert ends.acquire(timeout=SECONDS)
         module.weight.mul_(2)
-        batches = BATCHES + BATCHES
         expected += [module(batch) for batch in BATCHES]
-        results += [calls.result(batches[number:]) for number in range(3, 10)]
+        results += [calls.result(batches[number:]) for number in (3, 4)]
+        with pytest.warns(UserWarning, match="in the middle of an evaluation"):
+            results.append(calls.result(batches[5:]))
+        results += [calls.result(batches[number:]) for number in (6, 7, 8, 9)]
     for result, value in zip(results, expected, strict=True):
         assert torch.equal(result, value)
 

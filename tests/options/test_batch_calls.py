@@ -146,6 +146,7 @@ def test_weights_that_the_loop_writes_count(devices):
         assert torch.equal(result, value)
 
 
+@pytest.mark.filterwarnings("ignore:the module has changed")
 def test_step_in_the_middle_of_a_loop():
     module = model()
     with ScatterOnceParallel(module, 1, VIRTUAL) as engine:

@@ -16,8 +16,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+import torch
+
+from scatterpar.batch import nested
+from scatterpar.devices.transfers import to_device
 from scatterpar.options.batch_calls import BatchCalls
 
 
@@ -82,6 +87,13 @@ class BatchesAhead:
         assert self.calls is not None
         self._has_result = True
         return self.calls.result(list(self.batches))
+
+    def moved(self, value: Any, device: torch.device) -> Any:
+        """What the result has, on the first device."""
+        assert self.calls is not None
+        # Also between virtual devices, each of which has a memory of its own.
+        copy = self.calls.replica != 0
+        return nested.map_tensors(partial(to_device, device=device, copy=copy), value)
 
     def close(self) -> None:
         """End the calls whose results the loop did not ask for."""

@@ -321,7 +321,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
             ahead.size = 1  # a callback changes batches, so do not read ahead
             ahead.close()
             return learn.model(*learn.xb)
-        return loop.moved(prediction, self._engine.device_ids[0])
+        return ahead.moved(prediction, self._engine.device_ids[0])
 
     def _add_inputs(self, learn: Any, inputs: Any) -> None:
         """Keep the inputs of a batch until its result is taken, and their places."""

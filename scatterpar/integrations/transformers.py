@@ -647,7 +647,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         self._transfer([record])
         if self._is_of_trl:
             self._append_metrics("eval", [record], [1.0])
-        return loop.moved(record.output, self._devices[0])
+        return ahead.moved(record.output, self._devices[0])
 
     def _predict_on_replica(
         self, work: Any, batch: Any, args: Sequence[Any], options: Mapping[str, Any]

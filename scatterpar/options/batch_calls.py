@@ -68,6 +68,9 @@ class BatchCalls:
         workers: the threads.
         loop: says whether the function takes turns.
         in_groups: whether the loop needs all calls to have ended when it has a result.
+
+    Attributes:
+        replica: the number of the one that computed the last result.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class BatchCalls:
         *,
         in_groups: bool,
     ) -> None:
+        self.replica = 0
         self._function = function
         self._begin_attempt = begin_attempt
         self._module = module
@@ -237,6 +241,7 @@ class BatchCalls:
         call = self._calls.popleft()
         result = self._workers.result_of(call.job)
         call.copies.synchronize()
+        self.replica = call.replica
         # Not those of other replicas, whose calls may have drawn or not at this time:
         # else which calls form a group would differ between runs.
         if self._attempt is not None and not self._draws:

@@ -224,6 +224,12 @@ class GraphedSubsteps(Substeps):
         if graph is not None:
             self._copy_rows(graph, number)
         elif key is not None and self._graphs.may_capture():
+            with memory.CAPTURE:
+                # Once per attempt, because it takes long. Otherwise objects may be
+                # freed during a capture, and wait for the device.
+                if not self._attempt.garbage_is_collected:
+                    self._attempt.garbage_is_collected = True
+                    gc.collect()
             rows = task.rows_of(number)
             graph = self._captured(nested.map_tensors(Tensor.clone, rows), number)
             if graph is not None:
@@ -551,8 +557,6 @@ class _ReplicaGraphs:
 
         Raises ``_CaptureLost``.
         """
-        # Otherwise objects may be freed during the capture, and wait for the device.
-        gc.collect()
         # A capture can neither use nor free memory in torch's cache, as that of the
         # warm-up.
         memory.empty_cache()

@@ -78,6 +78,7 @@ class Attempt:
         constants: the positions of tensors without rows in the outputs that are joined.
         user_leaves: leaves that user code reaches, where no gradient may arrive.
         retries: earlier tries of the same step that ran out of memory.
+        garbage_is_collected: whether that was done for captures of graphs.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Attempt:
         self.constants: frozenset[int] = frozenset()
         self.user_leaves: Sequence[Tensor] = ()
         self.retries = 0
+        self.garbage_is_collected = False
 
     @property
     def returns_one(self) -> bool:

@@ -269,9 +269,9 @@ def grown(tmp_path_factory):
     """
     noisy = load()
     for part, rows in (("train", ROWS), ("test", 100)):
-        numbers, (images, labels) = torch.arange(rows), getattr(noisy, part)[:rows]
+        numbers, (images, labels) = torch.arange(rows), noisy.parts[part][:rows]
         labels = torch.where(numbers % 8 == 0, labels, numbers // 8 % 10)
-        setattr(noisy, part, TensorDataset(images, labels))
+        noisy.parts[part] = TensorDataset(images, labels)
     out, printed = tmp_path_factory.mktemp("growing") / "whole", io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data_module, "load", lambda: noisy)

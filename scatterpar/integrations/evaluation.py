@@ -89,11 +89,13 @@ class BatchesAhead:
         return self.calls.result(list(self.batches))
 
     def moved(self, value: Any, device: torch.device) -> Any:
-        """What the result has, on the first device."""
+        """What the result has, on the first device. Then its replica goes on."""
         assert self.calls is not None
         # Also between virtual devices, each of which has a memory of its own.
-        copy = self.calls.replica != 0
-        return nested.map_tensors(partial(to_device, device=device, copy=copy), value)
+        move = partial(to_device, device=device, copy=self.calls.replica != 0)
+        on_device = nested.map_tensors(move, value)
+        self.calls.go_on([*self.batches][1:])
+        return on_device
 
     def close(self) -> None:
         """End the calls whose results the loop did not ask for."""

@@ -5,7 +5,7 @@
     batch       0   1   2   3   4   5
     replica     0   1   0   1   0   1
 
-Replica 0 begins with batch 2 when the loop gets the result of batch 0. So replicas
+Replica 0 begins with batch 2 when the loop has the result of batch 0. So replicas
 compute while the loop works between two results. No batch is divided, and nothing is
 joined.
 
@@ -95,11 +95,10 @@ class BatchCalls:
         self._workers = workers
         self._loop = loop
         self._in_groups = in_groups
-        self._calls: deque[_BatchCall] = (
-            deque()
-        )  # whose results were not taken, in order
-        # From the first call of a group, or of all, to the result of the last one.
-        self._record = contextlib.ExitStack()
+        # In the order of the batches, without those whose results were taken.
+        self._calls: deque[_BatchCall] = deque()
+        # Ends the attempt, which lasts until the result of its last call is taken.
+        self._end_of_attempt = contextlib.ExitStack()
         self._attempt: Attempt | None = None
         self._num_begun = 0  # with this attempt
         self._trains = False  # whether a part of the module does, and moves buffers
@@ -114,25 +113,37 @@ class BatchCalls:
         The others are the next ones of the loop, which replicas compute meanwhile. A
         later call has them in the same order, without the first.
         """
-        with self._workers.exclusive():
-            try:
-                if not self._calls:
-                    self._attempt = self._record.enter_context(self._attempting())
-                    self._begin(batches)
-                    if not self._goes_on():
-                        self._end_group()
-                result = self._taken()
-                # Before the loop works on the result: a replica is free.
-                if self._goes_on():
-                    self._begin(batches[1:])
-                return result
-            except BaseException as error:
-                self._wait()
-                self._calls.clear()
-                self._attempt = None
-                self._is_changed = True
-                self._record.__exit__(type(error), error, error.__traceback__)
-                raise
+        with self._workers.exclusive(), self._undone_on_error():
+            if not self._calls:
+                attempting = self._attempting()
+                self._attempt = self._end_of_attempt.enter_context(attempting)
+                self._begin(batches)
+                if not self._may_go_on():
+                    self._end_group()
+            return self._taken()
+
+    def go_on(self, batches: Sequence[Any]) -> None:
+        """Let replicas that are free begin with the next ones of these batches.
+
+        Call it when the last result is on its way to the loop's device. On an
+        accelerator its copy would else wait for the next batch, and so would a loop
+        that reads it.
+        """
+        with self._workers.exclusive(), self._undone_on_error():
+            if self._may_go_on():
+                self._begin(batches)
+
+    @contextlib.contextmanager
+    def _undone_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._wait()
+            self._calls.clear()
+            self._attempt = None
+            self._is_changed = True
+            self._end_of_attempt.__exit__(type(error), error, error.__traceback__)
+            raise
 
     def close(self) -> None:
         """End calls whose results nobody takes."""
@@ -184,12 +195,15 @@ class BatchCalls:
             buffers = buffers_of(attempt, self._module)
             if buffers is not None:
                 buffers.write()
-            attempt.generators.commit()
+            # Else the generators of accelerators, from which the loop may have drawn
+            # meanwhile, would be as before these calls.
+            if attempt.generators.drawn:
+                attempt.generators.commit()
 
     def _commit(self) -> None:
         if self._attempt is not None:
             self._attempt = None
-            self._record.close()
+            self._end_of_attempt.close()
 
     def _begin(self, batches: Sequence[Any]) -> None:
         """Begin with batches until each replica has one."""
@@ -227,7 +241,7 @@ class BatchCalls:
         )
         return _BatchCall(number, job, copies)
 
-    def _goes_on(self) -> bool:
+    def _may_go_on(self) -> bool:
         """Whether calls may begin while results of others are taken."""
         attempt = self._attempt
         if attempt is None or self._in_groups or self._loop.takes_turns:

@@ -29,9 +29,13 @@ def forward(replica, batch):
     return replica(batch)
 
 
-def results_of(calls, batches=BATCHES):
-    """What a loop takes that reads all batches ahead."""
-    return [calls.result(batches[number:]) for number in range(len(batches))]
+def results_of(calls, batches=BATCHES, numbers=None):
+    """What a loop takes that reads all batches ahead: all, or those of these numbers."""
+    results = []
+    for number in range(len(batches)) if numbers is None else numbers:
+        results.append(calls.result(batches[number:]))
+        calls.go_on(batches[number + 1 :])
+    return results
 
 
 def test_each_batch_as_the_function_alone_gives(devices):
@@ -59,10 +63,11 @@ def test_replicas_compute_while_the_loop_works():
 
     with ScatterOnceParallel(model(), 1, VIRTUAL) as engine:
         calls = engine.batch_calls(tells)
-        for number in (0, 1):  # the first group is computed while the loop waits
-            calls.result(BATCHES[number:])
+        results_of(calls, numbers=(0, 1))  # computed while the loop waits
         assert not has_begun[2].is_set()
         calls.result(BATCHES[2:])
+        assert not has_begun[4].is_set()  # the result may still be copied
+        calls.go_on(BATCHES[3:])
         assert has_begun[4].wait(SECONDS)
         calls.close()
 
@@ -98,7 +103,7 @@ def test_in_groups_nothing_runs_between_two_results(kind):
         calls = engine.batch_calls(counts, **options)
         numbers = []
         for number in range(len(BATCHES)):
-            calls.result(BATCHES[number:])
+            results_of(calls, numbers=[number])
             numbers.append(len(ends))
     assert numbers == [2, 2, 4, 4, 5]
 
@@ -133,15 +138,15 @@ def test_weights_that_the_loop_writes_count(devices):
     with ScatterOnceParallel(module, 1, devices) as engine, torch.no_grad():
         calls = engine.batch_calls(computes)
         expected = [module(batch) for batch in BATCHES]
-        results = [calls.result(batches[number:]) for number in (0, 1, 2)]
+        results = results_of(calls, batches, (0, 1, 2))
         for _ in range(5):  # the last call has begun before the loop writes
             assert ends.acquire(timeout=SECONDS)
         module.weight.mul_(2)
         expected += [module(batch) for batch in BATCHES]
-        results += [calls.result(batches[number:]) for number in (3, 4)]
+        results += results_of(calls, batches, (3, 4))
         with pytest.warns(UserWarning, match="in the middle of an evaluation"):
-            results.append(calls.result(batches[5:]))
-        results += [calls.result(batches[number:]) for number in (6, 7, 8, 9)]
+            results += results_of(calls, batches, [5])
+        results += results_of(calls, batches, (6, 7, 8, 9))
     for result, value in zip(results, expected, strict=True):
         assert torch.equal(result, value)
 
@@ -157,7 +162,7 @@ def test_step_in_the_middle_of_a_loop():
         engine.forward_backward(BATCHES[0], BATCHES[0][:, :2], nn.MSELoss())
         with torch.no_grad():
             module.weight.sub_(module.weight.grad)
-            results += [calls.result(BATCHES[number:]) for number in (1, 2, 3, 4)]
+            results += results_of(calls, numbers=(1, 2, 3, 4))
             expected[2:] = [module(batch) for batch in BATCHES[2:]]
     for result, value in zip(results, expected, strict=True):
         assert torch.equal(result, value)
@@ -209,3 +214,16 @@ def test_interrupt_ends_the_loop():
             results_of(calls)
         calls.close()
         assert len(results_of(engine.batch_calls(forward))) == len(BATCHES)
+
+
+def test_numbers_that_the_loop_draws_stay_drawn():
+    """Calls that draw nothing leave the generators to the loop."""
+    with ScatterOnceParallel(model(), 1, VIRTUAL) as engine:
+        calls = engine.batch_calls(forward)
+        torch.manual_seed(5)
+        drawn = []
+        for number in range(len(BATCHES)):
+            results_of(calls, numbers=[number])
+            drawn.append(torch.rand(1))
+        torch.manual_seed(5)
+        assert drawn == [torch.rand(1) for _ in BATCHES]

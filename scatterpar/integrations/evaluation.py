@@ -37,6 +37,8 @@ class BatchesAhead:
     Attributes:
         size: as above; the loop may lower it.
         batches: those that were read. The loop is at the first one.
+        inputs: what replicas get for the first of these batches, if it is not these;
+            the loop adds them.
         calls: compute them; ``None`` before the loop asks for its first result.
     """
 
@@ -47,6 +49,7 @@ class BatchesAhead:
         self._prepare = prepare
         self.size = size
         self.batches: deque[Any] = deque()
+        self.inputs: deque[Any] = deque()
         self.calls: BatchCalls | None = None
         self._has_result = False  # of the batch at which the loop is
         self._is_at_end = False  # of the loader, after these batches
@@ -59,7 +62,6 @@ class BatchesAhead:
 
     def __iter__(self) -> Iterator[Any]:
         """The loader's batches, one by one."""
-        self.batches.clear()
         self._is_at_end = False
         batches = iter(self.loader)
         try:
@@ -70,11 +72,16 @@ class BatchesAhead:
                     self.loader.end_of_dataloader = len(self.batches) == 1
                 self._has_result = False
                 yield self.batches[0]
+                if self.calls is not None and not self._has_result:
+                    self.calls.skip()
                 # Before it reads: each batch is in memory until the loop has left it.
                 self.batches.popleft()
+                if self.inputs:
+                    self.inputs.popleft()
                 self._read(batches)
         finally:
             self.batches.clear()
+            self.inputs.clear()
             # A loop may end before its loader, or fail.
             self.close()
 
@@ -86,7 +93,7 @@ class BatchesAhead:
         """The result of the batch at which the loop is, on its replica's device."""
         assert self.calls is not None
         self._has_result = True
-        return self.calls.result(list(self.batches))
+        return self.calls.result(list(self.inputs or self.batches))
 
     def moved(self, value: Any, device: torch.device) -> Any:
         """What the result has, on the first device. Then its replica goes on."""
@@ -94,7 +101,7 @@ class BatchesAhead:
         # Also between virtual devices, each of which has a memory of its own.
         move = partial(to_device, device=device, copy=self.calls.replica != 0)
         on_device = nested.map_tensors(move, value)
-        self.calls.go_on([*self.batches][1:])
+        self.calls.go_on()
         return on_device
 
     def close(self) -> None:

@@ -15,7 +15,6 @@ evaluation.
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -109,12 +108,10 @@ class ScatterOnce(Callback):  # type: ignore[misc]
             a step, if a callback replaces ``learn.pred``.
     """
 
-    _stateattrs = ("_engine", "_criterion", "_ahead", "_inputs")  # not pickled
+    _stateattrs = ("_engine", "_criterion", "_ahead")  # not pickled
     _engine: Any = None
     _criterion: Any = None
     _ahead: BatchesAhead | None = None
-    # Of the batches that were read, without the results that the loop has had.
-    _inputs: deque[tuple[Any, Any]]
 
     def __init__(
         self,
@@ -163,7 +160,6 @@ class ScatterOnce(Callback):  # type: ignore[misc]
             set_device = self.learn._set_device
             # One more, with which a replica begins while the loop works on a result.
             self._ahead = BatchesAhead(self.learn.dl, num_replicas + 1, set_device)
-            self._inputs = deque()
             self.learn.dl = self._ahead
 
     def after_validate(self) -> None:
@@ -312,24 +308,24 @@ class ScatterOnce(Callback):  # type: ignore[misc]
             return learn.model(*learn.xb)
         if ahead.calls is None:
             ahead.calls = self._engine.batch_calls(_prediction)
-            self._add_inputs(learn, learn.xb)
-        for batch in [*ahead.batches][len(self._inputs) :]:
-            self._add_inputs(learn, self._inputs_of(learn, batch))
-        prediction = ahead.calls.result([inputs for _, inputs in self._inputs])
-        places, _ = self._inputs.popleft()
+            self._add_inputs(learn, ahead, learn.xb)
+        for batch in [*ahead.batches][len(ahead.inputs) :]:
+            self._add_inputs(learn, ahead, self._inputs_of(learn, batch))
+        places, _ = ahead.inputs[0]
+        prediction = ahead.result()
         if places != _places(learn.xb):
             ahead.size = 1  # a callback changes batches, so do not read ahead
             ahead.close()
             return learn.model(*learn.xb)
         return ahead.moved(prediction, self._engine.device_ids[0])
 
-    def _add_inputs(self, learn: Any, inputs: Any) -> None:
-        """Keep the inputs of a batch until its result is taken, and their places."""
+    def _add_inputs(self, learn: Any, ahead: BatchesAhead, inputs: Any) -> None:
+        """Add the inputs of a batch, with their places."""
         places = _places(inputs)
         # A callback of fastai's makes plain tensors of images and categories.
         if {*map(type, nested.tensors(learn.xb))} == {Tensor}:
             inputs = nested.map_tensors(_plain, inputs)
-        self._inputs.append((places, inputs))
+        ahead.inputs.append((places, inputs))
 
     def _inputs_of(self, learn: Any, batch: Any) -> tuple[Any, ...]:
         """The inputs of a batch that the loop has not reached."""
@@ -422,7 +418,8 @@ class _Criterion(nn.Module):
             return loss_func(output, *targets)
 
 
-def _prediction(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
+def _prediction(model: nn.Module, placed: tuple[Any, tuple[Any, ...]]) -> Any:
+    _, inputs = placed
     return model(*inputs)
 
 

@@ -443,23 +443,20 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         scaler = self.accelerator.scaler
         # A criterion of all rows knows more of the step than a few outputs.
         engine.loop.is_checked = self._is_checked and not options.get("whole_batch")
-        with self._in_step(engine, "_prepare_inputs", "compute_loss"):
-            return engine.loss(inputs, *args, scaler=scaler, **options)
-
-    @contextlib.contextmanager
-    def _in_step(self, engine: ScatterOnceParallel, *steps: str) -> Iterator[None]:
-        """In the body, replicas call these functions in turn if they are the user's."""
-        if steps:  # else as in the last one
-            functions = [] if self._is_parallel else self._functions(steps)
-            functions_of_user = [*filter(is_user_function, functions)]
-            self._takes_turns = bool(functions_of_user)
-            for function in functions_of_user:
-                self._user_functions.tell_turns(function)
-        engine.loop.takes_turns = self._takes_turns
+        self._choose_turns(engine, "_prepare_inputs", "compute_loss")
         try:
-            yield
+            return engine.loss(inputs, *args, scaler=scaler, **options)
         finally:
             self._lending.end_step()
+
+    def _choose_turns(self, engine: ScatterOnceParallel, *steps: str) -> None:
+        """Let replicas call these functions in turn if they are the user's."""
+        functions = [] if self._is_parallel else self._functions(steps)
+        functions_of_user = [*filter(is_user_function, functions)]
+        self._takes_turns = bool(functions_of_user)
+        engine.loop.takes_turns = self._takes_turns
+        for function in functions_of_user:
+            self._user_functions.tell_turns(function)
 
     def _functions(self, steps: Sequence[str]) -> list[Any]:
         """What a step calls that may write: methods, functions, hooks of modules.
@@ -634,16 +631,16 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         is_single = ahead.calls is None and len(ahead.batches) < 2
         if is_single or not is_replicated or not ahead.has(inputs):
             return type(self).prediction_step(self, model, inputs, *args, **kwargs)
-        engine = self._engine
-        steps: Sequence[str] = ()
         # Modules and functions are searched once: that takes longer than a batch.
-        if engine is None or ahead.calls is None:
+        if ahead.calls is None:
             engine = self._engine_of_the_model()
-            steps = ("prediction_step", "compute_loss")
+            self._choose_turns(engine, "prediction_step", "compute_loss")
             predict = partial(self._predict_on_replica, args=args, options=kwargs)
             ahead.calls = engine.batch_calls(predict)
-        with self._in_step(engine, *steps):
+        try:
             record = ahead.result()
+        finally:
+            self._lending.end_step()
         self._transfer([record])
         if self._is_of_trl:
             self._append_metrics("eval", [record], [1.0])

@@ -97,6 +97,7 @@ class BatchCalls:
         self._in_groups = in_groups
         # In the order of the batches, without those whose results were taken.
         self._calls: deque[_BatchCall] = deque()
+        self._next_batches: Sequence[Any] = ()  # after that of the last result
         # Ends the attempt, which lasts until the result of its last call is taken.
         self._end_of_attempt = contextlib.ExitStack()
         self._attempt: Attempt | None = None
@@ -120,10 +121,11 @@ class BatchCalls:
                 self._begin(batches)
                 if not self._may_go_on():
                     self._end_group()
+            self._next_batches = batches[1:]
             return self._taken()
 
-    def go_on(self, batches: Sequence[Any]) -> None:
-        """Let replicas that are free begin with the next ones of these batches.
+    def go_on(self) -> None:
+        """Let replicas that are free begin with more of the loop's next batches.
 
         Call it when the last result is on its way to the loop's device. On an
         accelerator its copy would else wait for the next batch, and so would a loop
@@ -131,7 +133,17 @@ class BatchCalls:
         """
         with self._workers.exclusive(), self._undone_on_error():
             if self._may_go_on():
-                self._begin(batches)
+                self._begin(self._next_batches)
+
+    def skip(self) -> None:
+        """The loop leaves a batch out: drop its result, if a call has begun."""
+        if not self._calls:
+            return
+        with self._workers.exclusive(), self._undone_on_error():
+            skipped = self._calls.popleft()
+            self._workers.wait_for(skipped.job)
+            if not self._calls:
+                self._commit()
 
     @contextlib.contextmanager
     def _undone_on_error(self) -> Iterator[None]:

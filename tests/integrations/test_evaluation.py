@@ -259,6 +259,24 @@ def test_replicas_read_their_own_memory(tmp_path, monkeypatch):
     trainer._close_engine()
 
 
+@layouts
+def test_batches_that_the_loop_leaves_out(tmp_path, devices):
+    place = {"device_ids": devices}
+    trainer = build(ScatterOnceTrainer, tmp_path, language_model(), padded, extra=place)
+    trainer.model.eval()
+    loader = trainer.get_eval_dataloader()
+    ahead = BatchesAhead(loader, len(devices) + 1)
+    for number, batch in enumerate(ahead):
+        if number in (1, 4):
+            continue
+        _, logits, _ = trainer._prediction_in(ahead, trainer.model, batch, False)
+        stock = transformers.Trainer.prediction_step
+        expected = stock(trainer, trainer.model, batch, False)
+        assert torch.equal(logits, expected[1])
+    assert number == 5
+    trainer._close_engine()
+
+
 def test_changed_batches_are_computed_singly(tmp_path):
     """Batches that are not the loader's are computed one by one, on the first
     device.

@@ -770,7 +770,9 @@ VALIDATIONS = {
     "no rows": (Pairs, of_images, 23, 6, [], first_of(nn.functional.cross_entropy)),
     "changed batches": (classifier, of_images, 23, 6, [Noises], None),
     "batches written": (classifier, of_images, 23, 6, [Doubles], None),
+    "many batches": (classifier, of_images, 23, 2, [], None),
     "batches skipped": (classifier, of_images, 23, 5, [Skips], None),
+    "some of many skipped": (classifier, of_images, 23, 2, [Skips], None),
     "ended early": (classifier, of_images, 31, 5, [Stops], None),
 }
 

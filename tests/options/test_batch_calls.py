@@ -34,7 +34,7 @@ def results_of(calls, batches=BATCHES, numbers=None):
     results = []
     for number in range(len(batches)) if numbers is None else numbers:
         results.append(calls.result(batches[number:]))
-        calls.go_on(batches[number + 1 :])
+        calls.go_on()
     return results
 
 
@@ -67,7 +67,7 @@ def test_replicas_compute_while_the_loop_works():
         assert not has_begun[2].is_set()
         calls.result(BATCHES[2:])
         assert not has_begun[4].is_set()  # the result may still be copied
-        calls.go_on(BATCHES[3:])
+        calls.go_on()
         assert has_begun[4].wait(SECONDS)
         calls.close()
 

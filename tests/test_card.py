@@ -167,13 +167,15 @@ def test_every_row_is_found_groups_in_order():
 @pytest.mark.slow
 def test_run_on_cpu_passes(tmp_path):
     page, options = arguments(tmp_path, "--seconds", "2000")
-    words = "dropout", "two processes", "Ctrl-C", "gradient"
+    words = "dropout", "two processes", "Ctrl-C", "gradient", "torch and timm"
     outcome = run("-m", "benchmarks", "card", *options, "--only", *words, silence=600.0)
     assert outcome.code == 0, outcome.err
     text = page.read_text(encoding="utf-8")
     assert text.count("| the same bits in 60 tensors | passed |") == 2
     assert "apart, 2 devices, of 1e-6 that are allowed | passed |" in text
     assert "| KeyboardInterrupt, and the next step works | passed |" in text
+    look = r"\| looks, torch and timm, LSTM, without TF32 \| .* that are allowed .* measured"
+    assert re.search(look, text)
 
 
 def test_wrong_devices_are_an_error(capsys):

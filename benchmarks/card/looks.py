@@ -20,8 +20,8 @@ from benchmarks.card.page import FAILED, MEASURED, NOT_RUN
 from benchmarks.card.setting import NotRun, free_memory
 from scatterpar import ScatterOnceParallel
 from scatterpar.devices.device_ids import physical
+from scatterpar.verify.comparison import Inconclusive
 from scatterpar.verify.look import ReplicaLook
-from scatterpar.verify.runs import Inconclusive
 
 _ROWS = 24
 _ACCUM = 2
@@ -255,8 +255,7 @@ def _looks():
         except Inconclusive as reason:
             outcomes.append(_Outcome(reason=str(reason)))
             raise
-        allowed = self.runs.rounding.tolerance
-        outcomes.append(_Outcome(findings.difference, allowed))
+        outcomes.append(_Outcome(findings.difference, findings.tolerance))
         return findings
 
     with mock.patch.object(ReplicaLook, "answer", recording):

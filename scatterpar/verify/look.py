@@ -75,7 +75,7 @@ class Findings:
         lost: the shapes of large tensors that user code has written.
         scope: the part of a sub-step that one replica at a time must run.
         difference: the relative difference between the results, which the GPUs' page
-            shows.
+            shows, with the ``tolerance`` that it stayed within.
         parts: the rows of each part.
     """
 
@@ -84,6 +84,7 @@ class Findings:
     lost: Sequence[tuple[int, ...]] = ()
     scope: Scope = Scope.NOTHING
     difference: float = math.inf
+    tolerance: float = 0.0
     parts: Parts = ()
 
 
@@ -281,6 +282,7 @@ class ReplicaLook:
             lost=runs.user_code.lost(),
             scope=self._scope(run, runs.backward_calls),
             difference=evidence.difference,
+            tolerance=evidence.tolerance,
             parts=chosen,
         )
 

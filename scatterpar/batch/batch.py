@@ -203,18 +203,10 @@ def batches_of(inputs: Any, targets: Any, dim: int) -> list[Batch]:
     if not sizes_by_part:
         return [batch_of(inputs, targets, count_rows(parts, dim), dim)]
     sizes = next(iter(sizes_by_part.values()))
-    # Each batch begins at the row at which the one before it ends.
-    spans = list(pairwise(accumulate(sizes, initial=0)))
     for name in parts.keys() - sizes_by_part.keys():
         # A part that is one batch, or has no rows at all, has those of all batches.
         rows = count_rows({name: parts[name]}, dim, known=sum(sizes))
-        sizes_by_part[name] = [rows]
-        if rows == sum(sizes):
-            sizes_by_part[name] = sizes
-            # Alone, so that its own markers and tensors are sliced, and nothing else.
-            whole = batch_of(parts[name], None, rows, dim)
-            slices = [whole.select(range(*span)).inputs for span in spans]
-            parts[name] = Batches(slices)
+        sizes_by_part[name] = sizes if rows == sum(sizes) else [rows]
     if any(sizes_of_part != sizes for sizes_of_part in sizes_by_part.values()):
         shown = ", ".join(
             f"{name} with {' + '.join(map(str, sizes_of_part))}"
@@ -223,11 +215,21 @@ def batches_of(inputs: Any, targets: Any, dim: int) -> list[Batch]:
         raise ValueError(
             f"the several batches disagree in their rows along dim={dim}: {shown}"
         )
-    batches: list[Batch] = []
-    entries = zip(parts["inputs"].entries, parts["targets"].entries, strict=True)
-    for (start, stop), (inputs_of_batch, targets_of_batch) in zip(
-        spans, entries, strict=True
-    ):
-        batch = batch_of(inputs_of_batch, targets_of_batch, stop - start, dim, start)
-        batches.append(batch)
-    return batches
+    # Each batch begins at the row at which the one before it ends.
+    spans = list(pairwise(accumulate(sizes, initial=0)))
+    inputs = _entries_of(inputs, spans, dim)
+    targets = _entries_of(targets, spans, dim)
+    return [
+        batch_of(inputs[number], targets[number], stop - start, dim, start)
+        for number, (start, stop) in enumerate(spans)
+    ]
+
+
+def _entries_of(part: Any, spans: Sequence[tuple[int, int]], dim: int) -> Sequence[Any]:
+    """The inputs or targets of each batch, which have these rows."""
+    if isinstance(part, Batches):
+        return part.entries
+    _, rows = spans[-1]
+    # Alone, so that its own markers and tensors are sliced, and nothing else.
+    whole = batch_of(part, None, rows, dim)
+    return [whole.select(range(*span)).inputs for span in spans]

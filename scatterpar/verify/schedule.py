@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from scatterpar.batch.batch import Batch
 from scatterpar.devices.streams import is_async
 from scatterpar.look_steps import is_look_step
+from scatterpar.replicas.module_contents import KnownLoss
 from scatterpar.replicas.references import (
     WITHOUT_PARTS,
     children_of,
@@ -125,6 +126,10 @@ class Kinds:
     def __init__(self) -> None:
         # It does not grow with steps: kinds have no sizes and no numbers in them.
         self._kinds: defaultdict[Hashable, Kind] = defaultdict(Kind)
+        # Of torch's own losses, which refer to nothing, the answer is kept.
+        self._known_loss = KnownLoss()
+        self._reduction = ""
+        self._names_and_numbers: tuple[frozenset[Hashable], str] = frozenset(), ""
 
     def kind_of(
         self, request: Request, batch: Batch, is_divided: bool, flags: Hashable
@@ -133,8 +138,7 @@ class Kinds:
 
         ``batch`` is its largest batch, ``flags`` are the switches of the model.
         """
-        functions = request.criterion, request.count, request.reduction
-        names, numbers = names_and_numbers(functions)
+        names, numbers = self._names_of(request)
         atoms = batch.atoms[:_MAX_ATOMS]
         kinds_of_atoms = tuple(
             _name_of(atom) if isinstance(atom, Tensor) else type(atom) for atom in atoms
@@ -145,6 +149,19 @@ class Kinds:
         details = flags, numbers, tuple(words)
         # Hashes, because the code objects in them would keep functions alive.
         return self._kinds[hash(key)], hash(details)
+
+    def _names_of(self, request: Request) -> tuple[frozenset[Hashable], str]:
+        """The names and numbers of a request's functions."""
+        criterion = request.criterion
+        reduction = request.reduction
+        if request.count is not None:  # it may refer to anything
+            return names_and_numbers((criterion, request.count, reduction))
+        is_known = reduction == self._reduction
+        if not is_known or not self._known_loss.is_as_seen(criterion):
+            self._names_and_numbers = names_and_numbers((criterion, None, reduction))
+            self._known_loss.see(criterion)
+            self._reduction = reduction
+        return self._names_and_numbers
 
 
 def names_and_numbers(functions: Sequence[Any]) -> tuple[frozenset[Hashable], str]:

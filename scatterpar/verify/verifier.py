@@ -254,12 +254,14 @@ class Question:
 
         Its labels do not matter, since the engine counts as it does.
         """
+        if self.request.count:
+            return False
         criterion = self.request.criterion
+        module = module_of(criterion)
+        if module is None:
+            return is_cross_entropy(criterion)
         # A subclass may count otherwise.
-        kind = type(module_of(criterion))
-        is_of_torch = kind in (nn.CrossEntropyLoss, nn.NLLLoss, type(None))
-        is_counted = is_of_torch and is_cross_entropy(criterion)
-        return is_counted and not self.request.count
+        return type(module) in (nn.CrossEntropyLoss, nn.NLLLoss)
 
     @cached_property
     def ranges(self) -> Sequence[Tensor]:

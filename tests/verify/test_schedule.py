@@ -144,3 +144,14 @@ def test_long_list_is_data():
     assert {"a", "b"} <= names
     names, _ = names_and_numbers([[f"line {number}" for number in range(33)]])
     assert names == {"list"}
+
+
+def test_changed_number_of_same_loss_is_detail():
+    kinds = Kinds()
+    loss = nn.CrossEntropyLoss()
+    first, details = kind_of(kinds, loss)
+    assert kind_of(kinds, loss) == (first, details)
+    loss.label_smoothing = 0.5
+    other, other_details = kind_of(kinds, loss)
+    assert first is other
+    assert details != other_details

@@ -1027,10 +1027,10 @@ SABOTAGES = [
     Sabotage(
         name="a cast widens the limit, though float64 was in its place",
         promise="splitcheck",
-        file="splitting/trial.py",
-        place="Trial._most_exact_results",
-        text="for casts_in_double in (True, False):",
-        replacement="for casts_in_double in (False,):",
+        file="splitting/operator_modes.py",
+        place="WatchedOperators.__torch_dispatch__",
+        text='dtype = arguments.get("dtype") if self._in_double else None',
+        replacement="dtype = None",
         seen_by="test_small_mistake_beside_a_cast_is_found",
     ),
     Sabotage(
@@ -1063,9 +1063,9 @@ SABOTAGES = [
     Sabotage(
         name="random operators give other numbers in each part",
         promise="splitcheck",
-        file="splitting/trial.py",
-        place="Trial.first_reference",
-        text='if "torch" in result.drawn:',
+        file="splitting/step_run.py",
+        place="run_step",
+        text="if settings.numbers is not Numbers.AS_DRAWN:",
         replacement="if False:",
         seen_by="test_dropout_is_no_draw_of_rows",
     ),

@@ -60,7 +60,7 @@ def explain(trial: Trial, reference: StepResult, results: list[StepResult]) -> C
     if failures and finding.kind is CauseKind.UNKNOWN:
         problem = f"{type(failures[0]).__name__}: {failures[0]}".splitlines()[0]
         why += f" Some causes could not be tested: step raised {problem}"
-    generators = " and ".join(sorted(reference.drawn - {"torch"}))
+    generators = " and ".join(reference.drawn)
     # One factor in all parameters does not come from chance.
     if generators and finding.kind is not CauseKind.CONSTANT_FACTOR:
         why += (

@@ -18,39 +18,41 @@ _NUM_RETURNED = 3
 def main(arguments: Sequence[str]) -> int:
     """Check what FUNCTION of FILE returns; print the table.
 
-    Returns 0 if all is the same, 1 if something is not, 2 if an argument is wrong.
-    What the user's code raises stays as it is: Python prints it, and ends with 1.
+    Returns 0 if all is the same, 1 if something is not. Ends with 2 if an argument is
+    wrong. What the user's code raises stays as it is: Python prints it, and ends with
+    1.
     """
-    options = _parser().parse_args(arguments)  # exits with 2 by itself
+    parser = _parser()
+    options = parser.parse_args(arguments)
     file, _, name = options.target.rpartition(":")
     path = Path(file)
     if path.suffix != ".py" or not path.is_file():
-        return _refuse(
+        parser.error(
             f"{options.target} names no function of a file; pass FILE:FUNCTION, as "
             f"training.py:check"
         )
     # Before the checks, which may take minutes.
     if options.json is not None and not options.json.parent.is_dir():
-        return _refuse(f"there is no folder {options.json.parent} for --json; make it")
+        parser.error(f"there is no folder {options.json.parent} for --json; make it")
     # By its name, as a spawned process imports it; the file may import its neighbours.
     sys.path.insert(0, str(path.parent.resolve()))
     function = getattr(importlib.import_module(path.stem), name, None)
     if not callable(function):
-        return _refuse(
+        parser.error(
             f"{file} has no function {name!r}; pass one that returns {_RETURNED}"
         )
     returned = function()
     if not isinstance(returned, tuple) or len(returned) != _NUM_RETURNED:
         kind = type(returned).__name__
-        return _refuse(f"{name} must return {_RETURNED}, got {kind}")
+        parser.error(f"{name} must return {_RETURNED}, got {kind}")
+    step, model, batch = returned
     try:
-        step, model, batch = returned
         shared = SplitArguments(
             step, model, batch, ranks=1, equal=True, timeout=options.timeout
         )
         trials = trials_of_cells(shared, options.parts, options.ranks)
     except (TypeError, ValueError) as error:  # the user's step has not run yet
-        return _refuse(str(error))
+        parser.error(str(error))
     grid = check_all(trials)
     print(grid)
     for cell in grid.cells:
@@ -61,11 +63,6 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if grid.passed else 1
 
 
-def _refuse(problem: str) -> int:
-    print(f"scatterpar splitcheck: error: {problem}", file=sys.stderr)
-    return 2
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m scatterpar splitcheck",
@@ -73,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         "of the whole batch?",
         epilog="exit code: 0 the same, 1 not the same, 2 an argument is wrong",
     )
-    words = "the function returns step, model, batch"
+    words = f"the function returns {_RETURNED}"
     parser.add_argument("target", metavar="FILE:FUNCTION", help=words)
     for name, default in (("parts", "1,4"), ("ranks", "1,2")):
         words = f"numbers of {name}, separated by commas (default: {default})"

@@ -42,11 +42,13 @@ class RepeatedNumbers(ConstantNumbers):
     the order. A sample has the categories of the highest probability.
 
     Attributes:
+        has_drawn: whether there was a random operator.
         draws: the shapes that have been drawn, without those of dropout.
     """
 
     def __init__(self, numbers: Numbers, fixed_shapes: frozenset[Shape]) -> None:
         super().__init__()
+        self.has_drawn = False
         self.draws: Counter[Shape] = Counter()
         self._numbers = numbers
         self._fixed_shapes = fixed_shapes
@@ -57,6 +59,7 @@ class RepeatedNumbers(ConstantNumbers):
         """Run ``func``, and replace what it draws."""
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
+        self.has_drawn = True
         if func.overloadpacket is torch.ops.aten.randperm:
             # Drawn all the same, for its dtype and device.
             drawn = func(*args, **(kwargs or {}))
@@ -100,37 +103,33 @@ def _most_likely(probabilities: Tensor, count: int, *_: Any, **__: Any) -> Tenso
 
 
 class WatchedOperators(OperatorMode):
-    """Sees to which dtypes numbers in float64 are converted, and prevents casts.
+    """Sees in which dtypes a step computes, and prevents casts.
 
-    If ``casts_in_double``, a cast to a lower dtype gives float64, and so does a tensor
-    made in a lower dtype. So one limit holds for steps that compute in half precision,
-    too.
+    If ``in_double``, a cast to a lower dtype gives float64, and so does a tensor made
+    in a lower dtype. So one limit holds for steps that compute in half precision, too.
 
     Attributes:
-        coarsest: the coarsest dtype to which numbers in float64 are converted.
-        draws_from_own_generator: whether a random operator got a generator.
+        coarsest: the coarsest dtype of a result; if ``in_double``, of one that was
+            computed from numbers in float64, by a kernel that casts.
     """
 
-    def __init__(self, casts_in_double: bool) -> None:
+    def __init__(self, in_double: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.coarsest: torch.dtype | None = None
-        self.draws_from_own_generator = False
-        self._casts_in_double = casts_in_double
+        self._in_double = in_double
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run ``func``, perhaps with another ``dtype``."""
         arguments = dict(kwargs or {})
-        if arguments.get("generator") is not None:
-            self.draws_from_own_generator = True
         # Casts and factories say their dtype by this name.
-        dtype = arguments.get("dtype") if self._casts_in_double else None
+        dtype = arguments.get("dtype") if self._in_double else None
         if dtype is not None and (dtype.is_floating_point or dtype.is_complex):
             arguments["dtype"] = _DOUBLE[dtype.is_complex]
         result = func(*args, **arguments)
         is_made = func is torch.ops.aten.lift_fresh.default  # by ``torch.tensor``
-        if self._casts_in_double and is_made and result.is_floating_point():
+        if self._in_double and is_made and result.is_floating_point():
             return result.double()
         # Most operators return one tensor, and this runs for each of them.
         tensors = [result] if isinstance(result, Tensor) else nested.tensors(result)
@@ -140,9 +139,10 @@ class WatchedOperators(OperatorMode):
         return result
 
     def _note(self, dtype: torch.dtype, args: tuple[Any, ...]) -> None:
-        """Remember the dtype of a result if the arguments are in float64."""
-        if not any(tensor.dtype in _DOUBLE for tensor in nested.tensors(args)):
-            return
+        """Remember the dtype of a result."""
+        is_double = any(tensor.dtype in _DOUBLE for tensor in nested.tensors(args))
+        if self._in_double and not is_double:
+            return  # a constant, which is exact
         known = self.coarsest
         if known is None or torch.finfo(dtype).eps > torch.finfo(known).eps:
             self.coarsest = dtype

@@ -28,9 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from scatterpar.splitting.process_state import reset_accelerate, tensors_of
+from scatterpar.splitting.process_state import ProcessState, reset_accelerate
 from scatterpar.splitting.step_run import Settings, StepFunction, StepResult, run_step
-from scatterpar.state.walk import Walk
 from scatterpar.threads.interrupts import Interrupts
 from scatterpar.threads.workers import call_in_new_thread
 from scatterpar.torch_private import import_compiler
@@ -168,14 +167,9 @@ def _rank(
         # Kept until the end: gloo's destructor may wait for a thread that waits for the
         # GIL, if the step calls ``destroy_process_group()``.
         group = dist.group.WORLD
-        walk = Walk([job.model, tensors_of(job.model), job.step])
-        answer = run_step(
-            job.step,
-            job.model,
-            job.shares[rank],
-            job.settings,
-            list(walk.tensors.values()),
-        )
+        tensors = ProcessState(job.model, job.step).tensors
+        batches = job.shares[rank]
+        answer = run_step(job.step, job.model, batches, job.settings, tensors)
         _limit_time(0)  # only the step has a limit
     except BaseException as error:  # also SystemExit: the parent shall know
         _limit_time(0)

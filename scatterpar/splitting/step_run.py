@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 import random
 import sys
 from collections import Counter
@@ -40,11 +39,11 @@ class Settings:
     """How a step is run.
 
     Attributes:
-        in_double: parameters, buffers and new tensors are in float64.
+        in_double: parameters, buffers and new tensors are in float64, and casts to a
+            lower dtype give float64.
         numbers: what random operators give.
         fixed_shapes: shapes of draws that have no rows, for ``Numbers.VARIED``.
         running_statistics: batch normalisation does not use the statistics of a part.
-        casts_in_double: a cast to a lower dtype gives float64.
         term: the term of the loss that is left out, to compare its gradients; empty
             for none.
         watch_modules: keep the outputs of modules.
@@ -52,10 +51,9 @@ class Settings:
     """
 
     in_double: bool = True
-    numbers: Numbers = Numbers.AS_DRAWN
+    numbers: Numbers = Numbers.CONSTANT
     fixed_shapes: frozenset[Shape] = frozenset()
     running_statistics: bool = False
-    casts_in_double: bool = False
     term: str = ""
     watch_modules: bool = False
     returns_values: bool = False
@@ -67,10 +65,10 @@ class StepResult:
 
     Attributes:
         gradients: by the name of the parameter.
-        drawn: which generators it drew from: torch, Python, NumPy.
-        coarsest: the coarsest dtype to which it casts numbers in float64.
-        draws: the shapes that random operators drew, without those of dropout, unless
-            numbers are as drawn.
+        drawn: which generators it drew from: Python, NumPy.
+        coarsest: the coarsest dtype in which it computes, if that is not float64.
+        has_drawn: whether it has random operators, unless numbers are as drawn.
+        draws: the shapes that these drew, without those of dropout.
         uncompared: parameters that got a gradient, and cannot be compared.
         terms: the names of the terms of the loss.
         moves_weights: whether it runs a backward pass at weights that it has changed.
@@ -79,8 +77,9 @@ class StepResult:
     """
 
     gradients: Gradients
-    drawn: set[str]
+    drawn: list[str]
     coarsest: torch.dtype | None
+    has_drawn: bool
     draws: Counter[Shape]
     uncompared: tuple[str, ...]
     terms: tuple[str, ...]
@@ -115,18 +114,16 @@ def run_step(
         use_running_statistics(model)
     if settings.watch_modules:
         keep_outputs(model, outputs)
-    # Before anything that the step draws.
-    generators = _used_generators()
+    _seed()
     gradients = TrainedGradients(model, leaves_outside(model, step))
     terms = Terms(settings.term)
     repeated = RepeatedNumbers(settings.numbers, settings.fixed_shapes)
-    watched = WatchedOperators(settings.casts_in_double)
+    watched = WatchedOperators(settings.in_double)
     returned: Any = None  # of a step that an optimizer ends
     with contextlib.ExitStack() as stack:
         if settings.numbers is not Numbers.AS_DRAWN:
             stack.enter_context(repeated)
-        if settings.in_double:
-            stack.enter_context(watched)
+        stack.enter_context(watched)
         stack.enter_context(clipping_replaced(gradients.clippings))
         stack.enter_context(terms)
         # Last: it catches the end of the step, and the others then end as usual.
@@ -136,14 +133,12 @@ def run_step(
         if not gradients.has_run_backward and not settings.returns_values:
             terms.run_backward(returned)
         gradients.clippings.end()
-    drawn = _drawn_since(generators)
-    if watched.draws_from_own_generator:
-        drawn.add("torch")
     is_evaluation = settings.returns_values
     return StepResult(
         gradients=values_of(returned) if is_evaluation else gradients.result(),
-        drawn=drawn,
+        drawn=_drawn(),
         coarsest=watched.coarsest,
+        has_drawn=repeated.has_drawn,
         draws=repeated.draws,
         uncompared=tuple(gradients.uncompared()),
         terms=tuple(terms.names),
@@ -238,27 +233,27 @@ def keep_outputs(model: nn.Module, outputs: dict[str, Tensor]) -> None:
         module.register_forward_hook(keep)
 
 
-def _used_generators() -> dict[str, Any]:
-    """The states of the global generators that have drawn since they were seeded.
-
-    Trainers seed at their start, which is no draw: nothing depends on the split.
-    """
-    states: dict[str, Any] = {}
-    of_torch = torch.get_rng_state()
-    seeded = torch.Generator().manual_seed(torch.initial_seed())
-    if not torch.equal(seeded.get_state(), of_torch):
-        states["torch"] = of_torch.tolist()
-    of_python = random.getstate()
-    if of_python[1][-1] != _WORDS_OF_STATE:
-        states["Python"] = of_python
+def _numpy_random() -> Any:
     # Not imported for it: that takes longer than a check.
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None and numpy.get_state()[2] != _WORDS_OF_STATE:
-        states["NumPy"] = pickle.dumps(numpy.get_state())
-    return states
+    return sys.modules.get("numpy.random")
 
 
-def _drawn_since(before: dict[str, Any]) -> set[str]:
-    """The generators whose states are others than before."""
-    after = _used_generators()
-    return {name for name in after if after[name] != before.get(name)}
+def _seed() -> None:
+    """Seed the generators of Python and NumPy, before a step that may draw from them.
+
+    Trainers seed at their start, too, which is no draw: nothing depends on the split.
+    """
+    random.seed(0)
+    if _numpy_random() is not None:
+        _numpy_random().seed(0)
+
+
+def _drawn() -> list[str]:
+    """The generators that have drawn since they were seeded."""
+    drawn = []
+    if random.getstate()[1][-1] != _WORDS_OF_STATE:
+        drawn.append("Python")
+    numpy_random = _numpy_random()
+    if numpy_random is not None and numpy_random.get_state()[2] != _WORDS_OF_STATE:
+        drawn.append("NumPy")
+    return drawn

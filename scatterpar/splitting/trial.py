@@ -46,8 +46,8 @@ from scatterpar.splitting.step_run import (
 )
 from scatterpar.splitting.trained_leaves import PlainStep
 
-# The largest relative difference that rounding explains, by the dtype to which the step
-# casts, or in which all is computed.
+# The largest relative difference that rounding explains, by the coarsest dtype, and if
+# not all is computed in float64.
 _CAST = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _SINGLE = 1e-3
 _ROUNDING = 1e-9  # all that float64 leaves
@@ -103,7 +103,7 @@ class Trial:
         self._orders = row_parts.orders_of_rows(tensors, self.counts, self._groups)
         self._state = ProcessState(self.model, (step, loss))
         self.rows = self._orders[0]
-        self._begin(in_double=True, casts_in_double=True)
+        self._begin(in_double=True)
 
     # --- cutting ---
 
@@ -155,7 +155,7 @@ class Trial:
         worst, _ = self.worst_error(results, reference.gradients)
         coarsest = reference.coarsest or results[0].coarsest
         if coarsest is not None and worst > self.limit:
-            self.limit = _CAST.get(coarsest, _LARGEST_LIMIT)
+            self.limit = max(self.limit, _CAST.get(coarsest, _LARGEST_LIMIT))
             self._tell_limit(f"the step computes in {coarsest}")
         is_exact = self.settings.in_double and coarsest is None
         if is_exact and _ROUNDING < worst <= self.limit:
@@ -170,31 +170,23 @@ class Trial:
         return reference, results
 
     def _most_exact_results(self) -> tuple[StepResult, list[StepResult]]:
-        """The results in float64 without casts, with casts, or in the user's dtypes.
-
-        The first that succeed: a kernel may insist on a dtype.
-        """
-        problem = ""
-        for casts_in_double in (True, False):
-            self._begin(in_double=True, casts_in_double=casts_in_double)
-            try:
-                return self._results()
-            except TimeoutError:
-                raise
-            except Exception as error:  # if it is no dtype, the step fails again
-                problem = str(error).partition("\n")[0]
-        self._begin(in_double=False, casts_in_double=False)
-        # A model in half precision rounds more than the float32 of most kernels.
-        dtypes = {parameter.dtype for parameter in self.model.parameters()}
-        self.limit = max(_SINGLE, *(_CAST.get(dtype, 0.0) for dtype in dtypes))
+        """The results in float64; in the user's dtypes if a kernel insists on one."""
+        self._begin(in_double=True)
+        try:
+            return self._results()
+        except TimeoutError:
+            raise
+        except Exception as error:  # if it is no dtype, the step fails again
+            problem = str(error).partition("\n")[0]
+        self._begin(in_double=False)
+        self.limit = _SINGLE
         self._tell_limit(f"the step does not run in float64 ({problem})")
         return self._results()
 
-    def _begin(self, *, in_double: bool, casts_in_double: bool) -> None:
+    def _begin(self, *, in_double: bool) -> None:
         """Forget what a comparison in other dtypes has found out."""
         self.settings = Settings(
             in_double=in_double,
-            casts_in_double=casts_in_double,
             returns_values=self.arguments.returns_values,
         )
         self.limit = EXACT
@@ -240,23 +232,27 @@ class Trial:
         Raises ``ValueError`` if the step leaves no gradient.
         """
         result = self.reference(self.rows)
-        if not self.settings.returns_values and is_zero(result.gradients):
+        as_drawn = result
+        if result.has_drawn:
+            with self.changed(numbers=Numbers.AS_DRAWN):
+                as_drawn = self.reference(self.rows)
+        if not self.settings.returns_values and is_zero(as_drawn.gradients):
             raise ValueError(
                 "step left no gradient on a parameter of the model; call backward() "
                 "for the model that step gets, and do not end with zero_grad()"
             )
-        if "torch" in result.drawn:
-            result = self._with_steady_numbers(result)
+        if result.has_drawn:
+            result = self._with_steady_numbers(result, as_drawn)
         return result
 
-    def _with_steady_numbers(self, as_drawn: StepResult) -> StepResult:
+    def _with_steady_numbers(
+        self, result: StepResult, as_drawn: StepResult
+    ) -> StepResult:
         """The result with random numbers that do not depend on the split.
 
-        Constant ones, unless a gradient vanishes with them, as that below a classifier
-        whose weights the step draws.
+        It is ``result``, with constant ones, unless a gradient vanishes with them, as
+        that below a classifier whose weights the step draws.
         """
-        self.settings = replace(self.settings, numbers=Numbers.CONSTANT)
-        result = self.reference(self.rows)
         of_fewer_rows = Counter[Shape]()
         if result.draws:
             of_fewer_rows = self.reference(self.rows[: len(self.rows) // 2]).draws

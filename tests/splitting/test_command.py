@@ -58,6 +58,13 @@ def test_exit_code_is_that_of_the_grid(program, divisor, code, tmp_path, capsys)
     assert json.loads(file.read_text(encoding="utf-8"))["passed"] == (not code)
 
 
+def refuse(arguments):
+    """An argument is wrong: the command ends with 2."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
     [
@@ -67,18 +74,16 @@ def test_exit_code_is_that_of_the_grid(program, divisor, code, tmp_path, capsys)
     ],
 )
 def test_wrong_arguments_end_with_2(program, function, words, capsys):
-    assert main([f"{program('1')}:{function}"]) == 2
+    refuse([f"{program('1')}:{function}"])
     assert words in capsys.readouterr().err
 
 
 @pytest.mark.draws
 def test_rows_that_do_not_divide_end_with_2(program, capsys):
     target = f"{program('1')}:check"
-    assert main([target, "--parts", "5", "--ranks", "1"]) == 2
+    refuse([target, "--parts", "5", "--ranks", "1"])
     assert "16 rows cannot be cut into 5 equal parts" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as ended:
-        main([target, "--parts", "x"])
-    assert ended.value.code == 2
+    refuse([target, "--parts", "x"])
 
 
 @pytest.mark.draws
@@ -96,5 +101,5 @@ def test_error_of_the_users_function_stays_as_it_is(program):
 
 def test_folder_of_json_is_checked_first(program, tmp_path, capsys):
     missing = str(tmp_path / "missing" / "split.json")
-    assert main([f"{program('fail()')}:check", "--json", missing]) == 2
+    refuse([f"{program('fail()')}:check", "--json", missing])
     assert "for --json; make it" in capsys.readouterr().err

@@ -71,15 +71,31 @@ def inside_of_a_list(value):
         (lambda value: value * 2, None),
         (lambda value: value > 0, None),
         (torch.Tensor.float, torch.float32),
-        (lambda value: value.float().half(), torch.float32),
+        (lambda value: value.float().half(), torch.float16),
         (lambda value: (value.float(), value.half()), torch.float16),
         (inside_of_a_list, torch.bfloat16),
-        (lambda value: torch.ones(2).half(), None),  # was never in float64
+        (lambda value: torch.ones(2).half(), torch.float16),
     ],
 )
 def test_coarsest_dtype_of_casts(compute, coarsest):
-    with WatchedOperators(casts_in_double=False) as dtypes:
+    with WatchedOperators(in_double=False) as dtypes:
         compute(torch.ones(2, dtype=torch.float64))
+    assert dtypes.coarsest == coarsest
+
+
+@torch.library.custom_op("scatterpar_tests::halves", mutates_args=())
+def halves(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.half()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "coarsest"), [(torch.float64, torch.float16), (torch.float32, None)]
+)
+def test_kernel_that_casts_is_seen(dtype, coarsest):
+    """In float64 only what was in float64 is rounded."""
+    numbers = torch.ones(2, dtype=dtype)
+    with WatchedOperators(in_double=True) as dtypes:
+        halves(numbers)
     assert dtypes.coarsest == coarsest
 
 
@@ -108,7 +124,7 @@ def double():
     ],
 )
 def test_casts_give_float64(cast):
-    with WatchedOperators(casts_in_double=True):
+    with WatchedOperators(in_double=True):
         torch.set_default_dtype(torch.float64)
         try:
             result = cast(double())
@@ -119,7 +135,7 @@ def test_casts_give_float64(cast):
 
 def test_gradient_passes_a_cast_in_float64():
     numbers = double()
-    with WatchedOperators(casts_in_double=True):
+    with WatchedOperators(in_double=True):
         (numbers / 3).to(torch.bfloat16).float().sum().backward()
         assert torch.arange(3).to(torch.int32).dtype == torch.int32
     assert numbers.grad.tolist() == [1 / 3] * 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy
 import pytest
 import torch
 from harness.oracle import seeded
@@ -27,7 +28,11 @@ def doubled():
 
 def run(step, model, batches, **settings):
     settings = Settings(**{"in_double": False, **settings})
-    return run_step(step, model, batches, settings, list(model.parameters()))
+    before = random.getstate()
+    try:
+        return run_step(step, model, batches, settings, list(model.parameters()))
+    finally:
+        random.setstate(before)  # what ``ProcessState`` does
 
 
 def sums(model, batches):
@@ -43,8 +48,9 @@ def test_gradients_add_up():
     result = run(sums, doubled(), BATCHES)
     assert result.gradients["weight"].tolist() == [[9.0]]
     assert result.gradients["weight"].dtype == torch.float64
-    assert result.drawn == set()
-    assert result.coarsest is None
+    assert result.drawn == []
+    assert not result.has_drawn
+    assert result.coarsest == torch.float32
 
 
 def test_earlier_gradient_does_not_count():
@@ -131,18 +137,27 @@ def test_change_by_hand_is_the_gradient():
 
 @pytest.mark.draws
 def test_generators_drawn_from_are_named():
-    before = random.getstate()
-
     def step(model, batches):
-        torch.rand(1)
+        torch.rand(1, generator=torch.Generator())
         random.random()
         sums(model, batches)
 
+    result = run(step, doubled(), BATCHES)
+    assert result.drawn == ["Python"]
+    assert result.has_drawn
+
+
+def test_seeding_is_no_draw():
+    def step(model, batches):
+        random.seed(3)
+        numpy.random.seed(3)
+        sums(model, batches)
+
+    before = numpy.random.get_state()
     try:
-        result = run(step, doubled(), BATCHES)
+        assert run(step, doubled(), BATCHES).drawn == []
     finally:
-        random.setstate(before)
-    assert result.drawn == {"torch", "Python"}
+        numpy.random.set_state(before)
 
 
 @pytest.mark.draws
@@ -163,13 +178,9 @@ def test_random_operators_follow_settings(numbers, are_equal):
 
 def test_coarsest_dtype_is_watched():
     def step(model, batches):
-        return (model.weight * model.weight.half().double()).sum().backward()
+        return (model.weight * model.weight.half().float()).sum().backward()
 
-    before = torch.get_default_dtype()
-    try:
-        assert run(step, doubled(), [], in_double=True).coarsest == torch.float16
-    finally:
-        torch.set_default_dtype(before)  # what ``ProcessState`` does
+    assert run(step, doubled(), []).coarsest == torch.float16
 
 
 def batch_norms():

@@ -96,13 +96,12 @@ class _OfPair(Wrapper[WrappedT]):
     def _run(
         self,
         plan: Plan,
-        calls: Sequence[Any],
-        work: Callable[[Any, Any], Any],
+        work: Callable[[Any, int], Any],
         transfers: AutogradTransfers,
         scope: Scope = Scope.NOTHING,
     ) -> list[Any]:
-        """Call ``work(replica of module, call)`` for the call of each share, in
-        parallel, or one at a time if ``scope`` is a sub-step.
+        """Call ``work(replica of module, its number)`` for each share, in parallel, or
+        one at a time if ``scope`` is a sub-step.
 
         Then the module gets the buffers of replica 0. If a call raises, random state is
         restored.
@@ -119,10 +118,9 @@ class _OfPair(Wrapper[WrappedT]):
         if not copies:
             modules = [self.module] * len(devices)
 
-        def run(item: tuple[int, Any, Any], _: Proceed) -> Any:
-            replica, module, call = item
+        def run(replica: int, _: Proceed) -> Any:
             with threads.turn(Scope.SUBSTEP, replica, 0):
-                return work(module, call)
+                return work(modules[replica], replica)
 
         generators = Generators(devices)
         threads = ReplicaThreads(self._workers, plan.shares, generators)
@@ -132,9 +130,8 @@ class _OfPair(Wrapper[WrappedT]):
         hooks = saved_tensors_hooks()
         if hooks is not None and hooks[0].__module__ == checkpoint.__module__:
             threads.widen(Scope.SUBSTEP)
-        items = list(zip(range(len(modules)), modules, calls, strict=True))
         with Undo(generators, transfers), guard:
-            results = threads.run(run, items)
+            results = threads.run(run, range(len(devices)))
         # Now that all calls have succeeded.
         generators.commit()
         BufferWriter(copies[0].changed_buffers() if copies else ()).write()
@@ -228,13 +225,13 @@ class DataParallelModel(_OfPair[ModuleT]):
             arguments_of_call = call_inputs(inputs, kwargs)
             calls = scatter_owned(arguments_of_call, plan, self.dim, transfers)
 
-            def output_of(replica: Any, call: Any) -> Any:
-                args, kwargs = call
+            def output_of(replica: Any, number: int) -> Any:
+                args, kwargs = calls[number]
                 output = replica(*args, **kwargs)
                 nested.refuse_generators(output)
                 return output
 
-            return tuple(self._run(plan, calls, output_of, transfers))
+            return tuple(self._run(plan, output_of, transfers))
 
 
 class DataParallelCriterion(_OfPair[Criterion]):
@@ -339,7 +336,7 @@ class DataParallelCriterion(_OfPair[Criterion]):
                 criterion = as_sum(replica) if weights.sums[number] else replica
                 return scalar_loss(criterion(*calls[number]), "the criterion")
 
-            losses = self._run(plan, range(len(calls)), loss_of, transfers, scope)
+            losses = self._run(plan, loss_of, transfers, scope)
             self._looks.tell()
         return combine(losses, [weight for (weight,) in weights.by_share], plan)
 

@@ -184,7 +184,7 @@ def combine(losses: Sequence[Tensor], weights: Sequence[float], plan: Plan) -> T
         is_at_share = loss.device == physical(share.device)
         origin = share.device if is_at_share else loss.device
         if origin != master:
-            loss = _copied_in_graph(loss, origin, master, Transfers().copy)
+            loss = AutogradTransfers().copy(loss, master, "compute", origin)
         terms.append(weight * loss)
     if not terms:
         # Not a loss times zero, which may be NaN.
@@ -196,14 +196,22 @@ def combine(losses: Sequence[Tensor], weights: Sequence[float], plan: Plan) -> T
 class AutogradTransfers(Transfers):
     """Transfers that autograd records: gradients are copied back to the source."""
 
-    def copy(self, tensor: Tensor, device: torch.device, phase: str) -> Tensor:
-        """A copy of ``tensor`` on ``device``.
+    def copy(
+        self,
+        tensor: Tensor,
+        device: torch.device,
+        phase: str,
+        origin: torch.device | None = None,
+    ) -> Tensor:
+        """A copy of ``tensor`` on ``device``, from ``origin`` if that is virtual.
 
         It is in autograd's graph if ``tensor`` requires grad.
         """
         if not tensor.requires_grad:
             return super().copy(tensor, device, phase)
-        return _copied_in_graph(tensor, tensor.device, device, super().copy)
+        origin = origin or tensor.device
+        copied: Tensor = _CopyInGraph.apply(tensor, origin, device, super().copy)  # type: ignore[no-untyped-call]
+        return copied
 
 
 class _ConnectCopies(torch.autograd.Function):
@@ -243,17 +251,6 @@ class _ConnectCopies(torch.autograd.Function):
         return None, total.get(0), *of_copies
 
 
-def _copied_in_graph(
-    tensor: Tensor,
-    origin: torch.device,
-    device: torch.device,
-    copy: Callable[..., Tensor],
-) -> Tensor:
-    """A copy of ``tensor`` from ``origin`` to ``device``, made by ``copy``."""
-    copied: Tensor = _CopyInGraph.apply(tensor, origin, device, copy)  # type: ignore[no-untyped-call]
-    return copied
-
-
 class _CopyInGraph(torch.autograd.Function):
     """A copy from one memory to another. The backward pass copies the gradient back."""
 
@@ -276,8 +273,8 @@ class _CopyInGraph(torch.autograd.Function):
         (gradient,) = gradients
         with use_device(ctx.device, ctx.streams):
             # In a graph of its own, for a second derivative.
-            copied = _copied_in_graph(
-                gradient, ctx.device, ctx.origin, Transfers().copy
+            copied = AutogradTransfers().copy(
+                gradient, ctx.origin, "compute", ctx.device
             )
         return copied, None, None, None
 

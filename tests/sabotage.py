@@ -358,8 +358,8 @@ SABOTAGES = [
         promise="exact",
         file="verify/comparison.py",
         place="relative_difference",
-        text="if relative > worst:",
-        replacement="if False:",
+        text="worst = max(differences, default=0.0)",
+        replacement="worst = min(differences, default=0.0)",
         seen_by="test_difference_measured_and_explained",
     ),
     Sabotage(

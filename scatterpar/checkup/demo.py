@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
 
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.report import StepReport
@@ -90,8 +91,8 @@ def make_batch() -> tuple[Tensor, Tensor]:
 def take_gradient(model: nn.Module) -> Tensor:
     """The gradient of all parameters as one vector, which is then cleared."""
     # Cleared, so that the next way to accumulate begins with nothing.
-    gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-    gradient = torch.cat(gradients)
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    gradient = parameters_to_vector(gradients)
     model.zero_grad()
     return gradient
 

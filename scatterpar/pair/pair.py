@@ -98,10 +98,9 @@ class _OfPair(Wrapper[WrappedT]):
         plan: Plan,
         work: Callable[[Any, int], Any],
         transfers: AutogradTransfers,
-        scope: Scope = Scope.NOTHING,
     ) -> list[Any]:
         """Call ``work(replica of module, its number)`` for each share, in parallel, or
-        one at a time if ``scope`` is a sub-step.
+        one at a time.
 
         Then the module gets the buffers of replica 0. If a call raises, random state is
         restored.
@@ -124,7 +123,9 @@ class _OfPair(Wrapper[WrappedT]):
 
         generators = Generators(devices)
         threads = ReplicaThreads(self._workers, plan.shares, generators)
-        threads.widen(scope)
+        # A function, which replicas share, computes one loss at a time.
+        if is_shared(self.module):
+            threads.widen(Scope.SUBSTEP)
         # Checkpointing identifies recomputed tensors by the order in which they were
         # saved.
         hooks = saved_tensors_hooks()
@@ -182,7 +183,8 @@ class DataParallelModel(_OfPair[ModuleT]):
         super().__init__(module, resolve(device_ids), dim)
         master = self.device_ids[0]
         is_copied = len(set(self.device_ids)) > 1
-        if is_copied and is_async(master) and not has_streams(master):
+        has_events = has_streams(master) or not is_async(master)
+        if is_copied and not has_events:
             raise ValueError(
                 f"device_ids: {master} has no events, which autograd needs between "
                 f"devices; use one device, or ScatterOnceParallel, which needs none"
@@ -314,31 +316,32 @@ class DataParallelCriterion(_OfPair[Criterion]):
         _require_entries(outputs)
         if count is not None:
             check_function("count", count)
+        num_replicas = len(outputs)
         # A criterion without devices meets its replicas here.
-        if self._workers.count < len(outputs):
-            self._workers = Workers([None] * len(outputs), "this DataParallelCriterion")
+        if self._workers.count < num_replicas:
+            places = [None] * num_replicas
+            self._workers = Workers(places, "this DataParallelCriterion")
         transfers = AutogradTransfers()
         with self._workers.exclusive(), restored(transfers.synchronize):
             resolved = resolve_reduction(self.module, reduction)
             plan = self._plan(outputs, targets)
             batch = batch_of(None, targets, plan.rows, self.dim)
             request = Request([batch], self.dim, self.module, resolved, count)
-            if self.verify and len(outputs) > 1:
+            if self.verify and num_replicas > 1:
                 self._looks.check(request, plan, outputs, self._workers)
             pieces = scatter_owned(targets, plan, self.dim, transfers)
             calls = list(zip(outputs, pieces, strict=True))
             weights = compute_loss_weights(request, plan, calls)
-            scope = Scope.NOTHING
-            if is_shared(self.module):
-                scope = Scope.SUBSTEP  # it computes one loss at a time
 
             def loss_of(replica: Any, number: int) -> Tensor:
                 criterion = as_sum(replica) if weights.sums[number] else replica
-                return scalar_loss(criterion(*calls[number]), "the criterion")
+                loss = criterion(*calls[number])
+                return scalar_loss(loss, "the criterion")
 
-            losses = self._run(plan, loss_of, transfers, scope)
+            losses = self._run(plan, loss_of, transfers)
             self._looks.tell()
-        return combine(losses, [weight for (weight,) in weights.by_share], plan)
+        weight_by_share = [weight for (weight,) in weights.by_share]
+        return combine(losses, weight_by_share, plan)
 
     def _plan(self, outputs: Sequence[Any], targets: Any) -> Plan:
         """The plan of the targets.

@@ -52,11 +52,12 @@ class PassingReplica(ModuleCopy):
         copies = list(map(self.copy_of, modules))
         for number, name, value in values_after(modules, copies, self.copy_of):
             module = modules[number]
-            is_copy = value is self.copy_of(module._buffers[name])
+            buffers = module._buffers
+            copy = self.copy_of(buffers[name])
             # Batch normalisation in training writes its statistics without counting
             # versions.
-            if module.training or not is_copy or self._is_written(value):
-                yield module._buffers, name, value
+            if module.training or value is not copy or self._is_written(value):
+                yield buffers, name, value
 
     def _is_written(self, value: Tensor | None) -> bool:
         if value is None:
@@ -100,7 +101,8 @@ def replicate(
         for tensors, copy in zip(tensors_of_replicas, copies, strict=True):
             _give_class_of(original, copy)
             tensors[number] = copy
-    guard = ParameterGuard(broadcast, zip(device_ids, tensors_of_replicas, strict=True))
+    tensors_by_device = zip(device_ids, tensors_of_replicas, strict=True)
+    guard = ParameterGuard(broadcast, tensors_by_device)
     guard.checked_modes = checked_modes
     mode = tuple(part.training for part in contents.modules.values())
     replicas = [PassingReplica(contents, tensors) for tensors in tensors_of_replicas]
@@ -145,9 +147,11 @@ def scatter_owned(
     values = Values(transfers)
     shares: list[Any] = []
     for share in plan.shares:
-        rows = values.on(share.device, batch).select(range(share.start, share.stop))
-        arrived = rows.map_rows(partial(moved_rows, transfers, share.device))
-        inputs, _ = arrived.unwrapped(copy=is_marked or share.device in sources)
+        device = share.device
+        rows = values.on(device, batch).select(range(share.start, share.stop))
+        arrived = rows.map_rows(partial(moved_rows, transfers, device))
+        is_copied = is_marked or device in sources
+        inputs, _ = arrived.unwrapped(copy=is_copied)
         shares.append(inputs)
     return shares
 
@@ -240,13 +244,12 @@ class _ConnectCopies(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         # As sums of replicas have them: by number of the tensor.
-        by_replica = [
-            {} if gradient is None else {0: gradient} for gradient in gradients
-        ]
-        with use_device(ctx.device_ids[0], ctx.streams):
-            total = sum_in_order(
-                by_replica, ctx.device_ids, Transfers(), in_place=False
-            )
+        by_replica: list[dict[int, Tensor]] = []
+        for gradient in gradients:
+            by_replica.append({} if gradient is None else {0: gradient})
+        devices = ctx.device_ids
+        with use_device(devices[0], ctx.streams):
+            total = sum_in_order(by_replica, devices, Transfers(), in_place=False)
         of_copies = [None] * len(gradients)
         return None, total.get(0), *of_copies
 

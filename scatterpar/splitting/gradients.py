@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import torch
 from torch import Tensor
 
-from scatterpar.verify.comparison import SMALLEST_SCALE, magnitudes
+from scatterpar.verify.comparison import SMALLEST_SCALE, relative_differences
 
 Gradients = dict[str, Tensor]  # in float64 on the host, zeros where there is none
 
@@ -29,19 +28,12 @@ def relative_errors(
     ``limit`` is. Not a number counts as infinite. Each of the values of an evaluation
     has its own scale: a loss may be a thousandth of a perplexity.
     """
-    sizes = magnitudes(list(expected.values()))
-    differences = [actual[name] - gradient for name, gradient in expected.items()]
     part = SMALLEST_SCALE if limit > EXACT else _SMALLEST_IN_DOUBLE
     if are_values:
         part = 0.0
-    floor = max(part * max(sizes, default=0.0), math.ulp(0.0))
-    errors = {}
-    for name, size, difference in zip(
-        expected, sizes, magnitudes(differences), strict=True
-    ):
-        error = difference / max(size, floor)
-        errors[name] = math.inf if math.isnan(error) else error
-    return errors
+    compared = [actual[name] for name in expected]
+    errors = relative_differences(compared, list(expected.values()), part)
+    return dict(zip(expected, errors, strict=True))
 
 
 def zeros_of_all(results: Sequence[Gradients]) -> Gradients:

@@ -52,8 +52,6 @@ class ProcessState:
         self.tensors = list(walk.tensors.values())
         self._leaves = [_Leaf(tensor) for tensor in self.tensors if tensor.is_leaf]
         self._settings = read_settings()
-        # Of this thread alone, so they are no settings of the process.
-        self._computes_gradients = torch.is_grad_enabled()
         self._num_threads = torch.get_num_threads()
         self._known_singletons = set(shared)
         # A group that the user has made before is not ours to destroy.
@@ -63,15 +61,16 @@ class ProcessState:
     def restored(self) -> Iterator[None]:
         """Restore everything after the body. Ctrl-C waits until this is done."""
         self._user.begin()
-        try:
-            yield
-        finally:
-            with Interrupts():
-                self._restore()
+        # The mode is of this thread alone, so it is no setting of the process.
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
+            try:
+                yield
+            finally:
+                with Interrupts():
+                    self._restore()
 
     def _restore(self) -> None:
         restore_settings(self._settings)
-        torch.set_grad_enabled(self._computes_gradients)
         if torch.get_num_threads() != self._num_threads:
             torch.set_num_threads(self._num_threads)
         for tensor in self.tensors:

@@ -120,35 +120,37 @@ def weighted_sum(results: Sequence[Result], weights: Sequence[float] = ()) -> Re
 def relative_difference(
     actual: LeafGradients, expected: LeafGradients
 ) -> tuple[float, int]:
-    """The largest relative difference between gradients of the same tensors, and its
-    position.
+    """The largest of ``relative_differences``, and its position."""
+    differences = relative_differences(actual, expected)
+    worst = max(differences, default=0.0)
+    return worst, differences.index(worst) if differences else 0
+
+
+def relative_differences(
+    actual: LeafGradients,
+    expected: LeafGradients,
+    smallest_scale: float = SMALLEST_SCALE,
+) -> list[float]:
+    """The relative differences between gradients of the same tensors.
 
     For each tensor it is the largest difference of an entry over the largest entry, or
-    over a hundredth of the largest entry of all tensors, if that is more. It is
-    infinite for NaN, or if only one of the two has a gradient and it is not zero.
+    over a part of the largest entry of all tensors, ``smallest_scale``, if that is
+    more. It is infinite for NaN, or if only one of the two has a gradient and it is not
+    zero.
     """
     pairs = list(zip(actual, expected, strict=True))
     differences = magnitudes([_difference(*pair) for pair in pairs])
     scales = magnitudes(expected)
-    floor = _smallest_scale(scales)
-    worst = 0.0
-    position = 0
-    for number, difference in enumerate(differences):
-        if not difference:
-            continue
-        relative = difference / max(scales[number], floor)
+    floor = max(smallest_scale * max(scales, default=0.0), math.ulp(0.0))
+    quotients = []
+    for pair, difference, scale in zip(pairs, differences, scales, strict=True):
+        relative = difference / max(scale, floor)
         # NaN would be no difference, since it is larger than nothing.
-        if math.isnan(relative) or any(gradient is None for gradient in pairs[number]):
+        is_infinite = math.isnan(relative) or any(gradient is None for gradient in pair)
+        if difference and is_infinite:
             relative = math.inf
-        if relative > worst:
-            worst = relative
-            position = number
-    return worst, position
-
-
-def _smallest_scale(scales: Sequence[float]) -> float:
-    """The scale of gradients that may be rounding, beside those of other tensors."""
-    return max(SMALLEST_SCALE * max(scales, default=0.0), math.ulp(0.0))
+        quotients.append(relative)
+    return quotients
 
 
 def _difference(actual: Tensor | None, expected: Tensor | None) -> Tensor | None:

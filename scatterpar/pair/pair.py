@@ -105,17 +105,18 @@ class _OfPair(Wrapper[WrappedT]):
         Then the module gets the buffers of replica 0. If a call raises, random state is
         restored.
         """
+        module: Any = self.module
         devices = [share.device for share in plan.shares]
         copies: list[PassingReplica] = []
         guard: AbstractContextManager[None] = nullcontext()
         # Without tensors and modules the criterion itself is called.
-        root = root_to_replicate(self.module)
+        root = root_to_replicate(module)
         if root is not None:
             # In every call: the graph of the outputs keeps these copies.
             copies, guard = replicate(root, devices, self._checked_modes)
-        modules = [copy.copy_of(self.module) for copy in copies]
+        modules = [copy.copy_of(module) for copy in copies]
         if not copies:
-            modules = [self.module] * len(devices)
+            modules = [module] * len(devices)
 
         def run(replica: int, _: Proceed) -> Any:
             with threads.turn(Scope.SUBSTEP, replica, 0):
@@ -124,7 +125,7 @@ class _OfPair(Wrapper[WrappedT]):
         generators = Generators(devices)
         threads = ReplicaThreads(self._workers, plan.shares, generators)
         # A function, which replicas share, computes one loss at a time.
-        if is_shared(self.module):
+        if is_shared(module):
             threads.widen(Scope.SUBSTEP)
         # Checkpointing identifies recomputed tensors by the order in which they were
         # saved.

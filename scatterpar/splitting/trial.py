@@ -73,7 +73,9 @@ class Trial:
         self.model = arguments.model
         self.parts = arguments.num_parts
         self.ranks = arguments.ranks
+        self.settings = Settings(returns_values=arguments.returns_values)
         self.limit = EXACT
+        self.unseen: list[str] = []
         step, loss = arguments.step, arguments.loss
         self._attributes: dict[str, Any] = {}  # of a function, after its last run
         self._zeros: Gradients = {}  # for each gradient, once all names are known
@@ -103,7 +105,6 @@ class Trial:
         self._orders = row_parts.orders_of_rows(tensors, self.counts, self._groups)
         self._state = ProcessState(self.model, (step, loss))
         self.rows = self._orders[0]
-        self._begin(in_double=True)
 
     # --- cutting ---
 
@@ -171,26 +172,19 @@ class Trial:
 
     def _most_exact_results(self) -> tuple[StepResult, list[StepResult]]:
         """The results in float64; in the user's dtypes if a kernel insists on one."""
-        self._begin(in_double=True)
+        settings = self.settings
         try:
             return self._results()
         except TimeoutError:
             raise
         except Exception as error:  # if it is no dtype, the step fails again
             problem = str(error).partition("\n")[0]
-        self._begin(in_double=False)
+        # What was found out in float64 may be otherwise.
+        self.settings = replace(settings, in_double=False)
+        self.unseen.clear()
         self.limit = _SINGLE
         self._tell_limit(f"the step does not run in float64 ({problem})")
         return self._results()
-
-    def _begin(self, *, in_double: bool) -> None:
-        """Forget what a comparison in other dtypes has found out."""
-        self.settings = Settings(
-            in_double=in_double,
-            returns_values=self.arguments.returns_values,
-        )
-        self.limit = EXACT
-        self.unseen: list[str] = []
 
     def _results(self) -> tuple[StepResult, list[StepResult]]:
         reference = self.first_reference()

@@ -863,9 +863,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         with self._attempt(request, plan, extent) as attempt:
             return map_rows(attempt, self.module, work, self._verifier)
 
-    def batch_calls(
-        self, function: Callable[[Any, Any], Any], *, in_groups: bool = False
-    ) -> BatchCalls:
+    def batch_calls(self, function: Callable[[Any, Any], Any]) -> BatchCalls:
         """For loops of other libraries: calls of ``function(replica, batch)`` for whole
         batches. See ``BatchCalls``.
         """
@@ -876,7 +874,6 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             self.device_ids,
             self._workers,
             self.loop,
-            in_groups=in_groups,
         )
 
     @explaining_keywords

@@ -15,6 +15,7 @@ In an evaluation each device computes whole batches of the loop::
 
 With ``parallel=True`` replicas call the step functions at the same time, each on its
 own copy of the LightningModule, and an evaluation reads one batch per replica ahead.
+What a call logs is recorded, and logged when the loop asks for the call's batch.
 
 The Trainer does everything else: order of the hooks, optimizers, schedules, callbacks,
 checkpoints.
@@ -24,10 +25,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from functools import partial, partialmethod
+from numbers import Number
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
@@ -90,6 +92,8 @@ _OF_LOOP = ("_trainer", "_fabric")
 _NO_METRIC = nn.Identity()  # in the place of a metric, in the module that is replicated
 _STEPS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 _REDUCTIONS: dict[Any, Any] = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}
+# The names of what self.log takes after name and value.
+_OPTIONS_OF_LOG = [*inspect.signature(LightningModule.log).parameters][3:]
 _CLOSE = 1e-2  # of logged values: rounding in half precision is smaller
 
 
@@ -162,8 +166,10 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._replicated: Any = None
         self._until_teardown = contextlib.ExitStack()
         self._until_end_of_evaluation = contextlib.ExitStack()
-        # By path, while replicas call step functions: of the user's module.
+        # By path, of the user's module: its metrics, and copies without their states,
+        # which calls copy while the loop updates metrics.
         self._metrics: dict[str, Any] = {}
+        self._empty_metrics: dict[str, Any] = {}
         # Of an evaluation: how many batches have been transferred; which replica has
         # the last one.
         self._num_batches = 0
@@ -262,7 +268,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         # Calls end in any order of the replicas, and are sorted by their first rows.
         inputs["rows"] = Rows(range(loop.num_rows(batch)))
         self._skips.clear()
-        with precision.train_step_context(), self._calling():
+        with precision.train_step_context(), self._without_metrics():
+            self._empty_metrics = _all_emptied(self._metrics)
             try:
                 loss, records = self._engine.loss(inputs, **options)
             finally:
@@ -275,8 +282,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             self._functions.tell_numbers(
                 "training_step", len(calls), _ONCE_PER_BATCH, module
             )
-        self._merge_metrics(calls)
-        self._logged.log(module, calls)
+        self._log(calls)
         outputs = self._joined(calls)
         outputs["loss"] = loss
         return outputs
@@ -372,25 +378,13 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     # Calls of step functions on replicas.
 
     @contextlib.contextmanager
-    def _calling(self) -> Iterator[None]:
-        """In the body replicas call step functions.
-
-        What calls log is recorded, and the module that is replicated has no metrics:
-        calls update copies.
+    def _without_metrics(self) -> Iterator[None]:
+        """In the body the module that is replicated has no metrics: calls update
+        copies.
         """
         module = self.lightning_module
-        connector = module.trainer._logger_connector
-        results = module.trainer._results
         self._metrics = _metrics_of(module)
-        with contextlib.ExitStack() as stack:
-            without = dict.fromkeys(self._metrics, _NO_METRIC)
-            stack.enter_context(_placed(module, without))
-            if results is not None:  # there are none in a prediction
-                # Calls of a look set the name of the hook that has logged last, too.
-                last_hook = connector._current_fx
-                stack.enter_context(loop.overridden(connector, _current_fx=last_hook))
-                recording = loop.overridden(results, log=_record, reset=_do_nothing)
-                stack.enter_context(recording)
+        with _placed(module, dict.fromkeys(self._metrics, _NO_METRIC)):
             yield
 
     @contextlib.contextmanager
@@ -398,7 +392,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """In the body the call runs. Yields the module whose step function to call."""
         device = loop.device_of(replica, self.root_device)
         copies = {}
-        for place, metric in self._metrics.items():
+        for place, metric in self._empty_metrics.items():
             copies[place] = _emptied(metric).to(device)
         call.places = {id(metric): at for at, metric in _single(copies).items()}
         module = replica if self._parallel else self.lightning_module
@@ -409,31 +403,31 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             stack.enter_context(_placed(module, copies))
             for part in module.modules():
                 if isinstance(part, LightningModule):
-                    # Lightning keeps names of metrics by their ids.
-                    attributes = {"_device": device, "_metric_attributes": None}
-                    stack.enter_context(loop.overridden(part, **attributes))
-            # A context variable, because replicas call at the same time.
-            token = _present_call.set(call)
-            stack.callback(_present_call.reset, token)
+                    stack.enter_context(loop.overridden(part, _device=device))
+            stack.enter_context(loop.overridden(module, log=call.log))
             yield module
         # Not in a finally: what a failed call has measured is dropped.
         call.metrics = _updated(copies)
 
-    def _merge_metrics(self, calls: Sequence[_Call]) -> None:
-        """Merge what calls have measured into the user's metrics."""
-        for place, metric in _single(_metrics_of(self.lightning_module)).items():
+    def _log(self, calls: Sequence[_Call]) -> None:
+        """Update the user's metrics with what calls have measured, and log."""
+        metrics = _single(self._metrics)
+        for place, metric in metrics.items():
             copies = [call.metrics[place] for call in calls if place in call.metrics]
             _merge(metric, copies, self.root_device)
+        self._logged.log(self.lightning_module, calls, metrics)
 
     # Evaluation.
 
     def _begin_evaluation(self) -> None:
-        """The loop begins: from the first device on, or with groups of batches."""
+        """The loop begins: from the first device on, or with batches that are read
+        ahead.
+        """
         self._num_batches = 0
-        num_ahead = len(self._engine.device_ids) - 1
+        num_ahead = len(self._engine.device_ids)
         fetcher: Any = self.lightning_module.trainer._active_loop._data_fetcher
         is_fetched = isinstance(fetcher, _DataLoaderIterDataFetcher)
-        if not self._parallel or not num_ahead or is_fetched:
+        if not self._parallel or num_ahead == 1 or is_fetched:
             return
         self._fetcher = fetcher
         # Lightning's fetcher keeps as many batches ahead as it has, and knows by them
@@ -484,7 +478,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     def _evaluate(self, step: str, *arguments: Any, **options: Any) -> Any:
         """Call a step function for a batch: on the device that has the batch."""
         if self._fetcher is not None:
-            return self._result_of_group(step, arguments)
+            return self._result_of_replica(step, arguments)
         number = self._replica_of_batch
         # A batch that the loop does not transfer is on the first device.
         self._replica_of_batch = 0
@@ -530,30 +524,28 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         if results is not None and device != self.root_device:
             results.to(self.root_device)
 
-    def _result_of_group(self, step: str, arguments: Sequence[Any]) -> Any:
-        """The result of a batch, computed with those of the next ones, each by a
-        replica.
-        """
+    def _result_of_replica(self, step: str, arguments: Sequence[Any]) -> Any:
+        """The result of a batch, computed beside those of the next ones."""
         ahead = self._fetcher.batches
         ahead[self._num_prepared :] = map(self._prepared, ahead[self._num_prepared :])
         self._num_prepared = len(ahead)
         # The loop calls a step with as many parts of each item.
         items = [item[: len(arguments)] for item in ahead]
-        if self._calls is None:
-            function = partial(self._evaluation_call, step)
-            # In groups, because what calls log is recorded in the body below alone.
-            self._calls = self._engine.batch_calls(function, in_groups=True)
         # The stock strategy enters it for a single batch.
-        with self.precision_plugin.forward_context(), self._calling():
+        with self.precision_plugin.forward_context(), self._without_metrics():
+            if self._calls is None:
+                self._empty_metrics = _all_emptied(self._metrics)
+                function = partial(self._evaluation_call, step)
+                self._calls = self._engine.batch_calls(function)
             call = self._calls.result([arguments, *items])
-        self._merge_metrics([call])
-        self._logged.log(self.lightning_module, [call])
-        return loop.moved(call.output, self.root_device)
+            self._log([call])
+            output = loop.moved(call.output, self.root_device)
+            self._calls.go_on()
+        return output
 
     def _evaluation_call(self, step: str, work: Any, arguments: Sequence[Any]) -> _Call:
-        """Call a step function for a batch of a group."""
-        # A batch is one row of its group.
-        call = _Call(0, 1)
+        """Call a step function for a batch."""
+        call = _Call(0, 1)  # with the weight of the whole batch
         with self._in_call(work[0], call) as module:
             call.output = getattr(module, step)(*arguments)
         return call
@@ -605,20 +597,19 @@ class _Call:
         self.weight: float | Tensor = num_rows
         self.logged: dict[tuple[str, int], tuple[Any, dict[str, Any]]] = {}
 
-
-# What self.log of a call records: in the thread of a replica, or of a look.
-
-_present_call: ContextVar[_Call] = ContextVar("_present_call")
-
-
-def _record(fx: str, name: str, value: Any, **options: Any) -> None:
-    """Record a value, in the place of Lightning's ``_ResultCollection.log``."""
-    call = _present_call.get()
-    # A step may log a name more than once: each time is a value of its own.
-    times = sum(name == other for other, _ in call.logged)
-    options["fx"] = fx
-    value = call.places[id(value)] if isinstance(value, Metric) else value.detach()
-    call.logged[name, times] = value, options
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def log(self, name: str, value: Any, *arguments: Any, **options: Any) -> None:
+        """Record a value, in the place of ``LightningModule.log``."""
+        options.update(zip(_OPTIONS_OF_LOG, arguments, strict=False))
+        if isinstance(value, Metric):
+            value = self.places.get(id(value), value)
+        elif isinstance(value, Tensor):
+            value = value.detach().clone().squeeze()
+        elif isinstance(value, Number):
+            value = torch.tensor(value, dtype=torch.get_default_dtype())
+        # A step may log a name more than once: each time is a value of its own.
+        times = sum(name == other for other, _ in self.logged)
+        self.logged[name, times] = value, options
 
 
 class _Logged(NamedTuple):
@@ -643,40 +634,38 @@ class _LoggedValues:
         self._told = Told()
         self._warnings: list[str] = []  # of a look, in which warnings are not shown
 
-    def log(self, module: LightningModule, calls: Sequence[_Call]) -> None:
+    def log(
+        self,
+        module: LightningModule,
+        calls: Sequence[_Call],
+        metrics: Mapping[_Place, Metric],
+    ) -> None:
         """Log what calls have logged: metrics, and one value for all rows.
 
-        ``self.log`` has checked and converted the values in the calls. Warns of values
-        that a look has found to be no means.
+        Warns of values that a look has found to be no means.
         """
         for text in self._warnings:
             warn(text)
         self._warnings = []
-        results = module.trainer._results
-        connector = module.trainer._logger_connector
-        metrics = _single(_metrics_of(module))
         for (name, _), entries in _logged_by(calls).items():
             value = entries[-1].value
             options = dict(entries[-1].options)
             if isinstance(value, _Place):
+                options["metric_attribute"] = value.path
                 value = metrics[value]
-            # A single call's value is that of the batch, with the user's own options.
-            elif len(entries) > 1:
-                value, options["batch_size"] = self._value_of(name, entries)
-            if isinstance(value, Tensor):
+            elif isinstance(value, Tensor):
+                # A single call's value is that of the batch, with the user's options.
+                if len(entries) > 1:
+                    value, options["batch_size"] = self._value_of(name, entries)
                 value = to_device(value, module.device)
-            # As self.log does: in a new epoch a hook begins with new values.
-            if connector.should_reset_tensors(options["fx"]):
-                results.reset(metrics=False, fx=options["fx"])
-            results.log(name=name, value=value, **options)
-            connector._current_fx = options["fx"]
+            module.log(name, value, **options)
 
     def note_sizes(self, call: _Call) -> None:
         """Note ``batch_size=`` of what a call has logged, also of a look's call."""
         for (name, _), (_, options) in call.logged.items():
             rows, sizes = self._seen[name]
             rows.add(call.num_rows)
-            sizes.add(options["batch_size"])
+            sizes.add(options.get("batch_size"))
 
     def look(self, call: _Call, *, is_whole: bool) -> None:
         """Note values of all rows of a look that those of its parts do not make."""
@@ -720,7 +709,7 @@ class _LoggedValues:
         device = last.value.device
         values = [entry.value.to(device) for entry in entries]
         size, weights = self._size_of(name, entries)
-        reduction = last.options["reduce_fx"]
+        reduction = last.options.get("reduce_fx")
         # torch.sum, "sum" and Python's sum mean the same
         reduce = _REDUCTIONS.get(getattr(reduction, "__name__", reduction))
         # A mean, or a function of the user's, of which a mean is expected.
@@ -746,7 +735,7 @@ class _LoggedValues:
         for entry in entries:
             rows.append(entry.call.num_rows)
             weights.append(float(entry.call.weight))
-            sizes.append(entry.options["batch_size"])
+            sizes.append(entry.options.get("batch_size"))
         if None in sizes:
             return None, weights
         rows_seen, sizes_seen = self._seen[name]
@@ -765,10 +754,6 @@ def _logged_by(calls: Sequence[_Call]) -> dict[tuple[str, int], list[_Logged]]:
         for key, (value, options) in call.logged.items():
             logged[key].append(_Logged(call, value, options))
     return logged
-
-
-def _do_nothing(*_: Any, **__: Any) -> None:
-    """Do nothing."""
 
 
 # Modules.
@@ -845,6 +830,11 @@ class _Place(NamedTuple):
 
     outer: str
     inner: str
+
+    @property
+    def path(self) -> str:
+        """The path of the metric in the LightningModule."""
+        return f"{self.outer}.{self.inner}".removesuffix(".")
 
 
 _METRICS = (Metric, MetricCollection)
@@ -926,6 +916,11 @@ def _emptied(metric: Any) -> Any:
     copied = copy.deepcopy(metric, memo)
     copied.reset()
     return copied
+
+
+def _all_emptied(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies of ``metrics`` without states."""
+    return {place: _emptied(metric) for place, metric in metrics.items()}
 
 
 def _updated(metrics: Mapping[Any, Any]) -> dict[_Place, Metric]:

@@ -67,7 +67,6 @@ class BatchCalls:
         device_ids: one entry per replica.
         workers: the threads.
         loop: says whether the function takes turns.
-        in_groups: whether the loop needs all calls to have ended when it has a result.
 
     Attributes:
         replica: the number of the one that computed the last result.
@@ -83,8 +82,6 @@ class BatchCalls:
         device_ids: Sequence[torch.device],
         workers: Workers,
         loop: LoopOptions,
-        *,
-        in_groups: bool,
     ) -> None:
         self.replica = 0
         self._function = function
@@ -94,7 +91,6 @@ class BatchCalls:
         self._threads = threads_of(device_ids)
         self._workers = workers
         self._loop = loop
-        self._in_groups = in_groups
         # In the order of the batches, without those whose results were taken.
         self._calls: deque[_BatchCall] = deque()
         self._next_batches: Sequence[Any] = ()  # after that of the last result
@@ -256,7 +252,7 @@ class BatchCalls:
     def _may_go_on(self) -> bool:
         """Whether calls may begin while results of others are taken."""
         attempt = self._attempt
-        if attempt is None or self._in_groups or self._loop.takes_turns:
+        if attempt is None or self._loop.takes_turns:
             return False
         if self._is_changed or self._trains or self._draws:
             return False

@@ -1308,7 +1308,7 @@ def test_loader_that_raises_is_read_ahead():
             return super().__getitem__(number)
 
     strategies = {
-        5: ScatterOnceStrategy(["cpu"] * 3, parallel=True),
+        4: ScatterOnceStrategy(["cpu"] * 3, parallel=True),
         7: ScatterOnceStrategy(["cpu"] * 3),
     }
     for number, strategy in strategies.items():

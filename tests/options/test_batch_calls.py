@@ -81,15 +81,14 @@ def as_it_is(module):
 
 
 GROUPS = {
-    "a module in training mode": (in_training, forward, {}),
-    "random numbers": (as_it_is, lambda *_: torch.rand(2), {}),
-    "the loop asks for it": (as_it_is, forward, {"in_groups": True}),
+    "a module in training mode": (in_training, forward),
+    "random numbers": (as_it_is, lambda *_: torch.rand(2)),
 }
 
 
 @pytest.mark.parametrize("kind", GROUPS)
 def test_in_groups_nothing_runs_between_two_results(kind):
-    change, function, options = GROUPS[kind]
+    change, function = GROUPS[kind]
     ends = []
 
     def counts(replica, batch):
@@ -100,7 +99,7 @@ def test_in_groups_nothing_runs_between_two_results(kind):
     module = model()
     change(module)
     with ScatterOnceParallel(module, 1, VIRTUAL) as engine:
-        calls = engine.batch_calls(counts, **options)
+        calls = engine.batch_calls(counts)
         numbers = []
         for number in range(len(BATCHES)):
             results_of(calls, numbers=[number])

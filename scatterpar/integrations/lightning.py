@@ -89,7 +89,9 @@ _ONCE_PER_BATCH = (
 )
 # Attributes of a LightningModule that refer to the loop.
 _OF_LOOP = ("_trainer", "_fabric")
-_NO_METRIC = nn.Identity()  # in the place of a metric, in the module that is replicated
+# In the place of a metric, in the module that is replicated. Not in training mode: an
+# evaluation of parts that train does not go on while the loop works.
+_NO_METRIC = nn.Identity().eval()
 _STEPS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 _REDUCTIONS: dict[Any, Any] = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}
 # The names of what self.log takes after name and value.
@@ -166,10 +168,9 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._replicated: Any = None
         self._until_teardown = contextlib.ExitStack()
         self._until_end_of_evaluation = contextlib.ExitStack()
-        # By path, of the user's module: its metrics, and copies without their states,
-        # which calls copy while the loop updates metrics.
+        # By path, the module's metrics without their states: calls copy these while
+        # the loop updates the user's.
         self._metrics: dict[str, Any] = {}
-        self._empty_metrics: dict[str, Any] = {}
         # Of an evaluation: how many batches have been transferred; which replica has
         # the last one.
         self._num_batches = 0
@@ -268,8 +269,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         # Calls end in any order of the replicas, and are sorted by their first rows.
         inputs["rows"] = Rows(range(loop.num_rows(batch)))
         self._skips.clear()
-        with precision.train_step_context(), self._without_metrics():
-            self._empty_metrics = _all_emptied(self._metrics)
+        with precision.train_step_context(), self._without_metrics() as metrics:
+            self._metrics = _all_emptied(metrics)
             try:
                 loss, records = self._engine.loss(inputs, **options)
             finally:
@@ -282,7 +283,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             self._functions.tell_numbers(
                 "training_step", len(calls), _ONCE_PER_BATCH, module
             )
-        self._log(calls)
+        self._log(calls, metrics)
         outputs = self._joined(calls)
         outputs["loss"] = loss
         return outputs
@@ -378,21 +379,23 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     # Calls of step functions on replicas.
 
     @contextlib.contextmanager
-    def _without_metrics(self) -> Iterator[None]:
+    def _without_metrics(self) -> Iterator[dict[str, Any]]:
         """In the body the module that is replicated has no metrics: calls update
-        copies.
+        copies. Yields its metrics.
         """
         module = self.lightning_module
-        self._metrics = _metrics_of(module)
-        with _placed(module, dict.fromkeys(self._metrics, _NO_METRIC)):
-            yield
+        metrics = _metrics_of(module)
+        # Lightning notes the names of metrics, which is no change of the module.
+        names = loop.overridden(module, _metric_attributes=None)
+        with names, _placed(module, dict.fromkeys(metrics, _NO_METRIC)):
+            yield metrics
 
     @contextlib.contextmanager
     def _in_call(self, replica: Any, call: _Call) -> Iterator[LightningModule]:
         """In the body the call runs. Yields the module whose step function to call."""
         device = loop.device_of(replica, self.root_device)
         copies = {}
-        for place, metric in self._empty_metrics.items():
+        for place, metric in self._metrics.items():
             copies[place] = _emptied(metric).to(device)
         call.places = {id(metric): at for at, metric in _single(copies).items()}
         module = replica if self._parallel else self.lightning_module
@@ -409,13 +412,13 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         # Not in a finally: what a failed call has measured is dropped.
         call.metrics = _updated(copies)
 
-    def _log(self, calls: Sequence[_Call]) -> None:
+    def _log(self, calls: Sequence[_Call], metrics: Mapping[str, Any]) -> None:
         """Update the user's metrics with what calls have measured, and log."""
-        metrics = _single(self._metrics)
-        for place, metric in metrics.items():
+        single = _single(metrics)
+        for place, metric in single.items():
             copies = [call.metrics[place] for call in calls if place in call.metrics]
             _merge(metric, copies, self.root_device)
-        self._logged.log(self.lightning_module, calls, metrics)
+        self._logged.log(self.lightning_module, calls, single)
 
     # Evaluation.
 
@@ -532,13 +535,16 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         # The loop calls a step with as many parts of each item.
         items = [item[: len(arguments)] for item in ahead]
         # The stock strategy enters it for a single batch.
-        with self.precision_plugin.forward_context(), self._without_metrics():
+        with (
+            self.precision_plugin.forward_context(),
+            self._without_metrics() as metrics,
+        ):
             if self._calls is None:
-                self._empty_metrics = _all_emptied(self._metrics)
+                self._metrics = _all_emptied(metrics)
                 function = partial(self._evaluation_call, step)
                 self._calls = self._engine.batch_calls(function)
             call = self._calls.result([arguments, *items])
-            self._log([call])
+            self._log([call], metrics)
             output = loop.moved(call.output, self.root_device)
             self._calls.go_on()
         return output

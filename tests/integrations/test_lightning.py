@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
+from collections import defaultdict
 from contextlib import nullcontext
 from functools import partial
 from unittest import mock
@@ -1246,6 +1248,101 @@ def near(ours, stock):
         near_enough = {"rtol": 1e-6, "atol": 1e-6, "check_device": False}
         ours, stock = torch.as_tensor(ours), torch.as_tensor(stock)
         torch.testing.assert_close(ours, stock, **near_enough)
+
+
+BEGUN = defaultdict(threading.Event)  # by the number of the batch
+
+
+class LogsInHooks(Evaluated):
+    """Its hooks log and measure while replicas compute the next batches."""
+
+    waits = False
+
+    def __init__(self):
+        super().__init__()
+        self.seen = MeanMetric()
+
+    def log(self, name, value, **options):
+        super().log(f"own/{name}", value, **options)
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        BEGUN[batch_idx].set()
+        outputs = super().validation_step(batch, batch_idx, dataloader_idx)
+        self.log("number", float(batch_idx), on_step=True, on_epoch=True)
+        self.log("flag", batch_idx > 1)
+        self.log("one entry", outputs["scores"].amax()[None], prog_bar=True)
+        self.log("twice", batch_idx)
+        self.log("twice", batch_idx)
+        return outputs
+
+    def on_validation_batch_start(self, batch, batch_idx, dataloader_idx=0):
+        self.log("start", float(batch_idx))
+
+    def on_validation_batch_end(self, outputs, batch, batch_idx, dataloader_idx=0):
+        if self.waits and batch_idx == 2:
+            assert BEGUN[4].wait(60.0)  # this replica's next batch
+        self.seen.update(outputs["rows"])
+        for name in ("end", "rows"):
+            self.log(f"{name} of {dataloader_idx}", float(outputs["rows"]))
+        self.log("seen", self.seen)
+        self.accuracy.update(outputs["scores"], batch["y"])
+
+    def on_validation_epoch_end(self):
+        self.log("accuracy of all", self.accuracy.compute())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("loaders", LOADERS)
+def test_hooks_log_between_batches_as_stock(loaders, way, layout):
+    results = []
+    for strategy in (ScatterOnceStrategy(layout, **WAYS[way]), None):
+        own = trainer(strategy)
+        own.validate(made(LogsInHooks), LOADERS[loaders](), verbose=False)
+        results.append(own.logged_metrics | own.callback_metrics)
+    near(*results)
+
+
+def test_replicas_compute_while_the_loop_works():
+    BEGUN.clear()
+    module = made(LogsInHooks)
+    module.waits = True
+    own = trainer(ScatterOnceStrategy(["cpu:0", "cpu:1"], parallel=True))
+    own.validate(module, dict_loader(), verbose=False)
+
+
+WRONG_LOGS = {
+    "several": lambda self, scores: self.log("x", scores),
+    "text": lambda self, scores: self.log("x", "text"),
+    "unknown metric": lambda self, scores: self.log("x", MeanMetric()),
+    "of a part": lambda self, scores: self.part.log("x", 1.0),
+    "unknown option": lambda self, scores: self.log("x", 1.0, what=2),
+}
+
+
+class LogsWrongly(Plain):
+    def __init__(self):
+        super().__init__()
+        self.part = Plain()
+
+    def training_step(self, batch, batch_idx):
+        WRONG_LOGS[self.wrong](self, self.net(batch[0]))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("wrong", WRONG_LOGS)
+def test_what_cannot_be_logged_raises_as_stock(wrong, way):
+    errors = []
+    for strategy in (ScatterOnceStrategy(["cpu:0", "cpu:1"], **WAYS[way]), None):
+        module = made(LogsWrongly)
+        module.wrong = wrong
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            trainer(strategy).fit(module, loader())
+        errors.append(caught)
+    ours, stock = errors
+    assert ours.type is stock.type
+    assert str(ours.value)[:20] == str(stock.value)[:20]
 
 
 class Events(Plain):

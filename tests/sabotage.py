@@ -357,9 +357,9 @@ SABOTAGES = [
         name="engine.check passes whatever it finds",
         promise="exact",
         file="verify/comparison.py",
-        place="relative_difference",
-        text="worst = max(differences, default=0.0)",
-        replacement="worst = min(differences, default=0.0)",
+        place="relative_differences",
+        text="relative = difference / max(scale, floor)",
+        replacement="relative = 0.0",
         seen_by="test_difference_measured_and_explained",
     ),
     Sabotage(

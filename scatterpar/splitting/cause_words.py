@@ -40,10 +40,8 @@ def explain(trial: Trial, reference: StepResult, results: list[StepResult]) -> C
     prefix = ""
     if layers_with_batch_statistics(trial.model):
         trial.settings = replace(trial.settings, running_statistics=True)
-        reference = trial.reference(trial.rows)
-        results = trial.results(trial.split())
-        worst, _ = trial.worst_error(results, reference.gradients)
-        if worst <= trial.limit:
+        reference, results, is_right = trial.run_again()
+        if is_right:
             return _BATCH_NORM
         prefix = "Also with the running statistics of batch normalisation: "
     # From here on all runs of the step are those of the causes.
@@ -75,10 +73,7 @@ def explain_terms(trial: Trial, names: Sequence[str]) -> dict[str, Cause]:
     causes = {}
     for name in names:
         with trial.changed(term=name):
-            reference = trial.reference(trial.rows)
-            results = trial.results(trial.split())
-            worst, _ = trial.worst_error(results, reference.gradients)
-            is_right = worst <= trial.limit
+            reference, results, is_right = trial.run_again()
             causes[name] = (
                 Cause(EXACT) if is_right else explain(trial, reference, results)
             )

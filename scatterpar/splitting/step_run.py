@@ -25,6 +25,7 @@ from scatterpar.splitting.operator_modes import (
 from scatterpar.splitting.terms import Terms
 from scatterpar.splitting.trained_leaves import TrainedGradients, leaves_outside
 from scatterpar.torch_private import clipping_replaced
+from scatterpar.verify.gradient_check import uses_batch_statistics
 
 # As an initial weight: outputs stay of the size that they have.
 _SMALL = 0.1
@@ -198,12 +199,8 @@ def values_of(returned: Any) -> Gradients:
 
 def layers_with_batch_statistics(model: nn.Module) -> list[nn.Module]:
     """Batch normalisations that have running statistics, but use those of a part."""
-    layers = []
-    for layer in model.modules():
-        is_norm = isinstance(layer, nn.modules.batchnorm._BatchNorm)
-        if is_norm and layer.training and layer.running_mean is not None:
-            layers.append(layer)
-    return layers
+    layers = filter(uses_batch_statistics, model.modules())
+    return [layer for layer in layers if layer.running_mean is not None]
 
 
 def use_running_statistics(model: nn.Module) -> None:

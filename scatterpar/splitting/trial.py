@@ -367,6 +367,16 @@ class Trial:
             self._align([result])
         return result
 
+    def run_again(self) -> tuple[StepResult, list[StepResult], bool]:
+        """The results of the whole batch and of all parts, with the present settings.
+
+        Returns also whether only rounding differs.
+        """
+        reference = self.reference(self.rows)
+        results = self.results(self.split())
+        worst, _ = self.worst_error(results, reference.gradients)
+        return reference, results, worst <= self.limit
+
     def results(self, split: Split) -> list[StepResult]:
         """The results of a split, rank by rank."""
         return self._run(self.arguments.step, split)

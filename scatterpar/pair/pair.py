@@ -329,7 +329,7 @@ class DataParallelCriterion(_OfPair[Criterion]):
             batch = batch_of(None, targets, plan.rows, self.dim)
             request = Request([batch], self.dim, self.module, resolved, count)
             if self.verify and num_replicas > 1:
-                self._looks.check(request, plan, outputs, self._workers)
+                self._looks.check_call(request, plan, outputs, self._workers)
             pieces = scatter_owned(targets, plan, self.dim, transfers)
             calls = list(zip(outputs, pieces, strict=True))
             weights = compute_loss_weights(request, plan, calls)

@@ -5,8 +5,7 @@ computes a few of the user's rows twice: at once, by the user's own module and c
 in plain torch, and in parts, as it is about to. If loss or gradient differ by more than
 rounding, it refuses before anything changes, and says what would be right::
 
-    verifier            the engine's looks: errors and warnings
-      look_times        what engine and pair count and tell dropped_warnings
+    verifier            the engine's looks: errors and warnings  dropped_warnings
       schedule          when to look                        ranges, of labels
       choice            which of a loop's candidates holds
       rows              which rows, in which parts

@@ -18,6 +18,8 @@ from scatterpar.devices.transfers import to_host
 # A gradient below this part of the largest one may be rounding alone.
 SMALLEST_SCALE = 1e-2
 
+_SHOWN_LENGTH = 120  # of a reason, which may be an error of user code
+
 LeafGradients = Sequence[Tensor | None]
 
 
@@ -37,6 +39,11 @@ class Inconclusive(Exception):
         self.patience = patience
         self.is_final = is_final
         self.remedy = remedy
+
+    @property
+    def shown(self) -> str:
+        """The first line, shortened."""
+        return str(self).strip().partition("\n")[0][:_SHOWN_LENGTH].rstrip(".")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ import inspect
 import io
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -34,40 +33,46 @@ def records_dropped() -> Iterator[None]:
     """In the body, no handler of ``logging`` gets what this thread logs, and no file
     that it opens gets what it writes.
 
-    Other threads of the process log as ever, so no level is set.
+    Other threads of the process log and write as ever.
     """
-    # By thread: a record has no context, in which ``is_look`` could be asked.
-    thread = threading.get_ident()
-
-    def is_of_another_thread(record: logging.LogRecord) -> bool:
-        return record.thread != thread
-
-    # At handlers, because a logger's filter does not see records of its children.
-    handlers = _handlers()
-    for handler in handlers:
-        handler.addFilter(is_of_another_thread)
     # A context variable: a look of one thread is none of another's.
     token = _is_look.set(True)
     try:
-        with _openers_exchanged:
+        with _functions_exchanged:
             yield
     finally:
         _is_look.reset(token)
-        for handler in handlers:
-            handler.removeFilter(is_of_another_thread)
 
 
 @ForAllThreads
 @contextlib.contextmanager
-def _openers_exchanged() -> Iterator[None]:
-    """In the body a file that user code of a look opens gets nothing."""
+def _functions_exchanged() -> Iterator[None]:
+    """In the body, user code of a look logs nothing, and a file that it opens gets
+    nothing.
+    """
+    logger: Any = logging.Logger
+    handle = logger.callHandlers
     openers = builtins.open, io.open
+    # All records pass this one, whatever handlers there are.
+    logger.callHandlers = _handling_nothing(handle)
     # ``pathlib`` calls the one of ``io``.
     builtins.open = io.open = _opening_nothing(builtins.open)
     try:
         yield
     finally:
         builtins.open, io.open = openers
+        logger.callHandlers = handle
+
+
+def _handling_nothing(handle: Callable[..., None]) -> Callable[..., None]:
+    """``Logger.callHandlers``, which does nothing in a look."""
+
+    @functools.wraps(handle)
+    def handled(logger: logging.Logger, record: logging.LogRecord) -> None:
+        if not is_look():
+            handle(logger, record)
+
+    return handled
 
 
 def _opening_nothing(opener: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,15 +102,3 @@ def _is_asked_by_user() -> bool:
     while frame is not None and frame.f_globals.get("__name__") in modules:
         frame = frame.f_back
     return frame is not None and not is_library(frame.f_globals.get("__name__"))
-
-
-def _handlers() -> list[logging.Handler]:
-    """The handlers of all loggers, and the one for loggers without any."""
-    handlers = [*logging.root.handlers]
-    # A copy: other threads make loggers.
-    for logger in [*logging.root.manager.loggerDict.values()]:
-        if isinstance(logger, logging.Logger):  # else the parent of loggers to come
-            handlers += logger.handlers
-    if logging.lastResort is not None:
-        handlers.append(logging.lastResort)
-    return handlers

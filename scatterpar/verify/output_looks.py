@@ -61,13 +61,10 @@ _NORMALISES = in_lines(
 )
 
 
-class OutputLooks:
-    """Looks at calls of one criterion."""
+class OutputLooks(Verifier):
+    """Looks at calls of one criterion of the pair."""
 
-    def __init__(self) -> None:
-        self._verifier = Verifier(is_distributed=False)
-
-    def check(
+    def check_call(
         self, request: Request, plan: Plan, outputs: Sequence[Any], workers: Workers
     ) -> None:
         """Look at a few rows of a call, if that is due.
@@ -78,9 +75,8 @@ class OutputLooks:
             ValueError: the losses of parts, weighted as in the call, do not give the
                 loss or the gradient of all their rows.
         """
-        looks = self._verifier.looks
-        looks.begin()
-        kind, details = looks.kinds.kind_of(
+        self.forget_warnings()
+        kind, details = self.kinds.kind_of(
             request, request.batches[0], is_divided=True, flags=()
         )
         ranges: Sequence[Tensor] = ()
@@ -94,15 +90,11 @@ class OutputLooks:
             raise ValueError(refused_injection("the model").text)
         module = module_of(request.criterion)
         if module is not None and any(map(uses_batch_statistics, module.modules())):
-            looks.warn(_NORMALISES)
+            self.warn(_NORMALISES)
         with torch.inference_mode(False):  # else the leaves would have no gradients
             question = _question(request, plan, outputs, workers, kind.looks)
         question.ranges = ranges
-        self._verifier.ask(question, kind)
-
-    def tell(self) -> None:
-        """The call has succeeded: warn of what the look has found."""
-        self._verifier.tell()
+        self.ask(question, kind)
 
 
 class RowsOfOutputs(nn.Module):

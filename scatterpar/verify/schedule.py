@@ -30,6 +30,7 @@ from scatterpar.replicas.references import (
 )
 from scatterpar.step.request import Request
 from scatterpar.step.turns import Scope
+from scatterpar.verify.comparison import Inconclusive
 from scatterpar.verify.ranges import read_ranges
 
 _MAX_VALUES = 64  # of those that a criterion refers to
@@ -50,7 +51,6 @@ class Kind:
         ranges: those of labels, masks, lengths that were seen.
         unread_ranges: those of the last step, on an accelerator.
         details: hashes of the switches, numbers and words that were seen.
-        was_steady: the last step had nothing new.
         is_refused: a look has refused, and none has agreed since.
         scope: the part of a sub-step that one replica at a time runs.
         is_given_up: a look waited for ever.
@@ -62,7 +62,6 @@ class Kind:
     ranges: list[float] = field(default_factory=list)
     unread_ranges: Sequence[Tensor] = ()
     details: set[Hashable] = field(default_factory=set)
-    was_steady: bool = False
     is_refused: bool = False
     scope: Scope = Scope.NOTHING
     is_given_up: bool = False
@@ -70,45 +69,33 @@ class Kind:
     def is_due(self, ranges: Sequence[Tensor], details: Hashable) -> bool:
         """Whether this step, with these ranges and details, is looked at."""
         self.steps += 1
-        # Both are asked in every step, because they also remember what they saw.
-        has_news = self._has_news(details)
-        is_beyond = self._is_beyond(ranges)
+        # Asked in every step, because the next one reads the ranges of an accelerator.
+        has_news = self._is_beyond(ranges) or details not in self.details
+        self.details.add(details)
         if self.is_given_up:
             return False
-        return self.is_refused or is_beyond or has_news or is_look_step(self.steps)
-
-    def _has_news(self, details: Hashable) -> bool:
-        """Whether details are new, unless they are new in many steps."""
-        is_new = details not in self.details
-        was_steady = self.was_steady
-        self.was_steady = not is_new
-        self.details.add(details)
-        if not is_new:
-            return False
-        if self.looks < _LOOKS_BECAUSE_OF_NEWS:
-            return True
-        # A number that is another one in each step, such as a counter, is no news.
-        return was_steady and self._may_look_at_news()
+        # An inconclusive look has seen no range, and a counter is new in each step.
+        # Without a limit every later step would be looked at, at three times its cost
+        # (a ResNet-50 in bfloat16 on a GPU).
+        most = _LOOKS_BECAUSE_OF_NEWS + self.steps // _STEPS_PER_LOOK
+        is_due = has_news and self.looks < most
+        return is_due or self.is_refused or is_look_step(self.steps)
 
     def _is_beyond(self, ranges: Sequence[Tensor]) -> bool:
-        """Whether labels leave the range that looks have seen, and news are rare.
-
-        An inconclusive look has seen no range. Without a limit every later step would
-        be looked at, at three times its cost (a ResNet-50 in bfloat16 on a GPU).
-        """
+        """Whether labels leave the range that looks have seen."""
         if not ranges:  # as for torch's own cross entropy
             return False
         if any(is_async(tensor.device) for tensor in ranges):  # the host does not wait
             ranges, self.unread_ranges = self.unread_ranges, ranges
         numbers = read_ranges(ranges)
         pairs = zip(numbers, self.ranges, strict=False)
-        is_new = any(number > seen for number, seen in pairs)
-        return is_new and self._may_look_at_news()
+        return any(number > seen for number, seen in pairs)
 
-    def _may_look_at_news(self) -> bool:
-        """Whether few enough steps have been looked at so far."""
-        allowed = _LOOKS_BECAUSE_OF_NEWS + self.steps // _STEPS_PER_LOOK
-        return self.looks < allowed
+    def is_told_inconclusive(self, reason: Inconclusive) -> bool:
+        """Note an inconclusive look. Returns whether it is time to warn of it."""
+        self.num_inconclusive += 1
+        self.is_given_up = reason.is_final
+        return reason.is_final or self.num_inconclusive >= reason.patience
 
     def note_agreement(self, ranges: Sequence[Tensor]) -> None:
         """A look at a step with these ranges has not refused."""

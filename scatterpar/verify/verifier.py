@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from scatterpar.batch.batch import batches_of
 from scatterpar.devices.memory import no_kernel_search
+from scatterpar.errors import warn
 from scatterpar.log import logger
 from scatterpar.plan import Plan, make_plan
 from scatterpar.replicas.references import module_of
@@ -31,10 +32,9 @@ from scatterpar.verify.comparison import Inconclusive
 from scatterpar.verify.join_check import JoinCheck
 from scatterpar.verify.look import Findings, look
 from scatterpar.verify.look_losses import name_of
-from scatterpar.verify.look_times import Looks, shown_reason
 from scatterpar.verify.ranges import informative_tensors, ranges_of_step
 from scatterpar.verify.rows import MAX_BYTES, RowChoice, ignored_values, parts_of
-from scatterpar.verify.schedule import Kind
+from scatterpar.verify.schedule import Kind, Kinds
 from scatterpar.verify.verdicts import RETURN, Action, Verdict, in_lines
 
 _MIN_ROWS = 9  # of a look, unless a row needs much memory
@@ -42,6 +42,7 @@ _SUBSTEPS_OF_FIRST_LOOK = 2  # as many rows as so many micro-batches have
 _SHARE_OF_LATER_LOOKS = 4  # of the rows of a micro-batch
 _SHARE_OF_LARGE_MODELS = 8  # of the rows of the batch, because each row takes long
 _LOOK_AS_IN_STEP = 1  # the second look: in the first one chosen rows tell more
+_KEY_LENGTH = 60  # beginnings of warnings that are not repeated
 
 _WAYS = (
     "Pass count= for a mean over something else, such as scatterpar.count_labels(), "
@@ -54,17 +55,23 @@ _WAYS = (
 class Verifier:
     """Looks at steps, and remembers results by kind of criterion and batch.
 
+    Warnings wait until the step has succeeded: one that fails says its error alone.
+
     Attributes:
         choice: the candidates of a loop that looks have not refuted.
         joins: checks how outputs are joined.
-        looks: when to look, and the warnings.
+        kinds: the kinds of steps, and the looks at each.
     """
 
-    def __init__(self, is_distributed: bool) -> None:
+    def __init__(self, is_distributed: bool = False) -> None:
         self.choice = Choice()
         self._is_distributed = is_distributed
-        self.looks = Looks()
+        self.kinds = Kinds()
         self.joins = JoinCheck(is_distributed)
+        # The texts, and the names of state in them.
+        self._waiting: list[tuple[str, Sequence[str]]] = []
+        # Beginnings of the warnings so far, and the names in them.
+        self._told: set[str] = set()
 
     def check(
         self, attempt: Attempt, tasks: Sequence[ReplicaTask], loop: LoopOptions
@@ -78,14 +85,27 @@ class Verifier:
             ValueError: a replica, in parts, gives another loss or gradient than the
                 user's own module and criterion for the same rows.
         """
-        self.looks.begin()
+        self.forget_warnings()
         with attempt.span("verify"):
             with_criterion = tasks[: len(attempt.replicas.criteria)]
             return self._check(attempt, with_criterion, loop)
 
+    def forget_warnings(self) -> None:
+        """A step begins: forget the warnings of one that has failed."""
+        self._waiting.clear()
+
+    def warn(self, text: str, names: Sequence[str] = ()) -> None:
+        """Warn once, when the step has succeeded, of state with these ``names``."""
+        self._waiting.append((text, names))
+
     def tell(self) -> None:
         """The step has succeeded: warn of what the look has found."""
-        self.looks.tell()
+        for text, names in self._waiting:
+            # By their beginnings, because numbers at the end differ from step to step.
+            if text[:_KEY_LENGTH] not in self._told:
+                self._told.update([text[:_KEY_LENGTH], *names])
+                warn(text)
+        self._waiting.clear()
 
     def _check(
         self, attempt: Attempt, tasks: Sequence[ReplicaTask], loop: LoopOptions
@@ -104,7 +124,7 @@ class Verifier:
         flags = attempt.replicas.of_model.flags
         # Of one kind are steps for which other candidates are assumed.
         of_kind = replace(request, count=None) if loop.chosen else request
-        kind, details = self.looks.kinds.kind_of(
+        kind, details = self.kinds.kind_of(
             of_kind, request.batches[0], is_divided, flags
         )
         # A batch that leaves several candidates says nothing of the next one.
@@ -129,9 +149,15 @@ class Verifier:
         """
         try:
             # A look has other sizes than steps, for which no kernel is searched.
-            with SETTINGS_KEPT, no_kernel_search(), self.looks.counted(kind):
+            with SETTINGS_KEPT, no_kernel_search():
                 return self._ask(question, kind)
+        except ValueError:
+            # Each step is looked at until one agrees: a remedy may be wrong, too.
+            kind.is_refused = True
+            raise
         finally:
+            # After a refusal the same rows again: fewer may not show it.
+            kind.looks += not kind.is_refused
             _drop_gradients(question.attempt)  # user code may compute some
 
     def _ask(self, question: Question, kind: Kind) -> LossCandidate:
@@ -157,7 +183,7 @@ class Verifier:
             rivals = alike(asked.request, findings.parts, remaining)
             self._keep(rivals, question, kind)
             if question.is_open_between(rivals):
-                self.looks.warn(question.text_of_assumed(rivals))
+                self.warn(question.text_of_assumed(rivals))
             return candidate
         if not unclear:
             refused = refusals[-1]
@@ -169,11 +195,10 @@ class Verifier:
         assumed, reason = unclear[0]
         if len(remaining) > 1:
             reason.patience = 1  # the user can say which one holds
-        text = ""
         # Of torch's own loss nothing is assumed that may be wrong.
-        if reason.is_final or not question.counts_as_torch:
-            text = question.text_of_unchecked(reason, assumed)
-        self.looks.note_inconclusive(kind, reason, text)
+        is_told = reason.is_final or not question.counts_as_torch
+        if kind.is_told_inconclusive(reason) and is_told:
+            self.warn(question.text_of_unchecked(reason, assumed))
         return assumed
 
     def _keep(
@@ -186,18 +211,18 @@ class Verifier:
         logger.info("losses of micro-batches combine as %s", remaining[0].words)
         assumed = question.candidates[0]
         if remaining[0] is not assumed and kind.steps > 1:
-            self.looks.warn(question.text_of_change(assumed, remaining[0]))
+            self.warn(question.text_of_change(assumed, remaining[0]))
 
     def _agree(self, question: Question, kind: Kind, findings: Findings) -> None:
         """Note that a look has not refused, and warn of what it has found."""
         self._widen_turns(question, kind, findings.scope)
-        moved = [name for name in findings.moved if name not in self.looks.told]
+        moved = [name for name in findings.moved if name not in self._told]
         if moved:
-            self.looks.warn(question.text_of_moved(moved), moved)
+            self.warn(question.text_of_moved(moved), moved)
         if findings.lost:
-            self.looks.warn(_text_of_lost(findings.lost[0]))
+            self.warn(_text_of_lost(findings.lost[0]))
         if findings.verdict.action is Action.WARN:
-            self.looks.warn(findings.verdict.text)
+            self.warn(findings.verdict.text)
         kind.note_agreement(question.ranges)
 
     def _widen_turns(self, question: Question, kind: Kind, scope: Scope) -> None:
@@ -209,7 +234,7 @@ class Verifier:
             return
         kind.scope = scope
         if question.scope < Scope.FUNCTION:  # else the loop has said so
-            self.looks.warn(question.text_of_turns())
+            self.warn(question.text_of_turns())
         logger.info("%s: a turn is %s", question.title(kind.looks), scope.name)
 
 
@@ -398,10 +423,9 @@ class Question:
 
     def text_of_unchecked(self, error: Inconclusive, assumed: LossCandidate) -> str:
         """The warning for inconclusive looks, with the assumption and what to pass."""
-        why = shown_reason(error)
         if self.request.whole_batch:
             return in_lines(
-                f"could not check {self._name} with whole_batch=True: {why}.",
+                f"could not check {self._name} with whole_batch=True: {error.shown}.",
                 "To check it, call engine.check(inputs, targets, criterion, "
                 "whole_batch=True) once, with a batch that fits on one device.",
                 "verify=False does not check.",
@@ -409,7 +433,7 @@ class Question:
         # A generator in user code is no question of count=.
         ways = error.remedy or self.loop.remedies or _WAYS
         return in_lines(
-            f"could not check how {self._name} combines micro-batches: {why}.",
+            f"could not check how {self._name} combines micro-batches: {error.shown}.",
             f"The engine assumes {assumed.words}. {ways}",
         )
 

@@ -23,8 +23,9 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -47,14 +48,11 @@ from scatterpar.state.savers import (
     saver_of,
     substitute_for,
 )
-from scatterpar.state.walk import Place, PlaceKind, Walk
+from scatterpar.state.walk import VARIABLES, Place, PlaceKind, Walk
 from scatterpar.threads.generators import default_of
 
 # Of tensors that are no buffers, and of arrays; larger ones are data.
 _MAX_BYTES = 2**26
-# Places that no container saves.
-# A tuple: the hash of a member of an enumeration takes a call of Python.
-_VARIABLES = PlaceKind.SLOT, PlaceKind.CELL, PlaceKind.GLOBAL, PlaceKind.CLASS
 
 
 @dataclass(frozen=True)
@@ -143,7 +141,7 @@ class Journal:
         self._substituted: list[Substituted] = []
         # Tensors whose values are not saved, with their versions.
         self._large: list[tuple[Tensor, int]] = []
-        self._variables = [place for place in walk.places if place.kind in _VARIABLES]
+        self._variables = [place for place in walk.places if place.kind in VARIABLES]
         # Names alone, because the values are places of the walk.
         self._class_names = [(kind, {*vars(kind)}) for _, kind in walk.classes]
         self._save_default_generators(devices)
@@ -335,12 +333,12 @@ def _has_other_numbers(saved: Any, value: Any) -> bool:
     if saved is value:
         return False
     if isinstance(value, dict) and isinstance(saved, dict):
-        keys: Iterable[Any] = saved.keys() & value.keys()
+        pairs = [(saved[key], value[key]) for key in saved.keys() & value.keys()]
     elif isinstance(value, (list, tuple)) and isinstance(saved, (list, tuple)):
-        keys = range(min(len(saved), len(value)))  # what is appended is a log
+        pairs = list(zip(saved, value, strict=False))  # what is appended is a log
     else:
         return type(value) in (int, float) and bool(value != saved)
-    return any(_has_other_numbers(saved[key], value[key]) for key in keys)
+    return any(starmap(_has_other_numbers, pairs))
 
 
 def _restore(values: Sequence[SavedValue | Substituted]) -> bool:

@@ -79,6 +79,11 @@ class PlaceKind(enum.Enum):
     PART = "a part of a value that cannot be changed"
 
 
+# Places that no container saves.
+# A tuple: the hash of a member of an enumeration takes a call of Python.
+VARIABLES = PlaceKind.SLOT, PlaceKind.CELL, PlaceKind.GLOBAL, PlaceKind.CLASS
+
+
 class Place(NamedTuple):
     """Where a value is referred to.
 
@@ -227,7 +232,12 @@ class Walk:
     def _refer(
         self, kind: PlaceKind, holder: Any, key: Any, value: Any, parent: int
     ) -> None:
-        """Record a place, and add its value."""
+        """Record a place, and add its value.
+
+        A plain value is that of a variable alone, which calls may rebind.
+        """
+        if type(value) in PLAIN and kind not in VARIABLES:
+            return
         place = Place(kind, holder, key, value, parent)
         self.places.append(place)
         # Not ``_add`` at once: most values are known, or in a long list of others.
@@ -269,22 +279,17 @@ class Walk:
         self.containers.append((number, container))
         if len(container) > MAX_ENTRIES:  # its entries are those of a log
             return
-        if isinstance(container, dict):
-            # A loop of C first: an entry of a log holds nothing but numbers.
-            if PLAIN.issuperset(map(type, chain(container, container.values()))):
-                return
-            # A list, because an entry that is imported lazily may add others.
-            for key, entry in [*container.items()]:
-                if type(key) not in PLAIN:
-                    self._refer(PlaceKind.KEY, container, key, key, number)
-                if type(entry) not in PLAIN:
-                    self._refer(kind, container, key, entry, number)
-            return
         if isinstance(container, set):
             kind = PlaceKind.KEY
-        for index, entry in enumerate([*container]):
-            if type(entry) not in PLAIN:
-                self._refer(kind, container, index, entry, number)
+        is_dict = isinstance(container, dict)
+        # A list, because an entry that is imported lazily may add others.
+        items = [*(container.items() if is_dict else enumerate(container))]
+        # A loop of C first: an entry of a log holds nothing but numbers.
+        if PLAIN.issuperset(map(type, chain.from_iterable(items))):
+            return
+        for key, entry in items:
+            self._refer(PlaceKind.KEY, container, key, key, number)
+            self._refer(kind, container, key, entry, number)
 
     def _follow_container(self, number: int, container: Any) -> None:
         if getattr(type(container), "__getitem__", None) in _GETTERS:
@@ -297,7 +302,7 @@ class Walk:
         if self._excluded and id(self.values[number]) in self._root_ids:
             self.containers.append((number, attributes))
             for name, value in [*attributes.items()]:
-                if name not in self._excluded and type(value) not in PLAIN:
+                if name not in self._excluded:
                     self._refer(PlaceKind.ATTRIBUTE, attributes, name, value, number)
             return
         self._follow_entries(number, attributes, PlaceKind.ATTRIBUTE)
@@ -404,8 +409,7 @@ class Walk:
             return
         # Cells are places of their own above; what is left are defaults.
         for name, value in parts_of(function).closure.items():
-            is_default = name not in function.__code__.co_freevars
-            if is_default and type(value) not in PLAIN:
+            if name not in function.__code__.co_freevars:
                 self._refer(PlaceKind.PART, function, name, value, number)
         self._follow_attributes(number, vars(function))
         self._follow_globals(number, function)
@@ -449,8 +453,7 @@ class Walk:
         parts = parts_of(value)
         named_parts = [("", parts.called), *parts.bound.items()]
         for key, part in [*named_parts, *enumerate(parts.entries)]:
-            if type(part) not in PLAIN:
-                self._refer(PlaceKind.PART, value, key, part, number)
+            self._refer(PlaceKind.PART, value, key, part, number)
 
     # --- what a caller asks ---
 

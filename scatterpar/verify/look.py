@@ -251,8 +251,8 @@ class ReplicaLook:
         """Compare the engine's result for these parts of rows with the user's own."""
         rows = list(chain(*chosen))
         parts, weights = weighted_parts(self.request, chosen)
-        runs, at_once = self._settled(rows, runs)
-        (expected,) = at_once.results
+        at_once = self._at_once(rows, runs)
+        expected = at_once.total.result
         try:
             run = self._in_parts(parts, weights, runs)
         except Exception as error:
@@ -306,18 +306,18 @@ class ReplicaLook:
         """Whether the replica makes one call per step."""
         return len(self.task.share.micro_batches) == 1
 
-    def _settled(self, rows: Part, runs: Runs) -> tuple[Runs, RunResult]:
-        """The runs under the conditions that user code needs, and the first of them.
+    def _at_once(self, rows: Part, runs: Runs) -> RunResult:
+        """The rows at once, by the user's own module and criterion.
 
-        That computes the rows at once, by the user's own module and criterion.
+        If these draw random numbers, the runs draw constants from now on.
         """
         run = runs.run([rows], runs.own_task)
         runs.user_code.restart()  # which sees whether numbers were drawn
         # Only a run shows whether numbers are drawn.
-        if not runs.user_code.of_criterion.drawn:
-            return runs, run
-        runs = runs.under(draws_constants=True)
-        return runs, runs.run([rows], runs.own_task)
+        if runs.user_code.of_criterion.drawn and not runs.draws_constants:
+            runs.draws_constants = True
+            run = runs.run([rows], runs.own_task)
+        return run
 
     def _in_parts(
         self, parts: Parts, weights: Sequence[float], runs: Runs

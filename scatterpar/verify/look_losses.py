@@ -127,7 +127,7 @@ class LookResults(SplitEvidence):
         by_rounding = 0.0
         for number in range(NUM_NUDGES):
             run = self.runs.run([self.rows], task, nudge=Nudge(number, eps))
-            (nudged,) = run.results
+            nudged = run.total.result
             turns_into_actual = nudged.difference_from(self.actual) <= self.tolerance
             if is_replica_right and turns_into_actual:
                 return self.difference
@@ -149,8 +149,7 @@ class LookResults(SplitEvidence):
     def results_of_parts(self) -> Sequence[Result]:
         """The result of each part from the same state, without weights."""
         task = self.runs.replica_task
-        restart = self.runs.user_code.restart
-        return self.runs.run(self.parts, task, between=restart).results
+        return [self.runs.at_once(part, task) for part in self.parts]
 
     def in_parts(self, between: Callable[[], None]) -> Result:
         """The combined result of the parts; ``between`` is called before each."""
@@ -166,15 +165,17 @@ class LookResults(SplitEvidence):
         They are those of a loss times zero, in parts and at once. A Function that adds
         the gradient of a balance loss in its backward pass gives such a gradient.
         """
-        runs = self.runs.under(scale=0.0)
+        runs = self.runs
         restart = runs.user_code.restart
         task = runs.replica_task
-        in_parts = runs.run(self.parts, task, self.step_weights, between=restart)
+        in_parts = runs.run(
+            self.parts, task, self.step_weights, between=restart, scale=0.0
+        )
         # NaN is no answer: a zero may have met an infinity.
         of_parts = in_parts.total.result
         if not (of_parts.has_gradient and of_parts.is_finite):
             return 0.0
-        at_once = runs.at_once(self.rows, task)
+        at_once = runs.at_once(self.rows, task, scale=0.0)
         difference, _ = relative_difference(of_parts.gradients, at_once.gradients)
         return difference
 
@@ -388,9 +389,7 @@ class Evidence(LookResults):
 
         Or in evaluation mode, if state moves by the rows, as batch normalisation does.
         """
-        # A criterion of all rows has one loss, which needs no weights.
-        weights = () if self.request.whole_batch else self.step_weights
-        combined = weighted_sum(self.results_of_parts, weights)
+        combined = self.in_parts(self.runs.user_code.restart)
         if combined.difference_from(self.expected) <= self.limit:
             return True
         return bool(self.moved) and self.combines_in_evaluation()

@@ -23,8 +23,6 @@ _MAX_ENTRIES = 128  # of ``Rows``, because each is a call of Python in each step
 _EXACT_UPTO = 1000
 _ABOVE_ALL_LABELS = 1100  # frexp's exponents, from -1073 on, then lie above 0
 
-_NUMBERS_PER_TENSOR = 3
-
 
 def may_be_labels(tensor: Tensor) -> bool:
     """Whether the tensor may hold labels."""
@@ -95,8 +93,8 @@ def ranges_of(tensors: Iterable[Tensor]) -> list[Tensor]:
     """How far the numbers of each tensor go, on its device: three 0-dim tensors per
     tensor.
 
-    The lowest number, the highest, and for labels whether rows begin or end with two
-    equal values (padding).
+    The negative of the lowest number, the highest, and for labels whether rows begin or
+    end with two equal values (padding).
     """
     ranges: list[Tensor] = []
     for tensor in tensors:
@@ -107,7 +105,8 @@ def ranges_of(tensors: Iterable[Tensor]) -> list[Tensor]:
             at_start = (tensor[:, 0] == tensor[:, 1]).any()
             at_end = (tensor[:, -2] == tensor[:, -1]).any()
             padding = at_start + 2 * at_end
-        ranges += [low, high, padding]
+        # As a number with a sign, which not all dtypes have.
+        ranges += [-low.float(), high, padding]
     return ranges
 
 
@@ -117,12 +116,7 @@ def read_ranges(ranges: Sequence[Tensor]) -> list[float]:
 
     Large numbers, and all that are not integers, count by their sign and power of two.
     """
-    numbers = []
-    for position, tensor in enumerate(to_host(ranges)):
-        number = float(tensor)
-        is_lowest = position % _NUMBERS_PER_TENSOR == 0
-        numbers.append(_roughly(-number if is_lowest else number))
-    return numbers
+    return [_roughly(float(tensor)) for tensor in to_host(ranges)]
 
 
 def _roughly(value: float) -> float:

@@ -13,7 +13,6 @@ Everything that user code changes is restored before the next run.
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,49 +43,22 @@ from scatterpar.verify.single_precision import CastsToSingle, widened
 from scatterpar.verify.user_code import UserCode
 
 
-@dataclass(frozen=True)
-class Conditions:
-    """Under which conditions a run computes.
-
-    Attributes:
-        scale: the factor of all losses. Not that of the user's scaler, which may
-            overflow, and whose reason is half precision, in which looks seldom compute.
-        is_as_in_step: autocast is the step's, and half precision is not widened.
-            Otherwise autocast is off, because rounding hides differences.
-        draws_constants: random operators give constant numbers.
-    """
-
-    scale: float = 1.0
-    is_as_in_step: bool = False
-    draws_constants: bool = False
-
-
 @dataclass
 class RunResult:
     """What one run gave.
 
     Attributes:
-        results: the result of each part; one of all parts with ``whole_batch``. None if
-            the run has weights.
-        total: the sum of the results times their weights, if the run has weights.
+        total: the sum of the results of the parts, times their weights.
         states: the state of the replicas after each part.
         random_calls: the number of random operators, if these give constants.
         shares_state: whether a forward pass has changed what a criterion reads that
             replicas share.
     """
 
-    results: list[Result] = field(default_factory=list)
     total: Total = field(default_factory=Total)
     states: list[State] = field(default_factory=list)
     random_calls: int = 0
     shares_state: bool = False
-
-    def add(self, result: Result, weights: Sequence[float]) -> None:
-        """Add a result, to the sum if the run has weights."""
-        if weights:
-            self.total.add(result)
-        else:
-            self.results.append(result)
 
 
 class Runs:
@@ -97,7 +69,9 @@ class Runs:
         own_task: the replica's task, with the user's module and criterion in its place.
         replica_task: the replica's task.
         user_code: restores what runs change; they run inside of its ``isolated`` alone.
-        conditions: those of all runs.
+        is_as_in_step: autocast is the step's, and half precision is not widened.
+            Otherwise autocast is off, because rounding hides differences.
+        draws_constants: random operators give constant numbers.
         rounding: the formats that runs have rounded to.
         leaves: those whose gradients are compared.
         backward_calls: the modules that the replica's backward passes have called.
@@ -111,6 +85,7 @@ class Runs:
         deadline: float = math.inf,
         *,
         is_as_in_step: bool = False,
+        draws_constants: bool = False,
     ) -> None:
         """After ``deadline``, a time of ``time.monotonic``, runs are inconclusive."""
         replica_sets = attempt.replicas.replica_sets
@@ -131,7 +106,8 @@ class Runs:
         self.user_code = UserCode(
             request, user_module, task, guarded, deadline, is_as_in_step
         )
-        self.conditions = Conditions(is_as_in_step=is_as_in_step)
+        self.is_as_in_step = is_as_in_step
+        self.draws_constants = draws_constants
         # A kernel may round to half precision, also of numbers that are widened.
         has_half_precision = self.user_code.has_half_precision
         least = FLOAT16.tolerance if has_half_precision else 0.0
@@ -148,16 +124,9 @@ class Runs:
         # it reads.
         self._shares_criterion = root_to_replicate(request.criterion) is None
 
-    def under(self, **changes: Any) -> Runs:
-        """The same runs under conditions with these changes."""
-        # Both share user code and leaves, of which there is one state.
-        runs = copy.copy(self)
-        runs.conditions = replace(self.conditions, **changes)
-        return runs
-
-    def at_once(self, rows: Part, task: ReplicaTask) -> Result:
+    def at_once(self, rows: Part, task: ReplicaTask, *, scale: float = 1.0) -> Result:
         """The loss and gradients of rows in one part."""
-        return self.run([rows], task).results[0]
+        return self.run([rows], task, scale=scale).total.result
 
     def run(
         self,
@@ -167,11 +136,11 @@ class Runs:
         *,
         between: Callable[[], None] | None = None,
         nudge: Nudge | None = None,
+        scale: float = 1.0,
     ) -> RunResult:
         """Loss and gradients of parts of rows, one after the other, times ``weights``.
 
-        With ``weights`` the run has the sum of the results in the place of these. With
-        ``whole_batch`` the joined outputs of all parts have one loss.
+        With ``whole_batch`` the joined outputs of all parts have one loss.
 
         Args:
             parts: the rows of each part.
@@ -179,6 +148,9 @@ class Runs:
             weights: the factors of the losses; all 1 by default.
             between: is called before each part except the first.
             nudge: changes the replica's parameters.
+            scale: the factor of all losses in backward passes. Not that of the user's
+                scaler, which may overflow, and whose reason is half precision, in which
+                looks seldom compute.
         """
         self.user_code.require_time()
         self.user_code.restart()
@@ -199,14 +171,14 @@ class Runs:
                     run.shares_state = not of_criterion.refers_to_same()
                 if not joins:
                     weight = weights[number] if weights else 1.0
-                    result = self._result(outputs.pop(), rows, task, weight)
-                    run.add(result, weights)
-                    del result  # its gradients are freed before the next part's
+                    output = outputs.pop()
+                    # No name: its gradients are freed before the next part's.
+                    run.total.add(self._result(output, rows, task, weight, scale))
                 run.states.append(state_of(task.replicas))
             if joins:
                 all_rows = list(chain(*parts))
                 joined = self._joined(outputs, parts)
-                run.add(self._result(joined, all_rows, task), weights)
+                run.total.add(self._result(joined, all_rows, task, 1.0, scale))
         run.random_calls = numbers.calls
         return run
 
@@ -217,9 +189,9 @@ class Runs:
         with contextlib.ExitStack() as stack:
             if self.user_code.is_widened:
                 stack.enter_context(CastsToSingle())
-            if self.conditions.draws_constants:
+            if self.draws_constants:
                 stack.enter_context(numbers)
-            if not self.conditions.is_as_in_step:
+            if not self.is_as_in_step:
                 for device_type in task.autocast:
                     stack.enter_context(torch.autocast(device_type, enabled=False))
             try:
@@ -244,7 +216,7 @@ class Runs:
         return values
 
     def _result(
-        self, output: Any, rows: Part, task: ReplicaTask, weight: float = 1.0
+        self, output: Any, rows: Part, task: ReplicaTask, weight: float, scale: float
     ) -> Result:
         """The loss of these rows, and its gradients times ``weight``; none if zero."""
         self.user_code.require_time()
@@ -258,8 +230,7 @@ class Runs:
         if weight and loss.requires_grad:
             # The weight is inside, because hooks may clamp gradients. It is multiplied:
             # for a gradient that it is given, torch imports sympy, in 0.3 s.
-            scaled = loss * (self.conditions.scale * weight)
-            gradients = self._gradients(scaled, task)
+            gradients = self._gradients(loss * (scale * weight), task)
         value = float(loss.detach()) * weight if weight else 0.0
         return Result(value, self.leaves.sums(gradients))
 

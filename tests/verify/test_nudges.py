@@ -16,10 +16,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*calls.*|.*last.*")
 def test_nudge_is_rounding_that_grows(monkeypatch):
     def question(runs):
         nudges = [Nudge(number, runs.rounding.coarsest_eps) for number in (0, 15)]
-        results = [
-            runs.run([[5]], runs.replica_task, nudge=nudge).results for nudge in nudges
+        totals = [
+            runs.run([[5]], runs.replica_task, nudge=nudge).total for nudge in nudges
         ]
-        return [abs(result.loss - 13) for (result,) in results]
+        return [abs(total.loss - 13) for total in totals]
 
     first, last = asked(monkeypatch, question)
     assert 0 <= first < last < 1e-12

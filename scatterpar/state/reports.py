@@ -51,40 +51,30 @@ def changed_names(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[s
     return [name for name in before if name in after and before[name] != after[name]]
 
 
-def state_of(replicas: Sequence[Replica]) -> State:
+def state_of(replicas: Sequence[Replica], *, has_same_rows: bool = False) -> State:
     """The buffers of replicas, and those attributes that hold state whatever the rows
     are: numbers, tensors, lengths of lists.
 
     Running statistics do not change in a look, whose batch normalisations are in
     evaluation mode.
+
+    Calls with the same rows are compared in attributes alone, since a buffer may move
+    once per step. These are compared in switches, words and the contents of containers,
+    too, which may differ between calls with other rows.
     """
     state: State = {}
     for path, module in _modules_of(replicas):
-        for name, value in module._buffers.items():
-            if value is not None:
-                # A copy, because calls write buffers in place.
-                contents = {(): value.detach().clone()}
-                state[_name("buffer", path, name)] = contents
-    return state | attributes_of(replicas, has_same_rows=False)
-
-
-def attributes_of(replicas: Sequence[Replica], *, has_same_rows: bool = True) -> State:
-    """The attributes of replicas that show whether calls move them.
-
-    Calls with the same rows are compared in switches, words and the contents of
-    containers, too, which may differ between calls with other rows.
-    """
-    depth = _DEPTH if has_same_rows else 0
-    state: State = {}
-    for path, module in _modules_of(replicas):
-        for name, value in vars(module).items():
-            # Words and switches may be those of the rows.
-            is_of_rows = not has_same_rows and type(value) in (bool, str)
-            if name in _OF_TORCH or is_of_rows:
-                continue
-            contents = dict(_contents_of(value, depth))
-            if contents:
-                state[_name("attribute", path, name)] = contents
+        buffers = {} if has_same_rows else module._buffers
+        for kind, values in (("buffer", buffers), ("attribute", vars(module))):
+            for name, value in values.items():
+                # Words and switches may be those of the rows.
+                is_of_rows = not has_same_rows and type(value) in (bool, str)
+                if name in _OF_TORCH or is_of_rows:
+                    continue
+                contents = dict(_contents_of(value, _DEPTH if has_same_rows else 0))
+                if contents:
+                    full_name = f"{path}.{name}".lstrip(".")
+                    state[f"the {kind} {full_name!r}"] = contents
     return state
 
 
@@ -93,11 +83,6 @@ def _modules_of(replicas: Sequence[Replica]) -> Iterator[tuple[str, nn.Module]]:
         # A criterion may be a function, which has no attributes that are its state.
         if isinstance(replica.root, nn.Module):
             yield from replica.root.named_modules()
-
-
-def _name(kind: str, path: str, name: str) -> str:
-    prefix = f"{path}." if path else ""
-    return f"the {kind} {prefix + name!r}"
 
 
 def _contents_of(value: Any, depth: int) -> Iterator[tuple[Any, Any]]:
@@ -153,5 +138,4 @@ def _is_same(value: Any, later: Any) -> bool:
         return True
     if isinstance(value, Tensor):
         return same_bits(value, later)
-    are_nan = value != value and later != later
-    return are_nan or bool(value == later)
+    return repr(value) == repr(later)  # a NaN equals itself

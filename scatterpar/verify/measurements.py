@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from scatterpar.batch import nested
-from scatterpar.state.reports import attributes_of, moved_between
+from scatterpar.state.reports import moved_between, state_of
 from scatterpar.step.loss import loss_of
 from scatterpar.step.task import ReplicaTask
 from scatterpar.verify.comparison import Result
@@ -76,20 +76,20 @@ def attributes_that_calls_move(runs: Runs, rows: Part) -> list[str]:
     """
     task = runs.replica_task
     runs.user_code.restart()
-    before = attributes_of(task.replicas)
-    states = []
+    states = [state_of(task.replicas, has_same_rows=True)]
     with runs.surroundings(task):
-        # The first call may only create an attribute, which is no state yet.
         for _ in range(2):
             runs.user_code.require_time()
             output = task.output_of(runs.inputs_of(rows))
             if task.criterion is not None:
                 loss_of(output, runs.targets_of(rows), task.criterion)
-            states.append(attributes_of(task.replicas))
-            is_created = before.keys() != states[0].keys()
-            if not is_created and not moved_between([before, states[0]]):
+            states.append(state_of(task.replicas, has_same_rows=True))
+            before, after = states[-2:]
+            names = moved_between([before, after])
+            # The first call may only create an attribute, which is no state yet.
+            if before.keys() == after.keys() and not names:
                 return []
-    return moved_between(states)
+    return names
 
 
 def bytes_per_row(runs: Runs, rows: Part) -> float:

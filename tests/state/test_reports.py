@@ -15,7 +15,6 @@ from torch import nn
 
 from scatterpar import ScatterOnceParallel
 from scatterpar.state.reports import (
-    attributes_of,
     changed_names,
     moved_between,
     plain_values,
@@ -43,7 +42,7 @@ def test_buffers_and_attributes_named():
     outer.inner = Queue()
     names = {"the buffer 'inner.entries'", "the attribute 'inner.calls'"}
     assert state_of(replicas(outer)).keys() == names | {"the attribute 'inner.last'"}
-    assert attributes_of(replicas(Queue())).keys() == {
+    assert state_of(replicas(Queue()), has_same_rows=True).keys() == {
         "the attribute 'calls'",
         "the attribute 'last'",
         "the attribute 'name'",

@@ -203,7 +203,6 @@ class Walk:
         self._seen: set[int] = set()
         self._seen_globals: set[tuple[int, str]] = set()
         self._seen_classes: set[int] = set()
-        self._slots: dict[type, list[Any]] = {}  # by class
         self._root_ids: set[int] = set()
         for root in roots:
             # A method is given for its object, even if that is a library's Trainer.
@@ -367,10 +366,8 @@ class Walk:
             self._follow_class(number, type(value))
 
     def _follow_slots(self, number: int, value: Any) -> None:
-        kind = type(value)
-        if kind not in self._slots:  # objects of one class are many
-            self._slots[kind] = _slots_of(kind)
-        for slot in self._slots[kind]:
+        kind: Any = type(value)
+        for slot in _slots_of(kind):
             content = Place(PlaceKind.SLOT, value, slot, None, number).read()
             self._refer(PlaceKind.SLOT, value, slot, content, number)
 
@@ -484,6 +481,7 @@ class Walk:
         return f"{outer}.{key}" if outer else str(key)
 
 
+@functools.lru_cache(maxsize=1024)  # objects of one class are many
 def _slots_of(kind: type) -> list[Any]:
     """The descriptors of slots in a class and its bases."""
     slots: list[Any] = []

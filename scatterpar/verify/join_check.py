@@ -51,12 +51,11 @@ class JoinCheck:
     ) -> None:
         """Compare outputs of a few rows with one output, until values show the order.
 
-        Only outputs that may have several entries per row, or none, are compared.
-        ``compute`` gave the outputs; ``function`` is what the user passed to
-        ``engine.map``.
-
         The attempt gets the positions of tensors that have no rows, such as a codebook
         of 64 entries beside 16 rows.
+
+        ``compute`` gave the outputs; ``function`` is what the user passed to
+        ``engine.map``.
 
         Raises:
             ValueError: the outputs of parts, joined, are not the output of one call; or
@@ -67,18 +66,33 @@ class JoinCheck:
         # kind takes a quarter of an evaluation's time.
         if not nested.tensors(outputs[0][0]):
             return
-        request = attempt.request.of_largest_batch()
         key = self._key_of(attempt, function, outputs[0][0])
-        if key in self._known:
-            attempt.constants = self._known[key]
-            return
-        candidates = self._candidates(attempt, outputs)
+        constants = self._known.get(key)
+        if constants is None:
+            candidates = self._candidates(attempt, outputs)
+            if candidates and function is not None and attempt.generators.drawn:
+                raise ValueError(_DRAWN)
+            constants, is_shown = self._compared(attempt, task, candidates, compute)
+            # Also that of outputs without candidates: comparing bits waits for the
+            # device.
+            if is_shown:
+                self._known[key] = constants
+        attempt.constants = constants
+
+    def _compared(
+        self,
+        attempt: Attempt,
+        task: ReplicaTask,
+        candidates: set[int],
+        compute: Compute,
+    ) -> tuple[frozenset[int], bool]:
+        """The positions of tensors without rows, and whether values show the order.
+
+        Only ``candidates``, which may have several entries per row, are compared.
+        """
         if not candidates:
-            # Also this is kept: comparing bits waits for the device.
-            self._known[key] = frozenset()
-            return
-        if function is not None and attempt.generators.drawn:
-            raise ValueError(_DRAWN)
+            return frozenset(), True
+        request = attempt.request.of_largest_batch()
         dim = request.dim
         # The fewest rows with parts of two sizes: what has no rows differs in none.
         rows = [0, request.rows // 2, request.rows - 1]
@@ -93,8 +107,7 @@ class JoinCheck:
                 f"the order of the rows: {why}. They are joined as they are; "
                 ".view(rows, k, -1) of k entries per row needs no check"
             )
-            self._known[key] = frozenset()
-            return
+            return frozenset(), True
         whole, *computed = computed_parts
         # A tensor without rows is the same for other numbers of rows.
         constants = _equal_tensors(computed_parts) & candidates
@@ -108,9 +121,8 @@ class JoinCheck:
             if position not in constants and entries_per_row(tensor, len(rows), dim) > 1
         ]
         # Equal entries show no order.
-        if not any(same_bits(tensor, tensor.flip(dim)) for tensor in several):
-            self._known[key] = constants
-        attempt.constants = constants
+        is_shown = not any(same_bits(tensor, tensor.flip(dim)) for tensor in several)
+        return constants, is_shown
 
     def _candidates(
         self, attempt: Attempt, outputs: Sequence[Sequence[Any]]

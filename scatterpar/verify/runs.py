@@ -26,6 +26,7 @@ from scatterpar.batch import nested
 from scatterpar.batch.batch import Batch
 from scatterpar.batch.joining import join_rows
 from scatterpar.replicas.module_contents import root_to_replicate
+from scatterpar.replicas.replicas import Replica, ReplicaSet
 from scatterpar.state.reports import State, state_of
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss import loss_of
@@ -99,10 +100,9 @@ class Runs:
         # Replicas share these: a call that writes one is refused. Those of a teacher in
         # the criterion's closure are not among them.
         guarded: set[int] = set()
-        for replica_set in replica_sets:
-            guarded.update(map(id, replica_set.tensors))
-        for replica in task.replicas:
-            guarded.update(map(id, replica.tensors))
+        owners: list[ReplicaSet | Replica] = [*replica_sets, *task.replicas]
+        for owner in owners:
+            guarded.update(map(id, owner.tensors))
         self.user_code = UserCode(
             request, user_module, task, guarded, deadline, is_as_in_step
         )

@@ -61,14 +61,12 @@ class Result:
     @property
     def is_finite(self) -> bool:
         """Whether there is neither NaN nor infinity in it."""
-        if not math.isfinite(self.loss):
-            return False
-        return all(bool(gradient.isfinite().all()) for gradient in self.gradients)
+        return all(map(math.isfinite, [self.loss, *magnitudes(self.gradients)]))
 
     @property
     def has_gradient(self) -> bool:
         """Whether a gradient is not zero."""
-        return any(bool(gradient.any()) for gradient in self.gradients)
+        return any(magnitudes(self.gradients))
 
     def difference_from(self, expected: Result) -> float:
         """The relative difference of gradients, or of losses if that is larger."""

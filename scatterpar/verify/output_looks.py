@@ -10,8 +10,10 @@ module that gives the outputs of a few rows, by their numbers::
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -30,7 +32,7 @@ from scatterpar.replicas.replicas import ReplicaOptions, Replicas
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loop_options import LoopOptions
 from scatterpar.step.loss_weights import compute_loss_weights, is_cross_entropy
-from scatterpar.step.request import Request
+from scatterpar.step.request import Count, Request
 from scatterpar.step.scatter import scatter
 from scatterpar.step.task import make_tasks
 from scatterpar.threads.workers import Workers
@@ -40,7 +42,7 @@ from scatterpar.torch_private import (
     leaves_of,
     nodes_reached,
 )
-from scatterpar.verify.comparison import Result
+from scatterpar.verify.comparison import magnitudes
 from scatterpar.verify.gradient_check import uses_batch_statistics
 from scatterpar.verify.output_differences import cut_rows
 from scatterpar.verify.ranges import informative_tensors, ranges_of_step
@@ -138,19 +140,7 @@ def _question(
     device = plan.shares[0].device
     entries = [_output_of(row, plan, outputs, dim) for row in rows]
     module = RowsOfOutputs(entries, dim)
-    count = of_call.count
-
-    def count_outputs(numbers: Sequence[int], targets: Any) -> Any:
-        assert count is not None
-        return count(module(numbers), targets)
-
-    numbers = Rows(range(len(rows)))
-    targets = of_call.batches[0].select(rows).targets
-    request = replace(
-        of_call,
-        batches=[batch_of(numbers, targets, len(rows), dim)],
-        count=None if count is None else count_outputs,
-    )
+    request = _request_for(rows, module, of_call)
     plan_of_rows = make_plan(len(rows), [device], accum=2)
     replicas = Replicas([device], ReplicaOptions())
     attempt = Attempt(request, plan_of_rows, replicas, workers)
@@ -166,6 +156,24 @@ def _question(
         candidates=[candidate_of(request)],
         loop=LoopOptions(remedies=_REMEDIES),
     )
+
+
+def _request_for(
+    rows: Sequence[int], module: RowsOfOutputs, of_call: Request
+) -> Request:
+    """The request of a call with ``module``, whose inputs are the numbers of rows."""
+    count = of_call.count
+    if count is not None:  # of outputs and targets
+        count = partial(_count_of_outputs, count, module)
+    targets = of_call.batches[0].select(rows).targets
+    batch = batch_of(Rows(range(len(rows))), targets, len(rows), of_call.dim)
+    return replace(of_call, batches=[batch], count=count)
+
+
+def _count_of_outputs(
+    count: Count, module: RowsOfOutputs, numbers: Sequence[int], targets: Any
+) -> Any:
+    return count(module(numbers), targets)
 
 
 def _output_of(row: int, plan: Plan, outputs: Sequence[Any], dim: int) -> Any:
@@ -212,10 +220,5 @@ def injects_gradient(output: Any) -> bool:
             )
     except RuntimeError:  # a graph that allows one backward pass only
         return False
-    dense = [
-        gradient
-        for gradient in gradients
-        if gradient is not None and gradient.layout == torch.strided
-    ]
-    result = Result(0.0, dense)
-    return result.has_gradient and result.is_finite
+    sizes = magnitudes(gradients)
+    return any(sizes) and all(map(math.isfinite, sizes))

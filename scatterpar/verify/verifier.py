@@ -52,6 +52,10 @@ _WAYS = (
 )
 
 
+# A candidate, and why the look at it is inconclusive.
+_Unclear = tuple[LossCandidate, Inconclusive]
+
+
 class Verifier:
     """Looks at steps, and remembers results by kind of criterion and batch.
 
@@ -162,7 +166,7 @@ class Verifier:
 
     def _ask(self, question: Question, kind: Kind) -> LossCandidate:
         refusals: list[Verdict] = []
-        unclear: list[tuple[LossCandidate, Inconclusive]] = []
+        unclear: list[_Unclear] = []
         for number, candidate in enumerate(question.candidates):
             title = question.title(kind.looks)
             try:
@@ -188,6 +192,12 @@ class Verifier:
         if not unclear:
             refused = refusals[-1]
             raise ValueError(question.text_of_refusal(refused)) from refused.error
+        return self._assume(unclear, question, kind)
+
+    def _assume(
+        self, unclear: list[_Unclear], question: Question, kind: Kind
+    ) -> LossCandidate:
+        """Returns the likeliest of the candidates of inconclusive looks."""
         # Means first: a loss that ignores the number of items is none of their sum.
         unclear.sort(key=lambda entry: entry[0].reduction == "sum")
         remaining = [candidate for candidate, _ in unclear]

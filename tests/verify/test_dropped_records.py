@@ -75,6 +75,19 @@ def test_last_resort_writes_nothing(capsys):
     assert "dropped" not in capsys.readouterr().err
 
 
+def test_handler_added_in_a_look_gets_nothing_there():
+    """As one of a logger that user code makes in its first call."""
+    handler = Kept()
+    try:
+        with records_dropped():
+            ALONE.addHandler(handler)
+            ALONE.warning("dropped")
+        ALONE.warning("later")
+    finally:
+        ALONE.removeHandler(handler)
+    assert handler.texts == ["later"]
+
+
 def test_filter_ends_with_an_error(kept):
     with pytest.raises(KeyError), records_dropped():
         raise KeyError

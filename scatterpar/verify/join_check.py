@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -127,20 +127,26 @@ class JoinCheck:
     def _candidates(
         self, attempt: Attempt, outputs: Sequence[Sequence[Any]]
     ) -> set[int]:
-        """The positions of tensors that a join may take for several entries per row."""
+        """The positions of tensors that a join takes for several entries per row."""
         request = attempt.request
-        pieces = list(chain(*outputs))
-        num_joined = len(pieces)
-        # Each share by itself, unless the criterion sees all rows.
-        is_by_share = request.return_outputs and not attempt.returns_one
-        if is_by_share and not request.whole_batch:
-            num_joined = max(map(len, outputs))
-        # Other ranks have pieces, too.
-        joins_ranks = request.whole_batch and self._is_distributed
-        if num_joined < 2 and not joins_ranks:
-            return set()
         sizes = attempt.plan.substep_rows
-        return _with_several_entries(pieces, sizes, request.dim)
+        joined_by_share = request.return_outputs and not attempt.returns_one
+        candidates: set[int] = set()
+        if request.whole_batch or not joined_by_share:
+            pieces = list(chain(*outputs))
+            # Other ranks have pieces, too.
+            if len(pieces) > 1 or (request.whole_batch and self._is_distributed):
+                candidates |= _with_several_entries(pieces, sizes, request.dim)
+        if joined_by_share:
+            remaining = iter(sizes)
+            # Each share by itself: their micro-batches may differ in size.
+            for pieces in map(list, outputs):
+                sizes_of_share = list(islice(remaining, len(pieces)))
+                if len(pieces) > 1:
+                    candidates |= _with_several_entries(
+                        pieces, sizes_of_share, request.dim
+                    )
+        return candidates
 
     def _key_of(self, attempt: Attempt, function: Any, output: Any) -> Hashable:
         """What an order of entries may depend on.
@@ -166,7 +172,7 @@ class JoinCheck:
 def _with_several_entries(
     pieces: Sequence[Any], sizes: Sequence[int], dim: int
 ) -> set[int]:
-    """The positions of tensors that have k > 1 entries per row in a piece.
+    """The positions of tensors that have one k > 1 of entries per row in all pieces.
 
     Also of those with one entry per row that are the same in all pieces: such a tensor
     may have no rows.
@@ -177,8 +183,10 @@ def _with_several_entries(
             entries_per_row(tensor, size, dim)
             for tensor, size in zip(tensors, sizes, strict=False)
         }
-        is_same = entries == {1} and _have_same_numbers(tensors, dim)
-        if is_same or max(entries) > 1:
+        if len(entries) > 1:
+            continue
+        has_several = min(entries) > 1
+        if has_several or (min(entries) == 1 and _have_same_numbers(tensors, dim)):
             positions.add(position)
     return positions
 

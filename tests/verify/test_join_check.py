@@ -120,9 +120,8 @@ def test_numbers_drawn_in_map_refused():
     [
         ([(6, 1), (4, 1)], True),
         ([(3, 1), (2, 1)], False),
-        ([(6, 1), (6, 1)], True),  # two and three entries, of a share each
-        ([(5, 1), (4, 1)], True),  # two of a share that is joined by itself
-        ([(5, 1), (3, 1)], False),
+        ([(6, 1), (6, 1)], False),  # two and three entries
+        ([(5, 1), (4, 1)], False),
     ],
 )
 def test_several_entries_per_row_detected(shapes, several):

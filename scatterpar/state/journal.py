@@ -21,6 +21,7 @@ Three others know what has changed, because each is cheaper for its question: ``
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import sys
 from collections.abc import Container, Iterator, Sequence
@@ -162,15 +163,9 @@ class Journal:
 
     def _save_values(self) -> None:
         """Save values other than tensors that are written in place."""
-        # Rows are asked once per class, because values of one class are thousands.
-        kinds: dict[type, bool] = {}  # whether values of a class are saved
         for number, value in enumerate(self.walk.values):
-            kind = type(value)
-            is_saved = kinds.get(kind)
-            if is_saved is None:
-                is_saved = moves_by_calls(kind) or saver_of(kind) is not None
-                kinds[kind] = is_saved
-            if is_saved:
+            kind: Any = type(value)
+            if _is_moved_by_calls(kind):
                 self._save(number, value)
         for number in self.walk.threaded:
             self._note_unsaved(number, self.walk.values[number])
@@ -326,6 +321,12 @@ class Journal:
         for kind, names in self._class_names:
             for name in vars(kind).keys() - names:
                 delattr(kind, name)
+
+
+@functools.lru_cache(maxsize=1024)  # values of one class are thousands
+def _is_moved_by_calls(kind: type) -> bool:
+    """Whether calls may move values of a class: write them in place, or read on."""
+    return moves_by_calls(kind) or saver_of(kind) is not None
 
 
 def _has_other_numbers(saved: Any, value: Any) -> bool:

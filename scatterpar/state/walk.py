@@ -271,7 +271,13 @@ class Walk:
             if not isinstance(value, types.MethodType):  # its are its function's
                 self._follow_object(number, value)
 
-    def _follow_entries(self, number: int, container: Any, kind: PlaceKind) -> None:
+    def _follow_entries(
+        self,
+        number: int,
+        container: Any,
+        kind: PlaceKind,
+        excluded: Container[str] = (),
+    ) -> None:
         """Save a container or ``__dict__``, and follow its entries."""
         if len(container) > _MAX_SAVED_ENTRIES:
             return
@@ -287,8 +293,9 @@ class Walk:
         if PLAIN.issuperset(map(type, chain.from_iterable(items))):
             return
         for key, entry in items:
-            self._refer(PlaceKind.KEY, container, key, key, number)
-            self._refer(kind, container, key, entry, number)
+            if key not in excluded:
+                self._refer(PlaceKind.KEY, container, key, key, number)
+                self._refer(kind, container, key, entry, number)
 
     def _follow_container(self, number: int, container: Any) -> None:
         if getattr(type(container), "__getitem__", None) in _GETTERS:
@@ -298,13 +305,9 @@ class Walk:
 
     def _follow_attributes(self, number: int, attributes: dict[str, Any]) -> None:
         """Follow the ``__dict__`` of an object, which may be a root."""
-        if self._excluded and id(self.values[number]) in self._root_ids:
-            self.containers.append((number, attributes))
-            for name, value in [*attributes.items()]:
-                if name not in self._excluded:
-                    self._refer(PlaceKind.ATTRIBUTE, attributes, name, value, number)
-            return
-        self._follow_entries(number, attributes, PlaceKind.ATTRIBUTE)
+        is_root = id(self.values[number]) in self._root_ids
+        excluded = self._excluded if is_root else ()
+        self._follow_entries(number, attributes, PlaceKind.ATTRIBUTE, excluded)
 
     def _follow_tensor(self, number: int, tensor: Tensor) -> None:
         is_parameter = isinstance(tensor, nn.Parameter)

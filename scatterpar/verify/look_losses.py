@@ -151,10 +151,14 @@ class LookResults(SplitEvidence):
         task = self.runs.replica_task
         return [self.runs.at_once(part, task) for part in self.parts]
 
-    def in_parts(self, between: Callable[[], None]) -> Result:
+    def in_parts(self, between: Callable[[], None], *, scale: float = 1.0) -> Result:
         """The combined result of the parts; ``between`` is called before each."""
         run = self.runs.run(
-            self.parts, self.runs.replica_task, self.step_weights, between=between
+            self.parts,
+            self.runs.replica_task,
+            self.step_weights,
+            between=between,
+            scale=scale,
         )
         return run.total.result
 
@@ -166,16 +170,11 @@ class LookResults(SplitEvidence):
         the gradient of a balance loss in its backward pass gives such a gradient.
         """
         runs = self.runs
-        restart = runs.user_code.restart
-        task = runs.replica_task
-        in_parts = runs.run(
-            self.parts, task, self.step_weights, between=restart, scale=0.0
-        )
+        of_parts = self.in_parts(runs.user_code.restart, scale=0.0)
         # NaN is no answer: a zero may have met an infinity.
-        of_parts = in_parts.total.result
         if not (of_parts.has_gradient and of_parts.is_finite):
             return 0.0
-        at_once = runs.at_once(self.rows, task, scale=0.0)
+        at_once = runs.at_once(self.rows, runs.replica_task, scale=0.0)
         difference, _ = relative_difference(of_parts.gradients, at_once.gradients)
         return difference
 

@@ -139,16 +139,15 @@ class UserCode:
         """What the criterion may change, and all random generators."""
         return self.journals[0]
 
-    def own_modules(self) -> list[nn.Module]:
-        """The user's modules: the module itself, and those of the criterion."""
+    def _layers(self) -> Iterator[nn.Module]:
+        """Yield all layers of the user's modules and of the replica's.
+
+        The user's are the module itself, and those of the criterion.
+        """
         criterion = self._request.criterion
         roots = [self._own_module, module_of(criterion), *closure_contents(criterion)]
-        return [root for root in roots if isinstance(root, nn.Module)]
-
-    def _layers(self) -> Iterator[nn.Module]:
-        """Yield all layers of the user's modules and of the replica's."""
-        replicas: list[Any] = [replica.root for replica in self._task.replicas]
-        for root in (*self.own_modules(), *replicas):
+        roots += [replica.root for replica in self._task.replicas]
+        for root in roots:
             if isinstance(root, nn.Module):  # else a partial that binds tensors
                 yield from root.modules()
 

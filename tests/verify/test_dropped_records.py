@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from contextvars import copy_context
 
 import numpy as np
 import pytest
@@ -154,9 +155,12 @@ def test_openers_are_put_back_after_looks_that_overlap():
     """The look that ended last put back the other one's."""
     opener = open
     first, second = contextlib.ExitStack(), contextlib.ExitStack()
-    first.enter_context(records_dropped())
-    second.enter_context(records_dropped())
-    first.close()
+    # As in two threads: each look has a context of its own.
+    of_first, of_second = copy_context(), copy_context()
+    of_first.run(first.enter_context, records_dropped())
+    of_second.run(second.enter_context, records_dropped())
+    of_first.run(first.close)
     assert open is not opener
-    second.close()
+    of_second.run(second.close)
     assert open is opener
+    assert not is_look()

@@ -39,8 +39,6 @@ class Share:
     Attributes:
         replica: the number of the replica.
         device: where it computes.
-        start: the first row of the share.
-        stop: the end of its last row.
         micro_batches: for each sub-step the start and stop of its rows.
         row_numbers: for each sub-step, if cut by cost, the numbers of its rows in the
             batch, ascending; else empty.
@@ -48,10 +46,18 @@ class Share:
 
     replica: int
     device: torch.device
-    start: int
-    stop: int
     micro_batches: tuple[tuple[int, int], ...]
     row_numbers: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def start(self) -> int:
+        """The first row of the share."""
+        return self.micro_batches[0][0]
+
+    @property
+    def stop(self) -> int:
+        """The end of the last row of the share."""
+        return self.micro_batches[-1][1]
 
     @cached_property
     def rows(self) -> int:
@@ -213,11 +219,10 @@ def _plan(
                 pieces = math.ceil(Fraction(stop - start, limits[replica]))
             micro_batches[replica] += _cut(first + start, first + stop, pieces)
         first += rows
-    planned: list[Share] = []
-    for replica, spans in micro_batches.items():
-        start, _ = spans[0]
-        _, stop = spans[-1]
-        planned.append(Share(replica, devices[replica], start, stop, tuple(spans)))
+    planned = [
+        Share(replica, devices[replica], tuple(spans))
+        for replica, spans in micro_batches.items()
+    ]
     plan = Plan(first, tuple(planned))
     return dealt(plan, sizes, threads) if threads else plan
 
@@ -258,14 +263,10 @@ def dealt(plan: _PlanT, sizes: Sequence[int], threads: Sequence[int]) -> _PlanT:
     for *_, replica, rows in sorted(pieces):
         spans[replica].append((first, first + rows))
         first += rows
-    shares: list[Share] = []
-    for number, share in enumerate(plan.shares):
-        start, _ = spans[number][0]
-        _, stop = spans[number][-1]
-        micro_batches = tuple(spans[number])
-        shares.append(
-            replace(share, start=start, stop=stop, micro_batches=micro_batches)
-        )
+    shares = [
+        replace(share, micro_batches=tuple(spans[number]))
+        for number, share in enumerate(plan.shares)
+    ]
     return replace(plan, shares=tuple(shares), is_dealt=True)
 
 

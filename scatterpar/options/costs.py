@@ -147,8 +147,7 @@ def plan_by_cost(
         )
         ends = list(accumulate(map(len, row_numbers), initial=start))
         spans = tuple(pairwise(ends))
-        share = Share(replica, devices[replica], start, ends[-1], spans, row_numbers)
-        planned.append(share)
+        planned.append(Share(replica, devices[replica], spans, row_numbers))
         start = ends[-1]
     plan = CostPlan(num_rows, tuple(planned), costs=numbers)
     return dealt(plan, [num_rows], threads) if threads else plan

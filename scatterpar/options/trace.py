@@ -283,22 +283,15 @@ class Trace(Printed):
         rows: list[dict[str, Any]] = []
         threads: dict[str, int] = {}  # the number of each, by name
         for thread, name, start, end, arguments in self._spans():
-            row = {
-                "name": name,
-                "ph": "X",
-                "pid": 0,
-                # Viewers sort by this number: the caller is first, as it has the first
-                # span.
-                "tid": threads.setdefault(thread, len(threads)),
-                "ts": (start - self._start) * 1e6,
-                "dur": (end - start) * 1e6,
-                "args": arguments,
-            }
+            # Viewers sort by this number: the caller, with the first span, is first.
+            number = threads.setdefault(thread, len(threads))
+            row = _row("X", number, name, arguments)
+            row["ts"] = (start - self._start) * 1e6
+            row["dur"] = (end - start) * 1e6
             rows.append(row)
         for thread, number in threads.items():
             # Viewers show a thread's number until an event of this kind names it.
-            row = {"name": "thread_name", "ph": "M", "pid": 0, "tid": number}
-            rows.append({**row, "args": {"name": thread}})
+            rows.append(_row("M", number, "thread_name", {"name": thread}))
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"traceEvents": rows, "displayTimeUnit": "ms"}, file)
 
@@ -317,6 +310,13 @@ class Trace(Printed):
             if on_device is not None:
                 where = "on the device"
                 yield f"{thread} {where}", f"{event.name} {where}", *on_device, {}
+
+
+def _row(
+    kind: str, thread: int, name: str, arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    """An event as viewers read it, without times."""
+    return {"ph": kind, "pid": 0, "tid": thread, "name": name, "args": arguments}
 
 
 def _timed_mark(device: torch.device) -> torch.Event:

@@ -454,26 +454,11 @@ class Normalise(torch.autograd.Function):
         """
         rows, weight, bias, mean, variance = context.saved_tensors
         slope = torch.rsqrt(variance + context.eps)
-        # CUDA's kernel for rows with channels last, or without further dimensions, asks
-        # for all of these, and has no gradients without a weight.
+        # CUDA's kernel has no gradients without a weight.
         scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
-        of_rows = torch.empty_like(rows)
-        of_weight = torch.zeros_like(mean)
-        of_bias = torch.zeros_like(mean)
-        # Without values the CPU's kernel divides by zero, which ends the process.
-        if rows.numel():
-            of_rows, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
-                gradient,
-                rows,
-                scale,
-                mean,
-                variance,
-                save_mean=mean,
-                save_invstd=slope,
-                train=False,
-                eps=context.eps,
-                output_mask=[True, True, True],
-            )
+        of_rows, of_weight, of_bias = gradients_of_evaluation(
+            gradient, rows, scale, (mean, variance, slope), context.eps
+        )
         # Without it nobody else waits: all replicas run the same layers.
         if context.needs_input_grad[0]:
             packed = torch.stack([of_bias, of_weight])
@@ -486,6 +471,30 @@ class Normalise(torch.autograd.Function):
             correction += per_channel(of_shift, rows)
             of_rows -= correction
         return of_rows, like(of_weight, weight), like(of_bias, bias), None, None, None
+
+
+def gradients_of_evaluation(
+    gradient: Tensor,
+    rows: Tensor,
+    scale: Tensor,
+    statistics: tuple[Tensor, Tensor, Tensor],
+    eps: float,
+) -> Sequence[Tensor]:
+    """The gradients of rows, weight and bias, as if statistics did not depend on rows.
+
+    ``statistics`` are mean, variance and slope.
+    """
+    # Without values the CPU's kernel divides by zero, which ends the process.
+    if not rows.numel():
+        return torch.empty_like(rows), torch.zeros_like(scale), torch.zeros_like(scale)
+    # CUDA's kernel for rows with channels last, or without further dimensions, asks for
+    # all of these.
+    mean, variance, slope = statistics
+    every = [True, True, True]
+    gradients: Sequence[Tensor] = torch.ops.aten.native_batch_norm_backward(
+        gradient, rows, scale, mean, variance, mean, slope, False, eps, every
+    )
+    return gradients
 
 
 def cast(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -83,9 +83,11 @@ class CallerContext:
         context, apart from the variables.
         """
         with contextlib.ExitStack() as stack:
-            stack.enter_context(streams.use_device(device, self._streams))
+            # The CPU is every thread's device.
+            if self._streams or streams.is_async(device):
+                stack.enter_context(streams.use_device(device, self._streams))
             stack.enter_context(no_autocast_cache())
-            # The CPU is every thread's default.
+            # And every thread's default device.
             if streams.is_async(self._default_device):
                 is_same_type = device.type == self._default_device.type
                 stack.enter_context(device if is_same_type else self._default_device)

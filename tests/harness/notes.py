@@ -18,7 +18,7 @@ def note_of(replica, device, sub_step=None, sub_steps=1, rows=(0,)):
     by_cost = ()
     if not isinstance(rows, range):
         by_cost = (tuple(rows),) * sub_steps
-    share = Share(replica, torch.device(device), 0, 0, (span,) * sub_steps, by_cost)
+    share = Share(replica, torch.device(device), (span,) * sub_steps, by_cost)
     # Not raised: it would keep the error that is handled at the moment.
     error = Exception()
     ReplicaNote(share, sub_step).__exit__(None, error, None)

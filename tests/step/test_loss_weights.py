@@ -147,7 +147,7 @@ FIVE = torch.tensor([3, -100, 1, 0, 2])
 def weights_of(criterion, targets=FIVE, **options):
     """The factors of the losses of three micro-batches, of which one replica has two."""
     request = Request([batch_of(None, targets, 5, 0)], 0, criterion, **options)
-    shares = [Share(0, HOST, 0, 4, ((0, 2), (2, 4))), Share(1, HOST, 4, 5, ((4, 5),))]
+    shares = [Share(0, HOST, ((0, 2), (2, 4))), Share(1, HOST, ((4, 5),))]
     pieces = [(None, targets[rows]) for rows in RAGGED]
     weights = compute_loss_weights(request, Plan(5, tuple(shares)), pieces)
     return [float(weight) for share in weights.by_share for weight in share]
@@ -189,7 +189,7 @@ def test_smoothed_unweighted_labels_add_sum():
 
 
 def test_outputs_weigh_by_rows():
-    shares = (Share(0, HOST, 0, 3, ((0, 2), (2, 3))), Share(1, HOST, 3, 5, ((3, 5),)))
+    shares = (Share(0, HOST, ((0, 2), (2, 3))), Share(1, HOST, ((3, 5),)))
     request = Request([batch_of(None, FIVE, 5, 0)], 0, nn.CrossEntropyLoss())
     weights = compute_loss_weights(request, Plan(5, shares), None)
     assert weights.by_share == [[2, 1], [2]]

@@ -849,13 +849,10 @@ SABOTAGES = [
     Sabotage(
         name="workers do not see the caller's context variables",
         promise="as in plain torch",
-        file="threads/workers.py",
-        place="Workers.parallel_apply",
-        text="""                context.variables.copy().run,
-                context.run,
-""",
-        replacement="""                context.run,
-""",
+        file="threads/caller_context.py",
+        place="CallerContext.bound",
+        text="partial(variables.run, self._run, device, work, args)",
+        replacement="partial(self._run, device, work, args)",
         seen_by="test_contextvars_reach_workers",
     ),
     Sabotage(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -50,15 +50,11 @@ class CallerContext:
     thread, which may use tensors that the caller has computed on any stream. Modes of
     torch are not carried over, because few can work in several threads; a warning says
     so.
-
-    Attributes:
-        variables: the context variables. A copy of them calls ``run``: one context
-            cannot be entered by two threads at once.
     """
 
     def __init__(self) -> None:
         _warn_of_what_replicas_lack()
-        self.variables = contextvars.copy_context()
+        self._variables = contextvars.copy_context()
         self._streams = streams.current_streams()
         self._default_device = torch.get_default_device()
         self._contexts: list[
@@ -78,10 +74,18 @@ class CallerContext:
             enter_hooks = partial(torch.autograd.graph.saved_tensors_hooks, *hooks)
             self._contexts.append(enter_hooks)
 
-    def run(self, device: torch.device, work: Callable[[], Any]) -> Any:
-        """Returns ``work()``, run on ``device`` in this thread with the captured
-        context, apart from the variables.
-        """
+    def bound(
+        self, device: torch.device, work: Callable[..., Any], args: Sequence[Any]
+    ) -> Callable[[], Any]:
+        """A call of ``work(*args)`` on ``device``, for another thread."""
+        # Two threads cannot enter one context of variables at once.
+        variables = self._variables.copy()
+        return partial(variables.run, self._run, device, work, args)
+
+    def _run(
+        self, device: torch.device, work: Callable[..., Any], args: Sequence[Any]
+    ) -> Any:
+        """Returns ``work(*args)``, with the captured context apart from variables."""
         with contextlib.ExitStack() as stack:
             # The CPU is every thread's device.
             if self._streams or streams.is_async(device):
@@ -93,7 +97,7 @@ class CallerContext:
                 stack.enter_context(device if is_same_type else self._default_device)
             for make_context in self._contexts:
                 stack.enter_context(make_context())
-            return work()
+            return work(*args)
 
 
 def _warn_of_what_replicas_lack() -> None:

@@ -94,11 +94,9 @@ def call_in_new_thread(function: Callable[..., Any], *args: Any) -> Any:
     forked child waits forever for the team of the thread that forked. A new thread has
     none, and is the child's main thread.
     """
-    context = CallerContext()
+    call = CallerContext().bound(torch.device("cpu"), function, args)
     with ThreadPoolExecutor(max_workers=1) as executor:
-        enter = context.variables.run
-        call = partial(function, *args)
-        return executor.submit(enter, context.run, torch.device("cpu"), call).result()
+        return executor.submit(call).result()
 
 
 def _serve(queue: _Queue, budget: int, ready: threading.Barrier) -> None:
@@ -296,12 +294,7 @@ class Workers:
                     raise
         context = CallerContext()
         calls = [
-            partial(
-                context.variables.copy().run,
-                context.run,
-                device,
-                partial(module, *args),
-            )
+            context.bound(device, module, args)
             for module, args, device in zip(modules, inputs, devices, strict=True)
         ]
         if at_once is None:
@@ -331,10 +324,8 @@ class Workers:
     ) -> Job:
         """Let the thread with this number call ``function(*args)`` on ``device``."""
         memory.tune_malloc(device)
-        context = CallerContext()
-        call = partial(function, *args)
-        in_context = partial(context.variables.run, context.run, device, call)
-        job = Job({thread: in_context}, thread + 1, threading.Event())
+        call = CallerContext().bound(device, function, args)
+        job = Job({thread: call}, thread + 1, threading.Event())
         self._post(job, {thread: thread})
         return job
 

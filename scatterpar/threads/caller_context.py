@@ -87,11 +87,9 @@ class CallerContext:
     ) -> Any:
         """Returns ``work(*args)``, with the captured context apart from variables."""
         with contextlib.ExitStack() as stack:
-            # The CPU is every thread's device.
-            if self._streams or streams.is_async(device):
-                stack.enter_context(streams.use_device(device, self._streams))
+            stack.enter_context(streams.use_device(device, self._streams))
             stack.enter_context(no_autocast_cache())
-            # And every thread's default device.
+            # The CPU is every thread's default.
             if streams.is_async(self._default_device):
                 is_same_type = device.type == self._default_device.type
                 stack.enter_context(device if is_same_type else self._default_device)

@@ -22,7 +22,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from scatterpar.train.command_line import EMBEDDED, Options, UsageError, words_of
+from scatterpar.train.command_line import (
+    EMBEDDED,
+    Options,
+    UsageError,
+    option_of,
+    words_of,
+)
 from scatterpar.train.csv_files import ENDINGS, read_table
 from scatterpar.train.data_parts import (
     TEST,
@@ -361,8 +367,9 @@ def _open_parts(options: Options) -> DataParts:
 def _refuse_options_of_files(options: Options) -> None:
     for name in _OF_FILES:
         if getattr(options, name) not in (None, 0.0, "crop", "none"):
-            option = "--" + name.replace("_", "-")
-            raise UsageError(f"it is used as it is: {option} is for pictures in files")
+            raise UsageError(
+                f"it is used as it is: {option_of(name)} is for pictures in files"
+            )
 
 
 def make_pictures(options: Options, data_parts: DataParts) -> Source:

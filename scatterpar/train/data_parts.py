@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import os
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -206,28 +206,24 @@ def _repeated(train: Pictures, tested: Pictures) -> int:
     """
     if not isinstance(train.sources, Names) or len(train) > _MOST_COMPARED:
         return 0
-    trained_sizes = _sizes(train)
-    tested_sizes = _sizes(tested)
-    # Few photographs have the same size: reading all would take minutes.
-    common = set(trained_sizes.values()) & set(tested_sizes.values())
-    digests = set()
-    for name, size in trained_sizes.items():
-        if size in common:
-            digests.add(_digest(name))
+    names_by_size = _names_by_size(train)
     number = 0
-    for name, size in tested_sizes.items():
-        number += size in common and _digest(name) in digests
+    for size, names in _names_by_size(tested).items():
+        # Few photographs have the same size: reading all would take minutes.
+        if size in names_by_size:
+            digests = set(map(_digest, names_by_size[size]))
+            number += sum(_digest(name) in digests for name in names)
     return number
 
 
-def _sizes(pictures: Pictures) -> dict[str, int]:
-    """Return the number of bytes of each file."""
-    sizes = {}
+def _names_by_size(pictures: Pictures) -> dict[int, list[str]]:
+    """Return the names of the files by the number of their bytes."""
+    names = defaultdict[int, list[str]](list)
     for row in range(len(pictures)):
         name, _ = pictures[row]
         with contextlib.suppress(OSError):  # the feed reports it
-            sizes[name] = os.path.getsize(name)
-    return sizes
+            names[os.path.getsize(name)].append(name)
+    return names
 
 
 def _digest(name: str) -> bytes:

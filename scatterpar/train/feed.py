@@ -16,7 +16,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice, tee
 from typing import Any
@@ -55,8 +55,6 @@ class Feed(contextlib.AbstractContextManager["Feed"]):
         processes: those that divide the rows of each request.
         broken: how often each broken image was left out.
         waited: the seconds that the last `take` took.
-        on_read: is called with the number of images after each piece that was read, in
-            any thread.
     """
 
     def __init__(
@@ -71,7 +69,6 @@ class Feed(contextlib.AbstractContextManager["Feed"]):
         self.processes = processes
         self.broken = Counter[str]()
         self.waited = 0.0
-        self.on_read: Callable[[int], None] = lambda _: None
         self._workers = 0
         if not source.in_memory:
             workers = source.options.workers
@@ -159,7 +156,6 @@ class Feed(contextlib.AbstractContextManager["Feed"]):
                 labels.append(piece.labels.clone())
                 broken += piece.broken
                 start = stop
-                self.on_read(len(piece.images))
             if not labels:  # there are fewer images than processes
                 labels.append(torch.empty(0, dtype=torch.int64))
             yield request, Images(images[:start], torch.cat(labels), broken)

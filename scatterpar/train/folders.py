@@ -241,9 +241,6 @@ def find_pictures(folder: Path, unread: Counter[str]) -> Iterator[str]:
 
 def files_below(folder: Path, unread: Counter[str]) -> Iterator[str]:
     """Yield the files in a folder, at any depth and sorted, and count hidden ones."""
-    # All at first, because os.walk yields folders in the order of the disk, and a row
-    # has to be the same image in each session.
-    places = list[tuple[str, list[str]]]()
     visited = set[str]()
     for place, folders, names in os.walk(folder, followlinks=True):
         target = os.path.realpath(place)
@@ -251,9 +248,8 @@ def files_below(folder: Path, unread: Counter[str]) -> Iterator[str]:
             folders.clear()
             continue
         visited.add(target)
-        places.append((place, names))
+        # Sorted, because a row has to be the same image in each session.
         folders[:] = [name for name in sorted(folders) if not _is_hidden(name)]
-    for place, names in sorted(places):
         for name in sorted(names):
             if _is_hidden(name):
                 unread["hidden"] += 1

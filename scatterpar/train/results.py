@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -42,10 +43,8 @@ class Tally:
         if classes <= CONFUSION_CLASSES:
             self.confusion = torch.zeros(classes, classes, dtype=torch.int64)
         self.mistakes: list[Mistake] = []
-        self.images = 0
         self._loss = 0.0
-        self._right = 0
-        self._right_in_top5 = 0
+        self._counts = Counter[str]()
 
     def add(self, scores: Tensor, labels: Tensor, images: Tensor) -> None:
         """Add the images of a batch, with their scores and labels."""
@@ -53,10 +52,12 @@ class Tally:
         predicted = best[:, 0]
         is_right = predicted == labels
         right = int(is_right.sum())
-        self.images += len(labels)
         self._loss += float(F.cross_entropy(scores, labels, reduction="sum"))
-        self._right += right
-        self._right_in_top5 += int((best == labels[:, None]).sum())
+        self._counts.update(
+            images=len(labels),
+            right=right,
+            right_in_top5=int((best == labels[:, None]).sum()),
+        )
         if self.confusion is not None:
             places = (labels, predicted)
             self.confusion.index_put_(places, torch.tensor(1), accumulate=True)
@@ -75,10 +76,8 @@ class Tally:
         tallies = processes.gathered(self)
         del tallies[processes.rank]
         for tally in tallies:
-            self.images += tally.images
             self._loss += tally._loss
-            self._right += tally._right
-            self._right_in_top5 += tally._right_in_top5
+            self._counts.update(tally._counts)
             self.mistakes += tally.mistakes
             if self.confusion is not None:
                 self.confusion += tally.confusion
@@ -89,6 +88,11 @@ class Tally:
         del self.mistakes[_MISTAKES:]
 
     @property
+    def images(self) -> int:
+        """The number of images."""
+        return self._counts["images"]
+
+    @property
     def loss(self) -> float:
         """The mean loss of an image."""
         return self._loss / max(1, self.images)
@@ -96,12 +100,12 @@ class Tally:
     @property
     def accuracy(self) -> float:
         """The part of the images whose class was chosen."""
-        return self._right / max(1, self.images)
+        return self._counts["right"] / max(1, self.images)
 
     @property
     def accuracy_top5(self) -> float:
         """The part of the images whose class has one of the five highest scores."""
-        return self._right_in_top5 / max(1, self.images)
+        return self._counts["right_in_top5"] / max(1, self.images)
 
 
 def accuracy_per_class(

@@ -4,6 +4,7 @@ asked to.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import os
@@ -15,7 +16,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
 from tqdm import tqdm
 
 from scatterpar import StepReport
@@ -51,7 +51,6 @@ from scatterpar.train.records import (
 )
 from scatterpar.train.results import (
     TOP_5_CLASSES,
-    Mistake,
     Tally,
     accuracies_in_words,
     accuracy_per_class,
@@ -117,11 +116,10 @@ def run(arguments: Sequence[str], processes: Processes = ALONE) -> int:
         _compare_data(options, checkpoint["about"], training.about)
         # After the comparison, so that a run with other images changes nothing.
         training.load_state_dict(checkpoint)
-    if not processes.is_first:
-        with training.engine:
-            return _train(training)
-    with training.engine, records.locked(options.out):
-        if checkpoint is None:
+    is_first = processes.is_first
+    lock = records.locked(options.out) if is_first else contextlib.nullcontext()
+    with training.engine, lock:
+        if is_first and checkpoint is None:
             records.refuse_earlier_run(options.out)  # it may have begun meanwhile
         return _train(training)
 
@@ -195,15 +193,13 @@ class Run:
         self._signals = list[int]()
         self._saved = training.position.step
         self._final: Tally | None = None  # the test at the end
-        # Those that are drawn: of the best epoch, or of the test at the end.
-        self._confusion: Tensor | None = None
-        self._mistakes: Sequence[Mistake] | None = None
+        # What is drawn: the test of the best epoch, or the one at the end.
+        self._shown = Tally(training.classes)
         if training.position.tested:
             best = records.load(self.options.out / BEST_FILE)
-            self._confusion = best.get("confusion")
+            self._shown.confusion = best.get("confusion")
         self._last_step: StepReport | None = None
         self._progress: Progress
-        self._images_read = 0  # of the first batch
         self._drawn = -math.inf  # when the pictures were drawn last
         # The start of the first session, as if sessions followed each other at once.
         earlier = [record.get("elapsed", 0.0) for record in metrics.records]
@@ -240,7 +236,6 @@ class Run:
         self._announce()
         total = training.epochs * training.images
         stopping = "saving at the end of this step" if self._is_first else None
-        self.feed.on_read = self._show_reading
         self.feed.request(training.requests())
         try:
             with (
@@ -252,6 +247,8 @@ class Run:
                 ) as self._progress,
                 stoppable(stopping) as self._signals,
             ):
+                # A large batch takes a while.
+                self._progress.describe("reading the first batch")
                 # It is called once per sub-step, so that the bar moves within a step.
                 training.criterion.register_forward_hook(self._progress.add)
                 self._train_epochs()
@@ -286,8 +283,7 @@ class Run:
             best = records.load(self.options.out / BEST_FILE)
             self.feed.request(training.test_requests(TEST))
             self._final = training.test(self.feed, TEST, best["model"], self._check)
-            self._confusion = self._final.confusion
-            self._mistakes = self._final.mistakes
+            self._shown = self._final
 
     def _check(self) -> None:
         """Raise `KeyboardInterrupt` in all processes if one has received a signal."""
@@ -325,27 +321,30 @@ class Run:
         if self._saved:
             words = [sys.executable, "-m", "scatterpar", "train"]
             words += ["--out", str(self.options.out), "--resume"]
-            self._say(f"saved after step {self._saved}; this goes on from there:")
-            self._say(f"  {shlex.join(words)}")
+            self._say(
+                f"saved after step {self._saved}; this goes on from there:",
+                f"  {shlex.join(words)}",
+            )
 
-    def _say(self, line: str) -> None:
-        """Print a line, beside the progress bar."""
+    def _say(self, *lines: str) -> None:
+        """Print lines, beside the progress bar."""
         if self._is_first:
             # A plain print would be in the middle of the bar.
-            tqdm.write(printable(line), file=sys.stdout)
+            tqdm.write(printable("\n".join(lines)), file=sys.stdout)
             sys.stdout.flush()
 
     def _announce(self) -> None:
         """Print the model, the data, and how the work is divided."""
         training = self.training
         source = training.source
-        self._say(f"writing to {self.options.out}")
-        self._say(str(source))
-        self._say(source.classes_in_words())
-        for note in source.notes:
-            self._say(note)
         parameters = sum(tensor.numel() for tensor in training.model.parameters())
-        self._say(f"{self.options.model}: {parameters:,} parameters")
+        self._say(
+            f"writing to {self.options.out}",
+            str(source),
+            source.classes_in_words(),
+            *source.notes,
+            f"{self.options.model}: {parameters:,} parameters",
+        )
         rows = training.rows_per_step
         size = training.processes.size
         if size > 1:
@@ -360,8 +359,9 @@ class Run:
         reason = "--batch sets it"
         if training.noise:
             reason = "the gradient's noise scale doubles it"
-        self._say(f"batches of {rows:,}, for {steps}; {reason}")
-        self._say(training.rates_in_words())
+        self._say(
+            f"batches of {rows:,}, for {steps}; {reason}", training.rates_in_words()
+        )
 
     def _train_epoch(self) -> None:
         training = self.training
@@ -418,16 +418,6 @@ class Run:
         )
         self._progress.report(training.position.consumed)
 
-    def _show_reading(self, images: int) -> None:
-        """Show that the first batch is being read, which takes a while if it is
-        large.
-        """
-        if self._last_step is None:
-            self._images_read += images
-            rows = self.training.rows_per_step // self.training.processes.size
-            words = f"reading {min(self._images_read, rows):,} of {rows:,}"
-            self._progress.describe(words)
-
     def _end_epoch(self) -> None:
         """Test, record and print the results, keep the best weights, and let the batch
         grow.
@@ -441,8 +431,7 @@ class Run:
         if is_best:
             position.best = tally.accuracy
             position.best_epoch = number
-            self._confusion = tally.confusion
-            self._mistakes = tally.mistakes
+            self._shown = tally
         if self._is_first:
             self._record_epoch(number, tally)
             if is_best:
@@ -534,13 +523,14 @@ class Run:
         images = self.training.images
         path = out / CURVES_FILE
         draw_curves(self.metrics, path, images=images, tested=self.tested)
-        if self._confusion is not None:
+        shown = self._shown
+        if self.training.position.tested and shown.confusion is not None:
             part = self.tested if self._final is None else TEST
             title = f"Images of {part}, best epoch"
             path = out / CONFUSION_FILE
-            draw_confusion(self._confusion, class_names, title, path)
-        if self._mistakes is not None:
-            draw_mistakes(self._mistakes, class_names, out / MISTAKES_FILE)
+            draw_confusion(shown.confusion, class_names, title, path)
+        if shown.images:  # None, if an earlier session has tested and drawn them.
+            draw_mistakes(shown.mistakes, class_names, out / MISTAKES_FILE)
         self._drawn = time.perf_counter()
 
     def _finish(self, ending: str) -> None:
@@ -577,9 +567,11 @@ class Run:
         position = training.position
         if position.tested:
             words = f"best epoch: {position.best_epoch}, {self.tested} accuracy"
-            self._say(f"{words} {position.best:.2%}, in {out / BEST_FILE}")
-            self._say(f"to use it: python -m scatterpar predict {out} PICTURES")
-            self._say(f"to use it elsewhere: python -m scatterpar export {out}")
+            self._say(
+                f"{words} {position.best:.2%}, in {out / BEST_FILE}",
+                f"to use it: python -m scatterpar predict {out} PICTURES",
+                f"to use it elsewhere: python -m scatterpar export {out}",
+            )
         if ending != FINISHED:
             self._say_how_to_resume()
 
@@ -608,9 +600,10 @@ class Run:
             accuracy = self._final.accuracy
             accuracies["test_accuracy"] = accuracy
             self._say(f"test accuracy: {accuracy:.2%}, of the best epoch's weights")
-        if self._confusion is not None:
+        confusion = self._shown.confusion
+        if epochs and confusion is not None:
             class_names = self.training.source.class_names
-            per_class = accuracy_per_class(self._confusion, class_names)
+            per_class = accuracy_per_class(confusion, class_names)
             accuracies["accuracy_per_class"] = per_class
             self._say(accuracies_in_words(per_class))
         return accuracies

@@ -21,6 +21,7 @@ from scatterpar.train.models import load_model
 from scatterpar.train.predict import scored_files
 from scatterpar.train.records import stoppable, written
 from scatterpar.train.results import (
+    COUNTED_CLASSES,
     TOP_5_CLASSES,
     Tally,
     accuracies_in_words,
@@ -28,7 +29,6 @@ from scatterpar.train.results import (
 )
 
 _STOPPING = "stopping after the present images"
-_COUNTED_CLASSES = 20  # with more, the table of mistaken classes is wider than a screen
 
 
 @dataclass(frozen=True)
@@ -95,15 +95,12 @@ def evaluate(options: EvaluationOptions) -> int:
             f"no picture of the classes {first_names(class_names)} in "
             f"{options.pictures} can be read; not read: {unread_in_words(unread)}"
         )
-    measured = {
-        "run": str(options.run),
-        "pictures": str(options.pictures),
-        "images": tally.images,
-        **_measured(tally, class_names),
-        "unreadable": unreadable,
-        "not_read": unread,
-    }
-    print(printable(_in_words(measured)))
+    measured, lines = _measured(tally, class_names)
+    measured["run"] = str(options.run)
+    measured["pictures"] = str(options.pictures)
+    measured["unreadable"] = unreadable
+    measured["not_read"] = unread
+    print(printable("\n".join(lines)))
     if unread:
         print(printable(f"not read: images or files {unread_in_words(unread)}"))
     if options.json is not None:
@@ -113,34 +110,31 @@ def evaluate(options: EvaluationOptions) -> int:
     return 0
 
 
-def _measured(tally: Tally, class_names: Sequence[str]) -> dict[str, Any]:
-    measured: dict[str, Any] = {"accuracy": tally.accuracy, "loss": tally.loss}
+def _measured(
+    tally: Tally, class_names: Sequence[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the numbers of a test by their names, and the lines that say them."""
+    measured: dict[str, Any] = {
+        "images": tally.images,
+        "accuracy": tally.accuracy,
+        "loss": tally.loss,
+        "class_names": class_names,
+    }
+    lines = []
+    accuracy = f"accuracy: {tally.accuracy:.2%}"
     if len(class_names) >= TOP_5_CLASSES:
         measured["accuracy_top5"] = tally.accuracy_top5
-    measured["class_names"] = list(class_names)
+        accuracy += f", top-5 accuracy {tally.accuracy_top5:.2%}"
     if tally.confusion is not None:
-        measured["accuracy_per_class"] = accuracy_per_class(
-            tally.confusion, class_names
-        )
-        measured["confusion"] = tally.confusion.tolist()
-    return measured
-
-
-def _in_words(measured: dict[str, Any]) -> str:
-    """Return the lines that the command prints."""
-    class_names = measured["class_names"]
-    lines = []
-    if "confusion" in measured:
-        if len(class_names) <= _COUNTED_CLASSES:
+        confusion = tally.confusion.tolist()
+        measured["confusion"] = confusion
+        if len(class_names) <= COUNTED_CLASSES:
             table = [("true, and predicted as", *class_names)]
-            for name, counts in zip(class_names, measured["confusion"], strict=True):
+            for name, counts in zip(class_names, confusion, strict=True):
                 table.append((name, *map(str, counts)))
             lines.append(as_text(table))
-        lines.append(accuracies_in_words(measured["accuracy_per_class"]))
-    accuracy = f"accuracy: {measured['accuracy']:.2%}"
-    if "accuracy_top5" in measured:
-        accuracy += f", top-5 accuracy {measured['accuracy_top5']:.2%}"
-    lines.append(
-        f"{accuracy}, loss {measured['loss']:.4f}, {measured['images']:,} images"
-    )
-    return "\n".join(lines)
+        per_class = accuracy_per_class(tally.confusion, class_names)
+        measured["accuracy_per_class"] = per_class
+        lines.append(accuracies_in_words(per_class))
+    lines.append(f"{accuracy}, loss {tally.loss:.4f}, {tally.images:,} images")
+    return measured, lines

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import re
 import sys
 import time
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -199,7 +199,12 @@ def parse(arguments: Sequence[str], saved: Sequence[str] = ()) -> Options:
     With the `saved` words of a run that goes on, these come before the command line.
     A passed option that decides the result must be the saved one.
     """
-    options: Options = read(Options, arguments, "train", saved)
+    options: Options = read(Options, arguments, "train")
+    first_words = list(saved)
+    if options.config is not None:
+        first_words += _words_of_file(options.config)
+    if first_words:
+        options = read(Options, arguments, "train", first_words)
     epochs = options.epochs
     if epochs is None:
         # 15: half a minute on two cores.
@@ -266,7 +271,7 @@ def read(
     command: str,
     first_words: Iterable[str] = (),
 ) -> Any:
-    """Read a command's options; those of a `--config` file come first.
+    """Read a command's options.
 
     Args:
         kind: the dataclass of the options.
@@ -274,18 +279,18 @@ def read(
         command: the name of the command.
         first_words: options that come before those of the command line.
     """
-    words = _words(arguments)
+    words = [*first_words, *arguments]
     if command == "train" and words and not words[0].startswith("-"):
         raise UsageError(f"{words[0]}: --data {words[0]} names the images")
     for word in words:
-        if word.startswith("--"):
-            name = word.replace("-", "").replace("_", "").lower()
-            if name in _INSTEAD:
-                raise UsageError(f"there is no {word}: {_INSTEAD[name]}")
+        option = word.partition("=")[0]
+        name = re.sub("[-_]", "", option).lower()
+        if option.startswith("--") and name in _INSTEAD:
+            raise UsageError(f"there is no {option}: {_INSTEAD[name]}")
     options = tyro.cli(
         kind,
         prog=f"python -m scatterpar {command}",
-        args=[*first_words, *words],
+        args=words,
         description=f"{inspect.getdoc(kind)}\n\n{kind.examples}",
         config=(tyro.conf.FlagCreatePairsOff,),
     )
@@ -297,22 +302,14 @@ def read(
     return options
 
 
-def _words(arguments: Sequence[str]) -> list[str]:
-    """Return the words of the command line, after those of `--config` files."""
-    words = list[str]()
-    for argument in arguments:
-        words += argument.split("=", 1) if argument.startswith("--") else [argument]
-    words_of_files = list[str]()
-    for word, path in pairwise(words):
-        if word == "--config":
-            try:
-                options = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
-                raise UsageError(
-                    f"--config {path} cannot be read: {words_of(error)}"
-                ) from error
-            words_of_files += as_words(options)
-    return [*words_of_files, *words]
+def _words_of_file(path: Path) -> Iterator[str]:
+    """Return the options of a `--config` file, as words of a command line."""
+    try:
+        return as_words(tomllib.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"--config {path} cannot be read: {words_of(error)}"
+        ) from error
 
 
 def option_of(name: str) -> str:

@@ -14,13 +14,12 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from torch import Tensor
 
 from scatterpar.train.records import Metrics, written
-from scatterpar.train.results import Mistake
+from scatterpar.train.results import COUNTED_CLASSES, Mistake
 
 _TILES = 48  # images of a mosaic
 _TILES_PER_LINE = 8
 _TILE_INCHES = 1.5
 _NAMED_CLASSES = 40  # of a confusion matrix; with more, names would overlap
-_COUNTED_CLASSES = 20  # with more, the numbers in its cells would overlap
 _DPI = 120
 
 
@@ -74,22 +73,30 @@ def draw_confusion(
     side = min(4 + 0.35 * classes, 14)
     figure = Figure(figsize=(side + 1, side), layout="constrained")
     axes = figure.subplots()
-    parts = confusion / confusion.sum(1, keepdim=True).clamp(min=1)
-    image = axes.imshow(parts.numpy(), cmap="Blues", vmin=0, vmax=1)
-    figure.colorbar(image, shrink=0.8, format=PercentFormatter(1.0))
+    images_of_class = confusion.sum(1, keepdim=True)
+    parts = confusion / images_of_class.clamp(min=1)
+    cells = axes.imshow(parts.numpy(), cmap="Blues", vmin=0, vmax=1)
+    figure.colorbar(cells, shrink=0.8, format=PercentFormatter(1.0))
     axes.set(title=title, xlabel="predicted", ylabel="true")
     if classes <= _NAMED_CLASSES:
-        places = range(classes)
-        # Names with dollars are no formulas.
-        style: dict[str, Any] = {"parse_math": False, "rotation_mode": "anchor"}
-        axes.set_xticks(places, class_names, rotation=45, ha="right", **style)
-        axes.set_yticks(places, class_names, **style)
-    if classes <= _COUNTED_CLASSES:
+        _name_classes(axes, class_names)
+    if classes <= COUNTED_CLASSES:
+        style = {"ha": "center", "va": "center"}
         for row, column in confusion.nonzero().tolist():
-            colour = "white" if parts[row, column] > 0.5 else "black"
-            text = str(int(confusion[row, column]))
-            axes.text(column, row, text, ha="center", va="center", color=colour)
+            number = confusion[row, column].item()
+            is_dark = parts[row, column] > 0.5
+            colour = "white" if is_dark else "black"
+            axes.text(column, row, str(number), color=colour, **style)
     _save(figure, path)
+
+
+def _name_classes(axes: Any, class_names: Sequence[str]) -> None:
+    """Write the names of the classes below the columns and beside the rows."""
+    places = range(len(class_names))
+    # Names with dollars are no formulas.
+    style = {"parse_math": False, "rotation_mode": "anchor"}
+    axes.set_xticks(places, class_names, rotation=45, ha="right", **style)
+    axes.set_yticks(places, class_names, **style)
 
 
 def draw_first_batch(

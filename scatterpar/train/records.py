@@ -10,6 +10,7 @@ import io
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -163,6 +164,9 @@ class Metrics(contextlib.AbstractContextManager["Metrics"]):
             for record in read_records(path.parent):
                 if record["kind"] != "summary" and record["step"] <= earlier_steps:
                     self.records.append(record)
+        # The start of the first session, as if sessions followed each other at once.
+        earlier = [record["elapsed"] for record in self.records]
+        self._start = time.perf_counter() - max(earlier, default=0.0)
         self._file: TextIO | None = None
         self._board: Any = None
         if not is_written:
@@ -173,9 +177,17 @@ class Metrics(contextlib.AbstractContextManager["Metrics"]):
         self._file = path.open("a", encoding="utf-8")
         self._board = _open_board(path.parent, earlier_steps)
 
+    @property
+    def elapsed(self) -> float:
+        """The seconds of all sessions."""
+        return time.perf_counter() - self._start
+
     def write(self, kind: str, **fields: Any) -> None:
-        """Append a record; NaN and infinities, which JSON lacks, become null."""
+        """Append a record, with the seconds that have passed. NaN and infinities,
+        which JSON lacks, become null.
+        """
         # Paths become texts.
+        fields["elapsed"] = self.elapsed
         text = json.dumps({"kind": kind, **fields}, default=str)
         record = json.loads(text, parse_constant=lambda _: None)
         self.records.append(record)

@@ -16,6 +16,7 @@ from scatterpar.train.processes import Processes
 TOP_5_CLASSES = 10  # with fewer, top-5 accuracy says little
 CONFUSION_CLASSES = 1000  # with more, the matrix would take more than 8 MB
 _SHOWN_CLASSES = 20
+COUNTED_CLASSES = 20  # with more, a confusion matrix is too wide for its numbers
 _MISTAKES = 24  # that are kept to be drawn
 
 

@@ -201,9 +201,6 @@ class Run:
         self._last_step: StepReport | None = None
         self._progress: Progress
         self._drawn = -math.inf  # when the pictures were drawn last
-        # The start of the first session, as if sessions followed each other at once.
-        earlier = [record.get("elapsed", 0.0) for record in metrics.records]
-        self._start = time.perf_counter() - max(earlier, default=0.0)
 
     def train(self) -> int:
         """Train all epochs, print and write what was reached, and return the exit
@@ -394,29 +391,30 @@ class Run:
         self, report: StepReport, epoch: int, rows: int, rate: float, seconds: float
     ) -> None:
         training = self.training
-        noise = {"noise_scale": training.noise.scale} if training.noise else {}
+        position = training.position
+        loss = report.loss
+        waited = self.feed.waited
+        # As numbers of `Metrics`, which TensorBoard shows.
+        measured = {"loss": loss, "learning_rate": rate}
+        if training.noise:
+            measured["noise_scale"] = training.noise.scale
+        spent = {"seconds_whole": seconds, "seconds_waited": waited}
         self.metrics.write(
             "step",
-            step=training.position.step,
+            step=position.step,
             epoch=epoch,
             images=rows,
-            learning_rate=rate,
-            loss=report.loss,
-            elapsed=time.perf_counter() - self._start,
-            seconds_whole=seconds,
-            seconds_waited=self.feed.waited,
+            **measured,
+            **spent,
             seconds=report.seconds,
             bytes=report.bytes,
             messages=report.messages,
-            **noise,
         )
         self._last_step = report
-        self._progress.describe(
-            f"epoch {epoch}/{training.epochs}",
-            loss=f"{report.loss:.4f}",
-            waiting=f"{self.feed.waited / seconds:.0%}",
-        )
-        self._progress.report(training.position.consumed)
+        words = f"epoch {epoch}/{training.epochs}"
+        part = f"{waited / seconds:.0%}"
+        self._progress.describe(words, loss=f"{loss:.4f}", waiting=part)
+        self._progress.report(position.consumed)
 
     def _end_epoch(self) -> None:
         """Test, record and print the results, keep the best weights, and let the batch
@@ -482,7 +480,6 @@ class Run:
             images_per_second=speed,
             seconds=seconds,
             seconds_waited=waited,
-            elapsed=time.perf_counter() - self._start,
             left_out=broken.total(),
         )
         words = [
@@ -539,7 +536,7 @@ class Run:
         """
         training = self.training
         out = self.options.out
-        seconds = time.perf_counter() - self._start
+        seconds = self.metrics.elapsed
         steps = training.position.step
         reached = f"{training.epoch} of {training.epochs} epochs, {steps} steps"
         self._say(f"{ending} after {reached}, {seconds:.1f} s")

@@ -18,7 +18,7 @@ from scatterpar.train.command_line import UsageError, exit_code_of, printable, r
 from scatterpar.train.data_parts import TEST, first_names, labelled, unread_in_words
 from scatterpar.train.folders import rows_of_folder
 from scatterpar.train.models import load_model
-from scatterpar.train.predict import scored_files
+from scatterpar.train.predict import STOPPING, RunOptions, scored_files
 from scatterpar.train.records import stoppable, written
 from scatterpar.train.results import (
     COUNTED_CLASSES,
@@ -28,11 +28,9 @@ from scatterpar.train.results import (
     accuracy_per_class,
 )
 
-_STOPPING = "stopping after the present images"
 
-
-@dataclass(frozen=True)
-class EvaluationOptions:
+@dataclass(frozen=True, kw_only=True)
+class EvaluationOptions(RunOptions):
     """Test the model of a run on other labelled pictures: accuracy, accuracy of each
     class, and which classes are taken for which.
     """
@@ -42,18 +40,9 @@ class EvaluationOptions:
 
 holidays/ has a folder for each class, with the names that the run has."""
 
-    # folder of a training run, of which best.pt is taken, or one of its checkpoints
-    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     # a folder with CLASS/
     pictures: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FOLDER")]
     json: cl.Folder = None  # write all numbers there
-    micro_batch_size: int = 64  # pictures of a sub-step of each device
-    # such as cuda:0,cuda:1 or cuda:0 cuda:1 (default: every GPU, or the CPU)
-    devices: cl.Devices = ()
-    # reading processes (default: one per core, at most 16; 0: none)
-    workers: cl.Number = None
-    # allow the checkpoint to call this package.module:callable
-    model: cl.Name = None
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -78,7 +67,7 @@ def evaluate(options: EvaluationOptions) -> int:
     pictures = labelled(TEST, rows, class_names, unread)
     tally = Tally(len(class_names))
     unreadable = dict[str, str]()
-    with stoppable(_STOPPING) as signals:
+    with stoppable(STOPPING) as signals:
         batches = scored_files(options, pictures, model, about, signals)
         for _, batch, scores in batches:
             unreadable |= dict(batch.broken)

@@ -81,7 +81,7 @@ def draw_confusion(
     if classes <= _NAMED_CLASSES:
         _name_classes(axes, class_names)
     if classes <= COUNTED_CLASSES:
-        style = {"ha": "center", "va": "center"}
+        style: dict[str, Any] = {"ha": "center", "va": "center"}
         for row, column in confusion.nonzero().tolist():
             number = confusion[row, column].item()
             is_dark = parts[row, column] > 0.5
@@ -94,7 +94,7 @@ def _name_classes(axes: Any, class_names: Sequence[str]) -> None:
     """Write the names of the classes below the columns and beside the rows."""
     places = range(len(class_names))
     # Names with dollars are no formulas.
-    style = {"parse_math": False, "rotation_mode": "anchor"}
+    style: dict[str, Any] = {"parse_math": False, "rotation_mode": "anchor"}
     axes.set_xticks(places, class_names, rotation=45, ha="right", **style)
     axes.set_yticks(places, class_names, **style)
 

@@ -41,9 +41,8 @@ _MOST_PARTS = 10  # of a data set, such as folds
 def read_folders(path: Path, options: Options) -> DataParts:
     """Find the files of a data set in the folders of `path`."""
     parts = _chosen_parts(path, options) or _find_parts(path)
-    train = path
-    if TRAIN in parts:
-        train = _unwrapped(parts[TRAIN], TRAIN)
+    folders = {part: _unwrapped(folder, part) for part, folder in parts.items()}
+    train = folders[TRAIN]
     class_folders = visible_folders(train)
     class_names = [folder.name for folder in class_folders]
     if len(class_names) < 2:
@@ -51,13 +50,10 @@ def read_folders(path: Path, options: Options) -> DataParts:
             f"{train} needs a folder for each class, two at least; it has "
             f"{class_names}{_hint(train)}"
         )
-    if TRAIN not in parts:
-        _refuse_unnamed_parts(class_folders)
     unread = Counter[str]()
-    rows_of_parts = {TRAIN: rows_of_folder(train, unread)}
-    for part, folder in parts.items():
-        if part != TRAIN:
-            rows_of_parts[part] = rows_of_folder(_unwrapped(folder, part), unread)
+    rows_of_parts = {}
+    for part, folder in folders.items():
+        rows_of_parts[part] = rows_of_folder(folder, unread)
     empty = set(class_names).difference(rows_of_parts[TRAIN].labels)
     if empty:
         raise UsageError(
@@ -65,8 +61,7 @@ def read_folders(path: Path, options: Options) -> DataParts:
             f"for files that end in {', '.join(endings())}; convert other files, and "
             f"remove folders without any (not read: {unread_in_words(unread)})"
         )
-    # With --train-folder . the other folders are the classes.
-    if TRAIN in parts and train != path:
+    if train != path:  # else the other folders are the classes
         for folder in visible_folders(path):
             if folder not in parts.values():
                 for _ in files_below(folder, unread):
@@ -120,8 +115,8 @@ def _chosen_parts(path: Path, options: Options) -> dict[str, Path]:
 
 
 def _find_parts(path: Path) -> dict[str, Path]:
-    """Return the folders of `path` whose names are those of parts. There are none if
-    the folders are classes.
+    """Return the folders of `path` whose names are those of parts; `path` itself, to
+    train on, if its folders are classes.
     """
     folders = visible_folders(path)
     folders_of_parts = defaultdict[str, list[Path]](list)
@@ -140,7 +135,8 @@ def _find_parts(path: Path) -> dict[str, Path]:
                 f"the pictures in {listed} are in no folders of classes, as "
                 f"train/cat/1.jpg; {_labels_elsewhere(path)}"
             )
-        return {}
+        _refuse_unnamed_parts(folders)
+        return {TRAIN: path}
     parts = {}
     for part, candidates in folders_of_parts.items():
         # train/ is meant, if there is train_masks/, too.

@@ -51,10 +51,10 @@ def read_hub(name: str, options: Options) -> DataParts:
     if train is None:
         raise UsageError(f"it has no split to train on; its splits are {list(splits)}")
     image, label = _columns(train.features, options)
-    image_type = installed("datasets", "datasets").Image()
+    decoded = installed("datasets", "datasets").Image()
     rows_of_parts = {}
     for part, dataset in parts.items():
-        pictures = dataset.cast_column(image, image_type)[image]
+        pictures = dataset.cast_column(image, decoded)[image]
         rows_of_parts[part] = ListedPictures(pictures, _labels(dataset, label))
     class_names = getattr(train.features[label], "names", None)
     if class_names is None:

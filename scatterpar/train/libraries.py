@@ -36,7 +36,12 @@ def library(module: str) -> Any:
         return importlib.import_module(module)
     except (ImportError, RuntimeError) as error:
         if _MISMATCH not in str(error):
-            raise UsageError(f"{_missing()} ({words_of(error)})") from error
+            wheels = "" if torch.version.cuda else f"--extra-index-url {_WHEELS} "
+            raise UsageError(
+                "this needs torchvision, built for this torch, and timm; where you "
+                f"cloned scatterpar run: {INSTALL} {wheels}-e '.[images]' "
+                f"({words_of(error)})"
+            ) from error
     for name in ("nms", "qnms"):
         torch.library.define(f"torchvision::{name}", "(Tensor x) -> Tensor")
     for name in list(sys.modules):
@@ -55,15 +60,6 @@ def installed(module: str, extra: str) -> Any:
         raise UsageError(
             f"{words_of(error)} ({INSTALL} -e '.[{extra}]' where you cloned scatterpar)"
         ) from error
-
-
-def _missing() -> str:
-    """Return the line that installs torchvision and timm beside this torch."""
-    wheels = ""
-    if torch.version.cuda is None:
-        wheels = f"--extra-index-url {_WHEELS} "
-    line = f"where you cloned scatterpar run: {INSTALL} {wheels}-e '.[images]'"
-    return f"this needs torchvision, built for this torch, and timm; {line}"
 
 
 def stay_offline_without_network() -> None:

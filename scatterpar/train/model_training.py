@@ -129,25 +129,27 @@ class Training:
         self.classes = len(source.class_names)
         self.epochs = options.epochs or 0
         self.engine = make_engine(options, model, devices, processes)
-        self.model = self.engine.module
-        self.head = head_of(self.model, self.classes) if options.freeze else []
+        self.model = model
+        self.head = head_of(model, self.classes) if options.freeze else []
         self.noise = NoiseScale() if options.batch == "auto" else None
+        batch = first_batch(options, self.images)
         # A step has at most all images.
-        self.position = Position(min(first_batch(options, self.images), self.images))
+        self.position = Position(min(batch, self.images))
         if self.images // self.steps_per_epoch < processes.size:
             raise UsageError(
                 f"--processes {processes.size} divide each batch, and a batch has "
                 f"{self.position.batch} images: a larger --batch"
             )
-        self.optimizer = make_optimizer(self.model, options)
+        self.optimizer = make_optimizer(model, options)
         self.base_lr: float = self.optimizer.defaults["lr"]
         kind = devices[0].type
-        dtype = getattr(torch, options.autocast or "bfloat16")
-        self.precision = torch.autocast(kind, dtype, enabled=bool(options.autocast))
-        self.scaler = GradScaler(kind, enabled=options.autocast == "float16")
+        precision = options.autocast
+        dtype = getattr(torch, precision or "bfloat16")
+        self.precision = torch.autocast(kind, dtype, enabled=bool(precision))
+        self.scaler = GradScaler(kind, enabled=precision == "float16")
         self.criterion = nn.CrossEntropyLoss(label_smoothing=options.label_smoothing)
-        self.average = make_average(self.model, options)
-        self.about = describe(self.model, options, source)
+        self.average = make_average(model, options)
+        self.about = describe(model, options, source)
 
     @property
     def epoch(self) -> int:
@@ -265,7 +267,7 @@ class Training:
         self.position.consumed += rows
         return report
 
-    def _update(self, batch: Images) -> StepReport | None:
+    def _update(self, batch: Images) -> StepReport:
         """Make one step of the optimizer."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate()
@@ -277,8 +279,9 @@ class Training:
                 batch.images, batch.labels, self.criterion, scaler=self.scaler
             )
         report = self.engine.last_step
-        # That of all processes, so that all end in this step.
-        if report is not None and not math.isfinite(report.loss):
+        assert report is not None
+        # The loss of all processes, so that all end in this step.
+        if not math.isfinite(report.loss):
             raise FloatingPointError(f"the loss is {report.loss}")
         if self.options.clip is not None:
             # A norm of gradients that the scaler has multiplied would be clipped at any
@@ -289,7 +292,7 @@ class Training:
         self.scaler.update()
         if self.average:
             self.average.update_parameters(self.model)
-        if self.noise and report:
+        if self.noise:
             self.noise.update(report)
         self.position.step += 1
         return report
@@ -364,21 +367,19 @@ class Training:
             return False
         doubled = 2 * self.position.batch
         has_updates = doubled * _FEWEST_UPDATES <= self.images
-        if has_updates and doubled <= self.noise.scale < math.inf:
+        grows = has_updates and doubled <= self.noise.scale < math.inf
+        if grows:
             self.position.batch = doubled
-            return True
-        return False
+        return grows
 
     def _parts(self) -> dict[str, Any]:
         """Return what changes beside the position."""
-        parts = {
-            "model": self.model.network,
-            "optimizer": self.optimizer,
-            "scaler": self.scaler,
-            "average": self.average,
-            "noise": self.noise,
-        }
-        return {name: part for name, part in parts.items() if part is not None}
+        parts: dict[str, Any] = {"model": self.model.network}
+        for name in ("optimizer", "scaler", "average", "noise"):
+            part = getattr(self, name)
+            if part is not None:
+                parts[name] = part
+        return parts
 
     def state_dict(self) -> dict[str, Any]:
         """Return what changes while training."""
@@ -489,8 +490,9 @@ def start_model(
         # Again: a try with pretrained weights may have drawn random numbers.
         torch.manual_seed(seed_host("run", options.seed))
         model = build_model(name, shape, classes, source.mean, source.std)
-    has_weights_of_own = name != BUILT_IN and not has_library_weights(name)
-    if options.freeze and not (pretrained or has_weights_of_own):
+    # A function of the user's may have loaded weights.
+    is_random = not pretrained and (name == BUILT_IN or has_library_weights(name))
+    if options.freeze and is_random:
         raise UsageError(
             f"--freeze {options.freeze}: {name} starts from random weights, of "
             "which the last layer alone learns little"
@@ -534,9 +536,11 @@ def make_engine(
             "--batch auto compares the gradients of replicas, and there is one: name "
             f"its device twice, --devices {devices[0]},{devices[0]}"
         )
-    layout = torch.channels_last if options.channels_last else torch.preserve_format
+    model.to(devices[0])
+    if options.channels_last:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return ScatterOnceParallel(
-        model.to(devices[0], memory_format=layout),  # type: ignore[call-overload]
+        model,
         device_ids=devices,
         micro_batch_size=options.micro_batch_size,
         process_group=processes.group,
@@ -573,15 +577,14 @@ def warmed_up_decay(updates: int) -> float:
 
 def describe(model: OnPixels, options: Options, source: Source) -> dict[str, Any]:
     """Return what checkpoints hold about the model and its data."""
-    return {
-        "model": options.model,
-        "image_shape": list(source.image_shape),
-        "class_names": list(source.class_names),
-        "class_counts": source.class_counts,
-        "sizes": {name: len(part) for name, part in source.parts.items()},
-        "mean": model.mean.flatten().tolist(),
-        "std": model.std.flatten().tolist(),
-    }
+    about: dict[str, Any] = {"model": options.model}
+    about["image_shape"] = list(source.image_shape)
+    about["class_names"] = list(source.class_names)
+    about["class_counts"] = source.class_counts
+    about["sizes"] = {name: len(part) for name, part in source.parts.items()}
+    about["mean"] = model.mean.flatten().tolist()
+    about["std"] = model.std.flatten().tolist()
+    return about
 
 
 def optimizer_of(options: Options) -> str:

@@ -36,21 +36,19 @@ class SmallCNN(nn.Sequential):
 
     def __init__(self, image_shape: Shape, classes: int) -> None:
         channels, height, width = image_shape
-        layers: list[nn.Module] = []
-        for inputs, outputs in ((channels, 16), (16, 32), (32, 64)):
-            layers.append(nn.Conv2d(inputs, outputs, 3, padding=1, bias=False))
-            layers.append(nn.BatchNorm2d(outputs))
-            layers.append(nn.ReLU())
-            layers.append(nn.MaxPool2d(2))
-        features = 64 * (height // 8) * (width // 8)
-        super().__init__(
-            *layers,
-            nn.Flatten(),
-            nn.Linear(features, 128, bias=False),
-            nn.BatchNorm1d(128),
-            nn.ReLU(),
-            nn.Linear(128, classes),
-        )
+        super().__init__()
+        for outputs in (16, 32, 64):
+            self.append(nn.Conv2d(channels, outputs, 3, padding=1, bias=False))
+            self.append(nn.BatchNorm2d(outputs))
+            self.append(nn.ReLU())
+            self.append(nn.MaxPool2d(2))
+            channels = outputs
+        self.append(nn.Flatten())
+        places = (height // 8) * (width // 8)
+        self.append(nn.Linear(channels * places, 128, bias=False))
+        self.append(nn.BatchNorm1d(128))
+        self.append(nn.ReLU())
+        self.append(nn.Linear(128, classes))
 
 
 class OnPixels(nn.Module):
@@ -68,9 +66,10 @@ class OnPixels(nn.Module):
         super().__init__()
         self.network = network
         self.takes_colour = _input_channels(network) == 3
-        # Not among the weights: those in best.pt fit the network alone.
-        self.register_buffer("mean", _per_channel(mean), persistent=False)
-        self.register_buffer("std", _per_channel(std), persistent=False)
+        for name, values in (("mean", mean), ("std", std)):
+            per_channel = torch.as_tensor(values, dtype=torch.float32).view(-1, 1, 1)
+            # Not among the weights: those in best.pt fit the network alone.
+            self.register_buffer(name, per_channel, persistent=False)
 
     def forward(self, images: Tensor) -> Any:
         """Compute the network's output for pixels: (rows, channels, height, width).
@@ -91,14 +90,11 @@ class OnPixels(nn.Module):
         return self.network(images)
 
 
-def _per_channel(values: Any) -> Tensor:
-    return torch.as_tensor(values, dtype=torch.float32).view(-1, 1, 1)
-
-
 def _input_channels(network: nn.Module) -> int | None:
-    modules = network.modules()
-    convolutions = [module for module in modules if isinstance(module, nn.Conv2d)]
-    return convolutions[0].in_channels if convolutions else None
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d):
+            return module.in_channels
+    return None
 
 
 def build_model(

@@ -31,11 +31,26 @@ from scatterpar.train.progress import Progress
 from scatterpar.train.records import stoppable, unwritten
 
 _ROWS = 256  # pictures of a batch, whose lines are written together
-_STOPPING = "stopping after the present images"
+STOPPING = "stopping after the present images"
 
 
-@dataclass(frozen=True)
-class PredictOptions:
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Options of the commands that use the model of a run on pictures."""
+
+    # folder of a training run, of which best.pt is taken, or one of its checkpoints
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    micro_batch_size: int = 64  # pictures of a sub-step of each device
+    # such as cuda:0,cuda:1 or cuda:0 cuda:1 (default: every GPU, or the CPU)
+    devices: command_line.Devices = ()
+    # reading processes (default: one per core, at most 16; 0: none)
+    workers: command_line.Number = None
+    # allow the checkpoint to call this package.module:callable
+    model: command_line.Name = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictOptions(RunOptions):
     """Write the classes of pictures, with their scores, as CSV: one line per file."""
 
     examples: ClassVar[str] = """examples:
@@ -44,20 +59,11 @@ class PredictOptions:
 The columns are file, class, score (class_2, score_2, … with --top), and error: why a
 file has no class. Hidden files have no line. Lines are written as they are computed."""
 
-    # folder of a training run, of which best.pt is taken, or one of its checkpoints
-    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     # a picture, or a folder of pictures, which is searched recursively
     pictures: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="PICTURES")]
     out: command_line.Folder = None  # write there (default: standard output)
     resume: bool = False  # go on after the last line of --out
     top: int = 1  # classes of each picture
-    micro_batch_size: int = 64  # pictures of a sub-step of each device
-    # such as cuda:0,cuda:1 or cuda:0 cuda:1 (default: every GPU, or the CPU)
-    devices: command_line.Devices = ()
-    # reading processes (default: one per core, at most 16; 0: none)
-    workers: command_line.Number = None
-    # allow the checkpoint to call this package.module:callable
-    model: command_line.Name = None
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -85,7 +91,7 @@ def predict(options: PredictOptions) -> int:
     top = min(options.top, len(about["class_names"]))
     written = 0
     reasons = dict[str, str]()  # why a file has no class
-    with _opened(options, top) as (file, earlier), stoppable(_STOPPING) as signals:
+    with _opened(options, top) as (file, earlier), stoppable(STOPPING) as signals:
         names = [name for name in names if _place(name, start) not in earlier]
         pictures = Pictures(Names(names), torch.arange(len(names)))
         batches = scored_files(options, pictures, model, about, signals)
@@ -176,7 +182,7 @@ def _write(file: Any, lines: Sequence[Sequence[str]]) -> None:
 
 
 def scored_files(
-    options: Any,
+    options: RunOptions,
     pictures: Pictures,
     model: Any,
     about: dict[str, Any],
@@ -186,7 +192,7 @@ def scored_files(
     these, until there is a signal.
 
     Args:
-        options: those of a command, with devices and workers.
+        options: those of a command.
         pictures: the files.
         model: the model of a run.
         about: what `load_model` returned beside the model.

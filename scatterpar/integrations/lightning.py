@@ -94,8 +94,6 @@ _OF_LOOP = ("_trainer", "_fabric")
 _NO_METRIC = nn.Identity().eval()
 _STEPS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 _REDUCTIONS: dict[Any, Any] = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}
-# The names of what self.log takes after name and value.
-_OPTIONS_OF_LOG = [*inspect.signature(LightningModule.log).parameters][3:]
 _CLOSE = 1e-2  # of logged values: rounding in half precision is smaller
 
 
@@ -541,8 +539,9 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         ):
             if self._calls is None:
                 self._metrics = _all_emptied(metrics)
-                function = partial(self._evaluation_call, step)
-                self._calls = self._engine.batch_calls(function)
+                self._calls = self._engine.batch_calls(
+                    partial(self._evaluation_call, step)
+                )
             call = self._calls.result([arguments, *items])
             self._log([call], metrics)
             output = loop.moved(call.output, self.root_device)
@@ -606,7 +605,10 @@ class _Call:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def log(self, name: str, value: Any, *arguments: Any, **options: Any) -> None:
         """Record a value, in the place of ``LightningModule.log``."""
-        options.update(zip(_OPTIONS_OF_LOG, arguments, strict=False))
+        # Seldom, so their names are not asked at each call.
+        if arguments:
+            _, _, _, *names = inspect.signature(LightningModule.log).parameters
+            options.update(zip(names, arguments, strict=False))
         if isinstance(value, Metric):
             value = self.places.get(id(value), value)
         elif isinstance(value, Tensor):

@@ -272,7 +272,8 @@ def test_batches_that_the_loop_leaves_out(tmp_path, devices):
         _, logits, _ = trainer._prediction_in(ahead, trainer.model, batch, False)
         stock = transformers.Trainer.prediction_step
         expected = stock(trainer, trainer.model, batch, False)
-        assert torch.equal(logits, expected[1])
+        # An operator has fewer threads in a worker, and so may round in another order.
+        torch.testing.assert_close(logits, expected[1], rtol=1e-12, atol=1e-12)
     assert number == 5
     trainer._close_engine()
 

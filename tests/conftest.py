@@ -3,6 +3,7 @@ leaves behind.
 """
 
 import gc
+import os
 import shutil
 import signal
 from importlib.util import find_spec
@@ -13,6 +14,9 @@ import torch
 from harness import leak_checks
 
 from scatterpar.devices.links import check_links
+
+# A library's thread would send numbers, and outlive the test. Children inherit this.
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
 if find_spec("hypothesis") is not None:
     from hypothesis import HealthCheck, settings

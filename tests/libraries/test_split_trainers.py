@@ -24,11 +24,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _offline(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)
-
-
 def texts(seed, rows=16):
     """Words of which each is a token; rows of two to seven."""
     generator = random.Random(seed)

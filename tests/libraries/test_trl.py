@@ -42,12 +42,6 @@ COMMON = QUIET | {"learning_rate": 1e-2, "warmup_steps": 1, "bf16": False}
 COMMON |= {"activation_checkpointing": False}
 
 
-@pytest.fixture(autouse=True)
-def _offline(monkeypatch):
-    # a thread
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)
-
-
 def tokens():
     return tokenizer(eos_token="1", padding_side="left")
 

@@ -16,13 +16,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
 
-from scatterpar.batch import nested
-from scatterpar.devices.transfers import to_device
+from scatterpar.integrations import loop
 from scatterpar.options.batch_calls import BatchCalls
 
 
@@ -98,9 +96,7 @@ class BatchesAhead:
     def moved(self, value: Any, device: torch.device) -> Any:
         """What the result has, on the first device. Then its replica goes on."""
         assert self.calls is not None
-        # Also between virtual devices, each of which has a memory of its own.
-        move = partial(to_device, device=device, copy=self.calls.replica != 0)
-        on_device = nested.map_tensors(move, value)
+        on_device = loop.moved(value, device)
         self.calls.go_on()
         return on_device
 

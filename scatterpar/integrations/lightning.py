@@ -61,6 +61,7 @@ from scatterpar.state.journal import Journal
 from scatterpar.state.savers import Silent
 from scatterpar.state.walk import Walk
 from scatterpar.step.request import Accum, Reduction
+from scatterpar.step.substeps import detached
 from scatterpar.verify.dropped_records import is_look
 
 __all__ = ["ScatterOnceStrategy"]
@@ -310,7 +311,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         # Raises Lightning's own error if it is no loss.
         result = ClosureResult.from_training_step_output(output)
         # A graph would keep the activations of all micro-batches until the step ends.
-        call.output = nested.map_tensors(Tensor.detach, result.extra)
+        call.output = nested.map_tensors(detached, result.extra)
         if is_look():
             self._logged.look(call, is_whole=work[0] is self._replicated)
         self._logged.note_sizes(call)

@@ -28,6 +28,7 @@ from scatterpar.state.journal import Journal
 from scatterpar.state.walk import Walk
 from scatterpar.state.whose import is_user_class
 from scatterpar.step.request import check_function
+from scatterpar.step.substeps import detached
 from scatterpar.verify.comparison import Inconclusive
 from scatterpar.verify.dropped_records import records_dropped
 
@@ -279,7 +280,7 @@ def moved(value: Any, device: torch.device) -> Any:
     """``value`` with its tensors on ``device``, without their graphs."""
 
     def move(tensor: Tensor) -> Tensor:
-        return to_device(tensor.detach(), device)
+        return to_device(detached(tensor), device)
 
     return nested.map_tensors(move, value)
 

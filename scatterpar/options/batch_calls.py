@@ -67,9 +67,6 @@ class BatchCalls:
         device_ids: one entry per replica.
         workers: the threads.
         loop: says whether the function takes turns.
-
-    Attributes:
-        replica: the number of the one that computed the last result.
     """
 
     def __init__(
@@ -83,7 +80,6 @@ class BatchCalls:
         workers: Workers,
         loop: LoopOptions,
     ) -> None:
-        self.replica = 0
         self._function = function
         self._begin_attempt = begin_attempt
         self._module = module
@@ -263,7 +259,6 @@ class BatchCalls:
         call = self._calls.popleft()
         result = self._workers.result_of(call.job)
         call.copies.synchronize()
-        self.replica = call.replica
         # Not those of other replicas, whose calls may have drawn or not at this time:
         # else which calls form a group would differ between runs.
         if self._attempt is not None and not self._draws:

@@ -30,7 +30,7 @@ from scatterpar.step.misfits import misfit_of_inputs
 from scatterpar.step.reduce import join_on_master, reduce_buffers
 from scatterpar.step.replica_threads import Proceed
 from scatterpar.step.scatter import in_order, scatter
-from scatterpar.step.substeps import referents_of, save_referents
+from scatterpar.step.substeps import detached, referents_of, save_referents
 from scatterpar.step.task import ReplicaTask, make_tasks
 from scatterpar.step.turns import Scope
 from scatterpar.verify.verifier import Verifier
@@ -194,7 +194,7 @@ class _Work:
                 raise
             raise misfit from error
         nested.refuse_generators(output)
-        return output
+        return nested.map_tensors(detached, output)
 
     def of_share(self, task: ReplicaTask, proceed: Proceed) -> list[Any]:
         """The results for a share's micro-batches; in a trial, for the first ones."""

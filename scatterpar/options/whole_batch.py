@@ -53,6 +53,7 @@ from scatterpar.step.substeps import (
     Computed,
     Gradient,
     Schedule,
+    detached,
     detached_output,
     meeting_of,
     set_aside,
@@ -270,7 +271,7 @@ class Passes:
 
 def _as_leaf(tensor: Tensor) -> Tensor:
     """The tensor without its graph; it gets a gradient if it had a graph."""
-    return tensor.detach().requires_grad_(tensor.requires_grad)
+    return detached(tensor).requires_grad_(tensor.requires_grad)
 
 
 def output_at(

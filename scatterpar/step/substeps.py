@@ -23,6 +23,7 @@ from scatterpar.batch import nested
 from scatterpar.batch.batch import Batch
 from scatterpar.batch.objects import refuse_graphs
 from scatterpar.devices.transfers import to_numbers
+from scatterpar.replicas.broadcast import version
 from scatterpar.replicas.replicas import parameter_writes_refused
 from scatterpar.replicas.sync_batch_norm import Meeting
 from scatterpar.step.attempt import Attempt
@@ -364,17 +365,25 @@ def set_aside(leaves: Sequence[Tensor]) -> Iterator[None]:
 def detached_output(output: Any, return_outputs: bool | Callable[[Any], Any]) -> Any:
     """An output without its graph, or what ``return_outputs`` makes of it."""
     # Detached before the user's function sees it: nothing of the graph stays alive.
-    output = nested.map_tensors(_detached, output)
+    output = nested.map_tensors(detached, output)
     if callable(return_outputs):
         with torch.no_grad():
-            output = nested.map_tensors(_detached, return_outputs(output))
+            output = nested.map_tensors(detached, return_outputs(output))
     nested.refuse_generators(output)
     refuse_graphs(output)
     return output
 
 
-def _detached(tensor: Tensor) -> Tensor:
-    return tensor.detach()  # not Tensor.detach: a subclass has a method of its own
+def detached(tensor: Tensor) -> Tensor:
+    """A tensor of an output without its graph, in memory that no later call writes."""
+    # A tensor with a graph is new, and so is one that was never written in place.
+    # Others may be the module's own, such as a buffer, which its next call writes
+    # again. Inference tensors do not count how often they were written.
+    may_be_old = tensor.is_inference() or version(tensor) > 0
+    without_graph = tensor.detach()
+    if tensor.requires_grad or not may_be_old:
+        return without_graph
+    return without_graph.clone()
 
 
 def unalias(leaves: Sequence[Tensor], beside: Sequence[Tensor] = ()) -> list[Tensor]:

@@ -24,6 +24,7 @@ from harness.trainers import (
 )
 from torch import nn
 
+from scatterpar import ScatterOnceParallel
 from scatterpar.integrations.evaluation import BatchesAhead
 from scatterpar.integrations.transformers import ScatterOnceMixin, ScatterOnceTrainer
 
@@ -412,6 +413,39 @@ def test_reading_ahead_ends_as_the_loader_does():
             assert not accelerator.gradient_state.in_dataloader
     rows = [object() for _ in range(4)]
     assert [*BatchesAhead(rows, 3)] == rows
+
+
+class WritesItsOutput(nn.Module):
+    """Its output is a buffer, or another tensor of its own, that each call writes."""
+
+    def __init__(self, is_buffer):
+        super().__init__()
+        self.register_parameter("factor", nn.Parameter(torch.ones(())))
+        last = torch.zeros(2)
+        if is_buffer:
+            self.register_buffer("last", last)
+        else:
+            self.last = last
+
+    def forward(self, inputs):
+        self.last.copy_(self.factor * inputs)
+        return {"last": self.last, "rest": (self.last[1:],)}
+
+
+@pytest.mark.parametrize("is_buffer", [True, False])
+@layouts
+def test_next_batch_leaves_outputs_of_the_last(devices, is_buffer):
+    """A replica goes on with its next batch while the loop still reads this one's."""
+    batches = [torch.full((2,), float(number)) for number in range(7)]
+    module = WritesItsOutput(is_buffer).eval()
+    ahead = BatchesAhead(batches, len(devices) + 1)
+    with ScatterOnceParallel(module, device_ids=devices) as engine, torch.no_grad():
+        ahead.calls = engine.batch_calls(lambda replica, batch: replica(batch))
+        for batch in ahead:
+            moved = ahead.moved(ahead.result(), torch.device("cpu"))
+            ahead.calls._wait()  # until replicas have computed what they have begun
+            assert torch.equal(moved["last"], batch)
+            assert torch.equal(moved["rest"][0], batch[1:])
 
 
 @pytest.mark.parametrize("edit", ["data", "no_grad"])

@@ -55,6 +55,73 @@ def test_in_place_layers_spare_the_inputs():
     assert number == 1
 
 
+class WritesItsOutput(nn.Module):
+    """Copies an output into a tensor of its own, as modules with caches do."""
+
+    def __init__(self, is_buffer):
+        super().__init__()
+        self.weight = nn.Parameter(randn(FEATURES, 2))
+        last = torch.zeros(16, 2, dtype=torch.float64)
+        if is_buffer:
+            self.register_buffer("last", last)
+        else:
+            self.last = last
+
+    def forward(self, inputs):
+        output = inputs @ self.weight
+        last = self.last[: len(inputs)]
+        last.copy_(output.detach())
+        return output, last
+
+
+def inference(engine, inputs):
+    with torch.no_grad():
+        return [engine.eval()(inputs)]
+
+
+def inference_mode(engine, inputs):
+    """Also its fresh tensors do not count how often they were written."""
+    with torch.inference_mode():
+        return [engine.eval()(inputs)]
+
+
+def mapped(engine, inputs):
+    return [engine.map(lambda replica, rows: replica(rows), inputs)]
+
+
+def first_mean(outputs, _):
+    return outputs[0].mean()
+
+
+def returned(engine, inputs, **options):
+    _, outputs = engine.forward_backward(
+        inputs, inputs, first_mean, return_outputs=True, **options
+    )
+    return outputs
+
+
+OUTPUTS = {
+    "inference": inference,
+    "inference mode": inference_mode,
+    "map": mapped,
+    "return_outputs": returned,
+    "whole_batch": functools.partial(returned, whole_batch=True),
+}
+
+
+@pytest.mark.parametrize("is_buffer", [True, False], ids=["buffer", "attribute"])
+@pytest.mark.parametrize("outputs_of", OUTPUTS.values(), ids=OUTPUTS)
+@pytest.mark.filterwarnings("ignore:forward passes move")
+def test_outputs_in_tensors_that_calls_write(devices, outputs_of, is_buffer):
+    """A second micro-batch is written into the tensor that the first one returned."""
+    module = WritesItsOutput(is_buffer)
+    inputs = randn(11, FEATURES)
+    with ScatterOnceParallel(module, 2, devices(2)) as engine:
+        outputs = outputs_of(engine, inputs)
+    for fresh, written in outputs:
+        assert torch.equal(fresh, written)
+
+
 def test_errors_arrive_as_they_are(devices):
     def fails(_, inputs):
         if (inputs == INPUTS[10]).all(1).any():

@@ -162,7 +162,7 @@ class Substeps:
             # Usually all leaves get gradients in the first sub-step.
             if self._without_gradient:
                 self._without_gradient = unalias(self._without_gradient)
-        return loss.detach(), returned
+        return detached(loss), returned
 
     def _run_backward_of_nothing(
         self, sub_step: int, output: Any, loss: Tensor

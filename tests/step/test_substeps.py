@@ -136,3 +136,22 @@ def test_sub_step_calls_few_functions():
 
     more = per_substep(ours) - per_substep(plain)
     assert more < 56 / 2, f"{more} calls more than a plain loop"
+
+
+class LossInItsOwnTensor(nn.Module):
+    """Without gradients, returns the tensor in which it keeps the last loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("last", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, output, targets):
+        return self.last.copy_(LOSS(output, targets))
+
+
+def test_loss_in_tensor_that_calls_write(devices):
+    """A second micro-batch is written into the loss that the first one returned."""
+    model = linear()
+    with ScatterOnceParallel(model, 2, devices(2)) as engine, torch.no_grad():
+        loss = engine.loss(ROWS, LABELS, LossInItsOwnTensor())
+        assert loss.item() == pytest.approx(LOSS(model(ROWS), LABELS).item(), rel=1e-12)

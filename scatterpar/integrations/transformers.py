@@ -54,6 +54,7 @@ from scatterpar.sharded import ShardedOptimizer
 from scatterpar.state.walk import function_of
 from scatterpar.state.whose import is_user_function
 from scatterpar.step.request import Buffers, Reduction
+from scatterpar.step.substeps import detached
 from scatterpar.step.turns import lasting_a_turn
 from scatterpar.torch_private import unwrapped
 from scatterpar.verify.dropped_records import is_look
@@ -746,7 +747,8 @@ class _Placed:
 
 def _record(logs: list[Any], log: Any, *args: Any, **options: Any) -> None:
     """Record a call of ``log``, which is made once the step has succeeded."""
-    logs.append((log, args, options))
+    # Values as they are now: the next call may write them.
+    logs.append((log, *nested.map_tensors(detached, (args, options))))
 
 
 class _Changed(int):

@@ -866,6 +866,7 @@ class Logs:
         super().__init__(*args, **kwargs)
         self._metrics, self.last, self.rows = {"ce": [], "rows": 0}, 0.0, 0
         self.record, self.counter = record_in_closure(), Counter()
+        self.in_place = torch.zeros((), dtype=torch.float64)
 
     def compute_loss(
         self, model, inputs, return_outputs=False, num_items_in_batch=None
@@ -873,7 +874,7 @@ class Logs:
         labels = inputs.pop("labels")
         outputs = model(**inputs)
         loss = nn.functional.cross_entropy(outputs.logits, labels)
-        self.log({"own": float(loss)})
+        self.log({"own": float(loss), "in_place": self.in_place.copy_(loss.detach())})
         self._metrics["ce"].append(float(loss))
         self._metrics["rows"] += len(labels)
         self.last = float(loss)
@@ -904,6 +905,9 @@ def test_compute_loss_logs_once_per_batch(tmp_path, recwarn, layout):
         for each in (mine, stock)
     )
     assert logged == mine._metrics["ce"]
+    # The stock Trainer keeps the tensor itself, whose last value it then shows.
+    in_place = [log["in_place"] for log in mine.state.log_history if "own" in log]
+    assert torch.stack(in_place).tolist() == logged
     assert len(logged) == 4 * len(expected) == 8
     calls = [SEEN.count(type(mine)), mine.record() - 1, len(mine.counter.calls)]
     assert calls == [8] * 3

@@ -111,9 +111,7 @@ class Snapshot:
         for container in self._containers:
             if isinstance(container, set):
                 continue
-            is_dict = isinstance(container, dict)
-            entries = container.items() if is_dict else enumerate(container)
-            for key, value in list(entries):
+            for key, value in list(entries_of(container)):
                 if id(value) in substitutes:
                     container[key] = substitutes[id(value)]
 
@@ -153,6 +151,11 @@ def is_same(container: Any, saved: Any) -> bool:
     if not isinstance(saved, dict):
         return True
     return all(map(is_, container.values(), saved.values()))
+
+
+def entries_of(container: Any) -> Iterable[tuple[Any, Any]]:
+    """The keys or positions in a container, with the values there."""
+    return container.items() if isinstance(container, dict) else enumerate(container)
 
 
 def refill(container: Any, items: Any) -> None:

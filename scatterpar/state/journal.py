@@ -21,12 +21,8 @@ Three others know what has changed, because each is cheaper for its question: ``
 from __future__ import annotations
 
 import contextlib
-import functools
-import random
 import sys
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import starmap
 from typing import Any
 
 import torch
@@ -35,17 +31,17 @@ from torch import Tensor
 from scatterpar.devices.device_ids import HOST, physical
 from scatterpar.errors import restored
 from scatterpar.replicas.broadcast import version
-from scatterpar.replicas.snapshot import Snapshot
+from scatterpar.replicas.snapshot import Snapshot, entries_of
 from scatterpar.state.savers import (
-    GENERATOR,
-    STORAGE,
-    VALUES,
     CannotSaveError,
-    Saver,
+    Saved,
     Silent,
+    Storage,
+    Values,
     copy_of_iterator,
+    has_own_storage,
     has_own_values,
-    moves_by_calls,
+    is_moved_by_calls,
     saver_of,
     substitute_for,
 )
@@ -54,36 +50,14 @@ from scatterpar.threads.generators import default_of
 
 # Of tensors that are no buffers, and of arrays; larger ones are data.
 _MAX_BYTES = 2**26
+_WITH_ENTRIES = dict, list, tuple
 
 
-@dataclass(frozen=True)
-class SavedValue:
-    """A value that is written in place, and what was saved of it."""
-
-    value: Any
-    saver: Saver
-    saved: Any
-
-    @classmethod
-    def of(cls, value: Any, saver: Saver) -> SavedValue:
-        """Save a value. Raises ``CannotSaveError``."""
-        return cls(value, saver, saver.save(value))
-
-    def is_same(self) -> bool:
-        """Whether the value is what was saved."""
-        return self.saver.is_same(self.value, self.saved)
-
-    def restore(self) -> None:
-        """Make the value what was saved."""
-        self.saver.restore(self.value, self.saved)
-
-
-class Substituted:
+class _Substituted:
     """A value that cannot be set back: another one takes its places during calls.
 
     Attributes:
         original: the user's value.
-        present: what is in its places.
     """
 
     def __init__(self, value: Any, substitute: Any, places: Sequence[Place]) -> None:
@@ -91,24 +65,44 @@ class Substituted:
         if not places or not all(place.is_writable for place in places):
             raise CannotSaveError
         self.original = value
-        self.present = value
-        self._places = places
         self._saved = substitute
+        self._places = places
+
+    def put(self) -> Any:
+        """Put a substitute into the places. Returns it."""
+        substitute = self._saved
+        # Nobody can ask an iterator for its position, so each call gets a copy.
+        if type(substitute) is not Silent:
+            substitute = copy_of_iterator(substitute)
+        for place in self._places:
+            place.write(substitute)
+        return substitute
+
+
+class _References:
+    """What the containers and variables of a walk refer to now."""
+
+    def __init__(self, walk: Walk) -> None:
+        self.containers = Snapshot([container for *_, container in walk.containers])
+        self._variables = [place for place in walk.places if place.kind in VARIABLES]
+        self._referents = [place.read() for place in self._variables]
+
+    def changed_variables(self) -> Iterator[tuple[Place, Any]]:
+        """Yield the variables that refer to other objects, with the saved ones."""
+        for place, referent in zip(self._variables, self._referents, strict=True):
+            if place.read() is not referent:
+                yield place, referent
 
     def is_same(self) -> bool:
-        """Whether the value in the places does what the original one would do."""
-        # Nobody can ask an iterator for its position, so each restore makes a copy.
-        return type(self._saved) is Silent
+        """Whether all refer to the same objects."""
+        return self.containers.unchanged() and not any(self.changed_variables())
 
     def restore(self) -> None:
-        """Put a substitute into the places."""
-        self.put(self._saved if self.is_same() else copy_of_iterator(self._saved))
-
-    def put(self, value: Any) -> None:
-        """Put a value into the places."""
-        self.present = value
-        for place in self._places:
-            place.write(value)
+        """Let all refer to the same objects again."""
+        if not self.containers.unchanged():
+            self.containers.restore()
+        for place, referent in self.changed_variables():
+            place.write(referent)
 
 
 class Journal:
@@ -137,95 +131,80 @@ class Journal:
         self.walk = walk
         self.unsaved: list[str] = []
         self.drawn = False
-        self._generators: list[SavedValue] = []
-        self._values: list[SavedValue] = []
-        self._substituted: list[Substituted] = []
+        self._generators: list[Saved] = []
+        self._values: list[Saved] = []
+        self._substituted: list[_Substituted] = []
+        self._substitutes: dict[int, Any] = {}
         # Tensors whose values are not saved, with their versions.
         self._large: list[tuple[Tensor, int]] = []
-        self._variables = [place for place in walk.places if place.kind in VARIABLES]
         # Names alone, because the values are places of the walk.
-        self._class_names = [(kind, {*vars(kind)}) for _, kind in walk.classes]
+        self._class_names = [(kind, {*vars(kind)}) for kind in walk.classes]
         self._save_default_generators(devices)
         self._save_values()
         self._save_tensors(guarded, max_bytes)
-        self._save_references()
+        self._references = _References(walk)
+        # These differ from the user's while substitutes are in the places.
+        self._present_references = self._references
 
     def _save_default_generators(self, devices: Sequence[torch.device]) -> None:
-        generators = [default_of(device) for device in {HOST, *map(physical, devices)}]
-        # Only if user code has it: the import takes longer than a small step.
-        if numpy_random := sys.modules.get("numpy.random"):
-            generators.append(numpy_random)
-        for generator in generators:
-            self._generators.append(SavedValue.of(generator, GENERATOR))
-        # ``random.getstate`` is a method of Python's generator.
-        python_random: Any = random.getstate
-        self._save(-1, python_random.__self__)
+        for device in {HOST, *map(physical, devices)}:
+            self._save(default_of(device))
+        # Functions of these modules are methods of a generator.
+        for module, name in (("random", "getstate"), ("numpy.random", "get_state")):
+            # Only if user code has NumPy: the import takes longer than a small step.
+            if module in sys.modules:
+                self._save(getattr(sys.modules[module], name).__self__)
 
     def _save_values(self) -> None:
         """Save values other than tensors that are written in place."""
+        unsaved = [*self.walk.threaded]
         for number, value in enumerate(self.walk.values):
             kind: Any = type(value)
-            if _is_moved_by_calls(kind):
-                self._save(number, value)
-        for number in self.walk.threaded:
-            self._note_unsaved(number, self.walk.values[number])
+            if is_moved_by_calls(kind):
+                try:
+                    self._save(value)
+                except Exception:  # also of a user's object
+                    unsaved.append(number)
+        for number in unsaved:
+            name = self.walk.name_of(number)
+            self.unsaved.append(f"{name} ({type(self.walk.values[number]).__name__})")
 
-    def _save(self, number: int, value: Any) -> None:
+    def _save(self, value: Any) -> None:
         saver = saver_of(type(value))
-        try:
-            substitute = substitute_for(value)
-            if substitute is not None:
-                places = [place for place in self.walk.places if place.value is value]
-                self._substituted.append(Substituted(value, substitute, places))
-            elif saver is not None and saver.size(value) <= _MAX_BYTES:
-                saved = SavedValue.of(value, saver)
-                (self._generators if saver.draws else self._values).append(saved)
-        except Exception:  # also of a user's object
-            self._note_unsaved(number, value)
+        substitute = substitute_for(value)
+        if substitute is not None:
+            places = [place for place in self.walk.places if place.value is value]
+            self._substituted.append(_Substituted(value, substitute, places))
+        elif saver is not None and _size_of(value) <= _MAX_BYTES:
+            values = self._generators if saver.draws else self._values
+            values.append(saver(value))
 
-    def _note_unsaved(self, number: int, value: Any) -> None:
-        name = self.walk.name_of(number)
-        self.unsaved.append(f"{name} ({type(value).__name__})")
-
-    def _save_tensors(self, guarded: Container[int] | None, max_bytes: float) -> None:
+    def _save_tensors(self, guarded: Container[int] | None, bytes_left: float) -> None:
         """Save where tensors are stored, and the values that user code may write."""
         buffers: set[int] = set()
         for module in self.walk.modules:
             buffers |= {id(buffer) for buffer in module._buffers.values()}
-        bytes_left = max_bytes
         for key, tensor in self.walk.tensors.items():
-            if tensor.is_meta or not has_own_values(tensor):
+            if not has_own_values(tensor):
                 continue
-            is_guarded = key in self.walk.weights and (
-                guarded is None or key in guarded
-            )
-            is_buffer = key in buffers
             # The error of a chunk of a weight that was written since.
             with contextlib.suppress(RuntimeError):
-                if not (is_guarded or is_buffer):
-                    bytes_left -= VALUES.size(tensor)
-                is_dense = tensor.layout == torch.strided and STORAGE.fits(type(tensor))
-                if is_dense and tensor.is_leaf:
-                    self._values.append(SavedValue.of(tensor, STORAGE))
-                if is_guarded:
+                if has_own_storage(tensor):
+                    self._values.append(Storage(tensor))
+                if key in self.walk.weights and (guarded is None or key in guarded):
                     continue
-                if is_buffer or bytes_left >= 0:
-                    self._values.append(SavedValue.of(tensor, VALUES))
+                if key not in buffers:
+                    bytes_left -= tensor.numel() * tensor.element_size()
+                if key in buffers or bytes_left >= 0:
+                    self._values.append(Values(tensor))
                 else:
                     self._large.append((tensor, version(tensor)))
-
-    def _save_references(self) -> None:
-        """Save what containers and variables refer to."""
-        self._containers = Snapshot(
-            [container for _, container in self.walk.containers]
-        )
-        self._referents = [place.read() for place in self._variables]
 
     # --- what a caller asks ---
 
     def refers_to_same(self) -> bool:
         """Whether containers and variables refer to the same objects."""
-        return self._containers.unchanged() and not any(self._changed_variables())
+        return self._present_references.is_same()
 
     def changed_numbers(self) -> list[str]:
         """The names of variables, attributes and entries with another number now.
@@ -234,28 +213,21 @@ class Journal:
         they are those of a cache or a log, which later calls leave as they are.
         """
         names = []
-        for position, container, saved in self._containers.changed():
-            number, _ = self.walk.containers[position]
-            is_attributes = self.walk.values[number] is not container
+        for position, container, saved in self._references.containers.changed():
+            number, kind, _ = self.walk.containers[position]
             if not isinstance(saved, dict):
                 if _has_other_numbers(saved, container):
                     names.append(self.walk.name_of(number))
                 continue
-            kind = PlaceKind.ATTRIBUTE if is_attributes else PlaceKind.ENTRY
             for key, value in container.items():
-                is_told = is_attributes or key in saved
+                is_told = kind is PlaceKind.ATTRIBUTE or key in saved
                 if is_told and _has_other_numbers(saved.get(key), value):
-                    names.append(self.walk.name_of_entry(number, kind, key))
-        for place, referent in self._changed_variables():
+                    place = Place(kind, container, key, value, number)
+                    names.append(self.walk.name_of_place(place))
+        for place, referent in self._references.changed_variables():
             if _has_other_numbers(referent, place.read()):
                 names.append(self.walk.name_of_place(place))
         return list(dict.fromkeys(names))
-
-    def _changed_variables(self) -> Iterator[tuple[Place, Any]]:
-        """Yield the variables that refer to other objects, with the saved ones."""
-        for place, referent in zip(self._variables, self._referents, strict=True):
-            if place.read() is not referent:
-                yield place, referent
 
     def lost(self) -> list[tuple[int, ...]]:
         """The shapes of large tensors that were written, whose values are not saved."""
@@ -270,20 +242,10 @@ class Journal:
         # Noted here, because afterwards no state shows that numbers were drawn.
         self.drawn |= _restore(self._generators)
 
-    @torch.no_grad()
     def restore(self) -> None:
-        """Restore everything that has changed."""
-        self.rewind()
-        if not self._containers.unchanged():
-            self._containers.restore()
-        # A list, because a write changes what the next comparison reads.
-        for place, referent in [*self._changed_variables()]:
-            place.write(referent)
-        self._restore_classes()
-        _restore(self._values)
-        # Last: what containers have restored is the substitute that calls have moved.
-        if _restore(self._substituted):
-            self._save_references()  # from now on others are in these places
+        """Restore everything that has changed. Calls may go on."""
+        self.end()
+        self.begin()
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -299,21 +261,22 @@ class Journal:
     def begin(self) -> None:
         """Until ``end`` calls get substitutes of what cannot be set back."""
         for value in self._substituted:
-            value.restore()
-        if self._substituted:
-            self._save_references()
+            self._substitutes[id(value.original)] = value.put()
+        if self._substitutes:
+            self._present_references = _References(self.walk)
 
+    @torch.no_grad()
     def end(self) -> None:
         """Restore everything, and put the user's values into their places."""
-        self.restore()
-        for value in self._substituted:
-            value.put(value.original)
-        if self._substituted:
-            self._save_references()
+        self.rewind()
+        self._references.restore()
+        self._restore_classes()
+        _restore(self._values)
+        self._substitutes = {}
 
     def substitutes(self) -> dict[int, Any]:
         """What is in the places of values that cannot be set back, by their ``id``."""
-        return {id(value.original): value.present for value in self._substituted}
+        return self._substitutes
 
     def _restore_classes(self) -> None:
         """Remove attributes that calls have given to classes."""
@@ -323,26 +286,26 @@ class Journal:
                 delattr(kind, name)
 
 
-@functools.lru_cache(maxsize=1024)  # values of one class are thousands
-def _is_moved_by_calls(kind: type) -> bool:
-    """Whether calls may move values of a class: write them in place, or read on."""
-    return moves_by_calls(kind) or saver_of(kind) is not None
+def _size_of(value: Any) -> int:
+    """The bytes that are saved of an array."""
+    return int(getattr(value, "nbytes", sys.getsizeof(value)))
 
 
 def _has_other_numbers(saved: Any, value: Any) -> bool:
     """Whether ``value`` is a number, or a container of numbers, unlike ``saved``."""
     if saved is value:
         return False
-    if isinstance(value, dict) and isinstance(saved, dict):
-        pairs = [(saved[key], value[key]) for key in saved.keys() & value.keys()]
-    elif isinstance(value, (list, tuple)) and isinstance(saved, (list, tuple)):
-        pairs = list(zip(saved, value, strict=False))  # what is appended is a log
-    else:
+    if not isinstance(value, _WITH_ENTRIES) or not isinstance(saved, _WITH_ENTRIES):
         return type(value) in (int, float) and bool(value != saved)
-    return any(starmap(_has_other_numbers, pairs))
+    entries = dict(entries_of(saved))
+    for key, entry in entries_of(value):
+        # What is appended is a log.
+        if key in entries and _has_other_numbers(entries[key], entry):
+            return True
+    return False
 
 
-def _restore(values: Sequence[SavedValue | Substituted]) -> bool:
+def _restore(values: Sequence[Saved]) -> bool:
     """Restore values that have changed. Returns whether there were any."""
     changed = [value for value in values if not value.is_same()]
     for value in changed:

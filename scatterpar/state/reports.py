@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from scatterpar.devices.fingerprints import same_bits
 from scatterpar.replicas.module_contents import CONTAINERS
 from scatterpar.replicas.replicas import Replica
-from scatterpar.replicas.snapshot import PLAIN
-from scatterpar.state.walk import PlaceKind, Walk
+from scatterpar.replicas.snapshot import PLAIN, entries_of
+from scatterpar.state.walk import Place, Walk
 
 # Every module has these, such as hooks: no forward pass of the user's moves them.
 _OF_TORCH = vars(nn.Module()).keys()
@@ -31,13 +31,11 @@ def plain_values(walk: Walk) -> dict[str, Any]:
     A tensor is its address, because a captured graph reads it again.
     """
     values: dict[str, Any] = {}
-    for number, container in walk.containers:
-        is_value = walk.values[number] is container
-        kind = PlaceKind.ENTRY if is_value else PlaceKind.ATTRIBUTE
-        is_dict = isinstance(container, dict)
-        for key, value in container.items() if is_dict else enumerate(container):
+    for number, kind, container in walk.containers:
+        for key, value in entries_of(container):
             if type(value) in PLAIN:
-                values[walk.name_of_entry(number, kind, key)] = value
+                place = Place(kind, container, key, value, number)
+                values[walk.name_of_place(place)] = value
     for place in walk.places:
         if isinstance(place.value, Tensor):
             values[walk.name_of_place(place)] = id(place.value)
@@ -104,8 +102,7 @@ def _contents_of(value: Any, depth: int) -> Iterator[tuple[Any, Any]]:
         # In a set positions say nothing.
         if not depth or kind is set:
             return
-        entries = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, entry in islice(entries, _MAX_ENTRIES):
+        for key, entry in islice(entries_of(value), _MAX_ENTRIES):
             for inner, content in _contents_of(entry, depth - 1):
                 yield (key, inner), content
 

@@ -1,6 +1,6 @@
 """How values that are written in place are saved, compared and restored.
 
-``SAVERS`` is the table, by class; ``STORAGE`` and ``VALUES`` are its rows for tensors.
+``SAVERS`` is the table, by class; ``Storage`` and ``Values`` are its rows for tensors.
 Values that cannot be set back have no row: ``substitute_for`` makes others that take
 their places, such as a copy of an iterator, and for a file an object that does nothing.
 """
@@ -8,6 +8,7 @@ their places, such as a copy of an iterator, and for a file an object that does 
 from __future__ import annotations
 
 import array
+import functools
 import io
 import os
 import pickle
@@ -16,7 +17,6 @@ import random
 import sys
 import types
 import warnings
-from operator import is_
 from typing import Any
 
 import torch
@@ -31,209 +31,202 @@ class CannotSaveError(Exception):
     """A value has no row in the table, or cannot be saved in its present state."""
 
 
-class Saver:
-    """A row of the table.
+class Saved:
+    """A value that is written in place, and its saved state.
+
+    Subclasses are the rows of the table.
 
     Attributes:
+        kinds: the classes of values that a row is for.
         draws: whether the values are sources of random numbers.
+        value: the value.
+        state: what was saved of it.
     """
 
+    kinds: tuple[type, ...] = ()
     draws = False
 
-    def fits(self, kind: type) -> bool:
+    def __init__(self, value: Any) -> None:
+        """Save a value. Raises ``CannotSaveError``."""
+        self.value = value
+        self.state = self.read()
+
+    @classmethod
+    def fits(cls, kind: type) -> bool:
         """Whether this row is for values of a class."""
+        return issubclass(kind, cls.kinds)
+
+    def read(self) -> Any:
+        """The present state of the value."""
         raise NotImplementedError
 
-    def size(self, value: Any) -> int:
-        """The bytes that are saved, if they may be many."""
-        return 0
+    def is_same(self) -> bool:
+        """Whether the value is what was saved."""
+        return bool(self.read() == self.state)
 
-    def save(self, value: Any) -> Any:
-        """What is saved of a value. Raises ``CannotSaveError``."""
-        raise NotImplementedError
-
-    def is_same(self, value: Any, saved: Any) -> bool:
-        """Whether a value is what was saved."""
-        return bool(self.save(value) == saved)
-
-    def restore(self, value: Any, saved: Any) -> None:
-        """Make a value what was saved."""
+    def restore(self) -> None:
+        """Make the value what was saved."""
         raise NotImplementedError
 
 
-class _PythonRandom(Saver):
+class _PythonRandom(Saved):
+    kinds = (random.Random,)
     draws = True
 
-    def fits(self, kind: type) -> bool:
-        return issubclass(kind, random.Random)
+    def read(self) -> Any:
+        return self.value.getstate()
 
-    def save(self, value: Any) -> Any:
-        return value.getstate()
-
-    def restore(self, value: Any, saved: Any) -> None:
-        value.setstate(saved)
+    def restore(self) -> None:
+        self.value.setstate(self.state)
 
 
-class _GeneratorState(Saver):
-    """torch's generators, and NumPy's with a Mersenne twister."""
+class _TorchRandom(Saved):
+    kinds = (torch.Generator,)
+    draws = True
+
+    def read(self) -> Any:
+        return self.value.get_state()
+
+    def is_same(self) -> bool:
+        return same_bits(self.read(), self.state)
+
+    def restore(self) -> None:
+        self.value.set_state(self.state)
+
+
+class _NumpyRandom(Saved):
+    """A generator of NumPy, old or new, or its source of bits."""
 
     draws = True
 
-    def fits(self, kind: type) -> bool:
-        return issubclass(kind, torch.Generator) or _is_numpy_random(kind, "set_state")
+    @classmethod
+    def fits(cls, kind: type) -> bool:
+        # By its name, because this package does not import NumPy.
+        is_numpys = kind.__module__.startswith("numpy.random")
+        return is_numpys and hasattr(kind, "__setstate__")
 
-    def save(self, value: Any) -> Any:
-        return value.get_state()
+    def read(self) -> Any:
+        return pickle.dumps(self._source().__getstate__())  # there are arrays in it
 
-    def is_same(self, value: Any, saved: Any) -> bool:
-        state = value.get_state()
-        if isinstance(state, Tensor):
-            return same_bits(state, saved)
-        return pickle.dumps(state) == pickle.dumps(saved)  # there are arrays in it
+    def restore(self) -> None:
+        self._source().__setstate__(pickle.loads(self.state))
 
-    def restore(self, value: Any, saved: Any) -> None:
-        value.set_state(saved)
-
-
-class _NumpyGenerator(Saver):
-    draws = True
-
-    def fits(self, kind: type) -> bool:
-        # Its methods are those of its bit generator, which has the state.
-        return _is_numpy_random(kind, "bit_generator")
-
-    def save(self, value: Any) -> Any:
-        return pickle.dumps(value.bit_generator.state)  # there are arrays in it
-
-    def restore(self, value: Any, saved: Any) -> None:
-        value.bit_generator.state = pickle.loads(saved)
+    def _source(self) -> Any:
+        # The methods of a new one are those of its source of bits, which has the state.
+        return getattr(self.value, "bit_generator", self.value)
 
 
-def _is_numpy_random(kind: type, method: str) -> bool:
-    return kind.__module__.startswith("numpy.random") and hasattr(kind, method)
-
-
-class _NumpyArray(Saver):
-    def fits(self, kind: type) -> bool:
+class _NumpyArray(Saved):
+    @classmethod
+    def fits(cls, kind: type) -> bool:
         # By its protocol, because this package does not import NumPy.
         return hasattr(kind, "__array_interface__") and hasattr(kind, "flags")
 
-    def size(self, value: Any) -> int:
-        return int(value.nbytes)
+    def read(self) -> Any:
+        return self.value.copy()
 
-    def save(self, value: Any) -> Any:
-        return value.copy()
+    def is_same(self) -> bool:
+        # A NaN equals itself. The bytes of objects are their addresses.
+        return bool(self.value.tobytes() == self.state.tobytes())
 
-    def is_same(self, value: Any, saved: Any) -> bool:
-        if value.dtype.hasobject:
-            return all(map(is_, value.flat, saved.flat))
-        return bool(value.tobytes() == saved.tobytes())  # a NaN equals itself
-
-    def restore(self, value: Any, saved: Any) -> None:
-        value[...] = saved
+    def restore(self) -> None:
+        self.value[...] = self.state
 
 
-class _Bytes(Saver):
-    def fits(self, kind: type) -> bool:
-        return issubclass(kind, (bytearray, array.array))
+class _Bytes(Saved):
+    kinds = (bytearray, array.array)
 
-    def size(self, value: Any) -> int:
-        return memoryview(value).nbytes
+    def read(self) -> Any:
+        return self.value[:]
 
-    def save(self, value: Any) -> Any:
-        return value[:]
-
-    def restore(self, value: Any, saved: Any) -> None:
-        value[:] = saved
+    def restore(self) -> None:
+        self.value[:] = self.state
 
 
-class _TextInMemory(Saver):
-    def fits(self, kind: type) -> bool:
-        # Before files, which these are, too.
-        return issubclass(kind, (io.StringIO, io.BytesIO))
+class _TextInMemory(Saved):
+    kinds = (io.StringIO, io.BytesIO)  # before files, which these are, too
 
-    def save(self, value: Any) -> Any:
-        return value.getvalue(), value.tell()
+    def read(self) -> Any:
+        return self.value.getvalue(), self.value.tell()
 
-    def restore(self, value: Any, saved: Any) -> None:
-        text, position = saved
-        value.seek(0)
-        value.truncate()
-        value.write(text)
+    def restore(self) -> None:
+        text, position = self.state
+        self.value.seek(0)
+        self.value.truncate()
+        self.value.write(text)
         # Last, because writing has moved it.
-        value.seek(position)
+        self.value.seek(position)
 
 
-class _FileThatIsRead(Saver):
+class _FileThatIsRead(Saved):
     """A file that cannot be written: its position."""
 
-    def fits(self, kind: type) -> bool:
-        return issubclass(kind, io.IOBase)
+    kinds = (io.IOBase,)
 
-    def save(self, value: Any) -> Any:
+    def read(self) -> Any:
+        file = self.value
         # What a terminal has shown stays, and has no position.
-        if value.closed or _is_of_terminal(value):
+        if file.closed or _is_of_terminal(file):
             return None
-        if value.writable() or not value.seekable():
+        if file.writable() or not file.seekable():
             raise CannotSaveError
-        return value.tell()
+        return file.tell()
 
-    def restore(self, value: Any, saved: Any) -> None:
-        if saved is not None:
-            value.seek(saved)
+    def restore(self) -> None:
+        if self.state is not None:
+            self.value.seek(self.state)
 
 
-class _Storage(Saver):
+class Storage(Saved):
     """Where a leaf is stored: a forward pass may exchange its memory."""
 
-    def fits(self, kind: type) -> bool:
-        # Exactly these: a subclass need not have a storage.
-        return kind in (Tensor, nn.Parameter, nn.Buffer)
+    def read(self) -> Any:
+        """The tensor that has the memory."""
+        return self.value.data
 
-    def save(self, value: Any) -> Any:
-        return value.data
+    def is_same(self) -> bool:
+        """Whether the memory, strides and shape are the same."""
+        # Equal values would not be enough.
+        return bool(self.value.data.is_set_to(self.state))
 
-    def is_same(self, value: Any, saved: Any) -> bool:
-        # The same memory, strides and shape: equal values would not be enough.
-        return bool(value.data.is_set_to(saved))
-
-    def restore(self, value: Any, saved: Any) -> None:
-        value.data = saved
+    def restore(self) -> None:
+        """Put the memory back."""
+        self.value.data = self.state
 
 
-class _Values(Saver):
+class Values(Saved):
     """The values of a tensor, in the memory that it has now."""
 
-    def fits(self, kind: type) -> bool:
-        return issubclass(kind, Tensor)
-
-    def size(self, value: Any) -> int:
-        return int(value.numel() * value.element_size())
-
-    def save(self, value: Any) -> Any:
-        values = value.detach()
+    def read(self) -> Any:
+        """What is written, and a copy of the values."""
+        values = self.value.detach()
         # A write to a sparse tensor exchanges its pieces, which a detached one keeps.
-        written = values if value.layout == torch.strided else value
+        written = values if values.layout == torch.strided else self.value
         return written, values.clone()
 
-    def is_same(self, value: Any, saved: Any) -> bool:
-        return same_bits(*saved)
+    def is_same(self) -> bool:
+        """Whether the bits are the same."""
+        return same_bits(*self.state)
 
-    def restore(self, value: Any, saved: Any) -> None:
-        write(*saved)
+    def restore(self) -> None:
+        """Write the values."""
+        write(*self.state)
 
 
-STORAGE = _Storage()
-VALUES = _Values()
+def has_own_storage(tensor: Tensor) -> bool:
+    """Whether a tensor is a leaf whose memory may be exchanged."""
+    # Exactly these classes: a subclass need not have a storage.
+    is_plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
+    return is_plain and tensor.is_leaf and tensor.layout == torch.strided
 
 
 def has_own_values(tensor: Tensor) -> bool:
     """Whether a tensor's values can be read, compared and written as a whole.
 
-    Not those of quantised or nested ones, of subclasses that consist of others, and of
-    tensors whose elements share memory, as after ``expand``.
+    Not those of meta, quantised or nested ones, of subclasses that consist of others,
+    and of tensors whose elements share memory, as after ``expand``.
     """
-    if tensor.is_quantized or tensor.is_nested:
+    if tensor.is_meta or tensor.is_quantized or tensor.is_nested:
         return False
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return False
@@ -243,23 +236,38 @@ def has_own_values(tensor: Tensor) -> bool:
     return all(stride or size <= 1 for size, stride in dimensions)
 
 
-GENERATOR = _GeneratorState()
-
 # The first row that fits counts.
-SAVERS: tuple[Saver, ...] = (
-    _PythonRandom(),
-    GENERATOR,
-    _NumpyGenerator(),
-    _NumpyArray(),
-    _Bytes(),
-    _TextInMemory(),
-    _FileThatIsRead(),
+SAVERS: tuple[type[Saved], ...] = (
+    _PythonRandom,
+    _TorchRandom,
+    _NumpyRandom,
+    _NumpyArray,
+    _Bytes,
+    _TextInMemory,
+    _FileThatIsRead,
 )
 
 
-def saver_of(kind: type) -> Saver | None:
+def saver_of(kind: type) -> type[Saved] | None:
     """The row for values of a class; ``None`` if there is none."""
     return next((saver for saver in SAVERS if saver.fits(kind)), None)
+
+
+@functools.lru_cache(maxsize=1024)  # values of one class are thousands
+def is_moved_by_calls(kind: type) -> bool:
+    """Whether calls may move values of a class: write them in place, or read on.
+
+    Such as iterators, coroutines, sockets, plain queues, writers, and all that has a
+    row in the table. Files are among the iterators.
+    """
+    if hasattr(kind, "__next__") or is_writer(kind):
+        return True
+    if issubclass(kind, (types.CoroutineType, queue.SimpleQueue)):
+        return True
+    # Only if user code has it: the import of sockets takes longer than a small step.
+    sockets = sys.modules.get("_socket")
+    is_socket = sockets is not None and issubclass(kind, sockets.socket)
+    return is_socket or saver_of(kind) is not None
 
 
 class Silent:
@@ -288,7 +296,7 @@ class Silent:
 
 
 def substitute_for(value: Any) -> Any:
-    """What calls get in the place of a value that cannot be set back.
+    """What calls get in the place of a value that they move and cannot be set back.
 
     For a writer, or a file that is only written: an object that does nothing. For an
     iterator: a copy at the same position. ``None``: calls get the value itself.
@@ -296,36 +304,18 @@ def substitute_for(value: Any) -> Any:
     Raises:
         CannotSaveError: calls move it, and it has no copy, such as a socket.
     """
-    if isinstance(value, io.IOBase):  # it gives its lines, as an iterator
-        return Silent(value) if _is_only_written(value) else None
-    if is_writer(type(value)):
+    kind = type(value)
+    if is_writer(kind) or _is_only_written(value):
         return Silent(value)
-    if moves_by_calls(type(value)) and not _is_of_user(value):
+    if saver_of(kind) is None and not _is_of_user(value):
         return copy_of_iterator(value)
     return None
 
 
-def _is_only_written(file: io.IOBase) -> bool:
-    if file.closed or _is_of_terminal(file):
+def _is_only_written(value: Any) -> bool:
+    if not isinstance(value, io.IOBase) or value.closed or _is_of_terminal(value):
         return False
-    return file.writable() and not file.readable()
-
-
-def moves_by_calls(kind: type) -> bool:
-    """Whether values of a class are iterators, coroutines, sockets, plain queues, or
-    writers.
-
-    Files are among the iterators.
-    """
-    if hasattr(kind, "__next__"):
-        return True
-    if issubclass(kind, (types.CoroutineType, queue.SimpleQueue)):
-        return True
-    if is_writer(kind):
-        return True
-    # Only if user code has it: the import of sockets takes longer than a small step.
-    sockets = sys.modules.get("_socket")
-    return sockets is not None and issubclass(kind, sockets.socket)
+    return value.writable() and not value.readable()
 
 
 def _is_of_terminal(file: Any) -> bool:

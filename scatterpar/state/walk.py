@@ -17,7 +17,6 @@
 from __future__ import annotations
 
 import builtins
-import contextlib
 import enum
 import functools
 import queue
@@ -25,7 +24,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -34,13 +33,12 @@ from torch import Tensor, nn
 from scatterpar.replicas.quantised import is_composite, is_state, tensors_in
 from scatterpar.replicas.references import (
     MAX_ENTRIES,
-    contents,
     globals_named_in,
     names_in,
     parts_of,
     read_attribute,
 )
-from scatterpar.replicas.snapshot import PLAIN
+from scatterpar.replicas.snapshot import PLAIN, entries_of
 from scatterpar.state.whose import (
     Whose,
     attributes_of,
@@ -48,7 +46,7 @@ from scatterpar.state.whose import (
     is_user_class,
     whose,
 )
-from scatterpar.torch_private import is_compiled_module, unwrapped
+from scatterpar.torch_private import unwrapped
 
 # A chain of objects is as long as this at most: a longer one is data, such as a linked
 # list. Modules begin a new chain, because networks may be deep.
@@ -58,11 +56,10 @@ _MAX_SAVED_ENTRIES = 2**20  # of a container: a longer one is data
 UNSET = object()  # the value of a place that has none
 # Classes that override this compute their items, such as a library's table of classes.
 _GETTERS = dict.__getitem__, list.__getitem__, deque.__getitem__, None
-# By class: a subclass may have attributes, or compute its items.
-_BUILTIN_CONTAINERS = {dict, list, deque, set}
 # What a library's decorator may call of the user's.
 _FUNCTIONS = types.FunctionType, types.MethodType, nn.Module
 _BUILTIN_METHODS = types.BuiltinMethodType, types.MethodWrapperType
+_CONTENTS_OF_CELL: Any = vars(types.CellType)["cell_contents"]
 _NAMELESS = {"_modules", "_parameters", "_buffers"}  # containers inside of modules
 
 
@@ -82,6 +79,9 @@ class PlaceKind(enum.Enum):
 # Places that no container saves.
 # A tuple: the hash of a member of an enumeration takes a call of Python.
 VARIABLES = PlaceKind.SLOT, PlaceKind.CELL, PlaceKind.GLOBAL, PlaceKind.CLASS
+
+# A place of which the walk knows the parent: kind, holder, key and value.
+Entry = tuple[PlaceKind, Any, Any, Any]
 
 
 class Place(NamedTuple):
@@ -107,14 +107,17 @@ class Place(NamedTuple):
         """Whether another value can be written here."""
         return self.kind not in (PlaceKind.KEY, PlaceKind.PART)
 
+    @property
+    def _descriptor(self) -> Any:
+        """The descriptor by which a slot or a cell is read and written."""
+        # Not by name: a subclass may have an attribute of the slot's name.
+        return self.key if self.kind is PlaceKind.SLOT else _CONTENTS_OF_CELL
+
     def read(self) -> Any:
         """The present value; ``UNSET`` if there is none."""
         try:
-            # By the descriptor: a subclass may have an attribute of the slot's name.
-            if self.kind is PlaceKind.SLOT:
-                return self.key.__get__(self.holder)
-            if self.kind is PlaceKind.CELL:
-                return self.holder.cell_contents
+            if self.kind in (PlaceKind.SLOT, PlaceKind.CELL):
+                return self._descriptor.__get__(self.holder)
             if self.kind is PlaceKind.CLASS:
                 return vars(self.holder)[self.key]
             return self.holder[self.key]
@@ -123,28 +126,18 @@ class Place(NamedTuple):
             return UNSET
 
     def write(self, value: Any) -> None:
-        """Write a value. ``UNSET`` removes the present one."""
-        if value is UNSET:
-            with contextlib.suppress(AttributeError, LookupError, ValueError):
-                self._remove()
-        elif self.kind is PlaceKind.SLOT:
-            self.key.__set__(self.holder, value)
-        elif self.kind is PlaceKind.CELL:
-            self.holder.cell_contents = value
+        """Write a value. ``UNSET`` removes that of a slot, a cell or a global."""
+        if self.kind in (PlaceKind.SLOT, PlaceKind.CELL):
+            if value is UNSET:
+                self._descriptor.__delete__(self.holder)
+            else:
+                self._descriptor.__set__(self.holder, value)
         elif self.kind is PlaceKind.CLASS:
             setattr(self.holder, self.key, value)
+        elif value is UNSET:
+            del self.holder[self.key]
         else:
             self.holder[self.key] = value
-
-    def _remove(self) -> None:
-        if self.kind is PlaceKind.SLOT:
-            self.key.__delete__(self.holder)
-        elif self.kind is PlaceKind.CELL:
-            del self.holder.cell_contents
-        elif self.kind is PlaceKind.CLASS:
-            delattr(self.holder, self.key)
-        else:
-            del self.holder[self.key]
 
 
 _wrappers: list[type[nn.Module]] = []
@@ -172,9 +165,9 @@ class Walk:
         values: all values, also those that lead to nothing.
         places: where values are referred to. Slots, variables, globals and attributes
             of classes are among them whatever their value is.
-        containers: containers and ``__dict__`` of objects, by the number of the value
-            that they are, or belong to.
-        classes: classes of the user, by their number.
+        containers: containers and ``__dict__`` of objects, with the number of the value
+            that they are, or belong to, and the kind of their entries.
+        classes: classes of the user.
         modules: all modules.
         tensors: all tensors, by ``id``.
         weights: the ``id`` of parameters, and of tensors of quantised parameters.
@@ -190,8 +183,8 @@ class Walk:
     ) -> None:
         self.values: list[Any] = []
         self.places: list[Place] = []
-        self.containers: list[tuple[int, Any]] = []
-        self.classes: list[tuple[int, type]] = []
+        self.containers: list[tuple[int, PlaceKind, Any]] = []
+        self.classes: set[type] = set()
         self.modules: list[nn.Module] = []
         self.tensors: dict[int, Tensor] = {}
         self.weights: set[int] = set()
@@ -200,21 +193,17 @@ class Walk:
         self._enters_modules = enters_modules
         self._depths: list[int] = []
         self._first_places: list[Place | None] = []
-        self._seen: set[int] = set()
-        self._seen_globals: set[tuple[int, str]] = set()
-        self._seen_classes: set[int] = set()
+        # The ``id`` of values; of a global also its name.
+        self._seen: set[Any] = {id(UNSET)}
         self._root_ids: set[int] = set()
         for root in roots:
             # A method is given for its object, even if that is a library's Trainer.
             self._root_ids |= {id(root), id(read_attribute(root, "__self__"))}
             self._add(root, None, 0)
-        self._follow_all()
-
-    def _follow_all(self) -> None:
         for number, value in enumerate(self.values):  # which grow
             if self._depths[number] <= DEPTH:
                 try:  # contextlib.suppress takes longer than a short list
-                    self._follow(number, value)
+                    self._record(number, value)
                 except Exception:
                     continue  # a user's object may raise, whatever it is asked for
 
@@ -228,48 +217,22 @@ class Walk:
         self._depths.append(depth)
         self._first_places.append(place)
 
-    def _refer(
-        self, kind: PlaceKind, holder: Any, key: Any, value: Any, parent: int
-    ) -> None:
-        """Record a place, and add its value.
+    def _record(self, number: int, value: Any) -> None:
+        """Record the places to which a value leads, and add their values."""
+        value_class: Any = type(value)
+        follow = _follower_of(value_class)
+        for kind, holder, key, content in follow(self, number, value):
+            # A plain value is that of a variable alone, which calls may rebind.
+            if type(content) in PLAIN and kind not in VARIABLES:
+                continue
+            place = Place(kind, holder, key, content, number)
+            self.places.append(place)
+            self._add(content, place, self._depths[number] + 1)
 
-        A plain value is that of a variable alone, which calls may rebind.
-        """
-        if type(value) in PLAIN and kind not in VARIABLES:
-            return
-        place = Place(kind, holder, key, value, parent)
-        self.places.append(place)
-        # Not ``_add`` at once: most values are known, or in a long list of others.
-        if id(value) not in self._seen and value is not UNSET:
-            self._add(value, place, self._depths[parent] + 1)
+    # --- what values lead to, by class: the kind, holder, key and value of places ---
 
-    def _follow(self, number: int, value: Any) -> None:
-        """Record the places to which a value leads."""
-        if type(value) in _BUILTIN_CONTAINERS:  # which most values are
-            self._follow_entries(number, value, PlaceKind.ENTRY)
-            return
-        # Before all others, because a proxy claims to be of its object's class.
-        if type(value) in weakref.ProxyTypes or isinstance(value, weakref.ref):
-            return  # it does not hold its object
-        if isinstance(value, Tensor):
-            self._follow_tensor(number, value)
-        elif isinstance(value, (dict, list, deque, set)):
-            self._follow_container(number, value)
-        elif isinstance(value, nn.Module):
-            self._follow_module(number, value)
-        elif isinstance(value, types.FunctionType):
-            self._follow_function(number, value)
-        elif isinstance(value, type):
-            # Functions may write attributes of a class that they name.
-            if id(value) in self._root_ids or is_user_class(value):
-                self._follow_class(number, value)
-        elif isinstance(value, queue.Queue):  # of its parts only this is no lock
-            attributes = vars(value)
-            self._refer(PlaceKind.ATTRIBUTE, attributes, "queue", value.queue, number)
-        elif not isinstance(value, types.ModuleType):
-            self._follow_parts(number, value)
-            if not isinstance(value, types.MethodType):  # its are its function's
-                self._follow_object(number, value)
+    def _follow_nothing(self, number: int, value: Any) -> Iterable[Entry]:
+        return ()
 
     def _follow_entries(
         self,
@@ -277,150 +240,136 @@ class Walk:
         container: Any,
         kind: PlaceKind,
         excluded: Container[str] = (),
-    ) -> None:
+    ) -> Iterator[Entry]:
         """Save a container or ``__dict__``, and follow its entries."""
         if len(container) > _MAX_SAVED_ENTRIES:
             return
-        self.containers.append((number, container))
+        self.containers.append((number, kind, container))
         if len(container) > MAX_ENTRIES:  # its entries are those of a log
             return
-        if isinstance(container, set):
-            kind = PlaceKind.KEY
-        is_dict = isinstance(container, dict)
         # A list, because an entry that is imported lazily may add others.
-        items = [*(container.items() if is_dict else enumerate(container))]
+        items = [*entries_of(container)]
         # A loop of C first: an entry of a log holds nothing but numbers.
         if PLAIN.issuperset(map(type, chain.from_iterable(items))):
             return
+        if isinstance(container, set):
+            kind = PlaceKind.KEY
         for key, entry in items:
             if key not in excluded:
-                self._refer(PlaceKind.KEY, container, key, key, number)
-                self._refer(kind, container, key, entry, number)
+                yield PlaceKind.KEY, container, key, key
+                yield kind, container, key, entry
 
-    def _follow_container(self, number: int, container: Any) -> None:
+    def _follow_container(self, number: int, container: Any) -> Iterator[Entry]:
         if getattr(type(container), "__getitem__", None) in _GETTERS:
-            self._follow_entries(number, container, PlaceKind.ENTRY)
+            yield from self._follow_entries(number, container, PlaceKind.ENTRY)
         if hasattr(container, "__dict__"):  # of a subclass
-            self._follow_attributes(number, attributes_of(container))
+            yield from self._follow_attributes(number, container)
 
-    def _follow_attributes(self, number: int, attributes: dict[str, Any]) -> None:
+    def _follow_attributes(self, number: int, value: Any) -> Iterable[Entry]:
         """Follow the ``__dict__`` of an object, which may be a root."""
-        is_root = id(self.values[number]) in self._root_ids
-        excluded = self._excluded if is_root else ()
-        self._follow_entries(number, attributes, PlaceKind.ATTRIBUTE, excluded)
+        excluded = self._excluded if id(value) in self._root_ids else ()
+        attributes = attributes_of(value)
+        return self._follow_entries(number, attributes, PlaceKind.ATTRIBUTE, excluded)
 
-    def _follow_tensor(self, number: int, tensor: Tensor) -> None:
+    def _follow_tensor(self, number: int, tensor: Tensor) -> Iterator[Entry]:
         is_parameter = isinstance(tensor, nn.Parameter)
-        is_weight = is_parameter or id(tensor) in self.weights
+        if is_parameter:
+            self.weights.add(id(tensor))
+        is_weight = id(tensor) in self.weights
         # The parts of a trained one are refused where replicas are made, by name.
         if is_weight and not tensor.requires_grad:
-            self._follow_quantised(number, tensor)
-        # A weight that consists of others has no values of its own.
-        if not (is_weight and is_composite(tensor)):
+            yield from self._follow_quantised(tensor)
+        is_made_of_others = is_composite(tensor)
+        # Such a weight has no values of its own.
+        if not (is_weight and is_made_of_others):
             self.tensors[id(tensor)] = tensor
-            if is_weight:
-                self.weights.add(id(tensor))
         # What a subclass consists of is no attribute, except a parameter's.
-        if is_parameter or not is_composite(tensor):
-            self._follow_attributes(number, vars(tensor))
+        if is_parameter or not is_made_of_others:
+            yield from self._follow_attributes(number, tensor)
 
-    def _follow_quantised(self, number: int, weight: Any) -> None:
+    def _follow_quantised(self, weight: Any) -> Iterator[Entry]:
         """Follow the tensors in a frozen quantised parameter, or in its state."""
         for part in tensors_in(weight):
-            if isinstance(part, Tensor):
-                self.weights.add(id(part))
-            else:
-                self._root_ids.add(id(part))  # it is a library's
-            self._refer(PlaceKind.PART, weight, "quantised", part, number)
+            # An object of a library is followed as a root is.
+            ids = self.weights if isinstance(part, Tensor) else self._root_ids
+            ids.add(id(part))
+            yield PlaceKind.PART, weight, "quantised", part
 
-    def _follow_module(self, number: int, module: nn.Module) -> None:
+    def _follow_module(self, number: int, module: Any) -> Iterator[Entry]:
+        is_wrapper = isinstance(module, tuple(_wrappers))
         # An engine restores itself, so only the user's module is followed.
-        if isinstance(module, tuple(_wrappers)):
-            self._refer(PlaceKind.PART, module, "", module.module, number)
-            return
-        if is_compiled_module(module):
-            original, _ = unwrapped(module)
-            self._refer(PlaceKind.PART, module, "", original, number)
+        original = module.module if is_wrapper else unwrapped(module)[0]
+        if original is not module:
+            yield PlaceKind.PART, module, "", original
             return
         self.modules.append(module)
         # A lender exchanges whole modules, whose contents replicas have themselves.
-        if not self._enters_modules and id(module) not in self._root_ids:
-            return
-        # Networks may be deeper than the chains of objects in data.
-        self._depths[number] = 0
-        self._follow_attributes(number, vars(module))
-        if is_user_class(type(module)):
-            self._follow_slots(number, module)
-            self._follow_class(number, type(module))
+        if self._enters_modules or id(module) in self._root_ids:
+            # Networks may be deeper than the chains of objects in data.
+            self._depths[number] = 0
+            yield from self._follow_instance(number, module)
 
-    def _follow_object(self, number: int, value: Any) -> None:
-        is_root = id(value) in self._root_ids
+    def _follow_object(self, number: int, value: Any) -> Iterator[Entry]:
+        yield from self._follow_parts(number, value)
         if is_state(value):
-            self._follow_quantised(number, value)
-        elif not is_root:
+            yield from self._follow_quantised(value)
+        elif id(value) not in self._root_ids:
             owner = whose(value)
             if owner is Whose.THREADS and is_user_class(type(value)):
                 self.threaded.append(number)
             if owner is not Whose.USER:
                 return
-        self._follow_attributes(number, attributes_of(value))
-        self._follow_slots(number, value)
-        if is_user_class(type(value)):
-            self._follow_class(number, type(value))
+        yield from self._follow_instance(number, value)
 
-    def _follow_slots(self, number: int, value: Any) -> None:
+    def _follow_instance(self, number: int, value: Any) -> Iterator[Entry]:
+        """Follow the attributes and slots of an object, and its class."""
+        yield from self._follow_attributes(number, value)
         kind: Any = type(value)
         for slot in _slots_of(kind):
             content = Place(PlaceKind.SLOT, value, slot, None, number).read()
-            self._refer(PlaceKind.SLOT, value, slot, content, number)
+            yield PlaceKind.SLOT, value, slot, content
+        yield from self._follow_class(number, kind)
 
-    def _follow_class(self, number: int, kind: type) -> None:
+    def _follow_class(self, number: int, kind: type) -> Iterator[Entry]:
         """Follow a class and its bases of the user: values, and what methods name."""
         for base in kind.__mro__:
-            # The class itself may be a library's, if it is a root.
-            is_followed = base is kind or is_user_class(base)
-            if id(base) in self._seen_classes or not is_followed:
+            is_followed = is_user_class(base) or id(base) in self._root_ids
+            if base in self.classes or not is_followed:
                 continue
-            self._seen_classes.add(id(base))
-            self.classes.append((number, base))
+            self.classes.add(base)
             # A list, because a class may make attributes when they are read.
             for name, attribute in [*vars(base).items()]:
-                function = function_of(attribute)
-                if function is not None:
-                    self._refer(PlaceKind.PART, base, name, function, number)
-                elif name.startswith("__") or isinstance(attribute, type):
-                    continue
-                elif not hasattr(type(attribute), "__get__"):
-                    self._refer(PlaceKind.CLASS, base, name, attribute, number)
-                elif is_user_class(type(attribute)):  # a descriptor may have values
-                    self._refer(PlaceKind.PART, base, name, attribute, number)
+                part = function_of(attribute) or attribute
+                if hasattr(type(part), "__get__"):  # a descriptor may have values
+                    yield PlaceKind.PART, base, name, part
+                elif not (name.startswith("__") or isinstance(part, type)):
+                    yield PlaceKind.CLASS, base, name, part
 
-    def _follow_function(self, number: int, function: types.FunctionType) -> None:
+    def _follow_function(
+        self, number: int, function: types.FunctionType
+    ) -> Iterator[Entry]:
         is_users = not is_library(function.__module__)
         is_users |= id(function) in self._root_ids
-        cells = function.__closure__ or ()
-        for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
-            content = contents(cell)
-            value = UNSET if content is cell else content
+        variables = function.__code__.co_freevars
+        for name, cell in zip(variables, function.__closure__ or (), strict=True):
+            content = Place(PlaceKind.CELL, cell, name, None, number).read()
             # A library's decorator leads to the user's function.
-            if is_users or isinstance(value, _FUNCTIONS):
-                self._refer(PlaceKind.CELL, cell, name, value, number)
+            if is_users or isinstance(content, _FUNCTIONS):
+                yield PlaceKind.CELL, cell, name, content
         if not is_users:
             return
         # Cells are places of their own above; what is left are defaults.
         for name, value in parts_of(function).closure.items():
-            if name not in function.__code__.co_freevars:
-                self._refer(PlaceKind.PART, function, name, value, number)
-        self._follow_attributes(number, vars(function))
-        self._follow_globals(number, function)
-
-    def _follow_globals(self, number: int, function: types.FunctionType) -> None:
-        namespace = function.__globals__
+            if name not in variables:
+                yield PlaceKind.PART, function, name, value
+        yield from self._follow_attributes(number, function)
         # functools.wraps gives a library's wrapper the user's ``__module__``.
-        if is_library(namespace.get("__name__")):
-            return
-        for name in globals_named_in(function.__code__):
-            self._refer_global(namespace, name, number)
+        if not is_library(function.__globals__.get("__name__")):
+            yield from self._follow_globals(function)
+
+    def _follow_globals(self, function: types.FunctionType) -> Iterator[Entry]:
+        namespace = function.__globals__
+        yield from self._variables(namespace, globals_named_in(function.__code__))
         # Variables and functions of the user's modules, as in ``helpers.count``.
         names = names_in(function.__code__)
         values = [namespace.get(name, sys.modules.get(name)) for name in names]
@@ -431,29 +380,32 @@ class Walk:
             if is_library(module.__name__):
                 continue
             modules.add(module)
-            for name in names & vars(module).keys():
-                self._refer_global(vars(module), name, number)
-                values.append(vars(module)[name])
+            named = names & vars(module).keys()
+            values += map(vars(module).get, named)
+            yield from self._variables(vars(module), named)
 
-    def _refer_global(self, namespace: dict[str, Any], name: str, number: int) -> None:
-        value = namespace.get(name, UNSET)
-        is_builtin = value is UNSET and hasattr(builtins, name)
-        key = id(namespace), name
-        if not is_builtin and key not in self._seen_globals:
-            self._seen_globals.add(key)
-            self._refer(PlaceKind.GLOBAL, namespace, name, value, number)
+    def _variables(
+        self, namespace: dict[str, Any], names: Iterable[str]
+    ) -> Iterator[Entry]:
+        for name in names:
+            value = namespace.get(name, UNSET)
+            is_builtin = value is UNSET and hasattr(builtins, name)
+            key = id(namespace), name
+            if not is_builtin and key not in self._seen:
+                self._seen.add(key)
+                yield PlaceKind.GLOBAL, namespace, name, value
 
-    def _follow_parts(self, number: int, value: Any) -> None:
+    def _follow_queue(self, number: int, value: Any) -> Iterator[Entry]:
+        yield PlaceKind.ATTRIBUTE, vars(value), "queue", value.queue
+
+    def _follow_parts(self, number: int, value: Any) -> Iterator[Entry]:
         """Follow what a tuple, method, partial or cached function is made of."""
         if isinstance(value, _BUILTIN_METHODS):  # such as ``losses.append``
-            # Of a function it is a module, or torch's class of functions.
-            if not isinstance(value.__self__, (types.ModuleType, type)):
-                self._refer(PlaceKind.PART, value, "self", value.__self__, number)
-            return
+            yield PlaceKind.PART, value, "self", value.__self__
         parts = parts_of(value)
         named_parts = [("", parts.called), *parts.bound.items()]
         for key, part in [*named_parts, *enumerate(parts.entries)]:
-            self._refer(PlaceKind.PART, value, key, part, number)
+            yield PlaceKind.PART, value, key, part
 
     # --- what a caller asks ---
 
@@ -466,22 +418,41 @@ class Walk:
         """The name of a place in the user's words, as ``layers.0.history['loss']``."""
         if place.kind in (PlaceKind.CELL, PlaceKind.GLOBAL):
             return str(place.key)
-        return self.name_of_entry(place.parent, place.kind, place.key)
-
-    def name_of_entry(self, parent: int, kind: PlaceKind, key: Any) -> str:
-        """The name of an entry or attribute of the value with this number."""
-        outer = self.name_of(parent)
-        key = getattr(key, "__name__", key)  # of a slot
-        above = self._first_places[parent]
+        outer = self.name_of(place.parent)
+        kind = place.kind
+        above = self._first_places[place.parent]
         # Users write ``layers.0``, not ``layers._modules['0']``.
-        if above is not None and above.key in _NAMELESS and kind is PlaceKind.ENTRY:
+        if kind is PlaceKind.ENTRY and above is not None and above.key in _NAMELESS:
             outer = self.name_of(above.parent)
             kind = PlaceKind.ATTRIBUTE
+        key = getattr(place.key, "__name__", place.key)  # of a slot
         if kind is PlaceKind.PART:
             return outer or str(key)
         if kind in (PlaceKind.ENTRY, PlaceKind.KEY):
             return f"{outer}[{key!r}]"
         return f"{outer}.{key}" if outer else str(key)
+
+
+# The first row that fits counts.
+_FOLLOWERS: tuple[tuple[Any, Callable[..., Iterable[Entry]]], ...] = (
+    # A weak reference does not hold its object.
+    ((weakref.ref, *weakref.ProxyTypes, types.ModuleType), Walk._follow_nothing),
+    (Tensor, Walk._follow_tensor),
+    ((dict, list, deque, set), Walk._follow_container),
+    (nn.Module, Walk._follow_module),
+    (types.FunctionType, Walk._follow_function),
+    (type, Walk._follow_class),
+    (queue.Queue, Walk._follow_queue),  # of its parts only one is no lock
+    (types.MethodType, Walk._follow_parts),  # its attributes are its function's
+    (object, Walk._follow_object),
+)
+
+
+@functools.lru_cache(maxsize=1024)  # values of one class are thousands
+def _follower_of(kind: type) -> Callable[..., Iterable[Entry]]:
+    """The method that follows values of a class."""
+    # By class, because a proxy claims to be of its object's.
+    return next(follow for kinds, follow in _FOLLOWERS if issubclass(kind, kinds))
 
 
 @functools.lru_cache(maxsize=1024)  # objects of one class are many

@@ -147,7 +147,8 @@ def test_long_chain_ends_and_deep_network_does_not():
 
 def test_unset_places_are_places():
     value = Slots()
-    places = {place.key.__name__: place for place in Walk([value]).places}
+    slots = [p for p in Walk([value]).places if p.kind is PlaceKind.SLOT]
+    places = {place.key.__name__: place for place in slots}
     assert places["first"].read() is UNSET
     places["first"].write(3)
     assert value.first == 3

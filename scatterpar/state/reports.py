@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from torch import Tensor, nn
@@ -61,7 +61,10 @@ def state_of(replicas: Sequence[Replica], *, has_same_rows: bool = False) -> Sta
     too, which may differ between calls with other rows.
     """
     state: State = {}
-    for path, module in _modules_of(replicas):
+    roots = [replica.root for replica in replicas]
+    # A criterion may be a function, which has no attributes that are its state.
+    modules = [root.named_modules() for root in roots if isinstance(root, nn.Module)]
+    for path, module in chain.from_iterable(modules):
         buffers = {} if has_same_rows else module._buffers
         for kind, values in (("buffer", buffers), ("attribute", vars(module))):
             for name, value in values.items():
@@ -74,13 +77,6 @@ def state_of(replicas: Sequence[Replica], *, has_same_rows: bool = False) -> Sta
                     full_name = f"{path}.{name}".lstrip(".")
                     state[f"the {kind} {full_name!r}"] = contents
     return state
-
-
-def _modules_of(replicas: Sequence[Replica]) -> Iterator[tuple[str, nn.Module]]:
-    for replica in replicas:
-        # A criterion may be a function, which has no attributes that are its state.
-        if isinstance(replica.root, nn.Module):
-            yield from replica.root.named_modules()
 
 
 def _contents_of(value: Any, depth: int) -> Iterator[tuple[Any, Any]]:
@@ -125,8 +121,10 @@ def moved_between(states: Sequence[State]) -> list[str]:
 
 def _is_moved(contents: Mapping[Any, Any], later: Mapping[Any, Any]) -> bool:
     """Whether a content that both have is another one later."""
-    keys = contents.keys() & later.keys()
-    return not all(_is_same(contents[key], later[key]) for key in keys)
+    for key, content in contents.items():
+        if key in later and not _is_same(content, later[key]):
+            return True
+    return False
 
 
 def _is_same(value: Any, later: Any) -> bool:

@@ -74,7 +74,6 @@ RULES = (
     ClassRule("Namespace", Whose.USER, "its attributes are those that user code sets"),
 )
 
-_ENDINGS = tuple(rule.ending for rule in RULES)
 _THREADS = (threading.Thread, Executor)
 _VALUES = (*PLAIN_CLASSES, Tensor, dict, list, tuple, set, frozenset, deque)
 
@@ -97,8 +96,9 @@ def whose(value: Any) -> Whose:
 def _rule_for(kind: type) -> ClassRule | None:
     """The rule for a class, or for the first of its bases that has one."""
     for base in kind.__mro__:
-        if base.__name__.endswith(_ENDINGS):
-            return next(row for row in RULES if base.__name__.endswith(row.ending))
+        for rule in RULES:
+            if base.__name__.endswith(rule.ending):
+                return rule
     return None
 
 

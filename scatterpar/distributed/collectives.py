@@ -265,11 +265,10 @@ def _named_tensors(module: nn.Module) -> list[_NamedTensor]:
         if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse:
             sparse.add(id(layer.weight))
     tensors: list[_NamedTensor] = []
-    for name, parameter in module.named_parameters():
-        is_sparse = id(parameter) in sparse
-        tensors.append(_NamedTensor("parameter", name, parameter, is_sparse))
-    for name, buffer in module.named_buffers():
-        tensors.append(_NamedTensor("buffer", name, buffer, id(buffer) in sparse))
+    parameters = module.named_parameters()
+    for kind, named in ("parameter", parameters), ("buffer", module.named_buffers()):
+        for name, tensor in named:
+            tensors.append(_NamedTensor(kind, name, tensor, id(tensor) in sparse))
     return tensors
 
 

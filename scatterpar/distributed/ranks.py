@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -27,7 +29,6 @@ from scatterpar.devices.transfers import as_bytes, to_device, to_numbers, write
 from scatterpar.distributed.collectives import Collectives
 from scatterpar.errors import add_note, warn
 from scatterpar.log import logger
-from scatterpar.replicas.batch_statistics import StepStatistics
 from scatterpar.replicas.buffers import BufferValue
 from scatterpar.replicas.replicas import sum_dtype
 from scatterpar.step.reduce import Outcome, ReplicaNorms
@@ -130,37 +131,68 @@ class Ranks:
     def _exchange(self, outcome: Outcome) -> Outcome:
         is_mean = outcome.request.is_mean
         # First: an allocation that fails here is a failure that others can be told.
-        buckets = Buckets(outcome, self.rank, self.size, self._accumulate_dtype)
+        statistics = [] if outcome.statistics is None else outcome.statistics.to_pool()
+        flats, sums = _packed_by_dtype(self._parts_of(outcome, statistics))
         parameters = enumerate(self._module.parameters())
         positions = {id(parameter): position for position, parameter in parameters}
         # Leaves of the criterion have no position.
         trained = [positions.get(id(leaf)) for leaf, _ in outcome.gradients]
         # As text, compared by all ranks: else they would add tensors of different
         # parameters, or wait for each other for ever.
-        kind = f"{is_mean} {trained} {outcome.request.scale} {buckets.kind}"
+        kind = f"{is_mean} {trained} {outcome.request.scale} {_kind_of(outcome, sums)}"
         rows = outcome.attempt.plan.rows
         weight = outcome.terms if is_mean else 1.0  # of this rank's loss
         summands = [outcome.terms, outcome.loss * weight, *outcome.norms]
         self._error_is_common = True  # what is raised from here on, every rank raises
-        sums, rows_by_rank = self._collectives.exchange_status(
+        numbers, rows_by_rank = self._collectives.exchange_status(
             kind, rows, _OTHER_TENSORS, summands
         )
-        terms, loss, squares, replicas = sums
+        terms, loss, squares, replicas = numbers
         total = terms if is_mean else 1.0
         # Without terms nobody has a loss, and gradients count as zero.
         # Before the sum: rounding is that of one sum, and no second pass over it is
         # needed.
-        buckets.weigh(weight / total if total else 0.0)
-        for flat in buckets.flats:
+        if sums.gradients:
+            torch._foreach_mul_(sums.gradients, weight / total if total else 0.0)
+        for flat in flats:
             subject = f"the sum of all gradients in {flat.dtype}"
             self._collectives.all_reduce(flat, subject)
         return replace(
-            buckets.of_all(),
+            _with_sums(outcome, statistics, sums),
             loss=loss / total if total else 0.0,
             terms=terms,
             rows=sum(rows_by_rank),
             norms=ReplicaNorms(squares, replicas),
         )
+
+    def _parts_of(self, outcome: Outcome, pooled: Sequence[Tensor]) -> _Parts:
+        """What this rank adds to the step's all-reduce.
+
+        ``pooled`` are the statistics of batch normalisations.
+        """
+        parts = _Parts([], [], [], [])
+        for leaf, gradient in outcome.gradients:
+            # Zeros for a leaf that this rank did not use.
+            dense = torch.zeros_like(leaf) if gradient is None else gradient.to_dense()
+            dtype = sum_dtype(leaf, self._accumulate_dtype)
+            parts.gradients.append(dense.detach().to(dtype))
+        if parts.gradients:
+            is_used = [gradient is not None for _, gradient in outcome.gradients]
+            like = parts.gradients[0]  # its dtype, to be sent together
+            flags = torch.tensor(is_used, dtype=like.dtype, device=like.device)
+            parts.flags.append(flags)
+        dtypes = {gradient.dtype for gradient in parts.gradients}
+        for *_, value in outcome.buffers:
+            if value is not None:
+                sent = _sendable(value, dtypes)
+                # Buffers are those of rank 0: the sum of its values and zeros.
+                parts.buffers.append(torch.zeros_like(sent) if self.rank else sent)
+        for value in pooled:
+            sent = _sendable(value, dtypes)
+            rows = sent.new_zeros(self.size, *sent.shape)
+            write(rows[self.rank], sent)
+            parts.statistics.append(rows)
+        return parts
 
     def outputs_of_all(
         self,
@@ -196,17 +228,12 @@ class Ranks:
         bytes_by_rank = self._collectives.all_gather(bytes_here, sizes, subject)
         self._error_is_common = False
         payloads = [unpack(content, values_here) for content in bytes_by_rank]
-        outputs: list[Any] = []
-        rows_of_outputs: list[int] = []
         # In rank order, so that the criterion sees the same batch everywhere.
-        for rank, payload in enumerate(payloads):
-            if rank == self.rank:  # its pieces have gradients, the copies have none
-                outputs += pieces
-                rows_of_outputs += rows
-            else:
-                output, _ = payload.values
-                outputs.append(output)
-                rows_of_outputs.append(payload.rows)
+        outputs_by_rank = [[payload.values[0]] for payload in payloads]
+        rows_by_rank = [[payload.rows] for payload in payloads]
+        # These have gradients, and the copies have none.
+        outputs_by_rank[self.rank] = list(pieces)
+        rows_by_rank[self.rank] = list(rows)
         targets_by_rank = [payload.values[1] for payload in payloads]
 
         def join(leaves: list[Any]) -> Any:
@@ -216,167 +243,84 @@ class Ranks:
             return of_ranks[0]  # what has no rows is rank 0's
 
         joined_targets = nested.merge(join, [targets, *targets_by_rank])
+        outputs = list(chain.from_iterable(outputs_by_rank))
+        rows_of_outputs = list(chain.from_iterable(rows_by_rank))
         return outputs, rows_of_outputs, joined_targets, payloads[0].seed
 
 
-class Buckets:
-    """The part of this rank in the step's all-reduce.
+class _Parts(NamedTuple):
+    """The parts of one rank in the step's all-reduce, or the sums of all ranks.
 
     ::
 
         part          of rank 0           of each other rank
         gradients     its gradients, or zeros for a leaf that it did not use
-        flags         per gradient, 1 if it has one, else 0
+        flags         one tensor: per gradient, 1 if the rank has it, else 0
         buffers       its buffers         zeros
         statistics    one row per rank; zeros but for its own row
 
-    What has no gradient's dtype is sent as bytes. An allocation fails here, while the
-    other ranks can still be informed.
-
-    Attributes:
-        flats: one 1-D tensor per dtype, with all parts of this dtype.
-        kind: a description of the parts, which must be equal on all ranks.
+    What has no gradient's dtype is sent as bytes.
     """
 
-    def __init__(
-        self,
-        outcome: Outcome,
-        rank: int,
-        size: int,
-        accumulate_dtype: torch.dtype | None,
-    ) -> None:
-        self._outcome = outcome
-        values = [value for *_, value in outcome.buffers]
-        self._buffers = [value.detach() for value in values if value is not None]
-        self._statistics: list[Tensor] = []
-        if outcome.statistics:
-            self._statistics = outcome.statistics.to_pool()
-        gradients: list[Tensor] = []
-        for leaf, gradient in outcome.gradients:
-            gradients.append(_dense(leaf, gradient, accumulate_dtype))
-        flags = _flags(outcome.gradients, gradients)
-        dtypes = {gradient.dtype for gradient in gradients}
-        buffers = [_sendable(value, dtypes) for value in self._buffers]
-        # Buffers are those of rank 0: the sum of its values and zeros.
-        if rank:
-            buffers = [torch.zeros_like(value) for value in buffers]
-        statistics: list[Tensor] = []
-        for value in self._statistics:
-            statistics.append(_row_of(rank, size, _sendable(value, dtypes)))
-        parts = [gradients, flags, buffers, statistics]
-        tensors = nested.tensors(parts)
-        self.kind = _kind_of_parts(outcome.buffers, tensors)
-        self.flats, views = _packed_by_dtype(tensors)
-        # In these views of ``flats`` the sums of all ranks arrive.
-        remaining = iter(views)
-        (
-            self._gradient_views,
-            self._flag_views,
-            self._buffer_views,
-            self._statistics_views,
-        ) = [[next(remaining) for _ in part] for part in parts]
-
-    def weigh(self, factor: float) -> None:
-        """Scale this rank's gradients.
-
-        Called when the counts of the other ranks are known.
-        """
-        if self._gradient_views and factor != 1:
-            torch._foreach_mul_(self._gradient_views, factor)
-
-    def of_all(self) -> Outcome:
-        """The outcome with the gradients, buffers and statistics of all ranks."""
-        outcome = self._outcome
-        return replace(
-            outcome,
-            gradients=self._gradients_of_all(),
-            buffers=self._buffers_of_all(),
-            statistics=self._statistics_of_all(),
-        )
-
-    def _gradients_of_all(self) -> list[Gradient]:
-        flags = to_numbers(self._flag_views[0]) if self._flag_views else []
-        leaves = [leaf for leaf, _ in self._outcome.gradients]
-        gradients: list[Gradient] = []
-        for leaf, total, flag in zip(leaves, self._gradient_views, flags, strict=True):
-            gradients.append((leaf, total if flag else None))
-        return gradients
-
-    def _buffers_of_all(self) -> list[BufferValue]:
-        views = zip(self._buffer_views, self._buffers, strict=True)
-        buffers: list[BufferValue] = []
-        for container, name, value in self._outcome.buffers:
-            if value is not None:
-                value = _like(*next(views))
-            buffers.append((container, name, value))
-        return buffers
-
-    def _statistics_of_all(self) -> StepStatistics | None:
-        statistics = self._outcome.statistics
-        if statistics is None:
-            return None
-        by_tensor: list[list[Tensor]] = []
-        for rows, value in zip(self._statistics_views, self._statistics, strict=True):
-            by_tensor.append([_like(row, value) for row in rows])
-        return statistics.pooled(by_tensor)
+    gradients: list[Tensor]
+    flags: list[Tensor]
+    buffers: list[Tensor]
+    statistics: list[Tensor]
 
 
-def _kind_of_parts(buffers: Sequence[BufferValue], parts: Sequence[Tensor]) -> str:
+def _kind_of(outcome: Outcome, parts: _Parts) -> str:
     """The names and dtypes of buffers, the dtypes and shapes of parts."""
     kinds: list[tuple[Any, ...]] = []
-    for _, name, buffer in buffers:
+    for _, name, buffer in outcome.buffers:
         kinds.append((name, None if buffer is None else buffer.dtype))
-    for part in parts:
+    for part in nested.tensors(parts):
         kinds.append((part.dtype, part.shape))
     return str(kinds)
 
 
-def _dense(
-    leaf: Tensor, gradient: Tensor | None, accumulate_dtype: torch.dtype | None
-) -> Tensor:
-    """The gradient of a leaf as ranks add it: dense, in the dtype of the sum.
-
-    Zeros for a leaf without a gradient.
-    """
-    dtype = sum_dtype(leaf, accumulate_dtype)
-    dense = torch.zeros_like(leaf) if gradient is None else gradient.to_dense()
-    return dense.detach().to(dtype)
-
-
-def _flags(gradients: Sequence[Gradient], dense: Sequence[Tensor]) -> list[Tensor]:
-    """For each gradient whether there is one: one tensor, or none without gradients."""
-    if not gradients:
-        return []
-    has_gradient = [gradient is not None for _, gradient in gradients]
-    like = dense[0]  # in the dtype of a gradient, to be sent together
-    return [torch.tensor(has_gradient, dtype=like.dtype, device=like.device)]
-
-
-def _row_of(rank: int, size: int, value: Tensor) -> Tensor:
-    """Zeros with one row per rank, in which the row of ``rank`` is ``value``."""
-    rows = value.new_zeros(size, *value.shape)
-    write(rows[rank], value)
-    return rows
+def _with_sums(outcome: Outcome, pooled: Sequence[Tensor], sums: _Parts) -> Outcome:
+    """The outcome with the gradients, buffers and statistics of all ranks."""
+    gradients: list[Gradient] = []
+    flags = to_numbers(sums.flags[0]) if sums.flags else []
+    pairs = zip(sums.gradients, flags, strict=True)
+    for (leaf, _), (total, flag) in zip(outcome.gradients, pairs, strict=True):
+        gradients.append((leaf, total if flag else None))
+    buffers: list[BufferValue] = []
+    sums_of_buffers = iter(sums.buffers)
+    for container, name, value in outcome.buffers:
+        if value is not None:
+            value = _like(next(sums_of_buffers), value)
+        buffers.append((container, name, value))
+    statistics = outcome.statistics
+    if statistics is not None:
+        by_tensor: list[list[Tensor]] = []
+        for rows, value in zip(sums.statistics, pooled, strict=True):
+            by_tensor.append([_like(row, value) for row in rows])
+        statistics = statistics.pooled(by_tensor)
+    return replace(outcome, gradients=gradients, buffers=buffers, statistics=statistics)
 
 
 def _sendable(value: Tensor, dtypes: set[torch.dtype]) -> Tensor:
     """A value as it is sent: as bytes if no gradient has its dtype."""
-    return value if value.dtype in dtypes else as_bytes(value)
+    return value.detach() if value.dtype in dtypes else as_bytes(value)
 
 
-def _packed_by_dtype(parts: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def _packed_by_dtype(parts: _Parts) -> tuple[list[Tensor], _Parts]:
     """One 1-D tensor per dtype with all ``parts``, and a view of it for each part."""
+    by_dtype: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for part in nested.tensors(parts):
+        by_dtype[part.dtype].append(part)
     flats: list[Tensor] = []
-    views = list(parts)
-    for dtype in dict.fromkeys(part.dtype for part in parts):
-        positions = [i for i, part in enumerate(parts) if part.dtype == dtype]
-        parts_of_dtype = [parts[i] for i in positions]
+    views: dict[torch.dtype, Iterator[Tensor]] = {}
+    for dtype, parts_of_dtype in by_dtype.items():
         flat = torch.cat([part.flatten() for part in parts_of_dtype])
         flats.append(flat)
-        views_of_flat = unflatten(flat, parts_of_dtype)
-        for i, view in zip(positions, views_of_flat, strict=True):
-            views[i] = view
-    return flats, views
+        views[dtype] = iter(unflatten(flat, parts_of_dtype))
+
+    def view_of(part: Tensor) -> Tensor:
+        return next(views[part.dtype])
+
+    return flats, nested.map_tensors(view_of, parts)
 
 
 class Payload(NamedTuple):
@@ -410,14 +354,13 @@ def unpack(payload: Tensor, like: Any) -> Payload:
     header = payload[-8 * num_numbers :].clone().view(torch.int64)
     seed, rows, *sizes = to_numbers(header)
     remaining_sizes = iter(sizes)
-    start = 0
 
     def read(atom: Tensor) -> Tensor:
-        nonlocal start
+        nonlocal payload
         shape = [next(remaining_sizes) for _ in atom.shape]
-        stop = start + math.prod(shape) * atom.itemsize
-        values = payload[start:stop].clone().view(atom.dtype).view(shape)
-        start = stop
+        num_bytes = math.prod(shape) * atom.itemsize
+        values = payload[:num_bytes].clone().view(atom.dtype).view(shape)
+        payload = payload[num_bytes:]
         return to_device(values, atom.device)
 
     return Payload(nested.map_tensors(read, like), seed, rows)

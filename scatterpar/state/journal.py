@@ -36,8 +36,8 @@ from scatterpar.state.savers import (
     CannotSaveError,
     Saved,
     Silent,
-    Storage,
-    Values,
+    TensorStorage,
+    TensorValues,
     copy_of_iterator,
     has_own_storage,
     has_own_values,
@@ -190,13 +190,13 @@ class Journal:
             # The error of a chunk of a weight that was written since.
             with contextlib.suppress(RuntimeError):
                 if has_own_storage(tensor):
-                    self._values.append(Storage(tensor))
+                    self._values.append(TensorStorage(tensor))
                 if key in self.walk.weights and (guarded is None or key in guarded):
                     continue
                 if key not in buffers:
                     bytes_left -= tensor.numel() * tensor.element_size()
                 if key in buffers or bytes_left >= 0:
-                    self._values.append(Values(tensor))
+                    self._values.append(TensorValues(tensor))
                 else:
                     self._large.append((tensor, version(tensor)))
 

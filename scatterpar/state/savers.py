@@ -1,6 +1,6 @@
 """How values that are written in place are saved, compared and restored.
 
-``SAVERS`` is the table, by class; ``Storage`` and ``Values`` are its rows for tensors.
+``SAVERS`` has the rows of the table, by class, except those of tensors.
 Values that cannot be set back have no row: ``substitute_for`` makes others that take
 their places, such as a copy of an iterator, and for a file an object that does nothing.
 """
@@ -177,7 +177,7 @@ class _FileThatIsRead(Saved):
             self.value.seek(self.state)
 
 
-class Storage(Saved):
+class TensorStorage(Saved):
     """Where a leaf is stored: a forward pass may exchange its memory."""
 
     def read(self) -> Any:
@@ -194,7 +194,7 @@ class Storage(Saved):
         self.value.data = self.state
 
 
-class Values(Saved):
+class TensorValues(Saved):
     """The values of a tensor, in the memory that it has now."""
 
     def read(self) -> Any:

@@ -19,7 +19,6 @@ with ``loss`` the backward pass of the loss does that.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +36,6 @@ from scatterpar.devices.device_ids import DeviceLike, resolve
 from scatterpar.devices.links import check_links
 from scatterpar.devices.transfers import Transfers
 from scatterpar.distributed.ranks import Ranks
-from scatterpar.option_checks import check_bool, check_int, check_shares
 from scatterpar.options.assigned_options import FixedArgument, fixed, option
 from scatterpar.options.auto_accum import AutoAccum, Search
 from scatterpar.options.batch_calls import BatchCalls
@@ -70,10 +68,11 @@ from scatterpar.step.request import (
     Call,
     Count,
     Criterion,
+    EngineOptions,
     Reduction,
     Request,
-    check_cuts,
-    check_options,
+    check_module,
+    check_synchronised,
     checked,
 )
 from scatterpar.step.returned_loss import LossWatch
@@ -93,25 +92,6 @@ from scatterpar.wrapper import ModuleT, Wrapper
 
 # per rank: rank r numbers its replicas from r * this, for their seeds
 _MAX_REPLICAS = 2**16
-
-# Options that are True or False, but ``graphs``, whose own check names it.
-_SWITCHES = ("check_finite", "measure_noise", "verify")
-# Options that ``repr(engine)`` shows if they are not the defaults.
-_SHOWN = (
-    "accum",
-    "micro_batch_size",
-    "micro_batch_cost",
-    "dim",
-    "buffers",
-    "check_finite",
-    "shares",
-    "accumulate_dtype",
-    "measure_noise",
-    "verify",
-    "graphs",
-)
-# Each of these is refused with some values of the others.
-_CHECKED_TOGETHER = ("accum", "micro_batch_size", "micro_batch_cost", "graphs")
 
 
 class ScatterOnceParallel(Wrapper[ModuleT]):
@@ -228,29 +208,28 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         self.module, self._compile_fn = unwrapped(module)
         if compile is not None:
             self._compile_fn = compile_fn_from(compile) or self._compile_fn
-        self._device_ids = resolve(device_ids)
-        self._accum = accum
-        self._micro_batch_size = micro_batch_size
-        self._micro_batch_cost = micro_batch_cost
-        self._dim = dim
-        self._buffer_policy = buffers
-        self._accumulate_dtype = accumulate_dtype
-        self._check_finite = check_finite
-        self._measure_noise = measure_noise
-        self._verify = verify
-        self._graphs = graphs
         # Refused before anything is made: a failed constructor leaves no threads
         # behind.
-        num_replicas = len(self.device_ids)
-        for name in _SWITCHES:
-            check_bool(name, getattr(self, name))
-        check_options(self.module, dim, buffers, accumulate_dtype)
-        check_cuts(accum, micro_batch_size, micro_batch_cost, num_replicas)
+        check_module(self.module)
+        check_synchronised(self.module)
+        self._options = EngineOptions(
+            resolve(device_ids),
+            accum,
+            micro_batch_size,
+            micro_batch_cost,
+            dim,
+            buffers,
+            check_finite,
+            shares,
+            accumulate_dtype,
+            measure_noise,
+            verify,
+            graphs,
+        )
         check_placement(self.module, self.device_ids, lazy=True)
-        self._shares = check_shares(shares, num_replicas)
         self.last_step: StepReport | None = None
         # What copies of the engine keep, unlike all that ``_init_transient`` makes.
-        self._auto_accum = AutoAccum() if accum == "auto" else None
+        self._auto_accum = AutoAccum()
         self._ranks: Ranks | None = None
         if process_group is not None:
             self._ranks = Ranks(
@@ -272,7 +251,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
     verify: bool = option("verify")
     graphs: bool = option("graphs")
     device_ids: Final[tuple[torch.device, ...]] = fixed("device_ids")
-    buffer_policy: Final[Buffers] = fixed("buffer_policy", "buffers")
+    buffer_policy: Final[Buffers] = fixed("buffers")
     accumulate_dtype: Final[torch.dtype | None] = fixed("accumulate_dtype")
     _one_pass: Schedule
     if (
@@ -284,30 +263,15 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
 
     def _assign(self, name: str, value: Any) -> None:
         """Set an option as the constructor would, or leave all as it was."""
-        if name == "shares":
-            value = check_shares(value, len(self.device_ids))
-        elif name == "dim":
-            check_int("dim", value)
-        elif name in _SWITCHES:
-            check_bool(name, value)
-        options = {option: getattr(self, option) for option in _CHECKED_TOGETHER}
-        options[name] = value
-        check_cuts(
-            options["accum"],
-            options["micro_batch_size"],
-            options["micro_batch_cost"],
-            len(self.device_ids),
-        )
-        if name == "measure_noise" and value:
-            self._check_noise()
-        if name in ("graphs", "micro_batch_cost"):
-            self._one_pass = self._made_schedule(
-                options["graphs"], options["micro_batch_cost"]
-            )
+        options = replace(self._options, **{name: value})
+        one_pass = self._one_pass
+        if name in ("graphs", "micro_batch_cost", "measure_noise"):
+            one_pass = self._made_schedule(options)
         # Nothing below raises: a refused value has changed nothing.
-        vars(self)[f"_{name}"] = value
+        self._options = options
+        self._one_pass = one_pass
         if name == "accum":
-            self._auto_accum = AutoAccum() if value == "auto" else None
+            self._auto_accum = AutoAccum()
         elif name == "verify":
             self._init_verifier()
 
@@ -330,9 +294,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         )
         self._replicas = Replicas(self.device_ids, options)
         self._init_verifier()
-        self._one_pass = self._made_schedule(self.graphs, self.micro_batch_cost)
-        if self.measure_noise:
-            self._check_noise()
+        self._one_pass = self._made_schedule(self._options)
         self._trace: Trace | None = None
         self._loss_watch = LossWatch(self.module)
         self._step_ended = math.inf  # the first step has not waited
@@ -341,20 +303,14 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
     def _init_verifier(self) -> None:
         self._verifier = Verifier(self._ranks is not None) if self.verify else None
 
-    def _made_schedule(self, graphs: Any, micro_batch_cost: float | None) -> Schedule:
-        """Returns the schedule of steps without ``whole_batch``."""
-        if graphs is False:
-            return Schedule()
-        return Captured(
-            graphs,
-            self.device_ids,
-            self.buffer_policy,
-            self._compile_fn,
-            micro_batch_cost,
-        )
+    def _made_schedule(self, options: EngineOptions) -> Schedule:
+        """Returns the schedule of steps without ``whole_batch``.
 
-    def _check_noise(self) -> None:
-        check_noise(self.device_ids, self._ranks.size if self._ranks else 1)
+        Raises ``ValueError`` for options that do not fit the devices or each other.
+        """
+        if options.measure_noise:
+            check_noise(self.device_ids, self._ranks.size if self._ranks else 1)
+        return Captured(options, self._compile_fn) if options.graphs else Schedule()
 
     @overload
     def forward_backward(
@@ -608,7 +564,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         """Looks for the fewest sub-steps that fit into memory; ``None`` if the plan is
         fixed.
         """
-        if self._auto_accum is None or costs is not None:
+        if self.accum != "auto" or costs is not None:
             return None
         return Search(
             self._auto_accum,
@@ -717,7 +673,6 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         if accum == "auto":
             # A plan is for training: without gradients each function has a number of
             # its own.
-            assert self._auto_accum is not None
             accum = self._auto_accum.training.accum
         return make_plan(
             rows,
@@ -987,12 +942,8 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         """The devices, and options that are not the defaults, for ``repr(engine)``."""
         devices = ", ".join(map(str, self.device_ids))
         words = [f"device_ids=[{devices}]"]
-        parameters = inspect.signature(ScatterOnceParallel).parameters
-        for name in _SHOWN:
-            value = getattr(self, "buffer_policy" if name == "buffers" else name)
-            default = parameters[name].default
-            if name == "shares":
-                default = check_shares(default, len(self.device_ids))
+        for name, default in vars(EngineOptions(self.device_ids)).items():
+            value = getattr(self._options, name)
             if value != default:
                 words.append(f"{name}={value!r}")
         return ", ".join(words)

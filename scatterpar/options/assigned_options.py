@@ -20,22 +20,22 @@ from typing import Any
 def option(name: str) -> Any:
     """An attribute whose assignment calls ``engine._assign(name, value)``.
 
-    Its value is in ``_name``. No Python function runs when it is read.
+    Its value is in ``engine._options``. No Python function runs when it is read.
     """
 
     def assign(engine: Any, value: Any) -> None:
         engine._assign(name, value)
 
-    return property(attrgetter(f"_{name}"), assign)
+    return property(attrgetter(f"_options.{name}"), assign)
 
 
-def fixed(name: str, argument: str | None = None) -> Any:
+def fixed(argument: str) -> Any:
     """An attribute that only the constructor sets, by the ``argument`` of this name."""
 
     def refuse(engine: Any, value: Any) -> None:
-        raise _cannot_be_set(argument or name, value)
+        raise _cannot_be_set(argument, value)
 
-    return property(attrgetter(f"_{name}"), refuse)
+    return property(attrgetter(f"_options.{argument}"), refuse)
 
 
 class FixedArgument:

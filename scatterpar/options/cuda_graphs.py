@@ -41,6 +41,7 @@ from scatterpar.state.reports import changed_names, plain_values
 from scatterpar.state.walk import Walk
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss import forward
+from scatterpar.step.request import EngineOptions
 from scatterpar.step.substeps import (
     Schedule,
     Substeps,
@@ -111,22 +112,18 @@ class Captured(Schedule):
 
     def __init__(
         self,
-        graphs: Any,
-        devices: Sequence[torch.device],
-        buffers: str,
+        options: EngineOptions,
         compile_fn: torch_private.CompileFn | None,
-        micro_batch_cost: float | None,
     ) -> None:
         """Raises ``ValueError`` for options and devices that do not support
         ``graphs=True``.
         """
-        if not isinstance(graphs, bool):
-            raise TypeError(f"graphs must be True or False, got {graphs!r}")
-        is_compiled = compile_fn is not None
-        is_by_cost = micro_batch_cost is not None
+        devices = options.device_ids
+        has_python = options.buffers == "batch"
+        is_by_cost = options.micro_batch_cost is not None
         conflicts = {
-            "a compiled module, which runs either compiled or captured": is_compiled,
-            'buffers="batch", which needs Python in every sub-step': buffers == "batch",
+            "a compiled module, which runs either compiled or captured": compile_fn,
+            'buffers="batch", which needs Python in every sub-step': has_python,
             "micro_batch_cost, which changes the shapes of micro-batches": is_by_cost,
         }
         for option, is_on in conflicts.items():
@@ -291,8 +288,8 @@ class GraphedSubsteps(Substeps):
 
     def _key_of(self, number: int, weight: float) -> Hashable:
         """A key of the graph for a sub-step; ``None`` if it runs without one."""
-        # What does not count runs no backward pass, and a sum has another criterion.
-        if not weight or number in self._task.sums:
+        # What does not count runs no backward pass, and sums have another criterion.
+        if not weight or self._task.sums:
             return None
         source = self._task.loader.at_source(number).unwrapped()
         return _graph_key((source, bool(self._request.return_outputs)))

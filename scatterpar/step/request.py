@@ -14,7 +14,12 @@ from torch import Tensor, nn
 from scatterpar.batch.batch import Batch, batch_of, batches_of
 from scatterpar.devices.device_ids import physical
 from scatterpar.devices.transfers import to_numbers
-from scatterpar.option_checks import check_int, check_number
+from scatterpar.option_checks import (
+    check_bool,
+    check_int,
+    check_number,
+    check_shares,
+)
 from scatterpar.replicas.references import module_of, read_attribute
 from scatterpar.wrapper import Wrapper
 
@@ -24,6 +29,81 @@ Count = Callable[[Any, Any], float | Tensor]
 Reduction = Literal["mean", "sum"]
 Buffers = Literal["master", "batch"]
 Accum = int | Literal["auto"]
+
+
+@dataclass
+class EngineOptions:
+    """The options of an engine; its docstring says what they mean.
+
+    ``dataclasses.replace`` checks again. Raises ``TypeError`` or ``ValueError`` for
+    invalid values.
+
+    Attributes:
+        shares: one number per replica.
+    """
+
+    device_ids: Sequence[torch.device]
+    accum: Accum = 1
+    micro_batch_size: int | Sequence[int] | None = None
+    micro_batch_cost: float | None = None
+    dim: int = 0
+    buffers: Buffers = "master"
+    check_finite: bool = False
+    shares: Sequence[float] | None = None
+    accumulate_dtype: torch.dtype | None = None
+    measure_noise: bool = False
+    verify: bool = True
+    graphs: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("check_finite", "measure_noise", "verify", "graphs"):
+            check_bool(name, getattr(self, name))
+        check_int("dim", self.dim)
+        if self.buffers not in ("master", "batch"):
+            raise ValueError(
+                f'buffers must be "master" or "batch" (running statistics once per '
+                f"step, from all rows), got {self.buffers!r}"
+            )
+        dtype = self.accumulate_dtype
+        if not isinstance(dtype, (torch.dtype, type(None))):
+            raise TypeError(f"accumulate_dtype must be a torch.dtype, got {dtype!r}")
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(
+                "accumulate_dtype must be floating-point, as torch.float32 is, got "
+                f"{dtype}"
+            )
+        self._check_cuts()
+        self.shares = check_shares(self.shares, len(self.device_ids))
+
+    def _check_cuts(self) -> None:
+        """Refuse invalid sizes of micro-batches, and two ways to cut a share."""
+        size = self.micro_batch_size
+        if self.accum != "auto":
+            check_int("accum", self.accum, least=1, also=' or "auto"')
+        if isinstance(size, (list, tuple)):
+            replicas = len(self.device_ids)
+            are_sizes = all(type(rows) is int and rows > 0 for rows in size)
+            if len(size) != replicas or not are_sizes:
+                raise ValueError(
+                    f"micro_batch_size={size} must have one int of at least 1 for each "
+                    f"of the {replicas} replicas; pass one number for each entry of "
+                    f"device_ids"
+                )
+        elif size is not None:
+            also = " or a list with one per replica"
+            check_int("micro_batch_size", size, least=1, also=also)
+        if self.micro_batch_cost is not None:
+            check_number("micro_batch_cost", self.micro_batch_cost)
+        passed: list[str] = []
+        for name in ("accum", "micro_batch_size", "micro_batch_cost"):
+            value = getattr(self, name)
+            # ``accum`` is 1 by default, and so says nothing beside another cut.
+            if value != getattr(EngineOptions, name):
+                passed.append(f"{name}={value}")
+        if len(passed) > 1:
+            raise ValueError(
+                f"{' and '.join(passed)} both say how a share is cut; pass one of them"
+            )
 
 
 @dataclass(frozen=True)
@@ -197,56 +277,6 @@ def checked(
     )
 
 
-def check_cuts(
-    accum: Any, micro_batch_size: Any, micro_batch_cost: Any, replicas: int
-) -> None:
-    """Refuse invalid sizes of micro-batches, and two ways to cut a share."""
-    if accum != "auto":
-        check_int("accum", accum, least=1, also=' or "auto"')
-    if isinstance(micro_batch_size, (list, tuple)):
-        are_sizes = all(type(size) is int and size > 0 for size in micro_batch_size)
-        if len(micro_batch_size) != replicas or not are_sizes:
-            raise ValueError(
-                f"micro_batch_size={micro_batch_size} must have one int of at least 1 "
-                f"for each of the {replicas} replicas; pass one number for each entry "
-                f"of device_ids"
-            )
-    elif micro_batch_size is not None:
-        also = " or a list with one per replica"
-        check_int("micro_batch_size", micro_batch_size, least=1, also=also)
-    if micro_batch_cost is not None:
-        check_number("micro_batch_cost", micro_batch_cost)
-    cuts = {"micro_batch_size": micro_batch_size, "micro_batch_cost": micro_batch_cost}
-    # ``accum`` is 1 by default, and so says nothing beside another cut.
-    passed = [f"accum={accum}"] if accum != 1 else []
-    passed += [f"{name}={value}" for name, value in cuts.items() if value is not None]
-    if len(passed) > 1:
-        raise ValueError(
-            f"{' and '.join(passed)} both say how a share is cut; pass one of them"
-        )
-
-
-def check_options(module: Any, dim: Any, buffers: Any, accumulate_dtype: Any) -> None:
-    """Refuse an invalid module or option of an engine."""
-    check_module(module)
-    check_int("dim", dim)
-    if buffers not in ("master", "batch"):
-        raise ValueError(
-            f'buffers must be "master" or "batch" (running statistics once per step, '
-            f"from all rows), got {buffers!r}"
-        )
-    if not isinstance(accumulate_dtype, (torch.dtype, type(None))):
-        raise TypeError(
-            f"accumulate_dtype must be a torch.dtype, got {accumulate_dtype!r}"
-        )
-    if accumulate_dtype is not None and not accumulate_dtype.is_floating_point:
-        raise ValueError(
-            "accumulate_dtype must be floating-point, as torch.float32 is, got "
-            f"{accumulate_dtype}"
-        )
-    _check_synchronised(module)
-
-
 def check_module(module: Any) -> None:
     """Refuse what is no module, and modules that are wrapped to be replicated."""
     # A forgotten pair of parentheses is a frequent slip.
@@ -268,7 +298,7 @@ def check_module(module: Any) -> None:
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, Wrapper)
 
 
-def _check_synchronised(module: nn.Module) -> None:
+def check_synchronised(module: nn.Module) -> None:
     """Refuse ``nn.SyncBatchNorm`` if there are several processes: it would hang."""
     # In one process its layers exchange statistics between replicas instead.
     if not (dist.is_available() and dist.is_initialized()):

@@ -335,7 +335,7 @@ class DataParallelCriterion(_OfPair[Criterion]):
             weights = compute_loss_weights(request, plan, calls)
 
             def loss_of(replica: Any, number: int) -> Tensor:
-                criterion = as_sum(replica) if weights.sums[number] else replica
+                criterion = as_sum(replica) if weights.sums else replica
                 loss = criterion(*calls[number])
                 return scalar_loss(loss, "the criterion")
 

@@ -30,7 +30,7 @@ def forward(
     """
     before = gradient_versions(task.leaves)
     criterion = task.criterion
-    if sub_step in task.sums:
+    if task.sums:
         criterion = as_sum(criterion)
     # Loaded here: a caller's stack might keep the inputs during the criterion.
     inputs, targets = task.rows_of(sub_step) if rows is None else rows

@@ -36,13 +36,13 @@ class LossWeights(NamedTuple):
     Attributes:
         by_share: the factor of each micro-batch's loss.
         terms: the number of terms that the batch's loss averages over; 1 for a sum.
-        sums: for each share, the sub-steps whose criterion adds its terms up
-            (``as_sum``): it cannot average over none.
+        sums: whether criteria add their terms up (``as_sum``), because some cannot
+            average over none.
     """
 
     by_share: list[list[float]]
     terms: float
-    sums: list[list[int]]
+    sums: bool = False
 
 
 def compute_loss_weights(
@@ -55,31 +55,24 @@ def compute_loss_weights(
     """
     spans = [span for share in plan.shares for span in share.micro_batches]
     total = 1.0
-    has_loss_without_terms = False
+    sums = False
     if pieces is None:
         factors = [float(stop - start) for start, stop in spans]
     elif request.is_mean:
         counts = term_counts(request, spans, pieces, plan.order)
         # Zero terms in all: the loss is 0, and a warning says that no label counts.
         total = sum(counts)  # if it is zero, all factors are zero
-        factors = [count / total if count else 0.0 for count in counts]
         # Only then can a micro-batch without terms have a loss.
-        has_loss_without_terms = total > 0 and 0.0 in factors and is_smoothed(request)
+        sums = total > 0 and 0.0 in counts and is_smoothed(request)
+        if sums:
+            counts = [1.0] * len(counts)
+        factors = [count / total if count else 0.0 for count in counts]
     else:
         factors = [1.0] * len(spans)
-    by_share: list[list[float]] = []
-    sums: list[list[int]] = []
     remaining = iter(factors)
-    for share in plan.shares:
-        factors_of_share = list(islice(remaining, len(share.micro_batches)))
-        sums_of_share: list[int] = []
-        if has_loss_without_terms:
-            for sub_step, factor in enumerate(factors_of_share):
-                if not factor:
-                    factors_of_share[sub_step] = 1.0 / total
-                    sums_of_share.append(sub_step)
-        by_share.append(factors_of_share)
-        sums.append(sums_of_share)
+    by_share = [
+        list(islice(remaining, len(share.micro_batches))) for share in plan.shares
+    ]
     return LossWeights(by_share, total, sums)
 
 

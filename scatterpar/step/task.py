@@ -41,7 +41,7 @@ class ReplicaTask:
         loader: copies the share's rows to the replica's device.
         criterion: the replica's criterion; ``None`` if the module has the loss.
         weights: the factor of each micro-batch's loss in the loss of the batch.
-        sums: the sub-steps whose criterion adds its terms up.
+        sums: whether the criterion adds its terms up.
         replicas: that of the model, and that of the criterion if it needs one.
         leaves: the tensors in which backward passes accumulate gradients.
         threads: those of the replicas, which may run parts of a sub-step in turn.
@@ -55,7 +55,7 @@ class ReplicaTask:
     loader: ShareLoader
     criterion: Callable[[Any, Any], Any] | None
     weights: Sequence[float]
-    sums: Sequence[int]
+    sums: bool
     replicas: Sequence[Replica]
     leaves: Sequence[Tensor]
     threads: ReplicaThreads
@@ -167,7 +167,7 @@ def make_tasks(attempt: Attempt, loaders: Sequence[ShareLoader]) -> list[Replica
             loader=loaders[number],
             criterion=criteria[number] if number < len(criteria) else None,
             weights=weights.by_share[number],
-            sums=weights.sums[number],
+            sums=weights.sums,
             replicas=replicas,
             leaves=leaves,
             threads=attempt.threads,

@@ -183,9 +183,7 @@ def test_smoothed_unweighted_labels_add_sum():
     """The first micro-batch has class 1 alone, of weight zero: it counts by smoothing."""
     targets = torch.tensor([1, 1, 2, 2, 0])
     criterion = nn.CrossEntropyLoss(WEIGHTS, label_smoothing=0.1)
-    assert weights_of(criterion, targets) == pytest.approx(
-        [1 / 4.5, 4 / 4.5, 0.5 / 4.5]
-    )
+    assert weights_of(criterion, targets) == pytest.approx([1 / 4.5] * 3)
 
 
 def test_outputs_weigh_by_rows():

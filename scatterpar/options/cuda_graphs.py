@@ -34,7 +34,7 @@ from scatterpar.devices.transfers import to_numbers, write
 from scatterpar.errors import Told, restored, warn
 from scatterpar.log import logger
 from scatterpar.look_steps import is_look_step
-from scatterpar.options.replay_look import Comparison, compare
+from scatterpar.options.replay_look import difference_of_replay
 from scatterpar.replicas.references import parts_of
 from scatterpar.replicas.replicas import ReplicaSet, parameter_writes_refused
 from scatterpar.state.reports import changed_names, plain_values
@@ -81,7 +81,6 @@ class _Graph:
         output: that of the last replay.
         replay: runs the sub-step; does nothing until it is captured.
         steps: the number of steps that found this graph at their beginning.
-        draws_others: whether it draws other random numbers than the sub-step itself.
         values: what the capture has frozen, by name (``plain_values``).
     """
 
@@ -93,7 +92,6 @@ class _Graph:
     output: Any = None
     replay: Callable[..., None] = lambda *_: None
     steps: int = 0
-    draws_others: bool = False
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def compute(self, task: ReplicaTask, number: int) -> None:
@@ -160,44 +158,10 @@ class Captured(Schedule):
         differs, sub-steps run without graphs from this step on, with one warning.
         """
         substeps = self.substeps(attempt, task)
-        if not isinstance(substeps, GraphedSubsteps):
-            return
-        graph = substeps.graph_of_first()
-        if graph is None or graph.draws_others:
-            return
-        graph.steps += 1
-        if not is_look_step(graph.steps):
-            return
-        with (
-            attempt.span("verify"),
-            parameter_writes_refused(attempt.replicas.replica_sets),
-            attempt.generators.of(task.share.replica),
-        ):
-            look = partial(self._look, task, graph, substeps)
-            attempt.threads.call(task.share.device, look)
-
-    def _look(
-        self, task: ReplicaTask, graph: _Graph, substeps: GraphedSubsteps
-    ) -> None:
-        comparison = substeps.compare_replay(graph)
-        if comparison is None or not comparison.differs:
-            return
-        if comparison.draws:
-            # Its numbers differ in each replay: looks would tell nothing.
-            graph.draws_others = True
-            return
-        now = plain_values(Walk([task.criterion, task.module]))
-        names = shown(", ".join(changed_names(graph.values, now)))
-        # All replicas': their graphs have frozen the same values.
-        for graphs in self._by_replica:
-            graphs.refuse(
-                f"{names or 'something that a sub-step reads'} changed after sub-steps "
-                f"of {type(task.module).__name__} had been captured, and replays gave "
-                f"another loss or gradients than the sub-step itself (they differ by "
-                f"{comparison.difference:.1e}).\nMake it a tensor that is written in "
-                "place, or a part of the batch.\n\nSteps since the last look computed "
-                "with the former value: looks come in steps 1, 2, 4, 8, … of the graphs"
-            )
+        if isinstance(substeps, GraphedSubsteps) and (why := substeps.look()):
+            # All replicas': their graphs have frozen the same values.
+            for graphs in self._by_replica:
+                graphs.refuse(why)
 
 
 class GraphedSubsteps(Substeps):
@@ -215,76 +179,89 @@ class GraphedSubsteps(Substeps):
 
     def run(self, number: int, weight: float, rows: Any = None) -> tuple[Tensor, Any]:
         """As ``Substeps.run``, but captures or replays a graph if possible."""
-        task = self._task
         key = self._key_of(number, weight)
         graph = self._graphs.by_shape.get(key)
-        if graph is not None:
-            self._copy_rows(graph, number)
-        elif key is not None and self._graphs.may_capture():
-            with memory.CAPTURE:
-                # Once per attempt, because it takes long. Otherwise objects may be
-                # freed during a capture, and wait for the device.
-                if not self._attempt.garbage_is_collected:
-                    self._attempt.garbage_is_collected = True
-                    gc.collect()
-            rows = task.rows_of(number)
-            graph = self._captured(nested.map_tensors(Tensor.clone, rows), number)
+        if graph is None and key is not None and self._graphs.may_capture():
+            graph = self._captured(number)
             if graph is not None:
                 self._graphs.by_shape[key] = graph
         if graph is None:
             return super().run(number, weight, rows)
-        self._accumulate_in(graph.gradients)
-        graph.factor.fill_(weight * self._request.scale)
-        with task.span("replay", number):
-            graph.replay(task, number)
-        # The next replay writes the static tensors.
-        loss = graph.loss.clone()
-        if not graph.has_output:
-            return loss, None
-        # The output, too, lies in memory that the next replay overwrites.
-        output = nested.map_tensors(Tensor.clone, graph.output)
-        return loss, detached_output(output, self._request.return_outputs)
-
-    def _copy_rows(self, graph: _Graph, number: int) -> None:
-        """Copy the rows of a micro-batch to the static tensors of its graph.
-
-        The next rows arrive while the graph reads these.
-        """
         loader = self._task.loader
         # Rows that are on the device are copied once, into the graph's tensors.
         if loader.ahead is None:
             rows = loader.at_source(number).unwrapped()
         else:
             rows = self._task.rows_of(number)
+        # The next replay writes the static tensors.
+        loss = self._replay(graph, rows, weight, self._task, number).clone()
+        if not graph.has_output:
+            return loss, None
+        # The output, too, lies in memory that the next replay overwrites.
+        output = nested.map_tensors(Tensor.clone, graph.output)
+        return loss, detached_output(output, self._request.return_outputs)
+
+    def _replay(
+        self,
+        graph: _Graph,
+        rows: Any,
+        weight: float,
+        task: ReplicaTask,
+        number: int = 0,
+    ) -> Tensor:
+        """Replay a sub-step with these rows. Returns its loss, a static tensor."""
+        # Copies: the next rows arrive while the graph reads these.
         copy_each(nested.tensors(graph.rows), nested.tensors(rows))
+        self._accumulate_in(graph.gradients)
+        graph.factor.fill_(weight * self._request.scale)
+        with task.span("replay", number):
+            graph.replay(task, number)
+        return graph.loss
 
-    def graph_of_first(self) -> _Graph | None:
-        """The graph of the first sub-step; ``None`` if there is none."""
-        return self._graphs.by_shape.get(self._key_of(0, self._task.weights[0]))
+    def look(self) -> str:
+        """Compare a replay of the first micro-batch with the same run eagerly.
 
-    def compare_replay(self, graph: _Graph) -> Comparison | None:
-        """Compare the graph of the first sub-step with that sub-step.
-
-        Returns ``None`` if memory runs out.
+        Returns why they differ by more than rounding; empty if they do not, or if it is
+        no step of a look.
         """
         task = self._task
+        graph = self._graphs.by_shape.get(self._key_of(0, task.weights[0]))
+        if graph is None:
+            return ""
+        graph.steps += 1
+        if not is_look_step(graph.steps):
+            return ""
+        with (
+            self._attempt.span("verify"),
+            parameter_writes_refused(self._attempt.replicas.replica_sets),
+            self._attempt.generators.of(task.share.replica),
+        ):
+            difference = self._attempt.threads.call(
+                task.share.device, partial(self._difference, graph)
+            )
+        if not difference:
+            return ""
+        now = plain_values(Walk([task.criterion, task.module]))
+        names = shown(", ".join(changed_names(graph.values, now)))
+        return (
+            f"{names or 'something that a sub-step reads'} changed after sub-steps "
+            f"of {type(task.module).__name__} had been captured, and replays gave "
+            f"another loss or gradients than the sub-step itself (they differ by "
+            f"{difference:.1e}).\nMake it a tensor that is written in "
+            "place, or a part of the batch.\n\nSteps since the last look computed "
+            "with the former value: looks come in steps 1, 2, 4, 8, … of the graphs"
+        )
+
+    def _difference(self, graph: _Graph) -> float:
+        """By how much a replay of the first sub-step differs; 0 if memory runs out."""
         try:
-            rows = task.rows_of(0, retain=True)
-            copy_each(nested.tensors(graph.rows), nested.tensors(rows))
-            replay = partial(self._replay_alone, graph)
-            return compare(self._attempt, task, rows, replay)
+            rows = self._task.rows_of(0, retain=True)
+            replay = partial(self._replay, graph, rows, 1.0)
+            return difference_of_replay(self._attempt, self._task, rows, replay)
         except Exception as error:
             if is_out_of_memory(error):
-                return None
+                return 0.0
             raise
-
-    def _replay_alone(self, graph: _Graph) -> Tensor:
-        """Replay the sub-step with the weight 1. Returns its loss, a static tensor."""
-        self._accumulate_in(graph.gradients)
-        graph.factor.fill_(self._request.scale)
-        # A look is no sub-step: a trace does not show its parts.
-        graph.replay(replace(self._task, clock=None), 0)
-        return graph.loss
 
     def _key_of(self, number: int, weight: float) -> Hashable:
         """A key of the graph for a sub-step; ``None`` if it runs without one."""
@@ -331,31 +308,32 @@ class GraphedSubsteps(Substeps):
         for leaf, copy in zip(leaves_with_static, copies, strict=True):
             leaf.grad = copy
 
-    def _captured(self, rows: Any, number: int) -> _Graph | None:
-        """A graph of the static ``rows``; ``None`` if it cannot be captured. Restores
-        all state.
+    def _captured(self, number: int) -> _Graph | None:
+        """A graph for the shape of a sub-step; ``None`` if it cannot be captured.
+
+        Restores all state.
         """
-        name = type(self._task.module).__name__
         try:
             try:
-                return self._recorded(rows, number)
+                return self._isolated_capture(number)
             # Once more: another thread may have waited for the device in the first.
             except _CaptureLost:
-                return self._recorded(rows, number)
+                return self._isolated_capture(number)
         except _Refused as why:
-            self._graphs.refuse(f"{name} {why}")
+            self._graphs.refuse(f"{type(self._task.module).__name__} {why}")
             return None
 
-    def _recorded(self, rows: Any, number: int) -> _Graph:
-        """A graph of the static ``rows``. Raises ``_Refused``; restores all state."""
+    def _isolated_capture(self, number: int) -> _Graph:
+        """A graph of a sub-step. Raises ``_Refused``; restores all state."""
         task = replace(self._task, clock=None)
-        isolated = task.isolated(self._attempt.generators)
-        # Gradients of earlier sub-steps of this step are in these leaves.
-        no_gradients = set_aside(task.leaves)
         try:
-            with self._task.span("capture", number), no_gradients, isolated:
-                warm_up = partial(self._warm_up, task, rows, number)
-                graph = self._graphs.record(warm_up, task, number)
+            with (
+                self._task.span("capture", number),
+                # Gradients of earlier sub-steps of this step are in these leaves.
+                set_aside(task.leaves),
+                task.isolated(self._attempt.generators),
+            ):
+                graph = self.record(task, number)
                 if not task.share.replica:  # the one that is looked at
                     graph.values = plain_values(Walk([task.criterion, task.module]))
                 return graph
@@ -364,10 +342,45 @@ class GraphedSubsteps(Substeps):
                 self._graphs.forget()  # frees the memory of the graphs
             raise
 
+    def record(self, task: ReplicaTask, number: int) -> _Graph:
+        """A graph of a sub-step with its kernels captured, which do not run.
+
+        All work runs on the capturing stream, in order with the current stream's, for
+        one replica at a time.
+        """
+        # The sub-step that follows loads these rows again.
+        rows = task.rows_of(number, retain=True)
+        device = task.share.device
+        # One stream for all graphs. Autograd nodes refer to it, and a traceback may
+        # keep them.
+        stream = streams.stream_for("recording", device)
+        if stream is None:
+            graph = self._warm_up(task, rows, number)
+            graph.replay = graph.compute
+            return graph
+        current = torch.accelerator.current_stream(device)
+        with memory.CAPTURE:
+            # Once per attempt, because it takes long. Otherwise objects may be freed
+            # during a capture, and wait for the device.
+            if not self._attempt.garbage_is_collected:
+                self._attempt.garbage_is_collected = True
+                gc.collect()
+            stream.wait_stream(current)
+            with restored(partial(current.wait_stream, stream)), stream:
+                graph = self._warm_up(task, rows, number)
+                kernels = self._graphs.capture(partial(graph.compute, task, number))
+        graph.replay = lambda *_: kernels.replay()
+        logger.info(
+            "%s captured a sub-step, its graph number %d",
+            device,
+            len(self._graphs.by_shape) + 1,
+        )
+        return graph
+
     def _warm_up(self, task: ReplicaTask, rows: Any, number: int) -> _Graph:
         """Run sub-steps to allocate the static tensors and choose kernels.
 
-        Raises ``_Refused``.
+        Returns a graph of the static ``rows``. Raises ``_Refused``.
         """
         substeps = Substeps(task, replace(self._request, return_outputs=False))
         host_states: list[tuple[Any, ...]] = []
@@ -384,14 +397,11 @@ class GraphedSubsteps(Substeps):
         draws_on_host = host_states[0] != host_states[1]
         if draws_on_host and streams.is_async(task.share.device):
             raise _Refused("or the criterion draws random numbers on the host")
-        gradients = self._static_gradients(task.leaves)
-        for position, gradient in gradients.items():
-            task.leaves[position].grad = gradient
         return _Graph(
             rows,
             factor=torch.ones_like(loss),
             loss=torch.empty_like(loss),
-            gradients=gradients,
+            gradients=self._static_gradients(task.leaves),
             has_output=bool(self._request.return_outputs),
         )
 
@@ -403,7 +413,7 @@ class GraphedSubsteps(Substeps):
         return random.getstate(), numbers
 
     def _static_gradients(self, leaves: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Static tensors for the gradients that the leaves have, shared by all graphs.
+        """Make static tensors, shared by all graphs, the gradients of leaves with one.
 
         Raises ``_Refused`` for sparse gradients.
         """
@@ -417,7 +427,7 @@ class GraphedSubsteps(Substeps):
             # One for all graphs of the replica: sub-steps of all shapes add to it.
             if position not in self._graphs.gradients:
                 self._graphs.gradients[position] = torch.zeros_like(gradient)
-            static[position] = self._graphs.gradients[position]
+            leaf.grad = static[position] = self._graphs.gradients[position]
         return static
 
 
@@ -517,43 +527,14 @@ class _ReplicaGraphs:
             )
         return not self._is_refused
 
-    def record(
-        self, warm_up: Callable[[], _Graph], task: ReplicaTask, number: int
-    ) -> _Graph:
-        """The graph that ``warm_up`` returns, with its kernels captured, which do not
-        run.
-
-        All work runs on the capturing stream, in order with the current stream's, for
-        one replica at a time.
-        """
-        # One stream for all graphs. Autograd nodes refer to it, and a traceback may
-        # keep them.
-        stream = streams.stream_for("recording", self._device)
-        if stream is None:
-            graph = warm_up()
-            graph.replay = graph.compute
-            return graph
-        module = torch.get_device_module(self._device)
-        self._pool = self._pool or module.graph_pool_handle()
-        current = torch.accelerator.current_stream(self._device)
-        with memory.CAPTURE:
-            stream.wait_stream(current)
-            with restored(partial(current.wait_stream, stream)), stream:
-                graph, kernels = warm_up(), module.CUDAGraph()
-                self._capture(kernels, partial(graph.compute, task, number))
-        graph.replay = lambda *_: kernels.replay()
-        logger.info(
-            "%s captured a sub-step, its graph number %d",
-            self._device,
-            len(self.by_shape) + 1,
-        )
-        return graph
-
-    def _capture(self, kernels: Any, work: Callable[[], None]) -> None:
+    def capture(self, work: Callable[[], None]) -> Any:
         """Capture the kernels of ``work``, which must not synchronize with the device.
 
         Raises ``_CaptureLost``.
         """
+        module = torch.get_device_module(self._device)
+        self._pool = self._pool or module.graph_pool_handle()
+        kernels = module.CUDAGraph()
         # A capture can neither use nor free memory in torch's cache, as that of the
         # warm-up.
         memory.empty_cache()
@@ -569,6 +550,7 @@ class _ReplicaGraphs:
             work()
             has_ended = True
             kernels.capture_end()
+            return kernels
         except BaseException as error:
             torch_private.give_up_capture(
                 kernels, self._device, self._pool, has_ended=has_ended

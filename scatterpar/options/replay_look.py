@@ -11,8 +11,9 @@ They differ if a value has changed that the graph has frozen.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,44 +27,27 @@ from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss import forward
 from scatterpar.step.substeps import set_aside
 from scatterpar.step.task import ReplicaTask
-from scatterpar.verify.comparison import (
-    SMALLEST_SCALE,
-    LeafGradients,
-    relative_difference,
-)
+from scatterpar.verify.comparison import Result
 from scatterpar.verify.dropped_records import records_dropped
 from scatterpar.verify.rounding import Rounding
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """How a replayed sub-step differs from the same sub-step run eagerly.
-
-    Attributes:
-        difference: the largest relative difference of the loss or of a gradient; NaN if
-            neither can be compared.
-        limit: the largest one that rounding explains.
-        draws: whether the sub-step drew random numbers. A graph may draw others.
-    """
-
-    difference: float
-    limit: float
-    draws: bool
-
-    @property
-    def differs(self) -> bool:
-        """Whether more than rounding differs."""
-        return self.difference > self.limit
-
-
-def compare(
-    attempt: Attempt, task: ReplicaTask, rows: Any, replay: Callable[[], Tensor]
-) -> Comparison:
+def difference_of_replay(
+    attempt: Attempt,
+    task: ReplicaTask,
+    rows: Any,
+    replay: Callable[[ReplicaTask], Tensor],
+) -> float:
     """Run a micro-batch eagerly and by ``replay``, and restore all state.
 
     ``replay`` adds gradients to the replica's leaves and returns the loss, as a static
     tensor.
+
+    Returns the largest relative difference of the loss or of a gradient. 0 if rounding
+    explains it, if the losses cannot be compared, or if the sub-step draws random
+    numbers: a graph draws from an offset of its own.
     """
+    # A look is no sub-step: a trace does not show its parts.
     task = replace(task, clock=None)
     request = attempt.request
     roots = [
@@ -88,27 +72,19 @@ def compare(
 
     with state.restored():
         with task.isolated(generators), records_dropped():
-            before = generators.get_state(number)
-            expected_loss, expected = _result(task, eager)
-            # A graph draws from an offset of its own, so other numbers are no fault.
-            draws = not _equal(before, generators.get_state(number))
+            expected = _result(task, eager)
+            if generators.has_drawn(number) or not math.isfinite(expected.loss):
+                return 0.0
         state.restore()
         with task.isolated(generators):
-            actual_loss, actual = _result(task, replay)
-    scale = max(abs(expected_loss), abs(actual_loss), SMALLEST_SCALE)
-    of_losses = abs(expected_loss - actual_loss) / scale
-    of_gradients, _ = relative_difference(actual, expected)
-    difference = max(of_losses, of_gradients)
-    if not math.isfinite(expected_loss):
-        difference = math.nan
+            actual = _result(task, partial(replay, task))
+    difference = actual.difference_from(expected)
     # The same kernels compute the same rows: a whole step's limit is enough.
     limit = min(rounding.limit, rounding.tolerance)
-    return Comparison(difference, limit, draws)
+    return difference if difference > limit else 0.0
 
 
-def _result(
-    task: ReplicaTask, run: Callable[[], Tensor]
-) -> tuple[float, LeafGradients]:
+def _result(task: ReplicaTask, run: Callable[[], Tensor]) -> Result:
     """The loss of ``run``, and the gradients that it adds to the replica's leaves.
 
     They are no copies: a replay's are static tensors, which the next one writes.
@@ -116,14 +92,5 @@ def _result(
     with set_aside(task.leaves):
         (loss,) = to_numbers(run().reshape(1))
         # Inside, because afterwards the leaves have their earlier gradients again.
-        gradients = [leaf.grad for leaf in task.leaves]
-    return loss, gradients
-
-
-def _equal(
-    before: Mapping[torch.device, Tensor], after: Mapping[torch.device, Tensor]
-) -> bool:
-    """Whether no generator has moved; one that was made since then has drawn."""
-    if before.keys() != after.keys():
-        return False
-    return all(torch.equal(before[device], after[device]) for device in before)
+        gradients: list[Any] = [leaf.grad for leaf in task.leaves]  # or ``None``
+        return Result(loss, gradients)

@@ -179,7 +179,7 @@ test_closed_engine_leaves_others_workspaces: AssertionError
 
 a capture that is lost is not tried again
 -except _CaptureLost:
--                return self._recorded(rows, number)
+-                return self._isolated_capture(number)
 +except _CaptureLost:
 +                raise
 test_waiting_thread_breaks_the_capture: AssertionError

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.options.cuda_graphs import _ReplicaGraphs
+from scatterpar.options.cuda_graphs import GraphedSubsteps
 
 pytestmark = [pytest.mark.cuda, pytest.mark.nullcuda]
 
@@ -279,13 +279,13 @@ def test_changed_criterion_captured_again(two_places):
 
 def test_iterator_of_criterion_keeps_graphs(two_places, monkeypatch):
     """A look that leaves a copy of it behind ends the graphs."""
-    record, captured = _ReplicaGraphs.record, []
+    record, captured = GraphedSubsteps.record, []
 
-    def counted(graphs, warm_up, task, number):
+    def counted(substeps, task, number):
         captured.append(task.share.replica)
-        return record(graphs, warm_up, task, number)
+        return record(substeps, task, number)
 
-    monkeypatch.setattr(_ReplicaGraphs, "record", counted)
+    monkeypatch.setattr(GraphedSubsteps, "record", counted)
     model, inputs, targets = problem(rows=36)
     names = itertools.cycle("ab")
 
@@ -536,7 +536,7 @@ def frozen(request, monkeypatch):
     what it writes.
     """
     criterion, holder, key, name = FROZEN[request.param]
-    record = _ReplicaGraphs.record
+    record = GraphedSubsteps.record
     frozen_values = []
     one_replay = threading.Lock()
 
@@ -544,8 +544,8 @@ def frozen(request, monkeypatch):
         if not frozen_values:
             holder[key] = value
 
-    def record_and_freeze(graphs, warm_up, task, number):
-        graph = record(graphs, warm_up, task, number)
+    def record_and_freeze(substeps, task, number):
+        graph = record(substeps, task, number)
         value, replay = holder[key], graph.replay
 
         def replay_with_former_value(*args):
@@ -563,7 +563,7 @@ def frozen(request, monkeypatch):
         return graph
 
     if not torch.accelerator.is_available():
-        monkeypatch.setattr(_ReplicaGraphs, "record", record_and_freeze)
+        monkeypatch.setattr(GraphedSubsteps, "record", record_and_freeze)
     before = holder[key]
     yield criterion, change, name
     holder[key] = before

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -219,18 +218,28 @@ class Passes:
             return
         # Buffers and random state moved in the first pass. This one shall not move them
         # again.
+        agreed: list[Tensor] = []
+        sub_steps: list[int] = []  # of these
         with self.task.isolated(self._attempt.generators):
-            agreed = [self._recompute(sub_step, proceed) for sub_step in earlier]
+            for sub_step in earlier:
+                proceed(sub_step)
+                agreed += self._recompute(sub_step)
+                sub_steps += [sub_step] * (len(agreed) - len(sub_steps))
         proceed(None)
-        self._require_agreement(earlier, agreed, proceed)
+        # One read of all: the sub-steps have not waited for the device.
+        values = to_numbers(torch.stack(agreed)) if agreed else []
+        for sub_step, agrees in zip(sub_steps, values, strict=True):
+            if not agrees:
+                proceed(sub_step)
+                raise RuntimeError(
+                    f"the second forward pass gave other outputs: {_WHY}"
+                )
 
-    def _recompute(self, sub_step: int, proceed: Proceed) -> list[Tensor]:
+    def _recompute(self, sub_step: int) -> list[Tensor]:
         """Run a sub-step's forward pass again, and its backward pass.
 
-        Returns ``agreements``, which the host reads later: else the next sub-step would
-        wait for the device.
+        Returns ``agreements``.
         """
-        proceed(sub_step)
         replica = self.share.replica
         self._attempt.generators.set_state(replica, self._states[sub_step])
         rows_of = self.task.rows_of
@@ -239,20 +248,6 @@ class Passes:
         agreed = agreements(roots, nested.tensors(self.outputs[sub_step]))
         self._run_backward(sub_step, roots)
         return agreed
-
-    def _require_agreement(
-        self, sub_steps: Sequence[int], agreed: Sequence[list[Tensor]], proceed: Proceed
-    ) -> None:
-        """Raise ``RuntimeError`` if a second forward pass gave other outputs."""
-        flat = list(chain.from_iterable(agreed))
-        values = iter(to_numbers(torch.stack(flat)) if flat else ())  # one read of all
-        for sub_step, of_sub_step in zip(sub_steps, agreed, strict=True):
-            for value in islice(values, len(of_sub_step)):
-                if not value:
-                    proceed(sub_step)
-                    raise RuntimeError(
-                        f"the second forward pass gave other outputs: {_WHY}"
-                    )
 
     def _run_backward(self, sub_step: int, tensors: Sequence[Tensor]) -> None:
         """Run the backward pass of a sub-step from the tensors of its output."""

@@ -566,14 +566,16 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         """
         if self.accum != "auto" or costs is not None:
             return None
-        return Search(
-            self._auto_accum,
-            request,
-            work,
+        plan_of = partial(
+            make_plan,
+            request.sizes,
             self.device_ids,
-            self.shares,
-            self._threads_in_turn(),
-            self._workers,
+            shares=self.shares,
+            threads=self._threads_in_turn(),
+        )
+        num_replicas = len(self.device_ids)
+        return Search(
+            self._auto_accum, request, work, plan_of, num_replicas, self._workers
         )
 
     def _compute(

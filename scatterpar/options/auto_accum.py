@@ -23,19 +23,18 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from scatterpar.devices.memory import clear_frames, is_out_of_memory
 from scatterpar.errors import warn
 from scatterpar.log import logger
 from scatterpar.options.map_rows import Mapped, RowFunction
-from scatterpar.plan import Plan, make_plan
+from scatterpar.plan import Plan
 from scatterpar.replicas.references import read_attribute
 from scatterpar.state.journal import Journal
 from scatterpar.step.attempt import Extent
@@ -80,25 +79,6 @@ class AutoAccum:
         return {"training": self.training, "too_many_rows": {}}
 
 
-@dataclass
-class Candidate:
-    """A line of the search: what to try.
-
-    Attributes:
-        accum: the number of sub-steps per replica.
-        request: the user's request, without outputs in a trial.
-        plan: that of ``accum``.
-        extent: a whole step, or a trial.
-        fits: whether memory has not run out.
-    """
-
-    accum: int
-    request: Request
-    plan: Plan
-    extent: Extent
-    fits: bool = True
-
-
 class Search:
     """The search of one call."""
 
@@ -107,18 +87,16 @@ class Search:
         auto_accum: AutoAccum,
         request: Request,
         work: Schedule | RowFunction,
-        device_ids: Sequence[torch.device],
-        shares: Sequence[float],
-        threads: Sequence[int],
+        plan_of: Callable[[int], Plan],
+        num_replicas: int,
         workers: Workers,
     ) -> None:
-        """``threads`` are those of ``make_plan``."""
+        """``plan_of`` returns the plan for a number of sub-steps per replica."""
         self._retries = 0  # how often memory has run out
         self._request = request
         self._work = work
-        self._device_ids = device_ids
-        self._shares = shares
-        self._threads = threads
+        self._plan_of = plan_of
+        self._num_replicas = num_replicas
         self._workers = workers
         self._rows = max(request.sizes)  # of several batches each is cut
         # Then a sub-step has one row.
@@ -139,7 +117,7 @@ class Search:
 
     def _fewest_substeps_of(self, rows: int) -> int:
         """The fewest sub-steps per replica that have at most so many rows each."""
-        return -(-self._rows // (len(self._device_ids) * max(1, rows)))
+        return -(-self._rows // (self._num_replicas * max(1, rows)))
 
     def run(
         self,
@@ -153,17 +131,27 @@ class Search:
         Raises the error of the last candidate if there is none.
         """
         journal = None if make_journal is None else make_journal()
-        for candidate in self._candidates():
+        candidates = self._candidates()
+        accum, extent = next(candidates)
+        while True:
+            request = self._request
+            if extent.is_trial:
+                # A function that selects outputs is the user's: trials do not call it.
+                request = replace(request, return_outputs=False)
+            fits = True
             try:
-                result = compute(candidate.request, candidate.plan, candidate.extent)
+                result = compute(request, self._plan_of(accum), extent)
             except Exception as error:
-                if not (self._work.may_start_again and self._goes_on(candidate, error)):
+                if not (
+                    self._work.may_start_again and self._goes_on(accum, extent, error)
+                ):
                     raise
+                fits = not is_out_of_memory(error)
                 clear_frames(error)
             else:
-                if not candidate.extent.is_trial:
+                if not extent.is_trial:
                     break
-                logger.debug('accum="auto": a trial with %d fits', candidate.accum)
+                logger.debug('accum="auto": a trial with %d fits', accum)
                 # A trial has run two of its sub-steps: buffers and random state have
                 # moved.
                 result.attempt.undo.restore()
@@ -173,26 +161,26 @@ class Search:
             self._workers.release()
             if journal is not None:
                 journal.restore()
+            accum, extent = candidates.send(fits)
         with result.attempt.undo:  # warnings may be errors
-            self._keep(candidate)
+            self._keep(accum)
         result.attempt.retries = self._retries
         return result
 
-    def _candidates(self) -> Iterator[Candidate]:
-        """What to try next, until a whole step fits.
+    def _candidates(self) -> Generator[tuple[int, Extent], bool, None]:
+        """Yield the number of sub-steps to try next, and how much of a step.
 
-        The caller asks ``_goes_on`` about a candidate that failed before it takes the
-        next one.
+        The caller sends whether it fits, until a whole step does.
         """
         accum = self._fit.accum
         while True:
-            whole = self._whole_step(accum)
-            yield whole
+            extent = self._whole_step(accum)
+            yield accum, extent
             # Rows that are kept for a second pass are the first memory to give up.
-            if whole.extent.retain_rows:
+            if extent.retain_rows:
                 # For all later steps, too: else each would first run out of memory.
                 self._fit.retain_rows = False
-                yield self._whole_step(accum)
+                yield accum, self._whole_step(accum)
             too_few = accum
             enough = None
             while enough is None or enough > too_few + 1:
@@ -202,76 +190,58 @@ class Search:
                     accum = min(2 * too_few, self._most)
                 else:
                     accum = (too_few + enough + 1) // 2
-                trial = self._trial(accum)
-                yield trial
-                # The caller has set this, or has raised.
-                if trial.fits:
+                if (yield accum, _TRIAL):
                     enough = accum
                 else:
                     too_few = accum
             accum = enough
 
-    def _whole_step(self, accum: int) -> Candidate:
-        plan = self._plan(accum)
+    def _whole_step(self, accum: int) -> Extent:
+        plan = self._plan_of(accum)
         # With one sub-step per replica no rows are needed a second time.
         has_several = len(plan.substep_rows) > len(plan.shares)
         trains_all_rows = self._request.whole_batch and self._request.backward
         computes_twice = trains_all_rows and has_several
-        retain_rows = self._fit.retain_rows and computes_twice
-        return Candidate(accum, self._request, plan, Extent(retain_rows=retain_rows))
+        return Extent(retain_rows=self._fit.retain_rows and computes_twice)
 
-    def _trial(self, accum: int) -> Candidate:
-        # A function that selects outputs is the user's: trials do not call it.
-        request = replace(self._request, return_outputs=False)
-        return Candidate(accum, request, self._plan(accum), _TRIAL)
-
-    def _plan(self, accum: int) -> Plan:
-        return make_plan(
-            self._request.sizes,
-            self._device_ids,
-            accum,
-            shares=self._shares,
-            threads=self._threads,
-        )
-
-    def _goes_on(self, candidate: Candidate, error: Exception) -> bool:
-        """Whether there is more to try after a candidate has raised ``error``.
+    def _goes_on(self, accum: int, extent: Extent, error: Exception) -> bool:
+        """Whether there is more to try after a try has raised ``error``.
 
         If memory ran out, and no number of sub-steps is left, ``error`` gets a note.
         """
         if not is_out_of_memory(error):
             # The whole step will raise the error of a trial, as for one row in a norm.
-            return candidate.extent.is_trial
+            return extent.is_trial
         self._retries += 1
-        tried = self._request.rows, candidate.accum
-        logger.debug('accum="auto": %d rows with accum=%d ran out of memory', *tried)
-        candidate.fits = False
-        if candidate.extent.retain_rows or candidate.accum < self._most:
+        rows = self._request.rows
+        logger.debug(
+            'accum="auto": %d rows with accum=%d ran out of memory', rows, accum
+        )
+        if extent.retain_rows or accum < self._most:
             return True
         error.add_note(
-            f'accum="auto" has nothing left to try: with {candidate.accum} sub-steps a '
-            f"sub-step is one row, and that does not fit ({self._retries} tries ran "
-            f"out of memory)"
+            f'accum="auto" has nothing left to try: with {accum} sub-steps a sub-step '
+            f"is one row, and that does not fit ({self._retries} tries ran out of "
+            f"memory)"
         )
         return False
 
-    def _keep(self, candidate: Candidate) -> None:
-        """Begin later calls with the candidate's number; warn if it is another one."""
+    def _keep(self, accum: int) -> None:
+        """Begin later calls with this number; warn if it is another one."""
         earlier = self._fit.accum
-        if candidate.accum == earlier:
+        if accum == earlier:
             return
-        self._fit.accum = candidate.accum
+        self._fit.accum = accum
         remembered = "is kept"
         if not self._request.backward:
             # With one sub-step less, memory ran out.
-            too_large = self._plan(candidate.accum - 1)
+            too_large = self._plan_of(accum - 1)
             self._too_many_rows[self._key] = max(too_large.substep_rows)
             name = name_of(self._function)
             remembered = f"is kept for {name} without gradients, with {self._rows} rows"
         warn(
             f'accum="auto": {self._request.rows} rows with accum={earlier} ran out '
-            f"of memory; accum={candidate.accum} is the smallest that fits, and "
-            f"{remembered}"
+            f"of memory; accum={accum} is the smallest that fits, and {remembered}"
         )
 
 

@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from statistics import median
 from typing import Any
 
@@ -36,8 +37,16 @@ _OF_REPLICAS = (  # in the order of columns
     "capture",
     "replay",
 )
-# What a step does once, beside computing.
-_PHASES = "scatter", "replicate", "reduce", "commit"
+_AFTER_PARTS = "waited", "on device"
+# What a step does once, by the names of the table.
+_PHASES = {
+    "scatter": "scatter",
+    "replicate": "replicate",
+    "reduce": "reduce",
+    "commit": "commit",
+    "checks and compiling": "verify",
+    "computing": "computing",
+}
 
 Zero = tuple[torch.Event, float]  # a mark on a stream, and its time by the host's clock
 
@@ -152,6 +161,7 @@ class Trace(Printed):
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.steps: list[TracedStep] = []
         self.clock: Clock | None = None  # of attempts; ``None`` outside of a step
+        self._devices = devices
         self._zeros: dict[torch.device, Zero] = {}
         for device in filter(has_streams, devices):
             mark = _timed_mark(device)
@@ -190,21 +200,13 @@ class Trace(Printed):
         in_steps = sum(step.end - step.start for step in self.steps) * 1e3 / number
         # The loop's own work, such as the optimizer's step, is between the steps.
         since_start = (self.steps[-1].end - self._start) * 1e3 / number
-        between = since_start - in_steps
         ms = self._ms_per_step()
-        # Looks are a part of the computation's time, and are shown by themselves.
-        computing = ms[None, "compute"] - ms[None, "verify"]
-        parts = {
-            **{name: ms[None, name] for name in _PHASES},
-            "checks and compiling": ms[None, "verify"],
-            "computing": computing,
-        }
-        listed = ", ".join(f"{name} {part:,.1f}" for name, part in parts.items())
+        parts = [f"{text} {ms[None, name]:,.1f}" for text, name in _PHASES.items()]
         lines = [
             f"{number} {'step' if number == 1 else 'steps'} of {in_steps:,.1f} ms, "
-            f"{between:,.1f} ms between steps; in ms per step:",
-            as_text(self._table(ms, computing)),
-            f"for all: {listed}",
+            f"{since_start - in_steps:,.1f} ms between steps; in ms per step:",
+            as_text(self._table(ms)),
+            f"for all: {', '.join(parts)}",
             *self._longest(),
         ]
         for step in self.steps:
@@ -218,42 +220,33 @@ class Trace(Printed):
         ms: defaultdict[tuple[int | None, str], float] = defaultdict(float)
         for _, event in self._events():
             ms[event.replica, event.name] += event.ms / number
-            on_device = event.on_device
-            if on_device is not None:
+            if (on_device := event.on_device) is not None:
                 start, end = on_device
                 ms[event.replica, "on device"] += (end - start) * 1e3 / number
+        # Looks are a part of the computation's time, and are shown by themselves.
+        computing = ms[None, "compute"] - ms[None, "verify"]
+        ms[None, "computing"] = computing
+        for replica in range(len(self._devices)):
+            # It waited for a lock, for its device, or for slower replicas. Clocks of
+            # threads differ a little: less than nothing is nothing.
+            busy = sum(ms[replica, name] for name in _OF_REPLICAS)
+            ms[replica, "waited"] = max(0.0, computing - busy)
         return ms
 
-    def _table(
-        self, ms: Mapping[tuple[int | None, str], float], computing: float
-    ) -> list[list[str]]:
+    def _table(self, ms: defaultdict[tuple[int | None, str], float]) -> list[list[str]]:
         """One line per replica: the times of its parts, and how long its thread waited.
 
-        It waited for a lock, for its device, or for slower replicas.
+        Parts that no replica has are left out.
         """
-        devices: dict[int, torch.device] = {}
-        for _, event in self._events():
-            if event.share is not None:
-                devices[event.share.replica] = event.share.device
         names = [
             name
-            for name in _OF_REPLICAS
-            if any(ms.get((replica, name)) for replica in devices)
+            for name in (*_OF_REPLICAS, *_AFTER_PARTS)
+            if any(ms[replica, name] for replica in range(len(self._devices)))
         ]
-        has_device_times = any(name == "on device" for _, name in ms)
-        heads = ["replica", "device", *names, "waited"]
-        if has_device_times:
-            heads.append("on device")
-        table = [heads]
-        for replica, device in sorted(devices.items()):
-            times = [ms[replica, name] for name in names]
-            # Clocks of threads differ a little: less than nothing is nothing.
-            times.append(max(0.0, computing - sum(times)))
-            if has_device_times:
-                times.append(ms[replica, "on device"])
-            table.append(
-                [str(replica), str(device), *(f"{part:,.1f}" for part in times)]
-            )
+        table = [["replica", "device", *names]]
+        for replica, device in enumerate(self._devices):
+            times = [f"{ms[replica, name]:,.1f}" for name in names]
+            table.append([str(replica), str(device), *times])
         return table
 
     def _longest(self) -> list[str]:
@@ -265,11 +258,10 @@ class Trace(Printed):
         if not ms:
             return []
         # Forward, criterion and backward of a sub-step are one.
-        longest = max(ms, key=ms.__getitem__)
-        sub_step, replica, step_number = longest
+        (sub_step, replica, step_number), longest = max(ms.items(), key=itemgetter(1))
         return [
             f"The longest sub-step, {sub_step} of replica {replica} in step "
-            f"{step_number}, took {ms[longest]:,.1f} ms; the median is "
+            f"{step_number}, took {longest:,.1f} ms; the median is "
             f"{median(ms.values()):,.1f} ms."
         ]
 
@@ -285,10 +277,8 @@ class Trace(Printed):
         for thread, name, start, end, arguments in self._spans():
             # Viewers sort by this number: the caller, with the first span, is first.
             number = threads.setdefault(thread, len(threads))
-            row = _row("X", number, name, arguments)
-            row["ts"] = (start - self._start) * 1e6
-            row["dur"] = (end - start) * 1e6
-            rows.append(row)
+            times = {"ts": (start - self._start) * 1e6, "dur": (end - start) * 1e6}
+            rows.append(_row("X", number, name, arguments) | times)
         for thread, number in threads.items():
             # Viewers show a thread's number until an event of this kind names it.
             rows.append(_row("M", number, "thread_name", {"name": thread}))

@@ -36,7 +36,7 @@ from scatterpar.devices.device_ids import DeviceLike, resolve
 from scatterpar.devices.links import check_links
 from scatterpar.devices.transfers import Transfers
 from scatterpar.distributed.ranks import Ranks
-from scatterpar.options.assigned_options import FixedArgument, fixed, option
+from scatterpar.options.assigned_options import fixed, option
 from scatterpar.options.auto_accum import AutoAccum, Search
 from scatterpar.options.batch_calls import BatchCalls
 from scatterpar.options.call_arguments import (
@@ -257,9 +257,10 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
     if (
         not TYPE_CHECKING
     ):  # for type checkers these are methods of nn.Module, or nothing
-        process_group = FixedArgument("process_group")
-        buffers = FixedArgument("buffers", nn.Module.buffers)
-        compile = FixedArgument("compile", nn.Module.compile)
+        process_group = fixed("process_group")  # no attribute either
+        # An assignment would hide these methods.
+        buffers = fixed("buffers", nn.Module.buffers.__get__)
+        compile = fixed("compile", nn.Module.compile.__get__)
 
     def _assign(self, name: str, value: Any) -> None:
         """Set an option as the constructor would, or leave all as it was."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
-from types import MethodType
 from typing import Any
 
 
@@ -29,36 +28,16 @@ def option(name: str) -> Any:
     return property(attrgetter(f"_options.{name}"), assign)
 
 
-def fixed(argument: str) -> Any:
-    """An attribute that only the constructor sets, by the ``argument`` of this name."""
+def fixed(argument: str, get: Callable[[Any], Any] | None = None) -> Any:
+    """An attribute that only the constructor sets, by the ``argument`` of this name.
 
-    def refuse(engine: Any, value: Any) -> None:
-        raise _cannot_be_set(argument, value)
-
-    return property(attrgetter(f"_options.{argument}"), refuse)
-
-
-class FixedArgument:
-    """An argument of the constructor whose name is that of no attribute.
-
-    ``method`` is that of ``nn.Module`` with this name, which an assignment would hide.
+    It reads ``engine._options``, or what ``get`` returns for the engine.
     """
 
-    def __init__(self, name: str, method: Callable[..., Any] | None = None) -> None:
-        self._name = name
-        self._method = method
+    def refuse(_: Any, value: Any) -> None:
+        raise AttributeError(
+            f"{argument} = {value!r:.60} cannot be set later, since replicas were made "
+            f"with another value; make another engine, with {argument}="
+        )
 
-    def __get__(self, engine: Any, owner: type) -> Any:
-        if self._method is None:
-            raise AttributeError(self._name)
-        return self._method if engine is None else MethodType(self._method, engine)
-
-    def __set__(self, engine: Any, value: Any) -> None:
-        raise _cannot_be_set(self._name, value)
-
-
-def _cannot_be_set(argument: str, value: Any) -> AttributeError:
-    return AttributeError(
-        f"{argument} = {value!r:.60} cannot be set later, since replicas were made "
-        f"with another value; make another engine, with {argument}="
-    )
+    return property(get or attrgetter(f"_options.{argument}"), refuse)

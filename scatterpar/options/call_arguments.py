@@ -50,7 +50,7 @@ def explaining_keywords(method: Callable[P, R]) -> Callable[P, R]:
             keywords = " and ".join(f"{name}=" for name in foreign)
             entries = ", ".join(f'"{name}": {name}' for name in foreign)
             engine: Any = args[0]
-            of_module = [parameter.name for parameter in _parameters(engine.module)]
+            of_module = [parameter.name for parameter in parameters_of(engine.module)]
             remedy = ""
             for name in foreign:
                 if name not in of_module and _near(name, own):
@@ -103,7 +103,8 @@ def read_arguments(
     is_one_argument = len(entries) == 1 and entries[0] is value
     if is_one_argument:
         return args, kwargs
-    if _takes_one_argument(function) and not _is_parameter(function, entries, named):
+    parameters = parameters_of(function)
+    if len(parameters) == 1 and not _is_parameter(parameters[0], entries, named):
         kind = "dict" if isinstance(value, Mapping) else "tuple"
         parts = "keyword" if isinstance(value, Mapping) else "positional"
         warn(
@@ -116,22 +117,15 @@ def read_arguments(
     return entries, named
 
 
-def _takes_one_argument(function: Callable[..., Any]) -> bool:
-    """Whether the function has one parameter, besides the replica."""
-    return len(_parameters(function)) == 1
-
-
 def _is_parameter(
-    function: Callable[..., Any], entries: tuple[Any, ...], named: Mapping[str, Any]
+    parameter: inspect.Parameter, entries: tuple[Any, ...], named: Mapping[str, Any]
 ) -> bool:
-    """Whether the entries of a container fit the function's only parameter."""
-    (parameter,) = _parameters(function)
-    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-        return True
-    return len(entries) == 1 or parameter.name in named
+    """Whether the entries of a container fit a function's only parameter."""
+    takes_any = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    return takes_any or len(entries) == 1 or parameter.name in named
 
 
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
     """The parameters that rows are passed to; none for a function in C."""
     called = function.forward if isinstance(function, nn.Module) else function
     try:

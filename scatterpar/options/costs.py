@@ -7,7 +7,6 @@ to the longest one. A row that costs more than the limit is a micro-batch of its
 
 from __future__ import annotations
 
-import inspect
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 
 from scatterpar.option_checks import check_number
+from scatterpar.options.call_arguments import parameters_of
 from scatterpar.plan import Plan, Share, dealt, make_plan
 from scatterpar.tables import shown
 
@@ -93,10 +93,10 @@ _HEADS = (
 
 def has_costs_argument(module: nn.Module) -> bool:
     """Whether the module's ``forward`` takes ``costs``, or any keyword argument."""
-    for parameter in inspect.signature(module.forward).parameters.values():
-        if parameter.name == "costs" or parameter.kind is parameter.VAR_KEYWORD:
-            return True
-    return False
+    return any(
+        parameter.name == "costs" or parameter.kind is parameter.VAR_KEYWORD
+        for parameter in parameters_of(module)
+    )
 
 
 def plan_by_cost(

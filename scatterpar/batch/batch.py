@@ -80,7 +80,8 @@ class Batch:
 
         With ``copy``, tensors are copied.
         """
-        inputs, targets = self.structure.build(iter(unwrapped(self.atoms, copy=copy)))
+        atoms = [unwrapped(atom, copy=copy) for atom in self.atoms]
+        inputs, targets = self.structure.build(iter(atoms))
         return inputs, targets
 
     def select(self, rows: Sequence[int]) -> Batch:
@@ -91,11 +92,7 @@ class Batch:
         structure = self.structure
         atoms = self.atoms.copy()
         for position in structure.rows:
-            atom = atoms[position]
-            if isinstance(atom, Tensor):
-                atoms[position] = _select(atom, rows, structure.dim)
-            else:
-                atoms[position] = atom.select(rows)
+            atoms[position] = _select(atoms[position], rows, structure.dim)
         for position in structure.values:
             # Replicas must not share a number: a module may write it. Markers without
             # rows go to every share as they are.
@@ -129,11 +126,6 @@ class Batch:
         dim = self.structure.dim
         return batch_of(None, self.targets, self.rows, dim, self.first_row)
 
-    def at_row(self, first_row: int) -> Batch:
-        """The same batch, whose first row has another number."""
-        # The atoms are shared: only errors and notes name rows by their numbers.
-        return Batch(self.atoms, self.structure, self.rows, first_row)
-
     @property
     def markers(self) -> list[Marker]:
         """The atoms that are markers."""
@@ -157,12 +149,14 @@ class Batch:
         return {tensor.device for tensor in self.tensors()}
 
 
-def _select(tensor: Tensor, rows: Sequence[int], dim: int) -> Tensor:
+def _select(atom: Any, rows: Sequence[int], dim: int) -> Any:
+    if isinstance(atom, Marker):
+        return atom.select(rows)
     # Rows of a plan by cost are in no order, and so no view.
     if type(rows) is range:
         # A view: the transfer to the device is the one copy of these bytes.
-        return tensor.narrow(dim, rows.start, rows.stop - rows.start)
-    return rows_at(torch.tensor(rows, device=tensor.device), tensor, dim)
+        return atom.narrow(dim, rows.start, rows.stop - rows.start)
+    return rows_at(torch.tensor(rows, device=atom.device), atom, dim)
 
 
 def batch_of(

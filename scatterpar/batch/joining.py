@@ -98,8 +98,8 @@ def join_rows(
         if pad is not None:
             atoms = _padded(atoms, dim, pad)
         joins_equal = constants is not None
-        if rows is not None and not _entries_per_row(atoms, rows, dim, joins_equal):
-            return atoms[0]
+        if rows is not None and not _have_rows(atoms, rows, dim, joins_equal):
+            return first
         # After ``cat``, because a plan by cost mixes the rows of all pieces.
         return _in_order(torch.cat(atoms, dim), order, dim)
 
@@ -121,18 +121,14 @@ def _are_entries(
     """
     if lists == "never":
         return False
+    have_rows: list[bool] = []  # for each tensor, whether it has them along ``dim``
     for value, num_rows in zip(values, rows, strict=True):
         if not isinstance(value, list) or len(value) != num_rows:
             return False
-    if lists == "always":
-        return True
-    have_tensors = False
-    for value, num_rows in zip(values, rows, strict=True):
-        for tensor in nested.tensors(value):
-            have_tensors = True
-            if tensor.shape[dim:][:1] != (num_rows,):
-                return True
-    return not have_tensors
+        if lists == "if clear":
+            sizes = [tensor.shape[dim:][:1] for tensor in nested.tensors(value)]
+            have_rows += [size == (num_rows,) for size in sizes]
+    return not have_rows or not all(have_rows)
 
 
 def _padded(atoms: list[Tensor], dim: int, value: float) -> list[Tensor]:
@@ -157,15 +153,12 @@ def _in_order(joined: Any, order: Sequence[int], dim: int) -> Any:
     """A list or tensor with its rows in ascending ``order`` of their numbers."""
     if not order:
         return joined
-    entries_per_row = 1
-    if isinstance(joined, Tensor):
-        entries_per_row = joined.size(dim) // len(order)
-    # The place of each row's first entry among those that were joined.
-    first_entries = torch.tensor(order).argsort()[:, None] * entries_per_row
-    places = (first_entries + torch.arange(entries_per_row)).flatten()
+    places = torch.tensor(order).argsort()  # of the rows among those that were joined
     if isinstance(joined, list):
         return [joined[place] for place in to_numbers(places)]
-    return rows_at(to_device(places, joined.device), joined, dim)
+    entries_per_row = joined.size(dim) // len(order)
+    places = places[:, None] * entries_per_row + torch.arange(entries_per_row)
+    return rows_at(to_device(places.flatten(), joined.device), joined, dim)
 
 
 def rows_at(places: Tensor, tensor: Tensor, dim: int) -> Tensor:
@@ -175,14 +168,14 @@ def rows_at(places: Tensor, tensor: Tensor, dim: int) -> Tensor:
     return tensor.index_select(dim, places)
 
 
-def _entries_per_row(
+def _have_rows(
     atoms: Sequence[Tensor], rows: Sequence[int], dim: int, joins_equal: bool
-) -> int:
-    """The number of entries per row along ``dim``.
+) -> bool:
+    """Whether tensors have one and the same number of entries per row along ``dim``.
 
-    It is 0 if the tensors have no rows, and are the same in all pieces. Several entries
-    per row that are the same in all pieces count with ``joins_equal`` only. Raises
-    ``ValueError`` if the tensors cannot be joined.
+    Else they are the same in all pieces. So are several entries per row with the same
+    bits in all pieces, unless ``joins_equal``. Raises ``ValueError`` if the tensors
+    cannot be joined.
     """
     ratios: set[float] = set()  # of entries to rows
     other_sizes: set[tuple[int, ...]] = set()  # in the other dimensions
@@ -196,7 +189,7 @@ def _entries_per_row(
     if len(ratios) == len(other_sizes) == 1 and min(ratios) % 1 == 0:
         (entries,) = ratios
     if entries == 1 or (entries and joins_equal):
-        return int(entries)
+        return True
     first = atoms[0]
     # A head that starts at zero gives every row the same entries: that pieces are equal
     # is no sign that they have no rows.
@@ -204,7 +197,7 @@ def _entries_per_row(
         first, first.narrow(dim, 0, 1).expand_as(first).contiguous()
     )
     if not are_rows and all(same_bits(first, atom) for atom in atoms[1:]):
-        return 0
+        return False
     if not entries:
         shapes = " and ".join([str(tuple(atom.shape)) for atom in atoms])
         raise ValueError(
@@ -214,40 +207,36 @@ def _entries_per_row(
             f"the place of torch.cat([a, b]), or select with return_outputs=function, "
             f"or pad them to one size with engine.map(…, pad=value)"
         )
-    return int(entries)
+    return True
 
 
 def _are_all_same(atoms: list[Any]) -> bool:
     """Whether all are one object, or equal values of a class that compares plainly."""
     first = atoms[0]
-    is_comparable = isinstance(first, _COMPARABLE)
-    for atom in atoms:
-        is_equal = is_comparable and type(atom) is type(first) and atom == first
-        if atom is not first and not is_equal:
-            return False
-    return True
+    if isinstance(first, _COMPARABLE) and {type(first)}.issuperset(map(type, atoms)):
+        return atoms == [first] * len(atoms)
+    return all(atom is first for atom in atoms)
 
 
 def _average(values: list[Tensor], weights: Sequence[float]) -> Tensor:
     """The weighted mean of 0-dim tensors, in their dtype; integers become floats."""
     first = values[0]
+    # At least float32: a mean of halves would be rounded in each sum.
     dtype = torch.promote_types(first.dtype, torch.float32)
     total = sum(weights)
     counted: list[Tensor] = []
     weighted: list[Tensor] = []
     for value, weight in zip(values, weights, strict=True):
         if weight:  # a weight of zero ignores even NaN
-            counted.append(value)
-            # At least float32: a mean of halves would be rounded in each sum.
-            weighted.append(value.to(dtype) * (weight / total))
+            counted.append(value.to(dtype))
+            weighted.append(counted[-1] * (weight / total))
     if not counted:
         return first
     mean = torch.stack(weighted).sum()
     # Equal numbers keep their bits: ranks compare those of all pieces.
     if not mean.requires_grad:
-        number = counted[0].to(dtype)
-        are_equal = torch.stack(counted).eq(number).all()
-        mean = torch.where(are_equal, number, mean)
+        are_equal = torch.stack(counted).eq(counted[0]).all()
+        mean = torch.where(are_equal, counted[0], mean)
     # A mean of integers, such as of counts, need not be one.
     is_integer = not (first.is_floating_point() or first.is_complex())
     return mean if is_integer else mean.to(first.dtype)

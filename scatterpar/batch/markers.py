@@ -14,6 +14,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from functools import partial
 from itertools import chain
 from numbers import Number
 from typing import Any, Self
@@ -252,26 +253,19 @@ class Batches:
         return f"Rows.from_batches({len(self.entries)} batches)"
 
 
-def unwrapped(atoms: Iterable[Any], *, copy: bool = False) -> list[Any]:
-    """The atoms as a module or criterion sees them; with ``copy``, tensors are copied.
+def unwrapped(atom: Any, *, copy: bool = False) -> Any:
+    """The atom as a module or criterion sees it; with ``copy``, tensors are copied.
 
     A module may write its inputs in place, and a step reads them again.
     """
-    contents: list[Any] = []
-    for atom in atoms:
-        if isinstance(atom, Marker):
-            contents.append(atom.unwrap(copy=copy))
-        elif copy and isinstance(atom, Tensor):
-            contents.append(atom.clone())
-        else:
-            contents.append(atom)
-    return contents
+    if isinstance(atom, Marker):
+        return atom.unwrap(copy=copy)
+    return atom.clone() if copy and isinstance(atom, Tensor) else atom
 
 
 def unwrap_markers(value: Any, *, copy: bool = False) -> Any:
     """``value`` with its atoms as from ``unwrapped``."""
-    atoms, build = nested.flatten(value)
-    return build(iter(unwrapped(atoms, copy=copy)))
+    return nested.map_atoms(partial(unwrapped, copy=copy), value)
 
 
 def count_rows(
@@ -289,7 +283,7 @@ def count_rows(
     """
     values: list[tuple[str, Any]] = []
     for name, part in batch.items():
-        values += [(name, value) for value in nested.atoms(part, containers=True)]
+        values += [(name, value) for value in nested.with_contents(part)]
     # All sizes first: whether a list has one entry per row depends on them.
     sizes: dict[int, str] = {}  # each with the first value that has it
     for name, value in values:
@@ -316,9 +310,10 @@ def count_rows(
         if len(sizes) > _SHOWN_SIZES:
             listed += f" and {len(sizes) - _SHOWN_SIZES} more"
         raise ValueError(
-            f"the batch disagrees in its rows along dim={dim}: {listed}; "
-            f"{_transposed(batch, dim, sizes)}mark what has no rows as "
-            f"Replicated(value), and a list with one entry per row as Rows(entries)"
+            f"the batch disagrees in its rows along dim={dim}: {listed}; transpose "
+            "what has its rows along another dimension, as states of recurrent layers "
+            "(state.transpose(0, 1)), mark what has no rows as Replicated(value), and "
+            "a list with one entry per row as Rows(entries)"
         )
     (rows,) = sizes
     if rows == 0:
@@ -329,20 +324,6 @@ def count_rows(
 def _shown(value: Any) -> str:
     """A tensor by its shape, a marker as it prints itself."""
     return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-
-
-def _transposed(batch: Mapping[str, Any], dim: int, sizes: Container[int]) -> str:
-    """What to do with tensors that have their rows along dimension 1; else nothing."""
-    for name, part in batch.items():
-        for atom in nested.tensors(part):
-            if dim == 0 and atom.ndim == 3 and atom.size(0) < atom.size(1) in sizes:
-                return (
-                    f"the {name} of shape {tuple(atom.shape)} seem to have "
-                    f"{atom.size(1)} rows along dimension 1, as states of recurrent "
-                    f"layers: pass state.transpose(0, 1), and transpose it back in "
-                    f"forward; "
-                )
-    return ""
 
 
 def _size(value: Any, dim: int) -> int | None:
@@ -365,14 +346,16 @@ def _problem(value: Any, dim: int, sizes: Container[int], refuse_grad: bool) -> 
     than rows, and what would silently go whole to every replica although it has as many
     entries as rows.
     """
-    atoms = value.atoms() if isinstance(value, Marker) else [value]
-    # A gradient would go to a copy in a replica, and be lost.
-    for atom in atoms if refuse_grad else ():
-        if isinstance(atom, Tensor) and atom.requires_grad:
+    is_whole = not isinstance(value, Marker) or value.num_rows is None
+    for atom in value.atoms() if isinstance(value, Marker) else [value]:
+        # A gradient would go to a copy in a replica, and be lost.
+        if refuse_grad and isinstance(atom, Tensor) and atom.requires_grad:
             return (
                 f"a tensor of shape {tuple(atom.shape)} requires grad, but a batch is "
                 f"data; pass tensor.detach()"
             )
+        if is_whole and isinstance(atom, Iterator):
+            value = atom
     if isinstance(value, Tensor) and _is_dense(value):
         # A 0-dim tensor goes whole to every replica.
         if not value.ndim or -value.ndim <= dim < value.ndim:
@@ -382,11 +365,6 @@ def _problem(value: Any, dim: int, sizes: Container[int], refuse_grad: bool) -> 
             f"every tensor but 0-dim ones is split along dim={dim}, unless it is "
             f"Replicated"
         )
-    if isinstance(value, Marker) and value.num_rows is None:
-        for atom in value.atoms():
-            if isinstance(atom, Iterator):
-                value = atom
-                break
     remedy = _remedy(value)
     if remedy:
         kind = str(type(value))

@@ -14,7 +14,6 @@ import copy
 import dataclasses
 import functools
 import types
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -24,7 +23,8 @@ from torch import Tensor
 
 # Classes of values that are told apart by ``==``, and refer to nothing.
 PLAIN_CLASSES = (bool, int, float, complex, str, bytes, types.NoneType)
-_PLAIN = frozenset(PLAIN_CLASSES)  # a set, since most atoms are asked
+PLAIN = frozenset(PLAIN_CLASSES)  # a set, since most atoms are asked
+WITHOUT_PARTS = (*PLAIN_CLASSES, type, types.ModuleType)  # a walk passes these over
 
 
 def map_atoms(function: Callable[[Any], Any], value: Any) -> Any:
@@ -54,7 +54,7 @@ def flatten(value: Any) -> tuple[list[Any], Build]:
     flat: list[Any] = []
     builds: list[Build] = []
     for child in children:
-        if isinstance(child, Tensor):  # most children are tensors
+        if isinstance(child, Tensor):  # rows may be many thousands of tensors
             flat.append(child)
             builds.append(next)
         else:
@@ -88,40 +88,75 @@ def merge(
     >>> merge(sum, [{"a": 1, "b": (2, 3)}, {"a": 10, "b": (20, 30)}])
     {'a': 11, 'b': (22, 33)}
     """
-    if is_atom(values) or not _are_alike(values):
-        return function(list(values))
     first = values[0]
     _, make = _parts(first, first)
-    if make is None:
+    # By class: a list and a tuple of the same items are joined as two atoms.
+    are_alike = {type(first)}.issuperset(map(type, values))
+    if make is None or not are_alike or is_atom(values):
         return function(list(values))
+    _refuse_other_keys(values)
     # In the order of the first one's keys: mappings may differ in theirs.
-    children = [_parts(value, first)[0] for value in values]  # of each value
+    children = [list(_parts(value, first)[0]) for value in values]  # of each value
+    if len(set(map(len, children))) > 1:
+        return function(list(values))
     merged: list[Any] = []
     for values_of_position in zip(*children, strict=True):
         merged.append(merge(function, values_of_position, is_atom))
     return make(merged)
 
 
-def atoms(value: Any, *, containers: bool = False) -> list[Any]:
-    """Every atom of ``value``, in order.
-
-    With ``containers`` each container is there, too, before its atoms.
-    """
-    children, make = _parts(value, value)
-    if make is None:
-        return [value]
-    flat = [value] if containers else []
-    for child in children:
-        if isinstance(child, Tensor):  # rows may be many thousands of tensors
-            flat.append(child)
-        else:
-            flat += atoms(child, containers=containers)
+def atoms(value: Any) -> list[Any]:
+    """Every atom of ``value``, in order."""
+    flat, _ = flatten(value)
     return flat
+
+
+def with_contents(value: Any) -> list[Any]:
+    """``value`` and every container and atom in it, the outer ones first."""
+    values = [value]
+    for inner in values:  # the list grows while it is read
+        values += _parts(inner, inner)[0]
+    return values
 
 
 def tensors(value: Any) -> list[Tensor]:
     """Every tensor of ``value``, in order."""
     return [atom for atom in atoms(value) if isinstance(atom, Tensor)]
+
+
+def walk(
+    roots: Iterable[Any],
+    children: Callable[[Any], Iterable[Any]],
+    depth: int,
+    max_values: int | None = None,
+) -> list[Any]:
+    """``roots`` and the values that they lead to, nearest first.
+
+    Each once, except plain values. ``children`` gives those of one value. If it raises,
+    as a user's object may, the value has none.
+    """
+    values: list[Any] = []  # keeps all of them alive, so that no id is used again
+    seen: set[int] = set()
+    level = list(roots)
+    for levels_below in range(depth, -1, -1):
+        next_level: list[Any] = []
+        for value in level:
+            is_plain = isinstance(value, WITHOUT_PARTS)
+            if not is_plain and id(value) in seen:
+                continue
+            if len(values) == max_values:
+                return values
+            values.append(value)
+            if is_plain:
+                continue
+            seen.add(id(value))
+            if levels_below:
+                try:
+                    next_level += children(value)
+                except Exception:  # raised by a user's object
+                    continue
+        level = next_level
+    return values
 
 
 def children_of(value: Any) -> Iterable[Any]:
@@ -142,12 +177,10 @@ def _parts(value: Any, like: Any) -> tuple[Iterable[Any], Make | None]:
     if type(value) in (tuple, list):
         return value, type(value)
     # A size is an atom, because it would be made again as a plain tuple.
-    if type(value) in _PLAIN or isinstance(value, (Tensor, torch.Size)):
+    if type(value) in PLAIN or isinstance(value, (Tensor, torch.Size)):
         return (), None
-    if isinstance(value, tuple):
-        return value, functools.partial(tuple_like, value)
-    if isinstance(value, list):
-        return value, functools.partial(_list_like, value)
+    if isinstance(value, (tuple, list)):
+        return value, functools.partial(sequence_like, value)
     if isinstance(value, Mapping):
         if type(value) is not dict:
             _refuse_iteration_over_rows(value)
@@ -175,22 +208,21 @@ def _mapping_like(original: Any, keys: list[Any], children: Iterable[Any]) -> An
     if type(original) in (dict, types.MappingProxyType):
         return values
     mapping = copy.copy(original)
-    if isinstance(original, dict) or hasattr(type(original), "__copy__"):
-        # Such a copy has values of its own, a default factory, and attributes.
+    _forget_computed(mapping)
+    if isinstance(original, dict):
+        # The copy has values of its own, a default factory, and attributes.
         for key, child in values.items():
             mapping[key] = child
         if getattr(original, "__dict__", None) is original:  # attributes are items
             mapping.__dict__ = mapping
-    else:
-        for name, attribute in [*getattr(mapping, "__dict__", {}).items()]:
-            if type(attribute) in (dict, OrderedDict):
-                entries = type(attribute)(attribute)
-                entries.update((k, v) for k, v in values.items() if k in entries)
-                vars(mapping)[name] = entries
-        if not all(mapping[key] is child for key, child in values.items()):
-            return values
-    _forget_computed(mapping)
-    return mapping
+        return mapping
+    for name, attribute in [*getattr(mapping, "__dict__", {}).items()]:
+        if isinstance(attribute, dict):
+            entries = copy.copy(attribute)
+            entries.update((key, values[key]) for key in entries.keys() & values)
+            vars(mapping)[name] = entries
+    is_made = all(mapping[key] is child for key, child in values.items())
+    return mapping if is_made else values
 
 
 def _object_like(original: Any, names: list[str], children: Iterable[Any]) -> Any:
@@ -202,30 +234,21 @@ def _object_like(original: Any, names: list[str], children: Iterable[Any]) -> An
     return result
 
 
-def tuple_like(original: tuple[Any, ...], children: Iterable[Any]) -> Any:
-    """A tuple of the original's class and attributes, with other items."""
+def sequence_like(original: Any, children: Iterable[Any]) -> Any:
+    """A tuple or list of the original's class and attributes, with other items."""
     kind: Any = type(original)
     if hasattr(kind, "n_sequence_fields"):  # such as ``torch.return_types.max``
         return kind(children)
-    # Not the constructor, which may take other arguments than the items.
-    make = getattr(kind, "_make", functools.partial(tuple.__new__, kind))
-    return _with_attributes(make(children), original)
-
-
-def _list_like(original: list[Any], children: Iterable[Any]) -> Any:
-    """A list of the original's class and attributes, with other items."""
-    # The constructor and ``extend`` of a subclass may do something else.
-    copy_of_list = list.__new__(type(original))
-    list.extend(copy_of_list, children)
-    return _with_attributes(copy_of_list, original)
-
-
-def _with_attributes(container: Any, original: Any) -> Any:
-    """``container`` with the attributes of ``original``, of the same class."""
+    # Not the methods of a subclass, which may do something else.
+    if isinstance(original, tuple):
+        sequence: Any = tuple.__new__(kind, children)
+    else:
+        sequence = list.__new__(kind)
+        list.extend(sequence, children)
     if hasattr(original, "__dict__"):
-        vars(container).update(vars(original))
-        _forget_computed(container)
-    return container
+        vars(sequence).update(vars(original))
+        _forget_computed(sequence)
+    return sequence
 
 
 def _forget_computed(value: Any) -> None:
@@ -241,9 +264,8 @@ def _refuse_iteration_over_rows(value: Mapping[Any, Any]) -> None:
     keys = [*value.keys()]
     # One more than there are keys tells enough, and its rows may be many.
     items = [*islice(value, len(keys) + 1)]
-    pairs = zip(items, keys, strict=False)
-    are_keys = all(type(item) is type(key) and item == key for item, key in pairs)
-    if len(items) != len(keys) or not are_keys:
+    # By class first: ``==`` of rows that are tensors is no answer.
+    if [*map(type, items)] != [*map(type, keys)] or items != keys:
         remedy = "its .to_dict()" if hasattr(value, "to_dict") else "{key: value[key]}"
         raise TypeError(
             f"a {type(value).__name__} iterates over its rows, not over its keys, so "
@@ -264,8 +286,12 @@ def _is_of_cache(item: Any) -> bool:
     return isinstance(item, (Tensor, list)) or is_cache(item)
 
 
-def refuse_distributions(output: Any) -> None:
-    """Refuse distributions in an output: nobody can detach or join their tensors."""
+def refuse_unjoinable(output: Any) -> None:
+    """Refuse distributions and sparse tensors in an output whose rows are joined.
+
+    Nobody can detach or join a distribution's tensors. The gradients of joined rows are
+    dense.
+    """
     for atom in atoms(output):
         if isinstance(atom, torch.distributions.Distribution):
             raise TypeError(
@@ -273,14 +299,10 @@ def refuse_distributions(output: Any) -> None:
                 "distribution, whose tensors can be neither detached nor joined; "
                 "return the tensors that it is made of, and make it in the criterion"
             )
-
-
-def refuse_sparse_outputs(output: Any) -> None:
-    """Refuse sparse tensors in an output: the gradients of joined rows are dense."""
-    for tensor in tensors(output):
-        if tensor.layout != torch.strided and not tensor.is_nested:
+        is_tensor = isinstance(atom, Tensor) and not atom.is_nested
+        if is_tensor and atom.layout != torch.strided:
             raise TypeError(
-                f"the module's output contains a tensor of layout {tensor.layout}, "
+                f"the module's output contains a tensor of layout {atom.layout}, "
                 "which whole_batch=True cannot join; return it dense, by .to_dense()"
             )
 
@@ -298,23 +320,13 @@ def refuse_generators(output: Any) -> None:
             )
 
 
-def _are_alike(values: Sequence[Any]) -> bool:
-    """Whether the outermost containers have the same structure.
-
-    Raises ``ValueError`` for mappings with different keys.
-    """
-    first = values[0]
-    # By class: a list and a tuple of the same items are joined as two atoms.
-    if any(type(value) is not type(first) for value in values):
-        return False
-    if isinstance(first, (tuple, list)):
-        return all(len(value) == len(first) for value in values)
-    if not isinstance(first, Mapping):
-        return True
-    if any(value.keys() != first.keys() for value in values):
+def _refuse_other_keys(values: Sequence[Any]) -> None:
+    """Raise ``ValueError`` for mappings with different keys."""
+    if not isinstance(values[0], Mapping):
+        return
+    if any(value.keys() != values[0].keys() for value in values):
         keys = [str(sorted(map(str, value))) for value in values]
         raise ValueError(
             f"mappings with different keys cannot be joined: {' and '.join(keys)}; "
             f"return the same keys for all rows"
         )
-    return True

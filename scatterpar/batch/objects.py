@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import deque
-from collections.abc import Container, Iterator, Mapping, Sequence, Set, ValuesView
+from collections.abc import Container, Mapping, Sequence, Set, ValuesView
 from typing import Any
 
 from torch import Tensor, nn
@@ -92,17 +92,17 @@ def _attributes(value: Any) -> dict[str, Any]:
     return attributes
 
 
-def _tensors(value: Any, depth: int) -> Iterator[Tensor]:
+def _tensors(value: Any, depth: int) -> list[Tensor]:
     """The tensors in ``value``, at most ``depth`` objects or containers deep."""
-    if isinstance(value, Tensor):
-        yield value
-    elif depth and not isinstance(value, _WITHOUT_ROWS):
-        children = [*_attributes(value).values()]
-        if isinstance(value, Mapping):
-            children += value.values()
-        elif isinstance(value, (list, tuple)):
-            children += value
-        # A batch is asked in each step.
-        if len(children) <= _MAX_ENTRIES:
-            for child in children:
-                yield from _tensors(child, depth - 1)
+    values = nested.walk([value], _children, depth)
+    return [inner for inner in values if isinstance(inner, Tensor)]
+
+
+def _children(value: Any) -> Sequence[Any]:
+    children = [*_attributes(value).values()]
+    if isinstance(value, Mapping):
+        children += value.values()
+    elif isinstance(value, (list, tuple)):
+        children += value
+    # A batch is asked in each step.
+    return children if len(children) <= _MAX_ENTRIES else ()

@@ -35,7 +35,7 @@ from scatterpar.batch import nested
 from scatterpar.devices.transfers import to_device, write
 from scatterpar.replicas.broadcast import version
 from scatterpar.replicas.references import MAX_ENTRIES, parts_of
-from scatterpar.replicas.snapshot import PLAIN, is_same
+from scatterpar.replicas.snapshot import is_same
 from scatterpar.state.walk import UNSET, Place, PlaceKind, Walk
 from scatterpar.state.whose import attributes_of
 from scatterpar.torch_private import is_compiled_module, unwrapped
@@ -214,7 +214,7 @@ class Lending:
             if is_same(after, before):
                 continue
             for name, value in after.items():
-                if type(value) in PLAIN and value is not before.get(name, UNSET):
+                if type(value) in nested.PLAIN and value is not before.get(name, UNSET):
                     self._rebound[module][name] = value
 
 

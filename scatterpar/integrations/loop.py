@@ -347,8 +347,8 @@ def _are_columns(entries: Sequence[Any]) -> bool:
     sizes: set[int] = set()
     for entry in entries:
         is_mapping = isinstance(entry, Mapping)
-        atoms = nested.atoms(entry, containers=True) if is_mapping else [entry]
-        for value in atoms:
+        values = nested.with_contents(entry) if is_mapping else [entry]
+        for value in values:
             size = len(value) if _is_list(value) else size_of(value)
             if size is not None:
                 sizes.add(size)

@@ -401,8 +401,7 @@ class WholeBatch:
     def _joined(self) -> Any:
         """All outputs as one. No leaves: a criterion may write them in place."""
         if len(self._pieces) > 1:
-            nested.refuse_distributions(self._pieces)
-            nested.refuse_sparse_outputs(self._pieces)
+            nested.refuse_unjoinable(self._pieces)
         joined = join_rows(
             self._pieces,
             self._request.dim,

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scatterpar.batch.nested import PLAIN
 from scatterpar.replicas.quantised import is_composite, is_state, tensors_in
 from scatterpar.replicas.references import (
     DEPTH,
@@ -25,7 +26,7 @@ from scatterpar.replicas.references import (
     module_of,
     parts_of,
 )
-from scatterpar.replicas.snapshot import PLAIN, Snapshot
+from scatterpar.replicas.snapshot import Snapshot
 from scatterpar.torch_private import (
     CompileFn,
     compile_fn_of,

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from scatterpar.batch.nested import PLAIN
 from scatterpar.errors import warn
 from scatterpar.replicas import references
 from scatterpar.replicas.compiled import Compiler
@@ -29,7 +30,7 @@ from scatterpar.replicas.module_contents import (
 from scatterpar.replicas.quantised import composite_like, is_composite
 from scatterpar.replicas.references import parts_of
 from scatterpar.replicas.shallow_copy import new_like
-from scatterpar.replicas.snapshot import PLAIN, refill
+from scatterpar.replicas.snapshot import refill
 from scatterpar.torch_private import is_compiled_module, unwrapped
 
 

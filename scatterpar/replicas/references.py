@@ -15,8 +15,8 @@ on its question::
                       programs apart
     a graph's state   closures and attributes, not further: it is compared in each step
 
-A batch has a walk of its own (``batch/objects.py``): it looks for values that a split
-leaves whole.
+``batch/objects.py`` follows attributes and slots in a batch: it looks for values that a
+split leaves whole.
 """
 
 from __future__ import annotations
@@ -26,16 +26,15 @@ import functools
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from scatterpar.batch.nested import PLAIN_CLASSES, tuple_like
+from scatterpar.batch.nested import sequence_like, walk
 
 DEPTH = 4  # a function, another one in its file, an object there, a list in the object
 MAX_ENTRIES = 1000  # of a container; longer ones are data
-WITHOUT_PARTS = (*PLAIN_CLASSES, type, types.ModuleType)  # a walk passes these over
 _NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 
 
@@ -275,7 +274,7 @@ def _frozenset_of(*items: Any) -> frozenset[Any]:
 
 def _tuple_of(original: Any, *items: Any) -> Any:
     """A tuple of the class and attributes of ``original``."""
-    return tuple_like(original, items)
+    return sequence_like(original, items)
 
 
 def named_values(function: Any) -> dict[str, Any]:
@@ -296,41 +295,6 @@ def named_values(function: Any) -> dict[str, Any]:
     if isinstance(function, types.FunctionType):
         return {**parts.file_globals, **parts.closure}
     return dict(parts.attributes)
-
-
-def walk(
-    roots: Iterable[Any],
-    children: Callable[[Any], Iterable[Any]],
-    depth: int,
-    max_values: int | None = None,
-) -> list[Any]:
-    """``roots`` and the values that they lead to, nearest first.
-
-    Each once, except plain values. ``children`` gives those of one value. If it raises,
-    as a user's object may, the value has none.
-    """
-    values: list[Any] = []  # keeps all of them alive, so that no id is used again
-    seen: set[int] = set()
-    level = list(roots)
-    for levels_below in range(depth, -1, -1):
-        next_level: list[Any] = []
-        for value in level:
-            is_plain = isinstance(value, WITHOUT_PARTS)
-            if not is_plain and id(value) in seen:
-                continue
-            if len(values) == max_values:
-                return values
-            values.append(value)
-            if is_plain:
-                continue
-            seen.add(id(value))
-            if levels_below:
-                try:
-                    next_level += children(value)
-                except Exception:  # raised by a user's object
-                    continue
-        level = next_level
-    return values
 
 
 def reachable(root: Any, depth: int = DEPTH) -> list[Any]:

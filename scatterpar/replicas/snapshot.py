@@ -8,10 +8,9 @@ from itertools import chain, islice, starmap
 from operator import is_
 from typing import Any
 
-from scatterpar.batch.nested import PLAIN_CLASSES
+from scatterpar.batch.nested import PLAIN
 
 _SWITCHES = {bool, str, bytes, types.NoneType}
-PLAIN = frozenset(PLAIN_CLASSES)
 
 # The number of a container, the position of a key, the value there. Not the key: in a
 # replica's dictionary it may be the replica's module.

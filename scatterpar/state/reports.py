@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from scatterpar.batch.nested import PLAIN
 from scatterpar.devices.fingerprints import same_bits
 from scatterpar.replicas.module_contents import CONTAINERS
 from scatterpar.replicas.replicas import Replica
-from scatterpar.replicas.snapshot import PLAIN, entries_of
+from scatterpar.replicas.snapshot import entries_of
 from scatterpar.state.walk import Place, Walk
 
 # Every module has these, such as hooks: no forward pass of the user's moves them.

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from scatterpar.batch.nested import PLAIN
 from scatterpar.replicas.quantised import is_composite, is_state, tensors_in
 from scatterpar.replicas.references import (
     MAX_ENTRIES,
@@ -38,7 +39,7 @@ from scatterpar.replicas.references import (
     parts_of,
     read_attribute,
 )
-from scatterpar.replicas.snapshot import PLAIN, entries_of
+from scatterpar.replicas.snapshot import entries_of
 from scatterpar.state.whose import (
     Whose,
     attributes_of,

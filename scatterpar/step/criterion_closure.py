@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scatterpar.batch.nested import PLAIN_CLASSES
+from scatterpar.batch.nested import PLAIN, walk
 from scatterpar.devices.coalescing import is_unexpanded
 from scatterpar.errors import add_note
 from scatterpar.replicas.references import (
@@ -20,14 +20,12 @@ from scatterpar.replicas.references import (
     children_of,
     module_of,
     named_values,
-    walk,
 )
 
 _MAX_VALUES = 10_000  # that are searched; they take 10 ms
 _MIN_LOG = 64  # longer containers are logs, unless a tensor or module is in them
 _LOG_ENTRIES = 8  # of a log that are searched, at either end
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
-_PLAIN = frozenset(PLAIN_CLASSES)
 
 Referent = Tensor | nn.Module | torch.Generator
 
@@ -58,7 +56,7 @@ def _children_to_search(value: Any) -> Collection[Any]:
     """
     children = children_of(value)
     kinds = set(map(type, children))
-    if kinds <= _PLAIN:
+    if kinds <= PLAIN:
         return ()
     is_long = len(children) > _MIN_LOG and isinstance(value, _CONTAINERS)
     if is_long and not any(issubclass(kind, Referent) for kind in kinds):

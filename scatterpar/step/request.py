@@ -190,7 +190,7 @@ class Request:
             return self
         # A look shows more in a batch with more rows.
         largest = max(self.batches, key=lambda batch: batch.rows)
-        return replace(self, batches=[largest.at_row(0)])
+        return replace(self, batches=[replace(largest, first_row=0)])
 
     def combined_by(self, candidate: LossCandidate) -> Self:
         """The request if losses combine as a candidate says."""

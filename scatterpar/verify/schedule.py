@@ -19,15 +19,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from scatterpar.batch.batch import Batch
+from scatterpar.batch.nested import WITHOUT_PARTS, walk
 from scatterpar.devices.streams import is_async
 from scatterpar.look_steps import is_look_step
 from scatterpar.replicas.module_contents import KnownLoss
-from scatterpar.replicas.references import (
-    WITHOUT_PARTS,
-    children_of,
-    read_attribute,
-    walk,
-)
+from scatterpar.replicas.references import children_of, read_attribute
 from scatterpar.step.request import Request
 from scatterpar.step.turns import Scope
 from scatterpar.verify.comparison import Inconclusive

@@ -42,7 +42,7 @@ def test_atoms_in_written_order():
 
 def test_containers_before_their_atoms():
     inner = [C, 7]
-    found = nested.atoms({"b": inner}, containers=True)
+    found = nested.with_contents({"b": inner})
     assert found == [{"b": inner}, inner, C, 7]
 
 
@@ -118,4 +118,25 @@ def test_generators_distributions_refused():
     with pytest.raises(TypeError, match="a generator that has not been consumed"):
         nested.refuse_generators({"rows": (row for row in [1])})
     with pytest.raises(TypeError, match="a Normal, a distribution"):
-        nested.refuse_distributions([torch.distributions.Normal(0.0, 1.0)])
+        nested.refuse_unjoinable([torch.distributions.Normal(0.0, 1.0)])
+
+
+def test_walk_ends_at_depth_and_number():
+    """Values that raise are passed over."""
+    lists = [1, [2, [3, [4]]]]
+
+    def entries(value):
+        if isinstance(value, list):
+            return value
+        raise AttributeError("a user's object")
+
+    found = nested.walk([lists], entries, depth=2)
+    assert [value for value in found if type(value) is int] == [1, 2]
+    assert len(nested.walk([lists], entries, depth=9)) == 8
+    assert len(nested.walk([lists, object()], entries, depth=9, max_values=3)) == 3
+
+
+def test_walk_meets_a_ring_once():
+    ring = [1]
+    ring.append(ring)
+    assert nested.walk([ring], list, depth=50) == [ring, 1]

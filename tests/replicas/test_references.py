@@ -17,7 +17,6 @@ from scatterpar.replicas.references import (
     named_values,
     parts_of,
     reachable,
-    walk,
 )
 
 pytestmark = pytest.mark.core
@@ -141,27 +140,6 @@ def test_only_fixed_containers_made_again(kind):
     assert list(parts.entries) == [NET]
     assert any(value is NET for value in reachable({"nets": kind([NET])}))
     assert (parts.make is not None) == (kind in (tuple, frozenset))
-
-
-def test_walk_ends_at_depth_and_number():
-    """Values that raise are passed over."""
-    nested = [1, [2, [3, [4]]]]
-
-    def entries(value):
-        if isinstance(value, list):
-            return value
-        raise AttributeError("a user's object")
-
-    lists = walk([nested], entries, depth=2)
-    assert [value for value in lists if type(value) is int] == [1, 2]
-    assert len(walk([nested], entries, depth=9)) == 8
-    assert len(walk([nested, object()], entries, depth=9, max_values=3)) == 3
-
-
-def test_walk_meets_a_ring_once():
-    ring = [1]
-    ring.append(ring)
-    assert walk([ring], list, depth=50) == [ring, 1]
 
 
 def test_module_of_method_values_of_cells():

@@ -1,15 +1,15 @@
 """Copies between memories, of which ``Transfers`` counts those of a step.
 
-No other package copies between memories. ``to_device``, ``write``, ``to_host`` and
-``to_numbers`` count nothing.
+No other package copies between memories. ``to_device``, ``write`` and ``to_numbers``
+count nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -93,25 +93,6 @@ def _via_host(tensor: Tensor, device: torch.device) -> Tensor:
     corrupted.
     """
     return tensor.cpu() if (tensor.device, device) in VIA_HOST else tensor
-
-
-def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Dense tensors of any dtype, detached, on the host; one copy per other device."""
-    arrived = [tensor.detach() for tensor in tensors]
-    positions_on: dict[torch.device, list[int]] = defaultdict(list)
-    for position, tensor in enumerate(arrived):
-        if tensor.device.type != "cpu":
-            positions_on[tensor.device].append(position)
-    for positions in positions_on.values():
-        # As bytes, so that tensors of several dtypes are one copy.
-        parts = [as_bytes(arrived[position]) for position in positions]
-        sizes = [len(part) for part in parts]
-        pieces = to_device(torch.cat(parts), HOST).split(sizes)
-        for position, piece in zip(positions, pieces, strict=True):
-            like = arrived[position]
-            values = piece.clone().view(like.dtype)  # a clone is aligned for any dtype
-            arrived[position] = values.view(like.shape)
-    return arrived
 
 
 def to_numbers(tensor: Tensor) -> Any:
@@ -216,33 +197,29 @@ class Prefetcher(Transfers):
     ) -> None:
         super().__init__()
         self._requested: list[tuple[Tensor, Tensor]] = []  # sources and their targets
-        # The targets of each group: if they were freed earlier, copies would write
-        # freed memory.
-        self._targets: dict[int, list[Tensor]] = {}
-        # Each completes with the group of this number.
-        self._copied: dict[int, torch.Event] = {}
+        # By number of the group: an event that completes with it, and its targets. If
+        # they were freed earlier, copies would write freed memory.
+        self._groups: dict[int, tuple[torch.Event, list[Tensor]]] = {}
         # The events of the groups that are staged; each new one drops the oldest.
         self._pinned: deque[torch.Event] = deque(maxlen=_MAX_PINNED)
         # An abandoned worker may call ``issue`` while another thread synchronizes.
         self._lock = threading.Lock()
+        self._device = device
         self._stream = stream_for("arriving", device)
         self._senders: list[torch.Stream] = []
-        if self._stream is not None:
-            for source in sources:
-                self._add_sender(source, device)
-
-    def _add_sender(self, source: torch.device, device: torch.device) -> None:
-        if source == device:
-            return
-        sender = stream_for(("sending", (device.index or 0) % _MAX_SENDERS), source)
-        if sender is not None:
-            # It may still compute the rows.
-            sender.wait_stream(torch.accelerator.current_stream(source))
-            self._senders.append(sender)
+        use = "sending", (device.index or 0) % _MAX_SENDERS
+        for source in sources:
+            if self._stream is None or source == device:
+                continue
+            sender = stream_for(use, source)
+            if sender is not None:
+                # It may still compute the rows.
+                sender.wait_stream(torch.accelerator.current_stream(source))
+                self._senders.append(sender)
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # no caller could handle an error here
-            if self._targets:
+            if self._groups:
                 self.synchronize()
 
     def synchronize(self) -> None:
@@ -250,15 +227,14 @@ class Prefetcher(Transfers):
         super().synchronize()
         if self._stream is None:
             return
-        device = self._stream.device
         # The device first: else torch, leaving the stream, enters the caller's own
         # device.
-        with self._lock, use_device(device, ()), self._stream:
-            copied = record_event(device)
-            targets = self._targets
-            self._targets = {}
+        with self._lock, use_device(self._device, ()), self._stream:
+            copied = record_event(self._device)
+            groups = self._groups
+            self._groups = {}
         copied.synchronize()
-        del targets  # only now: copies have been writing them
+        del groups  # only now: copies have been writing the targets
 
     def copy(self, tensor: Tensor, device: torch.device, phase: str) -> Tensor:
         """A copy of ``tensor`` in the memory of ``device``.
@@ -280,8 +256,9 @@ class Prefetcher(Transfers):
         requested = self._requested
         self._requested = []
         with self._lock, contextlib.ExitStack() as current:
-            self._targets[number] = [target for _, target in requested]
-            computing = torch.accelerator.current_stream(self._stream.device)
+            copied = torch.Event(self._device)
+            self._groups[number] = copied, [target for _, target in requested]
+            computing = torch.accelerator.current_stream(self._device)
             # Work that was launched there may still read the memory of the targets.
             self._stream.wait_stream(computing)
             for stream in (*self._senders, self._stream):
@@ -291,9 +268,9 @@ class Prefetcher(Transfers):
                 source = self._in_pinned_memory(tensor, target)
                 write(target, source, non_blocking=True)
                 is_staged = is_staged or source is not tensor
-            self._copied[number] = self._stream.record_event()
+            self._stream.record_event(copied)
             if is_staged:
-                self._pinned.append(record_event(self._stream.device))
+                self._pinned.append(record_event(self._device))
 
     def _in_pinned_memory(self, tensor: Tensor, target: Tensor) -> Tensor:
         """``tensor``, or a copy in pinned memory, which torch reuses only after it was
@@ -309,9 +286,8 @@ class Prefetcher(Transfers):
 
     def wait_on_stream(self, number: int) -> None:
         """Make the current stream wait for copy group ``number``."""
-        if self._stream is None or number not in self._copied:
-            return
-        current = torch.accelerator.current_stream(self._stream.device)
-        current.wait_event(self._copied.pop(number))
-        # From here on the computing stream orders what happens to their memory.
-        self._targets.pop(number, None)
+        if number in self._groups:
+            copied, _ = self._groups[number]
+            torch.accelerator.current_stream(self._device).wait_event(copied)
+            # From here on the computing stream orders what happens to their memory.
+            del self._groups[number]

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from scatterpar.devices.transfers import to_host, to_numbers
+from scatterpar.devices.coalescing import to_host
+from scatterpar.devices.transfers import to_numbers
 from scatterpar.report import GradientNoise, StepReport
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.reduce import Outcome, ReplicaNorms

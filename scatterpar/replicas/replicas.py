@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from scatterpar.devices.coalescing import copy_each, messages
+from scatterpar.devices.coalescing import copy_each, messages, to_host
 from scatterpar.devices.device_ids import physical
 from scatterpar.devices.streams import is_async
-from scatterpar.devices.transfers import Transfers, to_host
+from scatterpar.devices.transfers import Transfers
 from scatterpar.errors import restored
 from scatterpar.look_steps import is_look_step
 from scatterpar.plan import Share

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from scatterpar.devices.transfers import to_device, to_host, to_numbers
+from scatterpar.devices.coalescing import to_host
+from scatterpar.devices.transfers import to_device, to_numbers
 from scatterpar.plan import Plan
 from scatterpar.replicas.broadcast import versions
 from scatterpar.replicas.references import module_of

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from scatterpar.devices.coalescing import to_host
 from scatterpar.devices.fingerprints import same_bits
-from scatterpar.devices.transfers import to_host
 
 # A gradient below this part of the largest one may be rounding alone.
 SMALLEST_SCALE = 1e-2

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from scatterpar.batch.batch import Batch
 from scatterpar.batch.markers import Marker
 from scatterpar.causes.counts import sizes_of_entries
-from scatterpar.devices.transfers import to_host
+from scatterpar.devices.coalescing import to_host
 from scatterpar.step.request import Request
 
 _LARGEST = 2**22  # tensors of more elements are not searched

@@ -19,7 +19,8 @@ from torch import nn
 from nullcuda import card
 from nullcuda.test_the_path import batch, network
 from scatterpar import ScatterOnceParallel
-from scatterpar.devices.transfers import Prefetcher, to_host
+from scatterpar.devices.coalescing import to_host
+from scatterpar.devices.transfers import Prefetcher
 from scatterpar.integrations.lending import Lending, Parts
 from scatterpar.step.turns import Scope, lasting_a_turn
 

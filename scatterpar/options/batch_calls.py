@@ -257,7 +257,7 @@ class BatchCalls:
     def _taken(self) -> Any:
         """The result of the first call."""
         call = self._calls.popleft()
-        result = self._workers.result_of(call.job)
+        (result,) = self._workers.results_of(call.job)
         call.copies.synchronize()
         # Not those of other replicas, whose calls may have drawn or not at this time:
         # else which calls form a group would differ between runs.

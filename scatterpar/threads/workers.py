@@ -29,6 +29,7 @@ from torch import nn
 
 from scatterpar import torch_private
 from scatterpar.devices import memory, streams
+from scatterpar.devices.device_ids import physical
 from scatterpar.errors import Refusal, add_note, leave_out_own_frames
 from scatterpar.threads.caller_context import CallerContext, no_autocast_cache
 from scatterpar.threads.interrupts import Interrupts
@@ -146,7 +147,7 @@ class Job:
     Attributes:
         calls: the calls that have not started, by number.
         busy: the numbers of the calls that have not ended.
-        results: what calls have returned.
+        results: what calls have returned, by number; ``None`` before that.
         errors: what calls have raised; and, under ``_CALLER``, an interrupt.
         cancel: set when a call has failed.
         ended: gets an entry when the last call has ended.
@@ -160,7 +161,7 @@ class Job:
     ) -> None:
         self.calls = calls
         self.busy = set(self.calls)
-        self.results: dict[int, Any] = {}
+        self.results: dict[int, Any] = dict.fromkeys(calls)
         self.errors: dict[int, BaseException] = {}
         self.cancel = cancel
         # Safe against interrupts: the queue holds no Python lock.
@@ -195,24 +196,24 @@ class Job:
         self.cancel.set()
 
     def first_error(self) -> BaseException | None:
-        """The error of the lowest number, with the others in its notes.
+        """A refusal, or else the error of the lowest number; with the others in its
+        notes.
 
         ``None`` without errors.
         """
-        failures = [
-            (number, error)
-            for number, error in sorted(self.errors.items())
-            if not isinstance(error, Cancelled)
-        ]
-        if not failures:
-            return None
-        failures.sort(key=lambda failure: not isinstance(failure[1], Refusal))
-        (_, first), *later = failures
-        for number, error in later:
-            description = _described(error)
-            # Several replicas often fail in the same way.
-            if error is not first and description != _described(first):
-                add_note(first, f"replica {number} failed too: {description}")
+        first: BaseException | None = None
+        for is_refusal in (True, False):
+            for number, error in sorted(self.errors.items()):
+                if isinstance(error, Refusal) != is_refusal:
+                    continue
+                if isinstance(error, Cancelled) or error is first:
+                    continue
+                description = _described(error)
+                if first is None:
+                    first = error
+                # Several replicas often fail in the same way.
+                elif description != _described(first):
+                    add_note(first, f"replica {number} failed too: {description}")
         return first
 
 
@@ -254,6 +255,7 @@ class Workers:
         self.interrupts = Interrupts()
         self.abandoned = False
         self._queues: list[_Queue] = []
+        self._threads: list[threading.Thread] = []
         self._stop: weakref.finalize[..., Workers] | None = None
 
     def parallel_apply(
@@ -301,19 +303,9 @@ class Workers:
             at_once = max_concurrency(devices)
         job = Job(dict(enumerate(calls)), at_once, cancel or threading.Event())
         deadline = math.inf if seconds is None else time.monotonic() + seconds
-        try:
-            with SETTINGS_KEPT:
-                self._post(job, dict(enumerate(threads_of(devices))))
-                self._wait(job, deadline)
-            error = job.first_error()
-            if error is not None:
-                raise error
-            return [job.results.get(number) for number in range(len(calls))]
-        finally:
-            # A traceback refers to this frame.
-            job.results = {}
-            job.errors = {}
-            error = None
+        with SETTINGS_KEPT:
+            self._post(job, dict(enumerate(threads_of(devices))))
+            return self.results_of(job, deadline)
 
     def begin(
         self,
@@ -335,15 +327,14 @@ class Workers:
         if _CALLER in job.errors:  # an interrupt
             raise job.errors[_CALLER]
 
-    def result_of(self, job: Job) -> Any:
-        """What a call that has begun returns; its error is raised."""
+    def results_of(self, job: Job, deadline: float = math.inf) -> list[Any]:
+        """What the calls of a job return, in their order; its first error is raised."""
         try:
-            self._wait(job, math.inf)
+            self._wait(job, deadline)
             error = job.first_error()
             if error is not None:
                 raise error
-            (result,) = job.results.values()
-            return result
+            return [*job.results.values()]
         finally:
             # A traceback refers to this frame.
             job.results = {}
@@ -460,14 +451,13 @@ class Workers:
 
     def _text_of_waiting(self, job: Job) -> str:
         """Which calls go on after an interrupt, and in which lines of user code."""
-        threads = {thread.name: thread.ident for thread in threading.enumerate()}
         frames = torch_private.frames_of_threads()
         places: list[str] = []
         for number in sorted(job.busy):
-            name = self._names[number]
-            frame = frames.get(threads.get(name) or 0)
+            thread = self._threads[number]
+            frame = frames.get(thread.ident or 0)
             where = "" if frame is None else f" in {_line_of_user(frame)}"
-            places.append(f"{name.removeprefix('scatterpar ')}{where}")
+            places.append(f"{thread.name.removeprefix('scatterpar ')}{where}")
         return (
             f"Ctrl-C: the step waits for {'; '.join(places)}. A second Ctrl-C does not "
             "wait"
@@ -492,20 +482,20 @@ class Workers:
         self._queues = [SimpleQueue() for _ in self._names]
         # So that all have set their number of threads before it is restored here.
         ready = threading.Barrier(len(self._names) + 1)
-        threads = [
+        self._threads = [
             threading.Thread(
                 target=_serve, args=(queue, budget, ready), daemon=True, name=name
             )
             for queue, name in zip(self._queues, self._names, strict=True)
         ]
-        for thread in threads:
+        for thread in self._threads:
             # In a new context: a thread would keep the caller's alive.
             contextvars.Context().run(thread.start)
         ready.wait()
         # A worker's setting became the default of later threads.
         torch.set_num_threads(before)
         self._stop = weakref.finalize(
-            self, _shut_down, self._queues, threads, self._pid
+            self, _shut_down, self._queues, self._threads, self._pid
         )
         return self._queues
 
@@ -516,18 +506,11 @@ def threads_of(devices: Sequence[torch.device]) -> list[int]:
     Calls on one accelerator draw from its one generator, so they run in order: in the
     thread of the first. So do calls on the host if torch cannot tell their draws apart.
     """
-    threads: list[int] = []
-    first_on_host: int | None = None
+    generators: list[object] = []  # an accelerator's, the host's, or one of its own
     for number, device in enumerate(devices):
-        thread = number
-        if streams.is_async(device):
-            thread = devices.index(device)
-        elif not torch_private.HAS_RANDOM_KEY:
-            if first_on_host is None:
-                first_on_host = number
-            thread = first_on_host
-        threads.append(thread)
-    return threads
+        is_shared = streams.is_async(device) or not torch_private.HAS_RANDOM_KEY
+        generators.append(physical(device) if is_shared else number)
+    return [generators.index(generator) for generator in generators]
 
 
 def _line_of_user(frame: FrameType) -> str:

@@ -283,7 +283,8 @@ def count_rows(
     """
     values: list[tuple[str, Any]] = []
     for name, part in batch.items():
-        values += [(name, value) for value in nested.with_contents(part)]
+        for value in nested.with_contents(part):
+            values.append((name, value))
     # All sizes first: whether a list has one entry per row depends on them.
     sizes: dict[int, str] = {}  # each with the first value that has it
     for name, value in values:

@@ -26,7 +26,6 @@ from scatterpar.replicas.references import (
     module_of,
     parts_of,
 )
-from scatterpar.replicas.snapshot import Snapshot
 from scatterpar.torch_private import (
     CompileFn,
     compile_fn_of,
@@ -229,8 +228,10 @@ class ModuleContents:
             return []
         facts += map(type, self.modules.values())
         facts += map(type, self.tensors.values())
-        facts += [tensor.requires_grad for tensor, _ in self.holders.values()]
-        facts += [id(contents(cell)) for cell, _ in self.cells.values()]
+        for tensor, _ in self.holders.values():
+            facts.append(tensor.requires_grad)
+        for cell, _ in self.cells.values():
+            facts.append(id(contents(cell)))
         return facts
 
     def _visit_container(self, container: Any) -> None:
@@ -266,38 +267,6 @@ def root_to_replicate(function: Any) -> Any:
         return function if bound.tensors or bound.modules else None
     module = module_of(function)
     return None if module is None or _is_stateless(module) else module
-
-
-class KnownLoss:
-    """A loss of torch that holds plain values only, as it was when it was last seen.
-
-    Each step asks what its criterion is, mostly of the same one. A comparison in C
-    takes the place of a loop over its attributes. The loss itself is not kept alive.
-    """
-
-    def __init__(self) -> None:
-        self._loss: weakref.ref[nn.Module] | None = None
-        self._class: type = nn.Module
-        self._state = Snapshot(())
-
-    def is_as_seen(self, criterion: Any) -> bool:
-        """Whether ``criterion`` is the loss, and none of its attributes has changed."""
-        if self._loss is None or self._loss() is not criterion:
-            return False
-        return type(criterion) is self._class and self._state.unchanged()
-
-    def see(self, criterion: Any) -> None:
-        """Remember ``criterion`` if it is such a loss."""
-        self._loss = None
-        if not isinstance(criterion, nn.Module) or not _is_stateless(criterion):
-            return
-        attributes = vars(criterion)
-        registries = [
-            value for value in attributes.values() if type(value) in _REGISTRIES
-        ]
-        self._state = Snapshot([attributes, *registries])
-        self._class = type(criterion)
-        self._loss = weakref.ref(criterion)
 
 
 def _is_stateless(module: nn.Module) -> bool:

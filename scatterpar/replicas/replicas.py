@@ -32,7 +32,6 @@ from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.computed_weights import computing_hooks, set_computed
 from scatterpar.replicas.large_tensors import LargeCopy, may_stay
 from scatterpar.replicas.module_contents import (
-    KnownLoss,
     ModuleContents,
     is_leaf,
     root_to_replicate,
@@ -85,7 +84,6 @@ class Replicas:
     ) -> None:
         self._device_ids = tuple(device_ids)
         self.options = options
-        self._known_loss = KnownLoss()
         self.discard()
 
     def discard(self) -> None:
@@ -109,10 +107,7 @@ class Replicas:
         or only ``number`` times, on the first devices. So are the modules and tensors
         that a ``functools.partial`` binds. Any other callable is called unchanged.
         """
-        root = None
-        if not self._known_loss.is_as_seen(criterion):
-            root = root_to_replicate(criterion)
-            self._known_loss.see(criterion)
+        root = root_to_replicate(criterion)
         self.replica_sets = [self.of_model]
         # Tensors that are made in inference mode could not be trained later.
         with torch.inference_mode(False), torch.no_grad():

@@ -22,7 +22,6 @@ from scatterpar.batch.batch import Batch
 from scatterpar.batch.nested import WITHOUT_PARTS, walk
 from scatterpar.devices.streams import is_async
 from scatterpar.look_steps import is_look_step
-from scatterpar.replicas.module_contents import KnownLoss
 from scatterpar.replicas.references import children_of, read_attribute
 from scatterpar.step.request import Request
 from scatterpar.step.turns import Scope
@@ -109,10 +108,6 @@ class Kinds:
     def __init__(self) -> None:
         # It does not grow with steps: kinds have no sizes and no numbers in them.
         self._kinds: defaultdict[Hashable, Kind] = defaultdict(Kind)
-        # Of torch's own losses, which refer to nothing, the answer is kept.
-        self._known_loss = KnownLoss()
-        self._reduction = ""
-        self._names_and_numbers: tuple[frozenset[Hashable], str] = frozenset(), ""
 
     def kind_of(
         self, request: Request, batch: Batch, is_divided: bool, flags: Hashable
@@ -121,7 +116,9 @@ class Kinds:
 
         ``batch`` is its largest batch, ``flags`` are the switches of the model.
         """
-        names, numbers = self._names_of(request)
+        names, numbers = names_and_numbers(
+            (request.criterion, request.count, request.reduction)
+        )
         atoms = batch.atoms[:_MAX_ATOMS]
         kinds_of_atoms = tuple(
             _name_of(atom) if isinstance(atom, Tensor) else type(atom) for atom in atoms
@@ -133,25 +130,16 @@ class Kinds:
         # Hashes, because the code objects in them would keep functions alive.
         return self._kinds[hash(key)], hash(details)
 
-    def _names_of(self, request: Request) -> tuple[frozenset[Hashable], str]:
-        """The names and numbers of a request's functions."""
-        criterion = request.criterion
-        reduction = request.reduction
-        if request.count is not None:  # it may refer to anything
-            return names_and_numbers((criterion, request.count, reduction))
-        is_known = reduction == self._reduction
-        if not is_known or not self._known_loss.is_as_seen(criterion):
-            self._names_and_numbers = names_and_numbers((criterion, None, reduction))
-            self._known_loss.see(criterion)
-            self._reduction = reduction
-        return self._names_and_numbers
-
 
 def names_and_numbers(functions: Sequence[Any]) -> tuple[frozenset[Hashable], str]:
     """The names of the values that functions refer to, and the numbers among these."""
     values = walk(functions, _children, _MAX_VALUES, _MAX_VALUES)
     numbers = [value for value in values if type(value) in (int, float)]
-    return frozenset(map(_name_of, values)), str(numbers)
+    names: set[Hashable] = set()
+    for value in values:
+        is_word = value is None or isinstance(value, (bool, str))
+        names.add(value if is_word else _name_of(value))
+    return frozenset(names), str(numbers)
 
 
 def _children(value: Any) -> Collection[Any]:
@@ -177,7 +165,5 @@ def _name_of(value: Any) -> Hashable:
     """
     if isinstance(value, Tensor):
         return value.dtype, value.ndim
-    if value is None or isinstance(value, (bool, str)):
-        return value
     code = read_attribute(value, "__code__")
     return type(value).__qualname__ if code is None else code

@@ -11,7 +11,6 @@ from harness.models import linear
 from torch import nn
 
 from scatterpar.replicas.module_contents import (
-    KnownLoss,
     ModuleContents,
     root_to_replicate,
 )
@@ -63,27 +62,3 @@ def test_criteria_with_state_are_replicated():
     bound = functools.partial(print, net=net)
     assert root_to_replicate(bound) is bound
     assert root_to_replicate(functools.partial(print, end="")) is None
-
-
-def test_known_loss_is_same_until_attribute_changes():
-    known = KnownLoss()
-    loss = nn.CrossEntropyLoss()
-    assert not known.is_as_seen(loss)
-    known.see(loss)
-    assert known.is_as_seen(loss)
-    assert not known.is_as_seen(nn.CrossEntropyLoss())
-    loss.ignore_index = 3
-    assert not known.is_as_seen(loss)
-    known.see(loss)
-    loss.register_forward_hook(print)
-    assert not known.is_as_seen(loss)
-    known.see(loss)  # with a hook, it may lead to anything
-    assert not known.is_as_seen(loss)
-
-
-def test_known_loss_is_not_kept_alive():
-    known = KnownLoss()
-    loss = nn.MSELoss()
-    known.see(loss)
-    del loss
-    assert not known.is_as_seen(None)

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scatterpar.batch.nested import PLAIN
+from scatterpar.batch.nested import PLAIN, walk
 from scatterpar.replicas.quantised import is_composite, is_state, tensors_in
 from scatterpar.replicas.references import (
-    DEPTH,
     MAX_ENTRIES,
     contents,
     module_of,
@@ -36,6 +35,7 @@ from scatterpar.torch_private import (
 CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
 _REGISTRIES = {dict, OrderedDict, set}  # of a module's parameters, hooks and the like
 _GRAD_DTYPE = attrgetter("grad_dtype")
+_DEPTH = 16  # of functions and containers that refer to each other
 
 
 class ModuleContents:
@@ -88,6 +88,8 @@ class ModuleContents:
             return  # it does not hold its object, and claims to be of the same class
         if isinstance(value, Tensor):
             self._visit_tensor(value, isinstance(value, nn.Parameter))
+        elif self.is_replicated(value):
+            return
         elif is_compiled_module(value):
             original, compile_fn = unwrapped(value)
             assert compile_fn is not None
@@ -97,11 +99,9 @@ class ModuleContents:
             self._replicated.add(id(value))
             self._visit(original)
         elif isinstance(value, nn.Module):
-            if not self.is_replicated(value):
-                self._visit_module(value)
+            self._visit_module(value)
         elif type(value) in CONTAINERS:
-            if not self.is_replicated(value):
-                self._visit_container(value)
+            self._visit_container(value)
         elif is_state(value):
             self._visit_parts([value])
         elif isinstance(value, types.FunctionType):
@@ -124,8 +124,15 @@ class ModuleContents:
         self._visit_container(vars(module))
 
     def _visit_tensor(self, tensor: Tensor, is_weight: bool) -> None:
-        if is_weight and id(tensor) not in self.holders:
-            self._visit_parts_of_weight(tensor)
+        is_new = is_weight and id(tensor) not in self.holders
+        parts = tensors_in(tensor) if is_new else []
+        if parts:
+            # Those of a trained one are refused where the copy is made, by name.
+            if not tensor.requires_grad:
+                self._visit_parts(parts)
+            # After its parts: ``ModuleCopy`` makes copies in this order.
+            self.holders[id(tensor)] = tensor, parts
+            self._replicated.add(id(tensor))
         is_made_of_others = is_composite(tensor)
         # A weight that consists of others has no values of its own to be sent.
         if not is_weight or not is_made_of_others:
@@ -142,17 +149,6 @@ class ModuleContents:
         if is_plain and not self.is_replicated(attributes):
             self._replicated.add(id(attributes))
             self.containers.append(attributes)
-
-    def _visit_parts_of_weight(self, weight: Tensor) -> None:
-        parts = tensors_in(weight)
-        if not parts:
-            return
-        # Those of a trained one are refused where the copy is made, by name.
-        if not weight.requires_grad:
-            self._visit_parts(parts)
-        # After its parts: ``ModuleCopy`` makes copies in this order.
-        self.holders[id(weight)] = weight, parts
-        self._replicated.add(id(weight))
 
     def _visit_parts(self, parts: Iterable[Any]) -> None:
         """Find the tensors in parts of a frozen parameter, such as
@@ -172,20 +168,13 @@ class ModuleContents:
 
         A hook that looks up its module, or calls another one, finds the replica's.
         """
-        seen: dict[
-            int, Any
-        ] = {}  # keeps all of them alive, so that no id is used again
-        values: list[Any] = []
-        while values or self._functions:
-            value = values.pop() if values else self._functions.pop()
-            if id(value) in seen:
-                continue
-            seen[id(value)] = value
-            if type(value) not in CONTAINERS:
-                parts = parts_of(value)
-                values += [*parts.made_of(), *parts.closure.values()]
-            elif not self.is_replicated(value) and self.leads_here(value):
-                self._visit_container(value)  # which may find further functions
+        while self._functions:
+            values = walk(self._functions, _bound, _DEPTH)
+            self._functions = []
+            for value in values:
+                is_container = type(value) in CONTAINERS
+                if is_container and self.leads_here(value):
+                    self._visit(value)  # which may find further functions
 
     def leads_here(self, value: Any) -> bool:
         """Whether ``value`` is replicated, or leads to something that is.
@@ -193,26 +182,22 @@ class ModuleContents:
         A value leads to what it is made of, a function to what it closes over, a
         container to its entries and keys, the ``id`` of a module or tensor to that.
         """
-        return self._leads_here(value, DEPTH, set())
+        return any(map(self._is_here, walk([value], self._referents, _DEPTH)))
 
-    def _leads_here(self, value: Any, depth: int, seen: set[int]) -> bool:
-        """As ``leads_here``, through containers that are ``depth`` in each other."""
-        if type(value) in PLAIN:
-            is_id = type(value) is int
-            return is_id and (value in self.modules or value in self.tensors)
-        if self.is_replicated(value):
-            return True
-        if id(value) in seen:
-            return False
-        seen.add(id(value))
-        parts = parts_of(value)
-        referents = [*parts.made_of(), *parts.closure.values()]
-        if type(value) in CONTAINERS and depth and len(value) <= MAX_ENTRIES:
-            depth -= 1
+    def _is_here(self, value: Any) -> bool:
+        if type(value) is int:
+            return value in self.modules or value in self.tensors
+        return self.is_replicated(value)
+
+    def _referents(self, value: Any) -> list[Any]:
+        if self.is_replicated(value):  # which answers the question
+            return []
+        referents = _bound(value)
+        if type(value) in CONTAINERS and len(value) <= MAX_ENTRIES:
             referents += value
             if isinstance(value, dict):
                 referents += value.values()
-        return any(self._leads_here(referent, depth, seen) for referent in referents)
+        return referents
 
     def is_replicated(self, value: Any) -> bool:
         """Whether replicas have a copy of ``value``."""
@@ -247,6 +232,12 @@ class ModuleContents:
             return
         for item in [*container]:
             self._visit(item)
+
+
+def _bound(value: Any) -> list[Any]:
+    """What ``value`` is made of, and what a function closes over."""
+    parts = parts_of(value)
+    return [*parts.made_of(), *parts.closure.values()]
 
 
 def is_leaf(tensor: Tensor) -> bool:

@@ -70,16 +70,69 @@ class References(NamedTuple):
         return [*called, *self.bound.values(), *self.weak, *self.entries]
 
 
+_CONTAINERS = (list, set, frozenset, deque, dict, tuple)
+_CachedFunction = type(functools.lru_cache(len))
+_WEAK = {
+    weakref.ref,
+    weakref.WeakMethod,
+    weakref.KeyedRef,
+    *weakref.ProxyTypes,
+    weakref.WeakKeyDictionary,
+    weakref.WeakValueDictionary,
+    weakref.WeakSet,
+}
+
+
 def parts_of(value: Any) -> References:
     """What ``value`` refers to directly."""
     # By ``type``: a proxy claims to be of its object's class.
     kind = type(value)
-    parts_of_kind = _PARTS.get(kind)
-    if parts_of_kind is None:
-        # Containers alone may have subclasses: another class has its own constructor.
-        base = next((base for base in _CONTAINERS if issubclass(kind, base)), object)
-        parts_of_kind = _PARTS[base]
-    return parts_of_kind(value)
+    if kind in _WEAK:
+        return _weak_parts_of(value)
+    if kind is types.MethodType:
+        # Without attributes: the ``__dict__`` of a method is that of its function.
+        bound = {"self": value.__self__}
+        return References(value.__func__, bound, make=types.MethodType)
+    attributes = read_attribute(value, "__dict__", _NOTHING)
+    if kind is types.FunctionType:
+        closure, file_globals = _variables_of(value)
+        return References(
+            closure=closure, file_globals=file_globals, attributes=attributes
+        )
+    if kind is functools.partial:
+        bound = {f"argument {k}": argument for k, argument in enumerate(value.args)}
+        bound |= value.keywords
+        make = functools.partial(_partial, len(value.args), list(value.keywords))
+        return References(value.func, bound, attributes=attributes, make=make)
+    if kind is _CachedFunction:
+        # Each copy has a cache of its own.
+        make_cached = functools.lru_cache(**value.cache_parameters())
+        return References(value.__wrapped__, attributes=attributes, make=make_cached)
+    # Containers alone may have subclasses: another class has its own constructor.
+    if issubclass(kind, dict):
+        return References(entries=value.values(), attributes=attributes)
+    if issubclass(kind, tuple):
+        make_tuple = functools.partial(_tuple_of, value)
+        return References(entries=value, attributes=attributes, make=make_tuple)
+    if issubclass(kind, _CONTAINERS):
+        make_set = _frozenset_of if kind is frozenset else None
+        return References(entries=value, attributes=attributes, make=make_set)
+    return References(attributes=attributes)
+
+
+def _weak_parts_of(value: Any) -> References:
+    """The parts of a weak reference, proxy, dictionary or set."""
+    kind = type(value)
+    if kind in weakref.ProxyTypes:
+        return References(weak=_object_of(value), make=weakref.proxy)
+    if kind is weakref.KeyedRef:  # an entry of a ``WeakValueDictionary``
+        return References(
+            weak=(value(),), make=functools.partial(_keyed_ref, value.key)
+        )
+    if issubclass(kind, weakref.ref):
+        return References(weak=(value(),), make=kind)
+    make = functools.partial(_weak_container, kind)
+    return References(bound={"data": value.data}, make=make)
 
 
 def read_attribute(value: Any, name: str, default: Any = None) -> Any:
@@ -91,99 +144,6 @@ def read_attribute(value: Any, name: str, default: Any = None) -> Any:
         return getattr(value, name, default)
     except Exception:
         return default
-
-
-def _attributes_of(value: Any) -> Mapping[str, Any]:
-    attributes: Mapping[str, Any] = read_attribute(value, "__dict__", _NOTHING)
-    return attributes
-
-
-def _parts_of_object(value: Any) -> References:
-    return References(attributes=_attributes_of(value))
-
-
-def _parts_of_collection(value: Collection[Any]) -> References:
-    # A subclass of ``frozenset`` may have another constructor.
-    make = _frozenset_of if type(value) is frozenset else None
-    return References(entries=value, attributes=_attributes_of(value), make=make)
-
-
-def _parts_of_dict(value: dict[Any, Any]) -> References:
-    return References(entries=value.values(), attributes=_attributes_of(value))
-
-
-def _parts_of_tuple(value: tuple[Any, ...]) -> References:
-    make = functools.partial(_tuple_of, value)
-    return References(entries=value, attributes=_attributes_of(value), make=make)
-
-
-def _parts_of_function(value: types.FunctionType) -> References:
-    closure, file_globals = _variables_of(value)
-    attributes = _attributes_of(value)
-    return References(closure=closure, file_globals=file_globals, attributes=attributes)
-
-
-def _parts_of_method(value: types.MethodType) -> References:
-    # Without attributes: the ``__dict__`` of a method is that of its function.
-    bound = {"self": value.__self__}
-    return References(called=value.__func__, bound=bound, make=types.MethodType)
-
-
-def _parts_of_partial(value: functools.partial[Any]) -> References:
-    bound = {f"argument {k}": argument for k, argument in enumerate(value.args)}
-    bound |= value.keywords
-    make = functools.partial(_partial, len(value.args), list(value.keywords))
-    return References(value.func, bound, attributes=_attributes_of(value), make=make)
-
-
-def _parts_of_cached_function(value: Any) -> References:
-    # Each copy has a cache of its own.
-    make = functools.lru_cache(**value.cache_parameters())
-    attributes = _attributes_of(value)
-    return References(value.__wrapped__, attributes=attributes, make=make)
-
-
-def _parts_of_weak_reference(value: weakref.ref[Any]) -> References:
-    return References(weak=(value(),), make=type(value))
-
-
-def _parts_of_proxy(value: Any) -> References:
-    return References(weak=_object_of(value), make=weakref.proxy)
-
-
-def _parts_of_keyed_reference(value: weakref.KeyedRef[Any, Any]) -> References:
-    make = functools.partial(_keyed_ref, value.key)
-    return References(weak=(value(),), make=make)
-
-
-def _parts_of_weak_container(value: Any) -> References:
-    make = functools.partial(_weak_container, type(value))
-    return References(bound={"data": value.data}, make=make)
-
-
-_CONTAINERS = (list, set, frozenset, deque, dict, tuple)
-_PARTS: Mapping[type, Callable[[Any], References]] = {
-    object: _parts_of_object,
-    list: _parts_of_collection,
-    set: _parts_of_collection,
-    deque: _parts_of_collection,
-    frozenset: _parts_of_collection,
-    dict: _parts_of_dict,
-    tuple: _parts_of_tuple,
-    types.FunctionType: _parts_of_function,
-    types.MethodType: _parts_of_method,
-    functools.partial: _parts_of_partial,
-    type(functools.lru_cache(len)): _parts_of_cached_function,
-    weakref.ref: _parts_of_weak_reference,
-    weakref.WeakMethod: _parts_of_weak_reference,
-    weakref.ProxyType: _parts_of_proxy,
-    weakref.CallableProxyType: _parts_of_proxy,
-    # The entries of a ``WeakValueDictionary``.
-    weakref.KeyedRef: _parts_of_keyed_reference,
-    weakref.WeakKeyDictionary: _parts_of_weak_container,
-    weakref.WeakValueDictionary: _parts_of_weak_container,
-    weakref.WeakSet: _parts_of_weak_container,
-}
 
 
 def contents(cell: types.CellType) -> Any:

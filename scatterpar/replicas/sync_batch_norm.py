@@ -47,22 +47,20 @@ _INSTEAD = "use nn.BatchNorm2d, which normalises each micro-batch by itself"
 
 
 class Contribution(NamedTuple):
-    """The tensor that one replica brings to an exchange.
+    """What one replica brings to an exchange.
 
     Attributes:
         layer: the layer's name.
         direction: of the pass that calls the layer.
-        values: per channel, in a forward pass.
-        tensor: two values per channel: the mean and the sum of squared deviations in a
-            forward pass; the sums of the gradient in a backward pass.
-        device: on which the tensor is stored.
+        moments: in a forward pass, those of the replica's rows; in a backward pass two
+            sums of the gradient per channel, in their place.
+        device: on which their tensor is stored.
         streams: on which the device computes the tensor; empty without streams.
     """
 
     layer: str
     direction: Direction
-    values: int
-    tensor: Tensor
+    moments: Moments
     device: torch.device
     streams: Sequence[torch.Stream]
 
@@ -140,11 +138,8 @@ class Meeting(Cancellation):
         """Whether several replicas have this sub-step."""
         return len(self._sub_steps[number].replicas) > 1
 
-    def combine(
-        self, replica: int, number: int, brought: Contribution
-    ) -> tuple[int, Tensor]:
-        """The number of values of all replicas, and the combination of what they bring,
-        on this replica's device.
+    def combine(self, replica: int, number: int, brought: Contribution) -> Moments:
+        """The combination of what all replicas bring, on this replica's device.
 
         Waits for the other replicas. Raises ``RuntimeError`` if they are in another
         layer or have left the sub-step, ``TimeoutError`` if one does not come, and
@@ -160,10 +155,17 @@ class Meeting(Cancellation):
                 self._complete(exchange)
             else:
                 self._wait(sub_step, exchange, number)
-            result = exchange.result
-            if result is None:
-                raise different_layers(exchange)
-            return result.values, self._copied(result, brought)
+            if exchange.result is None:
+                places = [
+                    f"replica {number} in {contribution.place}"
+                    for number, contribution in sorted(exchange.contributions.items())
+                ]
+                raise RuntimeError(
+                    "replicas wait for each other in different layers, "
+                    f"{', '.join(places)}: each replica must call its nn.SyncBatchNorm "
+                    f"layers in the same order; {_INSTEAD}"
+                )
+            return self._copied(exchange.result, brought)
 
     def _complete(self, exchange: Exchange) -> None:
         """Combine the contributions on the first one's device, and wake the others."""
@@ -173,9 +175,10 @@ class Meeting(Cancellation):
         try:
             # Else replicas are in different layers, and each raises the error of that.
             if len({contribution.place for contribution in contributions}) == 1:
-                tensors = [self._copied(source, first) for source in contributions]
+                moments = [self._copied(source, first) for source in contributions]
                 with use_device(first.device, first.streams):
-                    exchange.result = combined(contributions, tensors)
+                    of_all = combined(moments, first.direction)
+                exchange.result = first._replace(moments=of_all)
         except BaseException:
             self.set()
             raise
@@ -190,69 +193,43 @@ class Meeting(Cancellation):
             if self.is_set():
                 raise Cancelled
             absent = [i for i in sub_step.replicas if i not in exchange.contributions]
-            # Told at once, not after the longest wait.
             left = sub_step.ended.intersection(absent)
+            missing = _missing(min(left or absent), exchange, number)
+            # Told at once, not after the longest wait.
             if left:
-                raise left_early(min(left), exchange, number)
+                raise RuntimeError(
+                    f"{missing}, where others wait: every replica must call the same "
+                    "nn.SyncBatchNorm layers, and its loss must depend on them; "
+                    f"{_INSTEAD}"
+                )
             if not self.changed.wait(PATIENCE_SECONDS):
-                raise never_came(absent[0], exchange, number)
+                raise TimeoutError(
+                    f"{missing} within {PATIENCE_SECONDS:g} s: it may wait for a lock "
+                    "that another replica holds, such as that of a function that is "
+                    f"the criterion; {_INSTEAD}"
+                )
         if exchange.result is None and self.is_set():
             raise Cancelled  # the last replica could not combine the contributions
 
-    def _copied(self, source: Contribution, target: Contribution) -> Tensor:
-        """The tensor of ``source``, where that of ``target`` is stored."""
+    def _copied(self, source: Contribution, target: Contribution) -> Moments:
+        """The moments of ``source``, where those of ``target`` are stored."""
+        moments = source.moments
         if source.device == target.device:
-            return source.tensor
+            return moments
         # Torch puts a copy on the current streams of both devices. In a thread of
         # autograd that of another device is the default stream, which waits neither for
         # the tensor nor for what reads its memory next.
         with use_device(target.device, [*source.streams, *target.streams]):
-            return self._transfers.copy(source.tensor, target.device, "compute")
+            packed = self._transfers.copy(moments.packed, target.device, "compute")
+        return moments._replace(packed=packed)
 
 
-def combined(
-    contributions: Sequence[Contribution], tensors: Sequence[Tensor]
-) -> Contribution:
-    """The contributions of all replicas as one, where the first one's is stored.
-
-    Their ``tensors`` were copied to its device.
-    """
-    first = contributions[0]
-    if first.direction == "backward":
-        return first._replace(tensor=torch.stack(list(tensors)).sum(0))
-    by_replica: list[Moments] = []
-    for contribution, packed in zip(contributions, tensors, strict=True):
-        by_replica.append(Moments(contribution.values, packed))
-    of_all = pooled(by_replica)
-    return first._replace(values=of_all.values, tensor=of_all.packed)
-
-
-def different_layers(exchange: Exchange) -> RuntimeError:
-    """The error of replicas that wait for each other in different layers."""
-    contributions = exchange.contributions
-    places = [f"replica {i} in {contributions[i].place}" for i in sorted(contributions)]
-    return RuntimeError(
-        f"replicas wait for each other in different layers, {', '.join(places)}: each "
-        f"replica must call its nn.SyncBatchNorm layers in the same order; {_INSTEAD}"
-    )
-
-
-def left_early(replica: int, exchange: Exchange, number: int) -> RuntimeError:
-    """The error of a replica that has ended its sub-step, in which others wait."""
-    return RuntimeError(
-        f"{_missing(replica, exchange, number)}, where others wait: every replica must "
-        "call the same nn.SyncBatchNorm layers, and its loss must depend on them; "
-        f"{_INSTEAD}"
-    )
-
-
-def never_came(replica: int, exchange: Exchange, number: int) -> TimeoutError:
-    """The error of a replica for which others have waited too long."""
-    return TimeoutError(
-        f"{_missing(replica, exchange, number)} within {PATIENCE_SECONDS:g} s: it may "
-        "wait for a lock that another replica holds, such as that of a function that "
-        f"is the criterion; {_INSTEAD}"
-    )
+def combined(contributions: Sequence[Moments], direction: Direction) -> Moments:
+    """The contributions of all replicas as one; they are on one device."""
+    if direction == "forward":
+        return pooled(contributions)
+    sums = torch.stack([contribution.packed for contribution in contributions])
+    return Moments(0, sums.sum(0))
 
 
 def _missing(replica: int, exchange: Exchange, number: int) -> str:
@@ -326,49 +303,6 @@ def has_own_forward(layer: nn.SyncBatchNorm) -> bool:
     return is_replaced or type(layer).forward is not nn.SyncBatchNorm.forward
 
 
-class LayerCall(NamedTuple):
-    """One call of a layer in one sub-step of a replica.
-
-    In the second of two passes a graph that was kept belongs to another meeting than in
-    the first. So the meeting is looked up when an exchange begins.
-
-    Attributes:
-        seat: that of the replica.
-        number: that of the sub-step.
-        layer: the layer's name.
-    """
-
-    seat: Seat
-    number: int
-    layer: str
-
-    def combine(
-        self, direction: Direction, values: int, tensor: Tensor
-    ) -> tuple[int, Tensor]:
-        """As ``Meeting.combine``, in the meeting of the replica's present pass."""
-        seat = self.seat
-        if seat.meeting is None:
-            raise RuntimeError(
-                f"the {direction} pass of {self.layer!r} runs outside of a sub-step, "
-                f"where replicas exchange nothing; {_INSTEAD}"
-            )
-        # The others cannot come to an exchange, as long as they wait for their turn.
-        if seat.meeting.holder == (seat.replica, seat.number):
-            raise RuntimeError(
-                f"the criterion asks for a gradient through {self.layer!r}, where "
-                "replicas wait for each other, and one replica at a time calls a "
-                "criterion that is a function; write the criterion as an nn.Module, of "
-                "which each replica has a copy"
-            )
-        streams = []
-        if has_streams(tensor.device):
-            streams.append(torch.accelerator.current_stream(tensor.device))
-        brought = Contribution(
-            self.layer, direction, values, tensor, seat.device, streams
-        )
-        return seat.meeting.combine(seat.replica, self.number, brought)
-
-
 class SynchronisedForward:
     """The ``forward`` of one replica's layer."""
 
@@ -389,10 +323,10 @@ class SynchronisedForward:
         # torch's own checks, for torch's own errors.
         layer._check_input_dim(rows)
         layer._check_non_zero_input_channels(rows)
-        call = LayerCall(self._seat, self._seat.number, self._name)
+        number = self._seat.number
         with torch.no_grad():
             moments_here = moments_of(rows)
-            moments = Moments(*call.combine("forward", *moments_here))
+            moments = self.combine("forward", number, moments_here)
             # Of all replicas: a replica may well have one row.
             if moments.values == 1:
                 raise ValueError(
@@ -403,7 +337,34 @@ class SynchronisedForward:
                 for _, name, value in running_stats_after(layer, recorded):
                     write(getattr(layer, name), value)
         normalise: Any = Normalise.apply
-        return normalise(rows, layer.weight, layer.bias, layer.eps, moments, call)
+        weight = layer.weight
+        return normalise(rows, weight, layer.bias, layer.eps, moments, self, number)
+
+    def combine(self, direction: Direction, number: int, moments: Moments) -> Moments:
+        """As ``Meeting.combine`` in sub-step ``number``, in the replica's present pass.
+
+        In the second of two passes a graph that was kept belongs to another meeting
+        than in the first. So the meeting is looked up when an exchange begins.
+        """
+        seat = self._seat
+        if seat.meeting is None:
+            raise RuntimeError(
+                f"the {direction} pass of {self._name!r} runs outside of a sub-step, "
+                f"where replicas exchange nothing; {_INSTEAD}"
+            )
+        # The others cannot come to an exchange, as long as they wait for their turn.
+        if seat.meeting.holder == (seat.replica, seat.number):
+            raise RuntimeError(
+                f"the criterion asks for a gradient through {self._name!r}, where "
+                "replicas wait for each other, and one replica at a time calls a "
+                "criterion that is a function; write the criterion as an nn.Module, of "
+                "which each replica has a copy"
+            )
+        streams = []
+        if has_streams(moments.packed.device):
+            streams.append(torch.accelerator.current_stream(moments.packed.device))
+        brought = Contribution(self._name, direction, moments, seat.device, streams)
+        return seat.meeting.combine(seat.replica, number, brought)
 
 
 def moments_of(rows: Tensor) -> Moments:
@@ -430,7 +391,8 @@ class Normalise(torch.autograd.Function):
         bias: Tensor | None,
         eps: float,
         moments: Moments,
-        call: LayerCall,
+        synchronised: SynchronisedForward,
+        number: int,
     ) -> Tensor:
         """The kernel of evaluation mode, for which statistics are given."""
         mean, squares = moments.packed
@@ -438,7 +400,8 @@ class Normalise(torch.autograd.Function):
         context.save_for_backward(rows, weight, bias, mean, variance)
         context.eps = eps
         context.values = moments.values
-        context.call = call
+        context.synchronised = synchronised
+        context.number = number
         weight = cast(weight, mean.dtype)
         bias = cast(bias, mean.dtype)
         return functional.batch_norm(rows, mean, variance, weight, bias, eps=eps)
@@ -461,8 +424,9 @@ class Normalise(torch.autograd.Function):
         )
         # Without it nobody else waits: all replicas run the same layers.
         if context.needs_input_grad[0]:
-            packed = torch.stack([of_bias, of_weight])
-            _, sums = context.call.combine("backward", 0, packed)
+            brought = Moments(0, torch.stack([of_bias, of_weight]))
+            combine = context.synchronised.combine
+            _, sums = combine("backward", context.number, brought)
             sums = sums * slope / context.values * scale
             of_shift, of_slope = sums
             # In the statistics' dtype: rows in half precision would be rounded thrice.
@@ -470,7 +434,8 @@ class Normalise(torch.autograd.Function):
             correction *= per_channel(of_slope * slope, rows)
             correction += per_channel(of_shift, rows)
             of_rows -= correction
-        return of_rows, like(of_weight, weight), like(of_bias, bias), None, None, None
+        of_weight, of_bias = like(of_weight, weight), like(of_bias, bias)
+        return of_rows, of_weight, of_bias, None, None, None, None
 
 
 def gradients_of_evaluation(

@@ -180,8 +180,8 @@ def test_replica_without_values_left_out():
 
 
 def contribution(value, layer="norm"):
-    tensor = torch.tensor([[value], [0.0]])
-    return Contribution(layer, "backward", 1, tensor, torch.device("cpu"), ())
+    sums = Moments(0, torch.tensor([[value], [0.0]]))
+    return Contribution(layer, "backward", sums, torch.device("cpu"), ())
 
 
 def meeting_of(*numbers):

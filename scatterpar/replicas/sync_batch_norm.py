@@ -434,8 +434,8 @@ class Normalise(torch.autograd.Function):
             correction *= per_channel(of_slope * slope, rows)
             correction += per_channel(of_shift, rows)
             of_rows -= correction
-        of_weight, of_bias = like(of_weight, weight), like(of_bias, bias)
-        return of_rows, of_weight, of_bias, None, None, None, None
+        nothing = [None] * 4
+        return of_rows, like(of_weight, weight), like(of_bias, bias), *nothing
 
 
 def gradients_of_evaluation(

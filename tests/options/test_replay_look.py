@@ -9,7 +9,6 @@ import math
 from functools import partial
 
 import pytest
-import torch
 from harness.models import linear
 from harness.oracle import randn
 from torch import nn

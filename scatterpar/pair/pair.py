@@ -109,14 +109,13 @@ class _OfPair(Wrapper[WrappedT]):
         devices = [share.device for share in plan.shares]
         copies: list[PassingReplica] = []
         guard: AbstractContextManager[None] = nullcontext()
+        modules = [module] * len(devices)
         # Without tensors and modules the criterion itself is called.
         root = root_to_replicate(module)
         if root is not None:
             # In every call: the graph of the outputs keeps these copies.
             copies, guard = replicate(root, devices, self._checked_modes)
-        modules = [copy.copy_of(module) for copy in copies]
-        if not copies:
-            modules = [module] * len(devices)
+            modules = [copy.copy_of(module) for copy in copies]
 
         def run(replica: int, _: Proceed) -> Any:
             with threads.turn(Scope.SUBSTEP, replica, 0):
@@ -349,12 +348,8 @@ class DataParallelCriterion(_OfPair[Criterion]):
 
         Raises ``ValueError`` if the outputs have other shares.
         """
-        sizes_of_outputs: list[list[int]] = []
-        locations: list[torch.device] = []
-        for replica, output in enumerate(outputs):
-            sizes_of_outputs.append(_sizes(output, self.dim))
-            locations.append(_device_of(output, replica))
-        devices = locations if self.device_ids is None else self.device_ids
+        locations = [_device_of(output, k) for k, output in enumerate(outputs)]
+        sizes_of_outputs = [_sizes(output, self.dim) for output in outputs]
         num_output_rows = None  # unknown if an output has no rows
         if all(sizes_of_outputs):
             num_output_rows = sum(sizes[0] for sizes in sizes_of_outputs)
@@ -365,13 +360,13 @@ class DataParallelCriterion(_OfPair[Criterion]):
             refuse_grad=False,
             known=num_output_rows,
         )
-        plan = make_plan(rows, devices) if devices else None
-        num_shares = 0 if plan is None else len(plan.shares)
-        if plan is None or num_shares != len(outputs):
+        devices = self.device_ids or locations
+        plan = make_plan(rows, devices)
+        if len(plan.shares) != len(outputs):
             raise ValueError(
                 f"outputs have {len(outputs)} shares, but {rows} rows of targets on "
-                f"{len(devices)} devices make {num_shares}; pass the tuple that the "
-                "model returned for this batch"
+                f"{len(devices)} devices make {len(plan.shares)}; pass the tuple that "
+                "the model returned for this batch"
             )
         for share, sizes, device in zip(
             plan.shares, sizes_of_outputs, locations, strict=True
@@ -415,8 +410,6 @@ def gather(outputs: Sequence[Any], device: DeviceLike, dim: int = 0) -> Any:
         tensor([0., 0., 1.])
     """
     _require_entries(outputs)
-    if not outputs:
-        raise ValueError("there are no outputs to gather")
     (target,) = resolve([device])
     move = partial(to_device, device=target)
     moved = [nested.map_tensors(move, output) for output in outputs]
@@ -451,4 +444,9 @@ def _require_entries(outputs: Any) -> None:
         raise TypeError(
             f"outputs must be the tuple that DataParallelModel returns, with one entry "
             f"per replica, got {type(outputs).__name__}"
+        )
+    if not outputs:
+        raise ValueError(
+            "there are no outputs to gather, or to compute losses of; pass the tuple "
+            "that DataParallelModel returned"
         )

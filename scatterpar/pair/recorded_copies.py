@@ -56,13 +56,9 @@ class PassingReplica(ModuleCopy):
             copy = self.copy_of(buffers[name])
             # Batch normalisation in training writes its statistics without counting
             # versions.
-            if module.training or value is not copy or self._is_written(value):
+            may_differ = module.training or value is None or value is not copy
+            if may_differ or self._versions.get(id(copy)) != version(copy):
                 yield buffers, name, value
-
-    def _is_written(self, value: Tensor | None) -> bool:
-        if value is None:
-            return True
-        return self._versions.get(id(value)) != version(value)
 
 
 def replicate(

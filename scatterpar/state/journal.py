@@ -35,15 +35,11 @@ from scatterpar.replicas.snapshot import Snapshot, entries_of
 from scatterpar.state.savers import (
     CannotSaveError,
     Saved,
-    Silent,
     TensorStorage,
     TensorValues,
-    copy_of_iterator,
     has_own_storage,
     has_own_values,
-    is_moved_by_calls,
     saver_of,
-    substitute_for,
 )
 from scatterpar.state.walk import VARIABLES, Place, PlaceKind, Walk
 from scatterpar.threads.generators import default_of
@@ -51,32 +47,6 @@ from scatterpar.threads.generators import default_of
 # Of tensors that are no buffers, and of arrays; larger ones are data.
 _MAX_BYTES = 2**26
 _WITH_ENTRIES = dict, list, tuple
-
-
-class _Substituted:
-    """A value that cannot be set back: another one takes its places during calls.
-
-    Attributes:
-        original: the user's value.
-    """
-
-    def __init__(self, value: Any, substitute: Any, places: Sequence[Place]) -> None:
-        # A substitute in some of the places would move apart from the original.
-        if not places or not all(place.is_writable for place in places):
-            raise CannotSaveError
-        self.original = value
-        self._saved = substitute
-        self._places = places
-
-    def put(self) -> Any:
-        """Put a substitute into the places. Returns it."""
-        substitute = self._saved
-        # Nobody can ask an iterator for its position, so each call gets a copy.
-        if type(substitute) is not Silent:
-            substitute = copy_of_iterator(substitute)
-        for place in self._places:
-            place.write(substitute)
-        return substitute
 
 
 class _References:
@@ -133,7 +103,8 @@ class Journal:
         self.drawn = False
         self._generators: list[Saved] = []
         self._values: list[Saved] = []
-        self._substituted: list[_Substituted] = []
+        # Values that cannot be set back, and where substitutes take their places.
+        self._substituted: list[tuple[Saved, list[Place]]] = []
         self._substitutes: dict[int, Any] = {}
         # Tensors whose values are not saved, with their versions.
         self._large: list[tuple[Tensor, int]] = []
@@ -159,25 +130,29 @@ class Journal:
         """Save values other than tensors that are written in place."""
         unsaved = [*self.walk.threaded]
         for number, value in enumerate(self.walk.values):
-            kind: Any = type(value)
-            if is_moved_by_calls(kind):
-                try:
-                    self._save(value)
-                except Exception:  # also of a user's object
-                    unsaved.append(number)
+            try:
+                self._save(value)
+            except Exception:  # also of a user's object
+                unsaved.append(number)
         for number in unsaved:
             name = self.walk.name_of(number)
             self.unsaved.append(f"{name} ({type(self.walk.values[number]).__name__})")
 
     def _save(self, value: Any) -> None:
-        saver = saver_of(type(value))
-        substitute = substitute_for(value)
-        if substitute is not None:
+        kind: Any = type(value)
+        saver = saver_of(kind)
+        if saver is None or _size_of(value) > _MAX_BYTES:
+            return
+        saved = saver(value)
+        if saved.substitute() is not None:
             places = [place for place in self.walk.places if place.value is value]
-            self._substituted.append(_Substituted(value, substitute, places))
-        elif saver is not None and _size_of(value) <= _MAX_BYTES:
+            # A substitute in some of the places would move apart from the original.
+            if not places or not all(place.is_writable for place in places):
+                raise CannotSaveError
+            self._substituted.append((saved, places))
+        elif saved.state is not None:
             values = self._generators if saver.draws else self._values
-            values.append(saver(value))
+            values.append(saved)
 
     def _save_tensors(self, guarded: Container[int] | None, bytes_left: float) -> None:
         """Save where tensors are stored, and the values that user code may write."""
@@ -260,8 +235,11 @@ class Journal:
 
     def begin(self) -> None:
         """Until ``end`` calls get substitutes of what cannot be set back."""
-        for value in self._substituted:
-            self._substitutes[id(value.original)] = value.put()
+        for saved, places in self._substituted:
+            substitute = saved.substitute()
+            self._substitutes[id(saved.value)] = substitute
+            for place in places:
+                place.write(substitute)
         if self._substitutes:
             self._present_references = _References(self.walk)
 

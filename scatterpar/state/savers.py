@@ -1,8 +1,8 @@
 """How values that are written in place are saved, compared and restored.
 
-``SAVERS`` has the rows of the table, by class, except those of tensors.
-Values that cannot be set back have no row: ``substitute_for`` makes others that take
-their places, such as a copy of an iterator, and for a file an object that does nothing.
+``SAVERS`` has the rows of the table, by class, except those of tensors. For values that
+cannot be set back a row makes substitutes, such as a copy of an iterator, and for a
+file an object that does nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Saved:
         kinds: the classes of values that a row is for.
         draws: whether the values are sources of random numbers.
         value: the value.
-        state: what was saved of it.
+        state: what was saved of it; ``None`` if it needs no restoring.
     """
 
     kinds: tuple[type, ...] = ()
@@ -67,6 +67,24 @@ class Saved:
     def restore(self) -> None:
         """Make the value what was saved."""
         raise NotImplementedError
+
+    def substitute(self) -> Any:
+        """What calls get in the place of a value that cannot be set back.
+
+        ``None``: they get the value itself, which is restored.
+        """
+        return self.state if type(self.state) is Silent else None
+
+
+class _Writer(Saved):
+    """Calls get an object that does nothing."""
+
+    @classmethod
+    def fits(cls, kind: type) -> bool:
+        return is_writer(kind)
+
+    def read(self) -> Any:
+        return Silent(self.value)
 
 
 class _PythonRandom(Saved):
@@ -158,23 +176,48 @@ class _TextInMemory(Saved):
         self.value.seek(position)
 
 
-class _FileThatIsRead(Saved):
-    """A file that cannot be written: its position."""
+class _File(Saved):
+    """The position of a file that is read. One that is written is as a writer."""
 
     kinds = (io.IOBase,)
 
     def read(self) -> Any:
         file = self.value
         # What a terminal has shown stays, and has no position.
-        if file.closed or _is_of_terminal(file):
+        if file.closed or file in (sys.stdin, sys.stdout, sys.stderr):
             return None
-        if file.writable() or not file.seekable():
+        if not file.writable() and file.seekable():
+            return file.tell()
+        if not file.writable() or file.readable():
             raise CannotSaveError
-        return file.tell()
+        return Silent(file)
 
     def restore(self) -> None:
-        if self.state is not None:
-            self.value.seek(self.state)
+        self.value.seek(self.state)
+
+
+class _Iterator(Saved):
+    """Calls get a copy at the same position.
+
+    Of coroutines, sockets and plain queues there is none.
+    """
+
+    @classmethod
+    def fits(cls, kind: type) -> bool:
+        if issubclass(kind, (types.CoroutineType, queue.SimpleQueue)):
+            return True
+        # Only if user code has it: to import it takes longer than a small step.
+        sockets = sys.modules.get("_socket")
+        is_socket = sockets is not None and issubclass(kind, sockets.socket)
+        return is_socket or hasattr(kind, "__next__")
+
+    def read(self) -> Any:
+        # The position of the user's own is in its attributes.
+        return None if _is_of_user(self.value) else copy_of_iterator(self.value)
+
+    def substitute(self) -> Any:
+        # Nobody can ask an iterator for its position, so each call gets a copy.
+        return None if self.state is None else copy_of_iterator(self.state)
 
 
 class TensorStorage(Saved):
@@ -238,36 +281,22 @@ def has_own_values(tensor: Tensor) -> bool:
 
 # The first row that fits counts.
 SAVERS: tuple[type[Saved], ...] = (
+    _Writer,
     _PythonRandom,
     _TorchRandom,
     _NumpyRandom,
     _NumpyArray,
     _Bytes,
     _TextInMemory,
-    _FileThatIsRead,
+    _File,
+    _Iterator,
 )
 
 
-def saver_of(kind: type) -> type[Saved] | None:
-    """The row for values of a class; ``None`` if there is none."""
-    return next((saver for saver in SAVERS if saver.fits(kind)), None)
-
-
 @functools.lru_cache(maxsize=1024)  # values of one class are thousands
-def is_moved_by_calls(kind: type) -> bool:
-    """Whether calls may move values of a class: write them in place, or read on.
-
-    Such as iterators, coroutines, sockets, plain queues, writers, and all that has a
-    row in the table. Files are among the iterators.
-    """
-    if hasattr(kind, "__next__") or is_writer(kind):
-        return True
-    if issubclass(kind, (types.CoroutineType, queue.SimpleQueue)):
-        return True
-    # Only if user code has it: the import of sockets takes longer than a small step.
-    sockets = sys.modules.get("_socket")
-    is_socket = sockets is not None and issubclass(kind, sockets.socket)
-    return is_socket or saver_of(kind) is not None
+def saver_of(kind: Any) -> type[Saved] | None:
+    """The row for values of a class; ``None`` if calls do not move these."""
+    return next((saver for saver in SAVERS if saver.fits(kind)), None)
 
 
 class Silent:
@@ -293,33 +322,6 @@ class Silent:
         if value is None or isinstance(value, (bool, int, float, str, os.PathLike)):
             return value
         return Silent(value)
-
-
-def substitute_for(value: Any) -> Any:
-    """What calls get in the place of a value that they move and cannot be set back.
-
-    For a writer, or a file that is only written: an object that does nothing. For an
-    iterator: a copy at the same position. ``None``: calls get the value itself.
-
-    Raises:
-        CannotSaveError: calls move it, and it has no copy, such as a socket.
-    """
-    kind = type(value)
-    if is_writer(kind) or _is_only_written(value):
-        return Silent(value)
-    if saver_of(kind) is None and not _is_of_user(value):
-        return copy_of_iterator(value)
-    return None
-
-
-def _is_only_written(value: Any) -> bool:
-    if not isinstance(value, io.IOBase) or value.closed or _is_of_terminal(value):
-        return False
-    return value.writable() and not value.readable()
-
-
-def _is_of_terminal(file: Any) -> bool:
-    return file in (sys.stdin, sys.stdout, sys.stderr)
 
 
 def _is_of_user(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import csv
 import io
 import itertools
 import random
@@ -141,8 +142,10 @@ def test_value_is_put_back(name):
 
 
 def test_each_row_has_a_value():
-    rows = {savers.saver_of(type(make())) for make, _, _ in VALUES.values()}
-    assert {*savers.SAVERS} <= rows
+    values = [make() for make, _, _ in VALUES.values()]
+    values += [make() for make in ITERATORS.values()]
+    values.append(csv.writer(io.StringIO()))
+    assert {*savers.SAVERS} <= {savers.saver_of(type(value)) for value in values}
 
 
 ITERATORS = {

@@ -585,11 +585,10 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         """Parts 2 to 5 of the step: all except the plan and the commit."""
         is_checked = self.loop.is_checked and not extent.is_trial
         verifier = self._verifier if is_checked else None
-        have_losses = schedule.weights_apply()
         with self._attempt(request, plan, extent) as attempt:
             transfers = attempt.transfers
             with attempt.phase("scatter"):  # 2
-                loaders = self._scattered(attempt, schedule)
+                loaders = self._scattered(attempt)
             with attempt.phase("replicate"):  # 3
                 number = schedule.replicas_of_criterion
                 self._replicas.refresh(
@@ -600,25 +599,29 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                 if verifier is not None:
                     if verifier.check(attempt, tasks, self.loop):
                         # Other weights, and perhaps other inputs.
-                        tasks = make_tasks(attempt, self._scattered(attempt, schedule))
+                        tasks = make_tasks(attempt, self._scattered(attempt))
                     schedule.look(attempt, tasks[0])
                 check_join = None if verifier is None else verifier.joins.check
                 computed = schedule.run(attempt, tasks, check_join)
             with attempt.phase("reduce"):  # 5
                 norms = ReplicaNorms()
                 # First: sums are made in place, in the gradients of replica 0.
-                if self.measure_noise and have_losses:
+                if self.measure_noise and not request.whole_batch:
                     norms = norms_of(attempt)
                 return reduce(attempt, computed, norms)
 
-    def _scattered(self, attempt: Attempt, schedule: Schedule) -> list[ShareLoader]:
+    def _scattered(self, attempt: Attempt) -> list[ShareLoader]:
         """A loader per share; the weights of the losses are known afterwards."""
         plan = attempt.plan
-        data = in_order(schedule.data(attempt.request), plan)
-        pieces = micro_batches(data, plan) if schedule.weights_apply() else None
+        request = attempt.request
+        batches = request.batches
+        if request.whole_batch:  # one loss, for which the master alone needs targets
+            batches = [batch.without_targets() for batch in batches]
+        data = in_order(batches, plan)
+        pieces = None if request.whole_batch else micro_batches(data, plan)
         # First: it may read labels from a device, and would wait for copies in the
         # queue.
-        attempt.weights = compute_loss_weights(attempt.request, plan, pieces)
+        attempt.weights = compute_loss_weights(request, plan, pieces)
         return scatter(data, plan, attempt.transfers)
 
     @contextlib.contextmanager

@@ -45,7 +45,7 @@ from scatterpar.step.attempt import Attempt
 from scatterpar.step.inner_backward import gradient_versions, inner_backward
 from scatterpar.step.loss import loss_of, require_trainable
 from scatterpar.step.replica_threads import Proceed
-from scatterpar.step.request import Call, Request
+from scatterpar.step.request import Call
 from scatterpar.step.scatter import moved
 from scatterpar.step.substeps import (
     CheckJoin,
@@ -103,14 +103,6 @@ class TwoPasses(Schedule):
                     f"{name}= says how the losses of micro-batches combine, and "
                     f"whole_batch=True has one loss, of all rows; leave {name}= out"
                 )
-
-    def data(self, request: Request) -> Sequence[Batch]:
-        """The inputs only: the master alone needs the targets."""
-        return [batch.without_targets() for batch in request.batches]
-
-    def weights_apply(self) -> bool:
-        """No: micro-batches have outputs, and the loss is that of all rows."""
-        return False
 
     def run(
         self,

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from scatterpar.batch import nested
-from scatterpar.batch.batch import Batch
 from scatterpar.batch.objects import refuse_graphs
 from scatterpar.devices.transfers import to_numbers
 from scatterpar.replicas.broadcast import version
@@ -204,14 +203,6 @@ class Schedule:
     replicas_of_criterion: int | None = None
     may_start_again = True
     uses_graphs = False
-
-    def data(self, request: Request) -> Sequence[Batch]:
-        """What is scattered."""
-        return request.batches
-
-    def weights_apply(self) -> bool:
-        """Whether each micro-batch has a loss, with a factor in the batch's loss."""
-        return True
 
     def substeps(self, attempt: Attempt, task: ReplicaTask) -> Substeps:
         """What runs the sub-steps of one replica in one step."""

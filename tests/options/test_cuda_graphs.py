@@ -23,7 +23,7 @@ from harness.pairwise import few_of
 from torch import nn
 from torch.nn import functional as F
 
-from scatterpar import ScatterOnceParallel
+from scatterpar import Rows, ScatterOnceParallel
 from scatterpar.options.cuda_graphs import GraphedSubsteps
 
 pytestmark = [pytest.mark.cuda, pytest.mark.nullcuda]
@@ -225,6 +225,21 @@ def test_unused_layers_have_no_gradient(places, lengths):
             assert_step(engine, randn(ROWS, length, FEATURES).to(home()), targets, LOSS)
             assert model.never.weight.grad is None
             assert (model.short.weight.grad is None) == (length > 4)
+
+
+def test_tensors_that_collate_keeps_are_not_written(two_places):
+    model, inputs, targets = problem(rows=8)
+    batches = {}
+
+    def collate(rows):
+        return batches.setdefault(float(rows[0].sum()), torch.stack(rows))
+
+    def run(engine):
+        batches.clear()
+        rows = Rows(list(inputs), collate)
+        return [engine.forward_backward(rows, targets, LOSS) for _ in range(2)]
+
+    assert_same(run, model, two_places, 2)
 
 
 # --- what has changed is captured anew ---

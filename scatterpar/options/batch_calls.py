@@ -93,9 +93,9 @@ class BatchCalls:
         # Ends the attempt, which lasts until the result of its last call is taken.
         self._end_of_attempt = contextlib.ExitStack()
         self._attempt: Attempt | None = None
-        self._num_begun = 0  # with this attempt
-        self._trains = False  # whether a part of the module does, and moves buffers
-        self._draws = False  # whether a call has drawn random numbers
+        # Whether a part of the module trains, and so moves buffers, or a call has drawn
+        # random numbers.
+        self._moves_state = False
         # Whether the module may have changed since the last group that was computed
         # while the loop waited.
         self._is_changed = True
@@ -174,13 +174,12 @@ class BatchCalls:
             if not self._is_changed and not replicas.of_model.is_current():
                 warn(_CHANGED)
                 self._is_changed = True
-            if self._is_changed:
-                replicas.refresh(self._module, None, attempt.transfers)
             guard: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
             if self._is_changed:
+                replicas.refresh(self._module, None, attempt.transfers)
                 guard = parameter_writes_refused(replicas.replica_sets)
-            self._num_begun = 0
-            self._trains = any(part.training for part in self._module.modules())
+            if any(part.training for part in self._module.modules()):
+                self._moves_state = True
             # A step that begins in the middle of the loop waits for these calls.
             self._loop.settle = self.settle
             try:
@@ -223,7 +222,8 @@ class BatchCalls:
     def _end_group(self) -> None:
         self._wait()
         assert self._attempt is not None
-        self._draws = self._draws or self._attempt.generators.drawn
+        if self._attempt.generators.drawn:
+            self._moves_state = True
         # Else what the calls have moved is undone when the result is asked for that an
         # error stands for.
         if not any(call.job.errors for call in self._calls):
@@ -231,8 +231,9 @@ class BatchCalls:
 
     def _begun(self, batch: Any) -> _BatchCall:
         assert self._attempt is not None
-        number = self._num_begun % len(self._plan.shares)
-        self._num_begun += 1
+        number = 0
+        if self._calls:
+            number = (self._calls[-1].replica + 1) % len(self._plan.shares)
         share = self._plan.shares[number]
         sources = {tensor.device for tensor in nested.tensors(batch)}
         copies = Prefetcher(share.device, sources)
@@ -250,7 +251,7 @@ class BatchCalls:
         attempt = self._attempt
         if attempt is None or self._loop.takes_turns:
             return False
-        if self._is_changed or self._trains or self._draws:
+        if self._is_changed or self._moves_state:
             return False
         return attempt.replicas.of_model.is_current()
 
@@ -261,8 +262,8 @@ class BatchCalls:
         call.copies.synchronize()
         # Not those of other replicas, whose calls may have drawn or not at this time:
         # else which calls form a group would differ between runs.
-        if self._attempt is not None and not self._draws:
-            self._draws = self._attempt.generators.has_drawn(call.replica)
+        if self._attempt and self._attempt.generators.has_drawn(call.replica):
+            self._moves_state = True
         if not self._calls:
             self._commit()
         return result

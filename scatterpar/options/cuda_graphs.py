@@ -348,8 +348,8 @@ class GraphedSubsteps(Substeps):
         All work runs on the capturing stream, in order with the current stream's, for
         one replica at a time.
         """
-        # The sub-step that follows loads these rows again. Clones: a ``collate`` may keep
-        # what it returns.
+        # The sub-step that follows loads these rows again. These are clones, because a
+        # ``collate`` may keep what it returns.
         rows = nested.map_tensors(Tensor.clone, task.rows_of(number, retain=True))
         device = task.share.device
         # One stream for all graphs. Autograd nodes refer to it, and a traceback may

@@ -75,9 +75,6 @@ class ReplicaTask:
 
     def rows_of(self, sub_step: int, *, retain: bool = False) -> Any:
         """The rows of one micro-batch, as by ``ShareLoader.load``; timed."""
-        # No empty span without a clock: replicas share the GIL in every sub-step.
-        if self.clock is None:
-            return self.loader.load(sub_step, retain=retain)
         with self.span("arrival", sub_step):
             return self.loader.load(sub_step, retain=retain)
 
@@ -97,9 +94,6 @@ class ReplicaTask:
         self, sub_step: int, roots: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> None:
         """Run and time the backward pass of a sub-step."""
-        if self.clock is None:
-            self.run_untimed_backward(roots, gradients)
-            return
         with self.span("backward", sub_step):
             self.run_untimed_backward(roots, gradients)
 

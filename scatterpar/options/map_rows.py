@@ -30,7 +30,7 @@ from scatterpar.step.misfits import misfit_of_inputs
 from scatterpar.step.reduce import join_on_master, reduce_buffers
 from scatterpar.step.replica_threads import Proceed
 from scatterpar.step.scatter import in_order, scatter
-from scatterpar.step.substeps import detached, referents_of, save_referents
+from scatterpar.step.substeps import detached, save_referents
 from scatterpar.step.task import ReplicaTask, make_tasks
 from scatterpar.step.turns import Scope
 from scatterpar.verify.verifier import Verifier
@@ -97,7 +97,7 @@ def map_rows(
     attempt.weights = compute_loss_weights(request, plan, None)
     tasks = make_tasks(attempt, loaders)
     work = _Work(function, replicas.of_model, attempt.extent.max_substeps)
-    save_referents(attempt, referents_of(attempt, function))
+    save_referents(attempt, function)
     with parameter_writes_refused(replicas.replica_sets):
         outputs = attempt.threads.run(work.of_share, tasks)
         if attempt.extent.is_trial:

@@ -284,8 +284,7 @@ def user_state_guarded(attempt: Attempt) -> Iterator[None]:
     those that the criterion or an object in the module refers to.
     """
     criterion = attempt.request.criterion
-    referents = referents_of(attempt, criterion)
-    save_referents(attempt, referents)
+    referents = save_referents(attempt, criterion)
     # By id, because model and criterion may share leaves.
     leaves: dict[int, Tensor] = {}
     for replica_set in attempt.replicas.replica_sets:
@@ -303,11 +302,13 @@ def user_state_guarded(attempt: Attempt) -> Iterator[None]:
                 raise not_replicated(leaf, criterion, module)
 
 
-def referents_of(attempt: Attempt, function: Any) -> list[Referent]:
-    """What ``function``, and objects that replicas share, refer to.
+def save_referents(attempt: Attempt, function: Any) -> list[Referent]:
+    """Save what user code may write: statistics of networks, and random generators.
 
     ``function`` is the criterion, or what ``engine.map`` calls. Objects that replicas
     share are in the module, or random generators among the arguments.
+
+    Returns what the function and these objects refer to.
     """
     referents = closure_contents(function)
     shared_objects = [
@@ -321,16 +322,11 @@ def referents_of(attempt: Attempt, function: Any) -> list[Referent]:
         for atom in batch.atoms:
             if isinstance(atom, torch.Generator):
                 referents.append(atom)
-    return referents
-
-
-def save_referents(attempt: Attempt, referents: Sequence[Referent]) -> None:
-    """Save what user code may write there: statistics of networks, and generators."""
-    if not referents:
-        return
-    generators = [value for value in referents if isinstance(value, torch.Generator)]
+    for referent in referents:
+        if isinstance(referent, torch.Generator):
+            attempt.undo.save_generator(referent)
     attempt.undo.save_values(training_buffers(referents))
-    attempt.undo.save_generators(generators)
+    return referents
 
 
 @contextlib.contextmanager

@@ -53,11 +53,9 @@ class Undo(contextlib.AbstractContextManager["Undo"]):
         for leaf in leaves:
             self._restores.append(partial(setattr, leaf, "grad", leaf.grad))
 
-    def save_generators(self, generators: Iterable[torch.Generator]) -> None:
-        """Save the states of the user's own random generators."""
-        for generator in generators:
-            state = generator.get_state()
-            self._restores.append(partial(generator.set_state, state))
+    def save_generator(self, generator: torch.Generator) -> None:
+        """Save the state of one of the user's own random generators."""
+        self._restores.append(partial(generator.set_state, generator.get_state()))
 
     def written(self) -> list[Tensor]:
         """The tensors with a saved value that have another value now."""

@@ -46,7 +46,7 @@ def saved_objects(undo):
     generator = torch.Generator().manual_seed(3)
     undo.save_values([tensor])
     undo.save_gradients([leaf])
-    undo.save_generators([generator])
+    undo.save_generator(generator)
     return tensor, leaf, generator
 
 

@@ -896,7 +896,7 @@ SABOTAGES = [
         promise="as in plain torch",
         file="options/batch_calls.py",
         place="BatchCalls._may_go_on",
-        text="if self._is_changed or self._trains or self._draws:",
+        text="if self._is_changed or self._moves_state:",
         replacement="if False:",
         seen_by="test_in_groups_nothing_runs_between_two_results",
     ),

@@ -126,7 +126,9 @@ def table_of(speeds: Figures, memory: Figures) -> Table:
 def write_pictures(folder: Path, number: int, size: int) -> None:
     """Make JPEG files in train/CLASS/ and test/CLASS/ of the included images."""
     data = load()
-    images, labels = data.parts["train"].tensors
+    rows = data.parts["train"]
+    images = data.sources[rows]
+    labels = data.labels[rows]
     for part, count in (("train", number), ("test", TEST_PICTURES)):
         for row in range(count):
             source = row % len(images)  # over and over

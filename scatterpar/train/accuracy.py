@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +14,16 @@ import tyro
 from scatterpar.tables import as_text
 from scatterpar.train import command_line as cl
 from scatterpar.train.command_line import UsageError, exit_code_of, printable, read
-from scatterpar.train.data_parts import TEST, first_names, labelled, unread_in_words
-from scatterpar.train.folders import rows_of_folder
+from scatterpar.train.data_parts import (
+    TEST,
+    Listing,
+    Names,
+    Pictures,
+    first_names,
+    labelled,
+    unread_in_words,
+)
+from scatterpar.train.folders import list_pictures
 from scatterpar.train.models import load_model
 from scatterpar.train.predict import STOPPING, RunOptions, scored_files
 from scatterpar.train.records import stoppable, written
@@ -58,13 +65,16 @@ def evaluate(options: EvaluationOptions) -> int:
     """Print, and write, what a test of all pictures measured."""
     model, about = load_model(options.run, options.model)
     class_names = about["class_names"]
-    unread = Counter[str]()
     if not options.pictures.is_dir():
         raise UsageError(
             f"{options.pictures} is no folder; pass one with a folder for each class"
         )
-    rows = rows_of_folder(options.pictures, unread)
-    pictures = labelled(TEST, rows, class_names, unread)
+    listing = Listing(class_names=class_names)
+    unread = listing.unread
+    list_pictures(listing, TEST, options.pictures)
+    labels, parts = labelled(listing)
+    rows = parts.get(TEST, labels[:0])
+    pictures = Pictures(Names(listing.sources), labels, {TEST: rows}, class_names)
     tally = Tally(len(class_names))
     unreadable = dict[str, str]()
     with stoppable(STOPPING) as signals:
@@ -75,7 +85,7 @@ def evaluate(options: EvaluationOptions) -> int:
                 tally.add(scores, batch.labels, batch.images)
     # Accuracies of a part of the images would look like those of all.
     if signals:
-        print(f"interrupted after {tally.images:,} of {len(pictures):,} images")
+        print(f"interrupted after {tally.images:,} of {len(rows):,} images")
         return 128 + signals[0]
     for name, reason in unreadable.items():
         print(printable(f"{name} cannot be read: {reason}"), file=sys.stderr)
@@ -89,9 +99,9 @@ def evaluate(options: EvaluationOptions) -> int:
     measured["pictures"] = str(options.pictures)
     measured["unreadable"] = unreadable
     measured["not_read"] = unread
-    print(printable("\n".join(lines)))
     if unread:
-        print(printable(f"not read: images or files {unread_in_words(unread)}"))
+        lines.append(f"not read: images or files {unread_in_words(unread)}")
+    print(printable("\n".join(lines)))
     if options.json is not None:
         with written(options.json) as file:
             file.write(json.dumps(measured, indent=1).encode())

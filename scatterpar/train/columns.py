@@ -8,52 +8,51 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from scatterpar.train.command_line import UsageError
-from scatterpar.train.data_parts import first_names
+from scatterpar.train.command_line import Options, UsageError
+from scatterpar.train.data_parts import TRAIN, first_names
 
 # Usual names of columns, the most usual first, in lower case and without other signs.
-IMAGE_COLUMNS = (
-    "image img picture photo filename file filepath path imagepath imagename imageid "
-    "id name"
-)
-LABEL_COLUMNS = (
-    "label labels class classname classlabel category finelabel target species breed "
-    "tag tags y"
-)
+_USUAL = {
+    "image": "image img picture photo filename file filepath path imagepath imagename "
+    "imageid id name",
+    "label": "label labels class classname classlabel category finelabel target "
+    "species breed tag tags y",
+}
 _FEW_CLASSES = 20  # any table may have so many
 
 
 def choose_column(
-    columns: Sequence[str], usual: str, kind: str, chosen: str | None
+    kind: str, columns: Sequence[str], options: Options, likely: Sequence[str] = ()
 ) -> str:
     """Return the column that an option names, else one with a usual name, else the only
     one.
 
     Args:
-        columns: the names of the columns.
-        usual: the usual names.
         kind: ``"image"`` or ``"label"``, as in the option's name.
-        chosen: the value of the option.
+        columns: the names of the columns.
+        options: the options of the run.
+        likely: the columns to choose from if no option names one; by default all.
     """
-    listed = first_names(columns)
-    if chosen is not None:
-        if chosen not in columns:
-            raise UsageError(f"--column-{kind} {chosen}: its columns are {listed}")
-        return chosen
-    column = usual_column(columns, usual)
-    if column is not None:
-        return column
-    if len(columns) == 1:
-        return columns[0]
-    raise UsageError(
-        f"which column has the {kind}s is not known: --column-{kind} NAME, one of "
-        f"{listed or 'none'}"
-    )
+    column: str | None = getattr(options, f"column_{kind}")
+    if column not in (None, *columns):
+        raise UsageError(
+            f"--column-{kind} {column}: its columns are {first_names(columns)}"
+        )
+    likely = likely or columns
+    column = column or usual_column(kind, likely)
+    if column is None and len(likely) == 1:
+        column = likely[0]
+    if column is None:
+        raise UsageError(
+            f"which column has the {kind}s is not known: --column-{kind} NAME, one of "
+            f"{first_names(likely) or 'none'}"
+        )
+    return column
 
 
-def usual_column(columns: Sequence[str], usual: str) -> str | None:
+def usual_column(kind: str, columns: Sequence[str]) -> str | None:
     """Return the column with the most usual name, or None."""
-    for name in usual.split():
+    for name in _USUAL[kind].split():
         for column in columns:
             if re.sub("[^a-z0-9]", "", column.lower()) == name:
                 return column
@@ -69,8 +68,11 @@ def columns_in_words(image: str, labels: list[str], columns: Sequence[str]) -> s
     return words
 
 
-def class_names_of(labels: Sequence[str], column: str) -> list[str]:
-    """Return the classes that labels name, sorted; by number if they are numbers."""
+def class_names_of(rows: Sequence[tuple[str, str]], column: str) -> list[str]:
+    """Return the classes of the rows to train on, as those of a `Listing`, sorted; by
+    number if they are numbers.
+    """
+    labels = [label for part, label in rows if part == TRAIN]
     names = sorted(set(labels) - {""})
     if len(names) > max(_FEW_CLASSES, len(labels) // 2):
         raise UsageError(

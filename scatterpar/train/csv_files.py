@@ -17,28 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from scatterpar.train.columns import (
-    IMAGE_COLUMNS,
-    LABEL_COLUMNS,
     choose_column,
     class_names_of,
     columns_in_words,
     usual_column,
 )
 from scatterpar.train.command_line import Options, UsageError, words_of
-from scatterpar.train.data_parts import (
-    TRAIN,
-    VAL,
-    DataParts,
-    ListedPictures,
-    Names,
-    first_names,
-    make_parts,
-    part_of,
-)
-from scatterpar.train.folders import find_pictures, is_picture
+from scatterpar.train.data_parts import TRAIN, VAL, Listing, first_names, part_of
+from scatterpar.train.folders import find_pictures
 from scatterpar.train.libraries import installed
 
-ENDINGS = (".csv", ".tsv")
 _DELIMITERS = ",;\t|"
 _ENCODING = "utf-8-sig"  # spreadsheets begin a file with a mark
 _PART_COLUMNS = ("split", "subset", "partition", "set")
@@ -48,31 +36,22 @@ _YES = ("1", "1.0", "true", "True", "TRUE")
 _NO = ("0", "0.0", "false", "False", "FALSE")
 
 
-def read_table(path: Path, options: Options) -> DataParts:
+def read_table(path: Path, options: Options) -> Listing:
     """Find the files that a table lists."""
     table = _read(path)
     parts = _parts_of_rows(table)
     columns = [column for column in table if column != parts.name]
-    image = choose_column(columns, IMAGE_COLUMNS, "image", options.column_image)
+    image = choose_column("image", columns, options)
     other_columns = [column for column in columns if column != image]
     label_columns, labels = _labels(table, other_columns, options)
     folder = path.parent / (options.train_folder or "")
-    rows_of_all = labels.to_frame("label")
-    rows_of_all["place"] = _places(folder, table[image])
-    rows_of_parts = {}
-    for part, rows in rows_of_all.groupby(parts):
-        rows_of_parts[part] = ListedPictures(
-            Names(list(rows["place"])), list(rows["label"])
-        )
-    unread = Counter[str]()
-    without_part = parts.isna()
-    if without_part.any():
-        names = sorted(set(table[parts.name][without_part]))
-        unread[f"of other parts ({first_names(names)})"] = without_part.sum()
-    class_names = class_names_of(rows_of_parts[TRAIN].labels, label_columns[0])
-    data_parts = make_parts(rows_of_parts, class_names, unread, options.val)
-    data_parts.notes.append(columns_in_words(image, label_columns, columns))
-    return data_parts
+    rows = list(zip(parts, labels, strict=True))
+    return Listing(
+        _places(folder, table[image]),
+        rows,
+        class_names_of(rows, label_columns[0]),
+        notes=[columns_in_words(image, label_columns, columns)],
+    )
 
 
 def _labels(
@@ -82,9 +61,9 @@ def _labels(
     row.
     """
     flags = [column for column in columns if table[column].isin(_YES + _NO).all()]
-    is_named = options.column_label or usual_column(columns, LABEL_COLUMNS)
+    is_named = options.column_label or usual_column("label", columns)
     if is_named or len(flags) < 2:
-        label = choose_column(columns, LABEL_COLUMNS, "label", options.column_label)
+        label = choose_column("label", columns, options)
         return [label], table[label]
     is_of_class = table[flags].isin(_YES)
     has_one_class = is_of_class.sum(axis=1) == 1
@@ -125,15 +104,7 @@ def _read(path: Path) -> Any:
     table.columns = table.columns.str.strip()
     table = table.fillna("").apply(lambda column: column.str.strip())
     # Spreadsheets leave rows without content at the end.
-    table = table[(table != "").any(axis=1)].reset_index(drop=True)
-    if any(map(is_picture, table)):
-        raise UsageError(
-            f"its first line has no names of columns, but {first_names(list(table))}; "
-            "add one above it, such as image,label"
-        )
-    if table.empty:
-        raise UsageError("it has no rows below a line with the names of its columns")
-    return table
+    return table[(table != "").any(axis=1)].reset_index(drop=True)
 
 
 def _parts_of_rows(table: Any) -> Any:
@@ -145,21 +116,19 @@ def _parts_of_rows(table: Any) -> Any:
         if name == _IS_VALID:
             parts = table[column].isin(_YES).map({True: VAL, False: TRAIN})
         elif name in _PART_COLUMNS:
-            parts = table[column].map(part_of)
+            parts = table[column].map(part_of).fillna(table[column])
         else:
             continue
         # Otherwise the column has other values, such as the set of a card.
         if (parts == TRAIN).any():
             return parts
-    return installed("pandas", "images").Series(TRAIN, table.index)
+    return table.index.to_series().map(lambda row: TRAIN)
 
 
 def _places(folder: Path, names: Sequence[str]) -> list[str]:
     """Return the file of each name in a column: a path, or the name of a file below the
     folder, with or without its ending.
     """
-    if not folder.is_dir():
-        raise UsageError(f"there is no folder {folder}")
     # Tables of competitions name files without folder and ending.
     by_name = defaultdict[str, set[str]](set)
     for path in find_pictures(folder, Counter()):

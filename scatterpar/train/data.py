@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset
+from torch.utils.data import ConcatDataset, TensorDataset
 
 from scatterpar.train.command_line import (
     EMBEDDED,
@@ -29,13 +29,15 @@ from scatterpar.train.command_line import (
     option_of,
     words_of,
 )
-from scatterpar.train.csv_files import ENDINGS, read_table
+from scatterpar.train.csv_files import read_table
 from scatterpar.train.data_parts import (
     TEST,
     TRAIN,
     VAL,
-    DataParts,
+    Listing,
+    Pictures,
     first_names,
+    make_parts,
 )
 from scatterpar.train.folders import read_folders
 from scatterpar.train.hub import PARQUET, is_saved, read_hub
@@ -49,13 +51,18 @@ _FASHION = (
 )
 _EMBEDDED_TRAIN = 8192  # of its 10,000 images; the others are for testing
 # ImageNet's mean and standard deviation, for pixels from 0 to 255.
-_MEAN = (123.675, 116.28, 103.53)
-_STD = (58.395, 57.12, 57.375)
+_MEAN = torch.tensor([123.675, 116.28, 103.53])
+_STD = torch.tensor([58.395, 57.12, 57.375])
 _OF_FILES = ("val", "image_size", "augment", "erase", "mixup", "cutmix")  # options
 _LARGEST_SIDE = 224  # by default; what timm's models take
 _SMALLEST_SIDE = 32  # by default; networks for pictures halve the sides five times
 _SAMPLE = 100  # pictures whose size is looked at
 _SHOWN_CLASSES = 20
+_READERS: dict[str, Callable[..., Listing]] = {
+    ".csv": read_table,
+    ".tsv": read_table,
+    PARQUET: read_hub,
+}
 _PURPOSES = {
     TRAIN: "images to train on",
     VAL: "to choose the best epoch",
@@ -85,33 +92,24 @@ class Images(NamedTuple):
     broken: Sequence[tuple[str, str]] = ()
 
 
-@dataclass
-class Source:
+@dataclass(kw_only=True)
+class Source(Pictures):
     """Images to train and to test on, with the mean and deviation of their pixels per
     channel.
 
-    Each part is images and labels in memory (a `TensorDataset`), or `Pictures`,
-    or a library's pairs of a picture and a label.
-
     Attributes:
         name: what `--data` names.
-        parts: as those of `DataParts`.
-        class_names: the names of the classes, by label.
         image_shape: channels, height and width of each image.
         mean: the mean of the pixels, per channel.
         std: the standard deviation of the pixels, per channel.
         options: the options that say how pictures are read and varied.
-        notes: what else a reader of the results has to know, a line each.
     """
 
     name: str
-    parts: dict[str, Any]
-    class_names: tuple[str, ...]
     image_shape: Shape
-    mean: Tensor
-    std: Tensor
+    mean: Tensor = _MEAN
+    std: Tensor = _STD
     options: Options = field(default_factory=Options)
-    notes: list[str] = field(default_factory=list)
 
     @property
     def tested(self) -> str:
@@ -121,62 +119,46 @@ class Source:
     @property
     def in_memory(self) -> bool:
         """Whether images are tensors, which need neither workers nor transforms."""
-        return isinstance(self.parts[TEST], TensorDataset)
-
-    @functools.cached_property
-    def class_counts(self) -> dict[str, list[int]]:
-        """The number of images of each class, by part; empty if labels are not known
-        before a picture is read.
-        """
-        counts = {}
-        for name, part in self.parts.items():
-            labels = _labels(part)
-            if labels is None:
-                return {}
-            numbers = torch.bincount(labels, minlength=len(self.class_names))
-            counts[name] = numbers.tolist()
-        return counts
+        return isinstance(self.sources, Tensor)
 
     def __getitem__(self, request: BatchRequest) -> Images:
         """Read the images of a request, or of a piece of one."""
-        pairs = self.parts[request.part]
+        part, rows, epoch = request
+        places = self.parts[part][rows]
+        labels = self.labels[places]
         if self.in_memory:
-            return Images(*pairs[request.rows])
-        seed = self.options.seed
+            return Images(self.sources[places], labels)
         size = self.image_shape[1]
-        transforms = _transforms(size, self.options, len(self.class_names))
-        varied = request.part == TRAIN
-        transform = transforms.varied if varied else transforms.plain
-        rows = torch.as_tensor(request.rows).tolist()
+        classes = len(self.class_names)
+        transform, mix = _transforms(part == TRAIN, size, self.options, classes)
         # Bytes are a fourth of the memory of floats, on the way to the device, too.
         images = torch.empty(len(rows), *self.image_shape, dtype=torch.uint8)
-        labels = list[int]()
+        readable = list[int]()
         broken = list[tuple[str, str]]()
-        for row in rows:
-            name = f"{self.name} ({request.part}), image {row}"
+        for number, place in enumerate(places.tolist()):
+            row = int(rows[number])
+            name = f"{self.name} ({part}), image {row}"
             try:
-                opened, label = pairs[row]
-                name = opened if isinstance(opened, str) else name
-                picture = as_rgb(open_picture(opened))
+                source = self.sources[place]
+                name = source if isinstance(source, str) else name
+                picture = as_rgb(_open(source))
             except Exception as error:  # Pillow's decoders raise many kinds
                 broken.append((name, words_of(error)))
                 continue
             # timm draws from Python's generator, and torchvision from torch's.
-            seed_host("image", seed, request.epoch, row)
-            images[len(labels)] = transform(picture)
-            labels.append(int(label))
-        images = images[: len(labels)]
-        targets = torch.tensor(labels, dtype=torch.int64)
-        if varied and transforms.mix is not None and labels:
-            seed_host("piece", seed, request.epoch, rows[0])
-            mixed, targets = transforms.mix(images.float(), targets)
+            seed_host("image", self.options.seed, epoch, row)
+            images[number] = transform(picture)
+            readable.append(number)
+        images = images[readable]
+        labels = labels[readable]
+        if mix is not None and readable:
+            seed_host("piece", self.options.seed, epoch, int(rows[0]))
+            mixed, labels = mix(images.float(), labels)
             images = mixed.round_().to(torch.uint8)
-        return Images(images, targets, broken)
+        return Images(images, labels, broken)
 
     def __str__(self) -> str:
-        counts = []
-        for name, part in self.parts.items():
-            counts.append(f"{len(part):,} {_PURPOSES[name]}")
+        counts = [f"{len(self.parts[part]):,} {_PURPOSES[part]}" for part in self.parts]
         counts.append(f"{len(self.class_names)} classes")
         shape = " x ".join(map(str, self.image_shape))
         counts.append(shape if self.in_memory else f"brought to {shape}")
@@ -184,22 +166,11 @@ class Source:
 
     def classes_in_words(self) -> str:
         """Return the names of the classes, with the number of their images per part."""
-        if not self.class_counts:
-            return f"classes: {first_names(self.class_names, _SHOWN_CLASSES)}"
-        per_class = zip(*self.class_counts.values(), strict=True)
+        per_class = zip(self.class_names, *self.class_counts.values(), strict=True)
         texts = []
-        for name, numbers in zip(self.class_names, per_class, strict=True):
+        for name, *numbers in per_class:
             texts.append(f"{name} {' + '.join(f'{number:,}' for number in numbers)}")
         return f"images of each class: {first_names(texts, _SHOWN_CLASSES)}"
-
-
-def _labels(part: Any) -> Tensor | None:
-    if isinstance(part, TensorDataset):
-        return part.tensors[1]
-    labels = getattr(part, "labels", None)
-    if labels is None:
-        labels = getattr(part, "targets", None)  # of torchvision
-    return None if labels is None else torch.as_tensor(labels)
 
 
 def seed_of(*parts: object) -> int:
@@ -224,14 +195,20 @@ def seed_host(*parts: object) -> int:
 
 def load() -> Source:
     """Load the images that are included; a part of them is for testing."""
-    images = read_split(Path(__file__).parent / "embedded", "t10k")
-    train = TensorDataset(*images[:_EMBEDDED_TRAIN])
-    parts = {TRAIN: train, TEST: TensorDataset(*images[_EMBEDDED_TRAIN:])}
-    pixels = train.tensors[0].float()
-    std, mean = torch.std_mean(pixels, (0, 2, 3), correction=0)
-    name = "embedded Fashion-MNIST"
-    class_names = tuple(_FASHION.split(", "))
-    return Source(name, parts, class_names, (1, 28, 28), mean, std)
+    split = read_split(Path(__file__).parent / "embedded", "t10k")
+    images, labels = split.tensors
+    train, test = torch.arange(len(images)).split(_EMBEDDED_TRAIN)
+    std, mean = torch.std_mean(images[train].float(), (0, 2, 3), correction=0)
+    return Source(
+        images,
+        labels,
+        {TRAIN: train, TEST: test},
+        tuple(_FASHION.split(", ")),
+        name="embedded Fashion-MNIST",
+        image_shape=(1, 28, 28),
+        mean=mean,
+        std=std,
+    )
 
 
 def read_split(folder: Path, part: str) -> TensorDataset:
@@ -248,59 +225,51 @@ def _read_bytes(path: Path, header: int) -> Tensor:
     return torch.frombuffer(bytearray(content[header:]), dtype=torch.uint8)
 
 
-class Transforms(NamedTuple):
-    """How pictures become tensors of uint8.
-
-    Attributes:
-        plain: of a picture to test on.
-        varied: of a picture to train on, drawn at random.
-        mix: of a piece of pictures to train on, or None.
-    """
-
-    plain: Callable[[Any], Tensor]
-    varied: Callable[[Any], Tensor]
-    mix: Callable[..., Any] | None
-
-
 # Kept in each worker, because every piece of 64 images asks for them.
 @functools.cache
-def _transforms(size: int, options: Options, classes: int) -> Transforms:
-    """Build torchvision's and timm's transforms for these options."""
-    create_transform = library("timm.data").create_transform
+def _transforms(
+    is_varied: bool, size: int, options: Options, classes: int
+) -> tuple[Callable[[Any], Tensor], Callable[..., Any] | None]:
+    """Build what turns a picture into a tensor of uint8; and what mixes the pictures of
+    a piece, or None. Pictures to train on are varied at random.
+    """
     v2 = library("torchvision.transforms.v2")
-    # Not normalised: the model does it on the device, to which bytes are copied.
-    create = functools.partial(
-        create_transform, size, interpolation="bilinear", normalize=False
-    )
-    plain = functools.partial(as_pixels, size=size)
-    varied: Any = plain
+    transform: Any = functools.partial(as_pixels, size=size)
+    if not is_varied:
+        return transform, None
     if options.augment != "none":
-        varied = _augmentation(create, options.augment)
+        transform = _augmentation(size, options.augment)
     if options.erase:
-        grey = [round(value) for value in _MEAN]  # zero, once standardised
-        erasing = v2.RandomErasing(options.erase, value=grey)
-        varied = v2.Compose([varied, erasing])
+        grey = _MEAN.round().int().tolist()  # zero, once standardised
+        transform = v2.Compose([transform, v2.RandomErasing(options.erase, value=grey)])
     mixing = []
     if options.mixup:
         mixing.append(v2.MixUp(alpha=options.mixup, num_classes=classes))
     if options.cutmix:
         mixing.append(v2.CutMix(alpha=options.cutmix, num_classes=classes))
-    mix = v2.RandomChoice(mixing) if mixing else None
-    return Transforms(plain, varied, mix)
+    return transform, v2.RandomChoice(mixing) if mixing else None
 
 
-def _augmentation(create: Callable[..., Any], augment: str) -> Any:
+def _augmentation(size: int, augment: str) -> Any:
     """Build timm's transform of a random crop, and its policy if one is named."""
     policy = None if augment == "crop" else augment
-    for section in (policy or "").split("-")[1:]:
+    for section in augment.split("-")[1:]:
         # timm ignores a section without a number, such as the end of rand-m9-mst.
         if not re.match("t|[a-z]+[0-9]", section):
             raise UsageError(
                 f"--augment {policy}: its section {section} has no number; one of "
                 "timm's policies is rand-m9-mstd0.5"
             )
+    # Not normalised: the model does it on the device, to which bytes are copied.
     try:
-        varied = create(is_training=True, color_jitter=None, auto_augment=policy)
+        varied = library("timm.data").create_transform(
+            size,
+            is_training=True,
+            color_jitter=None,
+            auto_augment=policy,
+            interpolation="bilinear",
+            normalize=False,
+        )
     except (AssertionError, ValueError, KeyError) as error:
         raise UsageError(
             f"--augment {policy} is neither none, nor crop, nor a policy of timm's, "
@@ -309,8 +278,9 @@ def _augmentation(create: Callable[..., Any], augment: str) -> Any:
     for transform in varied.transforms:
         for operation in getattr(transform, "ops", ()):
             if "Posterize" in operation.name:
-                level = operation.level_fn
-                operation.level_fn = functools.partial(_at_least_one_bit, level)
+                operation.level_fn = functools.partial(
+                    _at_least_one_bit, operation.level_fn
+                )
     return varied
 
 
@@ -328,40 +298,34 @@ def open_data(options: Options) -> Source:
         if options.data == EMBEDDED:
             _refuse_options_of_files(options)
             return load()
-        parts = _open_parts(options)
+        if options.data.startswith("torch/") and not Path(options.data).exists():
+            pictures = _of_torchvision(options)
+        else:
+            pictures = make_parts(_listing(options), options.val)
     except (UsageError, OSError) as error:
         raise UsageError(f"--data {options.data}: {words_of(error)}") from error
-    return make_pictures(options, parts)
+    return make_source(options, pictures)
 
 
-def _open_parts(options: Options) -> DataParts:
+def _listing(options: Options) -> Listing:
+    """List the pictures of a folder, a table, or a data set of Hugging Face."""
     path = Path(options.data).expanduser()
     if path.is_dir():
-        if is_saved(path):
-            return read_hub(str(path), options)
-        return read_folders(path, options)
-    library_name, _, name = options.data.partition("/")
+        reader = read_hub if is_saved(path) else read_folders
+        return reader(path, options)
     if path.is_file():
-        if path.suffix.lower() in ENDINGS:
-            return read_table(path, options)
-        if path.suffix.lower() == PARQUET:
-            return read_hub(str(path), options)
-        endings = ", ".join([*ENDINGS, PARQUET])
-        raise UsageError(f"it is no folder and no table ({endings})")
-    if library_name == "hfds":
-        return read_hub(name, options)
-    if library_name == "torch":
-        return _of_torchvision(options)
+        ending = path.suffix.lower()
+        if ending not in _READERS:
+            raise UsageError(f"it is no folder and no table ({', '.join(_READERS)})")
+        return _READERS[ending](path, options)
+    if options.data.startswith("hfds/"):
+        return read_hub(options.data.removeprefix("hfds/"), options)
     # A misspelt path looks like the name of a library's set.
     near = suggestion(path.name, [entry.name for entry in path.parent.glob("*")])
+    remedy = f"known by name are {EMBEDDED}, torch/NAME and hfds/NAME"
     if options.resume:
-        raise UsageError(
-            f"there is no such folder{near}; --data FOLDER names where it is now"
-        )
-    raise UsageError(
-        f"there is no such folder{near}; known by name are {EMBEDDED}, torch/NAME and "
-        "hfds/NAME"
-    )
+        remedy = "--data FOLDER names where it is now"
+    raise UsageError(f"there is no such folder{near}; {remedy}")
 
 
 def _refuse_options_of_files(options: Options) -> None:
@@ -372,65 +336,61 @@ def _refuse_options_of_files(options: Options) -> None:
             )
 
 
-def make_pictures(options: Options, data_parts: DataParts) -> Source:
-    """Make a data set of pictures, all brought to one size."""
-    parts = data_parts.parts
-    size = options.image_size or _default_size(options.model, parts[TRAIN])
-    class_names = tuple(data_parts.class_names)
+def make_source(options: Options, pictures: Pictures) -> Source:
+    """Make a source of pictures, all brought to one size."""
+    size = options.image_size or _default_size(options.model, pictures)
     # The error of a missing library comes now, and not from a worker.
-    _transforms(size, options, len(class_names))
+    _transforms(True, size, options, len(pictures.class_names))
     return Source(
+        **vars(pictures),
         name=options.data,
-        parts=parts,
-        class_names=class_names,
         image_shape=(3, size, size),
-        mean=torch.tensor(_MEAN),
-        std=torch.tensor(_STD),
         options=options,
-        notes=data_parts.notes,
     )
 
 
-def _default_size(model: str, pairs: Any) -> int:
+def _open(source: Any) -> Any:
+    """Open a file, or return a library's picture."""
+    if isinstance(source, tuple):  # torchvision's sets have the label beside it
+        source, _ = source
+    return open_picture(source)
+
+
+def _default_size(model: str, pictures: Pictures) -> int:
     """Return 224 for timm's models, else the median of the shorter sides of a sample,
     from 32 to 224.
     """
     if model.startswith("timm:"):
         return _LARGEST_SIDE
-    sides = []
-    # Over all classes, as pairs are sorted by class.
-    stride = -(-len(pairs) // _SAMPLE)
-    for row in range(0, len(pairs), stride):
+    sides = list[int]()
+    rows = pictures.parts[TRAIN]
+    # Over all classes, as pictures are sorted by class.
+    for row in rows[:: -(-len(rows) // _SAMPLE)].tolist():
         # The feed reports a picture that cannot be read.
         with contextlib.suppress(Exception):
-            picture = open_picture(pairs[row][0])
-            sides.append(min(picture.size))
-    if not sides:
-        return _LARGEST_SIDE
-    median = round(statistics.median(sides))
+            sides.append(min(_open(pictures.sources[row]).size))
+    median = round(statistics.median(sides or [_LARGEST_SIDE]))
     return max(_SMALLEST_SIDE, min(median, _LARGEST_SIDE))
 
 
-def _of_torchvision(options: Options) -> DataParts:
+def _of_torchvision(options: Options) -> Pictures:
     """Open a data set of torchvision by timm's name."""
     if options.val is not None:
         raise UsageError("it has images to test on; leave out --val")
-    train = _open_split(options, TRAIN)
-    names = getattr(train, "classes", None) or getattr(train, "class_to_idx", None)
-    if not names:
-        raise UsageError("it does not say what its classes are called")
-    class_names = [str(name) for name in names]
-    return DataParts({TRAIN: train, TEST: _open_split(options, TEST)}, class_names)
-
-
-def _open_split(options: Options, part: str) -> Any:
-    """Return pairs of a picture and a label."""
     create_dataset = library("timm.data").create_dataset
-    root = options.data_root
+    root = str(options.data_root)
+    sets = []
     try:
-        return create_dataset(options.data, str(root), part, download=options.download)
+        for part in (TRAIN, TEST):
+            pairs = create_dataset(options.data, root, part, download=options.download)
+            sets.append(pairs)
+        class_names = [str(name) for name in sets[0].classes]
     except Exception as error:
         raise UsageError(
             f"{words_of(error):.300} (looked in --data-root {root}; --download fetches "
             "it)"
         ) from error
+    labels = torch.cat([torch.as_tensor(pairs.targets) for pairs in sets])
+    train, test = torch.arange(len(labels)).split([len(pairs) for pairs in sets])
+    parts = {TRAIN: train, TEST: test}
+    return Pictures(ConcatDataset(sets), labels, parts, tuple(class_names))

@@ -8,9 +8,8 @@ photos/test/cat/3.jpg
 from __future__ import annotations
 
 import os
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 
 from scatterpar.train.command_line import Options, UsageError
@@ -18,12 +17,9 @@ from scatterpar.train.data_parts import (
     TEST,
     TRAIN,
     VAL,
-    DataParts,
-    ListedPictures,
-    Names,
+    Listing,
     first_names,
     is_part_name,
-    make_parts,
     part_of,
     unread_in_words,
 )
@@ -38,7 +34,7 @@ _WHICH = (
 _MOST_PARTS = 10  # of a data set, such as folds
 
 
-def read_folders(path: Path, options: Options) -> DataParts:
+def read_folders(path: Path, options: Options) -> Listing:
     """Find the files of a data set in the folders of `path`."""
     parts = _chosen_parts(path, options) or _find_parts(path)
     folders = {part: _unwrapped(folder, part) for part, folder in parts.items()}
@@ -47,66 +43,53 @@ def read_folders(path: Path, options: Options) -> DataParts:
     class_names = [folder.name for folder in class_folders]
     if len(class_names) < 2:
         raise UsageError(
-            f"{train} needs a folder for each class, two at least; it has "
-            f"{class_names}{_hint(train)}"
+            f"{train} needs a folder for each class, two at least, and has "
+            f"{class_names}; {_labels_elsewhere(train)}"
         )
-    unread = Counter[str]()
-    rows_of_parts = {}
+    listing = Listing(class_names=class_names)
     for part, folder in folders.items():
-        rows_of_parts[part] = rows_of_folder(folder, unread)
-    empty = set(class_names).difference(rows_of_parts[TRAIN].labels)
+        list_pictures(listing, part, folder)
+    listed = set(listing.rows)
+    empty = [name for name in class_names if (TRAIN, name) not in listed]
+    unread = listing.unread
     if empty:
         raise UsageError(
-            f"{train} lacks pictures of {first_names(sorted(empty))}: it is searched "
-            f"for files that end in {', '.join(endings())}; convert other files, and "
-            f"remove folders without any (not read: {unread_in_words(unread)})"
+            f"{train} lacks pictures of {first_names(empty)}: it is searched for files "
+            f"that end in {', '.join(endings())}; convert other files, and remove "
+            f"folders without any (not read: {unread_in_words(unread)})"
         )
     if train != path:  # else the other folders are the classes
         for folder in visible_folders(path):
             if folder not in parts.values():
                 for _ in files_below(folder, unread):
                     unread[f"in other folders ({folder.name}/)"] += 1
-    data_parts = make_parts(rows_of_parts, class_names, unread, options.val)
-    data_parts.notes += _joined_folders(class_folders)
-    return data_parts
+    joined = [
+        folder.name for folder in class_folders if len(visible_folders(folder)) > 1
+    ]
+    if joined:
+        names = first_names(joined)
+        listing.notes.append(f"the folders in a class are one class: {names}")
+    return listing
 
 
-def rows_of_folder(folder: Path, unread: Counter[str]) -> ListedPictures:
-    """Find the pictures in folders of classes, at any depth, and count files that are
-    not read. Pictures beside these folders have no class.
+def list_pictures(listing: Listing, part: str, folder: Path) -> None:
+    """Add the pictures of a part, in folders of classes, at any depth, and count files
+    that are not read. Pictures beside these folders have no class.
     """
-    names = list(find_pictures(folder, unread))
-    labels = []
-    for name in names:
-        names_on_way = Path(name).relative_to(folder).parts
-        labels.append(names_on_way[0] if len(names_on_way) > 1 else "")
-    return ListedPictures(Names(names), labels)
-
-
-def _joined_folders(class_folders: Sequence[Path]) -> list[str]:
-    """Return a line that names folders whose pictures become one class."""
-    joined = []
-    for folder in class_folders:
-        inner = visible_folders(folder)
-        if len(inner) > 1:
-            joined.append(f"{folder.name} ({first_names([e.name for e in inner], 3)})")
-    if not joined:
-        return []
-    return [f"the folders in a class are one class: {first_names(joined)}"]
+    for name in find_pictures(folder, listing.unread):
+        label, _, is_below = os.path.relpath(name, folder).partition(os.sep)
+        listing.sources.append(name)
+        listing.rows.append((part, label if is_below else ""))
 
 
 def _chosen_parts(path: Path, options: Options) -> dict[str, Path]:
     """Return the folders that the options name."""
-    chosen = {
-        TRAIN: options.train_folder,
-        VAL: options.val_folder,
-        TEST: options.test_folder,
-    }
     parts = {}
-    for part, folder in chosen.items():
-        if folder is None:
+    for part in (TRAIN, VAL, TEST):
+        name = getattr(options, f"{part}_folder")
+        if name is None:
             continue
-        parts[part] = path / folder
+        parts[part] = path / name
         if not parts[part].is_dir():
             raise UsageError(f"--{part}-folder: there is no folder {parts[part]}")
     if parts and TRAIN not in parts:
@@ -119,33 +102,27 @@ def _find_parts(path: Path) -> dict[str, Path]:
     train on, if its folders are classes.
     """
     folders = visible_folders(path)
-    folders_of_parts = defaultdict[str, list[Path]](list)
-    for folder in folders:
-        part = part_of(folder.name)
-        if part is not None:
-            folders_of_parts[part].append(folder)
-    named = list(chain.from_iterable(folders_of_parts.values()))
-    exact = [folder for folder in named if is_part_name(folder.name)]
+    named = {folder: part for folder in folders if (part := part_of(folder.name))}
+    exact = {
+        folder: part for folder, part in named.items() if is_part_name(folder.name)
+    }
     listed = ", ".join(f"{folder.name}/" for folder in folders)
     if not any(map(visible_folders, named)):
         # Classes may have such names: trains beside buses, or crash tests.
-        are_parts = 0 < len(folders) == len(folders_of_parts)
-        if are_parts or len(exact) == len(named) > 1:
+        are_parts = len(named) in (len(folders), len(exact))
+        if are_parts and len(set(named.values())) > 1:
             raise UsageError(
                 f"the pictures in {listed} are in no folders of classes, as "
                 f"train/cat/1.jpg; {_labels_elsewhere(path)}"
             )
         _refuse_unnamed_parts(folders)
         return {TRAIN: path}
-    parts = {}
-    for part, candidates in folders_of_parts.items():
-        # train/ is meant, if there is train_masks/, too.
-        chosen = [folder for folder in candidates if folder in exact] or candidates
-        if len(chosen) == 1:
-            parts[part] = chosen[0]
-    is_complete = len(parts) > 1 or len(folders) == 1
-    are_clear = len(parts) == len(folders_of_parts) and is_complete
-    if not (are_clear and TRAIN in parts and visible_folders(parts[TRAIN])):
+    # train/ is meant, if there is train_masks/, too.
+    chosen = [f for f in named if f in exact or named[f] not in exact.values()]
+    parts = {named[folder]: folder for folder in chosen}
+    # Of each part there is one folder, and there is none beside a single one.
+    is_clear = len(folders) == 1 or 1 < len(chosen) == len(parts)
+    if not (is_clear and TRAIN in parts and visible_folders(parts[TRAIN])):
         raise UsageError(
             f"which of its folders {listed} has the classes to train on, and which is "
             f"to test on, is not clear: {_WHICH}"
@@ -180,19 +157,6 @@ def _refuse_unnamed_parts(folders: Sequence[Path]) -> None:
         )
 
 
-def _hint(path: Path) -> str:
-    """Return what may be meant by a folder without folders of classes."""
-    folders = visible_folders(path)
-    if len(folders) == 1 and visible_folders(folders[0]):
-        return f"; did you mean {folders[0]}?"
-    pictures = [name for name in os.listdir(path) if is_picture(name)]
-    if pictures and not folders:
-        return f"; {len(pictures):,} pictures are in no folder of a class; " + (
-            _labels_elsewhere(path)
-        )
-    return ""
-
-
 def _labels_elsewhere(path: Path) -> str:
     tables = sorted([*path.glob("*.csv"), *path.glob("*.tsv")])
     if tables:
@@ -202,12 +166,9 @@ def _labels_elsewhere(path: Path) -> str:
 
 def visible_folders(path: Path) -> list[Path]:
     """Return the folders in a folder, sorted, without hidden ones."""
-    folders = []
     # Sorted: the order of a disk would number classes otherwise on another machine.
-    for entry in sorted(path.iterdir()):
-        if entry.is_dir() and not _is_hidden(entry.name):
-            folders.append(entry)
-    return folders
+    entries = [entry for entry in sorted(path.iterdir()) if not _is_hidden(entry.name)]
+    return [entry for entry in entries if entry.is_dir()]
 
 
 def _is_hidden(name: str) -> bool:

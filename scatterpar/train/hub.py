@@ -7,21 +7,15 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
+from torch.utils.data import ConcatDataset
+
 from scatterpar.train.columns import (
-    IMAGE_COLUMNS,
-    LABEL_COLUMNS,
     choose_column,
     class_names_of,
     columns_in_words,
 )
 from scatterpar.train.command_line import Options, UsageError, words_of
-from scatterpar.train.data_parts import (
-    TRAIN,
-    DataParts,
-    ListedPictures,
-    make_parts,
-    part_of,
-)
+from scatterpar.train.data_parts import TRAIN, Listing, part_of
 from scatterpar.train.libraries import installed
 
 PARQUET = ".parquet"
@@ -35,11 +29,11 @@ def is_saved(folder: Path) -> bool:
     return any(any(folder.glob(pattern)) for pattern in (*_SAVED, *_READ))
 
 
-def read_hub(name: str, options: Options) -> DataParts:
+def read_hub(name: str | Path, options: Options) -> Listing:
     """Open a data set by its name on the hub, or by its folder."""
+    splits = _load(str(name), options)
     parts = dict[str, Any]()
     unread = Counter[str]()
-    splits = _load(name, options)
     for split_name, dataset in splits.items():
         # A set with one split may call it anything: there is nothing else to train on.
         part = part_of(split_name) if len(splits) > 1 else TRAIN
@@ -47,21 +41,21 @@ def read_hub(name: str, options: Options) -> DataParts:
             unread[f"in other splits ({split_name})"] = len(dataset)
         else:
             parts[part] = dataset
-    train = parts.get(TRAIN)
-    if train is None:
+    if TRAIN not in parts:
         raise UsageError(f"it has no split to train on; its splits are {list(splits)}")
-    image, label = _columns(train.features, options)
+    features = parts[TRAIN].features
+    image, label = _columns(features, options)
     decoded = installed("datasets", "datasets").Image()
-    rows_of_parts = {}
+    pictures = []
+    rows = []
     for part, dataset in parts.items():
-        pictures = dataset.cast_column(image, decoded)[image]
-        rows_of_parts[part] = ListedPictures(pictures, _labels(dataset, label))
-    class_names = getattr(train.features[label], "names", None)
+        pictures.append(dataset.cast_column(image, decoded)[image])
+        rows += [(part, text) for text in _labels(dataset, label)]
+    class_names = getattr(features[label], "names", None)
     if class_names is None:
-        class_names = class_names_of(rows_of_parts[TRAIN].labels, label)
-    data_parts = make_parts(rows_of_parts, class_names, unread, options.val)
-    data_parts.notes.append(columns_in_words(image, [label], list(train.features)))
-    return data_parts
+        class_names = class_names_of(rows, label)
+    notes = [columns_in_words(image, [label], list(features))]
+    return Listing(ConcatDataset(pictures), rows, class_names, unread, notes)
 
 
 def _load(name: str, options: Options) -> dict[str, Any]:
@@ -82,9 +76,7 @@ def _load(name: str, options: Options) -> dict[str, Any]:
     except Exception as error:
         remedy = f"looked in --data-root {options.data_root}; --download fetches it"
         raise UsageError(f"{words_of(error):.300} ({remedy})") from error
-    if isinstance(loaded, dict):
-        return loaded
-    return {TRAIN: loaded}
+    return loaded if isinstance(loaded, dict) else {TRAIN: loaded}
 
 
 def _columns(features: Any, options: Options) -> tuple[str, str]:
@@ -92,15 +84,13 @@ def _columns(features: Any, options: Options) -> tuple[str, str]:
     by_type = defaultdict[str, list[str]](list)
     for column, feature in features.items():
         by_type[type(feature).__name__].append(column)
+    columns = list(features)
     images = by_type["Image"] or by_type["Value"]
-    if options.column_image:
-        images = list(features)
-    image = choose_column(images, IMAGE_COLUMNS, "image", options.column_image)
-    labels = by_type["ClassLabel"]
-    if options.column_label or not labels:
-        labels = labels + by_type["Value"]
+    image = choose_column("image", columns, options, images)
+    labels = by_type["ClassLabel"] or by_type["Value"]
+    columns.remove(image)
     labels = [column for column in labels if column != image]
-    label = choose_column(labels, LABEL_COLUMNS, "label", options.column_label)
+    label = choose_column("label", columns, options, labels)
     return image, label
 
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from scatterpar import ScatterOnceParallel
 from scatterpar.train import command_line
 from scatterpar.train.command_line import UsageError, exit_code_of, printable, read
-from scatterpar.train.data import BatchRequest, Images, make_pictures
-from scatterpar.train.data_parts import TEST, DataParts, Names, Pictures
+from scatterpar.train.data import BatchRequest, Images, make_source
+from scatterpar.train.data_parts import TEST, Names, Pictures
 from scatterpar.train.feed import Feed
 from scatterpar.train.folders import files_below
 from scatterpar.train.model_training import choose_devices, scored
@@ -88,24 +88,29 @@ def predict(options: PredictOptions) -> int:
     if not (place.exists() and names):
         raise UsageError(f"{place} is not here, or empty; pass an image, or a folder")
     model, about = load_model(options.run, options.model)
-    top = min(options.top, len(about["class_names"]))
+    class_names = about["class_names"]
+    top = min(options.top, len(class_names))
     written = 0
     reasons = dict[str, str]()  # why a file has no class
     with _opened(options, top) as (file, earlier), stoppable(STOPPING) as signals:
         names = [name for name in names if _place(name, start) not in earlier]
-        pictures = Pictures(Names(names), torch.arange(len(names)))
+        rows = torch.arange(len(names))
+        pictures = Pictures(
+            Names(names), torch.zeros(len(names)), {TEST: rows}, class_names
+        )
         batches = scored_files(options, pictures, model, about, signals)
-        for batch_names, batch, scores in batches:
+        for request, batch, scores in batches:
             reasons |= dict(batch.broken)
             best = scores.softmax(1).topk(top)
             predictions = zip(best.values.tolist(), best.indices.tolist(), strict=True)
             lines = []
-            for name in batch_names:
+            for row in request.rows.tolist():
+                name = names[row]
                 cells = [""] * 2 * top
                 if name not in reasons:
                     cells = []
                     for score, label in zip(*next(predictions), strict=True):
-                        cells += [about["class_names"][label], f"{score:.6f}"]
+                        cells += [class_names[label], f"{score:.6f}"]
                 lines.append([_place(name, start), *cells, reasons.get(name, "")])
             _write(file, lines)
             written += len(lines)
@@ -146,33 +151,30 @@ def _opened(options: PredictOptions, top: int) -> Iterator[tuple[Any, set[str]]]
         _write(sys.stdout, [columns])
         yield sys.stdout, set()
         return
-    earlier = set[str]()
+    earlier = list[list[str]]()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if options.resume and path.exists():
-            earlier = _files_with_lines(path, columns)
-        mode = "a" if earlier else "w"
-        with path.open(mode, encoding="utf-8", newline="") as file:
+            earlier = _whole_lines(path)
+        if earlier and earlier[0] != columns:
+            raise UsageError(
+                f"--resume: {path} has the columns {', '.join(earlier[0])}; pass the "
+                "options that wrote it, or another --out"
+            )
+        with path.open("a" if earlier else "w", encoding="utf-8", newline="") as file:
             if not earlier:
                 _write(file, [columns])
-            yield file, earlier
+            yield file, {name for name, *_ in earlier[1:]}
     except OSError as error:
         raise unwritten(path, error) from error
 
 
-def _files_with_lines(path: Path, columns: Sequence[str]) -> set[str]:
-    """Return the files that have lines, and cut off a line that is not whole."""
+def _whole_lines(path: Path) -> list[list[str]]:
+    """Return the lines of a table, and cut off one that is not whole."""
     content = path.read_bytes()
     length = content.rfind(b"\n") + 1
     os.truncate(path, length)
-    lines = content[:length].decode().splitlines(keepends=True)
-    header, *rows = csv.reader(lines) if lines else [columns]
-    if header != columns:
-        raise UsageError(
-            f"--resume: {path} has the columns {', '.join(header)}; pass the options "
-            "that wrote it, or another --out"
-        )
-    return {row[0] for row in rows}
+    return list(csv.reader(content[:length].decode().splitlines(keepends=True)))
 
 
 def _write(file: Any, lines: Sequence[Sequence[str]]) -> None:
@@ -187,39 +189,34 @@ def scored_files(
     model: Any,
     about: dict[str, Any],
     signals: Sequence[int],
-) -> Iterator[tuple[list[str], Images, Tensor]]:
-    """Yield batches of files: their names, their readable images, and the scores of
-    these, until there is a signal.
+) -> Iterator[tuple[BatchRequest, Images, Tensor]]:
+    """Yield batches of files: the request with their rows, their readable images, and
+    the scores of these, until there is a signal.
 
     Args:
         options: those of a command.
-        pictures: the files.
+        pictures: the files, of which the part `TEST` is read.
         model: the model of a run.
         about: what `load_model` returned beside the model.
         signals: receives the numbers of signals.
     """
-    if not pictures:
-        return
-    class_names = about["class_names"]
     settings = command_line.Options(
         image_size=about["image_shape"][1], augment="none", workers=options.workers
     )
-    source = make_pictures(settings, DataParts({TEST: pictures}, class_names))
-    number = len(pictures)
+    source = make_source(settings, pictures)
+    number = len(pictures.parts[TEST])
     requests = [BatchRequest(TEST, rows) for rows in torch.arange(number).split(_ROWS)]
     devices = choose_devices(options.devices)
     model = model.to(devices[0]).eval()
     size = options.micro_batch_size
-    done = 0
+    classes = len(about["class_names"])
     with (
         ScatterOnceParallel(model, device_ids=devices, micro_batch_size=size) as engine,
         Feed(source, requests) as feed,
         Progress(number, file=sys.stderr) as progress,
     ):
-        for request, batch, scores in scored(engine, feed, number, len(class_names)):
-            names = [pictures[row][0] for row in request.rows.tolist()]
-            yield names, batch, scores
-            done += len(names)
-            progress.report(done)
+        for request, batch, scores in scored(engine, feed, number, classes):
+            yield request, batch, scores
+            progress.update(len(request.rows))
             if signals:
                 return

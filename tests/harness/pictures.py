@@ -25,8 +25,9 @@ def write_folder(
         ("train", data.parts["train"], train),
         (held_out, data.parts["test"], test),
     )
-    for part, split, number in parts:
-        images, labels = split.tensors
+    for part, rows_of_part, number in parts:
+        images = data.sources[rows_of_part]
+        labels = data.labels[rows_of_part]
         for name in classes:
             place = folder / part / name
             place.mkdir(parents=True)
@@ -51,6 +52,6 @@ def broken_folder(folder):
     """
     write_folder(folder, ending="jpg", size=(60, 60))
     data = open_data(Options(data=str(folder)))
-    name = data.parts["train"][1][0]
+    name = data.sources[data.parts["train"][1]]
     truncate(Path(name))
     return data, name

@@ -72,7 +72,7 @@ def test_folder_with_some_of_the_classes(run, pictures, tmp_path, capsys):
     [
         (
             "new",
-            r"of its classes Bag, .*; not read: .* of classes .*\(test\), .*\(train\)",
+            r"no picture of the classes Bag, .* of classes .*\(test\), .*\(train\)",
         ),
         ("new/test/Bag", r"no picture of the classes Bag, .* 6 without a label"),
         ("absent", "is no folder; pass one with a folder for each class"),

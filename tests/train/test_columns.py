@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from scatterpar.train import columns as columns_module
 from scatterpar.train.columns import (
     choose_column,
-    class_names_of,
     columns_in_words,
 )
-from scatterpar.train.command_line import UsageError
+from scatterpar.train.command_line import Options, UsageError
+
+
+def class_names_of(labels, column):
+    return columns_module.class_names_of([("train", label) for label in labels], column)
 
 
 @pytest.mark.parametrize(
@@ -23,12 +27,12 @@ from scatterpar.train.command_line import UsageError
     ],
 )
 def test_column_by_option_name_or_alone(columns, chosen, column):
-    usual = "image imagepath id"
+    options = Options(column_image=chosen)
     if column in columns:
-        assert choose_column(columns, usual, "image", chosen) == column
+        assert choose_column("image", columns, options) == column
         return
     with pytest.raises(UsageError, match=column):
-        choose_column(columns, usual, "image", chosen)
+        choose_column("image", columns, options)
 
 
 def test_labels_of_a_column_become_classes():

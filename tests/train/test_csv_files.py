@@ -9,7 +9,8 @@ import pytest
 from PIL import Image
 
 from scatterpar.train.command_line import Options, UsageError
-from scatterpar.train.csv_files import read_table
+from scatterpar.train.csv_files import read_table as read
+from scatterpar.train.data_parts import make_parts
 
 pytest.importorskip("pandas", reason="pandas, of the extra images, is missing")
 pytestmark = [pytest.mark.pictures, pytest.mark.draws]
@@ -26,6 +27,17 @@ def folder(tmp_path):
 
 def name_of(number):
     return f"{'a' if number % 2 else 'b/c'}/{number}.png"
+
+
+def read_table(table, options):
+    return make_parts(read(table, options), options.val)
+
+
+def pairs(pictures, part):
+    """The name of each file of a part, with its label."""
+    rows = pictures.parts[part]
+    names = [pictures.sources[row] for row in rows]
+    return list(zip(names, pictures.labels[rows].tolist(), strict=True))
 
 
 def write(folder, header, row, name="train.csv"):
@@ -58,8 +70,8 @@ def test_columns_and_files_are_recognised(folder, header, row, options):
     parts = read_table(write(folder, header, row), Options(val=0.25, **options))
     assert len(parts.class_names) == 3
     assert (len(parts.parts["train"]), len(parts.parts["test"])) == (9, 3)
-    for files in (parts.parts["train"], parts.parts["test"]):
-        for name, label in (files[row] for row in range(len(files))):
+    for part in ("train", "test"):
+        for name, label in pairs(parts, part):
             number = int(name.rpartition("/")[2].removesuffix(".png"))
             assert name == str(folder / name_of(number))
             assert label == number % 3
@@ -73,7 +85,7 @@ def test_column_of_parts_divides_rows(folder):
     parts = read_table(table, Options())
     sizes = [len(files) for files in parts.parts.values()]
     assert sizes == [6, 3, 2]
-    assert "not read: images or files 1 of other parts (extra)" in parts.notes
+    assert "not read: images or files 1 in other parts (extra)" in parts.notes
 
 
 @pytest.mark.parametrize("flags", [("False", "True"), ("0", "1")])
@@ -83,7 +95,7 @@ def test_column_is_valid_divides_rows(folder, flags):
     )
     parts = read_table(table, Options())
     assert [len(files) for files in parts.parts.values()] == [8, 4]
-    assert {parts.parts["test"][row][0] for row in range(4)} == {
+    assert {name for name, _ in pairs(parts, "test")} == {
         str(folder / name_of(number)) for number in range(4)
     }
 
@@ -98,7 +110,11 @@ def test_unlabelled_rows_left_aside(folder):
     ("header", "row", "words"),
     [
         ("a,b", lambda n: f"{n}.png,cat", "--column-image NAME, one of a, b"),
-        ("a.png,cat", lambda n: f"{n}.png,cat", "no names of columns, but a.png, cat"),
+        (
+            "a.png,cat",
+            lambda n: f"{n}.png,cat",
+            "images is not known: .*one of a.png, cat",
+        ),
         ("image,cat,dog", lambda n: f"{n},1,{n % 2}", "row 2 is not of one of .*s cat"),
         ("image,cat,dog", lambda n: f"{n},0,{n % 2}", "row 1 is not of one of .*s cat"),
         ("image,tags", lambda n: f"{n},{'ab'[n % 2]};b", "several classes .* .a;b"),
@@ -137,8 +153,8 @@ def test_path_of_a_picture_may_lead_anywhere(folder):
         )
         parts = read_table(table, Options(val=0.25))
         listed = []
-        for files in parts.parts.values():
-            listed += [files[row][0] for row in range(len(files))]
+        for part in parts.parts:
+            listed += [name for name, _ in pairs(parts, part)]
         assert sorted(map(os.path.normpath, listed)) == sorted(map(str, places))
 
 
@@ -146,14 +162,14 @@ def test_text_that_is_no_table_is_refused(folder):
     utf_16 = "image,label\n1,č\n".encode("utf-16")
     for text in (utf_16, "é,ü\n".encode("latin-1"), b"", b"image,label\n , \n"):
         (folder / "train.csv").write_bytes(text)
-        with pytest.raises(UsageError, match=r"save it as CSV UTF-8|no rows below"):
+        with pytest.raises(UsageError, match=r"save it as CSV UTF-8|two classes"):
             read_table(folder / "train.csv", Options(val=0.2))
 
 
 def test_second_column_of_a_name_is_told(folder):
     table = write(folder, "image,label,label", lambda n: f"{n},{'xy'[n % 2]},{n}")
     parts = read_table(table, Options(val=0.2))
-    assert parts.class_names == ["x", "y"]
+    assert parts.class_names == ("x", "y")
     assert parts.notes[-1].endswith("; not used: label.1")
 
 

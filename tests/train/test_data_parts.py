@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 
 import pytest
 import torch
@@ -13,14 +12,13 @@ from scatterpar.train.data_parts import (
     TEST,
     TRAIN,
     VAL,
-    ListedPictures,
+    Listing,
     Names,
-    Pictures,
     first_names,
+    hold_out,
     labelled,
     make_parts,
     part_of,
-    split,
     unread_in_words,
 )
 
@@ -39,11 +37,8 @@ def test_part_is_a_word_of_the_name(name, part):
 
 def test_any_file_name_is_kept():
     listed = ["a/ü x.jpg", os.fsdecode(b"b/\xff.png"), "c.jpg", "n01/n01_17.JPEG"]
-    files = Pictures(Names(listed), torch.arange(4))
-    assert [files[row] for row in range(4)] == [
-        (name, row) for row, name in enumerate(listed)
-    ]
-    assert files.select(torch.tensor([3, 1]))[1] == (listed[1], 1)
+    names = Names(listed)
+    assert [names[row] for row in range(4)] == listed
 
 
 @pytest.mark.draws
@@ -51,81 +46,96 @@ def test_any_file_name_is_kept():
 def test_split_tests_every_class_of_two(val):
     numbers = [60, 40, 4, 2, 1]
     labels = torch.arange(5).repeat_interleave(torch.tensor(numbers))
-    held_in, held_out = split(labels, val)
-    assert sorted([*held_in.tolist(), *held_out.tolist()]) == list(range(107))
-    tested = torch.bincount(labels[held_out], minlength=5).tolist()
+    is_held_out = hold_out(labels, val)
+    tested = torch.bincount(labels[is_held_out], minlength=5).tolist()
     assert tested[4] == 0
     for number, size in zip(tested[:4], numbers, strict=False):
         assert 1 <= number < size
         assert abs(number - size * val) <= 1
-    assert torch.equal(held_out, split(labels, val)[1])
+    assert torch.equal(is_held_out, hold_out(labels, val))
 
 
 CLASSES = ["a", "b", "c"]
 
 
-def rows(labels):
+def listing(class_names=CLASSES, **labels_of_parts):
     """Files with these labels, a letter each; a dot has none."""
-    labels = ["" if label == "." else label for label in labels]
-    return ListedPictures(Names([f"{row}.png" for row in range(len(labels))]), labels)
+    rows = []
+    for part, labels in labels_of_parts.items():
+        rows += [(part, "" if label == "." else label) for label in labels]
+    names = [f"{row}.png" for row in range(len(rows))]
+    return Listing(names, rows, class_names)
 
 
-def sizes(parts):
-    return {name: len(part) for name, part in parts.parts.items()}
-
-
-def numbers(pictures):
-    return [pictures[row] for row in range(len(pictures))]
+def sizes(pictures):
+    return {name: len(part) for name, part in pictures.parts.items()}
 
 
 def test_labels_become_numbers_of_classes():
-    unread = Counter()
-    pictures = labelled(TEST, rows("b.ax.B"), CLASSES, unread)
-    assert numbers(pictures) == [("0.png", 1), ("2.png", 0), ("5.png", 1)]
+    listed = listing(test="b.ax.B")
+    labels, parts = labelled(listed)
+    assert parts[TEST].tolist() == [0, 2, 5]
+    assert labels[parts[TEST]].tolist() == [1, 0, 1]
     said = "2 without a label (test), 1 of classes that the training images lack (x)"
-    assert unread_in_words(unread) == said
-    for labels in ("..", "xxx"):  # as of competitions
-        assert not len(labelled(TEST, rows(labels), CLASSES, unread))
-    for part, labels in ((TEST, "xy"), (TRAIN, "x"), (TRAIN, "..")):
-        words = f"no images to {part} of its classes a, b, c; not read: .* without a l"
-        with pytest.raises(UsageError, match=words):
-            labelled(part, rows(labels), CLASSES, unread)
-    cases = labelled(TRAIN, rows("aAbB"), ["A", "a", "b"], unread)
-    assert cases.labels.tolist() == [1, 0, 2, 2]
+    assert unread_in_words(listed.unread) == said
+    labels, _ = labelled(listing(["A", "a", "b"], train="aAbB"))
+    assert labels.tolist() == [1, 0, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("part", "labels"), [(TRAIN, "x"), (TRAIN, ".."), (TEST, ".xy")]
+)
+def test_part_of_other_classes_is_refused(part, labels):
+    words = f"no images to {part} of its classes a, b, c; not read: [12] "
+    with pytest.raises(UsageError, match=words):
+        make_parts(listing(**{TRAIN: "aabbcc"} | {part: labels}), None)
+
+
+@pytest.mark.parametrize("labels", ["..", "xxx", "x."])  # as of competitions
+def test_unlabelled_part_is_left_aside(labels):
+    pictures = make_parts(listing(train="aabbcc", test=labels), 0.5)
+    assert sizes(pictures) == {TRAIN: 3, TEST: 3}
 
 
 def test_part_without_labels_is_not_tested():
-    listed = {TRAIN: rows("aabbcc"), VAL: rows(".."), TEST: rows("abc")}
-    parts = make_parts(listed, CLASSES, Counter(), None)
-    assert sizes(parts) == {TRAIN: 6, TEST: 3}
-    parts = make_parts(listed | {VAL: rows("cc.")}, CLASSES, Counter(), None)
-    assert sizes(parts) == {TRAIN: 6, VAL: 2, TEST: 3}
-    assert parts.parts[VAL].labels.tolist() == [2, 2]
-    assert parts.notes == [
+    pictures = make_parts(listing(train="aabbcc", val="..", test="abc"), None)
+    assert sizes(pictures) == {TRAIN: 6, TEST: 3}
+    pictures = make_parts(listing(train="aabbcc", test="abc", val="cc."), None)
+    assert list(sizes(pictures).items()) == [(TRAIN, 6), (VAL, 2), (TEST, 3)]
+    assert pictures.labels[pictures.parts[VAL]].tolist() == [2, 2]
+    assert pictures.notes == [
         "warning: not tested, as there is no picture for it: a, b",
         "not read: images or files 1 without a label (val)",
     ]
-    parts = make_parts({TRAIN: rows("abc"), VAL: rows("abc")}, CLASSES, Counter(), None)
-    assert sizes(parts) == {TRAIN: 3, TEST: 3}  # the only part that is tested
+    pictures = make_parts(listing(train="abc", val="abc"), None)
+    assert sizes(pictures) == {TRAIN: 3, TEST: 3}  # the only part that is tested
+
+
+def test_part_held_out_divides_the_training_pictures():
+    pictures = make_parts(listing(train="a.abbbb", extra="ab"), 0.5)
+    rows = [*pictures.parts[TRAIN].tolist(), *pictures.parts[TEST].tolist()]
+    assert sorted(rows) == [0, 2, 3, 4, 5, 6]
+    said = "1 without a label (train), 2 in other parts (extra)"
+    assert pictures.notes == [
+        "warning: not tested, as there is no picture for it: c",
+        f"not read: images or files {said}",
+    ]
 
 
 def test_untested_class_is_told():
-    listed = {TRAIN: rows("aabccc")}
-    parts = make_parts(listed, CLASSES, Counter(), 0.3)
-    assert parts.notes == ["warning: not tested, as there is no picture for it: b"]
+    pictures = make_parts(listing(train="aabccc"), 0.3)
+    assert pictures.notes == ["warning: not tested, as there is no picture for it: b"]
     with pytest.raises(UsageError, match="it has images to test on"):
-        make_parts(listed | {TEST: rows("ab")}, CLASSES, Counter(), 0.3)
+        make_parts(listing(train="aabccc", test="ab"), 0.3)
     with pytest.raises(UsageError, match="two classes are needed"):
-        make_parts(listed, ["a"], Counter(), 0.3)
+        make_parts(listing(["a"], train="aabccc"), 0.3)
 
 
 def test_untestable_set_tells_what_is_left_aside():
-    unread = Counter()
-    unread["without a label (val/)"] = 4
     with pytest.raises(
-        UsageError, match=r"--val 0.1 .*; not read: 4 without a label \(val/\)"
+        UsageError, match=r"--val 0.1 .*; not read: 4 without a label \(val\)"
     ):
-        make_parts({TRAIN: rows("ab")}, ["a", "b"], unread, None)
+        make_parts(listing(["a", "b"], train="ab", val="...."), None)
 
 
 def test_long_list_is_cut():

@@ -13,6 +13,7 @@ from harness.pictures import CLASSES, write_folder
 from PIL import Image
 
 from scatterpar.train.command_line import Options, UsageError
+from scatterpar.train.data_parts import make_parts
 from scatterpar.train.folders import files_below
 from scatterpar.train.folders import read_folders as read
 
@@ -20,7 +21,11 @@ LISTED = sorted(CLASSES)
 
 
 def read_folders(path, val=None, **options):
-    return read(path, Options(val=val, **options))
+    return make_parts(read(path, Options(**options)), val)
+
+
+def labels_of(pictures, part):
+    return pictures.labels[pictures.parts[part]].tolist()
 
 
 def sizes(folders):
@@ -72,9 +77,10 @@ def test_part_names_ignore_case(tmp_path, train, test):
     parts(tmp_path, train, pictures=3)
     parts(tmp_path, test, pictures=2)
     folders = read_folders(tmp_path)
-    assert folders.class_names == ["cat", "dog"]
+    assert folders.class_names == ("cat", "dog")
     assert sizes(folders) == {"train": 6, "test": 4}
-    assert folders.parts["train"][0] == (str(tmp_path / train / "cat" / "0.png"), 0)
+    assert names(folders, "train")[0] == str(tmp_path / train / "cat" / "0.png")
+    assert labels_of(folders, "train")[0] == 0
     assert "not read" not in str(folders.notes)
 
 
@@ -93,7 +99,7 @@ def test_val_tested_each_epoch_test_at_end(tmp_path, train, val, test):
     parts(tmp_path, test, pictures=2)
     folders = read_folders(tmp_path)
     assert sizes(folders) == {"train": 10, "val": 6, "test": 4}
-    assert f"{os.sep}{val}{os.sep}" in folders.parts["val"][0][0]
+    assert f"{os.sep}{val}{os.sep}" in names(folders, "val")[0]
 
 
 WHICH = "--train-folder NAME and --val-folder NAME say which is which"
@@ -111,7 +117,7 @@ def test_unknown_layout_refused(tmp_path):
         for val in (None, 0.1):
             refused(f"its folders {listed} has .* is not clear: {WHICH}", folder, val)
     deeper = parts(tmp_path / "f" / "photos", "train", "test")
-    refused(rf"; did you mean {deeper}\?", deeper.parent)
+    refused(r"two at least, and has \['photos'\]; make a folder for", deeper.parent)
     flat = make(tmp_path / "g", "train/1.png", "test/1.png")
     refused("test/, train/ are in no folders of classes", flat, 0.1)
     refused(
@@ -129,10 +135,10 @@ def test_unnamed_parts_are_no_classes(tmp_path, names):
     words = rf"{names[0]}/ and .* the same folders \(cat, dog\).*: {WHICH}"
     refused(words, tmp_path, 0.1)
     folders = read_folders(tmp_path, train_folder=names[0], val_folder=names[1])
-    assert folders.class_names == ["cat", "dog"]
+    assert folders.class_names == ("cat", "dog")
     assert (len(folders.parts["train"]), len(folders.parts["test"])) == (6, 6)
     all_classes = read_folders(tmp_path, 0.2, train_folder=".")
-    assert all_classes.class_names == sorted(names)
+    assert all_classes.class_names == tuple(sorted(names))
     refused("there is no folder .*absent", tmp_path, train_folder="absent")
     refused("--train-folder is missing", tmp_path, val_folder=names[0])
 
@@ -150,7 +156,7 @@ def test_unnamed_parts_are_no_classes(tmp_path, names):
 def test_class_may_be_called_like_a_part(tmp_path, names):
     make(tmp_path, *(f"{name}/{n}.png" for name in names for n in range(4)))
     folders = read_folders(tmp_path, 0.25)
-    assert folders.class_names == sorted(names)
+    assert folders.class_names == tuple(sorted(names))
     assert (len(folders.parts["train"]), len(folders.parts["test"])) == (
         3 * len(names),
         len(names),
@@ -184,7 +190,7 @@ def test_part_with_a_single_class_is_tested(tmp_path):
     parts(tmp_path, "train")
     parts(tmp_path, "test", classes=("Cat",), pictures=3)
     folders = read_folders(tmp_path)
-    assert folders.parts["test"].labels.tolist() == [0, 0, 0]
+    assert labels_of(folders, "test") == [0, 0, 0]
     assert "no picture for it: dog" in folders.notes[0]
 
 
@@ -207,15 +213,15 @@ def test_folders_in_a_class_are_told(tmp_path):
     parts(tmp_path, "cat", classes=("siamese", "persian"))
     parts(tmp_path, "dog", classes=("images",))
     folders = read_folders(tmp_path, 0.5)
-    assert folders.class_names == ["cat", "dog"]
-    told = "the folders in a class are one class: cat (persian, siamese)"
+    assert folders.class_names == ("cat", "dog")
+    told = "the folders in a class are one class: cat"
     assert told in folders.notes
 
 
 @pytest.mark.pictures
 def test_pictures_without_classes_refused(tmp_path):
     make(tmp_path, "1.png", "2.jpg")
-    refused("2 pictures are in no folder of a class; make a folder for", tmp_path)
+    refused(r"two at least, and has \[\]; make a folder for", tmp_path)
     make(tmp_path, "labels.csv")
     refused(f"pass --data {tmp_path / 'labels.csv'}", tmp_path, 0.1)
 
@@ -255,7 +261,7 @@ def test_class_names_ignore_case_in_val(tmp_path):
     parts(tmp_path, "train")
     parts(tmp_path, "val", classes=("Cat", "DOG"))
     folders = read_folders(tmp_path)
-    assert folders.parts["test"].labels.tolist() == [0, 0, 1, 1]
+    assert labels_of(folders, "test") == [0, 0, 1, 1]
 
 
 @pytest.mark.pictures
@@ -272,7 +278,7 @@ def test_unread_files_are_counted(tmp_path):
     make(tmp_path, "train/labels.csv", "train/1.png")
     make(tmp_path, "test/hat/1.png", "test/hat/2.png", "train/__MACOSX/cat/1.png")
     folders = read_folders(tmp_path)
-    assert folders.class_names == ["cat", "dog"]
+    assert folders.class_names == ("cat", "dog")
     assert (len(folders.parts["train"]), len(folders.parts["test"])) == (4, 4)
     said = folders.notes[-1]
     for words in (
@@ -310,15 +316,12 @@ def test_unsplit_classes_split_by_val(tmp_path):
     refused("has too few pictures", tmp_path / "test", 0.1)
     place = tmp_path / "train"
     folders, again = (read_folders(place, 0.1, train_folder=".") for _ in range(2))
-    assert names(folders.parts["train"]) == names(again.parts["train"])
-    assert names(folders.parts["test"]) == names(again.parts["test"])
+    assert names(folders, "train") == names(again, "train")
+    assert names(folders, "test") == names(again, "test")
     listed = sorted(map(str, tmp_path.glob("train/*/*.png")))
-    assert (
-        sorted([*names(folders.parts["train"]), *names(folders.parts["test"])])
-        == listed
-    )
-    assert folders.parts["test"].labels.tolist() == [0, 0, 1, 1, 2, 2]
+    assert sorted([*names(folders, "train"), *names(folders, "test")]) == listed
+    assert labels_of(folders, "test") == [0, 0, 1, 1, 2, 2]
 
 
-def names(files):
-    return [files[row][0] for row in range(len(files))]
+def names(pictures, part):
+    return [pictures.sources[row] for row in pictures.parts[part]]

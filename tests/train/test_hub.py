@@ -6,7 +6,9 @@ import pytest
 from PIL import Image
 
 from scatterpar.train.command_line import Options, UsageError
-from scatterpar.train.hub import is_saved, read_hub
+from scatterpar.train.data_parts import make_parts
+from scatterpar.train.hub import is_saved
+from scatterpar.train.hub import read_hub as read
 
 datasets = pytest.importorskip("datasets", reason="Hugging Face's datasets is missing")
 pytestmark = pytest.mark.draws
@@ -17,6 +19,10 @@ NAMES = ["red", "green", "blue"]
 def offline(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # no thread of its own
+
+
+def read_hub(name, options):
+    return make_parts(read(name, options), options.val)
 
 
 def make(number, label=lambda row: row % 3, kind=None, image="image", column="label"):
@@ -41,12 +47,12 @@ def opened(folder, splits, *, saved=False, **options):
     return read_hub(str(place), Options(data_root=folder / "cache", **options))
 
 
-def rows_of(part):
+def rows_of(pictures, part):
     """The number of each picture, which is its brightness; compared with its label."""
     rows = []
-    for picture, label in (part[row] for row in range(len(part))):
-        row = picture.getpixel((0, 0))
-        assert label == row % 3
+    for place in pictures.parts[part].tolist():
+        row = pictures.sources[place].getpixel((0, 0))
+        assert pictures.labels[place] == row % 3
         rows.append(row)
     return rows
 
@@ -55,20 +61,20 @@ def rows_of(part):
 def test_validation_chooses_test_is_last(tmp_path, saved):
     splits = {"train": make(9), "validation": make(6), "test": make(3)}
     parts = opened(tmp_path, splits, saved=saved)
-    assert parts.class_names == NAMES
-    assert rows_of(parts.parts["train"]) == list(range(9))
-    assert rows_of(parts.parts["val"]) == list(range(6))
-    assert rows_of(parts.parts["test"]) == list(range(3))
+    assert parts.class_names == tuple(NAMES)
+    assert rows_of(parts, "train") == list(range(9))
+    assert rows_of(parts, "val") == list(range(6))
+    assert rows_of(parts, "test") == list(range(3))
 
 
 def test_only_split_is_divided(tmp_path):
     with pytest.raises(UsageError, match=r"no images to test on: --val 0.1"):
         opened(tmp_path, {"train": make(12)}, saved=True)
     parts = opened(tmp_path / "b", {"data": make(12)}, saved=True, val=0.25)
-    assert sorted(
-        [*rows_of(parts.parts["train"]), *rows_of(parts.parts["test"])]
-    ) == list(range(12))
-    assert sorted(parts.parts["test"].labels.tolist()) == [0, 1, 2]
+    assert sorted([*rows_of(parts, "train"), *rows_of(parts, "test")]) == list(
+        range(12)
+    )
+    assert sorted(parts.labels[parts.parts["test"]].tolist()) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +105,7 @@ def test_unlabelled_test_split_left_aside(tmp_path, kind, label):
 def test_columns_found_by_type(tmp_path, kind, label, names):
     made = make(12, label, datasets.Value(kind), image="img", column="fine_label")
     parts = opened(tmp_path, {"train": made, "test": made}, saved=True)
-    assert parts.class_names == names
+    assert parts.class_names == tuple(names)
     assert "images from the column img, classes from fine_label" in parts.notes
 
 
@@ -108,7 +114,7 @@ def test_labels_are_compared_by_name(tmp_path):
     other = datasets.ClassLabel(names=NAMES[::-1])
     splits = {"train": make(9), "test": make(6, lambda row: 2 - row % 3, other)}
     parts = opened(tmp_path, splits, saved=True)
-    assert rows_of(parts.parts["test"]) == list(range(6))
+    assert rows_of(parts, "test") == list(range(6))
 
 
 def test_file_of_parquet_and_metadata_are_read(tmp_path):
@@ -140,7 +146,7 @@ def test_column_is_asked_for(tmp_path):
     with pytest.raises(UsageError, match=words):
         opened(tmp_path, splits, saved=True)
     parts = opened(tmp_path / "b", splits, saved=True, column_label="coarse_label")
-    assert parts.class_names == ["a", "b"]
+    assert parts.class_names == ("a", "b")
 
 
 @pytest.mark.slow

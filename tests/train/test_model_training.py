@@ -18,14 +18,13 @@ import torch
 from harness.runs import assert_same_run, records, steps, stop_after
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR
-from torch.utils.data import TensorDataset
 
 from scatterpar.recipe import gradual_warmup
 from scatterpar.train import data as data_module
 from scatterpar.train import models as models_module
 from scatterpar.train.command_line import UsageError, parse
 from scatterpar.train.data import Source, load
-from scatterpar.train.data_parts import Names, Pictures
+from scatterpar.train.data_parts import Names
 from scatterpar.train.feed import Feed
 from scatterpar.train.model_training import (
     Training,
@@ -60,12 +59,19 @@ class Toy(nn.Sequential):
 
 def toy_data(rows=10):
     images = (torch.arange(rows * 4) % 251).to(torch.uint8).view(rows, 1, 2, 2)
-    split, pixel = (
-        TensorDataset(images, torch.arange(rows) % 2),
-        torch.full((1,), 100.0),
+    labels = torch.arange(rows) % 2
+    parts = dict.fromkeys(("train", "test"), torch.arange(rows))
+    pixel = torch.full((1,), 100.0)
+    return Source(
+        images,
+        labels,
+        parts,
+        ("even", "odd"),
+        name="toy",
+        image_shape=(1, 2, 2),
+        mean=pixel,
+        std=pixel,
     )
-    parts = {"train": split, "test": split}
-    return Source("toy", parts, ("even", "odd"), (1, 2, 2), pixel, pixel)
 
 
 @pytest.fixture
@@ -110,7 +116,7 @@ def test_training_equals_plain_loop(toy):
     reference = torch.optim.SGD(plain.parameters(), lr=0.0)
     assert training.rate() == pytest.approx(30 * 10 / 3 / 256)
     for rows in training.order(0):
-        images, labels = data.parts["train"][rows]
+        images, labels = data.sources[rows], data.labels[rows]
         loss = criterion(plain(images), labels)
         reference.zero_grad()
         loss.backward()
@@ -136,7 +142,7 @@ def test_evaluation_weighs_rows_alike(toy):
     training, data = toy(), toy_data(300)
     training.source, training.position.consumed, training.epochs = data, 10, 1
     found = training.test(Feed(data, training.requests()))
-    images, labels = data.parts["test"].tensors
+    images, labels = data.sources, data.labels
     scores = training.model(images)
     expected = nn.CrossEntropyLoss()(scores, labels).item()
     assert found.loss == pytest.approx(expected, rel=1e-6)
@@ -269,9 +275,10 @@ def grown(tmp_path_factory):
     """
     noisy = load()
     for part, rows in (("train", ROWS), ("test", 100)):
-        numbers, (images, labels) = torch.arange(rows), noisy.parts[part][:rows]
-        labels = torch.where(numbers % 8 == 0, labels, numbers // 8 % 10)
-        noisy.parts[part] = TensorDataset(images, labels)
+        numbers, places = torch.arange(rows), noisy.parts[part][:rows]
+        labels = torch.where(numbers % 8 == 0, noisy.labels[places], numbers // 8 % 10)
+        noisy.labels[places] = labels
+        noisy.parts[part] = places
     out, printed = tmp_path_factory.mktemp("growing") / "whole", io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data_module, "load", lambda: noisy)
@@ -390,8 +397,7 @@ def network_of_library(monkeypatch, are_cached):
 
 def start(processes, *options):
     files = toy_data()
-    pictures = Pictures(Names(["a.png", "b.png"]), torch.arange(2))
-    files.parts = {"train": pictures, "test": pictures}
+    files.sources = Names(["a.png", "b.png"])
     options = parse(["--model", "timm:toy", *options])
     model, chosen = start_model(options, files, None, processes)
     return model.network[1].weight, chosen, files.notes

@@ -17,8 +17,6 @@ from scatterpar.train.command_line import UsageError, exit_code_of, printable, r
 from scatterpar.train.data_parts import (
     TEST,
     Listing,
-    Names,
-    Pictures,
     first_names,
     labelled,
     unread_in_words,
@@ -72,9 +70,7 @@ def evaluate(options: EvaluationOptions) -> int:
     listing = Listing(class_names=class_names)
     unread = listing.unread
     list_pictures(listing, TEST, options.pictures)
-    labels, parts = labelled(listing)
-    rows = parts.get(TEST, labels[:0])
-    pictures = Pictures(Names(listing.sources), labels, {TEST: rows}, class_names)
+    pictures = labelled(listing)
     tally = Tally(len(class_names))
     unreadable = dict[str, str]()
     with stoppable(STOPPING) as signals:
@@ -85,7 +81,7 @@ def evaluate(options: EvaluationOptions) -> int:
                 tally.add(scores, batch.labels, batch.images)
     # Accuracies of a part of the images would look like those of all.
     if signals:
-        print(f"interrupted after {tally.images:,} of {len(rows):,} images")
+        print(f"interrupted after {tally.images:,} of {len(listing.rows):,} images")
         return 128 + signals[0]
     for name, reason in unreadable.items():
         print(printable(f"{name} cannot be read: {reason}"), file=sys.stderr)

@@ -139,11 +139,11 @@ def make_parts(listing: Listing, val: float | None) -> Pictures:
     """Choose what is tested when, and hold out the part `val` of each class of the
     training pictures if there are none to test on.
     """
-    sources = listing.sources
     class_names = listing.class_names
     if len(class_names) < 2:
         raise UsageError(f"two classes are needed, and it has {list(class_names)}")
-    labels, parts = labelled(listing)
+    pictures = labelled(listing)
+    parts = pictures.parts
     unread = unread_in_words(listing.unread)
     for part in _PART_NAMES:
         listed = {label for other, label in listing.rows if other == part}
@@ -160,16 +160,13 @@ def make_parts(listing: Listing, val: float | None) -> Pictures:
     if not parts:
         if val is None:
             raise UsageError(f"{_NO_TESTS}; not read: {unread}")
-        is_held_out = hold_out(labels[train], val)
+        is_held_out = hold_out(pictures.labels[train], val)
         parts[TEST] = train[is_held_out]
         train = train[~is_held_out]
     # A single part is tested after each epoch, whatever it is called.
     if TEST not in parts:
         parts[TEST] = parts.pop(VAL)
-    # Worker processes share names in a tensor.
-    shared = Names(sources) if isinstance(sources, list) else sources
-    divided = {TRAIN: train, **parts}
-    pictures = Pictures(shared, labels, divided, tuple(class_names))
+    pictures.parts = {TRAIN: train, **parts}
     notes = pictures.notes
     for part, rows in parts.items():
         counts = zip(class_names, pictures.class_counts[part], strict=True)
@@ -179,7 +176,7 @@ def make_parts(listing: Listing, val: float | None) -> Pictures:
                 "warning: not tested, as there is no picture for it: "
                 f"{first_names(untested)}"
             )
-        repeated = _repeated(sources, train, rows)
+        repeated = _repeated(listing.sources, train, rows)
         if repeated:
             notes.append(
                 f"warning: {repeated:,} of {len(rows):,} pictures to test on are to "
@@ -218,10 +215,8 @@ def _digest(name: str) -> bytes:
     return hashlib.sha256(Path(name).read_bytes()).digest()
 
 
-def labelled(listing: Listing) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the number of the class of each picture; and the rows of each part that
-    have a class. Count the others.
-    """
+def labelled(listing: Listing) -> Pictures:
+    """Return the pictures that have a class, by part, and count the others."""
     class_names = listing.class_names
     unread = listing.unread
     # Parts that people made by hand differ in the case of a class.
@@ -244,7 +239,11 @@ def labelled(listing: Listing) -> tuple[Tensor, dict[str, Tensor]]:
     for part in _PART_NAMES:
         if part in rows_of_parts:
             parts[part] = torch.tensor(rows_of_parts[part])
-    return torch.tensor(labels), parts
+    sources = listing.sources
+    # Worker processes share names in a tensor.
+    if isinstance(sources, list):
+        sources = Names(sources)
+    return Pictures(sources, torch.tensor(labels), parts, tuple(class_names))
 
 
 def hold_out(labels: Tensor, val: float) -> Tensor:

@@ -16,7 +16,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice, tee
 from typing import Any
@@ -31,7 +31,6 @@ from scatterpar.train.data import BatchRequest, Images, Source
 from scatterpar.train.processes import ALONE, Processes
 
 PIECE = 64  # images that a worker reads at once; mixup mixes images of one piece
-_PIECES_AHEAD = 2  # per worker
 _MOST_WORKERS = 16  # by default
 
 _Batches = Generator[tuple[BatchRequest, Images], None, None]
@@ -69,20 +68,15 @@ class Feed(contextlib.AbstractContextManager["Feed"]):
         self.processes = processes
         self.broken = Counter[str]()
         self.waited = 0.0
-        self._workers = 0
-        if not source.in_memory:
-            workers = source.options.workers
-            if workers is None:
-                workers = max(1, _default_workers() // processes.size)
-            self._workers = workers
-        self._batches = self._read(iter(()))
+        self._workers = _workers_of(source, processes)
+        self._batches = self._read(())
         self.request(requests)
 
     def request(self, requests: Iterable[BatchRequest]) -> None:
         """Read these requests from now on, and drop batches that were prefetched."""
         self._batches.close()
         self._closed = False
-        batches = self._read(iter(requests))
+        batches = self._read(requests)
         self._batches = self._ahead(batches) if self._workers else batches
 
     def take(self) -> tuple[BatchRequest, Images]:
@@ -125,30 +119,33 @@ class Feed(contextlib.AbstractContextManager["Feed"]):
                 # The workers end with torch's iterator.
                 thread.submit(batches.close).result()
 
-    def _read(self, requests: Iterator[BatchRequest]) -> _Batches:
+    def _read(self, requests: Iterable[BatchRequest]) -> _Batches:
         """Copy the pieces of each batch out of shared memory, each as it arrives."""
-        requests, requests_to_cut = tee(requests)
+        batches, batches_of_workers = tee(map(self._cut, requests))
         loader = DataLoader[Any](
             self.source,  # type: ignore[arg-type]
             batch_size=None,
-            sampler=self._pieces(requests_to_cut),
-            **self._loader_options(),
+            sampler=chain.from_iterable(pieces for _, pieces in batches_of_workers),
+            # A private one, so that the DataLoader does not draw from the process's.
+            generator=torch.Generator(),
+            num_workers=self._workers,
+            multiprocessing_context=_process_context() if self._workers else None,
+            worker_init_fn=_end_with_main_process,
         )
         # `chain` starts the workers with the first piece: a signal may end their server
         # then.
-        pieces = chain.from_iterable([loader])
-        has_accelerator = torch.accelerator.is_available()
-        for request in requests:
-            rows = self.processes.part_of(request.rows)
+        read_pieces = chain.from_iterable([loader])
+        for request, pieces in batches:
+            rows = sum(len(piece.rows) for piece in pieces)
             images = torch.empty(
-                (len(rows), *self.source.image_shape),
+                (rows, *self.source.image_shape),
                 dtype=torch.uint8,
-                pin_memory=has_accelerator,
+                pin_memory=torch.accelerator.is_available(),
             )
             labels = list[Tensor]()
             broken = list[tuple[str, str]]()
             start = 0
-            for piece in islice(pieces, -(-len(rows) // PIECE)):
+            for piece in islice(read_pieces, len(pieces)):
                 if self._closed:
                     return
                 stop = start + len(piece.images)
@@ -156,40 +153,32 @@ class Feed(contextlib.AbstractContextManager["Feed"]):
                 labels.append(piece.labels.clone())
                 broken += piece.broken
                 start = stop
-            if not labels:  # there are fewer images than processes
-                labels.append(torch.empty(0, dtype=torch.int64))
             yield request, Images(images[:start], torch.cat(labels), broken)
 
-    def _pieces(self, requests: Iterator[BatchRequest]) -> Iterator[BatchRequest]:
-        """Cut this process's part of requests into pieces for workers."""
-        for request in requests:
-            rows = self.processes.part_of(request.rows).tolist()
-            for start in range(0, len(rows), PIECE):
-                # As lists: tensors would go to a worker through shared memory, each by
-                # a thread.
-                yield request._replace(rows=rows[start : start + PIECE])
-
-    def _loader_options(self) -> dict[str, Any]:
-        """Return the DataLoader's options for this number of workers."""
-        # A private generator, so that the DataLoader does not draw from the process's.
-        options: dict[str, Any] = {
-            "num_workers": self._workers,
-            "generator": torch.Generator(),
-        }
-        if self._workers:
-            options["multiprocessing_context"] = _process_context()
-            options["prefetch_factor"] = _PIECES_AHEAD
-            options["worker_init_fn"] = _end_with_main_process
-        return options
+    def _cut(self, request: BatchRequest) -> tuple[BatchRequest, list[BatchRequest]]:
+        """Return a request, and the pieces of this process's part of it, for
+        workers.
+        """
+        pieces = []
+        for rows in self.processes.part_of(request.rows).split(PIECE):
+            # As lists: tensors would go to a worker through shared memory, each by a
+            # thread.
+            pieces.append(request._replace(rows=rows.tolist()))
+        return request, pieces
 
 
-def _default_workers() -> int:
-    """Return one worker per core that this process may use, and at most 16."""
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
-    return min(_MOST_WORKERS, cores)
+def _workers_of(source: Source, processes: Processes) -> int:
+    """Return the number of worker processes: by default one per core that this process
+    may use, and at most 16, which several processes divide.
+    """
+    workers = source.options.workers
+    if source.in_memory:
+        return 0
+    if workers is not None:
+        return workers
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    return max(1, min(_MOST_WORKERS, cores) // processes.size)
 
 
 def _process_context() -> Any:

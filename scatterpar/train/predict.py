@@ -80,11 +80,7 @@ def predict(options: PredictOptions) -> int:
     place = options.pictures
     if options.resume and options.out is None:
         raise UsageError("--resume goes on with --out, which is missing")
-    names = [str(place)]
-    start = place.parent
-    if place.is_dir():
-        names = sorted(files_below(place, Counter()))
-        start = place
+    names = sorted(files_below(place, Counter())) if place.is_dir() else [str(place)]
     if not (place.exists() and names):
         raise UsageError(f"{place} is not here, or empty; pass an image, or a folder")
     model, about = load_model(options.run, options.model)
@@ -93,11 +89,13 @@ def predict(options: PredictOptions) -> int:
     written = 0
     reasons = dict[str, str]()  # why a file has no class
     with _opened(options, top) as (file, earlier), stoppable(STOPPING) as signals:
-        names = [name for name in names if _place(name, start) not in earlier]
+        start = place if place.is_dir() else place.parent
+        # By the name that a line has.
+        files = {printable(os.path.relpath(name, start)): name for name in names}
+        places = [name for name in files if name not in earlier]
+        names = [files[name] for name in places]
         rows = torch.arange(len(names))
-        pictures = Pictures(
-            Names(names), torch.zeros(len(names)), {TEST: rows}, class_names
-        )
+        pictures = Pictures(Names(names), rows, {TEST: rows}, class_names)
         batches = scored_files(options, pictures, model, about, signals)
         for request, batch, scores in batches:
             reasons |= dict(batch.broken)
@@ -105,13 +103,13 @@ def predict(options: PredictOptions) -> int:
             predictions = zip(best.values.tolist(), best.indices.tolist(), strict=True)
             lines = []
             for row in request.rows.tolist():
-                name = names[row]
+                reason = reasons.get(names[row], "")
                 cells = [""] * 2 * top
-                if name not in reasons:
+                if not reason:
                     cells = []
                     for score, label in zip(*next(predictions), strict=True):
                         cells += [class_names[label], f"{score:.6f}"]
-                lines.append([_place(name, start), *cells, reasons.get(name, "")])
+                lines.append([places[row], *cells, reason])
             _write(file, lines)
             written += len(lines)
     if signals:
@@ -130,11 +128,6 @@ def predict(options: PredictOptions) -> int:
             file=sys.stderr,
         )
     return 0
-
-
-def _place(name: str, start: Path) -> str:
-    """Return a file's name as its line has it."""
-    return printable(os.path.relpath(name, start))
 
 
 @contextlib.contextmanager
@@ -204,7 +197,7 @@ def scored_files(
         image_size=about["image_shape"][1], augment="none", workers=options.workers
     )
     source = make_source(settings, pictures)
-    number = len(pictures.parts[TEST])
+    number = len(pictures.parts.get(TEST, ()))
     requests = [BatchRequest(TEST, rows) for rows in torch.arange(number).split(_ROWS)]
     devices = choose_devices(options.devices)
     model = model.to(devices[0]).eval()

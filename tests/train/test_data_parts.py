@@ -73,13 +73,14 @@ def sizes(pictures):
 
 def test_labels_become_numbers_of_classes():
     listed = listing(test="b.ax.B")
-    labels, parts = labelled(listed)
-    assert parts[TEST].tolist() == [0, 2, 5]
-    assert labels[parts[TEST]].tolist() == [1, 0, 1]
+    pictures = labelled(listed)
+    rows = pictures.parts[TEST]
+    assert [pictures.sources[row] for row in rows] == ["0.png", "2.png", "5.png"]
+    assert pictures.labels[rows].tolist() == [1, 0, 1]
     said = "2 without a label (test), 1 of classes that the training images lack (x)"
     assert unread_in_words(listed.unread) == said
-    labels, _ = labelled(listing(["A", "a", "b"], train="aAbB"))
-    assert labels.tolist() == [1, 0, 2, 2]
+    pictures = labelled(listing(["A", "a", "b"], train="aAbB"))
+    assert pictures.labels.tolist() == [1, 0, 2, 2]
 
 
 @pytest.mark.parametrize(

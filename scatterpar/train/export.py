@@ -68,22 +68,21 @@ def export(options: ExportOptions) -> int:
     shape = about["image_shape"]
     images = torch.randint(256, (_ROWS, *shape), dtype=torch.uint8)
     program = _exported(model, images)
-    with written(folder / _TORCH_FILE) as file:
-        torch.export.save(program, file)
-    lines = [f"{folder / _TORCH_FILE}: torch.export.load(…).module()(images)"]
-    lines.append(_write_onnx(program, folder / _ONNX_FILE))
     described = {
         "class_names": about["class_names"],
         "image_shape": shape,
         "images": "uint8, (rows, channels, height, width), as classify.py reads files",
         "scores": "float32, (rows, classes); their softmax is what predict writes",
     }
+    with written(folder / _TORCH_FILE) as file:
+        torch.export.save(program, file)
     with written(folder / _ABOUT_FILE) as file:
         file.write(json.dumps(described, indent=1).encode())
-    lines.append(f"{folder / _ABOUT_FILE}: the names of the classes")
     with written(folder / _SCRIPT_FILE) as file:
         file.write(Path(pictures.__file__).read_bytes())
-    print("\n".join(lines))
+    print(f"{folder / _TORCH_FILE}: torch.export.load(…).module()(images)")
+    print(_write_onnx(program, folder / _ONNX_FILE))
+    print(f"{folder / _ABOUT_FILE}: the names of the classes")
     print(f"to use it without scatterpar: python {folder / _SCRIPT_FILE} PICTURE")
     return 0
 

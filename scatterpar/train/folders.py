@@ -109,8 +109,8 @@ def _find_parts(path: Path) -> dict[str, Path]:
     listed = ", ".join(f"{folder.name}/" for folder in folders)
     if not any(map(visible_folders, named)):
         # Classes may have such names: trains beside buses, or crash tests.
-        are_parts = len(named) in (len(folders), len(exact))
-        if are_parts and len(set(named.values())) > 1:
+        are_parts = len(folders) == len(set(named.values())) or len(named) == len(exact)
+        if are_parts and len(named) > 1:
             raise UsageError(
                 f"the pictures in {listed} are in no folders of classes, as "
                 f"train/cat/1.jpg; {_labels_elsewhere(path)}"

@@ -120,6 +120,8 @@ def test_unknown_layout_refused(tmp_path):
     refused(r"two at least, and has \['photos'\]; make a folder for", deeper.parent)
     flat = make(tmp_path / "g", "train/1.png", "test/1.png")
     refused("test/, train/ are in no folders of classes", flat, 0.1)
+    twice = make(tmp_path / "i", "Train/1.png", "train/1.png", "other/1.png")
+    refused("other/, train/ are in no folders of classes", twice, 0.1)
     refused(
         "it has images to test on; leave out --val",
         parts(tmp_path / "h", "train", "test"),

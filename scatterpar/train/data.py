@@ -12,12 +12,12 @@ import gzip
 import random
 import re
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, TensorDataset
@@ -187,9 +187,7 @@ def seed_host(*parts: object) -> int:
     seed = seed_of(*parts)
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
-    # If it is not imported, nothing draws from it, and its import takes long.
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
+    np.random.seed(seed)
     return seed
 
 
@@ -221,8 +219,8 @@ def read_split(folder: Path, part: str) -> TensorDataset:
 
 
 def _read_bytes(path: Path, header: int) -> Tensor:
-    content = gzip.decompress(path.read_bytes())
-    return torch.frombuffer(bytearray(content[header:]), dtype=torch.uint8)
+    content = bytearray(gzip.decompress(path.read_bytes()))
+    return torch.frombuffer(content, dtype=torch.uint8, offset=header)
 
 
 # Kept in each worker, because every piece of 64 images asks for them.

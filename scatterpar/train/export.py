@@ -61,9 +61,8 @@ def main(arguments: Sequence[str]) -> int:
 def export(options: ExportOptions) -> int:
     """Write all files, and print what they are."""
     model, about = load_model(options.run, options.model)
-    folder = options.out
-    if folder is None:
-        folder = options.run if options.run.is_dir() else options.run.parent
+    run_folder = options.run if options.run.is_dir() else options.run.parent
+    folder = options.out or run_folder
     model.requires_grad_(False)
     shape = about["image_shape"]
     images = torch.randint(256, (_ROWS, *shape), dtype=torch.uint8)

@@ -30,9 +30,7 @@ def open_picture(source: Any) -> Image.Image:
     """Open a file, of which only the header is read yet, or return a library's
     picture.
     """
-    if isinstance(source, Image.Image):
-        return source
-    return Image.open(source)
+    return source if isinstance(source, Image.Image) else Image.open(source)
 
 
 def as_rgb(picture: Image.Image) -> Image.Image:

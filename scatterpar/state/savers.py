@@ -113,25 +113,30 @@ class _TorchRandom(Saved):
 
 
 class _NumpyRandom(Saved):
-    """A generator of NumPy, old or new, or its source of bits."""
+    """A generator of NumPy. The state of a new one is that of its source of bits."""
 
     draws = True
 
     @classmethod
     def fits(cls, kind: type) -> bool:
         # By its name, because this package does not import NumPy.
-        is_numpys = kind.__module__.startswith("numpy.random")
-        return is_numpys and hasattr(kind, "__setstate__")
+        if not kind.__module__.startswith("numpy.random"):
+            return False
+        return hasattr(kind, "bit_generator") or hasattr(kind, "set_state")
 
     def read(self) -> Any:
-        return pickle.dumps(self._source().__getstate__())  # there are arrays in it
+        value = self.value
+        is_new = hasattr(value, "bit_generator")
+        state = value.bit_generator.state if is_new else value.get_state()
+        return pickle.dumps(state)  # there are arrays in it
 
     def restore(self) -> None:
-        self._source().__setstate__(pickle.loads(self.state))
-
-    def _source(self) -> Any:
-        # The methods of a new one are those of its source of bits, which has the state.
-        return getattr(self.value, "bit_generator", self.value)
+        state = pickle.loads(self.state)
+        # Not its sequence of seeds, which the user's code may share.
+        if hasattr(self.value, "bit_generator"):
+            self.value.bit_generator.state = state
+        else:
+            self.value.set_state(state)
 
 
 class _NumpyArray(Saved):

@@ -191,3 +191,13 @@ def test_other_iterators_cannot_be_copied():
         savers.copy_of_iterator(iter(np.nditer(np.zeros(2))))
     with pytest.raises(savers.CannotSaveError):  # a copy would have another class
         savers.copy_of_iterator(iter({1: 2}))
+
+
+def test_sequence_of_seeds_stays_shared():
+    """A generator that was put back had a copy of it."""
+    seeds = np.random.SeedSequence(0)
+    numbers = np.random.default_rng(seeds)
+    journal = Journal(Walk([[numbers]]))
+    numbers.random()
+    journal.restore()
+    assert numbers.bit_generator.seed_seq is seeds

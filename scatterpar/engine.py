@@ -534,7 +534,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         if not candidates or request.whole_batch:
             return request
         if self._verifier is not None:
-            candidates = self._verifier.choice.remaining(candidates)
+            candidates = self._verifier.remaining(candidates)
         self.loop.chosen = candidates[0]
         return request.combined_by(candidates[0])
 

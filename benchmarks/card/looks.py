@@ -20,8 +20,8 @@ from benchmarks.card.page import FAILED, MEASURED, NOT_RUN
 from benchmarks.card.setting import NotRun, free_memory
 from scatterpar import ScatterOnceParallel
 from scatterpar.devices.device_ids import physical
+from scatterpar.verify import look as looks_of_engine
 from scatterpar.verify.comparison import Inconclusive
-from scatterpar.verify.look import ReplicaLook
 
 _ROWS = 24
 _ACCUM = 2
@@ -247,16 +247,16 @@ class _Outcome(NamedTuple):
 def _looks():
     """Yields a list of the outcomes of looks."""
     outcomes = []
-    answer = ReplicaLook.answer
+    first_verdict = looks_of_engine.first_verdict
 
-    def recording(self, *args):
+    def recording(*args):
         try:
-            findings = answer(self, *args)
+            verdict = first_verdict(*args)
         except Inconclusive as reason:
             outcomes.append(_Outcome(reason=str(reason)))
             raise
-        outcomes.append(_Outcome(findings.difference, findings.tolerance))
-        return findings
+        outcomes.append(_Outcome(verdict.difference, verdict.tolerance))
+        return verdict
 
-    with mock.patch.object(ReplicaLook, "answer", recording):
+    with mock.patch.object(looks_of_engine, "first_verdict", recording):
         yield outcomes

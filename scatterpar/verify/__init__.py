@@ -7,7 +7,7 @@ rounding, it refuses before anything changes, and says what would be right::
 
     verifier            the engine's looks: errors and warnings  dropped_warnings
       schedule          when to look                        ranges, of labels
-      choice            which of a loop's candidates holds
+      choice            which candidates of a loop a look tells apart
       rows              which rows, in which parts
       look              two runs, and the verdict
         runs            loss and gradients of rows          compared_leaves,

@@ -13,11 +13,11 @@ once. Everything that the calls change is restored.
 from __future__ import annotations
 
 import contextlib
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -25,15 +25,12 @@ import torch
 
 from scatterpar.devices.device_ids import physical
 from scatterpar.devices.memory import is_out_of_memory
-from scatterpar.plan import Plan
 from scatterpar.state.reports import moved_between
 from scatterpar.step.attempt import Attempt
-from scatterpar.step.request import Request
 from scatterpar.step.task import ReplicaTask
 from scatterpar.step.turns import Scope
 from scatterpar.threads.process_settings import FULL_FLOAT32
 from scatterpar.threads.workers import Overdue
-from scatterpar.verify.backward_calls import BackwardCalls
 from scatterpar.verify.comparison import Inconclusive, Result
 from scatterpar.verify.dropped_warnings import warnings_dropped
 from scatterpar.verify.look_losses import Evidence, name_of, weighted_parts
@@ -63,58 +60,29 @@ _WORKERS_PATIENCE = 1.1
 _PATIENCE = 4  # with code that fails for a few rows
 _MAX_ROWS_OF_BATCH = 256
 _MAX_PARTS_OF_STEP = 16  # a look at all of them costs as much as a step
+# The second look: in the first one, chosen rows tell more than the step's own parts.
+_AS_IN_STEP = 1
 
 
-@dataclass(frozen=True)
-class Findings:
-    """What a look found.
-
-    Attributes:
-        verdict: what becomes of the step.
-        moved: the names of state that each part moves.
-        lost: the shapes of large tensors that user code has written.
-        scope: the part of a sub-step that one replica at a time must run.
-        difference: the relative difference between the results, which the GPUs' page
-            shows, with the ``tolerance`` that it stayed within.
-        parts: the rows of each part.
-    """
-
-    verdict: Verdict
-    moved: Sequence[str] = ()
-    lost: Sequence[tuple[int, ...]] = ()
-    scope: Scope = Scope.NOTHING
-    difference: float = math.inf
-    tolerance: float = 0.0
-    parts: Parts = ()
-
-
-def look(
-    attempt: Attempt,
-    request: Request,
-    plan: Plan,
-    task: ReplicaTask,
-    choice: RowChoice,
-    most: int,
-) -> Findings:
-    """The findings of a replica's look at up to ``most`` rows.
-
-    ``plan`` says how the step, or its loop, would divide the rows of the request.
+def look(attempt: Attempt, task: ReplicaTask, choice: RowChoice, most: int) -> Verdict:
+    """The verdict of a replica's look at up to ``most`` rows.
 
     Raises:
         Inconclusive: the look could not tell.
     """
     deadline = time.monotonic() + PATIENCE_SECONDS
-    all_runs = [Runs(attempt, request, task, deadline)]
+    takes_turns = attempt.threads.scope in (Scope.LOSS, Scope.FUNCTION)
     # First without rounding, which hides differences: autocast is off, and half
     # precision is computed in single precision.
-    if task.autocast or all_runs[0].user_code.has_half_precision:
-        all_runs.append(Runs(attempt, request, task, deadline, is_as_in_step=True))
-    takes_turns = attempt.threads.scope in (Scope.LOSS, Scope.FUNCTION)
-    replica_look = ReplicaLook(all_runs, request, plan, task, choice, takes_turns)
+    runs = Runs(attempt, choice.request, task, deadline)
+    looks = [ReplicaLook(runs, choice, takes_turns)]
+    if task.autocast or runs.user_code.has_half_precision:
+        runs = Runs(attempt, choice.request, task, deadline, is_as_in_step=True)
+        looks.append(ReplicaLook(runs, choice, takes_turns))
 
-    def run() -> Findings:
+    def run() -> Verdict:
         # In a copy: what calls set in context variables is gone with it.
-        return copy_context().run(replica_look.answer, most)
+        return copy_context().run(first_verdict, looks, most)
 
     device = task.share.device
     workers = attempt.threads.workers
@@ -123,16 +91,16 @@ def look(
     seconds = None if is_alone else _WORKERS_PATIENCE * PATIENCE_SECONDS
     try:
         with warnings_dropped(), _without_tf32(device):
-            findings: list[Any] = workers.parallel_apply(
+            verdicts: list[Any] = workers.parallel_apply(
                 [run], [()], [device], seconds=seconds
             )
     except Overdue:  # inside a call, which may wait for another replica
-        for runs in all_runs:
-            runs.user_code.end()
+        for replica_look in looks:
+            replica_look.runs.user_code.end()
         why = "a call waits for something that does not come"
         raise Inconclusive(why, patience=1, is_final=True) from None
-    first: Findings = findings[0]
-    return first
+    verdict: Verdict = verdicts[0]
+    return verdict
 
 
 def _without_tf32(device: torch.device) -> contextlib.AbstractContextManager[None]:
@@ -146,69 +114,49 @@ def _without_tf32(device: torch.device) -> contextlib.AbstractContextManager[Non
     return contextlib.nullcontext()
 
 
+def first_verdict(looks: Sequence[ReplicaLook], most: int) -> Verdict:
+    """The verdict for chosen rows, or for others if user code fails for them.
+
+    Raises:
+        Inconclusive: the look could not tell.
+    """
+    error: Exception | None = None
+    for replica_look in looks:
+        with replica_look.runs.user_code.isolated():
+            for parts in replica_look.trials(most):
+                try:
+                    return replica_look.verdict_for(parts)
+                except Inconclusive:
+                    raise
+                # User code may need other rows, a dtype, or memory.
+                except Exception as failure:
+                    # Without its frames, which hold rows, outputs, and this object.
+                    error = failure.with_traceback(None)
+    assert error is not None
+    if is_out_of_memory(error):
+        raise Inconclusive("memory ran out", patience=2)
+    # The step itself may not fail: what fails for several rows may broadcast to one.
+    patience = 1 if looks[0].choice.has_single_rows else _PATIENCE
+    raise Inconclusive(f"{type(error).__name__}: {error}", patience)
+
+
 @dataclass(eq=False)
 class ReplicaLook:
     """Compares what one replica and the user's own module compute for some rows.
 
     Attributes:
-        all_runs: make the runs, under the conditions to try one after the other; user
-            code runs inside of their ``isolated`` alone.
-        request: the call, with its largest batch.
-        plan: how the step, or its loop, would divide the rows.
-        task: the replica's task.
+        runs: makes the runs, under conditions of its own; user code runs inside of its
+            ``isolated`` alone.
         choice: chooses rows.
         takes_turns: whether replicas call functions of the user one at a time.
     """
 
-    all_runs: Sequence[Runs]
-    request: Request
-    plan: Plan
-    task: ReplicaTask
+    runs: Runs
     choice: RowChoice
     takes_turns: bool
 
-    def answer(self, most: int) -> Findings:
-        """The findings for chosen rows, or for others if user code fails for them.
-
-        Raises:
-            Inconclusive: the look could not tell.
-        """
-        error: Exception | None = None
-        for runs in self.all_runs:
-            with runs.user_code.isolated():
-                for parts in self._trials(self._affordable(most, runs), runs):
-                    try:
-                        return self._judge(parts, runs)
-                    except Inconclusive:
-                        raise
-                    # User code may need other rows, a dtype, or memory.
-                    except Exception as failure:
-                        # Without its frames, which hold rows, outputs, and this object.
-                        error = failure.with_traceback(None)
-        assert error is not None
-        if is_out_of_memory(error):
-            raise Inconclusive("memory ran out", patience=2)
-        # The step itself may not fail: what fails for several rows may broadcast to
-        # one.
-        patience = 1 if self.choice.has_single_rows else _PATIENCE
-        why = f"{type(error).__name__}: {error}"
-        raise Inconclusive(why, patience)
-
-    def _affordable(self, most: int, runs: Runs) -> int:
-        """Up to ``most`` rows, whose graph fits into the memory of a sub-step."""
-        rows = range(max(self.plan.substep_rows))
-        affordable = len(rows)
-        if runs.user_code.is_widened:  # single precision takes twice the memory
-            affordable //= 2
-        affordable = max(MIN_ROWS, affordable)
-        if most <= affordable:
-            return most
-        # Micro-batches are small: because memory is short, or because the batch is.
-        is_small = bytes_per_row(runs, rows) * most <= MAX_BYTES
-        return most if is_small else affordable
-
-    def _trials(self, most: int, runs: Runs) -> Iterator[Parts]:
-        """Yield parts of rows to try until user code computes some.
+    def trials(self, most: int) -> Iterator[Parts]:
+        """Yield parts of up to ``most`` rows to try until user code computes some.
 
         ::
 
@@ -219,52 +167,80 @@ class ReplicaLook:
             half of the rows, …    memory may have run out
         """
         choice = self.choice
-        of_step = parts_of(self.plan)
-        has_few_parts = choice.is_as_in_step and self._has_few_parts()
-        if has_few_parts and self._is_small_batch(runs):
+        of_step = parts_of(choice.plan)
+        # Several batches have one plan, and a look at the largest one.
+        is_one_batch = choice.plan.rows == choice.request.rows
+        has_few_parts = 1 < len(of_step) <= _MAX_PARTS_OF_STEP
+        is_as_in_step = choice.number == _AS_IN_STEP and is_one_batch and has_few_parts
+        if is_as_in_step and self._is_small_batch:
             yield of_step
-        chosen = choice.parts(most)
+        chosen = choice.parts(self._affordable(most))
         yield chosen
         rows = list(chain(*chosen))
         yield in_two(rows)
-        if self._is_small_batch(runs):
+        if self._is_small_batch:
             yield of_step
         while len(rows) > MIN_ROWS:
             rows = rows[::2]  # rows are sorted by what distinguishes them
             yield choice.divided(rows)
 
-    def _has_few_parts(self) -> bool:
-        """Whether the step has several micro-batches, not too many, of one batch."""
-        is_one_batch = self.plan.rows == self.request.rows
-        return is_one_batch and 1 < len(self.plan.substep_rows) <= _MAX_PARTS_OF_STEP
+    @cached_property
+    def _bytes_per_row(self) -> float:
+        """The memory that the graph of a row keeps, measured by a sub-step."""
+        return bytes_per_row(self.runs, range(max(self.choice.plan.substep_rows)))
 
-    def _is_small_batch(self, runs: Runs) -> bool:
+    @property
+    def _is_small_batch(self) -> bool:
         """Whether the whole batch can be computed at once without much memory."""
-        num_rows = self.request.rows
+        num_rows = self.choice.request.rows
         # The cheap question first: the other one computes a sub-step.
         if num_rows > _MAX_ROWS_OF_BATCH:
             return False
-        size = bytes_per_row(runs, parts_of(self.plan)[0])
-        return size * num_rows < MAX_BYTES
+        return self._bytes_per_row * num_rows < MAX_BYTES
 
-    def _judge(self, chosen: Parts, runs: Runs) -> Findings:
+    def _affordable(self, most: int) -> int:
+        """Up to ``most`` rows, whose graph is small, or fits as that of a sub-step."""
+        affordable = max(self.choice.plan.substep_rows)
+        if self.runs.user_code.is_widened:  # single precision takes twice the memory
+            affordable //= 2
+        affordable = max(MIN_ROWS, affordable)
+        # Micro-batches are small: because memory is short, or because the batch is.
+        if most > affordable:
+            small = MAX_BYTES / max(1.0, self._bytes_per_row)
+            affordable = max(affordable, int(small))
+        return min(most, affordable)
+
+    def verdict_for(self, chosen: Parts) -> Verdict:
         """Compare the engine's result for these parts of rows with the user's own."""
+        runs = self.runs
+        request = runs.request
+        task = runs.replica_task
         rows = list(chain(*chosen))
-        parts, weights = weighted_parts(self.request, chosen)
-        at_once = self._at_once(rows, runs)
+        parts, weights = weighted_parts(request, chosen)
+        at_once = self._at_once(rows)
         expected = at_once.total.result
+        has_one_call = len(task.share.micro_batches) == 1
+        # With one call per step each part is another replica's.
+        between = runs.user_code.refresh if has_one_call else None
         try:
-            run = self._in_parts(parts, weights, runs)
+            run = runs.run(parts, task, weights, between=between)
         except Exception as error:
-            # A replica that computes the rows at once needs more rows than a part has.
-            is_answer = isinstance(error, Inconclusive) or is_out_of_memory(error)
-            if is_answer or self._replica_computes(rows, runs):
+            if isinstance(error, Inconclusive) or is_out_of_memory(error):
                 raise
-            name = name_of(self.request)
-            return Findings(error_of_replica(name, len(rows), expected.loss, error))
+            try:
+                runs.at_once(rows, task)
+            except Exception:
+                name = name_of(request)
+                return error_of_replica(name, len(rows), expected.loss, error)
+            # It computes the rows at once: it needs more rows than a part has.
+            raise
         _require_gradients(expected, run)
+        moved = moved_between(run.states)
+        # A criterion of all rows has one call, too.
+        if has_one_call or request.whole_batch:
+            moved += attributes_that_calls_move(runs, rows)
         evidence = Evidence(
-            runs.request,
+            request,
             parts,
             weights,
             expected,
@@ -274,43 +250,24 @@ class ReplicaLook:
             ignored=self.choice.ignored,
             runs=runs,
             draws_steadily=run.random_calls == at_once.random_calls * len(parts),
-            moved=self._moved(rows, run, runs),
+            moved=list(dict.fromkeys(moved)),
         )
-        return Findings(
-            self._verdict(evidence, run),
+        return replace(
+            _verdict_of(evidence, run),
             moved=evidence.moved,
             lost=runs.user_code.lost(),
-            scope=self._scope(run, runs.backward_calls),
+            scope=self._scope(run),
             difference=evidence.difference,
             tolerance=evidence.tolerance,
             parts=chosen,
         )
 
-    def _scope(self, run: RunResult, calls: BackwardCalls) -> Scope:
-        """The part of a sub-step that one replica at a time must run."""
-        if run.shares_state and not self.request.whole_batch:
-            return Scope.SUBSTEP if calls.calls_modules else Scope.FUNCTION
-        if self.takes_turns and calls.disturbs:
-            return Scope.SUBSTEP
-        return Scope.NOTHING
-
-    def _moved(self, rows: Part, run: RunResult, runs: Runs) -> list[str]:
-        """The names of state that each part moves, or each step's only call."""
-        moved = moved_between(run.states)
-        # A criterion of all rows has one call, too.
-        if self._has_one_substep() or self.request.whole_batch:
-            moved += attributes_that_calls_move(runs, rows)
-        return list(dict.fromkeys(moved))
-
-    def _has_one_substep(self) -> bool:
-        """Whether the replica makes one call per step."""
-        return len(self.task.share.micro_batches) == 1
-
-    def _at_once(self, rows: Part, runs: Runs) -> RunResult:
+    def _at_once(self, rows: Part) -> RunResult:
         """The rows at once, by the user's own module and criterion.
 
         If these draw random numbers, the runs draw constants from now on.
         """
+        runs = self.runs
         run = runs.run([rows], runs.own_task)
         runs.user_code.restart()  # which sees whether numbers were drawn
         # Only a run shows whether numbers are drawn.
@@ -319,35 +276,14 @@ class ReplicaLook:
             run = runs.run([rows], runs.own_task)
         return run
 
-    def _in_parts(
-        self, parts: Parts, weights: Sequence[float], runs: Runs
-    ) -> RunResult:
-        """The results of the replica, as the step is about to compute them."""
-        between: Callable[[], None] | None = None
-        if self._has_one_substep():  # each part is another replica's
-            between = runs.user_code.refresh
-        return runs.run(parts, self.task, weights, between=between)
-
-    def _replica_computes(self, rows: Part, runs: Runs) -> bool:
-        """Whether the replica computes these rows at once without an error."""
-        try:
-            runs.at_once(rows, self.task)
-        except Exception:
-            return False
-        return True
-
-    def _verdict(self, evidence: Evidence, run: RunResult) -> Verdict:
-        if evidence.difference > evidence.tolerance:
-            return verdict_of(evidence)
-        # The gradient of a balance loss may be smaller than the tolerance.
-        may_add = evidence.runs.rounding.has_functions and len(evidence.parts) > 1
-        if may_add and evidence.has_gradient_of_no_loss():
-            return gradient_of_no_loss(evidence)
-        is_sum = not (self.request.is_mean or self.request.whole_batch)
-        if is_sum and run.total.num_with_gradient < len(evidence.parts):
-            why = "some parts have no gradient: it may be a mean or a sum"
-            raise Inconclusive(why)
-        return RIGHT
+    def _scope(self, run: RunResult) -> Scope:
+        """The part of a sub-step that one replica at a time must run."""
+        calls = self.runs.backward_calls
+        if run.shares_state and not self.runs.request.whole_batch:
+            return Scope.SUBSTEP if calls.calls_modules else Scope.FUNCTION
+        if self.takes_turns and calls.disturbs:
+            return Scope.SUBSTEP
+        return Scope.NOTHING
 
 
 def _require_gradients(expected: Result, run: RunResult) -> None:
@@ -357,3 +293,18 @@ def _require_gradients(expected: Result, run: RunResult) -> None:
     has_gradient = run.total.num_with_gradient or expected.has_gradient
     if expected.gradients and not has_gradient:
         raise Inconclusive("all gradients are zero")
+
+
+def _verdict_of(evidence: Evidence, run: RunResult) -> Verdict:
+    if evidence.difference > evidence.tolerance:
+        return verdict_of(evidence)
+    # The gradient of a balance loss may be smaller than the tolerance.
+    may_add = evidence.runs.rounding.has_functions and len(evidence.parts) > 1
+    if may_add and evidence.has_gradient_of_no_loss():
+        return gradient_of_no_loss(evidence)
+    request = evidence.request
+    is_sum = not (request.is_mean or request.whole_batch)
+    if is_sum and run.total.num_with_gradient < len(evidence.parts):
+        why = "some parts have no gradient: it may be a mean or a sum"
+        raise Inconclusive(why)
+    return RIGHT

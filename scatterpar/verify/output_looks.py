@@ -11,7 +11,7 @@ module that gives the outputs of a few rows, by their numbers::
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -31,7 +31,7 @@ from scatterpar.replicas.references import module_of
 from scatterpar.replicas.replicas import ReplicaOptions, Replicas
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loop_options import LoopOptions
-from scatterpar.step.loss_weights import compute_loss_weights, is_cross_entropy
+from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.request import Count, Request
 from scatterpar.step.scatter import scatter
 from scatterpar.step.task import make_tasks
@@ -45,7 +45,7 @@ from scatterpar.torch_private import (
 from scatterpar.verify.comparison import magnitudes
 from scatterpar.verify.gradient_check import uses_batch_statistics
 from scatterpar.verify.output_differences import cut_rows
-from scatterpar.verify.ranges import informative_tensors, ranges_of_step
+from scatterpar.verify.ranges import ranges_of_step
 from scatterpar.verify.rows import MAX_BYTES, MIN_ROWS, RowChoice, ignored_values
 from scatterpar.verify.verdicts import in_lines, refused_injection
 from scatterpar.verify.verifier import Question, Verifier, candidate_of
@@ -78,13 +78,8 @@ class OutputLooks(Verifier):
                 loss or the gradient of all their rows.
         """
         self.forget_warnings()
-        kind, details = self.kinds.kind_of(
-            request, request.batches[0], is_divided=True, flags=()
-        )
-        ranges: Sequence[Tensor] = ()
-        if not is_cross_entropy(request.criterion):  # the pair counts as torch does
-            ranges = ranges_of_step(request)
-        if not kind.is_due(ranges, details):
+        kind, details = self.kinds.kind_of(request, is_divided=True, flags=())
+        if not kind.is_due(ranges_of_step(request), details):
             return
         # One graph shows it, because all replicas have the same layers.
         if injects_gradient(outputs[-1]):
@@ -93,9 +88,15 @@ class OutputLooks(Verifier):
         module = module_of(request.criterion)
         if module is not None and any(map(uses_batch_statistics, module.modules())):
             self.warn(_NORMALISES)
+        choice = RowChoice(
+            request,
+            plan,
+            ignored_values(request.criterion, request.count),
+            kind.looks,
+            is_divided=True,
+        )
         with torch.inference_mode(False):  # else the leaves would have no gradients
-            question = _question(request, plan, outputs, workers, kind.looks)
-        question.ranges = ranges
+            question = _question(choice, outputs, workers)
         self.ask(question, kind)
 
 
@@ -123,51 +124,32 @@ def _as_leaf(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, has_gradient)
 
 
-def _question(
-    of_call: Request,
-    plan: Plan,
-    outputs: Sequence[Any],
-    workers: Workers,
-    num_looks: int,
-) -> Question:
+def _question(choice: RowChoice, outputs: Sequence[Any], workers: Workers) -> Question:
     """The question whether losses of a few rows of the outputs combine."""
-    ignored = ignored_values(of_call.criterion, of_call.count)
-    tensors = informative_tensors(of_call)
-    choice = RowChoice(tensors, plan.rows, ignored, num_looks, is_divided=True)
-    # Sorted, because the rows of a range may be views of the caller's tensors.
-    rows = sorted({*chain(*choice.parts(_affordable_rows(outputs, plan)))})
+    of_call = choice.request
     dim = of_call.dim
-    device = plan.shares[0].device
-    entries = [_output_of(row, plan, outputs, dim) for row in rows]
-    module = RowsOfOutputs(entries, dim)
-    request = _request_for(rows, module, of_call)
-    plan_of_rows = make_plan(len(rows), [device], accum=2)
-    replicas = Replicas([device], ReplicaOptions())
-    attempt = Attempt(request, plan_of_rows, replicas, workers)
-    loaders = scatter(request.batches, plan_of_rows, attempt.transfers)
-    replicas.refresh(module, request.criterion, attempt.transfers)
-    attempt.weights = compute_loss_weights(request, plan_of_rows, None)
-    return Question(
-        attempt,
-        request,
-        plan_of_rows,
-        make_tasks(attempt, loaders),
-        is_divided=True,
-        candidates=[candidate_of(request)],
-        loop=LoopOptions(remedies=_REMEDIES),
-    )
-
-
-def _request_for(
-    rows: Sequence[int], module: RowsOfOutputs, of_call: Request
-) -> Request:
-    """The request of a call with ``module``, whose inputs are the numbers of rows."""
+    parts = choice.parts(_affordable_rows(outputs, choice.plan))
+    # Sorted, because the rows of a range may be views of the caller's tensors.
+    rows = sorted({*chain(*parts)})
+    module = RowsOfOutputs(list(_outputs_of(rows, choice.plan, outputs, dim)), dim)
     count = of_call.count
     if count is not None:  # of outputs and targets
         count = partial(_count_of_outputs, count, module)
     targets = of_call.batches[0].select(rows).targets
-    batch = batch_of(Rows(range(len(rows))), targets, len(rows), of_call.dim)
-    return replace(of_call, batches=[batch], count=count)
+    # The inputs are the numbers of rows.
+    batch = batch_of(Rows(range(len(rows))), targets, len(rows), dim)
+    request = replace(of_call, batches=[batch], count=count)
+    device = choice.plan.shares[0].device
+    plan = make_plan(len(rows), [device], accum=2)
+    replicas = Replicas([device], ReplicaOptions())
+    attempt = Attempt(request, plan, replicas, workers)
+    loaders = scatter(request.batches, plan, attempt.transfers)
+    replicas.refresh(module, request.criterion, attempt.transfers)
+    attempt.weights = compute_loss_weights(request, plan, None)
+    (task,) = make_tasks(attempt, loaders)
+    candidates = [candidate_of(request)]
+    loop = LoopOptions(remedies=_REMEDIES)
+    return Question(attempt, request, plan, task, True, candidates, loop)
 
 
 def _count_of_outputs(
@@ -176,18 +158,20 @@ def _count_of_outputs(
     return count(module(numbers), targets)
 
 
-def _output_of(row: int, plan: Plan, outputs: Sequence[Any], dim: int) -> Any:
-    """The output of one row, without its graph, in the master's memory."""
+def _outputs_of(
+    rows: Sequence[int], plan: Plan, outputs: Sequence[Any], dim: int
+) -> Iterator[Any]:
+    """Yield the output of each row, without its graph, in the master's memory."""
     master = physical(plan.shares[0].device)
 
     def moved(tensor: Tensor) -> Tensor:
         return to_device(tensor.detach(), master)
 
     for share, output in zip(plan.shares, outputs, strict=True):
-        if row < share.stop:
-            cut = cut_rows(output, row - share.start, 1, share.rows, dim)
-            return nested.map_tensors(moved, cut)
-    raise AssertionError("each row is in a share")
+        for row in rows:
+            if share.start <= row < share.stop:
+                cut = cut_rows(output, row - share.start, 1, share.rows, dim)
+                yield nested.map_tensors(moved, cut)
 
 
 def _affordable_rows(outputs: Sequence[Any], plan: Plan) -> int:
@@ -206,9 +190,7 @@ def injects_gradient(output: Any) -> bool:
     ``autograd.Function`` of the user's, because the answer takes a backward pass.
     """
     roots = [tensor for tensor in nested.tensors(output) if tensor.requires_grad]
-    nodes: list[Any] = []
-    for root in roots:
-        nodes += nodes_reached(root)
+    nodes = list(chain.from_iterable(map(nodes_reached, roots)))
     if not any(map(is_function_of_user, nodes)):
         return False
     leaves = leaves_of(nodes)

@@ -8,13 +8,15 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from scatterpar.batch.batch import Batch
 from scatterpar.batch.markers import Marker
 from scatterpar.causes.counts import sizes_of_entries
 from scatterpar.devices.coalescing import to_host
+from scatterpar.replicas.references import module_of
+from scatterpar.step.loss_weights import is_cross_entropy
 from scatterpar.step.request import Request
 
 _LARGEST = 2**22  # tensors of more elements are not searched
@@ -84,9 +86,24 @@ def _with_all_operators(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def ranges_of_step(request: Request) -> list[Tensor]:
+def ranges_of_step(request: Request) -> Sequence[Tensor]:
     """The ranges that say whether a look is due; each step reads them."""
+    if counts_as_torch(request):
+        return ()
     return ranges_of(informative_tensors(request, _MAX_ENTRIES))
+
+
+def counts_as_torch(request: Request) -> bool:
+    """Whether the criterion is torch's own cross entropy.
+
+    Its labels do not matter, since the engine counts as it does.
+    """
+    criterion = request.criterion
+    if request.count is not None or not is_cross_entropy(criterion):
+        return False
+    module = module_of(criterion)
+    # A subclass may count otherwise.
+    return module is None or type(module) in (nn.CrossEntropyLoss, nn.NLLLoss)
 
 
 def ranges_of(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise, zip_longest
+from itertools import accumulate, chain, pairwise, zip_longest
 from typing import Any
 
 import torch
@@ -28,7 +28,8 @@ from scatterpar.devices.device_ids import HOST
 from scatterpar.devices.transfers import to_device, to_numbers
 from scatterpar.plan import Plan
 from scatterpar.replicas.references import reachable, read_attribute
-from scatterpar.verify.ranges import may_be_labels
+from scatterpar.step.request import Request
+from scatterpar.verify.ranges import informative_tensors, may_be_labels
 
 Part = Sequence[int]  # the numbers of its rows
 Parts = Sequence[Part]
@@ -47,31 +48,24 @@ _SINGLES = 2
 _SHARE_OF_FIRST_PART = 4 / 7  # of the rows in large parts: the two differ in size
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RowChoice:
-    """How a look chooses its rows.
+    """How a look chooses rows of a step, and divides them.
 
     Attributes:
-        tensors: that may hold labels, masks, lengths or weights of each row.
-        num_rows: the number of rows in the batch.
+        request: the call, with its largest batch.
+        plan: how the step, or its loop, divides the rows of the batch.
         ignored: labels that the loss may ignore.
-        variant: from which feature of the rows the choice starts, so that each look
-            takes others.
+        number: the number of earlier looks: each look takes other rows.
         is_divided: whether the step divides the batch; otherwise there is one part, and
             only the replica is compared.
-        has_single_rows: whether sub-steps have one row. A tensor with one entry per row
-            of the batch broadcasts to one row, and to no other number.
-        is_as_in_step: whether the step's own parts are better than chosen rows, if the
-            batch is small: a switch or a threshold may apply to these alone.
     """
 
-    tensors: Sequence[Tensor]
-    num_rows: int
+    request: Request
+    plan: Plan
     ignored: Sequence[int]
-    variant: int
+    number: int
     is_divided: bool
-    has_single_rows: bool = False
-    is_as_in_step: bool = False
 
     def parts(self, most: int) -> Parts:
         """Up to ``most`` rows, at least two, in parts."""
@@ -83,30 +77,62 @@ class RowChoice:
             return [rows]
         return [[row] for row in rows] if self.has_single_rows else _divided(rows)
 
+    @property
+    def has_single_rows(self) -> bool:
+        """Whether sub-steps have one row.
+
+        A tensor with one entry per row of the batch broadcasts to one row, and to no
+        other number.
+        """
+        return max(self.plan.substep_rows) == 1
+
     def _rows(self, most: int) -> Part:
         """Up to ``most`` rows, at least two, as different as possible, sorted."""
-        num_rows = self.num_rows
+        num_rows = self.request.rows
         if num_rows == 1:  # the row twice: its mean stays the same, its sum does not
             return [0, 0]
         wanted = max(2, min(most, num_rows))
-        features = _scaled_features(self.tensors, self.ignored, self.variant)
-        score = _score(features, num_rows, self.variant)
-        order = to_numbers(score.argsort())
-        candidates: list[int] = []
+        features = self._features()
+        score = self._score(features)
+        extremes: list[int] = []
         for feature in features:
-            by_feature = to_numbers((feature + score * _SECOND_ORDER).argsort())
-            candidates += [by_feature[-1], by_feature[0]]
+            values = feature + score * _SECOND_ORDER
+            extremes += [int(values.argmax()), int(values.argmin())]
+        order = to_numbers(score.argsort())
         # One place is left for the extremes of all features together.
-        candidates = _without_repeats(candidates)[: max(2, wanted - 1)]
-        candidates += [order[-1], order[0]]
+        rows = _without_repeats(extremes)[: max(2, wanted - 1)]
+        rows += [order[-1], order[0]]
         # Evenly over the order, because rows between the extremes differ, too.
         step = (num_rows - 1) / (wanted - 1)
-        candidates += [order[round(number * step)] for number in range(wanted)]
-        rows = _without_repeats([*candidates, *order])[:wanted]
+        rows += [order[round(number * step)] for number in range(wanted)]
+        rows = _without_repeats([*rows, *order])[:wanted]
         # Every other look has the other end of the order in the large parts.
-        is_reversed = bool(self.variant % 2)
-        rows.sort(key=to_numbers(score).__getitem__, reverse=is_reversed)
-        return rows
+        return sorted(rows, key=order.index, reverse=bool(self.number % 2))
+
+    def _features(self) -> list[Tensor]:
+        """The features that differ between rows: the first of each tensor, the second,
+        …; each look begins with another one.
+        """
+        tensors = informative_tensors(self.request)
+        by_tensor = [_features_of(tensor, self.ignored) for tensor in tensors]
+        ranks = chain.from_iterable(zip_longest(*by_tensor))
+        features = [feature for feature in ranks if feature is not None]
+        first = self.number % max(1, len(features))
+        return features[first:] + features[:first]
+
+    def _score(self, features: Sequence[Tensor]) -> Tensor:
+        """One number per row that is high for rows that the first features tell from
+        others.
+        """
+        # A generator of its own, so that the user's draws as without a look.
+        generator = torch.Generator("cpu").manual_seed(self.number)
+        chance = torch.rand(
+            self.request.rows, generator=generator, dtype=torch.float64, device="cpu"
+        )
+        score = chance * _THIRD_ORDER
+        for position, feature in enumerate(features[:_SCORED_FEATURES]):
+            score += feature / 10**position
+        return score
 
 
 def parts_of(plan: Plan) -> Parts:
@@ -144,48 +170,9 @@ def _without_repeats(rows: Iterable[int]) -> list[int]:
     return list(dict.fromkeys(rows))
 
 
-def _score(features: Sequence[Tensor], num_rows: int, variant: int) -> Tensor:
-    """One number per row that is high for rows that the first features tell from
-    others.
-    """
-    # A generator of its own, so that the user's draws as without a look.
-    generator = torch.Generator("cpu").manual_seed(variant)
-    chance = torch.rand(
-        num_rows, generator=generator, dtype=torch.float64, device="cpu"
-    )
-    score = chance * _THIRD_ORDER
-    for position, feature in enumerate(features[:_SCORED_FEATURES]):
-        score += feature / 10**position
-    return score
-
-
-def _scaled_features(
-    tensors: Sequence[Tensor], ignored: Iterable[int], variant: int
-) -> list[Tensor]:
-    """The features that differ between rows, from 0 to 1: the first of each tensor, the
-    second, …
-
-    ``variant`` says with which of them the list begins.
-    """
-    by_tensor: list[list[Tensor]] = []
-    for tensor in tensors:
-        features = _features(tensor, ignored)
-        by_tensor.append(
-            [feature for feature in features if feature.max() > feature.min()]
-        )
-    scaled = []
-    for features_of_rank in zip_longest(*by_tensor):
-        for feature in features_of_rank:
-            if feature is not None:
-                low = feature.min()
-                scaled.append((feature - low) / (feature.max() - low))
-    first = variant % max(1, len(scaled))
-    return scaled[first:] + scaled[:first]
-
-
-def _features(tensor: Tensor, ignored: Iterable[int]) -> Iterator[Tensor]:
-    """Numbers that distinguish rows, one tensor per feature, the most informative
-    first.
+def _features_of(tensor: Tensor, ignored: Iterable[int]) -> Iterator[Tensor]:
+    """Numbers from 0 to 1 that distinguish rows, one tensor per feature, the most
+    informative first.
     """
     entries = tensor.reshape(len(tensor), -1)
     if may_be_labels(tensor):
@@ -195,7 +182,10 @@ def _features(tensor: Tensor, ignored: Iterable[int]) -> Iterator[Tensor]:
     else:
         features = [entries.isnan(), entries, entries < 0]
     for numbers in (*features, entries == 0):
-        yield to_device(numbers, HOST).double().nan_to_num().mean(1)
+        feature = to_device(numbers, HOST).double().nan_to_num().mean(1)
+        low, high = feature.aminmax()
+        if high > low:
+            yield (feature - low) / (high - low)
 
 
 def ignored_values(*functions: Any) -> list[int]:
@@ -205,25 +195,20 @@ def ignored_values(*functions: Any) -> list[int]:
     # The usual ones first: several may explain the loss of a few rows.
     labels: list[int] = [*IGNORED]
     for function in functions:
-        integers: list[int] = []
         # The nearest first: its own integers before those of objects.
-        for value in reachable(function, depth=2):
-            integers += _integers_of(value)
-        labels += list(dict.fromkeys(integers))[:_MAX_IGNORED]
-    return list(dict.fromkeys(labels))
+        values = map(_integers_of, reachable(function, depth=2))
+        labels += _without_repeats(chain.from_iterable(values))[:_MAX_IGNORED]
+    return _without_repeats(labels)
 
 
 def _integers_of(value: Any) -> list[int]:
     """The value itself, labels that its modules ignore, and constants of its code."""
     modules = value.modules() if isinstance(value, nn.Module) else [value]
-    candidates = [
-        value,
-        *(read_attribute(module, "ignore_index") for module in modules),
-    ]
-    code = read_attribute(unbound(value), "__code__")
+    candidates = [read_attribute(module, "ignore_index") for module in modules]
     # Code may compare labels with a literal.
+    code = read_attribute(unbound(value), "__code__")
     candidates += getattr(code, "co_consts", ())
-    return [candidate for candidate in candidates if type(candidate) is int]
+    return [integer for integer in (value, *candidates) if type(integer) is int]
 
 
 def unbound(function: Any) -> Any:

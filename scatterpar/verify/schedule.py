@@ -18,7 +18,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from scatterpar.batch.batch import Batch
 from scatterpar.batch.nested import WITHOUT_PARTS, walk
 from scatterpar.devices.streams import is_async
 from scatterpar.look_steps import is_look_step
@@ -43,8 +42,8 @@ class Kind:
         steps: the number of steps so far.
         looks: the number of looks, without those at a refused step.
         num_inconclusive: the number of inconclusive looks in a row.
-        ranges: those of labels, masks, lengths that were seen.
-        unread_ranges: those of the last step, on an accelerator.
+        ranges: those of labels, masks, lengths that looks have seen.
+        ranges_of_step: those of the last step, on its devices.
         details: hashes of the switches, numbers and words that were seen.
         is_refused: a look has refused, and none has agreed since.
         scope: the part of a sub-step that one replica at a time runs.
@@ -55,7 +54,7 @@ class Kind:
     looks: int = 0
     num_inconclusive: int = 0
     ranges: list[float] = field(default_factory=list)
-    unread_ranges: Sequence[Tensor] = ()
+    ranges_of_step: Sequence[Tensor] = ()
     details: set[Hashable] = field(default_factory=set)
     is_refused: bool = False
     scope: Scope = Scope.NOTHING
@@ -80,10 +79,10 @@ class Kind:
         """Whether labels leave the range that looks have seen."""
         if not ranges:  # as for torch's own cross entropy
             return False
+        before, self.ranges_of_step = self.ranges_of_step, ranges
         if any(is_async(tensor.device) for tensor in ranges):  # the host does not wait
-            ranges, self.unread_ranges = self.unread_ranges, ranges
-        numbers = read_ranges(ranges)
-        pairs = zip(numbers, self.ranges, strict=False)
+            ranges = before
+        pairs = zip(read_ranges(ranges), self.ranges, strict=False)
         return any(number > seen for number, seen in pairs)
 
     def is_told_inconclusive(self, reason: Inconclusive) -> bool:
@@ -92,11 +91,11 @@ class Kind:
         self.is_given_up = reason.is_final
         return reason.is_final or self.num_inconclusive >= reason.patience
 
-    def note_agreement(self, ranges: Sequence[Tensor]) -> None:
-        """A look at a step with these ranges has not refused."""
+    def note_agreement(self) -> None:
+        """A look at the last step has not refused."""
         self.is_refused = False
         self.num_inconclusive = 0
-        numbers = read_ranges(ranges)
+        numbers = read_ranges(self.ranges_of_step)
         # Of all looks together: batches of labels differ at random.
         widest = [max(pair) for pair in zip(self.ranges, numbers, strict=False)]
         self.ranges = widest or numbers
@@ -110,25 +109,23 @@ class Kinds:
         self._kinds: defaultdict[Hashable, Kind] = defaultdict(Kind)
 
     def kind_of(
-        self, request: Request, batch: Batch, is_divided: bool, flags: Hashable
+        self, request: Request, is_divided: bool, flags: Hashable
     ) -> tuple[Kind, Hashable]:
         """The kind of a request, and its details, each of which may be new.
 
-        ``batch`` is its largest batch, ``flags`` are the switches of the model.
+        ``flags`` are the switches of the model.
         """
-        names, numbers = names_and_numbers(
-            (request.criterion, request.count, request.reduction)
-        )
-        atoms = batch.atoms[:_MAX_ATOMS]
+        names, numbers = names_and_numbers((request.criterion, request.count))
+        atoms = request.batches[0].atoms[:_MAX_ATOMS]
         kinds_of_atoms = tuple(
             _name_of(atom) if isinstance(atom, Tensor) else type(atom) for atom in atoms
         )
         # A word may select another loss, as a switch of the model may.
         words = [atom for atom in atoms if isinstance(atom, (bool, str))]
-        key = is_divided, request.whole_batch, names, kinds_of_atoms
+        options = is_divided, request.whole_batch, request.reduction
         details = flags, numbers, tuple(words)
         # Hashes, because the code objects in them would keep functions alive.
-        return self._kinds[hash(key)], hash(details)
+        return self._kinds[hash((options, names, kinds_of_atoms))], hash(details)
 
 
 def names_and_numbers(functions: Sequence[Any]) -> tuple[frozenset[Hashable], str]:

@@ -9,13 +9,16 @@ from __future__ import annotations
 import enum
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from scatterpar.causes.cause_list import first_finding
 from scatterpar.causes.counts import IGNORED, Count
 from scatterpar.causes.evidence import CauseKind, Weights
 from scatterpar.step.request import Request
+from scatterpar.step.turns import Scope
 from scatterpar.verify.look_losses import NUMBER_REMEDY, Evidence
+from scatterpar.verify.rows import Parts
 
 _MAX_SIZES = 6  # of parts, in a text
 # Only these keys can be told to count_labels(key=…).
@@ -43,6 +46,12 @@ class Verdict:
         error: the replica's error that the text shows.
         problem: the first line of the text, if losses do not combine.
         cause: why not, and what to pass, if one count or reduction explains it.
+        moved: the names of state that each part moves.
+        lost: the shapes of large tensors that user code has written.
+        scope: the part of a sub-step that one replica at a time must run.
+        difference: the relative difference between the results, which the GPUs' page
+            shows, with the ``tolerance`` that it stayed within.
+        parts: the rows of each part.
     """
 
     action: Action
@@ -50,6 +59,12 @@ class Verdict:
     error: Exception | None = None
     problem: str = ""
     cause: str = ""
+    moved: Sequence[str] = ()
+    lost: Sequence[tuple[int, ...]] = ()
+    scope: Scope = Scope.NOTHING
+    difference: float = math.inf
+    tolerance: float = 0.0
+    parts: Parts = ()
 
 
 RIGHT = Verdict(Action.PROCEED)

@@ -8,31 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-
-from torch import Tensor, nn
 
 from scatterpar.batch.batch import batches_of
 from scatterpar.devices.memory import no_kernel_search
 from scatterpar.errors import warn
 from scatterpar.log import logger
 from scatterpar.plan import Plan, make_plan
-from scatterpar.replicas.references import module_of
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loop_options import LoopOptions
-from scatterpar.step.loss_weights import is_cross_entropy
 from scatterpar.step.request import LossCandidate, Request
 from scatterpar.step.task import ReplicaTask
 from scatterpar.step.turns import Scope
 from scatterpar.tables import shown
 from scatterpar.threads.process_settings import SETTINGS_KEPT
-from scatterpar.verify.choice import Choice, alike
+from scatterpar.verify.choice import alike
 from scatterpar.verify.compared_leaves import MAX_ELEMENTS
 from scatterpar.verify.comparison import Inconclusive
 from scatterpar.verify.join_check import JoinCheck
-from scatterpar.verify.look import Findings, look
+from scatterpar.verify.look import look
 from scatterpar.verify.look_losses import name_of
-from scatterpar.verify.ranges import informative_tensors, ranges_of_step
+from scatterpar.verify.ranges import counts_as_torch, ranges_of_step
 from scatterpar.verify.rows import MAX_BYTES, RowChoice, ignored_values, parts_of
 from scatterpar.verify.schedule import Kind, Kinds
 from scatterpar.verify.verdicts import RETURN, Action, Verdict, in_lines
@@ -41,7 +36,6 @@ _MIN_ROWS = 9  # of a look, unless a row needs much memory
 _SUBSTEPS_OF_FIRST_LOOK = 2  # as many rows as so many micro-batches have
 _SHARE_OF_LATER_LOOKS = 4  # of the rows of a micro-batch
 _SHARE_OF_LARGE_MODELS = 8  # of the rows of the batch, because each row takes long
-_LOOK_AS_IN_STEP = 1  # the second look: in the first one chosen rows tell more
 _KEY_LENGTH = 60  # beginnings of warnings that are not repeated
 
 _WAYS = (
@@ -62,20 +56,28 @@ class Verifier:
     Warnings wait until the step has succeeded: one that fails says its error alone.
 
     Attributes:
-        choice: the candidates of a loop that looks have not refuted.
         joins: checks how outputs are joined.
         kinds: the kinds of steps, and the looks at each.
     """
 
     def __init__(self, is_distributed: bool = False) -> None:
-        self.choice = Choice()
         self._is_distributed = is_distributed
         self.kinds = Kinds()
         self.joins = JoinCheck(is_distributed)
+        # The words of a loop's candidates, which makes new ones in each step.
+        self._not_refuted: list[str] = []
         # The texts, and the names of state in them.
         self._waiting: list[tuple[str, Sequence[str]]] = []
         # Beginnings of the warnings so far, and the names in them.
         self._told: set[str] = set()
+
+    def remaining(self, candidates: Sequence[LossCandidate]) -> Sequence[LossCandidate]:
+        """Those of a loop's candidates that looks leave; the first one is assumed."""
+        by_words = {candidate.words: candidate for candidate in candidates}
+        # A look may have moved another candidate to the front.
+        known = [by_words[words] for words in self._not_refuted if words in by_words]
+        # None is known before the first look, and in a loop with other candidates.
+        return known or candidates
 
     def check(
         self, attempt: Attempt, tasks: Sequence[ReplicaTask], loop: LoopOptions
@@ -91,8 +93,7 @@ class Verifier:
         """
         self.forget_warnings()
         with attempt.span("verify"):
-            with_criterion = tasks[: len(attempt.replicas.criteria)]
-            return self._check(attempt, with_criterion, loop)
+            return self._check(attempt, tasks[0], loop)
 
     def forget_warnings(self) -> None:
         """A step begins: forget the warnings of one that has failed."""
@@ -111,39 +112,37 @@ class Verifier:
                 warn(text)
         self._waiting.clear()
 
-    def _check(
-        self, attempt: Attempt, tasks: Sequence[ReplicaTask], loop: LoopOptions
-    ) -> bool:
+    def _check(self, attempt: Attempt, task: ReplicaTask, loop: LoopOptions) -> bool:
         request = attempt.request.of_largest_batch()
         is_divided = self._is_distributed or len(attempt.plan.substep_rows) > 1
         # The criterion gets the one row, whatever the number of replicas.
         if request.whole_batch and request.rows == 1:
             is_divided = False
-        assumed = loop.chosen or candidate_of(request)
-        candidates = [assumed]
-        if loop.chosen and is_divided:
-            candidates = self.choice.remaining(loop.candidates)
-        plan = attempt.plan
-        question = Question(attempt, request, plan, tasks, is_divided, candidates, loop)
-        flags = attempt.replicas.of_model.flags
+        candidates: Sequence[LossCandidate] = [loop.chosen or candidate_of(request)]
         # Of one kind are steps for which other candidates are assumed.
-        of_kind = replace(request, count=None) if loop.chosen else request
-        kind, details = self.kinds.kind_of(
-            of_kind, request.batches[0], is_divided, flags
+        of_kind = request
+        if loop.chosen:
+            of_kind = replace(request, count=None)
+            if is_divided:
+                candidates = self.remaining(loop.candidates)
+        question = Question(
+            attempt, request, attempt.plan, task, is_divided, candidates, loop
         )
+        flags = attempt.replicas.of_model.flags
+        kind, details = self.kinds.kind_of(of_kind, is_divided, flags)
         # A batch that leaves several candidates says nothing of the next one.
-        # Asked first: a step has few calls, and one candidate unless a loop has more.
-        if len(candidates) > 1 and question.is_open_between(candidates):
+        if question.is_open_between(candidates):
             details = "open", kind.steps  # new in each step
-        if kind.is_due(question.ranges, details):
+        chosen = candidates[0]
+        if kind.is_due(ranges_of_step(request), details):
             chosen = self.ask(question, kind)
-            if chosen is not assumed:
-                loop.chosen = chosen
-                attempt.request = attempt.request.combined_by(chosen)
         # Also in steps that are not looked at.
-        if kind.scope is not Scope.NOTHING:
-            attempt.threads.widen(kind.scope)
-        return loop.chosen is not None and loop.chosen is not assumed
+        attempt.threads.widen(kind.scope)
+        if chosen is candidates[0]:
+            return False
+        loop.chosen = chosen
+        attempt.request = attempt.request.combined_by(chosen)
+        return True
 
     def ask(self, question: Question, kind: Kind) -> LossCandidate:
         """Look at a step. Refuses it, or tells what the look has found.
@@ -155,10 +154,6 @@ class Verifier:
             # A look has other sizes than steps, for which no kernel is searched.
             with SETTINGS_KEPT, no_kernel_search():
                 return self._ask(question, kind)
-        except ValueError:
-            # Each step is looked at until one agrees: a remedy may be wrong, too.
-            kind.is_refused = True
-            raise
         finally:
             # After a refusal the same rows again: fewer may not show it.
             kind.looks += not kind.is_refused
@@ -172,27 +167,29 @@ class Verifier:
             try:
                 asked = question.of(candidate)
                 with question.loop.around_looks():
-                    findings = asked.findings(kind.looks)
+                    verdict = asked.verdict(kind.looks)
             except Inconclusive as error:
                 logger.debug("%s is inconclusive: %s", title, error)
                 # Without its frames: one of them holds this list.
                 unclear.append((candidate, error.with_traceback(None)))
                 continue
-            logger.debug("%s: %s", title, findings.verdict.action.value)
-            if findings.verdict.action is Action.REFUSE:
-                refusals.append(findings.verdict)
+            logger.debug("%s: %s", title, verdict.action.value)
+            if verdict.action is Action.REFUSE:
+                refusals.append(verdict)
                 continue
-            self._agree(question, kind, findings)
+            self._agree(question, kind, verdict)
             remaining = question.candidates[number:]
-            rivals = alike(asked.request, findings.parts, remaining)
+            rivals = alike(asked.request, verdict.parts, remaining)
             self._keep(rivals, question, kind)
             if question.is_open_between(rivals):
                 self.warn(question.text_of_assumed(rivals))
             return candidate
-        if not unclear:
-            refused = refusals[-1]
-            raise ValueError(question.text_of_refusal(refused)) from refused.error
-        return self._assume(unclear, question, kind)
+        if unclear:
+            return self._assume(unclear, question, kind)
+        # Each step is looked at until one agrees: a remedy may be wrong, too.
+        kind.is_refused = True
+        refused = refusals[-1]
+        raise ValueError(question.text_of_refusal(refused)) from refused.error
 
     def _assume(
         self, unclear: list[_Unclear], question: Question, kind: Kind
@@ -206,7 +203,7 @@ class Verifier:
         if len(remaining) > 1:
             reason.patience = 1  # the user can say which one holds
         # Of torch's own loss nothing is assumed that may be wrong.
-        is_told = reason.is_final or not question.counts_as_torch
+        is_told = reason.is_final or not counts_as_torch(question.request)
         if kind.is_told_inconclusive(reason) and is_told:
             self.warn(question.text_of_unchecked(reason, assumed))
         return assumed
@@ -217,33 +214,37 @@ class Verifier:
         """Refute all candidates but the remaining ones; tell a change of mind."""
         if len(question.candidates) == 1:
             return
-        self.choice.keep(remaining)
+        self._not_refuted = [candidate.words for candidate in remaining]
         logger.info("losses of micro-batches combine as %s", remaining[0].words)
         assumed = question.candidates[0]
         if remaining[0] is not assumed and kind.steps > 1:
             self.warn(question.text_of_change(assumed, remaining[0]))
 
-    def _agree(self, question: Question, kind: Kind, findings: Findings) -> None:
+    def _agree(self, question: Question, kind: Kind, verdict: Verdict) -> None:
         """Note that a look has not refused, and warn of what it has found."""
-        self._widen_turns(question, kind, findings.scope)
-        moved = [name for name in findings.moved if name not in self._told]
+        self._widen_turns(question, kind, verdict.scope)
+        moved = [name for name in verdict.moved if name not in self._told]
         if moved:
             self.warn(question.text_of_moved(moved), moved)
-        if findings.lost:
-            self.warn(_text_of_lost(findings.lost[0]))
-        if findings.verdict.action is Action.WARN:
-            self.warn(findings.verdict.text)
-        kind.note_agreement(question.ranges)
+        if verdict.lost:
+            self.warn(_text_of_lost(verdict.lost[0]))
+        if verdict.action is Action.WARN:
+            self.warn(verdict.text)
+        kind.note_agreement()
 
     def _widen_turns(self, question: Question, kind: Kind, scope: Scope) -> None:
         """From now on a turn of steps of this kind includes ``scope``."""
+        attempt = question.attempt
+        # The part of a sub-step that one replica at a time runs, without the look.
+        before = attempt.threads.scope
         # One call at a time disturbs nobody.
-        shares_criterion = len(question.tasks) > 1 and not question.request.whole_batch
-        is_alone = not shares_criterion and question.scope < Scope.FUNCTION
-        if is_alone or scope <= max(kind.scope, question.scope):
+        is_alone = len(attempt.plan.shares) == 1 or question.request.whole_batch
+        if is_alone and before < Scope.FUNCTION:
+            return
+        if scope <= max(kind.scope, before):
             return
         kind.scope = scope
-        if question.scope < Scope.FUNCTION:  # else the loop has said so
+        if before < Scope.FUNCTION:  # else the loop has said so
             self.warn(question.text_of_turns())
         logger.info("%s: a turn is %s", question.title(kind.looks), scope.name)
 
@@ -259,12 +260,12 @@ def candidate_of(request: Request) -> LossCandidate:
 
 @dataclass(eq=False)
 class Question:
-    """A step that may be looked at: its ranges, rows and texts.
+    """A step that may be looked at: its rows and texts.
 
     Attributes:
         request: that of the largest batch.
         plan: how the step, or its loop, divides the rows of a batch.
-        tasks: those of the replicas that have a criterion.
+        task: that of the first replica.
         is_divided: whether the step divides the batch into parts.
         candidates: how losses may combine; the first one is assumed so far.
         loop: the options of the loop, if a library calls the engine.
@@ -273,35 +274,10 @@ class Question:
     attempt: Attempt
     request: Request
     plan: Plan
-    tasks: Sequence[ReplicaTask]
+    task: ReplicaTask
     is_divided: bool
     candidates: Sequence[LossCandidate]
     loop: LoopOptions
-
-    @property
-    def scope(self) -> Scope:
-        """The part of a sub-step that one replica at a time runs, without the look."""
-        return self.attempt.threads.scope
-
-    @property
-    def counts_as_torch(self) -> bool:
-        """Whether the criterion is torch's own cross entropy.
-
-        Its labels do not matter, since the engine counts as it does.
-        """
-        if self.request.count:
-            return False
-        criterion = self.request.criterion
-        module = module_of(criterion)
-        if module is None:
-            return is_cross_entropy(criterion)
-        # A subclass may count otherwise.
-        return type(module) in (nn.CrossEntropyLoss, nn.NLLLoss)
-
-    @cached_property
-    def ranges(self) -> Sequence[Tensor]:
-        """The ranges of labels, masks, lengths."""
-        return () if self.counts_as_torch else ranges_of_step(self.request)
 
     def is_open_between(self, candidates: Sequence[LossCandidate]) -> bool:
         """Whether it matters in this step which of these candidates holds."""
@@ -333,31 +309,20 @@ class Question:
         # The plan of these rows alone: one of them was a whole batch for the loop.
         return replace(self, request=request, plan=plan)
 
-    def findings(self, looks: int) -> Findings:
-        """What the look number ``looks`` finds.
+    def verdict(self, number: int) -> Verdict:
+        """The verdict of a look after ``number`` others.
 
         Raises:
             Inconclusive: the look could not tell.
         """
-        choice = RowChoice(
-            informative_tensors(self.request),
-            self.request.rows,
-            self._ignored(),
-            variant=looks,
-            is_divided=self.is_divided,
-            has_single_rows=max(self.plan.substep_rows) == 1,
-            is_as_in_step=looks == _LOOK_AS_IN_STEP,
-        )
-        most = self._most_rows(is_first=not looks)
-        task = self.tasks[0]
-        return look(self.attempt, self.request, self.plan, task, choice, most)
-
-    def _ignored(self) -> list[int]:
-        """Labels that the loss may ignore."""
-        criterion = self.request.criterion
-        own_loss = self.attempt.replicas.of_model.root.forward
-        function = own_loss if criterion is None else criterion
-        return ignored_values(function, self.request.count)
+        request = self.request
+        function = request.criterion
+        if function is None:
+            function = self.attempt.replicas.of_model.root.forward
+        ignored = ignored_values(function, request.count)
+        choice = RowChoice(request, self.plan, ignored, number, self.is_divided)
+        most = self._most_rows(is_first=not number)
+        return look(self.attempt, self.task, choice, most)
 
     def _most_rows(self, is_first: bool) -> int:
         """As many rows as are cheap: fewer of a large model, and in later looks."""

@@ -145,13 +145,13 @@ def allowed_tf32(monkeypatch):
 def test_looks_compute_without_tf32(devices, monkeypatch, allowed_tf32):
     """Two right gradients differed by 6 %, where 3 % are allowed."""
     differences = []
-    verdict = look.ReplicaLook._verdict
+    verdict_of = look._verdict_of
 
-    def recorded(replica_look, evidence, run):
+    def recorded(evidence, run):
         differences.append(evidence.difference)
-        return verdict(replica_look, evidence, run)
+        return verdict_of(evidence, run)
 
-    monkeypatch.setattr(look.ReplicaLook, "_verdict", recorded)
+    monkeypatch.setattr(look, "_verdict_of", recorded)
     for rounds in (False, True):
         if rounds:
             monkeypatch.setattr(look, "_without_tf32", lambda _: nullcontext())

@@ -24,7 +24,7 @@ def due(kind, details, ranges=()):
         if kind.is_due(ranges, each):
             looked_at.append(number)
             kind.looks += 1
-            kind.note_agreement(ranges)
+            kind.note_agreement()
     return looked_at
 
 
@@ -55,7 +55,7 @@ def test_labels_beyond_range_looked_at():
     ):
         ranges = ranges_of([torch.tensor(labels)])
         assert kind.is_due(ranges, "same") == is_due, labels
-        kind.note_agreement(ranges)
+        kind.note_agreement()
 
 
 def test_inconclusive_news_become_rare():
@@ -66,7 +66,7 @@ def test_inconclusive_news_become_rare():
     kind = Kind()
     assert kind.is_due(ranges_of([torch.tensor([0, 3])]), "same")
     kind.looks += 1
-    kind.note_agreement(ranges_of([torch.tensor([0, 3])]))
+    kind.note_agreement()
     looked_at = []
     for step in range(2, 513):
         if kind.is_due(ranges_of([torch.tensor([0, 7])]), "same"):
@@ -80,7 +80,7 @@ def test_refused_looked_at_until_agreement():
     kind = Kind(steps=4, is_refused=True, details={"same"})
     assert kind.is_due((), "same")
     assert kind.is_due((), "same")
-    kind.note_agreement(())
+    kind.note_agreement()
     assert not kind.is_due((), "same")
 
 
@@ -90,7 +90,7 @@ def test_given_up_kind_never_looked_at():
 
 def kind_of(kinds, criterion, inputs=LABELS, **options):
     request = Request([batch_of(inputs, LABELS, 2, 0)], 0, criterion, **options)
-    return kinds.kind_of(request, request.batches[0], True, "flags")
+    return kinds.kind_of(request, True, "flags")
 
 
 def factory(factor):

@@ -25,6 +25,7 @@ import torch
 
 from scatterpar.devices.device_ids import physical
 from scatterpar.devices.memory import is_out_of_memory
+from scatterpar.replicas.module_contents import root_to_replicate
 from scatterpar.state.reports import moved_between
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.task import ReplicaTask
@@ -221,9 +222,9 @@ class ReplicaLook:
         expected = at_once.total.result
         has_one_call = len(task.share.micro_batches) == 1
         # With one call per step each part is another replica's.
-        between = runs.user_code.refresh if has_one_call else None
+        prepare = runs.user_code.refresh if has_one_call else None
         try:
-            run = runs.run(parts, task, weights, between=between)
+            run = runs.run(parts, task, weights, prepare=prepare)
         except Exception as error:
             if isinstance(error, Inconclusive) or is_out_of_memory(error):
                 raise
@@ -279,7 +280,11 @@ class ReplicaLook:
     def _scope(self, run: RunResult) -> Scope:
         """The part of a sub-step that one replica at a time must run."""
         calls = self.runs.backward_calls
-        if run.shares_state and not self.runs.request.whole_batch:
+        request = self.runs.request
+        # Of a function that replicas share, one replica's forward pass may change what
+        # it reads.
+        is_shared = root_to_replicate(request.criterion) is None
+        if run.shares_state and is_shared and not request.whole_batch:
             return Scope.SUBSTEP if calls.calls_modules else Scope.FUNCTION
         if self.takes_turns and calls.disturbs:
             return Scope.SUBSTEP

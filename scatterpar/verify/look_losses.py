@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
@@ -31,7 +31,7 @@ from scatterpar.verify.comparison import (
     weighted_sum,
 )
 from scatterpar.verify.measurements import losses_of_parts, outputs_of
-from scatterpar.verify.nudges import NUM_NUDGES, Nudge, rounding_limit
+from scatterpar.verify.nudges import NUM_NUDGES, rounding_limit
 from scatterpar.verify.output_differences import compare_outputs
 from scatterpar.verify.rows import Part, Parts, positions_of, unbound
 from scatterpar.verify.runs import Runs, pieces_of_parts
@@ -121,12 +121,12 @@ class LookResults(SplitEvidence):
         """
         of_replica = self.of_replica.difference_from(self.expected)
         is_replica_right = of_replica <= self.tolerance
-        eps = self.runs.rounding.coarsest_eps
-        task = self.runs.replica_task
+        runs = self.runs
         effects: list[float] = []
         by_rounding = 0.0
         for number in range(NUM_NUDGES):
-            run = self.runs.run([self.rows], task, nudge=Nudge(number, eps))
+            nudge = partial(runs.nudge, number)
+            run = runs.run([self.rows], runs.replica_task, prepare=nudge)
             nudged = run.total.result
             turns_into_actual = nudged.difference_from(self.actual) <= self.tolerance
             if is_replica_right and turns_into_actual:
@@ -134,7 +134,7 @@ class LookResults(SplitEvidence):
             # From the replica's own result: the user's may be rounded otherwise.
             effects.append(nudged.difference_from(self.of_replica))
             by_rounding = rounding_limit(effects, self.difference)
-            if self.difference <= by_rounding or self.runs.user_code.is_late():
+            if self.difference <= by_rounding or runs.user_code.is_late():
                 break
         if self.difference <= by_rounding and by_rounding > _NOTHING_BUT_ROUNDING:
             raise Inconclusive("its gradient is nothing but rounding")
@@ -151,14 +151,11 @@ class LookResults(SplitEvidence):
         task = self.runs.replica_task
         return [self.runs.at_once(part, task) for part in self.parts]
 
-    def in_parts(self, between: Callable[[], None], *, scale: float = 1.0) -> Result:
-        """The combined result of the parts; ``between`` is called before each."""
+    def in_parts(self, prepare: Callable[[], None], *, scale: float = 1.0) -> Result:
+        """The combined result of the parts; ``prepare`` is called before each."""
+        task = self.runs.replica_task
         run = self.runs.run(
-            self.parts,
-            self.runs.replica_task,
-            self.step_weights,
-            between=between,
-            scale=scale,
+            self.parts, task, self.step_weights, prepare=prepare, scale=scale
         )
         return run.total.result
 

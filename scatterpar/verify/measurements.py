@@ -32,10 +32,8 @@ def outputs_of(runs: Runs, parts: Parts, compute: Compute | None = None) -> list
     """
     task = runs.replica_task
     outputs = []
-    with runs.surroundings(task):
-        for rows in parts:
-            runs.user_code.require_time()
-            runs.user_code.restart()
+    for rows in parts:
+        with runs.surroundings(task):
             inputs = runs.inputs_of(rows)
             # A join is asked of what the engine's user gets, such as ``map``'s results.
             if compute is None:
@@ -53,8 +51,6 @@ def losses_of_parts(runs: Runs, output: Any, parts: Parts) -> list[Result]:
     ``output`` has the rows of all parts, in their order. The module is not called:
     gradients are those of the output's tensors.
     """
-    runs.user_code.require_time()
-    runs.user_code.restart()
     task = runs.replica_task
     tensors = [tensor for tensor in nested.tensors(output) if tensor.requires_grad]
     results = []
@@ -75,9 +71,8 @@ def attributes_that_calls_move(runs: Runs, rows: Part) -> list[str]:
     After the step they stay on the replica, even if it makes one call.
     """
     task = runs.replica_task
-    runs.user_code.restart()
-    states = [state_of(task.replicas, has_same_rows=True)]
     with runs.surroundings(task):
+        states = [state_of(task.replicas, has_same_rows=True)]
         for _ in range(2):
             runs.user_code.require_time()
             output = task.output_of(runs.inputs_of(rows))
@@ -104,7 +99,6 @@ def bytes_per_row(runs: Runs, rows: Part) -> float:
         return tensor.detach()
 
     task = runs.replica_task
-    runs.user_code.restart()
     saved_tensors = torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved)
     try:
         with runs.surroundings(task), saved_tensors:

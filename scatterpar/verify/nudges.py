@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,57 +26,27 @@ _GROWTH_IN_HALF_PRECISION = 4
 _HALF_PRECISION = 1e-5  # formats with a larger eps
 
 
-@dataclass(frozen=True)
-class Factor:
-    """How much more than the effect of a nudge rounding may explain.
+# More than the effect of a nudge rounding may explain. The smallest nudge has the
+# surest effect.
+_FACTOR_OF_FIRST = 4.0
+# Rounding at a ReLU shows in every third nudge, and seldom changes more.
+_FACTOR_OF_LATER = 2.0
+_MOST_BY_LATER = 0.2  # larger differences are not explained
 
-    Attributes:
-        nudges: the numbers of the nudges.
-        factor: the factor of their effects.
-        most: differences above this are not explained.
-        reason: why the factor holds.
+
+def nudged(tensor: Tensor, number: int, eps: float) -> Tensor:
+    """A copy whose numbers are changed by rounding, in another way per ``number``.
+
+    ``eps`` is the rounding of the coarsest format.
     """
-
-    nudges: range
-    factor: float
-    most: float
-    reason: str
-
-
-FACTORS = (
-    Factor(range(1), 4.0, math.inf, "the smallest nudge has the surest effect"),
-    Factor(
-        range(1, NUM_NUDGES),
-        2.0,
-        0.2,
-        "rounding at a ReLU shows in every third nudge, and seldom changes more",
-    ),
-)
-
-
-@dataclass(frozen=True)
-class Nudge:
-    """A change of each number by rounding, in another way per ``number``.
-
-    Attributes:
-        number: later nudges are larger.
-        eps: the rounding of the coarsest format.
-    """
-
-    number: int
-    eps: float
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        """A nudged copy of a tensor."""
-        is_half = self.eps >= _HALF_PRECISION
-        growth = _GROWTH_IN_HALF_PRECISION if is_half else _GROWTH
-        size = self.eps / 2 * growth ** (self.number / (NUM_NUDGES - 1))
-        # Cosines of far angles: as good as random, and the same in every look.
-        positions = torch.arange(tensor.numel(), device=tensor.device)
-        angles = positions * (1 + self.number) + self.number
-        changes = angles.cos().view(tensor.shape) * size
-        nudged: Tensor = tensor * (1 + changes.to(tensor.dtype))
-        return nudged
+    growth = _GROWTH_IN_HALF_PRECISION if eps >= _HALF_PRECISION else _GROWTH
+    size = eps / 2 * growth ** (number / (NUM_NUDGES - 1))
+    # Cosines of far angles: as good as random, and the same in every look.
+    positions = torch.arange(tensor.numel(), device=tensor.device)
+    angles = positions * (1 + number) + number
+    changes = angles.cos().view(tensor.shape) * size
+    copy: Tensor = tensor * (1 + changes.to(tensor.dtype))
+    return copy
 
 
 def rounding_limit(effects: Sequence[float], difference: float) -> float:
@@ -85,11 +54,8 @@ def rounding_limit(effects: Sequence[float], difference: float) -> float:
 
     ``difference`` is the one to be explained.
     """
-    limit = 0.0
-    for row in FACTORS:
-        if difference > row.most:
-            continue
-        for effect in effects[row.nudges.start : row.nudges.stop]:
-            if math.isfinite(effect):  # else it overflowed, which is no rounding
-                limit = max(limit, row.factor * effect)
-    return limit
+    limits = [_FACTOR_OF_FIRST * effect for effect in effects[:1]]
+    if difference <= _MOST_BY_LATER:
+        limits += [_FACTOR_OF_LATER * effect for effect in effects[1:]]
+    # Else it overflowed, which is no rounding.
+    return max(filter(math.isfinite, limits), default=0.0)

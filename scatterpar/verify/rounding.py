@@ -52,6 +52,8 @@ FLOAT32 = Format(2.0**-23, tolerance=3e-3, limit=1e-4)
 TF32 = Format(2.0**-10, tolerance=3e-2, limit=1e-2)
 FLOAT16 = Format(2.0**-10, tolerance=3e-2, limit=1e-2)
 BFLOAT16 = Format(2.0**-7, tolerance=3e-2, limit=5e-2)
+# A kernel may round to half precision, also of numbers that are widened.
+HALF_IN_KERNELS = Format(0.0, tolerance=3e-2, limit=0.0)
 # Such as float8: nothing can be compared.
 COARSER = Format(2.0**-2, tolerance=1.0, limit=1.0)
 
@@ -131,19 +133,19 @@ class Rounding:
     dtypes in it.
 
     Attributes:
+        formats: those of the computations so far.
         has_functions: whether a graph has an ``autograd.Function`` of the user's, whose
             backward pass may do anything.
     """
 
-    def __init__(self, device: torch.device, least_tolerance: float = 0.0) -> None:
-        self._formats: set[Format] = set()
-        self._least_tolerance = least_tolerance
+    def __init__(self, device: torch.device) -> None:
+        self.formats: set[Format] = set()
         self.has_functions = False
         self._inside_operators = formats_inside_operators(device)
 
     def add(self, dtype: torch.dtype) -> None:
         """Results are rounded to ``dtype``, too."""
-        self._formats.add(format_of(dtype))
+        self.formats.add(format_of(dtype))
 
     def watch(self, loss: Tensor) -> None:
         """Record the formats of the graph of ``loss``, when its backward pass runs."""
@@ -162,7 +164,7 @@ class Rounding:
                     continue
                 self.add(gradient.dtype)
                 if inside is not None and format_of(gradient.dtype) == FLOAT32:
-                    self._formats.add(inside)
+                    self.formats.add(inside)
 
         # Only the backward pass itself shows the dtypes of its gradients.
         node.register_prehook(record)
@@ -182,15 +184,14 @@ class Rounding:
     @property
     def tolerance(self) -> float:
         """The largest relative difference between two right gradients of a few rows."""
-        tolerances = [known.tolerance for known in self._formats]
-        return max([self._least_tolerance, *tolerances])
+        return max((known.tolerance for known in self.formats), default=0.0)
 
     @property
     def limit(self) -> float:
         """The largest relative difference of a parameter between two right steps."""
-        return max((known.limit for known in self._formats), default=0.0)
+        return max((known.limit for known in self.formats), default=0.0)
 
     @property
     def coarsest_eps(self) -> float:
         """The relative size of the largest rounding errors of single results."""
-        return max((known.eps for known in self._formats), default=0.0)
+        return max((known.eps for known in self.formats), default=0.0)

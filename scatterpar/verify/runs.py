@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from scatterpar.batch import nested
 from scatterpar.batch.batch import Batch
 from scatterpar.batch.joining import join_rows
-from scatterpar.replicas.module_contents import root_to_replicate
 from scatterpar.replicas.replicas import Replica, ReplicaSet
 from scatterpar.state.reports import State, state_of
 from scatterpar.step.attempt import Attempt
@@ -37,8 +36,8 @@ from scatterpar.verify.compared_leaves import ComparedLeaves
 from scatterpar.verify.comparison import Inconclusive, Result, Total
 from scatterpar.verify.constant_numbers import ConstantNumbers, DrawsPerRow
 from scatterpar.verify.gradient_check import moved_to
-from scatterpar.verify.nudges import Nudge
-from scatterpar.verify.rounding import FLOAT16, Rounding
+from scatterpar.verify.nudges import nudged
+from scatterpar.verify.rounding import HALF_IN_KERNELS, Rounding
 from scatterpar.verify.rows import Part, Parts
 from scatterpar.verify.single_precision import CastsToSingle, widened
 from scatterpar.verify.user_code import UserCode
@@ -52,8 +51,8 @@ class RunResult:
         total: the sum of the results of the parts, times their weights.
         states: the state of the replicas after each part.
         random_calls: the number of random operators, if these give constants.
-        shares_state: whether a forward pass has changed what a criterion reads that
-            replicas share.
+        shares_state: whether the first forward pass has changed what the criterion
+            refers to.
     """
 
     total: Total = field(default_factory=Total)
@@ -99,30 +98,25 @@ class Runs:
         self.replica_task = task
         # Replicas share these: a call that writes one is refused. Those of a teacher in
         # the criterion's closure are not among them.
-        guarded: set[int] = set()
         owners: list[ReplicaSet | Replica] = [*replica_sets, *task.replicas]
-        for owner in owners:
-            guarded.update(map(id, owner.tensors))
+        guarded = {id(tensor) for owner in owners for tensor in owner.tensors}
         self.user_code = UserCode(
             request, user_module, task, guarded, deadline, is_as_in_step
         )
         self.is_as_in_step = is_as_in_step
         self.draws_constants = draws_constants
-        # A kernel may round to half precision, also of numbers that are widened.
-        has_half_precision = self.user_code.has_half_precision
-        least = FLOAT16.tolerance if has_half_precision else 0.0
-        self.rounding = Rounding(task.share.device, least)
-        if has_half_precision and not self.user_code.is_widened:
-            self.rounding.add(torch.float16)  # no graph shows that a teacher rounds
+        self.rounding = Rounding(task.share.device)
+        if self.user_code.is_widened:
+            self.rounding.formats.add(HALF_IN_KERNELS)
+        elif self.user_code.has_half_precision:
+            # No graph shows that a teacher rounds.
+            self.rounding.add(torch.float16)
         self.leaves = ComparedLeaves(attempt, task)
         modules_of_user: list[nn.Module] = []
         for replica_set in replica_sets:
             modules_of_user += replica_set.contents.modules.values()
         self.backward_calls = BackwardCalls(modules_of_user)
         self._shapes_at_once: list[torch.Size] = []
-        # Of a function that replicas share, one replica's forward pass may change what
-        # it reads.
-        self._shares_criterion = root_to_replicate(request.criterion) is None
 
     def at_once(self, rows: Part, task: ReplicaTask, *, scale: float = 1.0) -> Result:
         """The loss and gradients of rows in one part."""
@@ -134,8 +128,7 @@ class Runs:
         task: ReplicaTask,
         weights: Sequence[float] = (),
         *,
-        between: Callable[[], None] | None = None,
-        nudge: Nudge | None = None,
+        prepare: Callable[[], None] | None = None,
         scale: float = 1.0,
     ) -> RunResult:
         """Loss and gradients of parts of rows, one after the other, times ``weights``.
@@ -146,34 +139,32 @@ class Runs:
             parts: the rows of each part.
             task: the replica's task, or the user's own.
             weights: the factors of the losses; all 1 by default.
-            between: is called before each part except the first.
-            nudge: changes the replica's parameters.
+            prepare: is called before each part.
             scale: the factor of all losses in backward passes. Not that of the user's
                 scaler, which may overflow, and whose reason is half precision, in which
                 looks seldom compute.
         """
-        self.user_code.require_time()
-        self.user_code.restart()
         run = RunResult()
         joins = self.request.whole_batch
+        outputs: list[Any] = []
+        weights = weights or [1.0] * len(parts)
         with self.surroundings(task) as numbers:
-            outputs: list[Any] = []
-            for number, rows in enumerate(parts):
-                if number and between is not None:
-                    between()
+            for rows, weight in zip(parts, weights, strict=True):
                 # Between parts: a call that runs cannot be ended.
                 self.user_code.require_time()
-                if nudge is not None:
-                    self._nudge_copies(nudge)
+                if prepare is not None:
+                    prepare()
                 outputs.append(task.output_of(self.inputs_of(rows)))
-                if not number and task is self.replica_task and self._shares_criterion:
+                if not run.states:
+                    # Later parts find what the criterion's calls have changed.
                     of_criterion = self.user_code.of_criterion
                     run.shares_state = not of_criterion.refers_to_same()
                 if not joins:
-                    weight = weights[number] if weights else 1.0
-                    output = outputs.pop()
-                    # No name: its gradients are freed before the next part's.
-                    run.total.add(self._result(output, rows, task, weight, scale))
+                    # No name: a large output is freed before its backward pass, and
+                    # gradients before the next part's.
+                    run.total.add(
+                        self._result(outputs.pop(), rows, task, weight, scale)
+                    )
                 run.states.append(state_of(task.replicas))
             if joins:
                 all_rows = list(chain(*parts))
@@ -184,7 +175,12 @@ class Runs:
 
     @contextlib.contextmanager
     def surroundings(self, task: ReplicaTask) -> Iterator[ConstantNumbers]:
-        """In the body operators compute under the conditions of the runs."""
+        """A run begins in the state of the step.
+
+        In the body operators compute under the conditions of the runs.
+        """
+        self.user_code.require_time()
+        self.user_code.restart()
         numbers = ConstantNumbers()
         with contextlib.ExitStack() as stack:
             if self.user_code.is_widened:
@@ -224,7 +220,7 @@ class Runs:
             # Not leaves that require grad: a criterion may ask for gradients by these.
             output = nested.map_tensors(_copy_of_constant, output)
         loss = loss_of(output, self.targets_of(rows), task.criterion)
-        del output  # a large output is freed before the backward pass
+        del output
         self.rounding.watch(loss)
         gradients: Sequence[Tensor | None] = ()
         if weight and loss.requires_grad:
@@ -282,10 +278,11 @@ class Runs:
             constants=constants,
         )
 
-    def _nudge_copies(self, nudge: Nudge) -> None:
+    def nudge(self, number: int) -> None:
         """Nudge the replica's parameters in new memory: others do not see it."""
+        eps = self.rounding.coarsest_eps
         for leaf in self.leaves.copies():
-            leaf.data = nudge(leaf.data)
+            leaf.data = nudged(leaf.data, number, eps)
 
 
 def pieces_of_parts(request: Request, parts: Parts) -> list[Any]:

@@ -180,19 +180,12 @@ class UserCode:
 
     def lost(self) -> list[tuple[int, ...]]:
         """The shapes of large tensors that user code has written."""
-        shapes: list[tuple[int, ...]] = []
-        for journal in self.journals:
-            shapes += journal.lost()
-        return shapes
-
-    def restore(self) -> None:
-        """Undo what user code has changed, except in replicas."""
-        for journal in self.journals:
-            journal.restore()
+        return [shape for journal in self.journals for shape in journal.lost()]
 
     def restart(self) -> None:
         """Undo what user code has changed, in replicas, too."""
-        self.restore()
+        for journal in self.journals:
+            journal.restore()
         self.refresh()
 
     @torch.no_grad()

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from harness.small_looks import asked
 
-from scatterpar.verify.nudges import FACTORS, NUM_NUDGES, Nudge, rounding_limit
+from scatterpar.verify.nudges import nudged, rounding_limit
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*calls.*|.*last.*")
 
 
 def test_nudge_is_rounding_that_grows(monkeypatch):
     def question(runs):
-        nudges = [Nudge(number, runs.rounding.coarsest_eps) for number in (0, 15)]
-        totals = [
-            runs.run([[5]], runs.replica_task, nudge=nudge).total for nudge in nudges
-        ]
+        task = runs.replica_task
+        nudges = [partial(runs.nudge, number) for number in (0, 15)]
+        totals = [runs.run([[5]], task, prepare=nudge).total for nudge in nudges]
         return [abs(total.loss - 13) for total in totals]
 
     first, last = asked(monkeypatch, question)
@@ -27,10 +27,10 @@ def test_nudge_is_rounding_that_grows(monkeypatch):
 
 def test_each_number_nudges_in_another_way():
     ones = torch.ones(4, dtype=torch.float64)
-    first, second = (Nudge(number, eps=1e-3)(ones) for number in (3, 4))
+    first, second = (nudged(ones, number, eps=1e-3) for number in (3, 4))
     assert (first - ones).abs().max() < 1e-2
     assert not torch.equal(first, second)
-    assert torch.equal(first, Nudge(3, eps=1e-3)(ones))
+    assert torch.equal(first, nudged(ones, 3, eps=1e-3))
 
 
 LIMITS = {
@@ -46,9 +46,3 @@ LIMITS = {
 def test_limit_by_effects(name):
     effects, difference, expected = LIMITS[name]
     assert rounding_limit(effects, difference) == pytest.approx(expected)
-
-
-def test_each_nudge_has_one_factor_and_a_reason():
-    numbers = [number for row in FACTORS for number in row.nudges]
-    assert numbers == [*range(NUM_NUDGES)]
-    assert all(row.reason for row in FACTORS)

@@ -28,7 +28,7 @@ def test_parts_continue_unless_restarted(monkeypatch):
     def question(runs):
         parts, task = [[0], [1]], runs.replica_task
         moved = runs.run(parts, task)
-        return moved, runs.run(parts, task, between=runs.user_code.restart)
+        return moved, runs.run(parts, task, prepare=runs.user_code.restart)
 
     moved, same = asked(monkeypatch, question)
     assert (moved.total.loss, same.total.loss) == (3 + 6, 3 + 5)

@@ -78,35 +78,17 @@ class Result:
         of_gradients, _ = relative_difference(self.gradients, expected.gradients)
         return max(of_losses, of_gradients)
 
-
-class Total:
-    """The sum of results, without their gradients: a look has no memory for those.
-
-    Attributes:
-        loss: the sum of the losses.
-        num_with_gradient: the number of results of which a gradient is not zero.
-    """
-
-    def __init__(self) -> None:
-        self.loss = 0.0
-        self.num_with_gradient = 0
-        self._gradients: list[Tensor] = []
-
-    def add(self, result: Result) -> None:
-        """Add the loss and the gradients of a result."""
-        self.loss += result.loss
-        self.num_with_gradient += result.has_gradient
-        if not self._gradients:
-            self._gradients = list(result.gradients)
-            return
-        for number, gradient in enumerate(result.gradients):
+    def plus(self, other: Result) -> Result:
+        """The sum of two results. The first summand of all may be ``NOTHING``."""
+        gradients = other.gradients
+        if self.gradients:
             # Not in place: the first one may be expanded, or the caller's.
-            self._gradients[number] = self._gradients[number] + gradient
+            pairs = zip(self.gradients, gradients, strict=True)
+            gradients = [sum_so_far + gradient for sum_so_far, gradient in pairs]
+        return Result(self.loss + other.loss, gradients)
 
-    @property
-    def result(self) -> Result:
-        """The sum as one result."""
-        return Result(self.loss, self._gradients)
+
+NOTHING = Result(0.0, ())
 
 
 def weighted_sum(results: Sequence[Result], weights: Sequence[float] = ()) -> Result:
@@ -114,12 +96,12 @@ def weighted_sum(results: Sequence[Result], weights: Sequence[float] = ()) -> Re
 
     A result whose weight is zero adds nothing, even if it has NaN.
     """
-    total = Total()
+    total = NOTHING
     for result, weight in zip(results, weights or [1.0] * len(results), strict=True):
         if weight:
             gradients = [weight * gradient for gradient in result.gradients]
-            total.add(Result(weight * result.loss, gradients))
-    return total.result
+            total = total.plus(Result(weight * result.loss, gradients))
+    return total
 
 
 def relative_difference(

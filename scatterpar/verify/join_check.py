@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import torch
@@ -69,83 +69,39 @@ class JoinCheck:
         key = self._key_of(attempt, function, outputs[0][0])
         constants = self._known.get(key)
         if constants is None:
+            constants = frozenset()
+            is_shown = True
             candidates = self._candidates(attempt, outputs)
-            if candidates and function is not None and attempt.generators.drawn:
-                raise ValueError(_DRAWN)
-            constants, is_shown = self._compared(attempt, task, candidates, compute)
-            # Also that of outputs without candidates: comparing bits waits for the
+            # Outputs without candidates are known, too: comparing bits waits for the
             # device.
+            if candidates:
+                if function is not None and attempt.generators.drawn:
+                    raise ValueError(_DRAWN)
+                constants, is_shown = _compared(attempt, task, candidates, compute)
             if is_shown:
                 self._known[key] = constants
         attempt.constants = constants
-
-    def _compared(
-        self,
-        attempt: Attempt,
-        task: ReplicaTask,
-        candidates: set[int],
-        compute: Compute,
-    ) -> tuple[frozenset[int], bool]:
-        """The positions of tensors without rows, and whether values show the order.
-
-        Only ``candidates``, which may have several entries per row, are compared.
-        """
-        if not candidates:
-            return frozenset(), True
-        request = attempt.request.of_largest_batch()
-        dim = request.dim
-        # The fewest rows with parts of two sizes: what has no rows differs in none.
-        rows = [0, request.rows // 2, request.rows - 1]
-        parts = [rows[:-1], rows[-1:]]
-        try:
-            computed_parts = _outputs_of(
-                attempt, request, task, [rows, *parts], compute
-            )
-        except Inconclusive as why:
-            warn(
-                "could not check that the entries of outputs, several per row, are in "
-                f"the order of the rows: {why}. They are joined as they are; "
-                ".view(rows, k, -1) of k entries per row needs no check"
-            )
-            return frozenset(), True
-        whole, *computed = computed_parts
-        # A tensor without rows is the same for other numbers of rows.
-        constants = _equal_tensors(computed_parts) & candidates
-        _, misplaced = compare_outputs(whole, computed, parts, dim)
-        # A single piece is joined with those of other ranks, which refuse more.
-        if misplaced and len(attempt.plan.substep_rows) > 1:
-            raise ValueError(refused_order(misplaced, len(rows)).text)
-        several = [
-            tensor
-            for position, tensor in enumerate(nested.tensors(whole))
-            if position not in constants and entries_per_row(tensor, len(rows), dim) > 1
-        ]
-        # Equal entries show no order.
-        is_shown = not any(same_bits(tensor, tensor.flip(dim)) for tensor in several)
-        return constants, is_shown
 
     def _candidates(
         self, attempt: Attempt, outputs: Sequence[Sequence[Any]]
     ) -> set[int]:
         """The positions of tensors that a join takes for several entries per row."""
         request = attempt.request
-        sizes = attempt.plan.substep_rows
+        remaining = iter(attempt.plan.substep_rows)
+        # The pieces of each join, with their numbers of rows.
+        by_share = [list(zip(pieces, remaining, strict=False)) for pieces in outputs]
+        joins: list[list[tuple[Any, int]]] = []
         joined_by_share = request.return_outputs and not attempt.returns_one
-        candidates: set[int] = set()
+        if joined_by_share:  # their micro-batches may differ in size
+            joins += by_share
         if request.whole_batch or not joined_by_share:
-            pieces = list(chain(*outputs))
-            # Other ranks have pieces, too.
-            if len(pieces) > 1 or (request.whole_batch and self._is_distributed):
-                candidates |= _with_several_entries(pieces, sizes, request.dim)
-        if joined_by_share:
-            remaining = iter(sizes)
-            # Each share by itself: their micro-batches may differ in size.
-            for pieces in map(list, outputs):
-                sizes_of_share = list(islice(remaining, len(pieces)))
-                if len(pieces) > 1:
-                    candidates |= _with_several_entries(
-                        pieces, sizes_of_share, request.dim
-                    )
+            joins.append(list(chain(*by_share)))
+        # Other ranks have pieces, too.
+        has_others = request.whole_batch and self._is_distributed
+        candidates: set[int] = set()
+        for pieces in joins:
+            if len(pieces) > 1 or has_others:
+                candidates |= _with_several_entries(pieces, request.dim)
         return candidates
 
     def _key_of(self, attempt: Attempt, function: Any, output: Any) -> Hashable:
@@ -169,24 +125,21 @@ class JoinCheck:
         )
 
 
-def _with_several_entries(
-    pieces: Sequence[Any], sizes: Sequence[int], dim: int
-) -> set[int]:
+def _with_several_entries(pieces: Sequence[tuple[Any, int]], dim: int) -> set[int]:
     """The positions of tensors that have one k > 1 of entries per row in all pieces.
 
     Also of those with one entry per row that are the same in all pieces: such a tensor
-    may have no rows.
+    may have no rows. ``pieces`` have their numbers of rows beside them.
     """
     positions: set[int] = set()
-    for position, tensors in enumerate(zip(*map(nested.tensors, pieces), strict=False)):
-        entries = {
-            entries_per_row(tensor, size, dim)
-            for tensor, size in zip(tensors, sizes, strict=False)
-        }
-        if len(entries) > 1:
+    outputs, sizes = zip(*pieces, strict=True)
+    by_position = zip(*map(nested.tensors, outputs), strict=False)
+    for position, tensors in enumerate(by_position):
+        pairs = zip(tensors, sizes, strict=True)
+        first, *others = {entries_per_row(tensor, size, dim) for tensor, size in pairs}
+        if others or not first:
             continue
-        has_several = min(entries) > 1
-        if has_several or (min(entries) == 1 and _have_same_numbers(tensors, dim)):
+        if first > 1 or _have_same_numbers(tensors, dim):
             positions.add(position)
     return positions
 
@@ -197,27 +150,56 @@ def _have_same_numbers(tensors: Sequence[Tensor], dim: int) -> bool:
     The host reads them, because pieces of several replicas are in several memories. If
     the first entries differ, as those of rows do, it reads no more.
     """
-    first = tensors[0]
-    if any(tensor.shape != first.shape for tensor in tensors):
-        return False
-    if any(tensor.layout != torch.strided for tensor in tensors):
+    shape = tensors[0].shape
+    if {(tensor.shape, tensor.layout) for tensor in tensors} != {
+        (shape, torch.strided)
+    }:
         return False
     # The first entries, then all.
-    for size in (1, first.size(dim)):
+    for size in (1, shape[dim]):
         entries = [to_numbers(tensor.narrow(dim, 0, size)) for tensor in tensors]
         if any(numbers != entries[0] for numbers in entries):
             return False
     return True
 
 
-def _equal_tensors(outputs: Sequence[Any]) -> frozenset[int]:
-    """The positions of tensors that are the same in all outputs."""
-    positions: list[int] = []
-    tensors_by_position = zip(*map(nested.tensors, outputs), strict=False)
-    for position, (first, *later) in enumerate(tensors_by_position):
-        if all(same_bits(first, tensor) for tensor in later):
-            positions.append(position)
-    return frozenset(positions)
+def _compared(
+    attempt: Attempt, task: ReplicaTask, candidates: set[int], compute: Compute
+) -> tuple[frozenset[int], bool]:
+    """The positions of tensors without rows, and whether values show the order.
+
+    Only ``candidates``, which may have several entries per row, are compared.
+    """
+    request = attempt.request.of_largest_batch()
+    dim = request.dim
+    # The fewest rows with parts of two sizes: what has no rows differs in none.
+    rows = [0, request.rows // 2, request.rows - 1]
+    parts = [rows[:-1], rows[-1:]]
+    try:
+        outputs = _outputs_of(attempt, request, task, [rows, *parts], compute)
+    except Inconclusive as why:
+        warn(
+            "could not check that the entries of outputs, several per row, are in "
+            f"the order of the rows: {why}. They are joined as they are; "
+            ".view(rows, k, -1) of k entries per row needs no check"
+        )
+        return frozenset(), True
+    whole, *pieces = outputs
+    _, misplaced = compare_outputs(whole, pieces, parts, dim)
+    # A single piece is joined with those of other ranks, which refuse more.
+    if misplaced and len(attempt.plan.substep_rows) > 1:
+        raise ValueError(refused_order(misplaced, len(rows)).text)
+    constants: set[int] = set()
+    is_shown = True
+    by_position = zip(*map(nested.tensors, outputs), strict=False)
+    for position, (tensor, *of_parts) in enumerate(by_position):
+        # A tensor without rows is the same for other numbers of rows.
+        if all(same_bits(tensor, of_part) for of_part in of_parts):
+            constants.add(position)
+        # Equal entries show no order.
+        elif entries_per_row(tensor, len(rows), dim) > 1:
+            is_shown &= not same_bits(tensor, tensor.flip(dim))
+    return frozenset(constants & candidates), is_shown
 
 
 def _outputs_of(

@@ -219,7 +219,7 @@ class ReplicaLook:
         rows = list(chain(*chosen))
         parts, weights = weighted_parts(request, chosen)
         at_once = self._at_once(rows)
-        expected = at_once.total.result
+        expected = at_once.result
         has_one_call = len(task.share.micro_batches) == 1
         # With one call per step each part is another replica's.
         prepare = runs.user_code.refresh if has_one_call else None
@@ -245,7 +245,7 @@ class ReplicaLook:
             parts,
             weights,
             expected,
-            actual=run.total.result,
+            actual=run.result,
             # After the runs, which have shown the formats that they round to.
             tolerance=runs.rounding.tolerance,
             ignored=self.choice.ignored,
@@ -295,7 +295,7 @@ def _require_gradients(expected: Result, run: RunResult) -> None:
     """Raise ``Inconclusive`` if a result cannot be compared, or says nothing."""
     if not expected.is_finite:
         raise Inconclusive("a gradient is NaN or infinite")
-    has_gradient = run.total.num_with_gradient or expected.has_gradient
+    has_gradient = run.num_with_gradient or expected.has_gradient
     if expected.gradients and not has_gradient:
         raise Inconclusive("all gradients are zero")
 
@@ -309,7 +309,7 @@ def _verdict_of(evidence: Evidence, run: RunResult) -> Verdict:
         return gradient_of_no_loss(evidence)
     request = evidence.request
     is_sum = not (request.is_mean or request.whole_batch)
-    if is_sum and run.total.num_with_gradient < len(evidence.parts):
+    if is_sum and run.num_with_gradient < len(evidence.parts):
         why = "some parts have no gradient: it may be a mean or a sum"
         raise Inconclusive(why)
     return RIGHT

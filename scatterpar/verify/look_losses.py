@@ -34,7 +34,7 @@ from scatterpar.verify.measurements import losses_of_parts, outputs_of
 from scatterpar.verify.nudges import NUM_NUDGES, rounding_limit
 from scatterpar.verify.output_differences import compare_outputs
 from scatterpar.verify.rows import Part, Parts, positions_of, unbound
-from scatterpar.verify.runs import Runs, pieces_of_parts
+from scatterpar.verify.runs import Runs
 
 # With whole_batch=True, too, a number is computed from the rows of a micro-batch.
 NUMBER_REMEDY = (
@@ -127,7 +127,7 @@ class LookResults(SplitEvidence):
         for number in range(NUM_NUDGES):
             nudge = partial(runs.nudge, number)
             run = runs.run([self.rows], runs.replica_task, prepare=nudge)
-            nudged = run.total.result
+            nudged = run.result
             turns_into_actual = nudged.difference_from(self.actual) <= self.tolerance
             if is_replica_right and turns_into_actual:
                 return self.difference
@@ -157,7 +157,7 @@ class LookResults(SplitEvidence):
         run = self.runs.run(
             self.parts, task, self.step_weights, prepare=prepare, scale=scale
         )
-        return run.total.result
+        return run.result
 
     @cached_property
     def injected_difference(self) -> float:
@@ -197,9 +197,12 @@ class LookResults(SplitEvidence):
     def loss_of_output(self) -> Result | None:
         """The criterion's loss of the output for all rows, and its gradients by that.
 
-        ``None`` if the criterion asks for gradients by inputs or parameters: it cannot
-        be called with outputs that have no graph, as ``whole_batch`` does.
+        ``None`` without a criterion, or if it asks for gradients by inputs or
+        parameters: it cannot be called with outputs that have no graph, as
+        ``whole_batch`` does.
         """
+        if self.request.criterion is None:
+            return None
         try:
             (result,) = losses_of_parts(self.runs, self.outputs[0], [self.rows])
         except RuntimeError:
@@ -209,7 +212,7 @@ class LookResults(SplitEvidence):
     @property
     def uses_number(self) -> bool:
         """Whether the loss depends on a 0-dim output, such as a balance loss."""
-        if self.request.criterion is None or self.loss_of_output is None:
+        if self.loss_of_output is None:
             return False
         # The gradients are those of these tensors, in this order.
         tensors = nested.tensors(self.outputs[0])
@@ -220,9 +223,7 @@ class LookResults(SplitEvidence):
     @cached_property
     def losses_combine(self) -> bool:
         """Whether the losses of parts of one output combine to that of all its rows."""
-        if self.request.criterion is None or self.request.whole_batch:
-            return False
-        if self.loss_of_output is None:
+        if self.request.whole_batch or self.loss_of_output is None:
             return False
         of_parts = losses_of_parts(self.runs, self.outputs[0], self.parts)
         combined = weighted_sum(of_parts, self.step_weights)
@@ -251,7 +252,7 @@ class Evidence(LookResults):
     @cached_property
     def counts(self) -> list[Count]:
         """What the loss may divide by, the most usual first."""
-        rows = list(chain(*self.parts))
+        rows = self.rows
         inputs, targets = self.request.batches[0].select(rows).unwrapped(copy=True)
         tensors = named_tensors(targets, "targets")
         tensors += named_tensors(inputs, "inputs")
@@ -310,11 +311,14 @@ class Evidence(LookResults):
         if len(telling) < 2:
             return None
         for right in self.weights_of_counts():
-            combined = weighted_sum(results, right)
-            if combined.difference_from(self.expected) < self.limit:
+            if self.is_expected(weighted_sum(results, right)):
                 pair = torch.tensor([self.step_weights, right], dtype=torch.float64)
                 return Weights(*pair)
         return None
+
+    def is_expected(self, result: Result) -> bool:
+        """Whether a result differs from what was expected by rounding alone."""
+        return result.difference_from(self.expected) <= self.limit
 
     @property
     def compares_rows(self) -> str:
@@ -367,7 +371,7 @@ class Evidence(LookResults):
 
     def is_wrong_with_one_part(self) -> bool:
         """Whether the replica gives another result for the same rows at once."""
-        return self.of_replica.difference_from(self.expected) > self.limit
+        return not self.is_expected(self.of_replica)
 
     def draws_per_part(self) -> bool:
         """Whether the result is right if each part draws the same numbers.
@@ -377,16 +381,14 @@ class Evidence(LookResults):
         """
         if not self.draws_steadily:
             raise Inconclusive("what is drawn depends on the rows", 2)
-        with_same_numbers = self.in_parts(self.runs.user_code.restore_generators)
-        return with_same_numbers.difference_from(self.expected) <= self.limit
+        return self.is_expected(self.in_parts(self.runs.user_code.restore_generators))
 
     def depends_on_earlier_parts(self) -> bool:
         """Whether each part gives the expected result if it starts from the same state.
 
         Or in evaluation mode, if state moves by the rows, as batch normalisation does.
         """
-        combined = self.in_parts(self.runs.user_code.restart)
-        if combined.difference_from(self.expected) <= self.limit:
+        if self.is_expected(self.in_parts(self.runs.user_code.restart)):
             return True
         return bool(self.moved) and self.combines_in_evaluation()
 
@@ -437,4 +439,6 @@ def _terms_of(request: Request, parts: Parts) -> list[float]:
     without_batch = replace(
         request, batches=[batch_of(None, None, request.rows, request.dim)]
     )
-    return term_counts(without_batch, slices, pieces_of_parts(request, parts))
+    (batch,) = request.batches
+    pieces = [batch.select(part).unwrapped() for part in parts]
+    return term_counts(without_batch, slices, pieces)

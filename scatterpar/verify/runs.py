@@ -33,7 +33,7 @@ from scatterpar.step.request import Request
 from scatterpar.step.task import ReplicaTask
 from scatterpar.verify.backward_calls import BackwardCalls
 from scatterpar.verify.compared_leaves import ComparedLeaves
-from scatterpar.verify.comparison import Inconclusive, Result, Total
+from scatterpar.verify.comparison import NOTHING, Inconclusive, Result
 from scatterpar.verify.constant_numbers import ConstantNumbers, DrawsPerRow
 from scatterpar.verify.gradient_check import moved_to
 from scatterpar.verify.nudges import nudged
@@ -48,17 +48,24 @@ class RunResult:
     """What one run gave.
 
     Attributes:
-        total: the sum of the results of the parts, times their weights.
+        result: the sum of the results of the parts, times their weights.
+        num_with_gradient: the number of parts of which a gradient is not zero.
         states: the state of the replicas after each part.
         random_calls: the number of random operators, if these give constants.
         shares_state: whether the first forward pass has changed what the criterion
             refers to.
     """
 
-    total: Total = field(default_factory=Total)
+    result: Result = NOTHING
+    num_with_gradient: int = 0
     states: list[State] = field(default_factory=list)
     random_calls: int = 0
     shares_state: bool = False
+
+    def add(self, result: Result) -> None:
+        """Add the result of a part. A look has no memory for those of all parts."""
+        self.result = self.result.plus(result)
+        self.num_with_gradient += result.has_gradient
 
 
 class Runs:
@@ -120,7 +127,7 @@ class Runs:
 
     def at_once(self, rows: Part, task: ReplicaTask, *, scale: float = 1.0) -> Result:
         """The loss and gradients of rows in one part."""
-        return self.run([rows], task, scale=scale).total.result
+        return self.run([rows], task, scale=scale).result
 
     def run(
         self,
@@ -162,14 +169,12 @@ class Runs:
                 if not joins:
                     # No name: a large output is freed before its backward pass, and
                     # gradients before the next part's.
-                    run.total.add(
-                        self._result(outputs.pop(), rows, task, weight, scale)
-                    )
+                    run.add(self._result(outputs.pop(), rows, task, weight, scale))
                 run.states.append(state_of(task.replicas))
             if joins:
                 all_rows = list(chain(*parts))
                 joined = self._joined(outputs, parts)
-                run.total.add(self._result(joined, all_rows, task, 1.0, scale))
+                run.add(self._result(joined, all_rows, task, 1.0, scale))
         run.random_calls = numbers.calls
         return run
 
@@ -283,12 +288,6 @@ class Runs:
         eps = self.rounding.coarsest_eps
         for leaf in self.leaves.copies():
             leaf.data = nudged(leaf.data, number, eps)
-
-
-def pieces_of_parts(request: Request, parts: Parts) -> list[Any]:
-    """The inputs and targets of each part of rows, as ``count=`` gets them."""
-    batch = request.batches[0]
-    return [batch.select(part).unwrapped() for part in parts]
 
 
 def _copy_of_constant(tensor: Tensor) -> Tensor:

@@ -7,8 +7,6 @@ from torch import nn
 
 from harness.oracle import seeded
 from scatterpar import ScatterOnceParallel
-from scatterpar.batch.batch import batch_of
-from scatterpar.step.request import Request
 from scatterpar.verify import look
 from scatterpar.verify.verdicts import RIGHT
 
@@ -50,7 +48,3 @@ def asked(monkeypatch, question, criterion=total, **options):
         engine.forward_backward(ROWS, None, criterion, **options)
     (answer,) = answers
     return answer
-
-
-def request(inputs, targets, criterion=total):
-    return Request([batch_of(inputs, targets, len(ROWS), 0)], 0, criterion)

@@ -125,8 +125,10 @@ def test_numbers_drawn_in_map_refused():
     ],
 )
 def test_several_entries_per_row_detected(shapes, several):
-    pieces = [torch.zeros(shape) for shape in shapes]
-    assert _with_several_entries(pieces, [3, 2], 0) == ({0} if several else set())
+    pieces = [
+        (torch.zeros(shape), rows) for shape, rows in zip(shapes, (3, 2), strict=True)
+    ]
+    assert _with_several_entries(pieces, 0) == ({0} if several else set())
 
 
 class Tokens(nn.Module):

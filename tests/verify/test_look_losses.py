@@ -197,6 +197,20 @@ def test_cross_entropy_counts_its_labels():
     )
 
 
+def test_count_gets_copies_of_the_rows_of_parts():
+    pieces = []
+
+    def count(inputs, targets):
+        pieces.append((inputs, targets))
+        return len(targets)
+
+    parts = [[0, 2], [4]]
+    assert weighted_parts(request(count=count), parts) == (parts, [2 / 3, 1 / 3])
+    assert [targets.tolist() for _, targets in pieces] == [[0, 1], [1]]
+    pieces[0][0].zero_()
+    assert LABELS.tolist() == [0, -100, 1, -100, 1]
+
+
 def test_rows_without_labels_inconclusive():
     with pytest.raises(Inconclusive, match="none of the rows adds anything"):
         weighted_parts(request(count=num_labels), [[1], [3]])

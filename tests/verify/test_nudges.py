@@ -18,8 +18,8 @@ def test_nudge_is_rounding_that_grows(monkeypatch):
     def question(runs):
         task = runs.replica_task
         nudges = [partial(runs.nudge, number) for number in (0, 15)]
-        totals = [runs.run([[5]], task, prepare=nudge).total for nudge in nudges]
-        return [abs(total.loss - 13) for total in totals]
+        results = [runs.run([[5]], task, prepare=nudge).result for nudge in nudges]
+        return [abs(result.loss - 13) for result in results]
 
     first, last = asked(monkeypatch, question)
     assert 0 <= first < last < 1e-12

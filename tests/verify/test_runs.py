@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from harness.small_looks import ROWS, asked, request
-
-from scatterpar.verify.runs import pieces_of_parts
+from harness.small_looks import asked
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*calls.*|.*last.*")
 
@@ -31,18 +29,18 @@ def test_parts_continue_unless_restarted(monkeypatch):
         return moved, runs.run(parts, task, prepare=runs.user_code.restart)
 
     moved, same = asked(monkeypatch, question)
-    assert (moved.total.loss, same.total.loss) == (3 + 6, 3 + 5)
+    assert (moved.result.loss, same.result.loss) == (3 + 6, 3 + 5)
     states = [state["the buffer 'calls'"][()].item() for state in moved.states]
     assert states == [1, 2]
 
 
 def test_weight_multiplies_zero_skips(monkeypatch):
     def question(runs):
-        return runs.run([[0], [1]], runs.replica_task, [0.5, 0.0]).total
+        return runs.run([[0], [1]], runs.replica_task, [0.5, 0.0])
 
-    total = asked(monkeypatch, question)
-    assert (total.loss, total.result.gradients[0].item()) == (1.5, 0.5)
-    assert total.num_with_gradient == 1
+    run = asked(monkeypatch, question)
+    assert (run.result.loss, run.result.gradients[0].item()) == (1.5, 0.5)
+    assert run.num_with_gradient == 1
 
 
 def test_look_leaves_module_and_replicas(monkeypatch):
@@ -55,17 +53,6 @@ def test_look_leaves_module_and_replicas(monkeypatch):
 
     asked(monkeypatch, question)
     assert modules[0].calls == 1
-
-
-# --- without a step ---
-
-
-def test_pieces_are_copies_of_rows():
-    (inputs, targets), (last, _) = pieces_of_parts(request(ROWS, -ROWS), [[0, 2], [5]])
-    assert inputs.flatten().tolist() == [1, 3]
-    assert targets.flatten().tolist() == [-1, -3]
-    inputs.zero_()
-    assert last.item() == ROWS[5].item() == 6
 
 
 def test_scale_multiplies_gradients_alone(monkeypatch):

@@ -469,7 +469,7 @@ SABOTAGES = [
         promise="exact",
         file="verify/look.py",
         place="ReplicaLook._scope",
-        text="if self.takes_turns and calls.disturbs:",
+        text="if self.runs.takes_turns and calls.disturbs:",
         replacement="if False:",
         seen_by="test_checkpoint_of_owner_has_replica",
     ),

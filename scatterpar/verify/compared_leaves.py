@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Sequence
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 
 import torch
 from torch import Tensor
@@ -53,12 +53,9 @@ class ComparedLeaves:
         sums: list[Tensor] = []
         remaining = iter(gradients or [None] * len(self.all()))
         for leaves in self._by_leaf:
-            terms = [next(remaining) for _ in leaves]
+            terms = islice(remaining, len(leaves))
             # Sparse gradients of an embedding are compared as dense ones.
             dense = [term.detach().to_dense() for term in terms if term is not None]
-            total = dense[0] if dense else torch.zeros_like(leaves[0])
-            for term in dense[1:]:
-                # Not in place: autograd may give one gradient to several tensors.
-                total = total + term
-            sums.append(total)
+            # Not in place: autograd may give one gradient to several tensors.
+            sums.append(sum(dense, torch.zeros_like(leaves[0])))
         return sums

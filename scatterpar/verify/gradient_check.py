@@ -24,7 +24,7 @@ from scatterpar.step.task import as_call
 from scatterpar.tables import Printed
 from scatterpar.threads.caller_context import autocast_types
 from scatterpar.torch_private import hooks_taken_off, uncompiled
-from scatterpar.verify.comparison import LeafGradients, magnitudes, relative_difference
+from scatterpar.verify.comparison import LeafGradients, magnitudes, relative_differences
 from scatterpar.verify.rounding import Rounding
 
 
@@ -107,7 +107,8 @@ def compare(module: nn.Module, outcome: Outcome, device: torch.device) -> Gradie
     # Without hooks, which have seen the gradients of the step already.
     with state.restored(), uncompiled(), hooks_taken_off(leaves):
         expected = attempt.threads.call(device, plain)
-    worst, position = relative_difference(actual, expected)
+    differences = relative_differences(actual, expected)
+    worst = max(differences, default=0.0)
     # The surest reason first: later ones are guesses.
     if not all(map(math.isfinite, magnitudes(expected))):
         meaning = _NAN
@@ -117,10 +118,13 @@ def compare(module: nn.Module, outcome: Outcome, device: torch.device) -> Gradie
         meaning = _STATISTICS
     else:
         meaning = _OUTPUTS if request.whole_batch else _NO_MEAN
+    parameter = "nothing"
+    if leaves:
+        parameter = _name_of(leaves[differences.index(worst)], roots)
     return GradientCheck(
         rows=request.rows,
         worst=worst,
-        parameter=_name_of(leaves[position], roots) if leaves else "nothing",
+        parameter=parameter,
         limit=rounding.limit,
         meaning=meaning,
     )

@@ -72,14 +72,13 @@ def look(attempt: Attempt, task: ReplicaTask, choice: RowChoice, most: int) -> V
         Inconclusive: the look could not tell.
     """
     deadline = time.monotonic() + PATIENCE_SECONDS
-    takes_turns = attempt.threads.scope in (Scope.LOSS, Scope.FUNCTION)
     # First without rounding, which hides differences: autocast is off, and half
     # precision is computed in single precision.
     runs = Runs(attempt, choice.request, task, deadline)
-    looks = [ReplicaLook(runs, choice, takes_turns)]
+    looks = [ReplicaLook(runs, choice)]
     if task.autocast or runs.user_code.has_half_precision:
         runs = Runs(attempt, choice.request, task, deadline, is_as_in_step=True)
-        looks.append(ReplicaLook(runs, choice, takes_turns))
+        looks.append(ReplicaLook(runs, choice))
 
     def run() -> Verdict:
         # In a copy: what calls set in context variables is gone with it.
@@ -149,12 +148,10 @@ class ReplicaLook:
         runs: makes the runs, under conditions of its own; user code runs inside of its
             ``isolated`` alone.
         choice: chooses rows.
-        takes_turns: whether replicas call functions of the user one at a time.
     """
 
     runs: Runs
     choice: RowChoice
-    takes_turns: bool
 
     def trials(self, most: int) -> Iterator[Parts]:
         """Yield parts of up to ``most`` rows to try until user code computes some.
@@ -286,7 +283,7 @@ class ReplicaLook:
         is_shared = root_to_replicate(request.criterion) is None
         if run.shares_state and is_shared and not request.whole_batch:
             return Scope.SUBSTEP if calls.calls_modules else Scope.FUNCTION
-        if self.takes_turns and calls.disturbs:
+        if self.runs.takes_turns and calls.disturbs:
             return Scope.SUBSTEP
         return Scope.NOTHING
 

@@ -172,8 +172,7 @@ class LookResults(SplitEvidence):
         if not (of_parts.has_gradient and of_parts.is_finite):
             return 0.0
         at_once = runs.at_once(self.rows, runs.replica_task, scale=0.0)
-        difference, _ = relative_difference(of_parts.gradients, at_once.gradients)
-        return difference
+        return relative_difference(of_parts.gradients, at_once.gradients)
 
     @cached_property
     def outputs(self) -> Sequence[Any]:
@@ -420,9 +419,14 @@ def weighted_parts(request: Request, parts: Parts) -> tuple[Parts, Sequence[floa
     Raises:
         Inconclusive: no row has a term.
     """
-    if not request.is_mean or request.whole_batch:
+    if not request.is_mean:  # with whole_batch, too
         return parts, [1.0] * len(parts)
-    terms = _terms_of(request, parts)
+    spans = [(rows.start, rows.stop) for rows in positions_of(parts)]
+    (batch,) = request.batches
+    # Terms are counted in the pieces, since these rows are no slices of the batch.
+    pieces = [batch.select(part).unwrapped() for part in parts]
+    no_batch = batch_of(None, None, request.rows, request.dim)
+    terms = term_counts(replace(request, batches=[no_batch]), spans, pieces)
     total = sum(terms)
     if not total:
         raise Inconclusive("none of the rows adds anything")
@@ -430,15 +434,3 @@ def weighted_parts(request: Request, parts: Parts) -> tuple[Parts, Sequence[floa
         # They have a loss, but not by themselves: its mean is over no terms.
         return [list(chain(*parts))], [1.0]
     return parts, [count / total for count in terms]
-
-
-def _terms_of(request: Request, parts: Parts) -> list[float]:
-    """The number of terms that the loss of each part averages over."""
-    slices = [(rows.start, rows.stop) for rows in positions_of(parts)]
-    # Terms are counted in the pieces, since these rows are no slices of the batch.
-    without_batch = replace(
-        request, batches=[batch_of(None, None, request.rows, request.dim)]
-    )
-    (batch,) = request.batches
-    pieces = [batch.select(part).unwrapped() for part in parts]
-    return term_counts(without_batch, slices, pieces)

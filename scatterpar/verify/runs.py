@@ -31,6 +31,7 @@ from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss import loss_of
 from scatterpar.step.request import Request
 from scatterpar.step.task import ReplicaTask
+from scatterpar.step.turns import Scope
 from scatterpar.verify.backward_calls import BackwardCalls
 from scatterpar.verify.compared_leaves import ComparedLeaves
 from scatterpar.verify.comparison import NOTHING, Inconclusive, Result
@@ -81,6 +82,7 @@ class Runs:
         draws_constants: random operators give constant numbers.
         rounding: the formats that runs have rounded to.
         leaves: those whose gradients are compared.
+        takes_turns: whether replicas call functions of the user one at a time.
         backward_calls: the modules that the replica's backward passes have called.
     """
 
@@ -122,6 +124,7 @@ class Runs:
         modules_of_user: list[nn.Module] = []
         for replica_set in replica_sets:
             modules_of_user += replica_set.contents.modules.values()
+        self.takes_turns = attempt.threads.scope in (Scope.LOSS, Scope.FUNCTION)
         self.backward_calls = BackwardCalls(modules_of_user)
         self._shapes_at_once: list[torch.Size] = []
 

@@ -74,11 +74,12 @@ class UserCode:
         # A refusal needs runs of its own: the second half of the time is for these.
         self._halfway = (time.monotonic() + deadline) / 2
         self._fixed_layers: list[nn.Module] = []
-        self._single_precision = SinglePrecision(self._layers())
-        size = self._single_precision.size
+        in_single = SinglePrecision(self._layers())
+        size = in_single.size
         dtypes = {tensor.dtype for tensor in request.batches[0].tensors()}
         self.has_half_precision = size > 0 or not dtypes.isdisjoint(HALF_PRECISION)
         self.is_widened = not is_as_in_step and 0 < size <= MAX_BYTES
+        self._single_precision = in_single if self.is_widened else SinglePrecision(())
         # A stack, because a look may end in any of its stages, and in another thread.
         self._undo = contextlib.ExitStack()
         self.journals: list[Journal] = []
@@ -98,10 +99,10 @@ class UserCode:
             # Before state is saved: the switch is no change of the user's.
             self._undo.callback(self._use_running_statistics, False)
             self._use_running_statistics(True)
-            self._undo.callback(self.refresh)  # after the user's values are back
             # Before state is saved, too, and put back after it.
-            self._undo.callback(self._narrow)
-            self._widen()
+            self._undo.callback(self._single_precision.narrow)
+            self._single_precision.widen()
+            self._undo.callback(self.refresh)  # after the user's values are back
             self._save()
             unsaved = [name for journal in self.journals for name in journal.unsaved]
             if unsaved:
@@ -125,14 +126,6 @@ class UserCode:
             # Before it begins, so that an error in the middle is undone.
             self._undo.callback(journal.end)
             journal.begin()
-
-    def _widen(self) -> None:
-        if self.is_widened:
-            self._single_precision.widen()
-
-    def _narrow(self) -> None:
-        self.is_widened = False
-        self._single_precision.narrow()
 
     @property
     def of_criterion(self) -> Journal:
@@ -198,7 +191,7 @@ class UserCode:
             replica.refresh()
             if substitutes:
                 replica.state.exchange(substitutes)
-        self._widen()  # a refresh puts a replica's tensors back
+        self._single_precision.widen()  # a refresh puts a replica's tensors back
         self._use_running_statistics(True)  # a refresh copies the user's switches
         torch.clear_autocast_cache()  # it may hold parameters without a graph
 

@@ -47,20 +47,19 @@ def test_difference_relative_to_largest(actual, expected, difference):
     pair = [
         None if values is None else [numbers(*values)] for values in (actual, expected)
     ]
-    found, _ = relative_difference(*([None] if each is None else each for each in pair))
+    found = relative_difference(*([None] if each is None else each for each in pair))
     assert found == pytest.approx(difference)
 
 
-def test_worst_gradient_is_numbered():
+def test_worst_gradient_counts():
     actual = [numbers(1), numbers(2), numbers(1)]
-    assert relative_difference(actual, [numbers(1), numbers(4), numbers(1.1)]) == (
-        0.5,
-        1,
-    )
+    expected = [numbers(1), numbers(4), numbers(1.1)]
+    assert relative_difference(actual, expected) == 0.5
+    assert comparison.relative_differences(actual, expected)[:2] == [0, 0.5]
 
 
 def test_scale_at_least_a_hundredth_of_max():
-    difference, _ = relative_difference(
+    difference = relative_difference(
         [numbers(8), numbers(0.02)], [numbers(8), numbers(0)]
     )
     assert difference == pytest.approx(0.02 / 0.08)

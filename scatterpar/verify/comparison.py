@@ -170,5 +170,4 @@ def difference_of_outputs(actual: Tensor, expected: Tensor) -> float:
     if not (actual.is_floating_point() or actual.is_complex()):
         return math.inf
     # NaN would be an infinite difference, also if both outputs have it.
-    difference = relative_difference([actual.nan_to_num()], [expected.nan_to_num()])
-    return difference
+    return relative_difference([actual.nan_to_num()], [expected.nan_to_num()])

@@ -10,14 +10,11 @@ from typing import Any
 import torch
 
 from scatterpar.torch_private import OperatorMode
+from scatterpar.verify.comparison import Inconclusive
 
 # Of no special meaning: neither 0, 1 nor 0.5, which losses may treat apart.
 _CONSTANT = 0.618
 _PER_ROW = ("aten::randperm", "aten::multinomial")  # what they draw depends on the rows
-
-
-class DrawsPerRow(Exception):
-    """An operator drew numbers that cannot be the same for every number of rows."""
 
 
 class ConstantNumbers(OperatorMode):
@@ -32,7 +29,7 @@ class ConstantNumbers(OperatorMode):
             zero.
 
     Raises:
-        DrawsPerRow: an operator such as ``randperm``.
+        Inconclusive: of an operator such as ``randperm``.
     """
 
     def __init__(self) -> None:
@@ -60,7 +57,7 @@ class ConstantNumbers(OperatorMode):
             return drawn
         self.calls += 1
         if operator in _PER_ROW:
-            raise DrawsPerRow(f"{operator} draws numbers that depend on the rows")
+            raise Inconclusive("what is drawn depends on the rows", patience=2)
         if drawn.is_floating_point():
             drawn.fill_(_CONSTANT)
         elif drawn.numel():

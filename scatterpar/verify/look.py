@@ -65,8 +65,8 @@ _MAX_PARTS_OF_STEP = 16  # a look at all of them costs as much as a step
 _AS_IN_STEP = 1
 
 
-def look(attempt: Attempt, task: ReplicaTask, choice: RowChoice, most: int) -> Verdict:
-    """The verdict of a replica's look at up to ``most`` rows.
+def look(attempt: Attempt, task: ReplicaTask, choice: RowChoice) -> Verdict:
+    """The verdict of a replica's look at rows that ``choice`` chooses.
 
     Raises:
         Inconclusive: the look could not tell.
@@ -82,7 +82,7 @@ def look(attempt: Attempt, task: ReplicaTask, choice: RowChoice, most: int) -> V
 
     def run() -> Verdict:
         # In a copy: what calls set in context variables is gone with it.
-        return copy_context().run(first_verdict, looks, most)
+        return copy_context().run(first_verdict, looks)
 
     device = task.share.device
     workers = attempt.threads.workers
@@ -114,7 +114,7 @@ def _without_tf32(device: torch.device) -> contextlib.AbstractContextManager[Non
     return contextlib.nullcontext()
 
 
-def first_verdict(looks: Sequence[ReplicaLook], most: int) -> Verdict:
+def first_verdict(looks: Sequence[ReplicaLook]) -> Verdict:
     """The verdict for chosen rows, or for others if user code fails for them.
 
     Raises:
@@ -123,7 +123,7 @@ def first_verdict(looks: Sequence[ReplicaLook], most: int) -> Verdict:
     error: Exception | None = None
     for replica_look in looks:
         with replica_look.runs.user_code.isolated():
-            for parts in replica_look.trials(most):
+            for parts in replica_look.trials():
                 try:
                     return replica_look.verdict_for(parts)
                 except Inconclusive:
@@ -153,8 +153,8 @@ class ReplicaLook:
     runs: Runs
     choice: RowChoice
 
-    def trials(self, most: int) -> Iterator[Parts]:
-        """Yield parts of up to ``most`` rows to try until user code computes some.
+    def trials(self) -> Iterator[Parts]:
+        """Yield parts of rows to try until user code computes some.
 
         ::
 
@@ -172,7 +172,7 @@ class ReplicaLook:
         is_as_in_step = choice.number == _AS_IN_STEP and is_one_batch and has_few_parts
         if is_as_in_step and self._is_small_batch:
             yield of_step
-        chosen = choice.parts(self._affordable(most))
+        chosen = choice.parts(self._affordable())
         yield chosen
         rows = list(chain(*chosen))
         yield in_two(rows)
@@ -196,17 +196,17 @@ class ReplicaLook:
             return False
         return self._bytes_per_row * num_rows < MAX_BYTES
 
-    def _affordable(self, most: int) -> int:
-        """Up to ``most`` rows, whose graph is small, or fits as that of a sub-step."""
+    def _affordable(self) -> int:
+        """The number of rows whose graph is small, or fits as that of a sub-step."""
         affordable = max(self.choice.plan.substep_rows)
         if self.runs.user_code.is_widened:  # single precision takes twice the memory
             affordable //= 2
         affordable = max(MIN_ROWS, affordable)
         # Micro-batches are small: because memory is short, or because the batch is.
-        if most > affordable:
+        if affordable < self.choice.most:
             small = MAX_BYTES / max(1.0, self._bytes_per_row)
             affordable = max(affordable, int(small))
-        return min(most, affordable)
+        return affordable
 
     def verdict_for(self, chosen: Parts) -> Verdict:
         """Compare the engine's result for these parts of rows with the user's own."""

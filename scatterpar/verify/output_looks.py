@@ -46,7 +46,7 @@ from scatterpar.verify.comparison import magnitudes
 from scatterpar.verify.gradient_check import uses_batch_statistics
 from scatterpar.verify.output_differences import cut_rows
 from scatterpar.verify.ranges import ranges_of_step
-from scatterpar.verify.rows import MAX_BYTES, MIN_ROWS, RowChoice, ignored_values
+from scatterpar.verify.rows import RowChoice, affordable_rows, ignored_values
 from scatterpar.verify.verdicts import in_lines, refused_injection
 from scatterpar.verify.verifier import Question, Verifier, candidate_of
 
@@ -94,6 +94,7 @@ class OutputLooks(Verifier):
             ignored_values(request.criterion, request.count),
             kind.looks,
             is_divided=True,
+            most=_MAX_ROWS,
         )
         with torch.inference_mode(False):  # else the leaves would have no gradients
             question = _question(choice, outputs, workers)
@@ -128,7 +129,8 @@ def _question(choice: RowChoice, outputs: Sequence[Any], workers: Workers) -> Qu
     """The question whether losses of a few rows of the outputs combine."""
     of_call = choice.request
     dim = of_call.dim
-    parts = choice.parts(_affordable_rows(outputs, choice.plan))
+    tensors = nested.tensors(list(outputs))
+    parts = choice.parts(affordable_rows(tensors, choice.plan.rows))
     # Sorted, because the rows of a range may be views of the caller's tensors.
     rows = sorted({*chain(*parts)})
     module = RowsOfOutputs(list(_outputs_of(rows, choice.plan, outputs, dim)), dim)
@@ -149,7 +151,7 @@ def _question(choice: RowChoice, outputs: Sequence[Any], workers: Workers) -> Qu
     (task,) = make_tasks(attempt, loaders)
     candidates = [candidate_of(request)]
     loop = LoopOptions(remedies=_REMEDIES)
-    return Question(attempt, request, plan, task, True, candidates, loop)
+    return Question(attempt, request, task, True, candidates, loop)
 
 
 def _count_of_outputs(
@@ -172,15 +174,6 @@ def _outputs_of(
             if share.start <= row < share.stop:
                 cut = cut_rows(output, row - share.start, 1, share.rows, dim)
                 yield nested.map_tensors(moved, cut)
-
-
-def _affordable_rows(outputs: Sequence[Any], plan: Plan) -> int:
-    """The number of rows of a look: fewer if outputs are large."""
-    tensors = nested.tensors(list(outputs))
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    # One more, because outputs may have no tensors.
-    affordable = MAX_BYTES * plan.rows // (size + 1)
-    return max(MIN_ROWS, min(_MAX_ROWS, affordable))
 
 
 def injects_gradient(output: Any) -> bool:

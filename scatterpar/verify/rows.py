@@ -59,6 +59,7 @@ class RowChoice:
         number: the number of earlier looks: each look takes other rows.
         is_divided: whether the step divides the batch; otherwise there is one part, and
             only the replica is compared.
+        most: the number of rows that are cheap.
     """
 
     request: Request
@@ -66,10 +67,11 @@ class RowChoice:
     ignored: Sequence[int]
     number: int
     is_divided: bool
+    most: int
 
-    def parts(self, most: int) -> Parts:
-        """Up to ``most`` rows, at least two, in parts."""
-        return self.divided(self._rows(most))
+    def parts(self, affordable: int) -> Parts:
+        """Rows, at least two and not more than are ``affordable``, in parts."""
+        return self.divided(self._rows(min(self.most, affordable)))
 
     def divided(self, rows: Part) -> Parts:
         """These rows in parts, as the step divides its batch."""
@@ -133,6 +135,13 @@ class RowChoice:
         for position, feature in enumerate(features[:_SCORED_FEATURES]):
             score += feature / 10**position
         return score
+
+
+def affordable_rows(tensors: Sequence[Tensor], num_rows: int) -> int:
+    """The number of rows, of tensors for ``num_rows``, that fit into ``MAX_BYTES``."""
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    # One more, because there may be no tensors.
+    return max(MIN_ROWS, MAX_BYTES * num_rows // (size + 1))
 
 
 def parts_of(plan: Plan) -> Parts:

@@ -28,7 +28,12 @@ from scatterpar.verify.join_check import JoinCheck
 from scatterpar.verify.look import look
 from scatterpar.verify.look_losses import name_of
 from scatterpar.verify.ranges import counts_as_torch, ranges_of_step
-from scatterpar.verify.rows import MAX_BYTES, RowChoice, ignored_values, parts_of
+from scatterpar.verify.rows import (
+    RowChoice,
+    affordable_rows,
+    ignored_values,
+    parts_of,
+)
 from scatterpar.verify.schedule import Kind, Kinds
 from scatterpar.verify.verdicts import RETURN, Action, Verdict, in_lines
 
@@ -125,9 +130,7 @@ class Verifier:
             of_kind = replace(request, count=None)
             if is_divided:
                 candidates = self.remaining(loop.candidates)
-        question = Question(
-            attempt, request, attempt.plan, task, is_divided, candidates, loop
-        )
+        question = Question(attempt, request, task, is_divided, candidates, loop)
         flags = attempt.replicas.of_model.flags
         kind, details = self.kinds.kind_of(of_kind, is_divided, flags)
         # A batch that leaves several candidates says nothing of the next one.
@@ -165,9 +168,9 @@ class Verifier:
         for number, candidate in enumerate(question.candidates):
             title = question.title(kind.looks)
             try:
-                asked = question.of(candidate)
+                choice = question.choice(candidate, kind.looks)
                 with question.loop.around_looks():
-                    verdict = asked.verdict(kind.looks)
+                    verdict = look(question.attempt, question.task, choice)
             except Inconclusive as error:
                 logger.debug("%s is inconclusive: %s", title, error)
                 # Without its frames: one of them holds this list.
@@ -179,7 +182,7 @@ class Verifier:
                 continue
             self._agree(question, kind, verdict)
             remaining = question.candidates[number:]
-            rivals = alike(asked.request, verdict.parts, remaining)
+            rivals = alike(choice.request, verdict.parts, remaining)
             self._keep(rivals, question, kind)
             if question.is_open_between(rivals):
                 self.warn(question.text_of_assumed(rivals))
@@ -264,7 +267,6 @@ class Question:
 
     Attributes:
         request: that of the largest batch.
-        plan: how the step, or its loop, divides the rows of a batch.
         task: that of the first replica.
         is_divided: whether the step divides the batch into parts.
         candidates: how losses may combine; the first one is assumed so far.
@@ -273,7 +275,6 @@ class Question:
 
     attempt: Attempt
     request: Request
-    plan: Plan
     task: ReplicaTask
     is_divided: bool
     candidates: Sequence[LossCandidate]
@@ -287,13 +288,14 @@ class Question:
         parts = parts_of(self.attempt.plan)
         return len(alike(self.request, parts, candidates)) < len(candidates)
 
-    def of(self, candidate: LossCandidate) -> Question:
-        """The question whether losses combine as ``candidate`` says.
+    def choice(self, candidate: LossCandidate, number: int) -> RowChoice:
+        """How a look after ``number`` others chooses its rows, if losses combine as
+        ``candidate`` says.
 
         Raises:
             Inconclusive: the loop cannot divide rows of this step.
         """
-        plan = self.plan
+        plan = self.attempt.plan
         request = self.request.combined_by(candidate)
         divide = self.loop.divided
         if divide is not None and not request.whole_batch:
@@ -303,42 +305,32 @@ class Question:
             except ValueError as error:  # such as another number of images than of rows
                 raise Inconclusive(str(error), patience=1) from None
             request = replace(request, batches=batches)
+            # The plan of these rows alone: one of them was a whole batch for the loop.
             devices = [share.device for share in plan.shares]
             accum = 1 if len(devices) > 1 else 2
             plan = make_plan(request.rows, devices, accum)
-        # The plan of these rows alone: one of them was a whole batch for the loop.
-        return replace(self, request=request, plan=plan)
-
-    def verdict(self, number: int) -> Verdict:
-        """The verdict of a look after ``number`` others.
-
-        Raises:
-            Inconclusive: the look could not tell.
-        """
-        request = self.request
         function = request.criterion
         if function is None:
             function = self.attempt.replicas.of_model.root.forward
         ignored = ignored_values(function, request.count)
-        choice = RowChoice(request, self.plan, ignored, number, self.is_divided)
-        most = self._most_rows(is_first=not number)
-        return look(self.attempt, self.task, choice, most)
+        most = self._most_rows(request, plan, is_first=not number)
+        return RowChoice(request, plan, ignored, number, self.is_divided, most)
 
-    def _most_rows(self, is_first: bool) -> int:
+    def _most_rows(self, request: Request, plan: Plan, is_first: bool) -> int:
         """As many rows as are cheap: fewer of a large model, and in later looks."""
-        rows_of_substep = max(self.plan.substep_rows)
+        rows_of_substep = max(plan.substep_rows)
         most = rows_of_substep // _SHARE_OF_LATER_LOOKS
         if is_first:
             most = rows_of_substep * _SUBSTEPS_OF_FIRST_LOOK
         parameters = self.attempt.replicas.of_model.root.parameters()
         if sum(parameter.numel() for parameter in parameters) > MAX_ELEMENTS:
-            share_of_batch = self.request.rows // _SHARE_OF_LARGE_MODELS
+            share_of_batch = request.rows // _SHARE_OF_LARGE_MODELS
             most = min(most, rows_of_substep, share_of_batch)
-        tensors = self.request.batches[0].without_targets().tensors()
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         # Inputs are copied to the device for the look alone, twice and in parts.
-        affordable = MAX_BYTES * self.request.rows // (size + 1)
-        return min(max(_MIN_ROWS, most), max(2, affordable))
+        affordable = affordable_rows(
+            request.batches[0].without_targets().tensors(), request.rows
+        )
+        return min(max(_MIN_ROWS, most), affordable)
 
     @property
     def _name(self) -> str:

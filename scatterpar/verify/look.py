@@ -212,21 +212,20 @@ class ReplicaLook:
         """Compare the engine's result for these parts of rows with the user's own."""
         runs = self.runs
         request = runs.request
-        task = runs.replica_task
         rows = list(chain(*chosen))
         parts, weights = weighted_parts(request, chosen)
         at_once = self._at_once(rows)
         expected = at_once.result
-        has_one_call = len(task.share.micro_batches) == 1
+        has_one_call = len(runs.replica_task.share.micro_batches) == 1
         # With one call per step each part is another replica's.
         prepare = runs.user_code.refresh if has_one_call else None
         try:
-            run = runs.run(parts, task, weights, prepare=prepare)
+            run = runs.run(parts, weights=weights, prepare=prepare)
         except Exception as error:
             if isinstance(error, Inconclusive) or is_out_of_memory(error):
                 raise
             try:
-                runs.at_once(rows, task)
+                runs.at_once(rows)
             except Exception:
                 name = name_of(request)
                 return error_of_replica(name, len(rows), expected.loss, error)

@@ -126,7 +126,7 @@ class LookResults(SplitEvidence):
         by_rounding = 0.0
         for number in range(NUM_NUDGES):
             nudge = partial(runs.nudge, number)
-            run = runs.run([self.rows], runs.replica_task, prepare=nudge)
+            run = runs.run([self.rows], prepare=nudge)
             nudged = run.result
             turns_into_actual = nudged.difference_from(self.actual) <= self.tolerance
             if is_replica_right and turns_into_actual:
@@ -143,20 +143,17 @@ class LookResults(SplitEvidence):
     @cached_property
     def of_replica(self) -> Result:
         """The replica's result for all rows at once."""
-        return self.runs.at_once(self.rows, self.runs.replica_task)
+        return self.runs.at_once(self.rows)
 
     @cached_property
     def results_of_parts(self) -> Sequence[Result]:
         """The result of each part from the same state, without weights."""
-        task = self.runs.replica_task
-        return [self.runs.at_once(part, task) for part in self.parts]
+        return [self.runs.at_once(part) for part in self.parts]
 
     def in_parts(self, prepare: Callable[[], None], *, scale: float = 1.0) -> Result:
         """The combined result of the parts; ``prepare`` is called before each."""
-        task = self.runs.replica_task
-        run = self.runs.run(
-            self.parts, task, self.step_weights, prepare=prepare, scale=scale
-        )
+        weights = self.step_weights
+        run = self.runs.run(self.parts, weights=weights, prepare=prepare, scale=scale)
         return run.result
 
     @cached_property
@@ -171,7 +168,7 @@ class LookResults(SplitEvidence):
         # NaN is no answer: a zero may have met an infinity.
         if not (of_parts.has_gradient and of_parts.is_finite):
             return 0.0
-        at_once = runs.at_once(self.rows, runs.replica_task, scale=0.0)
+        at_once = runs.at_once(self.rows, scale=0.0)
         return relative_difference(of_parts.gradients, at_once.gradients)
 
     @cached_property
@@ -304,10 +301,8 @@ class Evidence(LookResults):
             return None
         results = self.results_of_parts
         # Of one part any weight might fit. A part that is NaN has to have none.
-        telling = [
-            result for result in results if result.has_gradient or not result.is_finite
-        ]
-        if len(telling) < 2:
+        tells = [result.has_gradient or not result.is_finite for result in results]
+        if sum(tells) < 2:
             return None
         for right in self.weights_of_counts():
             if self.is_expected(weighted_sum(results, right)):

@@ -77,7 +77,7 @@ class OutputLooks(Verifier):
             ValueError: the losses of parts, weighted as in the call, do not give the
                 loss or the gradient of all their rows.
         """
-        self.forget_warnings()
+        self._waiting.clear()  # of a call that has failed
         kind, details = self.kinds.kind_of(request, is_divided=True, flags=())
         if not kind.is_due(ranges_of_step(request), details):
             return

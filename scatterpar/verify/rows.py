@@ -146,10 +146,7 @@ def affordable_rows(tensors: Sequence[Tensor], num_rows: int) -> int:
 
 def parts_of(plan: Plan) -> Parts:
     """The rows of each micro-batch of a plan."""
-    parts: list[Part] = []
-    for share in plan.shares:
-        parts += [range(start, stop) for start, stop in share.micro_batches]
-    return parts
+    return [range(*span) for share in plan.shares for span in share.micro_batches]
 
 
 def positions_of(parts: Parts) -> list[range]:
@@ -163,9 +160,8 @@ def _divided(rows: Sequence[int]) -> Parts:
     singles = _SINGLES if len(rows) >= _MIN_ROWS_FOR_SINGLES else 0
     in_large_parts = len(rows) - singles
     cut = round(in_large_parts * _SHARE_OF_FIRST_PART)
-    parts = [rows[:cut], rows[cut:in_large_parts]]
-    parts += [[row] for row in rows[in_large_parts:]]
-    return [part for part in parts if part]
+    of_one_row = [[row] for row in rows[in_large_parts:]]
+    return [rows[:cut], rows[cut:in_large_parts], *of_one_row]
 
 
 def in_two(rows: Sequence[int]) -> Parts:

@@ -128,14 +128,16 @@ class Runs:
         self.backward_calls = BackwardCalls(modules_of_user)
         self._shapes_at_once: list[torch.Size] = []
 
-    def at_once(self, rows: Part, task: ReplicaTask, *, scale: float = 1.0) -> Result:
+    def at_once(
+        self, rows: Part, task: ReplicaTask | None = None, *, scale: float = 1.0
+    ) -> Result:
         """The loss and gradients of rows in one part."""
         return self.run([rows], task, scale=scale).result
 
     def run(
         self,
         parts: Parts,
-        task: ReplicaTask,
+        task: ReplicaTask | None = None,
         weights: Sequence[float] = (),
         *,
         prepare: Callable[[], None] | None = None,
@@ -147,13 +149,14 @@ class Runs:
 
         Args:
             parts: the rows of each part.
-            task: the replica's task, or the user's own.
+            task: the replica's task, which is the default, or the user's own.
             weights: the factors of the losses; all 1 by default.
             prepare: is called before each part.
             scale: the factor of all losses in backward passes. Not that of the user's
                 scaler, which may overflow, and whose reason is half precision, in which
                 looks seldom compute.
         """
+        task = task or self.replica_task
         run = RunResult()
         joins = self.request.whole_batch
         outputs: list[Any] = []

@@ -95,28 +95,25 @@ class UserCode:
         # Uncompiled, because the sizes of a look would be compiled for it alone.
         where = ReplicaNote(self._task.share)
         with where, restored(self.end), uncompiled(), with_graph, records_dropped():
-            self._fixed_layers = self._layers_with_statistics()
+            layers = filter(uses_batch_statistics, self._layers())
+            self._fixed_layers = [
+                layer for layer in layers if layer.running_mean is not None
+            ]
             # Before state is saved: the switch is no change of the user's.
-            self._undo.callback(self._use_running_statistics, False)
-            self._use_running_statistics(True)
+            self._undo.callback(self._switch_layers, True)
+            self._switch_layers(False)
             # Before state is saved, too, and put back after it.
             self._undo.callback(self._single_precision.narrow)
             self._single_precision.widen()
             self._undo.callback(self.refresh)  # after the user's values are back
             self._save()
-            unsaved = [name for journal in self.journals for name in journal.unsaved]
-            if unsaved:
-                why = f"a look could not put back {', '.join(unsaved)}"
-                raise Inconclusive(why, patience=1, is_final=True, remedy=_UNSAVED)
             yield
 
     def _save(self) -> None:
         request = self._request
-        collates: list[Any] = []
-        for batch in request.batches:
-            collates += [marker.collate for marker in batch.markers]
+        markers = [marker for batch in request.batches for marker in batch.markers]
         criteria = self._task.criterion, request.criterion, request.count
-        modules = [self._own_module, *collates]
+        modules = [self._own_module, *(marker.collate for marker in markers)]
         device = self._task.share.device
         for roots, devices in ((criteria, [device]), (modules, [])):
             # The second walk finds the substitutes of the first: a file that both name
@@ -126,6 +123,9 @@ class UserCode:
             # Before it begins, so that an error in the middle is undone.
             self._undo.callback(journal.end)
             journal.begin()
+            if journal.unsaved:
+                why = f"a look could not put back {', '.join(journal.unsaved)}"
+                raise Inconclusive(why, patience=1, is_final=True, remedy=_UNSAVED)
 
     @property
     def of_criterion(self) -> Journal:
@@ -144,26 +144,22 @@ class UserCode:
             if isinstance(root, nn.Module):  # else a partial that binds tensors
                 yield from root.modules()
 
-    def _layers_with_statistics(self) -> list[nn.Module]:
-        """The batch normalisations that can use running statistics instead."""
-        layers = filter(uses_batch_statistics, self._layers())
-        return [layer for layer in layers if layer.running_mean is not None]
-
-    def _use_running_statistics(self, value: bool) -> None:
+    def _switch_layers(self, is_training: bool) -> None:
         for layer in self._fixed_layers:
-            layer.training = not value
+            layer.training = is_training
 
     @contextlib.contextmanager
     def in_evaluation(self) -> Iterator[None]:
         """In the body, calls are those of modules in evaluation mode."""
         layers = self._fixed_layers
-        self._fixed_layers = [layer for layer in self._layers() if layer.training]
+        in_training = [layer for layer in self._layers() if layer.training]
+        self._fixed_layers = [*layers, *in_training]
         try:
             yield
         finally:
-            self._use_running_statistics(False)
+            for layer in in_training:
+                layer.training = True
             self._fixed_layers = layers
-            self._use_running_statistics(True)
 
     def end(self) -> None:
         """Undo everything, once. Calls that still run change nothing any more."""
@@ -192,7 +188,7 @@ class UserCode:
             if substitutes:
                 replica.state.exchange(substitutes)
         self._single_precision.widen()  # a refresh puts a replica's tensors back
-        self._use_running_statistics(True)  # a refresh copies the user's switches
+        self._switch_layers(False)  # a refresh copies the user's switches
         torch.clear_autocast_cache()  # it may hold parameters without a graph
 
     def restore_generators(self) -> None:

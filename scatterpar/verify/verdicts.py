@@ -225,41 +225,39 @@ def _other_weights(evidence: Evidence, weights: Weights) -> Verdict:
         return _refused_combination(evidence, f'{_SEEMS} a sum: pass reduction="sum".')
     count = evidence.counted_as(weights.right)
     assert count is not None  # the weights are those of a count
+    request = evidence.request
     # Rows have no expression of their own.
     if count.path:
-        return _refused_combination(
-            evidence,
+        remedy = (
             f"{_SEEMS} a mean over the {count.words}: pass "
-            f'reduction="mean" and count={_expression(evidence, count)}.',
+            f'reduction="mean" and count={_expression(evidence, count)}.'
         )
-    remedy = f'{_SEEMS} a mean over rows: pass reduction="mean", without count=.'
-    if evidence.request.is_mean and evidence.request.count is None:
+    elif request.is_mean and request.count is None:
         remedy = (
             f"{_SEEMS} a mean over rows, whatever the labels: pass "
             "count=lambda inputs, targets: len(targets)."
         )
+    else:
+        remedy = f'{_SEEMS} a mean over rows: pass reduction="mean", without count=.'
     return _refused_combination(evidence, remedy)
 
 
 def _expression(evidence: Evidence, count: Count) -> str:
     """An expression for ``count=``."""
-    if evidence.request.loss_name != Request.loss_name and count.path.startswith(
-        _BATCH
-    ):
-        path = count.path.removeprefix(_BATCH)
-        return f"lambda batch: {_number_of_entries(count, f'batch{path}')}"
+    path = count.path
+    arguments = "inputs, targets"
+    key = _KEY.fullmatch(path)
     is_of_labels = count.ignored is not None and count.without in ("", "first")
-    key = _KEY.fullmatch(count.path)
-    if is_of_labels and (count.path == "targets" or key):
+    is_of_loop = evidence.request.loss_name != Request.loss_name
+    if is_of_loop and path.startswith(_BATCH):
+        arguments = "batch"
+        path = f"batch{path.removeprefix(_BATCH)}"
+    elif is_of_labels and (path == "targets" or key):
         return _count_labels(count, key[1] if key else "labels")
-    return f"lambda inputs, targets: {_number_of_entries(count, count.path)}"
-
-
-def _number_of_entries(count: Count, path: str) -> str:
     entries = path + _ENTRIES[count.without]
     if count.ignored is not None:
         entries += f".ne({count.ignored})"
-    return f"{entries}.sum()"
+    return f"lambda {arguments}: {entries}.sum()"
 
 
 def _count_labels(count: Count, key: str) -> str:

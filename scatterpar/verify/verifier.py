@@ -96,13 +96,9 @@ class Verifier:
             ValueError: a replica, in parts, gives another loss or gradient than the
                 user's own module and criterion for the same rows.
         """
-        self.forget_warnings()
+        self._waiting.clear()  # of a step that has failed
         with attempt.span("verify"):
             return self._check(attempt, tasks[0], loop)
-
-    def forget_warnings(self) -> None:
-        """A step begins: forget the warnings of one that has failed."""
-        self._waiting.clear()
 
     def warn(self, text: str, names: Sequence[str] = ()) -> None:
         """Warn once, when the step has succeeded, of state with these ``names``."""

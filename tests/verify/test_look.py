@@ -366,6 +366,15 @@ def test_look_takes_rows_of_a_large_sub_step(devices, size):
     assert max(calls().seen) == 9
 
 
+def test_look_takes_as_many_rows_as_are_small():
+    """Each row's graph keeps half a MiB, and a look 4 MiB. It took two of nine rows."""
+    calls().seen = []
+    model = build(net(wide, columns=nn.Parameter(torch.ones(2**16))))
+    with ScatterOnceParallel(model, 1, ["cpu"], micro_batch_size=1) as engine:
+        step(engine, mean, None, INPUTS[:12])
+    assert max(calls().seen) == 7
+
+
 def test_look_short_of_memory_takes_fewer(devices):
     """Whether a loss combines was not told: two rows of 16 do not show it."""
 

@@ -136,8 +136,8 @@ def _with_several_entries(pieces: Sequence[tuple[Any, int]], dim: int) -> set[in
     by_position = zip(*map(nested.tensors, outputs), strict=False)
     for position, tensors in enumerate(by_position):
         pairs = zip(tensors, sizes, strict=True)
-        first, *others = {entries_per_row(tensor, size, dim) for tensor, size in pairs}
-        if others or not first:
+        first, *further = {entries_per_row(tensor, size, dim) for tensor, size in pairs}
+        if further or not first:
             continue
         if first > 1 or _have_same_numbers(tensors, dim):
             positions.add(position)

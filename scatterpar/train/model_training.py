@@ -12,7 +12,6 @@ the steps (arXiv:1812.06162). So `--batch auto` doubles it between epochs
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 import re
@@ -78,9 +77,9 @@ _FINE_TUNING_RATES = {"adamw": 0.002}
 _FEWEST_UPDATES = 8  # per epoch; with fewer, training has too few updates
 
 
-@dataclass
+@dataclass(eq=False)
 class Position:
-    """How far a run has come."""
+    """How far a run has come: the numbers of a checkpoint."""
 
     batch: int  # images of a step, at most
     consumed: int = 0  # images that steps have used
@@ -90,12 +89,20 @@ class Position:
     best_epoch: int = 0
 
 
-class Training:
+class Training(Position):
     """Everything that changes while training, and how it changes.
 
     Attributes:
         images: the number of images that are trained on.
         epochs: the number of epochs in all.
+        classes: the number of classes.
+        engine: computes the gradients of a step, and the scores of a test.
+        model: what is trained, on the first device.
+        head: the layers that `--freeze` trains alone.
+        optimizer: makes the steps; its defaults have the rate for `FIRST` images.
+        precision: the context of a forward pass, with `--autocast`.
+        scaler: keeps gradients of float16 in its range.
+        criterion: the loss of a batch.
         noise: the average of the noise scale, with `--batch auto`.
         average: the average of the weights, with `--ema`.
         about: what `predict` needs to build the model, and `--resume` to know the data.
@@ -107,7 +114,7 @@ class Training:
         source: the images.
         devices: the device of each replica.
         processes: those that divide the devices and each batch.
-        saved: what a checkpoint has as `about`, if its weights will be loaded.
+        checkpoint: that of a run that goes on.
     """
 
     def __init__(
@@ -116,8 +123,13 @@ class Training:
         source: Source,
         devices: list[torch.device],
         processes: Processes = ALONE,
-        saved: Mapping[str, Any] | None = None,
+        checkpoint: Mapping[str, Any] | None = None,
     ) -> None:
+        about = describe(options, source)
+        saved = None
+        if checkpoint is not None:
+            saved = checkpoint["about"]
+            _refuse_other_images(options, saved, about)
         # torch.manual_seed seeds the generators of accelerators, too.
         torch.manual_seed(seed_host("run", options.seed))
         processes.connect(devices[0])
@@ -132,43 +144,52 @@ class Training:
         self.model = model
         self.head = head_of(model, self.classes) if options.freeze else []
         self.noise = NoiseScale() if options.batch == "auto" else None
-        batch = first_batch(options, self.images)
         # A step has at most all images.
-        self.position = Position(min(batch, self.images))
+        super().__init__(min(first_batch(options, self.images), self.images))
         if self.images // self.steps_per_epoch < processes.size:
             raise UsageError(
                 f"--processes {processes.size} divide each batch, and a batch has "
-                f"{self.position.batch} images: a larger --batch"
+                f"{self.batch} images: a larger --batch"
             )
         self.optimizer = make_optimizer(model, options)
         self.base_lr: float = self.optimizer.defaults["lr"]
+        self.is_scaled_linearly = is_scaled_linearly(str(options.optimizer))
         kind = devices[0].type
         precision = options.autocast
         dtype = getattr(torch, precision or "bfloat16")
         self.precision = torch.autocast(kind, dtype, enabled=bool(precision))
         self.scaler = GradScaler(kind, enabled=precision == "float16")
         self.criterion = nn.CrossEntropyLoss(label_smoothing=options.label_smoothing)
-        self.average = make_average(model, options)
-        self.about = describe(model, options, source)
+        self.average: Any = None
+        if options.ema is not None:
+            # With buffers: running statistics of other weights would not fit the
+            # averaged ones.
+            self.average = AveragedModel(model, use_buffers=True)
+        for name in ("mean", "std"):
+            about[name] = getattr(model, name).flatten().tolist()
+        self.about = about
+        if checkpoint is not None:
+            for name, part in self._parts().items():
+                part.load_state_dict(checkpoint[name])
+            super().__init__(**checkpoint["position"])
 
     @property
     def epoch(self) -> int:
         """The number of completed epochs."""
-        return self.position.consumed // self.images
+        return self.consumed // self.images
 
     @property
     def is_over(self) -> bool:
-        """Whether all epochs are completed, or as many as `--patience` says did not
+        """Whether all epochs are tested, or as many as `--patience` says did not
         improve the accuracy.
         """
-        epochs_since = self.position.tested - self.position.best_epoch
         patience = self.options.patience or self.epochs
-        return self.epoch >= self.epochs or epochs_since >= patience
+        return self.tested >= min(self.epochs, self.best_epoch + patience)
 
     @property
     def steps_per_epoch(self) -> int:
         """The number of batches of an epoch."""
-        return -(-self.images // self.position.batch)
+        return -(-self.images // self.batch)
 
     @property
     def rows_per_step(self) -> int:
@@ -187,8 +208,8 @@ class Training:
 
     def requests(self) -> Iterator[BatchRequest]:
         """Yield what the feed must read from here to the end of the run."""
-        start = self.position.consumed
-        tested = self.position.tested
+        start = self.consumed
+        tested = self.tested
         for epoch in range(self.epoch, self.epochs + 1):
             if epoch > tested:
                 yield from self.test_requests(self.source.tested)
@@ -204,7 +225,7 @@ class Training:
         """Yield what the feed must read for a test."""
         rows = torch.arange(len(self.source.parts[part]))
         # Nothing is kept for a backward pass, so that small batches would only be slow.
-        for batch in rows.split(max(FIRST, self.position.batch)):
+        for batch in rows.split(max(FIRST, self.batch)):
             yield BatchRequest(part, batch)
 
     def peak_rate(self) -> float:
@@ -215,17 +236,17 @@ class Training:
         train.py.
         """
         batches = self.images / self.steps_per_epoch / FIRST
-        if is_scaled_linearly(optimizer_of(self.options)):
-            return self.base_lr * batches
-        return self.base_lr * math.sqrt(batches)
+        factor = batches if self.is_scaled_linearly else math.sqrt(batches)
+        return self.base_lr * factor
 
     def rates_in_words(self) -> str:
         """Return the optimizer with its rate, and the average of the weights."""
-        name = optimizer_of(self.options)
-        scaled = "linearly" if is_scaled_linearly(name) else "by the square root"
+        scaled = "linearly" if self.is_scaled_linearly else "by the square root"
         rate = f"a learning rate of {self.peak_rate():.3g}"
-        words = f"{name} with {rate}: {self.base_lr:g} for {FIRST} images, scaled"
-        words += f" {scaled}; --base-lr sets it"
+        words = (
+            f"{self.options.optimizer} with {rate}: {self.base_lr:g} for {FIRST} "
+            f"images, scaled {scaled}; --base-lr sets it"
+        )
         steps = self.epochs * self.steps_per_epoch
         reached = warmed_up_decay(steps)
         if self.options.ema and reached < self.options.ema:
@@ -240,7 +261,7 @@ class Training:
         """Return the learning rate of the next step: warm-up, then a cosine to zero or
         drops.
         """
-        epochs = self.position.consumed / self.images
+        epochs = self.consumed / self.images
         epochs_per_step = 1 / self.steps_per_epoch
         warmup = self.options.warmup_epochs or 0
         peak = self.peak_rate()
@@ -252,23 +273,25 @@ class Training:
         progress = (epochs - warmup) / (self.epochs - warmup)
         return peak * 0.5 * (1 + math.cos(math.pi * progress))
 
-    def step(self, rows: int, batch: Images) -> StepReport | None:
-        """Train on the readable images of a batch of `rows`, of which each process has
-        its part. Returns None if there are none.
+    def train(self, rows: int, batch: Images) -> StepReport | None:
+        """Make a step of the optimizer on the readable images of a batch of `rows`, of
+        which each process has its part. Returns None if there are none.
         """
-        if self.processes.size > 1 and not len(batch.labels):
+        report = None
+        if len(batch.labels):
+            report = self._update(batch)
+            self.step += 1
+        elif self.processes.size > 1:
             raise FeedError(
                 f"no image of this step can be read by process {self.processes.rank}; "
                 "without --processes the step goes on with the others"
             )
-        torch.manual_seed(seed_host("step", self.options.seed, self.position.consumed))
-        report = self._update(batch) if len(batch.labels) else None
         # Unreadable images count, so that all processes end the epoch together.
-        self.position.consumed += rows
+        self.consumed += rows
         return report
 
     def _update(self, batch: Images) -> StepReport:
-        """Make one step of the optimizer."""
+        torch.manual_seed(seed_host("step", self.options.seed, self.consumed))
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate()
         self.engine.train()
@@ -291,10 +314,13 @@ class Training:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if self.average:
+            # Initial weights, which are random, do not stay in it.
+            decay = warmed_up_decay(int(self.average.n_averaged))
+            decay = min(self.options.ema or 0.0, decay)
+            self.average.multi_avg_fn = get_ema_multi_avg_fn(decay)
             self.average.update_parameters(self.model)
         if self.noise:
             self.noise.update(report)
-        self.position.step += 1
         return report
 
     def _freeze(self) -> None:
@@ -335,29 +361,22 @@ class Training:
             weights: the network's weights; by default those of `tested_weights`.
             between: is called after each batch.
         """
-        if weights is None:
-            weights = self.tested_weights()
-        tally = Tally(self.classes)
-        rows = len(self.source.parts[part])
-        self.engine.eval()
-        with self._replaced_weights(weights), self.precision:
-            for _, batch, scores in scored(self.engine, feed, rows, self.classes):
-                tally.add(scores, batch.labels, batch.images)
-                between()
-        tally.add_other_processes(self.processes)
-        return tally
-
-    @contextlib.contextmanager
-    def _replaced_weights(self, weights: dict[str, Tensor]) -> Iterator[None]:
-        """In the body, the network has these weights."""
         network = self.model.network
+        tally = Tally(self.classes, part)
+        rows = len(self.source.parts[part])
         # A copy, because the weights are loaded into the same tensors.
         saved = copy.deepcopy(network.state_dict())
+        network.load_state_dict(weights or self.tested_weights())
+        self.engine.eval()
         try:
-            network.load_state_dict(weights)
-            yield
+            with self.precision:
+                for _, batch, scores in scored(self.engine, feed, rows, self.classes):
+                    tally.add(scores, batch.labels, batch.images)
+                    between()
         finally:
             network.load_state_dict(saved)
+        tally.add_other_processes(self.processes)
+        return tally
 
     def grow(self) -> bool:
         """Double the batch if the noise scale has reached the double. Returns whether
@@ -365,37 +384,37 @@ class Training:
         """
         if self.noise is None:
             return False
-        doubled = 2 * self.position.batch
-        has_updates = doubled * _FEWEST_UPDATES <= self.images
-        grows = has_updates and doubled <= self.noise.scale < math.inf
+        doubled = 2 * self.batch
+        grows = doubled <= self.noise.scale < math.inf
+        grows = grows and doubled * _FEWEST_UPDATES <= self.images
         if grows:
-            self.position.batch = doubled
+            self.batch = doubled
         return grows
 
     def _parts(self) -> dict[str, Any]:
-        """Return what changes beside the position."""
-        parts: dict[str, Any] = {"model": self.model.network}
-        for name in ("optimizer", "scaler", "average", "noise"):
-            part = getattr(self, name)
-            if part is not None:
-                parts[name] = part
-        return parts
+        """Return what changes beside the position, by its name in checkpoints."""
+        parts = {
+            "model": self.model.network,
+            "optimizer": self.optimizer,
+            "scaler": self.scaler,
+            "average": self.average,
+            "noise": self.noise,
+        }
+        return {name: part for name, part in parts.items() if part is not None}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what changes while training."""
         state = {name: part.state_dict() for name, part in self._parts().items()}
-        return {"position": asdict(self.position), **state}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state that `state_dict` returned."""
-        for name, part in self._parts().items():
-            part.load_state_dict(state[name])
-        self.position = Position(**state["position"])
+        return {"position": asdict(self), **state}
 
 
 def first_batch(options: Options, images: int) -> int:
-    """Return the images of a run's first step, before it is compared with their
-    number.
+    """Return the images of a run's first step, if there are so many: by default the
+    largest power of two, from 32 to 4096, that leaves 50 steps an epoch.
+
+    >>> photos = Options(data="photos")
+    >>> [first_batch(photos, images) for images in (30, 480, 60_000, 10**7)]
+    [32, 32, 1024, 4096]
     """
     if options.batch == "auto":
         return FIRST
@@ -403,15 +422,6 @@ def first_batch(options: Options, images: int) -> int:
         return options.batch
     if options.data == EMBEDDED:
         return LARGE_BATCH
-    return default_batch(images)
-
-
-def default_batch(images: int) -> int:
-    """Return the largest power of two, from 32 to 4096, that leaves 50 steps an epoch.
-
-    >>> [default_batch(images) for images in (30, 480, 60_000, 10**7)]
-    [32, 32, 1024, 4096]
-    """
     batch = LARGE_BATCH
     while batch > _SMALLEST_BATCH and batch * _STEPS_PER_EPOCH > images:
         batch //= 2
@@ -497,8 +507,9 @@ def start_model(
             f"--freeze {options.freeze}: {name} starts from random weights, of "
             "which the last layer alone learns little"
         )
-    chosen = replace(options, pretrained=pretrained)
-    return model, replace(chosen, optimizer=optimizer_of(chosen))
+    # AdamW needs no other rate for each network that it fine-tunes.
+    optimizer = options.optimizer or ("AdamW" if pretrained else "SGD")
+    return model, replace(options, pretrained=pretrained, optimizer=optimizer)
 
 
 def _pretrained_model(options: Options, source: Source) -> OnPixels | None:
@@ -551,20 +562,6 @@ def make_engine(
     )
 
 
-def make_average(model: nn.Module, options: Options) -> AveragedModel | None:
-    """Build the moving average of the weights; `None` without `--ema`."""
-    if options.ema is None:
-        return None
-
-    def update(averages: Any, values: Any, updates: Any) -> None:
-        decay = min(decay_limit, warmed_up_decay(int(updates)))
-        get_ema_multi_avg_fn(decay)(averages, values, updates)
-
-    decay_limit = options.ema
-    # With buffers: running statistics of other weights would not fit the averaged ones.
-    return AveragedModel(model, multi_avg_fn=update, use_buffers=True)
-
-
 def warmed_up_decay(updates: int) -> float:
     """Return the decay of an average after so many updates: the initial weights, which
     are random, do not stay in it.
@@ -575,23 +572,29 @@ def warmed_up_decay(updates: int) -> float:
     return (1 + updates) / (10 + updates)
 
 
-def describe(model: OnPixels, options: Options, source: Source) -> dict[str, Any]:
+def describe(options: Options, source: Source) -> dict[str, Any]:
     """Return what checkpoints hold about the model and its data."""
-    about: dict[str, Any] = {"model": options.model}
-    about["image_shape"] = list(source.image_shape)
-    about["class_names"] = list(source.class_names)
-    about["class_counts"] = source.class_counts
-    about["sizes"] = {name: len(part) for name, part in source.parts.items()}
-    about["mean"] = model.mean.flatten().tolist()
-    about["std"] = model.std.flatten().tolist()
-    return about
+    return {
+        "model": options.model,
+        "image_shape": list(source.image_shape),
+        "class_names": list(source.class_names),
+        "class_counts": source.class_counts,
+        "sizes": {name: len(part) for name, part in source.parts.items()},
+    }
 
 
-def optimizer_of(options: Options) -> str:
-    """Return the optimizer of a run. AdamW needs no other rate for each network that
-    it fine-tunes.
-    """
-    return options.optimizer or ("AdamW" if options.pretrained else "SGD")
+def _refuse_other_images(
+    options: Options, saved: Mapping[str, Any], about: Mapping[str, Any]
+) -> None:
+    """Raise a `UsageError` if a run would go on with other images."""
+    for name in ("image_shape", "class_names", "class_counts", "sizes"):
+        if about[name] != saved[name]:
+            raise UsageError(
+                f"{options.out} is of a run with other images: its {name} were "
+                f"{saved[name]!s:.300}, and those of --data {options.data} are "
+                f"{about[name]!s:.300}; restore it, or start a new run with another "
+                "--out"
+            )
 
 
 def is_scaled_linearly(optimizer: str) -> bool:
@@ -603,7 +606,7 @@ def make_optimizer(model: nn.Module, options: Options) -> Optimizer:
     """Build torch's optimizer of a name, or timm's; biases and norms have no weight
     decay. Its rate is `--base-lr`, or the one that is known for its name.
     """
-    name = optimizer_of(options).lower()
+    name = str(options.optimizer).lower()
     groups = weight_decay_groups(model, options.weight_decay)
     rates = _RATES | _FINE_TUNING_RATES if options.pretrained else _RATES
     keywords: dict[str, Any] = {"lr": options.base_lr or rates.get(name, 0.0)}

@@ -95,15 +95,15 @@ def load(path: Path, *, goes_on: bool = False) -> dict[str, Any]:
     return state  # type: ignore[no-any-return]
 
 
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """In the body, no other run writes into the folder. The system ends the lock with
-    the process, however that ends.
+def locked(folder: Path, goes_on: bool = True) -> Any:
+    """Lock a folder: no other run writes into it until the returned context ends. The
+    system ends the lock with the process, however that ends.
+
+    Unless the run `goes_on`, raises a `UsageError` if there are results in the folder.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / LOCK_FILE, timeout=0)
-        lock.acquire()
+        lock = FileLock(folder / LOCK_FILE, timeout=0).acquire()
     except Timeout as error:
         raise UsageError(
             f"another run is writing into {folder}: wait for its end, or pass another "
@@ -111,10 +111,9 @@ def locked(folder: Path) -> Iterator[None]:
         ) from error
     except OSError as error:
         raise unwritten(folder / METRICS_FILE, error) from error
-    try:
-        yield
-    finally:
-        lock.release()
+    if not goes_on:
+        refuse_earlier_run(folder)  # it may have begun meanwhile
+    return lock
 
 
 def refuse_earlier_run(folder: Path) -> None:
@@ -133,12 +132,10 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
     """
     records = []
     path = folder / METRICS_FILE
-    if not path.is_file():
-        return []
-    with contextlib.suppress(json.JSONDecodeError):
-        text = path.read_text(encoding="utf-8")
-        for line in text.splitlines():
-            records.append(json.loads(line))
+    if path.is_file():
+        with contextlib.suppress(json.JSONDecodeError):
+            for line in path.read_text(encoding="utf-8").splitlines():
+                records.append(json.loads(line))
     return records
 
 

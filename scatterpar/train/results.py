@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scatterpar.report import StepReport
+from scatterpar.train.data_parts import TEST
 from scatterpar.train.processes import Processes
 
 TOP_5_CLASSES = 10  # with fewer, top-5 accuracy says little
@@ -33,43 +34,40 @@ class Tally:
     """Sums over the images of a test.
 
     Attributes:
+        part: what was tested, such as `TEST`.
         mistakes: the mistakes with the highest scores, the highest first.
         confusion: the number of images by class and by the class that the model chose;
             None for very many classes.
     """
 
-    def __init__(self, classes: int) -> None:
-        self.classes = classes
+    def __init__(self, classes: int, part: str = TEST) -> None:
+        self.part = part
         self.confusion: Tensor | None = None
         if classes <= CONFUSION_CLASSES:
             self.confusion = torch.zeros(classes, classes, dtype=torch.int64)
         self.mistakes: list[Mistake] = []
-        self._loss = 0.0
-        self._counts = Counter[str]()
+        # Images, their loss, and those whose class has the highest score, or one of the
+        # five highest ones.
+        self._sums = torch.zeros(4, dtype=torch.float64)
 
     def add(self, scores: Tensor, labels: Tensor, images: Tensor) -> None:
         """Add the images of a batch, with their scores and labels."""
-        best = scores.topk(min(5, self.classes)).indices
+        best = scores.topk(min(5, scores.shape[1])).indices
         predicted = best[:, 0]
-        is_right = predicted == labels
-        right = int(is_right.sum())
-        self._loss += float(F.cross_entropy(scores, labels, reduction="sum"))
-        self._counts.update(
-            images=len(labels),
-            right=right,
-            right_in_top5=int((best == labels[:, None]).sum()),
-        )
+        in_top5 = best == labels[:, None]
+        is_right = in_top5[:, 0]
+        loss = F.cross_entropy(scores, labels, reduction="sum")
+        sums = [len(labels), loss, is_right.sum(), in_top5.sum()]
+        self._sums += torch.tensor(sums, dtype=torch.float64)
         if self.confusion is not None:
             places = (labels, predicted)
             self.confusion.index_put_(places, torch.tensor(1), accumulate=True)
-        confidence = scores.softmax(1).amax(1)
-        confidence[is_right] = 0
-        wrong = min(_MISTAKES, len(labels) - right)
-        for row in confidence.topk(wrong).indices.tolist():
-            true = int(labels[row])
-            image = images[row].clone()  # the batch is freed
-            score = float(confidence[row])
-            self.mistakes.append(Mistake(score, true, int(predicted[row]), image))
+        confidence = scores.softmax(1).amax(1).masked_fill(is_right, 0)
+        wrong = min(_MISTAKES, int((~is_right).sum()))
+        values, rows = confidence.topk(wrong)
+        classes = labels[rows].tolist(), predicted[rows].tolist()
+        # The images are a copy, because the batch is freed.
+        self.mistakes += map(Mistake, values.tolist(), *classes, images[rows])
         self._drop_smaller_mistakes()
 
     def add_other_processes(self, processes: Processes) -> None:
@@ -77,8 +75,7 @@ class Tally:
         tallies = processes.gathered(self)
         del tallies[processes.rank]
         for tally in tallies:
-            self._loss += tally._loss
-            self._counts.update(tally._counts)
+            self._sums += tally._sums
             self.mistakes += tally.mistakes
             if self.confusion is not None:
                 self.confusion += tally.confusion
@@ -91,22 +88,25 @@ class Tally:
     @property
     def images(self) -> int:
         """The number of images."""
-        return self._counts["images"]
+        return int(self._sums[0])
 
     @property
     def loss(self) -> float:
         """The mean loss of an image."""
-        return self._loss / max(1, self.images)
+        return self._mean(1)
 
     @property
     def accuracy(self) -> float:
         """The part of the images whose class was chosen."""
-        return self._counts["right"] / max(1, self.images)
+        return self._mean(2)
 
     @property
     def accuracy_top5(self) -> float:
         """The part of the images whose class has one of the five highest scores."""
-        return self._counts["right_in_top5"] / max(1, self.images)
+        return self._mean(3)
+
+    def _mean(self, column: int) -> float:
+        return float(self._sums[column] / max(1, self.images))
 
 
 def accuracy_per_class(
@@ -115,13 +115,11 @@ def accuracy_per_class(
     """Return the accuracy of each class, the lowest first; None, at the end, of classes
     that have no images.
     """
-    images = confusion.sum(1)
-    right = confusion.diagonal()
+    measured = confusion.diagonal() / confusion.sum(1)  # NaN without images
     accuracies: dict[str, float | None] = {}
-    for row in (right / images).nan_to_num(nan=2.0).argsort(stable=True).tolist():
-        has_images = bool(images[row])
-        accuracy = float(right[row] / images[row]) if has_images else None
-        accuracies[class_names[row]] = accuracy
+    for row in measured.argsort(stable=True).tolist():
+        accuracy = float(measured[row])
+        accuracies[class_names[row]] = None if math.isnan(accuracy) else accuracy
     return accuracies
 
 

@@ -12,24 +12,22 @@ import shlex
 import signal
 import sys
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from tqdm import tqdm
 
-from scatterpar import StepReport
 from scatterpar.distributed.collectives import RankError
 from scatterpar.train import records
 from scatterpar.train.command_line import (
-    Options,
     UsageError,
     as_words,
     exit_code_of,
     parse,
     printable,
 )
-from scatterpar.train.data import BatchRequest, Images, open_data
+from scatterpar.train.data import open_data
 from scatterpar.train.data_parts import TEST, VAL
 from scatterpar.train.feed import BrokenError, Feed, FeedError
 from scatterpar.train.figures import (
@@ -72,7 +70,6 @@ _WRITTEN = (
 )
 # Packages whose versions are recorded, because other ones may give other results.
 _RECORDED = ("scatterpar", "torch", "torchvision", "timm", "numpy", "PIL")
-_SUMMED = ("images", "seconds_whole", "seconds_waited")  # numbers of steps
 _FEW_IMAGES = 5000  # to train on: fewer than CIFAR's, from which networks learn alone
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -94,80 +91,42 @@ def run(arguments: Sequence[str], processes: Processes = ALONE) -> int:
             "machine (for several machines: docs/several-machines.md)"
         )
     options = parse(arguments)
+    out = options.out
     checkpoint: dict[str, Any] | None = None
     if options.resume:
-        checkpoint = records.load(options.out / FILE, goes_on=True)
+        checkpoint = records.load(out / FILE, goes_on=True)
         options = parse(arguments, checkpoint["words"])
-        if records.is_finished(options.out):
-            _say_finished(options, checkpoint["position"])
+        if records.is_finished(out):
+            position = checkpoint["position"]
+            reached = f"{position['tested']} epochs and {position['step']} steps"
+            print(
+                f"{out}: finished before, after {reached}; --out starts a new run in "
+                "another folder"
+            )
             return 0
     else:
-        records.refuse_earlier_run(options.out)
+        records.refuse_earlier_run(out)
     if options.processes > processes.size:
         # The same folder for all: its default has the time in its name.
-        words = [*arguments, "--out", str(options.out)]
+        words = [*arguments, "--out", str(out)]
         words += ["--processes", str(options.processes)]
         return launch(run, words, options.processes)
     devices = choose_devices(options.devices, processes)
-    source = open_data(options)
-    saved = None if checkpoint is None else checkpoint["about"]
-    training = Training(options, source, devices, processes, saved)
-    if checkpoint is not None:
-        _compare_data(options, checkpoint["about"], training.about)
-        # After the comparison, so that a run with other images changes nothing.
-        training.load_state_dict(checkpoint)
+    training = Training(options, open_data(options), devices, processes, checkpoint)
+    total = training.epochs * training.images
     is_first = processes.is_first
-    lock = records.locked(options.out) if is_first else contextlib.nullcontext()
-    with training.engine, lock:
-        if is_first and checkpoint is None:
-            records.refuse_earlier_run(options.out)  # it may have begun meanwhile
-        return _train(training)
-
-
-def _train(training: Training) -> int:
-    """Train in the run's folder; return the exit code."""
-    options = training.options
-    processes = training.processes
-    step = training.position.step
-    path = options.out / METRICS_FILE
-    # Those that the run uses are imported by now.
-    imported = [name for name in _RECORDED if name in sys.modules]
-    versions = {name: sys.modules[name].__version__ for name in imported}
+    stopping = "saving at the end of this step" if is_first else None
     with (
-        Metrics(path, step, processes.is_first) as metrics,
+        training.engine,
+        records.locked(out, options.resume) if is_first else contextlib.nullcontext(),
+        Metrics(out / METRICS_FILE, training.step, is_first) as metrics,
         Feed(training.source, (), options.skip_broken, processes) as feed,
+        Progress(
+            total, training.consumed, file=sys.stdout, is_shown=is_first
+        ) as progress,
+        stoppable(stopping) as signals,
     ):
-        metrics.write(
-            "run",
-            step=step,
-            options=vars(options),
-            command=sys.argv,
-            versions=versions,
-            devices=[str(share) for share in training.engine.device_ids],
-        )
-        return Run(training, feed, metrics).train()
-
-
-def _say_finished(options: Options, position: Mapping[str, int]) -> None:
-    reached = f"after {position['tested']} epochs and {position['step']} steps"
-    print(
-        f"{options.out}: finished before, {reached}; --out starts a new run in another "
-        "folder"
-    )
-
-
-def _compare_data(
-    options: Options, saved: Mapping[str, Any], about: Mapping[str, Any]
-) -> None:
-    """Raise a `UsageError` if a run would go on with other images."""
-    for name in ("image_shape", "class_names", "class_counts", "sizes"):
-        if about[name] != saved[name]:
-            raise UsageError(
-                f"{options.out} is of a run with other images: its {name} were "
-                f"{saved[name]!s:.300}, and those of --data {options.data} are "
-                f"{about[name]!s:.300}; restore it, or start a new run with another "
-                "--out"
-            )
+        return Run(training, metrics, feed, progress, signals).train()
 
 
 class Run:
@@ -176,30 +135,38 @@ class Run:
 
     Attributes:
         training: what changes while training.
-        feed: the images.
-        metrics: the records.
         options: the options of the run.
+        metrics: the records.
+        feed: the images.
+        progress: the bar.
         tested: the part that each epoch is tested on: ``"val"`` if ``test`` comes at
             the end, else ``"test"``.
     """
 
-    def __init__(self, training: Training, feed: Feed, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        training: Training,
+        metrics: Metrics,
+        feed: Feed,
+        progress: Progress,
+        signals: list[int],
+    ) -> None:
         self.training = training
-        self.feed = feed
-        self.metrics = metrics
         self.options = training.options
-        self._is_first = training.processes.is_first
+        self.metrics = metrics
+        self.feed = feed
+        self.progress = progress
         self.tested = training.source.tested
-        self._signals = list[int]()
-        self._saved = training.position.step
-        self._final: Tally | None = None  # the test at the end
+        self._signals = signals  # those that were received
+        self._is_first = training.processes.is_first
+        self._saved = training.step
         # What is drawn: the test of the best epoch, or the one at the end.
-        self._shown = Tally(training.classes)
-        if training.position.tested:
+        self._shown = Tally(training.classes, self.tested)
+        if training.tested:
             best = records.load(self.options.out / BEST_FILE)
             self._shown.confusion = best.get("confusion")
-        self._last_step: StepReport | None = None
-        self._progress: Progress
+        self._copied = ""  # what the last step copied, in words
+        self._step_ended = 0.0  # when the last step ended, or the test after it
         self._drawn = -math.inf  # when the pictures were drawn last
 
     def train(self) -> int:
@@ -229,26 +196,9 @@ class Run:
     def _train(self) -> int:
         code = 0
         ending = FINISHED
-        training = self.training
         self._announce()
-        total = training.epochs * training.images
-        stopping = "saving at the end of this step" if self._is_first else None
-        self.feed.request(training.requests())
         try:
-            with (
-                Progress(
-                    total,
-                    training.position.consumed,
-                    file=sys.stdout,
-                    is_shown=self._is_first,
-                ) as self._progress,
-                stoppable(stopping) as self._signals,
-            ):
-                # A large batch takes a while.
-                self._progress.describe("reading the first batch")
-                # It is called once per sub-step, so that the bar moves within a step.
-                training.criterion.register_forward_hook(self._progress.add)
-                self._train_epochs()
+            self._train_epochs()
         except FloatingPointError as error:
             code = 1
             ending = f"training diverged ({error}); a lower --base-lr may help; stopped"
@@ -260,27 +210,123 @@ class Run:
                     raise
                 remedy = f"--skip-broken {self._find_broken()} or more leaves out such"
                 raise FeedError(f"{error} ({remedy} images)") from error
-            name = signal.Signals(self._signals[0]).name
-            ending = "interrupted" if name == "SIGINT" else f"ended by {name}"
-            code = 128 + self._signals[0]
+            number = self._signals[0]
+            name = signal.Signals(number).name
+            ending = "interrupted" if number == signal.SIGINT else f"ended by {name}"
+            code = 128 + number
         if self._is_first:
             self._finish(ending)
         return code
 
+    def _announce(self) -> None:
+        """Record how the run starts; print the model, the data, and how the work is
+        divided.
+        """
+        training = self.training
+        source = training.source
+        engine = training.engine
+        step = training.step
+        # Those that the run uses are imported by now.
+        imported = [name for name in _RECORDED if name in sys.modules]
+        self.metrics.write(
+            "run",
+            step=step,
+            options=vars(self.options),
+            command=sys.argv,
+            versions={name: sys.modules[name].__version__ for name in imported},
+            devices=[str(share) for share in engine.device_ids],
+        )
+        parameters = sum(tensor.numel() for tensor in training.model.parameters())
+        rows = training.rows_per_step
+        size = training.processes.size
+        lines = [
+            f"writing to {self.options.out}",
+            str(source),
+            source.classes_in_words(),
+            *source.notes,
+            f"{self.options.model}: {parameters:,} parameters",
+        ]
+        if size > 1:
+            lines.append(f"{size} processes divide each batch; the first one:")
+        lines.append(str(engine.plan(rows // size)))
+        if step:
+            images = f"{training.consumed:,} images"
+            lines.append(f"resumed after {step} steps, {images}")
+        else:
+            reason = "--batch sets it"
+            if training.noise:
+                reason = "the gradient's noise scale doubles it"
+            steps = f"{training.steps_per_epoch} steps an epoch of {training.images:,}"
+            lines.append(f"batches of {rows:,}, for {steps}; {reason}")
+            lines.append(training.rates_in_words())
+        self._say(*lines)
+        self.progress.describe("reading the first batch")  # a large batch takes a while
+
     def _train_epochs(self) -> None:
         training = self.training
-        # The session before may have ended between the last step of an epoch and its
-        # test.
-        if training.position.tested < training.epoch:
-            self._end_epoch()
+        self.feed.request(training.requests())
+        # It is called once per sub-step, so that the bar moves within a step.
+        training.criterion.register_forward_hook(self.progress.add)
         while not training.is_over:
-            self._train_epoch()
+            self._step_ended = time.perf_counter()
+            # The session before may have ended between the last step of an epoch and
+            # its test.
+            while training.epoch == training.tested:
+                self._train_step()
+            self._end_epoch()
         if self.tested == VAL:
             self._check()  # the first process has written the file
             best = records.load(self.options.out / BEST_FILE)
             self.feed.request(training.test_requests(TEST))
-            self._final = training.test(self.feed, TEST, best["model"], self._check)
-            self._shown = self._final
+            self._shown = training.test(self.feed, TEST, best["model"], self._check)
+
+    def _train_step(self) -> None:
+        """Train on a batch, record the step, and write a checkpoint if it is due."""
+        training = self.training
+        request, batch = self.feed.take()
+        images = len(request.rows)
+        path = self.options.out / FIRST_BATCH_FILE
+        if self._is_first and len(batch.images) and not path.exists():
+            class_names = training.source.class_names
+            draw_first_batch(batch.images, batch.labels, class_names, path)
+        self.progress.begin(images)
+        report = training.train(images, batch)
+        if report is None:
+            return  # no picture of the batch can be read
+        self._copied = traffic(report)
+        end = time.perf_counter()
+        seconds = end - self._step_ended
+        self._step_ended = end
+        waited = self.feed.waited
+        epoch = training.tested + 1
+        # Numbers of `Metrics`, which TensorBoard shows.
+        measured = {
+            "loss": report.loss,
+            "learning_rate": training.optimizer.param_groups[0]["lr"],
+        }
+        if training.noise:
+            measured["noise_scale"] = training.noise.scale
+        self.metrics.write(
+            "step",
+            step=training.step,
+            epoch=epoch,
+            images=images,
+            **measured,
+            seconds_whole=seconds,
+            seconds_waited=waited,
+            seconds=report.seconds,
+            bytes=report.bytes,
+            messages=report.messages,
+        )
+        self.progress.describe(
+            f"epoch {epoch}/{training.epochs}",
+            loss=f"{report.loss:.4f}",
+            waiting=f"{waited / seconds:.0%}",
+        )
+        self.progress.report(training.consumed)
+        if training.epoch < epoch:  # at the end of the epoch the test comes first
+            self._save(self.options.checkpoint_every)
+        self._check()
 
     def _check(self) -> None:
         """Raise `KeyboardInterrupt` in all processes if one has received a signal."""
@@ -288,24 +334,106 @@ class Run:
         # end after the same step.
         number = self.training.processes.largest(max(self._signals, default=0))
         if number:
-            if not self._signals:
-                self._signals.append(number)
+            self._signals[:] = [number]
             raise KeyboardInterrupt
 
-    def _find_broken(self) -> int:
-        """Read all images, and print the names of the unreadable ones. Returns how many
-        have to be left out.
+    def _end_epoch(self) -> None:
+        """Test, record and print the results, keep the best weights, and let the batch
+        grow.
         """
-        self._say("an image cannot be read; looking for others")
-        self.feed.limit = sys.maxsize
-        requests = list[BatchRequest]()
-        for part in self.training.source.parts:
-            requests += self.training.test_requests(part)
-        self.feed.request(requests)
-        for _ in requests:
-            self.feed.take()
-        # None is broken if a disk was away for a while.
-        return max(len(self.feed.broken), self.options.skip_broken + 1)
+        training = self.training
+        tally = training.test(self.feed, self.tested, between=self._check)
+        training.tested = training.epoch
+        is_best = tally.accuracy > training.best
+        if is_best:
+            training.best = tally.accuracy
+            training.best_epoch = training.tested
+            self._shown = tally
+        if self._is_first:
+            self._record_epoch(tally)
+            if is_best:
+                records.save(
+                    self.options.out / BEST_FILE,
+                    model=training.tested_weights(),
+                    accuracy=tally.accuracy,
+                    confusion=tally.confusion,
+                    about=training.about,
+                )
+            if time.perf_counter() - self._drawn >= _SECONDS_BETWEEN_DRAWINGS:
+                self._draw()
+        if not training.is_over and training.grow():
+            self.feed.request(training.requests())
+            self._say(f"  batches of {training.batch:,} images from here on")
+        self._save()
+
+    def _record_epoch(self, tally: Tally) -> None:
+        """Record and print the results of an epoch."""
+        training = self.training
+        number = training.epoch
+        broken = self.feed.broken
+        # From the records, because the epoch may have begun in an earlier session.
+        steps = [
+            step for step in self.metrics.of_kind("step") if step["epoch"] == number
+        ]
+
+        def total(name: str) -> float:
+            return float(sum(step[name] for step in steps))
+
+        # No image of an epoch may be readable.
+        images = total("images") or 1.0
+        seconds = total("seconds_whole") or 1.0
+        waited = total("seconds_waited")
+        loss = sum(step["loss"] * step["images"] for step in steps) / images
+        speed = images / seconds
+        rows = training.rows_per_step
+        part = self.tested
+        measured = {
+            f"{part}_loss": tally.loss,
+            f"{part}_accuracy": tally.accuracy,
+            f"{part}_accuracy_top5": tally.accuracy_top5,
+        }
+        self.metrics.write(
+            "epoch",
+            epoch=number,
+            step=training.step,
+            batch=rows,
+            train_loss=loss,
+            **measured,
+            images_per_second=speed,
+            seconds=seconds,
+            seconds_waited=waited,
+            left_out=broken.total(),
+        )
+        words = [
+            f"epoch {number}/{training.epochs}: loss {loss:.4f}",
+            f"{part} loss {tally.loss:.4f}",
+            f"{part} accuracy {tally.accuracy:.2%}",
+        ]
+        if training.classes >= TOP_5_CLASSES:
+            words.append(f"top-5 accuracy {tally.accuracy_top5:.2%}")
+        words.append(f"{speed:,.0f} images/s")
+        if not training.source.in_memory:
+            words.append(f"waiting {waited / seconds:.0%}")
+        if training.noise:
+            scale = training.noise.scale
+            words.append(f"batch {rows:,}, noise scale {scale:,.0f} images")
+        if broken:
+            words.append(f"{len(broken)} broken files left out")
+        self._say(", ".join(words))
+
+    def _save(self, every: int = 0) -> None:
+        """Write a checkpoint if there were `every` steps since the last one."""
+        step = self.training.step
+        # Before the first step there is nothing to go on from, and the folder stays
+        # free for another try.
+        if self._is_first and step and step - self._saved >= every:
+            records.save(
+                self.options.out / FILE,
+                **self.training.state_dict(),
+                words=list(as_words(vars(self.options))),
+                about=self.training.about,
+            )
+            self._saved = step
 
     def _kept(self) -> str:
         """Return which checkpoint there is, in words."""
@@ -313,6 +441,108 @@ class Run:
             return "no checkpoint was written yet"
         checkpoint = f"the checkpoint after step {self._saved}"
         return f"{checkpoint} is kept: --resume goes on from it"
+
+    def _find_broken(self) -> int:
+        """Read all images, and print the names of the unreadable ones. Returns how many
+        have to be left out.
+        """
+        self._say("an image cannot be read; looking for others")
+        source = self.training.source
+        requests = [
+            *chain.from_iterable(map(self.training.test_requests, source.parts))
+        ]
+        self.feed.limit = sys.maxsize
+        self.feed.request(requests)
+        for _ in requests:
+            self.feed.take()
+        # None is broken if a disk was away for a while.
+        return max(len(self.feed.broken), self.options.skip_broken + 1)
+
+    def _draw(self) -> None:
+        """Draw the curves, the confusion matrix and the mistakes."""
+        training = self.training
+        class_names = training.source.class_names
+        out = self.options.out
+        shown = self._shown
+        path = out / CURVES_FILE
+        draw_curves(self.metrics, path, images=training.images, tested=self.tested)
+        if training.tested and shown.confusion is not None:
+            title = f"Images of {shown.part}, best epoch"
+            path = out / CONFUSION_FILE
+            draw_confusion(shown.confusion, class_names, title, path)
+        if shown.images:  # None, if an earlier session has tested and drawn them.
+            draw_mistakes(shown.mistakes, class_names, out / MISTAKES_FILE)
+        self._drawn = time.perf_counter()
+
+    def _finish(self, ending: str) -> None:
+        """Draw, record and print the results, even if the run ended early. The last
+        lines are the result, where it is, and the next command.
+        """
+        training = self.training
+        options = self.options
+        out = options.out
+        seconds = self.metrics.elapsed
+        self._draw()
+        reached = f"{training.epoch} of {training.epochs} epochs, {training.step} steps"
+        lines = [f"{ending} after {reached}, {seconds:.1f} s"]
+        if ending == FINISHED and training.epoch < training.epochs:
+            lines.append(
+                f"no better accuracy in {options.patience} epochs (--patience)"
+            )
+        if self._copied:
+            lines.append(self._copied)
+        accuracies, words = self._accuracies()
+        # The last record: a run with it has written all results.
+        self.metrics.write(
+            "summary",
+            ending=ending,
+            epochs=training.epoch,
+            steps=training.step,
+            seconds=seconds,
+            **accuracies,
+            left_out=dict(self.feed.broken),
+        )
+        # A run that ended early has not written all of them.
+        names = [name for name in _WRITTEN if (out / name).exists()]
+        lines += [*words, f"wrote {', '.join(names)} in {out}"]
+        is_few = training.images < _FEW_IMAGES and not training.source.in_memory
+        if is_few and not (options.pretrained or options.from_scratch):
+            lines.append(
+                f"with few images ({training.images:,}) pretrained weights help "
+                "most: --model timm:resnet18 starts from them if it can fetch them"
+            )
+        if training.tested:
+            best = f"best epoch: {training.best_epoch}, {self.tested} accuracy"
+            lines += [
+                f"{best} {training.best:.2%}, in {out / BEST_FILE}",
+                f"to use it: python -m scatterpar predict {out} PICTURES",
+                f"to use it elsewhere: python -m scatterpar export {out}",
+            ]
+        self._say(*lines)
+        if ending != FINISHED:
+            self._say_how_to_resume()
+
+    def _accuracies(self) -> tuple[dict[str, Any], list[str]]:
+        """Return the accuracies of the summary, and the lines that say them."""
+        name = f"{self.tested}_accuracy"
+        accuracies: dict[str, Any] = {"test_accuracy": None, name: None}
+        lines = [f"{self.tested} accuracy: not measured, no epoch was finished"]
+        epochs = self.metrics.of_kind("epoch")
+        shown = self._shown
+        if epochs:
+            accuracies[name] = epochs[-1][name]
+            lines = [f"{self.tested} accuracy: {accuracies[name]:.2%}"]
+        if shown.part != self.tested:
+            accuracies["test_accuracy"] = shown.accuracy
+            lines.append(
+                f"test accuracy: {shown.accuracy:.2%}, of the best epoch's weights"
+            )
+        if epochs and shown.confusion is not None:
+            class_names = self.training.source.class_names
+            per_class = accuracy_per_class(shown.confusion, class_names)
+            accuracies["accuracy_per_class"] = per_class
+            lines.append(accuracies_in_words(per_class))
+        return accuracies, lines
 
     def _say_how_to_resume(self) -> None:
         if self._saved:
@@ -329,278 +559,3 @@ class Run:
             # A plain print would be in the middle of the bar.
             tqdm.write(printable("\n".join(lines)), file=sys.stdout)
             sys.stdout.flush()
-
-    def _announce(self) -> None:
-        """Print the model, the data, and how the work is divided."""
-        training = self.training
-        source = training.source
-        parameters = sum(tensor.numel() for tensor in training.model.parameters())
-        self._say(
-            f"writing to {self.options.out}",
-            str(source),
-            source.classes_in_words(),
-            *source.notes,
-            f"{self.options.model}: {parameters:,} parameters",
-        )
-        rows = training.rows_per_step
-        size = training.processes.size
-        if size > 1:
-            self._say(f"{size} processes divide each batch; the first one:")
-        self._say(str(training.engine.plan(rows // size)))
-        position = training.position
-        if position.step:
-            images = f"{position.consumed:,} images"
-            self._say(f"resumed after {position.step} steps, {images}")
-            return
-        steps = f"{training.steps_per_epoch} steps an epoch of {training.images:,}"
-        reason = "--batch sets it"
-        if training.noise:
-            reason = "the gradient's noise scale doubles it"
-        self._say(
-            f"batches of {rows:,}, for {steps}; {reason}", training.rates_in_words()
-        )
-
-    def _train_epoch(self) -> None:
-        training = self.training
-        number = training.epoch + 1
-        before = time.perf_counter()
-        while training.epoch < number:
-            # Before the step, which counts its images: afterwards it is the next one's.
-            rate = training.rate()
-            request, batch = self.feed.take()
-            self._draw_first_batch(batch)
-            self._progress.begin(len(request.rows))
-            report = training.step(len(request.rows), batch)
-            if report is None:
-                continue  # no picture of the batch can be read
-            end = time.perf_counter()
-            self._record_step(report, number, len(request.rows), rate, end - before)
-            before = end
-            if training.epoch < number:  # at the end of the epoch the test comes first
-                self._save(self.options.checkpoint_every)
-            self._check()
-        self._end_epoch()
-
-    def _draw_first_batch(self, batch: Images) -> None:
-        path = self.options.out / FIRST_BATCH_FILE
-        if self._is_first and len(batch.images) and not path.exists():
-            names = self.training.source.class_names
-            draw_first_batch(batch.images, batch.labels, names, path)
-
-    def _record_step(
-        self, report: StepReport, epoch: int, rows: int, rate: float, seconds: float
-    ) -> None:
-        training = self.training
-        position = training.position
-        loss = report.loss
-        waited = self.feed.waited
-        # As numbers of `Metrics`, which TensorBoard shows.
-        measured = {"loss": loss, "learning_rate": rate}
-        if training.noise:
-            measured["noise_scale"] = training.noise.scale
-        spent = {"seconds_whole": seconds, "seconds_waited": waited}
-        self.metrics.write(
-            "step",
-            step=position.step,
-            epoch=epoch,
-            images=rows,
-            **measured,
-            **spent,
-            seconds=report.seconds,
-            bytes=report.bytes,
-            messages=report.messages,
-        )
-        self._last_step = report
-        words = f"epoch {epoch}/{training.epochs}"
-        part = f"{waited / seconds:.0%}"
-        self._progress.describe(words, loss=f"{loss:.4f}", waiting=part)
-        self._progress.report(position.consumed)
-
-    def _end_epoch(self) -> None:
-        """Test, record and print the results, keep the best weights, and let the batch
-        grow.
-        """
-        training = self.training
-        position = training.position
-        number = training.epoch
-        tally = training.test(self.feed, self.tested, between=self._check)
-        position.tested = number
-        is_best = tally.accuracy > position.best
-        if is_best:
-            position.best = tally.accuracy
-            position.best_epoch = number
-            self._shown = tally
-        if self._is_first:
-            self._record_epoch(number, tally)
-            if is_best:
-                records.save(
-                    self.options.out / BEST_FILE,
-                    model=training.tested_weights(),
-                    accuracy=tally.accuracy,
-                    confusion=tally.confusion,
-                    about=training.about,
-                )
-            if time.perf_counter() - self._drawn >= _SECONDS_BETWEEN_DRAWINGS:
-                self._draw()
-        if not training.is_over and training.grow():
-            self.feed.request(training.requests())
-            self._say(f"  batches of {position.batch:,} images from here on")
-        self._save()
-
-    def _record_epoch(self, number: int, tally: Tally) -> None:
-        """Record and print the results of an epoch."""
-        training = self.training
-        broken = self.feed.broken
-        # From the records, because the epoch may have begun in an earlier session.
-        sums = Counter[str]()
-        for step in self.metrics.of_kind("step"):
-            if step["epoch"] == number:
-                sums.update({name: step[name] for name in _SUMMED})
-                sums["loss"] += step["loss"] * step["images"]
-        # No image of an epoch may be readable.
-        images = sums["images"] or 1
-        seconds = sums["seconds_whole"] or 1
-        loss = sums["loss"] / images
-        speed = images / seconds
-        waited = sums["seconds_waited"]
-        rows = training.rows_per_step
-        tested = self.tested
-        measured = {
-            f"{tested}_loss": tally.loss,
-            f"{tested}_accuracy": tally.accuracy,
-            f"{tested}_accuracy_top5": tally.accuracy_top5,
-        }
-        self.metrics.write(
-            "epoch",
-            epoch=number,
-            step=training.position.step,
-            batch=rows,
-            train_loss=loss,
-            **measured,
-            images_per_second=speed,
-            seconds=seconds,
-            seconds_waited=waited,
-            left_out=broken.total(),
-        )
-        words = [
-            f"epoch {number}/{training.epochs}: loss {loss:.4f}",
-            f"{tested} loss {tally.loss:.4f}",
-            f"{tested} accuracy {tally.accuracy:.2%}",
-        ]
-        if training.classes >= TOP_5_CLASSES:
-            words.append(f"top-5 accuracy {tally.accuracy_top5:.2%}")
-        words.append(f"{speed:,.0f} images/s")
-        if not training.source.in_memory:
-            words.append(f"waiting {waited / seconds:.0%}")
-        if training.noise:
-            scale = training.noise.scale
-            words.append(f"batch {rows:,}, noise scale {scale:,.0f} images")
-        if broken:
-            words.append(f"{len(broken)} broken files left out")
-        self._say(", ".join(words))
-
-    def _save(self, every: int = 0) -> None:
-        """Write a checkpoint if there were `every` steps since the last one."""
-        step = self.training.position.step
-        # Before the first step there is nothing to go on from, and the folder stays
-        # free for another try.
-        if self._is_first and step and step - self._saved >= every:
-            records.save(
-                self.options.out / FILE,
-                **self.training.state_dict(),
-                words=list(as_words(vars(self.options))),
-                about=self.training.about,
-            )
-            self._saved = step
-
-    def _draw(self) -> None:
-        """Draw the curves, the confusion matrix and the mistakes."""
-        out = self.options.out
-        class_names = self.training.source.class_names
-        images = self.training.images
-        path = out / CURVES_FILE
-        draw_curves(self.metrics, path, images=images, tested=self.tested)
-        shown = self._shown
-        if self.training.position.tested and shown.confusion is not None:
-            part = self.tested if self._final is None else TEST
-            title = f"Images of {part}, best epoch"
-            path = out / CONFUSION_FILE
-            draw_confusion(shown.confusion, class_names, title, path)
-        if shown.images:  # None, if an earlier session has tested and drawn them.
-            draw_mistakes(shown.mistakes, class_names, out / MISTAKES_FILE)
-        self._drawn = time.perf_counter()
-
-    def _finish(self, ending: str) -> None:
-        """Print and record the results, and draw them, even if the run ended early.
-        The last lines are the result, where it is, and the next command.
-        """
-        training = self.training
-        out = self.options.out
-        seconds = self.metrics.elapsed
-        steps = training.position.step
-        reached = f"{training.epoch} of {training.epochs} epochs, {steps} steps"
-        self._say(f"{ending} after {reached}, {seconds:.1f} s")
-        if ending == FINISHED and training.epoch < training.epochs:
-            patience = self.options.patience
-            self._say(f"no better accuracy in {patience} epochs (--patience)")
-        if self._last_step is not None and traffic(self._last_step):
-            self._say(traffic(self._last_step))
-        accuracies = self._say_accuracies()
-        self._draw()
-        # The last record: a run with it has written all results.
-        self.metrics.write(
-            "summary",
-            ending=ending,
-            epochs=training.epoch,
-            steps=steps,
-            seconds=seconds,
-            **accuracies,
-            left_out=dict(self.feed.broken),
-        )
-        # A run that ended early has not written all of them.
-        names = [name for name in _WRITTEN if (out / name).exists()]
-        self._say(f"wrote {', '.join(names)} in {out}")
-        self._say_what_would_help()
-        position = training.position
-        if position.tested:
-            words = f"best epoch: {position.best_epoch}, {self.tested} accuracy"
-            self._say(
-                f"{words} {position.best:.2%}, in {out / BEST_FILE}",
-                f"to use it: python -m scatterpar predict {out} PICTURES",
-                f"to use it elsewhere: python -m scatterpar export {out}",
-            )
-        if ending != FINISHED:
-            self._say_how_to_resume()
-
-    def _say_what_would_help(self) -> None:
-        """Print what helps most with few images, unless the run has it."""
-        source = self.training.source
-        is_few = self.training.images < _FEW_IMAGES and not source.in_memory
-        options = self.options
-        if is_few and not (options.pretrained or options.from_scratch):
-            self._say(
-                f"with few images ({self.training.images:,}) pretrained weights help "
-                "most: --model timm:resnet18 starts from them if it can fetch them"
-            )
-
-    def _say_accuracies(self) -> dict[str, Any]:
-        """Print the accuracies. Returns them for the summary."""
-        accuracies: dict[str, Any] = {"test_accuracy": None}
-        measured = "not measured, no epoch was finished"
-        epochs = self.metrics.of_kind("epoch")
-        if epochs:
-            accuracy = epochs[-1][f"{self.tested}_accuracy"]
-            accuracies[f"{self.tested}_accuracy"] = accuracy
-            measured = f"{accuracy:.2%}"
-        self._say(f"{self.tested} accuracy: {measured}")
-        if self._final is not None:
-            accuracy = self._final.accuracy
-            accuracies["test_accuracy"] = accuracy
-            self._say(f"test accuracy: {accuracy:.2%}, of the best epoch's weights")
-        confusion = self._shown.confusion
-        if epochs and confusion is not None:
-            class_names = self.training.source.class_names
-            per_class = accuracy_per_class(confusion, class_names)
-            accuracies["accuracy_per_class"] = per_class
-            self._say(accuracies_in_words(per_class))
-        return accuracies

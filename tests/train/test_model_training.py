@@ -29,7 +29,6 @@ from scatterpar.train.feed import Feed
 from scatterpar.train.model_training import (
     Training,
     choose_devices,
-    default_batch,
     first_batch,
     make_optimizer,
     start_model,
@@ -124,10 +123,10 @@ def test_training_equals_plain_loop(toy):
         reference.step()
         request, batch = feed.take()
         assert torch.equal(request.rows, rows)
-        assert training.step(len(rows), batch).loss == pytest.approx(
+        assert training.train(len(rows), batch).loss == pytest.approx(
             loss.item(), rel=1e-5
         )
-    assert (training.position.consumed, training.epoch, training.position.step) == (
+    assert (training.consumed, training.epoch, training.step) == (
         10,
         1,
         3,
@@ -140,7 +139,7 @@ def test_training_equals_plain_loop(toy):
 
 def test_evaluation_weighs_rows_alike(toy):
     training, data = toy(), toy_data(300)
-    training.source, training.position.consumed, training.epochs = data, 10, 1
+    training.source, training.consumed, training.epochs = data, 10, 1
     found = training.test(Feed(data, training.requests()))
     images, labels = data.sources, data.labels
     scores = training.model(images)
@@ -181,14 +180,16 @@ def test_rate_equals_torch_schedulers(toy, warmup, drops):
         )
         optimizer.step()
         scheduler.step()
-        training.position.consumed += 256
+        training.consumed += 256
 
 
 def test_default_batch_leaves_enough_steps():
     """A folder of 480 pictures was one batch of 4096, and one of 379 had
     batches of 4.
     """
-    sizes = [default_batch(images) for images in (30, 379, 480, 8192, 204_799, 10**7)]
+    photos = parse(["--data", "photos"])
+    images = (30, 379, 480, 8192, 204_799, 10**7)
+    sizes = [first_batch(photos, number) for number in images]
     assert sizes == [32, 32, 32, 128, 2048, 4096]
 
 
@@ -212,7 +213,7 @@ def test_average_forgets_initial_weights(toy):
     expected = None
     for updates in range(3):
         request, batch = feed.take()
-        training.step(len(request.rows), batch)
+        training.train(len(request.rows), batch)
         weight = training.model.network[1].weight.detach().clone()
         decay = (1 + updates) / (10 + updates)
         if expected is None:
@@ -260,11 +261,11 @@ def test_rate_fits_optimizer_and_batch(name, rate):
 )
 def test_batch_grows_to_noise_scale(toy, images, batch, scale, after):
     training = toy("--batch", "auto", rows=images)
-    assert training.position.batch == min(256, images)
-    training.position.batch = batch
+    assert training.batch == min(256, images)
+    training.batch = batch
     training.noise = types.SimpleNamespace(scale=scale)
     assert training.grow() == (after > batch)
-    assert training.position.batch == after
+    assert training.batch == after
 
 
 @pytest.fixture(scope="module")
@@ -337,7 +338,9 @@ def test_timm_optimizer_has_rate_and_decay():
     assert type(optimizer).__name__ == "Lamb"
     assert [group["weight_decay"] for group in optimizer.param_groups] == [5e-4, 0.0]
     assert {group["lr"] for group in optimizer.param_groups} == {0.1}
-    assert make_optimizer(model, parse([])).param_groups[0]["nesterov"]
+    assert make_optimizer(model, parse(["--optimizer", "SGD"])).param_groups[0][
+        "nesterov"
+    ]
     words = r"^--optimizer adamn: .*not found .*a class of torch.optim, or .*; did you .*adam"
     with pytest.raises(UsageError, match=words):
         make_optimizer(model, parse(["--optimizer", "adamn"]))

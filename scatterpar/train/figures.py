@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +46,11 @@ def draw_curves(metrics: Metrics, path: Path, *, images: int, tested: str) -> No
     # Steps differ in their images, and so in their part of an epoch.
     epochs_of_steps = _values(steps, "images").cumsum() / images
     loss.plot(epochs_of_steps, _values(steps, "loss"), label="training loss")
-    for axes, measured in ((loss, "loss"), (accuracy, "accuracy")):
-        name = f"{tested}_{measured}"
-        values = _values(epochs, name)
-        label = name.replace("_", " ")
+    for axes, title in ((loss, "Loss"), (accuracy, "Accuracy")):
+        label = f"{tested} {title.lower()}"
+        values = _values(epochs, label.replace(" ", "_"))
         axes.plot(_values(epochs, "epoch"), values, "o-", label=label, markersize=4)
-        axes.set(title=measured.capitalize(), xlabel="Epoch", xlim=(0, None))
+        axes.set(title=title, xlabel="Epoch", xlim=(0, None))
         # Whole epochs.
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
@@ -73,30 +72,21 @@ def draw_confusion(
     side = min(4 + 0.35 * classes, 14)
     figure = Figure(figsize=(side + 1, side), layout="constrained")
     axes = figure.subplots()
-    images_of_class = confusion.sum(1, keepdim=True)
-    parts = confusion / images_of_class.clamp(min=1)
+    parts = confusion / confusion.sum(1, keepdim=True).clamp(min=1)
     cells = axes.imshow(parts.numpy(), cmap="Blues", vmin=0, vmax=1)
     figure.colorbar(cells, shrink=0.8, format=PercentFormatter(1.0))
     axes.set(title=title, xlabel="predicted", ylabel="true")
     if classes <= _NAMED_CLASSES:
-        _name_classes(axes, class_names)
+        # Names with dollars are no formulas.
+        style: dict[str, Any] = {"parse_math": False, "rotation_mode": "anchor"}
+        axes.set_xticks(range(classes), class_names, rotation=45, ha="right", **style)
+        axes.set_yticks(range(classes), class_names, **style)
     if classes <= COUNTED_CLASSES:
-        style: dict[str, Any] = {"ha": "center", "va": "center"}
         for row, column in confusion.nonzero().tolist():
-            number = confusion[row, column].item()
-            is_dark = parts[row, column] > 0.5
-            colour = "white" if is_dark else "black"
-            axes.text(column, row, str(number), color=colour, **style)
+            number = str(confusion[row, column].item())
+            colour = "white" if parts[row, column] > 0.5 else "black"
+            axes.text(column, row, number, color=colour, ha="center", va="center")
     _save(figure, path)
-
-
-def _name_classes(axes: Any, class_names: Sequence[str]) -> None:
-    """Write the names of the classes below the columns and beside the rows."""
-    places = range(len(class_names))
-    # Names with dollars are no formulas.
-    style: dict[str, Any] = {"parse_math": False, "rotation_mode": "anchor"}
-    axes.set_xticks(places, class_names, rotation=45, ha="right", **style)
-    axes.set_yticks(places, class_names, **style)
 
 
 def draw_first_batch(
@@ -108,7 +98,7 @@ def draw_first_batch(
     if labels.ndim == 2:
         labels = labels.argmax(1)
     names = [f"{class_names[label]:.16}" for label in labels[:_TILES].tolist()]
-    _draw_images(list(images[:_TILES]), names, path)
+    _draw_images(images[:_TILES], names, path)
 
 
 def draw_mistakes(
@@ -117,25 +107,25 @@ def draw_mistakes(
     """Draw the images whose wrong class has the highest scores."""
     texts = []
     for mistake in mistakes:
-        true = class_names[mistake.true]
-        predicted = class_names[mistake.predicted]
         # With 16 letters, neighbours do not overlap.
-        texts.append(f"true {true:.16}\npredicted {predicted:.16} {mistake.score:.0%}")
+        true = f"true {class_names[mistake.true]:.16}"
+        predicted = f"predicted {class_names[mistake.predicted]:.16}"
+        texts.append(f"{true}\n{predicted} {mistake.score:.0%}")
     _draw_images([mistake.image for mistake in mistakes], texts, path)
 
 
-def _draw_images(images: Sequence[Tensor], texts: Sequence[str], path: Path) -> None:
+def _draw_images(images: Collection[Tensor], texts: Sequence[str], path: Path) -> None:
     """Draw images with a text above each, or an empty picture."""
-    columns = min(_TILES_PER_LINE, max(1, len(images)))
-    lines = max(1, math.ceil(len(images) / columns))
+    # Without images, the picture is empty.
+    columns = min(_TILES_PER_LINE, len(images)) or 1
+    lines = math.ceil(len(images) / columns) or 1
     size = _TILE_INCHES * columns, _TILE_INCHES * lines
     figure = Figure(figsize=size, layout="constrained")
-    tiles = figure.subplots(lines, columns, squeeze=False).flatten()
-    for axes in tiles:
+    for number, (image, text) in enumerate(zip(images, texts, strict=True), 1):
+        axes = figure.add_subplot(lines, columns, number)
         axes.set_axis_off()
-    for axes, image, text in zip(tiles, images, texts, strict=False):
-        pixels = image.cpu().permute(1, 2, 0)
         # Of grey images, matplotlib wants no axis of channels.
-        axes.imshow(pixels.squeeze(2).numpy(), cmap="gray", vmin=0, vmax=255)
+        pixels = image.permute(1, 2, 0).squeeze(2).numpy()
+        axes.imshow(pixels, cmap="gray", vmin=0, vmax=255)
         axes.set_title(text, fontsize=6, parse_math=False)
     _save(figure, path)

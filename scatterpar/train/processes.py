@@ -29,7 +29,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import (
-    ProcessContext,
     ProcessExitedException,
     start_processes,
 )
@@ -42,6 +41,8 @@ from scatterpar.train.records import SIGNALS, received_by
 # NCCL for the failed one does not end by itself.
 _GRACE_SECONDS = 60.0
 _LOST = 3  # the exit code of a process that another one has left
+# The first process that fails creates it, with the error of a user or a file.
+_ERROR_FILE = "error"
 
 
 class Processes:
@@ -66,9 +67,8 @@ class Processes:
 
     def part_of(self, items: Any) -> Any:
         """Return this process's part of a sequence or tensor, in order."""
-        count = len(items)
-        start = count * self.rank // self.size
-        stop = count * (self.rank + 1) // self.size
+        start = len(items) * self.rank // self.size
+        stop = len(items) * (self.rank + 1) // self.size
         return items[start:stop]
 
     def connect(self, device: torch.device) -> None:
@@ -151,14 +151,21 @@ def launch(
         if sys.platform != "win32":  # the console sends Ctrl-C to all
             processes += context.processes
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        failure = _join(context)
-        for rank in range(size):
-            _raise_error_of(Path(folder, f"error-{rank}"))
-    if failure is not None and failure.signal_name:
-        raise UsageError(
-            f"process {failure.error_index} of {size} was ended by "
-            f"{failure.signal_name}, and the others have ended with it"
-        )
+        try:
+            while not context.join(grace_period=_GRACE_SECONDS):
+                pass
+        except ProcessExitedException as error:  # of the first that ended early
+            file = Path(folder, _ERROR_FILE)
+            if file.exists():
+                text = file.read_text(encoding="utf-8")
+                if text:
+                    raise UsageError(text) from error
+                return 1  # the process has printed a traceback
+            if error.signal_name:
+                raise UsageError(
+                    f"process {error.error_index} of {size} was ended by "
+                    f"{error.signal_name}, and the others have ended with it"
+                ) from error
     code: int = context.processes[0].exitcode
     return code
 
@@ -170,27 +177,6 @@ def _block_signals() -> None:
     if sys.platform != "win32":
         resource_tracker.ensure_running()  # its start would unblock the signals
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-
-
-def _join(context: ProcessContext) -> ProcessExitedException | None:
-    """Wait for all processes. Returns how the first one that failed has ended."""
-    try:
-        while not context.join(grace_period=_GRACE_SECONDS):
-            pass
-    except ProcessExitedException as error:
-        return error
-    return None
-
-
-def _raise_error_of(path: Path) -> None:
-    """Raise the error that a process has written; a traceback is printed."""
-    if not path.exists():
-        return
-    kind, _, text = path.read_text(encoding="utf-8").partition("\n")
-    if kind == UsageError.__name__:
-        raise UsageError(text)
-    print(text, file=sys.stderr, end="")
-    sys.exit(1)
 
 
 def _receive_signals() -> None:
@@ -217,7 +203,6 @@ def _run_process(
     # As torchrun does: the processes share the cores.
     torch.set_num_threads(max(1, torch.get_num_threads() // size))
     processes = Processes(rank, size, folder)
-    error_file = Path(folder, f"error-{rank}")
     with received_by(_end):
         _receive_signals()
         try:
@@ -225,12 +210,17 @@ def _run_process(
             processes.finish()
         except RankError:  # the process that failed says why
             code = _LOST
-        except UsageError as error:
-            code = 2
-            error_file.write_text(f"{UsageError.__name__}\n{error}", encoding="utf-8")
-        except Exception:
+        except Exception as error:
             code = 1
-            error_file.write_text(f"\n{traceback.format_exc()}", encoding="utf-8")
+            # All may have the same error, which is told once.
+            with (
+                contextlib.suppress(FileExistsError),
+                Path(folder, _ERROR_FILE).open("x", encoding="utf-8") as file,
+            ):
+                if isinstance(error, UsageError):
+                    file.write(str(error))
+                else:
+                    traceback.print_exc()
     # Before gloo's threads can abort a process that ends in the usual way.
     atexit.register(os._exit, code)
     sys.exit(code)

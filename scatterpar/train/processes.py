@@ -21,6 +21,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
 from types import FrameType
@@ -45,20 +46,21 @@ _LOST = 3  # the exit code of a process that another one has left
 _ERROR_FILE = "error"
 
 
+@dataclass(eq=False)
 class Processes:
     """The processes of a run, as one of them sees them.
 
     Attributes:
         rank: the number of this process.
         size: the number of processes.
+        folder: where they find each other.
         group: the process group of the engine; None for a single process.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, folder: str = "") -> None:
-        self.rank = rank
-        self.size = size
-        self.group: dist.ProcessGroup | None = None
-        self._folder = folder
+    rank: int = 0
+    size: int = 1
+    folder: str = ""
+    group: dist.ProcessGroup | None = None
 
     @property
     def is_first(self) -> bool:
@@ -86,7 +88,7 @@ class Processes:
         dist.init_process_group(
             backend,
             # A port could be taken, or be reached from other machines.
-            f"file://{self._folder}/store",
+            f"file://{self.folder}/store",
             rank=self.rank,
             world_size=self.size,
         )

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -129,45 +130,42 @@ def run(arguments: Sequence[str], processes: Processes = ALONE) -> int:
         return Run(training, metrics, feed, progress, signals).train()
 
 
+@dataclass(eq=False)
 class Run:
     """The epochs of one run, and its results so far. A process beside the first one
     makes the same steps and tests, but says, draws and saves nothing.
 
     Attributes:
         training: what changes while training.
-        options: the options of the run.
         metrics: the records.
         feed: the images.
         progress: the bar.
+        signals: the numbers of those that were received.
+        options: the options of the run.
         tested: the part that each epoch is tested on: ``"val"`` if ``test`` comes at
             the end, else ``"test"``.
     """
 
-    def __init__(
-        self,
-        training: Training,
-        metrics: Metrics,
-        feed: Feed,
-        progress: Progress,
-        signals: list[int],
-    ) -> None:
-        self.training = training
+    training: Training
+    metrics: Metrics
+    feed: Feed
+    progress: Progress
+    signals: list[int]
+    _copied: str = ""  # what the last step copied, in words
+    _step_ended: float = 0.0  # when the last step ended, or the test after it
+    _drawn: float = -math.inf  # when the pictures were drawn last
+
+    def __post_init__(self) -> None:
+        training = self.training
         self.options = training.options
-        self.metrics = metrics
-        self.feed = feed
-        self.progress = progress
         self.tested = training.source.tested
-        self._signals = signals  # those that were received
         self._is_first = training.processes.is_first
         self._saved = training.step
         # What is drawn: the test of the best epoch, or the one at the end.
         self._shown = Tally(training.classes, self.tested)
-        if training.tested:
-            best = records.load(self.options.out / BEST_FILE)
-            self._shown.confusion = best.get("confusion")
-        self._copied = ""  # what the last step copied, in words
-        self._step_ended = 0.0  # when the last step ended, or the test after it
-        self._drawn = -math.inf  # when the pictures were drawn last
+        out = self.options.out
+        best = records.load(out / BEST_FILE) if training.tested else {}
+        self._shown.confusion = best.get("confusion")
 
     def train(self) -> int:
         """Train all epochs, print and write what was reached, and return the exit
@@ -205,12 +203,12 @@ class Run:
         # The weights are those of the last whole step: saving them loses nothing.
         except (KeyboardInterrupt, FeedError, RankError) as error:
             self._save()
-            if not self._signals:  # a signal may have ended the workers, too
+            if not self.signals:  # a signal may have ended the workers, too
                 if not isinstance(error, BrokenError):
                     raise
                 remedy = f"--skip-broken {self._find_broken()} or more leaves out such"
                 raise FeedError(f"{error} ({remedy} images)") from error
-            number = self._signals[0]
+            number = self.signals[0]
             name = signal.Signals(number).name
             ending = "interrupted" if number == signal.SIGINT else f"ended by {name}"
             code = 128 + number
@@ -299,19 +297,15 @@ class Run:
         self._step_ended = end
         waited = self.feed.waited
         epoch = training.tested + 1
-        # Numbers of `Metrics`, which TensorBoard shows.
-        measured = {
-            "loss": report.loss,
-            "learning_rate": training.optimizer.param_groups[0]["lr"],
-        }
-        if training.noise:
-            measured["noise_scale"] = training.noise.scale
+        noise = {"noise_scale": training.noise.scale} if training.noise else {}
         self.metrics.write(
             "step",
             step=training.step,
             epoch=epoch,
             images=images,
-            **measured,
+            loss=report.loss,
+            learning_rate=training.optimizer.param_groups[0]["lr"],
+            **noise,
             seconds_whole=seconds,
             seconds_waited=waited,
             seconds=report.seconds,
@@ -332,9 +326,9 @@ class Run:
         """Raise `KeyboardInterrupt` in all processes if one has received a signal."""
         # A signal may reach one process a step earlier than another, and all have to
         # end after the same step.
-        number = self.training.processes.largest(max(self._signals, default=0))
+        number = self.training.processes.largest(max(self.signals, default=0))
         if number:
-            self._signals[:] = [number]
+            self.signals[:] = [number]
             raise KeyboardInterrupt
 
     def _end_epoch(self) -> None:
@@ -466,7 +460,7 @@ class Run:
         shown = self._shown
         path = out / CURVES_FILE
         draw_curves(self.metrics, path, images=training.images, tested=self.tested)
-        if training.tested and shown.confusion is not None:
+        if shown.confusion is not None:
             title = f"Images of {shown.part}, best epoch"
             path = out / CONFUSION_FILE
             draw_confusion(shown.confusion, class_names, title, path)
@@ -537,7 +531,7 @@ class Run:
             lines.append(
                 f"test accuracy: {shown.accuracy:.2%}, of the best epoch's weights"
             )
-        if epochs and shown.confusion is not None:
+        if shown.confusion is not None:
             class_names = self.training.source.class_names
             per_class = accuracy_per_class(shown.confusion, class_names)
             accuracies["accuracy_per_class"] = per_class

@@ -98,7 +98,7 @@ def test_resumed_run_needs_no_cached_weights(cache, folder, tmp_path, monkeypatc
 
 def _stop_after_first_epoch(run):
     if run.training.step == 3:
-        run._signals.append(2)
+        run.signals.append(2)
         raise KeyboardInterrupt
 
 

@@ -482,26 +482,38 @@ def start_model(
     its weights to the others, which look for none. Notes of the source say which.
     """
     name = options.model
-    shape = source.image_shape
-    classes = len(source.class_names)
+    sizes = source.image_shape, len(source.class_names)
     if saved is not None:  # the checkpoint's weights follow: nothing is fetched
-        built = build_model(name, shape, classes, saved["mean"], saved["std"])
-        return built, options
+        return build_model(name, *sizes, saved["mean"], saved["std"]), options
     if options.pretrained and options.from_scratch:
         raise UsageError("--pretrained and --from-scratch exclude each other")
-    is_default = has_library_weights(name) and not source.in_memory
-    is_tried = options.pretrained or (is_default and not options.from_scratch)
+    is_of_library = has_library_weights(name)
+    is_default = is_of_library and not (source.in_memory or options.from_scratch)
     model: OnPixels | None = None
     # The caches of processes may differ, and two would fetch at once.
-    if is_tried and processes.is_first:
-        model = _pretrained_model(options, source)
+    if processes.is_first and (options.pretrained or is_default):
+        try:
+            model = build_model(name, *sizes, pretrained=True)
+            note = (
+                f"{name} starts from pretrained weights (--from-scratch: from random "
+                "ones)"
+            )
+        except UsageError as error:
+            if options.pretrained:
+                raise
+            reason = str(error).removeprefix(f"--model {name}: ")
+            note = (
+                f"warning: {name} starts from random weights, as its pretrained ones "
+                f"are not cached, and cannot be fetched ({reason:.100})"
+            )
+        source.notes.append(note)
     pretrained = bool(processes.largest(int(model is not None)))
     if model is None:
         # Again: a try with pretrained weights may have drawn random numbers.
         torch.manual_seed(seed_host("run", options.seed))
-        model = build_model(name, shape, classes, source.mean, source.std)
+        model = build_model(name, *sizes, source.mean, source.std)
     # A function of the user's may have loaded weights.
-    is_random = not pretrained and (name == BUILT_IN or has_library_weights(name))
+    is_random = not pretrained and (name == BUILT_IN or is_of_library)
     if options.freeze and is_random:
         raise UsageError(
             f"--freeze {options.freeze}: {name} starts from random weights, of "
@@ -510,29 +522,6 @@ def start_model(
     # AdamW needs no other rate for each network that it fine-tunes.
     optimizer = options.optimizer or ("AdamW" if pretrained else "SGD")
     return model, replace(options, pretrained=pretrained, optimizer=optimizer)
-
-
-def _pretrained_model(options: Options, source: Source) -> OnPixels | None:
-    """Build the model with its library's weights. Returns None if they cannot be had
-    and need not; a note says why.
-    """
-    name = options.model
-    classes = len(source.class_names)
-    try:
-        model = build_model(name, source.image_shape, classes, pretrained=True)
-    except UsageError as error:
-        if options.pretrained:
-            raise
-        reason = str(error).removeprefix(f"--model {name}: ")
-        source.notes.append(
-            f"warning: {name} starts from random weights, as its pretrained ones "
-            f"are not cached, and cannot be fetched ({reason:.100})"
-        )
-        return None
-    source.notes.append(
-        f"{name} starts from pretrained weights (--from-scratch: from random ones)"
-    )
-    return model
 
 
 def make_engine(

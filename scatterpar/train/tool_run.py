@@ -420,13 +420,15 @@ class Run:
         step = self.training.step
         # Before the first step there is nothing to go on from, and the folder stays
         # free for another try.
-        if self._is_first and step and step - self._saved >= every:
-            records.save(
-                self.options.out / FILE,
-                **self.training.state_dict(),
-                words=list(as_words(vars(self.options))),
-                about=self.training.about,
-            )
+        if step and step - self._saved >= every:
+            if self._is_first:
+                records.save(
+                    self.options.out / FILE,
+                    **self.training.state_dict(),
+                    words=list(as_words(vars(self.options))),
+                    about=self.training.about,
+                )
+            # Also in another process, whose error names the checkpoint.
             self._saved = step
 
     def _kept(self) -> str:

@@ -13,6 +13,7 @@ from faults.processes import SILENCE
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
+from scatterpar.train.feed import FeedError
 from scatterpar.train.models import build_model
 from scatterpar.train.records import Metrics, save
 
@@ -67,13 +68,23 @@ class Diverging(Small):
 
 
 class FailsInSecondProcess(Steady):
-    """Raises an error in its second step, in the second process."""
+    """Raises an error in its second sub-step, in the second process."""
+
+    error = ValueError("only here")
+    calls_before = 0
 
     def forward(self, images):
-        later = self.training and int(self.body[3].num_batches_tracked) > 0
-        if later and dist.get_rank() == 1:
-            raise ValueError("only here")
+        calls = int(self.body[3].num_batches_tracked) * self.training
+        if calls > self.calls_before and dist.get_rank() == 1:
+            raise self.error
         return super().forward(images)
+
+
+class UnreadInSecondProcess(FailsInSecondProcess):
+    """As if the second process could not read its part of a later batch."""
+
+    error = FeedError("no worker")
+    calls_before = 2
 
 
 class Stop(Exception):

@@ -146,6 +146,8 @@ def test_killed_process_ends_the_others_resumable(whole, tmp_path, rank):
     [
         ("harness.runs:Diverging", 1, "training diverged (the loss is nan)"),
         ("harness.runs:FailsInSecondProcess", 1, "ValueError: only here"),
+        # The first process has saved.
+        ("harness.runs:UnreadInSecondProcess", 2, "no worker; the checkpoint after st"),
         ("harness.runs:Missing", 2, "has no attribute 'Missing'"),
     ],
 )

@@ -38,9 +38,9 @@ class Moments(NamedTuple):
 
 # The moments of each call in a step, by number of the layer among the modules.
 Records = dict[int, list[Moments]]
-# The user's batch normalisation, and its moments in a step; ``None`` if nobody called
-# it.
-Layer = tuple[Any, Moments | None]
+# The user's batch normalisation, and its moments in a step, of no values if
+# nobody called it.
+Layer = tuple[Any, Moments]
 
 
 class StepStatistics(NamedTuple):
@@ -52,7 +52,7 @@ class StepStatistics(NamedTuple):
         """The running statistics that torch would compute in one call with all rows."""
         values: list[BufferValue] = []
         for layer, moments in self.layers:
-            if moments is not None:
+            if moments.values:
                 values += running_stats_after(layer, moments)
         return values
 
@@ -63,14 +63,9 @@ class StepStatistics(NamedTuple):
         """
         if not self.layers:
             return []
-        counts: list[int] = []
-        tensors: list[Tensor] = []
-        for layer, moments in self.layers:
-            if moments is None:
-                moments = _no_moments(layer.running_mean)
-            # All layers take part on all ranks, also those that this rank did not call.
-            counts.append(moments.values)
-            tensors.append(moments.packed)
+        # All layers take part on all ranks, also those that this rank did not call.
+        counts = [moments.values for _, moments in self.layers]
+        tensors = [moments.packed for _, moments in self.layers]
         return [torch.tensor(counts, device=tensors[0].device), *tensors]
 
     def pooled(self, by_rank: Sequence[Sequence[Tensor]]) -> StepStatistics:
@@ -82,17 +77,15 @@ class StepStatistics(NamedTuple):
         for counts, *tensors in zip(*by_rank, strict=True):  # of one rank
             of_rank = zip(by_layer, to_numbers(counts), tensors, strict=True)
             for moments, count, packed in of_rank:
-                # A rank that did not call the layer has sent zeros.
-                if count:
-                    moments.append(Moments(count, packed))
+                moments.append(Moments(count, packed))
         layers: list[Layer] = []
         for (layer, _), moments in zip(self.layers, by_layer, strict=True):
-            layers.append((layer, pooled(moments) if moments else None))
+            layers.append((layer, pooled(moments)))
         return StepStatistics(layers)
 
 
-def _no_moments(like: Tensor) -> Moments:
-    """The moments of a layer that this rank has not called."""
+def no_moments(like: Tensor) -> Moments:
+    """The moments of no values, of a layer with such running statistics."""
     dtype = torch.promote_types(like.dtype, torch.float32)
     return Moments(0, like.new_zeros((2, *like.shape), dtype=dtype))
 

@@ -30,8 +30,8 @@ from scatterpar.replicas.module_contents import ModuleContents
 from scatterpar.replicas.refused_modules import refuse_uncopied
 
 _VERSION = attrgetter("_version")
-# Numbers of the tensors that are compared, and of those among them that are sampled.
-_Compared = tuple[tuple[int, ...], tuple[int, ...]]
+# By number of the tensors that are compared: all of their words, or samples.
+_Compared = dict[int, Reading]
 
 
 def version(tensor: Tensor) -> int:
@@ -52,7 +52,7 @@ class CopyComparison(NamedTuple):
 
     Attributes:
         versions: of all tensors, before values were read.
-        compared: which tensors were read.
+        compared: which tensors were read, and how.
         fingerprints: of the master's values of these; ``None`` if nothing was read.
         differences: whether each of them differs, on a device or on the host.
     """
@@ -177,23 +177,18 @@ class Broadcast:
         present = versions(self._tensors)  # before the values are read
         self._comparisons += 1
         reads_all = is_look_step(self._comparisons)
-        doubtful: list[int] = []
-        sampled: list[int] = []
+        compared: _Compared = {}
         for number, sent in self._sent.items():
             is_as_sent = sent == present[number]
-            freshness = self._large.get(number)
-            if freshness is None:
-                # A small one is cheap to read, so its version need not be believed.
-                if is_as_sent or number not in parameters:
-                    doubtful.append(number)
-                continue
-            reading = freshness.reading(is_as_sent, reads_all)
+            reading = Reading.NOTHING
+            if number in self._large:
+                reading = self._large[number].reading(is_as_sent, reads_all)
+            # A small one is cheap to read, so its version need not be believed.
+            elif is_as_sent or number not in parameters:
+                reading = Reading.ALL
             if reading is not Reading.NOTHING:
-                doubtful.append(number)
-            if reading is Reading.SAMPLE:
-                sampled.append(number)
-        compared = tuple(doubtful), tuple(sampled)
-        if not doubtful:  # an optimizer has updated all, and there are no buffers
+                compared[number] = reading
+        if not compared:  # an optimizer has updated all, and there are no buffers
             nothing = empty(0, torch.bool, HOST)
             return CopyComparison(present, compared, None, nothing)
         master = self._fingerprints(self.memories[0], compared)
@@ -218,7 +213,7 @@ class Broadcast:
         if comparison.fingerprints is not None:
             owners = comparison.fingerprints.owners
             differing = set(compress(owners, to_numbers(comparison.differences)))
-            unchanged |= set(comparison.compared[0]) - differing
+            unchanged = comparison.compared.keys() - differing
             for number in differing.intersection(self._large):
                 if self._sent[number] == present[number]:
                     self._large[number].is_silent = True
@@ -229,13 +224,13 @@ class Broadcast:
         self._sent = dict(enumerate(present))
         self._last = comparison
 
-    def _fingerprints(self, device: torch.device, key: _Compared) -> Fingerprints:
-        numbers, sampled = key
+    def _fingerprints(self, device: torch.device, compared: _Compared) -> Fingerprints:
         tensors = self.at(device)
-        compared = {number: tensors[number] for number in numbers}
-        for number in sampled:
-            compared[number] = sample(tensors[number])
-        return Fingerprints(compared, device)
+        words: dict[int, Tensor] = {}
+        for number, reading in compared.items():
+            is_sampled = reading is Reading.SAMPLE
+            words[number] = sample(tensors[number]) if is_sampled else tensors[number]
+        return Fingerprints(words, device)
 
     def send(self, owners: Mapping[int, torch.device], transfers: Transfers) -> None:
         """Copy new values from their owner's memory to all others, also to the

@@ -224,14 +224,12 @@ class ModuleContents:
         self.containers.append(container)
         # A list, because an item, such as a module that is imported lazily, may add
         # others.
-        if isinstance(container, dict):
-            for key, item in [*container.items()]:
-                if type(key) not in PLAIN:
-                    self._visit(key)
+        items = [*container]
+        if isinstance(container, dict):  # these are its keys
+            items += container.values()
+        for item in items:
+            if type(item) not in PLAIN:
                 self._visit(item)
-            return
-        for item in [*container]:
-            self._visit(item)
 
 
 def _bound(value: Any) -> list[Any]:

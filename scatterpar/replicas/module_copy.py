@@ -60,7 +60,11 @@ class ModuleCopy:
         self._compiler = compiler
         # By the id of the original.
         self._copies: dict[int, Any] = dict(zip(contents.tensors, tensors, strict=True))
-        self._copy_composites()
+        # Weights that consist of other tensors; inner ones come first.
+        for original, parts in contents.holders.values():
+            if is_composite(original):
+                copies = [self._copies.get(id(part), part) for part in parts]
+                self._copies[id(original)] = composite_like(original, copies)
         for value in (*contents.modules.values(), *contents.states.values()):
             self.copy_of(value)
         # After the modules, whose copies these attributes may be.
@@ -69,13 +73,6 @@ class ModuleCopy:
         for holder, _ in contents.holders.values():
             self._copy_attributes(holder)
         self.containers = [self.copy_of(container) for container in contents.containers]
-
-    def _copy_composites(self) -> None:
-        """Make the copies of weights that consist of other tensors."""
-        for original, parts in self._contents.holders.values():  # inner ones come first
-            if is_composite(original):
-                copies = [self._copies.get(id(part), part) for part in parts]
-                self._copies[id(original)] = composite_like(original, copies)
 
     def _copy_attributes(self, tensor: Tensor) -> None:
         """Give a tensor's copy the attributes that are replicated with the tensor."""
@@ -119,12 +116,11 @@ class ModuleCopy:
         copied.clear()
         # Before its entries are copied: one of them may refer to the container.
         self._copies[id(container)] = copied
-        entries = list(map(self.copy_of, container))
         if isinstance(container, dict):
-            values = map(self.copy_of, container.values())
-            refill(copied, dict(zip(entries, values, strict=True)))
+            for key, value in container.items():
+                copied[self.copy_of(key)] = self.copy_of(value)
         else:
-            refill(copied, entries)
+            refill(copied, map(self.copy_of, container))
         return copied
 
     def _remade(self, value: Any) -> Any:

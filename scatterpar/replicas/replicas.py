@@ -23,6 +23,7 @@ from scatterpar.replicas.batch_statistics import (
     Records,
     StepStatistics,
     moments_on,
+    no_moments,
     pooled,
     record,
 )
@@ -449,7 +450,8 @@ class ReplicaSet:
                     for of_replica in by_replica
                     if number in of_replica
                 ]
-                layers.append((layer, pooled(moments) if moments else None))
+                moments = moments or [no_moments(layer.running_mean)]
+                layers.append((layer, pooled(moments)))
         return layers
 
 

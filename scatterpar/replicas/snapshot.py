@@ -121,15 +121,14 @@ class Snapshot:
         """
         changes: list[ValueChange] = []
         for number, container, saved in self.changed():
-            if not isinstance(saved, dict) or len(container) != len(saved):
-                return None
-            if not all(map(is_, container, saved)):  # by identity: keys may be tensors
+            # By identity: keys may be tensors.
+            if not isinstance(saved, dict) or not is_same([*container], [*saved]):
                 return None
             values = zip(container.values(), saved.values(), strict=True)
             for position, (value, earlier) in enumerate(values):
                 if value is earlier:
                     continue
-                if type(value) not in PLAIN or type(earlier) not in PLAIN:
+                if not {type(value), type(earlier)} <= PLAIN:
                     return None
                 changes.append((number, position, value))
         return changes if self._facts() == self._known else None

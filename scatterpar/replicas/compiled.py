@@ -130,9 +130,10 @@ def _code_key(arguments: Any) -> Hashable:
     kinds: list[Hashable] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
     kinds.append(tuple(autocast_types()))
     for atom in nested.atoms(arguments):
+        kinds.append(type(atom))
         # torch compiles plain values into the code, as constants.
-        is_plain = isinstance(atom, (bool, int, float, str))
-        kinds.append((type(atom), atom if is_plain else None))
+        if isinstance(atom, (bool, int, float, str)):
+            kinds.append(atom)
         if isinstance(atom, Tensor):
             kinds.append((atom.shape, atom.dtype, atom.device, atom.requires_grad))
     return tuple(kinds)

@@ -53,7 +53,7 @@ class ModuleContents:
             memory share them.
         holders: parameters that hold other tensors, or consist of them; with these.
         states: objects with tensors of frozen parameters.
-        compiled: compiled modules, and the wrappers of these; with what compiles them.
+        compiled: modules that are compiled, with what compiles them.
         objects: what replicas share, with everything that it holds.
         cells: of copied functions, with their contents, so that no id is used again.
 
@@ -94,7 +94,6 @@ class ModuleContents:
             original, compile_fn = unwrapped(value)
             assert compile_fn is not None
             # A copy of the wrapper is a copy of the original that runs compiled.
-            self.compiled[id(value)] = original, compile_fn
             self.compiled[id(original)] = original, compile_fn
             self._replicated.add(id(value))
             self._visit(original)

@@ -164,8 +164,12 @@ class ParameterGuard:
                 continue
             for position, tensor in enumerate(tensors):
                 # First: an exchanged storage has another version, which says nothing.
-                if not tensor.is_set_to(canonical[position]):
-                    if not self._has_values_of(position, tensor, canonical[position]):
+                storage = canonical[position]
+                if not tensor.is_set_to(storage):
+                    if not self._originals[position].requires_grad:
+                        # A frozen parameter that a forward pass casts loses nothing.
+                        storage = storage.to(tensor.dtype)
+                    if not same_bits(tensor, storage):
                         # Nothing is lost: the parameter still has its own storage.
                         writes[None].add(position)
                 elif present[position] != earlier[position]:
@@ -174,13 +178,6 @@ class ParameterGuard:
             for device, present_values in self._fingerprints().items():
                 writes[device] |= present_values.differing_from(fingerprints[device])
         return writes
-
-    def _has_values_of(self, position: int, tensor: Tensor, storage: Tensor) -> bool:
-        """Whether ``tensor``, elsewhere in memory, has the values of ``storage``."""
-        if not self._originals[position].requires_grad:
-            # A frozen parameter that a forward pass casts loses nothing.
-            storage = storage.to(tensor.dtype)
-        return same_bits(tensor, storage)
 
 
 def _parameters(broadcast: Broadcast, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -127,7 +127,7 @@ def drawing_from_default() -> Iterator[None]:
 
 def _code_key(arguments: Any) -> Hashable:
     """A key that is equal for two calls if the same compiled code accepts both."""
-    kinds: list[Hashable] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
+    kinds: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
     kinds.append(tuple(autocast_types()))
     for atom in nested.atoms(arguments):
         kinds.append(type(atom))

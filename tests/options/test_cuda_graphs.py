@@ -232,7 +232,8 @@ def test_tensors_that_collate_keeps_are_not_written(two_places):
     batches = {}
 
     def collate(rows):
-        return batches.setdefault(float(rows[0].sum()), torch.stack(rows))
+        key = rows[0].device, float(rows[0].sum())
+        return batches.setdefault(key, torch.stack(rows))
 
     def run(engine):
         batches.clear()

@@ -1043,9 +1043,9 @@ SABOTAGES = [
         name="the gradients of rank 0 stand for those of all ranks",
         promise="splitcheck",
         file="splitting/trial.py",
-        place="Trial.worst_error",
-        text="for result in results)",
-        replacement="for result in results[:1])",
+        place="Trial._judged",
+        text="for result in results]",
+        replacement="for result in results[:1]]",
         seen_by="test_wrong_gradient_of_the_last_rank_is_found",
     ),
     Sabotage(

@@ -25,29 +25,30 @@ from scatterpar.causes.vectors import factor_between, is_close
 from scatterpar.splitting.check_report import Cause
 from scatterpar.splitting.gradients import joined, listed, union
 from scatterpar.splitting.split_gradients import GradientEvidence, ValueEvidence
-from scatterpar.splitting.step_run import StepResult, layers_with_batch_statistics
-from scatterpar.splitting.trial import Trial
-
-EXACT = "exact"  # of a term of the loss whose gradient is right
+from scatterpar.splitting.step_run import layers_with_batch_statistics
+from scatterpar.splitting.trial import Comparison, Trial
 
 
-def explain(trial: Trial, reference: StepResult, results: list[StepResult]) -> Cause:
-    """The first cause that fits.
+def explain(trial: Trial, comparison: Comparison) -> Cause:
+    """The first cause that fits; none if only rounding differs.
 
     A cause is tested on runs of the step in other ways. If such a run fails, as with a
     part without labels, the next cause is tested.
     """
+    # A cause costs further runs, so it is only sought if something differs.
+    if comparison.worst <= trial.limit:
+        return Cause()
     prefix = ""
     if layers_with_batch_statistics(trial.model):
         trial.settings = replace(trial.settings, running_statistics=True)
-        reference, results, is_right = trial.run_again()
-        if is_right:
+        comparison = trial.compare_again()
+        if comparison.worst <= trial.limit:
             return _BATCH_NORM
         prefix = "Also with the running statistics of batch normalisation: "
     # From here on all runs of the step are those of the causes.
     are_values = trial.arguments.returns_values
     kind = ValueEvidence if are_values else GradientEvidence
-    evidence = kind(trial, reference.gradients, results)
+    evidence = kind(trial, comparison)
     finding, failures = first_finding(evidence)
     why, remedy = _words(finding, evidence)
     if are_values:
@@ -58,7 +59,7 @@ def explain(trial: Trial, reference: StepResult, results: list[StepResult]) -> C
     if failures and finding.kind is CauseKind.UNKNOWN:
         problem = f"{type(failures[0]).__name__}: {failures[0]}".splitlines()[0]
         why += f" Some causes could not be tested: step raised {problem}"
-    generators = " and ".join(reference.drawn)
+    generators = " and ".join(comparison.reference.drawn)
     # One factor in all parameters does not come from chance.
     if generators and finding.kind is not CauseKind.CONSTANT_FACTOR:
         why += (
@@ -69,14 +70,13 @@ def explain(trial: Trial, reference: StepResult, results: list[StepResult]) -> C
 
 
 def explain_terms(trial: Trial, names: Sequence[str]) -> dict[str, Cause]:
-    """For each term of the loss why its gradient differs; ``EXACT`` if it does not."""
+    """For each term of the loss why its gradient differs; no cause if it does not."""
+    settings = trial.settings
     causes = {}
     for name in names:
-        with trial.changed(term=name):
-            reference, results, is_right = trial.run_again()
-            causes[name] = (
-                Cause(EXACT) if is_right else explain(trial, reference, results)
-            )
+        trial.settings = replace(settings, term=name)
+        causes[name] = explain(trial, trial.compare_again())
+    trial.settings = settings
     return causes
 
 

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from scatterpar.splitting.cause_words import EXACT, explain, explain_terms
+from scatterpar.splitting.cause_words import explain, explain_terms
 from scatterpar.splitting.check_report import Cause, SplitReport
-from scatterpar.splitting.gradients import differing, joined, union
+from scatterpar.splitting.gradients import joined, union
 from scatterpar.splitting.split_arguments import Loss, SplitArguments
 from scatterpar.splitting.step_run import StepFunction
 from scatterpar.splitting.trial import Trial
+
+_EXACT = "exact"  # of a term of the loss whose gradient is right
 
 
 @dataclass(frozen=True)
@@ -107,36 +109,34 @@ def splitcheck(
 
 def check(trial: Trial) -> SplitCheck:
     """Compare the gradients, and find the cause of a difference."""
-    reference, results = trial.compare()
+    comparison = trial.compare()
+    reference, results, _, parameter = comparison
+    cause = explain(trial, comparison)
+    terms: dict[str, str] = {}
+    if cause.name and reference.terms:
+        of_terms = explain_terms(trial, reference.terms)
+        terms = {name: term.name or _EXACT for name, term in of_terms.items()}
+        cause = _with_terms(cause, of_terms, terms)
     expected = reference.gradients
-    worst, parameter = trial.worst_error(results, expected)
-    cause = Cause()
-    of_terms: dict[str, Cause] = {}
-    # A cause costs further runs, so it is only sought if something differs.
-    if worst > trial.limit:
-        cause = explain(trial, reference, results)
-        if reference.terms:
-            of_terms = explain_terms(trial, reference.terms)
-            cause = _with_terms(cause, of_terms)
-    # After the last run, which would restore them.
-    trial.leave_numbers()
     # Rank 0 stands for all in the numbers of the report, though not in the verdict.
     actual = joined(results[0].gradients)
     whole = joined(expected)
     return SplitCheck(
-        **trial.report([reference, *results], worst, cause),
+        **trial.report(comparison, cause),
         parameter=parameter,
         ratio=float(actual.norm() / whole.norm()),
         cosine=float(torch.cosine_similarity(actual, whole, dim=0)),
-        wrong=union(differing(r.gradients, expected, trial.limit) for r in results),
-        terms={name: cause_of_term.name for name, cause_of_term in of_terms.items()},
+        wrong=union(trial.differing(r.gradients, expected) for r in results),
+        terms=terms,
     )
 
 
-def _with_terms(cause: Cause, of_terms: dict[str, Cause]) -> Cause:
+def _with_terms(
+    cause: Cause, of_terms: dict[str, Cause], terms: dict[str, str]
+) -> Cause:
     """The cause of the first wrong term, with a list of the causes of all terms."""
-    listed = "; ".join(f"{name}: {term.name}" for name, term in of_terms.items())
+    listed = "; ".join(map(": ".join, terms.items()))
     for name, term in of_terms.items():
-        if term.name != EXACT:
+        if term.name:
             return replace(term, why=f"{listed}. In {name}: {term.why}")
     return replace(cause, why=f"{listed}. {cause.why}")

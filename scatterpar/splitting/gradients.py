@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -51,32 +51,16 @@ def zeros_of_all(results: Sequence[Gradients]) -> Gradients:
     return {name: zero for name, zero in zeros.items() if name not in differing_shapes}
 
 
-def largest_error(
-    actual: Gradients, expected: Gradients, limit: float, *, are_values: bool = False
-) -> tuple[float, str]:
-    """The largest relative error, and the name of the parameter.
+def largest_error(errors: Mapping[str, float]) -> tuple[float, str]:
+    """The largest of relative errors, and the name of the parameter.
 
     Of several that differ by rounding, as if one factor explains all, the first is
     named: so a report is the same in each run.
     """
-    errors = relative_errors(actual, expected, limit, are_values=are_values)
     largest = max(errors.values())
     least = largest * (1 - EXACT)
     name = next(name for name, error in errors.items() if error >= least)
     return largest, name
-
-
-def differing(actual: Gradients, expected: Gradients, limit: float) -> list[str]:
-    """The names of the parameters whose gradients differ by more than ``limit``."""
-    errors = relative_errors(actual, expected, limit)
-    return [name for name, error in errors.items() if error > limit]
-
-
-def invisible(gradients: Gradients, limit: float) -> list[str]:
-    """The names of gradients that are zero, or rounding beside the largest."""
-    zeros = {name: torch.zeros_like(gradient) for name, gradient in gradients.items()}
-    visible = differing(zeros, gradients, limit)
-    return [name for name in gradients if name not in visible]
 
 
 def is_zero(gradients: Gradients) -> bool:

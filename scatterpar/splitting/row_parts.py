@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ _ROUNDING = 1e-9  # of sums of counts in float64
 
 def orders_of_rows(
     tensors: Sequence[NamedTensor], counts: Sequence[Count], groups: Sequence[Groups]
-) -> list[list[int]]:
+) -> tuple[list[Part], list[Count]]:
     """The numbers of all rows, ordered so that every count differs between groups.
 
     Rows with the most labels come first, then the largest. So the first of several
@@ -42,36 +43,38 @@ def orders_of_rows(
     So a second order follows, in which more groups have terms, if there is one.
 
     ``groups`` has the sizes of parts, and those of ranks, if there are several.
+
+    Returns also the counts of labels, masks or weights that no order shows.
     """
     usual = _order_by_labels(tensors, counts)
-    relevant = [count for count in counts if not count.is_constant and _may_hide(count)]
-    # By the terms of each row, labels and masks last: a loss divides by these rather
-    # than by a sum with the same numbers.
-    relevant.sort(key=lambda count: count.is_selective)
-    by_terms = {count.per_row: count for count in relevant}
-    if not by_terms or not groups:
-        return [usual]
-    distinct = list(by_terms.values())
+    candidates = [count for count in counts if _may_hide(count)]
+    if not candidates or not groups:
+        return [usual], []
     orders = torch.cat([torch.tensor([usual]), _random_orders(len(usual))])
-    spreads, are_filled = _spreads(distinct, orders, groups)
+    spreads, are_filled = _spreads(candidates, orders, groups)
     # More than the least spread shows no better.
-    spreads = spreads.clamp_max(_LEAST_SPREAD)
-    is_selective = torch.tensor([count.is_selective for count in distinct])
-    numbers = [_best(spreads, is_selective)]
+    visible = spreads.clamp_max(_LEAST_SPREAD)
+    # A count that is the same for all rows does not decide: no order shows it.
+    visible[:, [count.is_constant for count in candidates]] = _LEAST_SPREAD
+    is_selective = torch.tensor([count.is_selective for count in candidates])
+    numbers = [_best(visible, is_selective)]
     # Often the same order again.
-    with_terms = _best(spreads * are_filled, is_selective)
+    with_terms = _best(visible * are_filled, is_selective)
     if are_filled[with_terms].sum() > are_filled[numbers].sum():
         numbers.append(with_terms)
-    selected: list[list[int]] = orders[numbers].tolist()
-    return selected
+    is_shown = (are_filled & (spreads >= _ROUNDING))[numbers].any(0)
+    selected: list[Part] = orders[numbers].tolist()
+    return selected, list(compress(candidates, ~is_shown))
 
 
 def _may_hide(count: Count) -> bool:
     """Whether a loss may count so, and an order of rows hide it.
 
-    An id that happens to be 0 in some row is neither padding nor a weight.
+    An id that happens to be 0 in some row is neither padding nor a weight. Weights that
+    are the same for all rows hide nothing.
     """
-    return count.is_selective or count.is_sum
+    is_varied_sum = count.is_sum and not count.is_constant
+    return any(count.per_row) and (count.is_selective or is_varied_sum)
 
 
 def _random_orders(num_rows: int) -> Tensor:
@@ -134,25 +137,6 @@ def _relative_spread(numbers: Tensor) -> Tensor:
     """How far numbers in the first dimension are apart, over their mean."""
     spread = numbers.amax(0) - numbers.amin(0)
     return spread / numbers.abs().mean(0).clamp_min(math.ulp(1.0))
-
-
-def hidden_counts(
-    counts: Sequence[Count], orders: Sequence[Sequence[int]], groups: Sequence[Groups]
-) -> list[Count]:
-    """Counts of labels, masks or weights that no order shows.
-
-    Weights that are the same for all rows hide nothing.
-    """
-    if not groups:
-        return []
-    hidden = []
-    for count in counts:
-        is_plain = count.is_sum and count.is_constant
-        if _may_hide(count) and any(count.per_row) and not is_plain:
-            spreads, are_filled = _spreads([count], torch.tensor(orders), groups)
-            if not (are_filled & (spreads >= _ROUNDING)).any():
-                hidden.append(count)
-    return hidden
 
 
 def cut(rows: Sequence[int], count: int, *, equal: bool) -> list[Part]:

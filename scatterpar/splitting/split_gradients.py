@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -21,14 +22,11 @@ from scatterpar.causes.evidence import (
 from scatterpar.causes.vectors import factor_between, is_close, weights_of_parts
 from scatterpar.splitting.gradients import (
     Gradients,
-    differing,
-    invisible,
     is_zero,
     joined,
     union,
 )
-from scatterpar.splitting.step_run import StepResult
-from scatterpar.splitting.trial import Trial
+from scatterpar.splitting.trial import Comparison, Trial
 
 _FITS = 1e-4  # the largest relative error of an explanation
 _LEFT_OVER = 1e-2  # of the difference, by an explanation
@@ -47,27 +45,25 @@ class GradientEvidence(SplitEvidence):
         others: the gradients on the other ranks.
         names: all parameters.
         wrong: the parameters whose gradients differ.
+        moves_weights: whether a backward pass is at weights that the step has moved.
         is_undefined: whether ``of_parts`` replaced one that is not finite.
     """
 
     results = "gradients"
     weighing = "the loop weighs the parts"
 
-    def __init__(
-        self, trial: Trial, expected: Gradients, results: list[StepResult]
-    ) -> None:
+    def __init__(self, trial: Trial, comparison: Comparison) -> None:
         self.trial = trial
-        self.expected = expected
+        self.expected = comparison.reference.gradients
+        self.moves_weights = comparison.reference.moves_weights
         # Rank 0 stands for all: ranks that differ are a cause before all weights.
-        self.actual = results[0].gradients
-        self.others = [result.gradients for result in results[1:]]
-        self.names = list(expected)
-        self.wrong = differing(self.actual, expected, trial.limit)
-        self.parts = [part for share in trial.split() for part in share]
+        self.actual, *self.others = [r.gradients for r in comparison.results]
+        self.names = list(self.expected)
+        self.wrong = trial.differing(self.actual, self.expected)
+        self.parts = list(chain(*trial.split()))
         self.is_undefined = False
         # An explanation explains nearly all of the difference.
-        worst, _ = trial.worst_error(results[:1], expected)
-        self.tolerance = max(min(_FITS, _LEFT_OVER * worst), trial.limit)
+        self.tolerance = max(min(_FITS, _LEFT_OVER * comparison.worst), trial.limit)
 
     @property
     def counts(self) -> Sequence[Count]:
@@ -86,11 +82,6 @@ class GradientEvidence(SplitEvidence):
             questions[CauseKind.ROWS_ARE_COMPARED] = self.do_rows_meet
         return questions
 
-    @property
-    def moves_weights(self) -> bool:
-        """Whether a backward pass for the whole batch is at weights that have moved."""
-        return self.trial.reference(self.trial.rows).moves_weights
-
     def is_not_finite(self) -> bool:
         """Whether the gradient of the whole batch or that in parts has NaN."""
         numbers = torch.cat([joined(self.expected), joined(self.actual)])
@@ -100,7 +91,7 @@ class GradientEvidence(SplitEvidence):
         """With ``loss=``: whether the step is wrong for a single part, too."""
         if not self.trial.arguments.loss:
             return False
-        return self.trial.differ(self.with_one_part, self.expected)
+        return bool(self.trial.differing(self.with_one_part, self.expected))
 
     @cached_property
     def with_one_part(self) -> Gradients:
@@ -109,15 +100,12 @@ class GradientEvidence(SplitEvidence):
 
     def differing_ranks(self) -> Sequence[str]:
         """The parameters whose gradients differ between ranks."""
-        limit = self.trial.limit
-        return union(differing(other, self.actual, limit) for other in self.others)
+        return union(self.trial.differing(rank, self.actual) for rank in self.others)
 
     def scopes(self) -> Sequence[Sequence[str]]:
         """All parameters, and all that are wrong."""
         # One of several losses reaches some parameters alone.
-        if len(self.wrong) < len(self.names):
-            return self.names, self.wrong
-        return (self.names,)
+        return self.names, self.wrong
 
     def single_scopes(self) -> Sequence[Sequence[str]]:
         """The wrong parameters, one by one."""
@@ -172,7 +160,8 @@ class GradientEvidence(SplitEvidence):
         """Whether the parts of each rank in reverse order give another gradient."""
         # Sums do not depend on the order, what one part leaves for the next does.
         backwards = [share[::-1] for share in self.trial.split()]
-        return self.trial.differ(self.trial.gradients_of(backwards), self.actual)
+        gradients = self.trial.gradients_of(backwards)
+        return bool(self.trial.differing(gradients, self.actual))
 
     def growths(self) -> Sequence[Growth]:
         """How the difference grows from two parts to three, and from two ranks.
@@ -255,7 +244,7 @@ class GradientEvidence(SplitEvidence):
         actual = trial.gradients_of(trial.cut(rows, trial.ranks, parts, equal=True))
         expected = trial.reference(rows).gradients
         # A ratio, such as Dice, may have no gradient for rows of one class.
-        return not is_zero(expected) and not trial.differ(actual, expected)
+        return not (is_zero(expected) or trial.differing(actual, expected))
 
     def do_rows_meet(self) -> bool:
         """Whether no weights of the parts' gradients make up that of the batch.
@@ -273,7 +262,7 @@ class GradientEvidence(SplitEvidence):
 
     def is_everything(self, names: Sequence[str]) -> bool:
         """Whether these are all parameters that have a gradient."""
-        without_gradient = invisible(self.expected, self.trial.limit)
+        without_gradient = self.trial.invisible(self.expected)
         return set(self.names) <= {*names, *without_gradient}
 
 
@@ -287,13 +276,10 @@ class ValueEvidence(GradientEvidence):
     results = "values"
     weighing = "the evaluation takes the parts, weighted"
 
-    def __init__(
-        self, trial: Trial, expected: Gradients, results: list[StepResult]
-    ) -> None:
-        super().__init__(trial, expected, results)
-        _, name = trial.worst_error(results, expected)
-        self.names = [name]
-        self.wrong = [name]
+    def __init__(self, trial: Trial, comparison: Comparison) -> None:
+        super().__init__(trial, comparison)
+        self.names = [comparison.name]
+        self.wrong = self.names
         # Stricter than the verdict: one of many weights may fit by chance.
         self.tolerance = trial.limit / 10
 

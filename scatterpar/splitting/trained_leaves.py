@@ -18,15 +18,24 @@ from scatterpar.torch_private import leaves_reached
 
 
 @dataclass(frozen=True)
-class PlainStep:
-    """A step of plain torch, for one batch. No closure, so that it can be pickled."""
+class OneBatch:
+    """A step that gets the only batch, not a list. No closure: it can be pickled.
 
-    loss: Callable[[Any, Any], Tensor]
+    Attributes:
+        function: a step for one batch, or a loss in plain torch.
+        is_loss: whether its backward pass is still to run.
+    """
 
-    def __call__(self, model: nn.Module, batches: list[Any]) -> None:
-        """Run forward and backward on the only batch."""
+    function: Callable[[Any, Any], Any]
+    is_loss: bool = False
+
+    def __call__(self, model: nn.Module, batches: list[Any]) -> Any:
+        """Call the function with the only batch."""
         (batch,) = batches
-        self.loss(model, batch).backward()
+        returned = self.function(model, batch)
+        if self.is_loss:
+            returned.backward()
+        return returned
 
 
 def leaves_outside(model: nn.Module, step: Any) -> dict[str, Tensor]:
@@ -36,7 +45,7 @@ def leaves_outside(model: nn.Module, step: Any) -> dict[str, Tensor]:
     """
     inside = {id(parameter) for parameter in model.parameters()}
     # As in ``step``, so that the same leaf has the same name in both.
-    root = step.loss if isinstance(step, PlainStep) else step
+    root = step.function if isinstance(step, OneBatch) else step
     walk = Walk([root])
     leaves = {}
     for number, value in enumerate(walk.values):

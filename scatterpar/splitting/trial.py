@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
 
 from scatterpar.batch import nested
 from scatterpar.batch.batch import batch_of
 from scatterpar.batch.markers import count_rows
 from scatterpar.batch.nested import PLAIN_CLASSES
-from scatterpar.causes.counts import counts_of, named_tensors
+from scatterpar.causes.counts import Count, NamedTensor, counts_of, named_tensors
 from scatterpar.causes.vectors import is_close
 from scatterpar.splitting import row_parts
 from scatterpar.splitting.check_report import Cause
@@ -26,10 +24,10 @@ from scatterpar.splitting.gradients import (
     EXACT,
     Gradients,
     as_double,
-    invisible,
     is_zero,
     largest_error,
     listed,
+    relative_errors,
     union,
     zeros_of_all,
 )
@@ -44,7 +42,7 @@ from scatterpar.splitting.step_run import (
     StepResult,
     run_step,
 )
-from scatterpar.splitting.trained_leaves import PlainStep
+from scatterpar.splitting.trained_leaves import OneBatch
 
 # The largest relative difference that rounding explains, by the coarsest dtype, and if
 # not all is computed in float64.
@@ -53,6 +51,22 @@ _SINGLE = 1e-3
 _ROUNDING = 1e-9  # all that float64 leaves
 _VANISHED = 1e-3  # of the limit: a gradient below it is rounding
 _LARGEST_LIMIT = max(_CAST.values())
+
+
+class Comparison(NamedTuple):
+    """The results of all parts beside that of the whole batch.
+
+    Attributes:
+        reference: the result of the whole batch.
+        results: the results of the parts, rank by rank.
+        worst: the largest relative error of all ranks.
+        name: the parameter that has it.
+    """
+
+    reference: StepResult
+    results: list[StepResult]
+    worst: float
+    name: str
 
 
 class Trial:
@@ -75,11 +89,10 @@ class Trial:
         self.ranks = arguments.ranks
         self.settings = Settings(returns_values=arguments.returns_values)
         self.limit = EXACT
-        self.unseen: list[str] = []
         step, loss = arguments.step, arguments.loss
         self._attributes: dict[str, Any] = {}  # of a function, after its last run
         self._zeros: Gradients = {}  # for each gradient, once all names are known
-        self._reference_step = step if loss is None else PlainStep(loss)
+        self._reference_step = step if loss is None else OneBatch(loss, is_loss=True)
         batch = arguments.batch
         num_rows = count_rows({"batch": batch}, 0, refuse_grad=False)
         num_parts = self.ranks * self.parts
@@ -91,20 +104,20 @@ class Trial:
                 f"least {least} rows"
             )
         self._batch = batch_of(batch, None, num_rows, 0)
-        counted = batch if arguments.counted is None else arguments.counted
-        # A loss may count in the samples of a data set, which a collator makes tensors.
-        tensors = named_tensors(counted)
-        self.counts = counts_of(tensors, num_rows)
-        self.has_sequences = any(_is_sequence(tensor) for _, tensor in tensors)
         # The sizes of parts and ranks do not depend on the order of rows.
         self.rows = list(range(num_rows))
         sizes = [[len(part) for part in share] for share in self.split()]
         # The numbers of rows of all parts, and of all ranks, if there are several.
         groups = [list(chain.from_iterable(sizes)), [sum(share) for share in sizes]]
-        self._groups = [group for group in groups if len(group) > 1]
-        self._orders = row_parts.orders_of_rows(tensors, self.counts, self._groups)
+        groups = [group for group in groups if len(group) > 1]
+        # A loss may count in the samples of a data set, which a collator makes tensors.
+        counted = batch if arguments.counted is None else arguments.counted
+        tensors = named_tensors(counted)
+        self.counts = counts_of(tensors, num_rows)
+        orders, hidden = row_parts.orders_of_rows(tensors, self.counts, groups)
+        self.rows, *self._other_orders = orders
+        self.unseen = _hidden_counts(tensors, self.counts, hidden)
         self._state = ProcessState(self.model, (step, loss))
-        self.rows = self._orders[0]
 
     # --- cutting ---
 
@@ -121,29 +134,30 @@ class Trial:
 
     # --- comparing ---
 
-    def worst_error(
-        self, results: Sequence[StepResult], expected: Gradients
-    ) -> tuple[float, str]:
-        """The largest relative error of all ranks, and where it is."""
-        return max(self._error(result.gradients, expected) for result in results)
+    def differing(self, actual: Gradients, expected: Gradients) -> list[str]:
+        """The names of the parameters that differ by more than rounding."""
+        errors = self._errors(actual, expected)
+        return [name for name, error in errors.items() if error > self.limit]
 
-    def differ(self, actual: Gradients, expected: Gradients) -> bool:
-        """Whether more than rounding differs."""
-        return self._error(actual, expected)[0] > self.limit
+    def invisible(self, gradients: Gradients) -> list[str]:
+        """The names of gradients that are zero, or rounding beside the largest."""
+        zeros = {name: torch.zeros_like(value) for name, value in gradients.items()}
+        visible = self.differing(zeros, gradients)
+        return [name for name in gradients if name not in visible]
 
-    def _error(self, actual: Gradients, expected: Gradients) -> tuple[float, str]:
+    def _errors(self, actual: Gradients, expected: Gradients) -> dict[str, float]:
         are_values = self.settings.returns_values
-        return largest_error(actual, expected, self.limit, are_values=are_values)
+        return relative_errors(actual, expected, self.limit, are_values=are_values)
 
-    def compare(self) -> tuple[StepResult, list[StepResult]]:
-        """The results of the whole batch, and of the batch in parts.
+    def compare(self) -> Comparison:
+        """Compare the whole batch with the batch in parts.
 
         Finds out the settings, and the limit.
 
         Raises ``ValueError`` if the step leaves no gradient, or is for one batch.
         """
         try:
-            reference, results = self._most_exact_results()
+            comparison = self._most_exact_comparison()
         except Exception as error:
             # A list has no shape: the error is of any kind, but no timeout, after which
             # a second try would wait as long.
@@ -153,56 +167,69 @@ class Trial:
                 "step was written for one batch, and gets a list of them; write `for "
                 "batch in batches:` around its forward and backward pass"
             ) from error
-        worst, _ = self.worst_error(results, reference.gradients)
+        reference, results, worst, _ = comparison
         coarsest = reference.coarsest or results[0].coarsest
         if coarsest is not None and worst > self.limit:
             self.limit = max(self.limit, _CAST.get(coarsest, _LARGEST_LIMIT))
             self._tell_limit(f"the step computes in {coarsest}")
+            comparison = self._judged(reference, results)
         is_exact = self.settings.in_double and coarsest is None
         if is_exact and _ROUNDING < worst <= self.limit:
             self.unseen.append(
                 f"whether a difference of {worst:.0e}, which is more than rounding, "
                 f"grows in a trained model; pass one"
             )
-        for rows in self._orders[1:]:
-            if worst <= self.limit:
+        for rows in self._other_orders:
+            if comparison.worst <= self.limit:
                 self.rows = rows
-                results = self.results(self.split())
-        return reference, results
+                comparison = self._in_parts_beside(reference)
+        return comparison
 
-    def _most_exact_results(self) -> tuple[StepResult, list[StepResult]]:
-        """The results in float64; in the user's dtypes if a kernel insists on one."""
-        settings = self.settings
-        try:
-            return self._results()
-        except TimeoutError:
-            raise
-        except Exception as error:  # if it is no dtype, the step fails again
-            problem = str(error).partition("\n")[0]
-        # What was found out in float64 may be otherwise.
-        self.settings = replace(settings, in_double=False)
-        self.unseen.clear()
-        self.limit = _SINGLE
-        self._tell_limit(f"the step does not run in float64 ({problem})")
-        return self._results()
+    def compare_again(self) -> Comparison:
+        """Compare the whole batch and all parts, with the present settings."""
+        return self._in_parts_beside(self.reference(self.rows))
 
-    def _results(self) -> tuple[StepResult, list[StepResult]]:
-        reference = self.first_reference()
+    def _in_parts_beside(self, reference: StepResult) -> Comparison:
         results = self.results(self.split())
-        self._align([reference, *results])
-        return reference, results
-
-    def _align(self, results: Sequence[StepResult]) -> None:
-        """Give all results the same gradients: zeros for one that they lack."""
         if not self._zeros:
             # A leaf may get a gradient in parts, and none in the whole batch.
-            self._zeros = zeros_of_all([result.gradients for result in results])
+            everything = [reference, *results]
+            self._zeros = zeros_of_all([result.gradients for result in everything])
             if not self._zeros:
                 raise ValueError(
                     "all gradients have other shapes in parts than in the whole batch, "
                     "as FSDP's flat parameters have on ranks; use fully_shard, whose "
                     "shards are put together"
                 )
+            self._align(everything)
+        return self._judged(reference, results)
+
+    def _judged(self, reference: StepResult, results: list[StepResult]) -> Comparison:
+        expected = reference.gradients
+        errors = [self._errors(result.gradients, expected) for result in results]
+        return Comparison(reference, results, *max(map(largest_error, errors)))
+
+    def _most_exact_comparison(self) -> Comparison:
+        """Compare in float64; in the user's dtypes if a kernel insists on one."""
+        settings = self.settings
+        unseen = list(self.unseen)
+        try:
+            return self._in_parts_beside(self.first_reference())
+        except TimeoutError:
+            raise
+        except Exception as error:  # if it is no dtype, the step fails again
+            problem = str(error).partition("\n")[0]
+        # What was found out in float64 may be otherwise.
+        self.settings = replace(settings, in_double=False)
+        self.unseen = unseen
+        self.limit = _SINGLE
+        self._tell_limit(f"the step does not run in float64 ({problem})")
+        return self._in_parts_beside(self.first_reference())
+
+    def _align(self, results: Sequence[StepResult]) -> None:
+        """Give all results the same gradients: zeros for one that they lack."""
+        if not self._zeros:  # some names are not known yet
+            return
         for result in results:
             gradients = result.gradients
             result.uncompared += tuple(sorted(gradients.keys() - self._zeros.keys()))
@@ -214,8 +241,8 @@ class Trial:
         """Whether the step runs for a batch in the place of a list of batches."""
         try:
             # Run, not read: a loop may name its batches as it likes.
-            step = _StepOfOneBatch(self.arguments.step)
-            (result, *_) = self._run(step, [[self.rows]])
+            step = OneBatch(self.arguments.step)
+            (result, *_) = self._run(step, [[self.rows]], self.settings)
         except Exception:
             return False
         return not is_zero(result.gradients)
@@ -228,8 +255,7 @@ class Trial:
         result = self.reference(self.rows)
         as_drawn = result
         if result.has_drawn:
-            with self.changed(numbers=Numbers.AS_DRAWN):
-                as_drawn = self.reference(self.rows)
+            as_drawn = self.reference(self.rows, numbers=Numbers.AS_DRAWN)
         if not self.settings.returns_values and is_zero(as_drawn.gradients):
             raise ValueError(
                 "step left no gradient on a parameter of the model; call backward() "
@@ -283,19 +309,18 @@ class Trial:
         """The parameters whose gradient is not finite, or rounding beside another."""
         vanished = []
         for name, gradient in as_drawn.gradients.items():
-            actual = result.gradients.get(name)
-            size = 0.0 if actual is None else float(actual.norm())
             # Norms, because a gradient may be moved among the entries by other numbers.
-            is_rounding = size <= _VANISHED * self.limit * float(gradient.norm())
-            if (is_rounding and gradient.any()) or not math.isfinite(size):
+            size = float(result.gradients.get(name, torch.zeros(())).norm())
+            is_rounding = size < _VANISHED * self.limit * float(gradient.norm())
+            if is_rounding or not math.isfinite(size):
                 vanished.append(name)
         return vanished
 
     # --- what the comparison cannot show ---
 
-    def note(self, results: Sequence[StepResult]) -> str:
+    def _note(self, results: Sequence[StepResult]) -> str:
         """Sentences about what ``results``, that of the whole batch first, hide."""
-        sentences = [*self._hidden_terms(), *self.unseen]
+        sentences = list(self.unseen)
         uncompared = union(result.uncompared for result in results)
         if uncompared:
             sentences.append(
@@ -305,7 +330,7 @@ class Trial:
         if not self.arguments.returns_values:
             # Frozen ones have no gradient in any loop.
             trained = {n for n, p in self.model.named_parameters() if p.requires_grad}
-            hidden = invisible(results[0].gradients, self.limit)
+            hidden = self.invisible(results[0].gradients)
             names = [name for name in hidden if name in trained]
             if names:
                 sentences.append(
@@ -313,106 +338,63 @@ class Trial:
                 )
         return "; ".join(sentences)
 
-    def _hidden_terms(self) -> list[str]:
-        """Sentences about counts that this batch cannot show."""
-        if self.has_sequences and all(count.is_constant for count in self.counts):
-            return [
-                "whether labels are counted right, since all rows have equally many; "
-                "give some rows labels of -100"
-            ]
-        sentences: dict[str, str] = {}  # by the tensor: its first count is the usual
-        for count in row_parts.hidden_counts(self.counts, self._orders, self._groups):
-            # A sum has the path of its tensor in its words.
-            place = "" if count.is_sum else f" in {count.path}"
-            sentences.setdefault(
-                count.path,
-                f"whether {count.words} are counted right{place}, since all parts have "
-                f"equally many per row, or some part has none",
-            )
-        return list(sentences.values())
-
     def _tell_limit(self, reason: str) -> None:
         reason = reason.replace("torch.", "")
         self.unseen.append(
             f"an error below {self.limit:.0e} of a gradient, since {reason}"
         )
 
-    # --- running ---
-
-    @contextlib.contextmanager
-    def changed(self, **settings: Any) -> Iterator[None]:
-        """In the body, other settings hold."""
-        saved = self.settings
-        self.settings = replace(saved, **settings)
-        try:
-            yield
-        finally:
-            self.settings = saved
-
-    def reference(self, rows: Part) -> StepResult:
-        """The result for rows as one part of one rank, or of ``loss=``.
-
-        The same rows in the same way give the same result, so it is computed once: on
-        ranks each run starts processes.
-        """
-        key = (self.ranks > 1, tuple(rows), self.settings)
-        references = self.arguments.references
-        # Settings are part of the key: the cells of a grid may need different ones.
-        if key not in references:
-            references[key] = self._run(self._reference_step, [[rows]])[0]
-        # A copy, because gradients of a result are written: aligned, or subtracted.
-        result = replace(references[key])
-        result.gradients = dict(result.gradients)
-        if self._zeros:
-            self._align([result])
-        return result
-
-    def run_again(self) -> tuple[StepResult, list[StepResult], bool]:
-        """The results of the whole batch and of all parts, with the present settings.
-
-        Returns also whether only rounding differs.
-        """
-        reference = self.reference(self.rows)
-        results = self.results(self.split())
-        worst, _ = self.worst_error(results, reference.gradients)
-        return reference, results, worst <= self.limit
-
-    def results(self, split: Split) -> list[StepResult]:
-        """The results of a split, rank by rank."""
-        return self._run(self.arguments.step, split)
-
-    def gradients_of(self, split: Split) -> Gradients:
-        """The gradients of a split on rank 0."""
-        return self.results(split)[0].gradients
-
-    def report(
-        self, results: Sequence[StepResult], worst: float, cause: Cause
-    ) -> dict[str, Any]:
-        """The attributes of ``SplitReport``. ``results`` are as in ``note``."""
+    def report(self, comparison: Comparison, cause: Cause) -> dict[str, Any]:
+        """The attributes of ``SplitReport``, after the last run."""
+        self._leave_numbers()
         return {
             "rows": len(self.rows),
             "sizes": described(self.split()),
             "ranks": self.ranks,
-            "worst": worst,
+            "worst": comparison.worst,
             "limit": self.limit,
             "cause": cause.name,
             "why": cause.why,
             "remedy": cause.remedy,
-            "note": self.note(results),
+            "note": self._note([comparison.reference, *comparison.results]),
         }
 
-    def _run(self, step: StepFunction, split: Split) -> list[StepResult]:
-        """Results with the gradients of one term alone, if the settings name one."""
-        without = self._run_once(step, split)
-        if not self.settings.term:
-            return without
-        # Gradients are linear in the terms, so the rest can be subtracted.
-        with self.changed(term=""):
-            results = self._run_once(step, split)
-        for result, others in zip(results, without, strict=True):
-            for name, gradient in others.gradients.items():
-                result.gradients[name] = result.gradients[name] - gradient
-        return results
+    def _leave_numbers(self) -> None:
+        """Set on ``step`` again the numbers that its last run in this process has set.
+
+        A test reads ``step.largest`` after the check. It is the one thing that stays.
+        """
+        # On ranks there are none: a process takes its own along.
+        for name, value in self._attributes.items():
+            if type(value) in PLAIN_CLASSES:
+                setattr(self.arguments.step, name, value)
+
+    # --- running ---
+
+    def reference(self, rows: Part, **settings: Any) -> StepResult:
+        """The result for rows as one part of one rank, or of ``loss=``.
+
+        The same rows in the same way give the same result, so it is computed once: on
+        ranks each run starts processes. ``settings`` are others than the present ones.
+        """
+        changed = replace(self.settings, **settings)
+        # Settings are part of the key: the cells of a grid may need different ones.
+        key = (self.ranks > 1, tuple(rows), changed)
+        references = self.arguments.references
+        if key not in references:
+            references[key] = self._run(self._reference_step, [[rows]], changed)[0]
+        # A copy, because gradients of a result are written: aligned, or subtracted.
+        result = replace(references[key])
+        self._align([result])
+        return result
+
+    def results(self, split: Split) -> list[StepResult]:
+        """The results of a split, rank by rank."""
+        return self._run(self.arguments.step, split, self.settings)
+
+    def gradients_of(self, split: Split) -> Gradients:
+        """The gradients of a split on rank 0."""
+        return self.results(split)[0].gradients
 
     def first_meeting(self) -> str:
         """The first module whose outputs for some rows depend on the other rows.
@@ -420,9 +402,8 @@ class Trial:
         Empty if there is none.
         """
         first_part = self.split()[0][0]
-        with self.changed(watch_modules=True):
-            of_all = self.reference(self.rows).outputs
-            of_part = self.reference(first_part).outputs
+        of_all = self.reference(self.rows, watch_modules=True).outputs
+        of_part = self.reference(first_part, watch_modules=True).outputs
         size = len(first_part)
         for name, expected in of_all.items():
             # The first entries are of the first rows, also of several views: each view
@@ -435,12 +416,24 @@ class Trial:
                 return name
         return ""
 
-    def _run_once(self, step: StepFunction, split: Split) -> list[StepResult]:
-        shares = []
-        for share in split:
-            shares.append([self._select(part) for part in share])
+    def _run(
+        self, step: StepFunction, split: Split, settings: Settings
+    ) -> list[StepResult]:
+        """Results with the gradients of one term alone, if the settings name one."""
+        results = self._run_once(step, split, replace(settings, term=""))
+        if settings.term:
+            without = self._run_once(step, split, settings)
+            # Gradients are linear in the terms, so the rest can be subtracted.
+            for result, others in zip(results, without, strict=True):
+                for name, gradient in others.gradients.items():
+                    result.gradients[name] = result.gradients[name] - gradient
+        return results
+
+    def _run_once(
+        self, step: StepFunction, split: Split, settings: Settings
+    ) -> list[StepResult]:
+        shares = [[self._select(part) for part in share] for share in split]
         model = self.model
-        settings = self.settings
         try:
             if self.ranks > 1:
                 job = RankJob(step, model, shares, settings)
@@ -455,19 +448,8 @@ class Trial:
             # The user has not cut the batch: the sizes say in which split it failed.
             error.add_note(f"splitcheck called step with {described(split)} rows")
             raise
-        if self._zeros:
-            self._align(results)
+        self._align(results)
         return results
-
-    def leave_numbers(self) -> None:
-        """Set on ``step`` again the numbers that its last run in this process has set.
-
-        A test reads ``step.largest`` after the check. It is the one thing that stays.
-        """
-        # On ranks there are none: a process takes its own along.
-        for name, value in self._attributes.items():
-            if type(value) in PLAIN_CLASSES:
-                setattr(self.arguments.step, name, value)
 
     def _select(self, part: Part) -> Any:
         batch, _ = self._batch.select(part).unwrapped(copy=True)
@@ -477,15 +459,26 @@ class Trial:
         return batch
 
 
-@dataclass(frozen=True)
-class _StepOfOneBatch:
-    """A step that gets the only batch, not a list of batches."""
-
-    step: StepFunction
-
-    def __call__(self, model: nn.Module, batches: list[Any]) -> Any:
-        (batch,) = batches
-        return self.step(model, batch)
+def _hidden_counts(
+    tensors: Sequence[NamedTensor], counts: Sequence[Count], hidden: Sequence[Count]
+) -> list[str]:
+    """Sentences about counts that this batch cannot show."""
+    is_sequence = [t.ndim > 1 and not t.is_floating_point() for _, t in tensors]
+    if any(is_sequence) and all(count.is_constant for count in counts):
+        return [
+            "whether labels are counted right, since all rows have equally many; "
+            "give some rows labels of -100"
+        ]
+    sentences: dict[str, str] = {}  # by the tensor: its first count is the usual
+    for count in hidden:
+        # A sum has the path of its tensor in its words.
+        place = "" if count.is_sum else f" in {count.path}"
+        sentences.setdefault(
+            count.path,
+            f"whether {count.words} are counted right{place}, since all parts have "
+            f"equally many per row, or some part has none",
+        )
+    return list(sentences.values())
 
 
 def described(split: Split) -> str:
@@ -494,7 +487,3 @@ def described(split: Split) -> str:
     for share in split:
         shares.append(" + ".join(str(len(part)) for part in share))
     return " | ".join(shares)
-
-
-def _is_sequence(tensor: Tensor) -> bool:
-    return tensor.ndim > 1 and not tensor.is_floating_point()

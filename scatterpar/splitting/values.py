@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from scatterpar.splitting.cause_words import explain
-from scatterpar.splitting.check_report import Cause, SplitReport
-from scatterpar.splitting.gradients import Gradients
+from scatterpar.splitting.check_report import SplitReport
 from scatterpar.splitting.split_arguments import SplitArguments
+from scatterpar.splitting.step_run import StepResult
 from scatterpar.splitting.trial import Trial
 
 Evaluate = Callable[[Any, list[Any]], "float | Mapping[str, Any]"]
@@ -78,18 +78,14 @@ def valuecheck(
         returns_values=True,
     )
     trial = Trial(arguments)
-    reference, results = trial.compare()
-    whole = reference.gradients
-    worst, name = trial.worst_error(results, whole)
-    is_right = worst <= trial.limit
-    cause = Cause() if is_right else explain(trial, reference, results)
+    comparison = trial.compare()
     return ValueCheck(
-        **trial.report([reference, *results], worst, cause),
-        value=name,
-        whole=_numbers(whole),
-        in_parts=_numbers(results[0].gradients),
+        **trial.report(comparison, explain(trial, comparison)),
+        value=comparison.name,
+        whole=_numbers(comparison.reference),
+        in_parts=_numbers(comparison.results[0]),
     )
 
 
-def _numbers(values: Gradients) -> dict[str, float]:
-    return {name: float(value) for name, value in values.items()}
+def _numbers(result: StepResult) -> dict[str, float]:
+    return {name: float(value) for name, value in result.gradients.items()}

@@ -42,8 +42,7 @@ def evidence_of(step, model=None, batch=ROWS, parts=2, loss=None):
     model = linear() if model is None else model
     options = {"parts": parts, "ranks": 1, "equal": None, "loss": loss}
     trial = Trial(SplitArguments(step, model, batch, timeout=60.0, **options))
-    expected = trial.first_reference().gradients
-    return GradientEvidence(trial, expected, trial.results(trial.split()))
+    return GradientEvidence(trial, trial.compare())
 
 
 def test_part_has_gradient_of_its_rows():

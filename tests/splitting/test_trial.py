@@ -19,6 +19,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from scatterpar import splitcheck
+from scatterpar.splitting.split_arguments import SplitArguments
+from scatterpar.splitting.trial import Trial
 
 
 def test_one_part_compared_with_a_loss():
@@ -85,6 +87,29 @@ def test_equal_label_counts_are_noted():
     assert "give some rows labels of -100" in str(report)
     report = splitcheck(step, model, (ids, labels))
     assert report.note == ""
+
+
+def numbers(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def trial_of(step):
+    options = {"ranks": 1, "equal": None, "timeout": 60.0}
+    return Trial(SplitArguments(step, new(Net), images(), **options))
+
+
+def test_parameters_beyond_limit_are_named():
+    expected = {"weight": numbers(1, -4), "bias": numbers(2)}
+    actual = {"weight": numbers(1, -4.004), "bias": numbers(2.1)}
+    trial = trial_of(backward_sums)
+    assert trial.differing(actual, expected) == ["weight", "bias"]
+    trial.limit = 0.01
+    assert trial.differing(actual, expected) == ["bias"]
+
+
+def test_gradient_beside_a_larger_one_is_invisible():
+    gradients = {"weight": numbers(1, -4), "bias": numbers(1e-12)}
+    assert trial_of(backward_sums).invisible(gradients) == ["bias"]
 
 
 # --- what could hide a difference ---

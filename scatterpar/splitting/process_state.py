@@ -8,7 +8,7 @@ import importlib
 import math
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -50,7 +50,7 @@ class ProcessState:
         # All that a step may write, of any size; a look of the engine saves less.
         self._user = Journal(walk, list(devices), guarded=(), max_bytes=math.inf)
         self.tensors = list(walk.tensors.values())
-        self._leaves = [_Leaf(tensor) for tensor in self.tensors if tensor.is_leaf]
+        self._leaves = [_saved_leaf(leaf) for leaf in self.tensors if leaf.is_leaf]
         self._settings = read_settings()
         self._num_threads = torch.get_num_threads()
         self._known_singletons = set(shared)
@@ -76,8 +76,14 @@ class ProcessState:
         for tensor in self.tensors:
             tensor.grad = None  # of another dtype than the restored values
         self._user.end()
-        for leaf in self._leaves:
-            leaf.restore()
+        for leaf, gradient, requires_grad, saved_hooks in self._leaves:
+            leaf.requires_grad_(requires_grad)
+            pairs = zip(_hook_dictionaries(leaf), saved_hooks, strict=True)
+            for hooks, saved in pairs:
+                if hooks is not None:
+                    hooks.clear()  # torch keeps the dictionary
+                    hooks.update(saved or {})
+            leaf.grad = gradient
         for name, contents in _singletons().items():
             if name not in self._known_singletons:
                 contents.clear()  # the step has imported accelerate
@@ -90,28 +96,22 @@ def tensors_of(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-class _Leaf:
-    """What a leaf tensor has beside its values."""
+class _SavedLeaf(NamedTuple):
+    """A leaf tensor, and what it has beside its values."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-        self._gradient = tensor.grad
-        self._requires_grad = tensor.requires_grad
-        self._hooks = [copy.copy(hooks) for hooks in self._hook_dictionaries()]
+    leaf: Tensor
+    gradient: Tensor | None
+    requires_grad: bool
+    hooks: list[Any]
 
-    def _hook_dictionaries(self) -> tuple[Any, Any]:
-        tensor: Any = self._tensor
-        return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
 
-    def restore(self) -> None:
-        """Restore the gradient, hooks, and whether the tensor requires grad."""
-        self._tensor.requires_grad_(self._requires_grad)
-        pairs = zip(self._hook_dictionaries(), self._hooks, strict=True)
-        for hooks, saved in pairs:
-            if hooks is not None:
-                hooks.clear()  # torch keeps the dictionary
-                hooks.update(saved or {})
-        self._tensor.grad = self._gradient
+def _saved_leaf(leaf: Tensor) -> _SavedLeaf:
+    hooks = [copy.copy(hooks) for hooks in _hook_dictionaries(leaf)]
+    return _SavedLeaf(leaf, leaf.grad, leaf.requires_grad, hooks)
+
+
+def _hook_dictionaries(tensor: Any) -> tuple[Any, Any]:
+    return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
 
 
 def _training_helpers(step: Any) -> list[Any]:

@@ -134,14 +134,16 @@ def run_step(
         if not gradients.has_run_backward and not settings.returns_values:
             terms.run_backward(returned)
         gradients.clippings.end()
-    is_evaluation = settings.returns_values
+    named, uncompared = gradients.result()
+    if settings.returns_values:
+        named = values_of(returned)
     return StepResult(
-        gradients=values_of(returned) if is_evaluation else gradients.result(),
+        gradients=named,
         drawn=_drawn(),
         coarsest=watched.coarsest,
         has_drawn=repeated.has_drawn,
         draws=repeated.draws,
-        uncompared=tuple(gradients.uncompared()),
+        uncompared=tuple(uncompared),
         terms=tuple(terms.names),
         moves_weights=gradients.moves_weights,
         outputs=outputs,

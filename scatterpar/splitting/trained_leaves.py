@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from scatterpar.batch import nested
 from scatterpar.splitting.clippings import Clippings
 from scatterpar.splitting.gradients import Gradients, whole
 from scatterpar.state.walk import Walk
@@ -49,9 +50,8 @@ def leaves_outside(model: nn.Module, step: Any) -> dict[str, Tensor]:
     walk = Walk([root])
     leaves = {}
     for number, value in enumerate(walk.values):
-        if not isinstance(value, Tensor) or id(value) in inside:
-            continue
-        if value.is_leaf and value.requires_grad:
+        is_outside = isinstance(value, Tensor) and id(value) not in inside
+        if is_outside and value.is_leaf and value.requires_grad:
             leaves[f"step.{walk.name_of(number)}"] = value
     return leaves
 
@@ -93,14 +93,15 @@ class TrainedGradients:
         self.clippings = Clippings()
         self._model = model
         self._outside = outside
-        self._leaves = {**outside, **dict(model.named_parameters())}
         # By values, because a write to ``.data`` leaves the version.
-        self._before = {n: leaf.detach().clone() for n, leaf in self._leaves.items()}
+        self._before: dict[str, tuple[Tensor, Tensor]] = {}
+        for name, leaf in (*outside.items(), *model.named_parameters()):
+            self._before[name] = leaf, leaf.detach().clone()
+        self._optimizers: list[Optimizer] = []
         # By leaf, not by its id: a new one could get the id of a lost one.
         self._received: dict[Tensor, Tensor] = {}
         self._places: dict[Tensor, str] = {}  # in the optimizers
         self._reached: dict[Tensor, None] = {}
-        self._optimizers: list[Optimizer] = []
 
     def __enter__(self) -> None:
         # ``Tensor.backward`` looks it up at each call.
@@ -116,12 +117,11 @@ class TrainedGradients:
     def _run_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
         """Runs in the place of ``torch.autograd.backward``."""
         self.has_run_backward = True
-        for name, values in self._before.items():
-            self.moves_weights |= not torch.equal(self._leaves[name], values)
+        for leaf, values in self._before.values():
+            self.moves_weights |= not torch.equal(leaf, values)
         self.clippings.before_backward()
-        for root in [tensors] if isinstance(tensors, Tensor) else tensors:
-            if not isinstance(root, Tensor):  # an edge of the graph
-                continue
+        # Other roots are edges of the graph.
+        for root in nested.tensors(tensors):
             for leaf in leaves_reached(root, ()):
                 # Other leaves are inputs that require grad, as for a penalty.
                 if isinstance(leaf, nn.Parameter):
@@ -131,11 +131,10 @@ class TrainedGradients:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Runs before ``optimizer.step(*args, **kwargs)``."""
-        arguments = {**dict(zip(("self", "closure"), args, strict=False)), **kwargs}
-        closure = arguments.get("closure")
+        """Runs before ``optimizer.step(closure)``, for which ``args`` have both."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
         returned = None
-        if callable(closure):
+        if closure is not None:
             # ``Optimizer.step`` runs under ``no_grad``, its closure does not.
             with torch.enable_grad():
                 returned = closure()
@@ -146,11 +145,10 @@ class TrainedGradients:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
-        if callable(closure):
-            # Without a second run, which would accumulate each gradient again.
-            kwargs = {**kwargs, "closure": lambda: returned}
-            return args[:1], kwargs
-        return None
+        if closure is None:
+            return None
+        # Without a second run, which would accumulate each gradient again.
+        return args[:1], {**kwargs, "closure": lambda: returned}
 
     def is_complete(self, optimizer: Optimizer) -> bool:
         """Whether optimizers have received all gradients, now that this one steps.
@@ -158,15 +156,12 @@ class TrainedGradients:
         An optimizer outside of the model may follow, as that of a critic, until one
         steps for the second time: then the next step begins.
         """
+        trained = list(self._model.parameters())
         is_second = optimizer in self._optimizers
         self._receive(optimizer)
-        if any(self._is_missing(leaf) for leaf in self._model.parameters()):
-            return False
-        outside = (*self._outside.values(), *self._reached)
-        return is_second or not any(self._is_missing(leaf) for leaf in outside)
-
-    def _is_missing(self, leaf: Tensor) -> bool:
-        return leaf.requires_grad and leaf not in self._received
+        if not is_second:
+            trained += [*self._outside.values(), *self._reached]
+        return all(leaf in self._received for leaf in trained if leaf.requires_grad)
 
     def _receive(self, optimizer: Optimizer) -> None:
         """Copy the gradients of an optimizer that is about to step."""
@@ -179,53 +174,42 @@ class TrainedGradients:
                     self._places[parameter] = f"step.{kind}.{index}.{number}"
                     self._received[parameter] = copy_of_gradient(parameter)
 
-    def _names(self) -> dict[Tensor, str]:
-        """The names of the leaves of the model, of the step, and of optimizers."""
-        names = dict(self._places)
-        # Read again at each call: ``fully_shard`` makes other parameters.
-        for leaves in (self._outside.items(), self._model.named_parameters()):
-            names.update({leaf: name for name, leaf in leaves})
-        return names
-
-    def _compared(self) -> list[Tensor]:
-        """The leaves whose gradients count, of the model first."""
-        # With an optimizer, what it does not hold is not trained.
-        outside = self._received if self._optimizers else self._outside.values()
-        return [*self._model.parameters(), *outside]
-
-    def result(self) -> Gradients:
+    def result(self) -> tuple[Gradients, list[str]]:
         """All gradients by name, of the model first.
 
-        A leaf without a gradient that has changed was updated by hand, as in
-        ``parameter -= 0.1 * parameter.grad``. Then the change counts as its gradient.
+        Returns also the names of parameters that got a gradient, and do not count.
         """
-        names = self._names()
-        gradients = {}
-        for leaf in self._compared():
-            name = names[leaf]
-            gradient = self._received.get(leaf)
-            gradients[name] = self._left(name, leaf) if gradient is None else gradient
-        return gradients
-
-    def _left(self, name: str, leaf: Tensor) -> Tensor:
-        """The gradient that is left on a leaf, or else its change."""
-        gradient = copy_of_gradient(leaf)
-        before = self._before.get(name, leaf)
-        # FSDP's flat parameters are new, and its shards have other shapes.
-        if gradient.any() or before.shape != leaf.shape or not leaf.requires_grad:
-            return gradient
-        return whole(before) - whole(leaf)
-
-    def uncompared(self) -> list[str]:
-        """The names of parameters that got a gradient, and are not in ``result``."""
-        names = self._names()
-        compared = set(self._compared())
+        names = dict(self._places)
+        # Read again, because ``fully_shard`` makes other parameters.
+        for name, leaf in (*self._outside.items(), *self._model.named_parameters()):
+            names[leaf] = name
+        # With an optimizer, what it does not hold is not trained.
+        outside = self._received if self._optimizers else self._outside.values()
+        compared = dict.fromkeys([*self._model.parameters(), *outside])
+        gradients = {
+            names[leaf]: self._gradient(names[leaf], leaf) for leaf in compared
+        }
         uncompared = []
         for leaf in self._reached:
             if leaf not in compared:
                 unnamed = f"a parameter of shape {tuple(leaf.shape)} that step makes"
                 uncompared.append(names.get(leaf, unnamed))
-        return uncompared
+        return gradients, uncompared
+
+    def _gradient(self, name: str, leaf: Tensor) -> Tensor:
+        """The gradient that an optimizer received, else what is left in ``.grad``.
+
+        A leaf without a gradient that has changed was updated by hand, as in
+        ``parameter -= 0.1 * parameter.grad``. Then the change counts as its gradient.
+        """
+        if leaf in self._received:
+            return self._received[leaf]
+        gradient = copy_of_gradient(leaf)
+        _, before = self._before.get(name, (leaf, leaf))
+        # FSDP's flat parameters are new, and its shards have other shapes.
+        if gradient.any() or before.shape != leaf.shape or not leaf.requires_grad:
+            return gradient
+        return whole(before) - whole(leaf)
 
 
 def copy_of_gradient(parameter: Tensor) -> Tensor:

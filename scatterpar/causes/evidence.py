@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,35 +14,50 @@ from torch import Tensor
 from scatterpar.causes.counts import Count
 from scatterpar.causes.vectors import is_close
 
-Question = Callable[[], bool]  # answered by yes or no, perhaps after further runs
-
 # How far weights may be from those of a cause, if they were computed from gradients.
 CLOSE = 1e-3
 
 
 class CauseKind(enum.Enum):
-    """A cause. Values are its names in reports."""
+    """The causes, in the order in which they are asked for. The first that fits counts.
 
+    Values are their names in reports.
+    """
+
+    # First: nothing can be compared with NaN.
     NOT_FINITE = "not finite"
+    # Before all others, because they compare results.
     UNREPEATABLE = "unrepeatable"
+    # Before rounding, because this gradient is exact, however small it is.
     GRADIENT_OF_NO_LOSS = "gradient of no loss"
+    # From here on all compare with the limit that rounding explains.
     ROUNDING = "rounding"
+    # No split explains the next two.
     WRONG_WITH_ONE_PART = "wrong with one part"
     RANKS_DIFFER = "ranks differ"
+    # The result is right if all parts draw the same numbers.
     NUMBERS_PER_PART = "numbers drawn per part"
-    NO_GRADIENT = "no gradient"
+    # One factor, or other weights of the parts, in all results or in all that are
+    # wrong: so this question finds the next ones, too. Before state, because a running
+    # sum of losses is both. It needs no other split, so it is also the cheaper question.
     CONSTANT_FACTOR = "constant factor"
-    MEAN_OF_MEANS = "mean of means"
+    NO_GRADIENT = "no gradient"
     SUM_OF_MEANS = "sum of means"
     ONLY_SOME_PARTS = "only some parts"
     RUNNING_SUM = "running sum"
-    OTHER_WEIGHTS = "other weights"
+    # Before a term per part, because a single number may grow as fast by chance.
+    MEAN_OF_RATIOS = "mean of ratios"
     STATE_BETWEEN_PARTS = "state between parts"
     ONCE_PER_PART = "once per part"
+    # A factor or weights in a single result, as one of several losses may be wrong. It
+    # comes after all of these, because it may fit by chance.
+    OTHER_WEIGHTS = "other weights"
+    # In one of several terms; the others are right.
+    MEAN_OF_MEANS = "mean of means"
+    # No weights make up the whole batch: why they do not.
     ROWS_ARE_COMPARED = "rows are compared"
     OUTPUTS_OF_A_PART = "outputs of a part"
     SHAPES_BROADCAST = "shapes broadcast"
-    MEAN_OF_RATIOS = "mean of ratios"
     UNKNOWN = "unknown"
 
 
@@ -50,6 +66,11 @@ class Weights(NamedTuple):
 
     computed: Tensor
     right: Tensor
+
+
+_ALIKE = 0.9  # the cosine of two differences that have one reason
+_ROUGHLY = 0.15  # how far a growth may be from that of a term per part, relatively
+_SAME_GROWTH = 0.05  # two growths that cannot be told apart
 
 
 class Growth(NamedTuple):
@@ -66,6 +87,15 @@ class Growth(NamedTuple):
     factor: float
     expected: float
     cosine: float
+
+    @property
+    def is_of_a_term(self) -> bool:
+        """Whether a term that counts in each part or rank explains it."""
+        # Without growth any difference would fit.
+        is_flat = math.isclose(self.expected, 1, abs_tol=_SAME_GROWTH)
+        is_expected = math.isclose(self.factor, self.expected, rel_tol=_ROUGHLY)
+        # The same direction, because any difference may grow as fast by chance.
+        return is_expected and not is_flat and self.cosine >= _ALIKE
 
 
 @dataclass(frozen=True)
@@ -89,12 +119,16 @@ class Finding:
     count: Count | None = None
 
 
+# The answer is yes or no, or a finding with figures; perhaps after further runs.
+Question = Callable[[], bool | Finding | None]
+
+
 class SplitEvidence:
     """What is known of a result in parts beside that of the whole batch.
 
     Those who ask override what they can answer: a look at a step, one at the outputs of
     the pair, and ``splitcheck``. Answers may cost runs, so each is asked for in the
-    order of the list. By default there is no answer.
+    order of ``CauseKind``. By default there is no answer.
 
     Attributes:
         parts: the rows of all parts.
@@ -114,35 +148,11 @@ class SplitEvidence:
         return ()
 
     def questions(self) -> Mapping[CauseKind, Question]:
-        """The causes that a yes shows, as far as this asker can answer."""
+        """The questions that this asker can answer, each in its place."""
         return {}
-
-    def differing_ranks(self) -> Sequence[str]:
-        """The results that differ between processes or replicas."""
-        return ()
-
-    def scopes(self) -> Sequence[Sequence[str]]:
-        """Names of results that a factor or weights must explain together."""
-        return ((),)
-
-    def single_scopes(self) -> Sequence[Sequence[str]]:
-        """The names of the wrong results, one by one."""
-        return ()
-
-    def factor(self, names: Sequence[str]) -> float | None:
-        """The one number that the right result is multiplied by, if there is one."""
-        return None
 
     def weights(self, names: Sequence[str]) -> Weights | None:
         """The weights of the parts, if the results of parts add up to both results."""
-        return None
-
-    def growths(self) -> Sequence[Growth]:
-        """How the difference grows with the numbers of parts and of ranks."""
-        return ()
-
-    def count_that_decides(self) -> Count | None:
-        """Terms: rows with equally many give a right result, and other rows do not."""
         return None
 
     def terms_of(self, count: Count) -> list[float]:

@@ -18,6 +18,7 @@ import sysconfig
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -37,9 +38,9 @@ from scatterpar.torch_private import import_compiler
 # After the time limit, for a rank to say where it is. A rank that a kernel holds, as
 # one that waits for threads which did not survive the fork, says nothing.
 _GRACE_SECONDS = 10.0
-_NO_LINE = "no line of its step"
 _MOST_LINES = 5  # of the user's code, of a step that failed
-_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+# In the paths of files of installed packages, of Python, and of this package.
+_LIBRARIES = "-packages", sysconfig.get_path("stdlib"), str(Path(__file__).parents[1])
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,13 @@ class _Failure:
 
     Attributes:
         text: the exception, and the lines of the user's code that led to it.
-        place: the last of these lines.
         time: by the clock that all processes of a machine share.
+        place: the last of these lines.
     """
 
     text: str
-    place: str = ""
     time: float = 0.0
+    place: str = "no line of its step"
 
 
 def run_on_ranks(job: RankJob, seconds: float) -> list[StepResult]:
@@ -86,8 +87,8 @@ def run_on_ranks(job: RankJob, seconds: float) -> list[StepResult]:
         port = _free_port()
         ranks = []
         for rank in range(size):
-            # Daemons: an interpreter that exits ends them, and does not wait.
             arguments = (rank, size, folder, port, seconds, sent)
+            # Daemons: an interpreter that exits ends them, and does not wait.
             ranks.append(context.Process(target=_rank, args=arguments, daemon=True))
         # Before the start, so that a rank that reaches its own limit is late here, too.
         deadline = time.monotonic() + seconds
@@ -108,18 +109,22 @@ def can_fork() -> bool:
 def _pickled(job: RankJob) -> bytes:
     """The job in bytes. torch's own way to processes would move the user's tensors."""
     buffer = io.BytesIO()
-    try:
+    with _sending():
         torch.save(job, buffer)
-    except (AttributeError, TypeError, pickle.PicklingError) as error:
-        raise _not_sent(error) from error
     return buffer.getvalue()
 
 
-def _not_sent(error: Exception) -> ValueError:
-    return ValueError(
-        f"step cannot be sent to new processes, which ranks= needs on this machine "
-        f"({error}); define it, and the model's class, in a file that can be imported"
-    )
+@contextlib.contextmanager
+def _sending() -> Iterator[None]:
+    """In the body a job becomes bytes, or is made of them."""
+    try:
+        yield
+    except (AttributeError, ImportError, TypeError, pickle.PicklingError) as error:
+        raise ValueError(
+            f"step cannot be sent to new processes, which ranks= needs on this machine "
+            f"({error}); define it, and the model's class, in a file that can be "
+            f"imported"
+        ) from error
 
 
 def _start(processes: list[Any]) -> None:
@@ -170,10 +175,10 @@ def _rank(
         tensors = ProcessState(job.model, job.step).tensors
         batches = job.shares[rank]
         answer = run_step(job.step, job.model, batches, job.settings, tensors)
-        _limit_time(0)  # only the step has a limit
     except BaseException as error:  # also SystemExit: the parent shall know
-        _limit_time(0)
         answer = _failure(error)
+    finally:
+        _limit_time(0)  # only the step has a limit
     # Renamed when it is whole, because the parent may look at any time.
     unfinished = folder / f"{rank}.part"
     torch.save(answer, unfinished)
@@ -212,47 +217,32 @@ def _failure(error: BaseException) -> _Failure:
     (*_, last) = traceback.format_exception_only(error)
     notes = getattr(error, "__notes__", ())
     lines = []
-    for frame in traceback.extract_tb(error.__traceback__):
-        if not _is_library(frame.filename):
-            lines.append(_place(frame))
-    place = lines[-1] if lines else _NO_LINE
+    for file, number, name, line in traceback.extract_tb(error.__traceback__):
+        if not any(library in file for library in _LIBRARIES):
+            lines.append(f"{file}:{number} in {name}: {line}")
     text = "\n  ".join([last.strip(), *notes, *lines[-_MOST_LINES:]])
-    return _Failure(text, place, time.monotonic())
-
-
-def _place(frame: traceback.FrameSummary) -> str:
-    return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
-
-
-def _is_library(file: str) -> bool:
-    """Whether a file is of an installed package, or of this one."""
-    own = str(Path(__file__).parents[1])
-    return any(part in file for part in ("-packages", _STANDARD_LIBRARY, own))
+    return _Failure(text, time.monotonic(), *lines[-1:])
 
 
 def _received(sent: RankJob | bytes) -> RankJob:
     if isinstance(sent, RankJob):
         return sent
-    try:
+    with _sending():
         job: RankJob = torch.load(io.BytesIO(sent), weights_only=False)
-    except (AttributeError, ImportError) as error:
-        raise _not_sent(error) from error
     return job
 
 
 def _set_environment(rank: int, size: int, port: int) -> None:
     """Set what a launcher sets."""
-    values = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
+    os.environ |= {
+        "RANK": f"{rank}",
+        "LOCAL_RANK": f"{rank}",
+        "WORLD_SIZE": f"{size}",
+        "LOCAL_WORLD_SIZE": f"{size}",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "MASTER_PORT": f"{port}",
         "ACCELERATE_USE_CPU": "true",
     }
-    for name, value in values.items():
-        os.environ[name] = str(value)
     if sys.platform == "linux":
         # A machine's name may lead to an address that is not its own.
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -275,35 +265,35 @@ def _results(
     """
     size = len(processes)
     running = {process.sentinel: rank for rank, process in enumerate(processes)}
-    results: dict[int, StepResult] = {}
-    late: dict[int, str] = {}
+    # A rank that says nothing is late.
+    answers: list[StepResult | _Failure] = [_Failure("", deadline)] * size
     while running:
         left = deadline + _GRACE_SECONDS - time.monotonic()
         ended = wait(list(running), max(0.0, left))
         if not ended:
-            late |= dict.fromkeys(running.values(), _NO_LINE)
             break
         failures = []
         for sentinel in ended:
             rank = running.pop(sentinel)
             answer = _answer(processes[rank], _answer_file(folder, rank))
-            if isinstance(answer, StepResult):
-                results[rank] = answer
-            elif answer.time < deadline:
+            answers[rank] = answer
+            if isinstance(answer, _Failure) and answer.time < deadline:
                 failures.append((answer.time, rank, answer.text))
-            else:
-                late[rank] = answer.place
         if failures:
             _, rank, text = min(failures)
             raise RuntimeError(f"step failed on rank {rank} of {size}: {text}")
-    if late:
-        places = [f"rank {rank} is at {late[rank]}" for rank in sorted(late)]
+    results = [answer for answer in answers if isinstance(answer, StepResult)]
+    if len(results) < size:
+        places = []
+        for rank, answer in enumerate(answers):
+            if isinstance(answer, _Failure):
+                places.append(f"rank {rank} is at {answer.place}")
         raise TimeoutError(
-            f"{len(late)} of {size} ranks have not ended after {seconds:g} s; call the "
-            f"same collectives on all ranks, or pass a longer timeout=. "
+            f"{len(places)} of {size} ranks have not ended after {seconds:g} s; call "
+            f"the same collectives on all ranks, or pass a longer timeout=. "
             f"{'; '.join(places)}"
         )
-    return [results[rank] for rank in sorted(results)]
+    return results
 
 
 def _answer(process: Any, file: Path) -> StepResult | _Failure:

@@ -10,10 +10,12 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from scatterpar.causes.cause_list import other_weights
 from scatterpar.causes.counts import Count
 from scatterpar.causes.evidence import (
     CLOSE,
     CauseKind,
+    Finding,
     Growth,
     Question,
     SplitEvidence,
@@ -75,6 +77,11 @@ class GradientEvidence(SplitEvidence):
         questions: dict[CauseKind, Question] = {
             CauseKind.NOT_FINITE: self.is_not_finite,
             CauseKind.WRONG_WITH_ONE_PART: self.is_wrong_with_one_part,
+            CauseKind.RANKS_DIFFER: self.differing_ranks,
+            CauseKind.CONSTANT_FACTOR: self.factor_or_weights,
+            CauseKind.ONCE_PER_PART: self.once_per_part,
+            CauseKind.OTHER_WEIGHTS: self.factor_or_weights_of_one,
+            CauseKind.MEAN_OF_MEANS: self.mean_of_means_in_a_term,
         }
         # With moved weights, order and rows matter in any loop.
         if not self.moves_weights:
@@ -98,18 +105,27 @@ class GradientEvidence(SplitEvidence):
         """The gradient that the step itself computes for one part."""
         return self.trial.gradients_of([[self.trial.rows]])
 
-    def differing_ranks(self) -> Sequence[str]:
+    def differing_ranks(self) -> Finding | None:
         """The parameters whose gradients differ between ranks."""
-        return union(self.trial.differing(rank, self.actual) for rank in self.others)
+        names = union(self.trial.differing(rank, self.actual) for rank in self.others)
+        return Finding(CauseKind.RANKS_DIFFER, names) if names else None
 
-    def scopes(self) -> Sequence[Sequence[str]]:
-        """All parameters, and all that are wrong."""
+    def factor_or_weights(self) -> Finding | None:
+        """The one factor, or the weights of the parts, that explain what is wrong."""
         # One of several losses reaches some parameters alone.
-        return self.names, self.wrong
+        return self._first_in([self.names, self.wrong])
 
-    def single_scopes(self) -> Sequence[Sequence[str]]:
-        """The wrong parameters, one by one."""
-        return [[name] for name in self.wrong]
+    def factor_or_weights_of_one(self) -> Finding | None:
+        """A factor or weights that explain one of the wrong parameters."""
+        return self._first_in([[name] for name in self.wrong])
+
+    def _first_in(self, scopes: Sequence[Sequence[str]]) -> Finding | None:
+        for names in scopes:
+            # One number says more than as many weights as there are parts.
+            finding = self.constant_factor(names) or other_weights(self, names)
+            if finding is not None:
+                return finding
+        return None
 
     @cached_property
     def of_parts(self) -> list[Gradients]:
@@ -124,16 +140,20 @@ class GradientEvidence(SplitEvidence):
             gradients.append(of_part)
         return gradients
 
-    def factor(self, names: Sequence[str]) -> float | None:
+    def constant_factor(self, names: Sequence[str]) -> Finding | None:
         """The one number that the right gradient is multiplied by, if there is one."""
         actual = joined(self.actual, names)
         expected = joined(self.expected, names)
         factor = factor_between(actual, expected, self.tolerance)
+        if factor is None or math.isclose(factor, 1, rel_tol=self.tolerance):
+            return None
         # Any two numbers are multiples of each other, and zero is of all.
         is_any = (actual.abs() + expected.abs()).count_nonzero() < _LEAST_NUMBERS
-        if factor is None or (is_any and not self.gets_whole_loss(factor)):
+        if is_any and not self.gets_whole_loss(factor):
             return None
-        return factor
+        # A factor of zero has remedies of its own: something is detached.
+        kind = CauseKind.CONSTANT_FACTOR if factor else CauseKind.NO_GRADIENT
+        return Finding(kind, names, factor=factor)
 
     def gets_whole_loss(self, factor: float) -> bool:
         """Whether a factor is that of the gradient of the whole loss in each part.
@@ -163,7 +183,14 @@ class GradientEvidence(SplitEvidence):
         gradients = self.trial.gradients_of(backwards)
         return bool(self.trial.differing(gradients, self.actual))
 
-    def growths(self) -> Sequence[Growth]:
+    def once_per_part(self) -> Finding | None:
+        """A term of the loss counts in each part, or on each rank."""
+        for growth in self.growths():
+            if growth.is_of_a_term:
+                return Finding(CauseKind.ONCE_PER_PART, growth=growth)
+        return None
+
+    def growths(self) -> list[Growth]:
         """How the difference grows from two parts to three, and from two ranks.
 
         A term that counts in each part grows two-fold: once too often, then twice. With
@@ -208,7 +235,7 @@ class GradientEvidence(SplitEvidence):
             growths.append(Growth(unit, factor, growth, cosine))
         return growths
 
-    def count_that_decides(self) -> Count | None:
+    def mean_of_means_in_a_term(self) -> Finding | None:
         """The count whose equal rows are treated right, though others are not.
 
         A loss that compares rows is wrong for rows with equal counts, too.
@@ -218,7 +245,7 @@ class GradientEvidence(SplitEvidence):
                 continue
             groups = self._groups_with_equal(count)
             if groups and all(self._is_right_in_parts(rows) for rows in groups):
-                return count
+                return Finding(CauseKind.MEAN_OF_MEANS, count=count)
         return None
 
     def _groups_with_equal(self, count: Count) -> list[list[int]]:
@@ -290,7 +317,7 @@ class ValueEvidence(GradientEvidence):
             CauseKind.MEAN_OF_RATIOS: self.is_mean_of_ratios,
         }
 
-    def factor(self, names: Sequence[str]) -> float | None:
+    def constant_factor(self, names: Sequence[str]) -> Finding | None:
         """``None``: any two numbers are multiples of each other."""
         return None
 

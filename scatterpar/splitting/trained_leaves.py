@@ -156,7 +156,7 @@ class TrainedGradients:
         An optimizer outside of the model may follow, as that of a critic, until one
         steps for the second time: then the next step begins.
         """
-        trained = list(self._model.parameters())
+        trained: list[Tensor] = list(self._model.parameters())
         is_second = optimizer in self._optimizers
         self._receive(optimizer)
         if not is_second:

@@ -14,13 +14,20 @@ from torch import Tensor
 
 from scatterpar.batch import nested
 from scatterpar.batch.batch import batch_of
+from scatterpar.causes.cause_list import other_weights
 from scatterpar.causes.counts import (
     Count,
     NamedTensor,
     counts_of,
     named_tensors,
 )
-from scatterpar.causes.evidence import CauseKind, Question, SplitEvidence, Weights
+from scatterpar.causes.evidence import (
+    CauseKind,
+    Finding,
+    Question,
+    SplitEvidence,
+    Weights,
+)
 from scatterpar.replicas.references import read_attribute
 from scatterpar.step.loss_weights import is_smoothed, term_counts
 from scatterpar.step.request import Request
@@ -336,6 +343,7 @@ class Evidence(LookResults):
             CauseKind.ROUNDING: self.is_rounding,
             CauseKind.WRONG_WITH_ONE_PART: self.is_wrong_with_one_part,
             CauseKind.NUMBERS_PER_PART: self.draws_per_part,
+            CauseKind.CONSTANT_FACTOR: self.has_other_weights,
             CauseKind.STATE_BETWEEN_PARTS: self.depends_on_earlier_parts,
             CauseKind.ROWS_ARE_COMPARED: self.do_rows_meet,
             CauseKind.OUTPUTS_OF_A_PART: self.uses_outputs_of_a_part,
@@ -376,6 +384,10 @@ class Evidence(LookResults):
         if not self.draws_steadily:
             raise Inconclusive("what is drawn depends on the rows", 2)
         return self.is_expected(self.in_parts(self.runs.user_code.restore_generators))
+
+    def has_other_weights(self) -> Finding | None:
+        """The weights of another mean or sum, if they give the expected result."""
+        return other_weights(self, ())
 
     def depends_on_earlier_parts(self) -> bool:
         """Whether each part gives the expected result if it starts from the same state.

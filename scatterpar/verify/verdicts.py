@@ -1,6 +1,6 @@
 """What a look makes of a cause: the words, and what becomes of the step.
 
-The causes and their order are those of ``causes/cause_list.py``. The table *Refused,
+The causes and their order are those of ``causes/evidence.py``. The table *Refused,
 told, silent* of ``docs/limits.md`` has an outcome for each.
 """
 

@@ -7,9 +7,19 @@ import torch
 
 from scatterpar import Rows
 from scatterpar.causes import vectors
-from scatterpar.causes.cause_list import first_finding, kind_of_weights
+from scatterpar.causes.cause_list import (
+    first_finding,
+    kind_of_weights,
+    other_weights,
+)
 from scatterpar.causes.counts import Count, counts_of, named_tensors
-from scatterpar.causes.evidence import CauseKind, Growth, SplitEvidence, Weights
+from scatterpar.causes.evidence import (
+    CauseKind,
+    Finding,
+    Growth,
+    SplitEvidence,
+    Weights,
+)
 
 # --- what a loss may divide by, counted per row ---
 
@@ -133,8 +143,7 @@ def test_weights_are_named_by_first_count():
 def test_evidence_without_answers_has_none():
     evidence = SplitEvidence()
     assert not evidence.questions()
-    assert evidence.weights(()) is evidence.factor(()) is None
-    assert not evidence.growths()
+    assert evidence.weights(()) is other_weights(evidence, ()) is None
 
 
 # --- the order of causes, and what weights and growths mean ---
@@ -144,19 +153,21 @@ LABEL_COUNT = Count("labels", "batch", (1, 2))
 
 
 class Answers(SplitEvidence):
-    """SplitEvidence with the answers that a test gives, to kinds and by name."""
+    """SplitEvidence with the answers that a test gives: those of some kinds are yes."""
 
     parts = ((0,), (1,))
     counts = (LABEL_COUNT,)
     tolerance = 1e-4
 
-    def __init__(self, *kinds, **answers):
-        self.kinds = kinds
-        for name, answer in answers.items():
-            setattr(self, name, lambda *_, answer=answer: answer)
+    def __init__(self, answers, weights=None):
+        self.answers = dict.fromkeys(CauseKind, False) | answers
+        self.found = weights
 
     def questions(self):
-        return {kind: lambda kind=kind: kind in self.kinds for kind in CauseKind}
+        return {kind: lambda kind=kind: self.answers[kind] for kind in CauseKind}
+
+    def weights(self, names):
+        return self.found
 
 
 def weights(computed, right):
@@ -165,29 +176,42 @@ def weights(computed, right):
 
 STATE, COMPARED = CauseKind.STATE_BETWEEN_PARTS, CauseKind.ROWS_ARE_COMPARED
 WITH_ONE, NOT_FINITE = CauseKind.WRONG_WITH_ONE_PART, CauseKind.NOT_FINITE
+FACTOR, MEANS = CauseKind.CONSTANT_FACTOR, CauseKind.MEAN_OF_MEANS
+ONCE = CauseKind.ONCE_PER_PART
 
 
 @pytest.mark.parametrize(
-    ("kinds", "answers", "kind"),
+    ("answers", "kind"),
     [
-        ([], {}, CauseKind.UNKNOWN),
-        ([COMPARED], {}, COMPARED),
-        ([COMPARED], {"count_that_decides": LABEL_COUNT}, CauseKind.MEAN_OF_MEANS),
-        ([STATE], {"count_that_decides": LABEL_COUNT}, STATE),
-        ([STATE], {"factor": 4.0}, CauseKind.CONSTANT_FACTOR),
-        ([], {"factor": 0.0}, CauseKind.NO_GRADIENT),
-        ([], {"factor": 1.0}, CauseKind.UNKNOWN),
-        ([], {"weights": weights([0.5, 0.5], [0.7, 0.3])}, CauseKind.MEAN_OF_MEANS),
-        ([], {"weights": weights([0.5, 0.5], [0.5, 0.5])}, CauseKind.UNKNOWN),
-        ([], {"factor": 2.0, "differing_ranks": ["weight"]}, CauseKind.RANKS_DIFFER),
-        ([WITH_ONE], {"factor": 2.0}, WITH_ONE),
-        ([NOT_FINITE, WITH_ONE], {"factor": 2.0}, NOT_FINITE),
+        ({}, CauseKind.UNKNOWN),
+        ({COMPARED: True}, COMPARED),
+        ({COMPARED: True, MEANS: Finding(MEANS, count=LABEL_COUNT)}, MEANS),
+        ({STATE: True, MEANS: Finding(MEANS, count=LABEL_COUNT)}, STATE),
+        ({STATE: True, FACTOR: Finding(FACTOR, factor=4.0)}, FACTOR),
+        ({FACTOR: Finding(CauseKind.RUNNING_SUM)}, CauseKind.RUNNING_SUM),
+        ({FACTOR: None}, CauseKind.UNKNOWN),
+        ({CauseKind.RANKS_DIFFER: True, FACTOR: True}, CauseKind.RANKS_DIFFER),
+        ({WITH_ONE: True, FACTOR: True}, WITH_ONE),
+        ({NOT_FINITE: True, WITH_ONE: True}, NOT_FINITE),
+        ({ONCE: True, CauseKind.OTHER_WEIGHTS: True}, ONCE),
     ],
 )
-def test_first_fitting_cause_is_found(kinds, answers, kind):
-    finding, failures = first_finding(Answers(*kinds, **answers))
+def test_first_fitting_cause_is_found(answers, kind):
+    finding, failures = first_finding(Answers(answers))
     assert finding.kind is kind
     assert not failures
+
+
+@pytest.mark.parametrize(
+    ("right", "kind"), [([0.7, 0.3], CauseKind.MEAN_OF_MEANS), ([0.5, 0.5], None)]
+)
+def test_weights_that_differ_are_a_cause(right, kind):
+    finding = other_weights(Answers({}, weights([0.5, 0.5], right)), ["bias"])
+    if kind is None:
+        assert finding is None
+    else:
+        assert finding.kind is kind
+        assert finding.names == ["bias"]
 
 
 def test_question_that_nobody_answers_is_no_cause():
@@ -202,7 +226,7 @@ def test_cause_that_cannot_be_tested_is_passed_over():
         def questions(self):
             return super().questions() | {STATE: fails}
 
-    finding, failures = first_finding(Failing(COMPARED))
+    finding, failures = first_finding(Failing({COMPARED: True}))
     assert finding.kind is COMPARED
     assert [str(error) for error in failures] == ["no labels"]
 
@@ -220,8 +244,7 @@ def test_cause_that_cannot_be_tested_is_passed_over():
 )
 def test_term_of_each_part_grows_as_expected(factor, expected, cosine, is_found):
     growth = Growth("part", factor, expected, cosine)
-    finding, _ = first_finding(Answers(growths=[growth]))
-    assert (finding.kind is CauseKind.ONCE_PER_PART) == is_found
+    assert growth.is_of_a_term == is_found
 
 
 @pytest.mark.parametrize(

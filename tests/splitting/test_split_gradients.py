@@ -13,7 +13,7 @@ import torch
 from harness.oracle import seeded
 from torch import nn
 
-from scatterpar.causes.cause_list import once_per_part
+from scatterpar.causes.evidence import CauseKind
 from scatterpar.splitting.split_arguments import SplitArguments
 from scatterpar.splitting.split_gradients import GradientEvidence
 from scatterpar.splitting.trial import Trial
@@ -71,13 +71,29 @@ def test_factor_of_all_named_parameters():
             (len(batches) * model(batch).sum()).backward()
 
     evidence = evidence_of(thrice, parts=3)
-    assert evidence.factor(["weight"]) == pytest.approx(3)
-    assert evidence_of(mean_of_means).factor(["weight"]) is None
+    finding = evidence.constant_factor(["weight"])
+    assert finding.kind is CauseKind.CONSTANT_FACTOR
+    assert finding.factor == pytest.approx(3)
+    assert evidence_of(mean_of_means).constant_factor(["weight"]) is None
+    # A right gradient is one times itself.
+    assert evidence_of(sum_of_sums).constant_factor(["weight"]) is None
+
+
+def test_factor_of_zero_has_a_kind_of_its_own():
+    def detached(model, batches):
+        outputs = [model(batch).sum() for batch in batches]
+        loss = sum(outputs) if len(batches) == 1 else 0 * sum(outputs)
+        loss.backward()
+
+    evidence = evidence_of(detached)
+    assert evidence.constant_factor(["weight"]).kind is CauseKind.NO_GRADIENT
 
 
 def test_gradient_of_two_numbers_has_no_factor():
     evidence = evidence_of(sum_of_sums, linear(2), torch.ones(6, 2))
-    assert evidence.factor(["weight"]) is None
+    evidence.tolerance = 1e-12
+    evidence.actual = {"weight": 3 * evidence.expected["weight"]}
+    assert evidence.constant_factor(["weight"]) is None
 
 
 def test_one_part_compared_with_a_loss():
@@ -136,7 +152,7 @@ def test_penalty_per_part_doubles_at_3_parts():
 
 
 def test_no_growth_without_difference_or_rows():
-    assert once_per_part(evidence_of(sum_of_sums)) is None
+    assert evidence_of(sum_of_sums).once_per_part() is None
     assert evidence_of(mean_of_means, batch=ROWS[:5]).growths() == []
 
 
@@ -151,5 +167,7 @@ def test_wrong_parameters_are_named():
     evidence = evidence_of(step, model)
     assert evidence.wrong == ["wrong.weight"]
     assert not evidence.is_everything(evidence.wrong)
-    assert evidence.factor(["wrong.weight"]) == pytest.approx(2)
+    finding = evidence.factor_or_weights()
+    assert finding.names == ["wrong.weight"]
+    assert finding.factor == pytest.approx(2)
     assert evidence.is_everything(["wrong.weight", "right.weight"])

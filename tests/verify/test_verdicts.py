@@ -58,7 +58,10 @@ class ByHand(Evidence):
 
     def questions(self):
         """Those that need no runs."""
-        return {CauseKind.SHAPES_BROADCAST: self.do_shapes_broadcast}
+        return {
+            CauseKind.CONSTANT_FACTOR: self.has_other_weights,
+            CauseKind.SHAPES_BROADCAST: self.do_shapes_broadcast,
+        }
 
 
 @pytest.mark.parametrize(

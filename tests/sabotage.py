@@ -1035,7 +1035,7 @@ SABOTAGES = [
         promise="splitcheck",
         file="splitting/trained_leaves.py",
         place="leaves_outside",
-        text="if value.is_leaf and value.requires_grad:",
+        text="if is_outside and value.is_leaf and value.requires_grad:",
         replacement="if False:",
         seen_by="test_parameters_of_criterion_are_compared",
     ),
@@ -1060,10 +1060,10 @@ SABOTAGES = [
     Sabotage(
         name="random operators give other numbers in each part",
         promise="splitcheck",
-        file="splitting/step_run.py",
-        place="run_step",
-        text="if settings.numbers is not Numbers.AS_DRAWN:",
-        replacement="if False:",
+        file="splitting/operator_modes.py",
+        place="RepeatedNumbers.__torch_dispatch__",
+        text="if not is_random or self._numbers is Numbers.AS_DRAWN:",
+        replacement="if True:",
         seen_by="test_dropout_is_no_draw_of_rows",
     ),
     # --- loops of libraries: as on one device ---

@@ -14,7 +14,6 @@ from scatterpar.batch.markers import Marker
 from scatterpar.devices.transfers import to_numbers
 
 IGNORED = (-100, 255, -1)  # labels that losses leave out, the most usual first
-_EDGES = ("", "first", "last")  # entries of a row that a loss may leave out
 
 
 class NamedTensor(NamedTuple):
@@ -62,22 +61,15 @@ class Count:
 
 def named_tensors(batch: Any, path: str = "batch") -> list[NamedTensor]:
     """The tensors of a batch, rows first; for ``Rows`` the size of each entry."""
+    tensors = []
+    if type(batch) in (tuple, list):
+        batch = dict(enumerate(batch))
     if isinstance(batch, Mapping):
-        children = [(f"{path}[{key!r}]", value) for key, value in batch.items()]
-    elif type(batch) in (tuple, list):
-        children = [(f"{path}[{number}]", value) for number, value in enumerate(batch)]
-    else:
-        return _tensors_of_atoms(batch, path)
-    tensors = []
-    for child_path, value in children:
-        # With the quotes of this package's pages, which tell the path.
-        tensors += named_tensors(value, child_path.replace("'", '"'))
-    return tensors
-
-
-def _tensors_of_atoms(value: Any, path: str) -> list[NamedTensor]:
-    tensors = []
-    for atom in nested.atoms(value):
+        for key, value in batch.items():
+            # With the quotes of this package's pages, which tell the path.
+            tensors += named_tensors(value, f"{path}[{key!r}]".replace("'", '"'))
+        return tensors
+    for atom in nested.atoms(batch):
         if isinstance(atom, Marker) and atom.num_rows is not None:
             tensors.append(NamedTensor(path, sizes_of_entries(atom)))
         elif isinstance(atom, Tensor) and atom.ndim and not atom.is_complex():
@@ -100,14 +92,14 @@ def counts_of(
     """All candidates, the most usual first. A loss may leave out these ``labels``."""
     counts = [Count("rows", "", (1.0,) * num_rows)]
     for path, tensor in sorted(tensors, key=rank_of_labels):
-        for value in labels:
-            words = f"labels that are not {value}"
-            counts += _with_edges(words, path, tensor, value)
+        kinds = {value: f"labels that are not {value}" for value in labels}
         # 0 is the padding of most tokenizers, and what a mask leaves out.
-        counts += _with_edges("entries that are not 0", path, tensor, 0)
+        kinds.setdefault(0, "entries that are not 0")
         # Some libraries mark padding with 1, as torch's key_padding_mask does.
         if is_mask(tensor):
-            counts += _with_edges("entries that are 0", path, tensor, 1)
+            kinds[1] = "entries that are 0"
+        for ignored, words in kinds.items():
+            counts += _with_edges(words, path, tensor, ignored)
         if _may_be_weights(tensor):
             sums = tensor.double().nan_to_num().reshape(num_rows, -1).sum(1)
             counts.append(Count(f"sum of {path}", path, tuple(to_numbers(sums))))
@@ -118,12 +110,12 @@ def _with_edges(words: str, path: str, tensor: Tensor, ignored: int) -> list[Cou
     """Counts of entries that are not ``ignored``: all, or without a row's edge."""
     counts = []
     is_counted = tensor != ignored
+    without_edge = {"": is_counted}
     # A language model predicts the next token: one edge of a row has no target.
-    for edge in _EDGES if tensor.ndim > 1 and tensor.shape[1] > 1 else _EDGES[:1]:
+    if tensor.ndim > 1 and tensor.shape[1] > 1:
+        without_edge |= {"first": is_counted[:, 1:], "last": is_counted[:, :-1]}
+    for edge, entries in without_edge.items():
         text = f"{words}, without the {edge} of a row" if edge else words
-        entries = is_counted
-        if edge:
-            entries = is_counted[:, 1:] if edge == "first" else is_counted[:, :-1]
         per_row = to_numbers(entries.reshape(len(entries), -1).sum(1))
         # If all entries count, no loss can count them wrong.
         is_selective = not bool(entries.all())

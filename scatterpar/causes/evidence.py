@@ -39,7 +39,7 @@ class CauseKind(enum.Enum):
     NUMBERS_PER_PART = "numbers drawn per part"
     # One factor, or other weights of the parts, in all results or in all that are
     # wrong: so this question finds the next ones, too. Before state, because a running
-    # sum of losses is both. It needs no other split, so it is also the cheaper question.
+    # sum of losses is both. It needs no other split, so it is also cheaper.
     CONSTANT_FACTOR = "constant factor"
     NO_GRADIENT = "no gradient"
     SUM_OF_MEANS = "sum of means"

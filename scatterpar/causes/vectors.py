@@ -38,13 +38,11 @@ def weights_of_parts(
     used = [number for number, part in enumerate(parts) if part.any()]
     if not used or len(total) < 2 * len(parts):
         return None
-    # By QR, because the normal equations would square the condition number.
     columns = torch.stack([parts[number] for number in used], 1)
-    q, r = torch.linalg.qr(columns)
-    sizes = torch.linalg.svdvals(r)
+    # By singular values: the normal equations would square the condition number.
+    solved, _, _, sizes = torch.linalg.lstsq(columns, total[:, None], driver="gelsd")
     if sizes[0] > _WORST_CONDITION * sizes[-1]:
         return None
-    solved = torch.linalg.solve_triangular(r, (q.T @ total)[:, None], upper=True)
     if not is_close(columns @ solved[:, 0], total, tolerance):
         return None
     weights = torch.zeros(len(parts), dtype=total.dtype)

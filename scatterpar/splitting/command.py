@@ -26,20 +26,18 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     file, _, name = options.target.rpartition(":")
     path = Path(file)
-    if path.suffix != ".py" or not path.is_file():
-        parser.error(
-            f"{options.target} names no function of a file; pass FILE:FUNCTION, as "
-            f"training.py:check"
-        )
     # Before the checks, which may take minutes.
     if options.json is not None and not options.json.parent.is_dir():
         parser.error(f"there is no folder {options.json.parent} for --json; make it")
-    # By its name, as a spawned process imports it; the file may import its neighbours.
-    sys.path.insert(0, str(path.parent.resolve()))
-    function = getattr(importlib.import_module(path.stem), name, None)
+    function = None
+    if path.suffix == ".py" and path.is_file():
+        # By its name, as a spawned process imports it; the file may import others.
+        sys.path.insert(0, str(path.parent.resolve()))
+        function = getattr(importlib.import_module(path.stem), name, None)
     if not callable(function):
         parser.error(
-            f"{file} has no function {name!r}; pass one that returns {_RETURNED}"
+            f"{options.target} names no function of a file; pass FILE:FUNCTION, as "
+            f"training.py:check, which returns {_RETURNED}"
         )
     returned = function()
     if not isinstance(returned, tuple) or len(returned) != _NUM_RETURNED:

@@ -57,17 +57,19 @@ class RepeatedNumbers(ConstantNumbers):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run ``func``, and replace what it draws."""
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if not is_random or self._numbers is Numbers.AS_DRAWN:
+            return func(*args, **kwargs)
         self.has_drawn = True
         if func.overloadpacket is torch.ops.aten.randperm:
             # Drawn all the same, for its dtype and device.
-            drawn = func(*args, **(kwargs or {}))
+            drawn = func(*args, **kwargs)
             return torch.arange(len(drawn), out=drawn)
         if func.overloadpacket is torch.ops.aten.multinomial:
-            return _most_likely(*args, **(kwargs or {}))
+            return _most_likely(*args, **kwargs)
         # The first number of each call is the same; integers repeat it.
-        generator = (kwargs or {}).get("generator") or torch.default_generator
+        generator = kwargs.get("generator") or torch.default_generator
         generator.manual_seed(0)
         calls = self.calls
         drawn = super().__torch_dispatch__(func, types, args, kwargs)
@@ -78,15 +80,11 @@ class RepeatedNumbers(ConstantNumbers):
         shape = tuple(drawn.shape)
         if not is_dropout:
             self.draws[shape] += 1
-        if drawn.is_floating_point():
-            self._fill(drawn, shape)
+        # Weights have no rows.
+        varied = shape if shape in self._fixed_shapes else shape[1:]
+        if drawn.is_floating_point() and varied and self._numbers is Numbers.VARIED:
+            fill_evenly(drawn, varied)
         return drawn
-
-    def _fill(self, drawn: Tensor, shape: Shape) -> None:
-        if shape in self._fixed_shapes:
-            fill_evenly(drawn, shape)
-        elif self._numbers is Numbers.VARIED and drawn.ndim > 1:
-            fill_evenly(drawn, shape[1:])
 
 
 def fill_evenly(drawn: Tensor, shape: Shape) -> None:
@@ -143,6 +141,5 @@ class WatchedOperators(OperatorMode):
         is_double = any(tensor.dtype in _DOUBLE for tensor in nested.tensors(args))
         if self._in_double and not is_double:
             return  # a constant, which is exact
-        known = self.coarsest
-        if known is None or torch.finfo(dtype).eps > torch.finfo(known).eps:
-            self.coarsest = dtype
+        dtypes = (dtype, self.coarsest or torch.float64)
+        self.coarsest = max(dtypes, key=lambda known: torch.finfo(known).eps)

@@ -229,11 +229,10 @@ class GradientEvidence(SplitEvidence):
         # Without a difference both are not a number, which no growth is.
         factor = float(three.norm() / two.norm())
         cosine = float(torch.cosine_similarity(two, three, dim=0))
-        growths = []
-        for times in {1, others}:
-            growth = (3 * times - 1) / (2 * times - 1)
-            growths.append(Growth(unit, factor, growth, cosine))
-        return growths
+        return [
+            Growth(unit, factor, (3 * times - 1) / (2 * times - 1), cosine)
+            for times in {1, others}
+        ]
 
     def mean_of_means_in_a_term(self) -> Finding | None:
         """The count whose equal rows are treated right, though others are not.

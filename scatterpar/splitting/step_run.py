@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import sys
 from collections import Counter
@@ -121,14 +120,8 @@ def run_step(
     repeated = RepeatedNumbers(settings.numbers, settings.fixed_shapes)
     watched = WatchedOperators(settings.in_double)
     returned: Any = None  # of a step that an optimizer ends
-    with contextlib.ExitStack() as stack:
-        if settings.numbers is not Numbers.AS_DRAWN:
-            stack.enter_context(repeated)
-        stack.enter_context(watched)
-        stack.enter_context(clipping_replaced(gradients.clippings))
-        stack.enter_context(terms)
-        # Last: it catches the end of the step, and the others then end as usual.
-        stack.enter_context(gradients)
+    # Gradients last: they catch the end of the step, and the others end as usual.
+    with repeated, watched, clipping_replaced(gradients.clippings), terms, gradients:
         returned = step(model, batches)
         # A loop that only logs what it returns has run its backward passes.
         if not gradients.has_run_backward and not settings.returns_values:

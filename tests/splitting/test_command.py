@@ -69,7 +69,7 @@ def refuse(arguments):
     ("function", "words"),
     [
         ("check:missing", "names no function of a file"),
-        ("missing", "has no function 'missing'"),
+        ("missing", ":missing names no function of a file"),
         ("nothing", "nothing must return step, model, batch"),
     ],
 )

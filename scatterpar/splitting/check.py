@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from scatterpar.splitting.cause_words import explain, explain_terms
-from scatterpar.splitting.check_report import Cause, SplitReport
+from scatterpar.splitting.check_report import SplitReport
 from scatterpar.splitting.gradients import joined, union
 from scatterpar.splitting.split_arguments import Loss, SplitArguments
 from scatterpar.splitting.step_run import StepFunction
 from scatterpar.splitting.trial import Trial
-
-_EXACT = "exact"  # of a term of the loss whose gradient is right
 
 
 @dataclass(frozen=True)
@@ -114,9 +112,7 @@ def check(trial: Trial) -> SplitCheck:
     cause = explain(trial, comparison)
     terms: dict[str, str] = {}
     if cause.name and reference.terms:
-        of_terms = explain_terms(trial, reference.terms)
-        terms = {name: term.name or _EXACT for name, term in of_terms.items()}
-        cause = _with_terms(cause, of_terms, terms)
+        cause, terms = explain_terms(trial, reference.terms, cause)
     expected = reference.gradients
     # Rank 0 stands for all in the numbers of the report, though not in the verdict.
     actual = joined(results[0].gradients)
@@ -129,14 +125,3 @@ def check(trial: Trial) -> SplitCheck:
         wrong=union(trial.differing(r.gradients, expected) for r in results),
         terms=terms,
     )
-
-
-def _with_terms(
-    cause: Cause, of_terms: dict[str, Cause], terms: dict[str, str]
-) -> Cause:
-    """The cause of the first wrong term, with a list of the causes of all terms."""
-    listed = "; ".join(map(": ".join, terms.items()))
-    for name, term in of_terms.items():
-        if term.name:
-            return replace(term, why=f"{listed}. In {name}: {term.why}")
-    return replace(cause, why=f"{listed}. {cause.why}")

@@ -12,7 +12,6 @@ from scatterpar.splitting.grid import check_all, trials_of_cells
 from scatterpar.splitting.split_arguments import SplitArguments
 
 _RETURNED = "step, model, batch"
-_NUM_RETURNED = 3
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -40,10 +39,11 @@ def main(arguments: Sequence[str]) -> int:
             f"training.py:check, which returns {_RETURNED}"
         )
     returned = function()
-    if not isinstance(returned, tuple) or len(returned) != _NUM_RETURNED:
+    try:
+        step, model, batch = returned
+    except (TypeError, ValueError):
         kind = type(returned).__name__
         parser.error(f"{name} must return {_RETURNED}, got {kind}")
-    step, model, batch = returned
     try:
         shared = SplitArguments(
             step, model, batch, ranks=1, equal=True, timeout=options.timeout

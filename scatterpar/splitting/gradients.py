@@ -42,13 +42,11 @@ def zeros_of_all(results: Sequence[Gradients]) -> Gradients:
     A gradient whose shape depends on the split, as a shard, is left out.
     """
     zeros: Gradients = {}
-    differing_shapes = set()
-    for gradients in results:
-        for name, gradient in gradients.items():
-            zero = zeros.setdefault(name, torch.zeros_like(gradient))
-            if zero.shape != gradient.shape:
-                differing_shapes.add(name)
-    return {name: zero for name, zero in zeros.items() if name not in differing_shapes}
+    for name in union(results):
+        shapes = {result[name].shape for result in results if name in result}
+        if len(shapes) == 1:
+            zeros[name] = torch.zeros(*shapes, dtype=torch.float64)
+    return zeros
 
 
 def largest_error(errors: Mapping[str, float]) -> tuple[float, str]:

@@ -41,10 +41,10 @@ class ProcessState:
         if "numpy" in sys.modules:
             # NumPy imports it at its first use, which may be in the step.
             importlib.import_module("numpy.random")
-        helpers = _training_helpers(step)
         shared = _singletons()
-        of_helpers = [vars(helper) for helper in helpers]
-        tensors = tensors_of(model)
+        of_helpers = [vars(helper) for helper in _training_helpers(step)]
+        # A scripted module has them outside of Python.
+        tensors = [*model.parameters(), *model.buffers()]
         devices = {tensor.device for tensor in tensors}
         walk = Walk([model, tensors, step, *of_helpers, *shared.values()])
         # All that a step may write, of any size; a look of the engine saves less.
@@ -89,11 +89,6 @@ class ProcessState:
                 contents.clear()  # the step has imported accelerate
         if dist.is_available() and dist.is_initialized() and not self._has_group:
             dist.destroy_process_group()
-
-
-def tensors_of(model: nn.Module) -> list[Tensor]:
-    """The parameters and buffers, which a scripted module has outside of Python."""
-    return [*model.parameters(), *model.buffers()]
 
 
 class _SavedLeaf(NamedTuple):

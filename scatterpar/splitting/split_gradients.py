@@ -9,6 +9,7 @@ from itertools import chain
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from scatterpar.causes.cause_list import other_weights
 from scatterpar.causes.counts import Count
@@ -336,7 +337,7 @@ class ValueEvidence(GradientEvidence):
         last = [0.0] * (size - 1) + [1.0]
         for usual in (*self.weights_of_counts(), means, last):
             weights = torch.tensor(usual, dtype=parts.dtype)
-            without_last = weights.index_fill(0, torch.tensor(size - 1), 0)
+            without_last = pad(weights[:-1], (0, 1))
             for tried in (weights, without_last / without_last.sum()):
                 if is_close(tried @ parts, joined(total, names), self.tolerance):
                     return tried

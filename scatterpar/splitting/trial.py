@@ -106,9 +106,10 @@ class Trial:
         self._batch = batch_of(batch, None, num_rows, 0)
         # The sizes of parts and ranks do not depend on the order of rows.
         self.rows = list(range(num_rows))
-        sizes = [[len(part) for part in share] for share in self.split()]
+        shares = self.split()
         # The numbers of rows of all parts, and of all ranks, if there are several.
-        groups = [list(chain.from_iterable(sizes)), [sum(share) for share in sizes]]
+        groups = [[len(part) for part in chain(*shares)]]
+        groups.append([sum(map(len, share)) for share in shares])
         groups = [group for group in groups if len(group) > 1]
         # A loss may count in the samples of a data set, which a collator makes tensors.
         counted = batch if arguments.counted is None else arguments.counted
@@ -410,9 +411,8 @@ class Trial:
             # behind the other, or row by row.
             of_first_rows = expected[:size]
             actual = of_part.get(name, expected)[:size]
-            if actual.shape != of_first_rows.shape:  # of no rows
-                continue
-            if not is_close(actual, of_first_rows, self.limit):
+            has_rows = actual.shape == of_first_rows.shape
+            if has_rows and not is_close(actual, of_first_rows, self.limit):
                 return name
         return ""
 

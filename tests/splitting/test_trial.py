@@ -93,8 +93,8 @@ def numbers(*values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-def trial_of(step):
-    options = {"ranks": 1, "equal": None, "timeout": 60.0}
+def trial_of(step, **others):
+    options = {"ranks": 1, "equal": None, "timeout": 60.0, **others}
     return Trial(SplitArguments(step, new(Net), images(), **options))
 
 
@@ -105,6 +105,14 @@ def test_parameters_beyond_limit_are_named():
     assert trial.differing(actual, expected) == ["weight", "bias"]
     trial.limit = 0.01
     assert trial.differing(actual, expected) == ["bias"]
+
+
+def test_small_value_beside_a_large_one_differs():
+    """Each value has a scale of its own: ranks that differ in this one are named."""
+    expected = {"loss": numbers(1e-6), "perplexity": numbers(1e6)}
+    actual = {**expected, "loss": numbers(2e-6)}
+    trial = trial_of(backward_sums, returns_values=True)
+    assert trial.differing(actual, expected) == ["loss"]
 
 
 def test_gradient_beside_a_larger_one_is_invisible():

@@ -97,7 +97,7 @@ def counts_of(
         kinds.setdefault(0, "entries that are not 0")
         # Some libraries mark padding with 1, as torch's key_padding_mask does.
         if is_mask(tensor):
-            kinds[1] = "entries that are 0"
+            kinds.setdefault(1, "entries that are 0")
         for ignored, words in kinds.items():
             counts += _with_edges(words, path, tensor, ignored)
         if _may_be_weights(tensor):

@@ -134,7 +134,7 @@ class TrainedGradients:
         """Runs before ``optimizer.step(closure)``, for which ``args`` have both."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         returned = None
-        if closure is not None:
+        if callable(closure):
             # ``Optimizer.step`` runs under ``no_grad``, its closure does not.
             with torch.enable_grad():
                 returned = closure()
@@ -145,7 +145,7 @@ class TrainedGradients:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
-        if closure is None:
+        if not callable(closure):
             return None
         # Without a second run, which would accumulate each gradient again.
         return args[:1], {**kwargs, "closure": lambda: returned}

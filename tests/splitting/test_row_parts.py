@@ -76,6 +76,19 @@ def test_second_order_gives_each_part_terms(groups, ignored):
         assert len(set(terms)) > 1
 
 
+def test_each_part_has_terms_beside_the_complement_of_a_mask():
+    """Entries that are 0 in one mask are as many as those that are 1 in the other one.
+
+    Nobody divides by padding, but somebody may by the terms with the same numbers.
+    """
+    mask = (torch.arange(16) % 2 == 0)[:, None].expand(16, 3)
+    tensors = named_tensors({"mask": mask, "padding": ~mask})
+    orders, hidden = orders_of_rows(tensors, counts_of(tensors, 16), [[4] * 4])
+    terms = [part.sum() for part in mask[orders[-1]].split(4)]
+    assert min(terms) > 0
+    assert not hidden
+
+
 def test_terms_in_too_few_rows_are_hidden():
     labels = torch.full((16,), -100)
     labels[:2] = torch.tensor([3, 4])

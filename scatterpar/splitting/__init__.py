@@ -12,8 +12,8 @@ Runs in the caller's thread, or in processes of its own.
 - ``parts`` cuts the rows of the batch;
 - ``trial`` runs the step on any split: in this process, which ``process_state``
   restores, or in the processes of ``ranks``. Both call ``step_run``;
-- ``evidence`` computes the figures on which causes are tested, with ``gradients``;
-  ``causes`` has the words.
+- ``split_gradients`` computes the figures on which causes are tested, with
+  ``gradients``; ``cause_words`` has the words.
 """
 
 from scatterpar.splitting.check import SplitCheck, splitcheck

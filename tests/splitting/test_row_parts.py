@@ -76,7 +76,7 @@ def test_second_order_gives_each_part_terms(groups, ignored):
         assert len(set(terms)) > 1
 
 
-def test_each_part_has_terms_beside_the_complement_of_a_mask():
+def test_complement_of_a_mask_hides_no_terms():
     """Entries that are 0 in one mask are as many as those that are 1 in the other one.
 
     Nobody divides by padding, but somebody may by the terms with the same numbers.

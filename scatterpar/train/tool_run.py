@@ -258,13 +258,14 @@ class Run:
             lines.append(f"batches of {rows:,}, for {steps}; {reason}")
             lines.append(training.rates_in_words())
         self._say(*lines)
-        self.progress.describe("reading the first batch")  # a large batch takes a while
 
     def _train_epochs(self) -> None:
         training = self.training
         self.feed.request(training.requests())
         # It is called once per sub-step, so that the bar moves within a step.
         training.criterion.register_forward_hook(self.progress.add)
+        # A large batch takes a while.
+        self.progress.describe("reading the first batch")
         while not training.is_over:
             self._step_ended = time.perf_counter()
             # The session before may have ended between the last step of an epoch and

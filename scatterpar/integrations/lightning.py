@@ -169,7 +169,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._until_end_of_evaluation = contextlib.ExitStack()
         # By path, the module's metrics without their states: calls copy these while
         # the loop updates the user's.
-        self._metrics: dict[str, Any] = {}
+        self._empty_metrics: dict[str, Any] = {}
         # Of an evaluation: how many batches have been transferred; which replica has
         # the last one.
         self._num_batches = 0
@@ -269,7 +269,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         inputs["rows"] = Rows(range(loop.num_rows(batch)))
         self._skips.clear()
         with precision.train_step_context(), self._without_metrics() as metrics:
-            self._metrics = _all_emptied(metrics)
+            self._empty_metrics = _all_emptied(metrics)
             try:
                 loss, records = self._engine.loss(inputs, **options)
             finally:
@@ -394,7 +394,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """In the body the call runs. Yields the module whose step function to call."""
         device = loop.device_of(replica, self.root_device)
         copies = {}
-        for place, metric in self._metrics.items():
+        for place, metric in self._empty_metrics.items():
             copies[place] = _emptied(metric).to(device)
         call.places = {id(metric): at for at, metric in _single(copies).items()}
         module = replica if self._parallel else self.lightning_module
@@ -539,7 +539,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             self._without_metrics() as metrics,
         ):
             if self._calls is None:
-                self._metrics = _all_emptied(metrics)
+                self._empty_metrics = _all_emptied(metrics)
                 self._calls = self._engine.batch_calls(
                     partial(self._evaluation_call, step)
                 )
@@ -551,7 +551,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     def _evaluation_call(self, step: str, work: Any, arguments: Sequence[Any]) -> _Call:
         """Call a step function for a batch."""
-        call = _Call(0, 1)  # with the weight of the whole batch
+        # No part of a batch: it counts as one row.
+        call = _Call(first_row=0, num_rows=1)
         with self._in_call(work[0], call) as module:
             call.output = getattr(module, step)(*arguments)
         return call

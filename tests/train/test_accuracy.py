@@ -87,7 +87,7 @@ def test_folder_of_no_class_refused(run, pictures, tmp_path, capsys, place, word
 
 def test_ctrl_c_writes_no_numbers(run, pictures, tmp_path, capsys, monkeypatch):
     def interrupted(tally, *_):
-        tally._counts["images"] += 8
+        tally._sums[0] += 8  # images
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr("scatterpar.train.predict._ROWS", 8)

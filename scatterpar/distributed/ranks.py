@@ -139,7 +139,9 @@ class Ranks:
         trained = [positions.get(id(leaf)) for leaf, _ in outcome.gradients]
         # As text, compared by all ranks: else they would add tensors of different
         # parameters, or wait for each other for ever.
-        kind = f"{is_mean} {trained} {outcome.request.scale} {_kind_of(outcome, sums)}"
+        scale = outcome.request.scale
+        tensors = _kind_of(outcome, sums)
+        kind = f"{is_mean} {trained} {scale} {tensors}"
         rows = outcome.attempt.plan.rows
         weight = outcome.terms if is_mean else 1.0  # of this rank's loss
         summands = [outcome.terms, outcome.loss * weight, *outcome.norms]
@@ -153,7 +155,8 @@ class Ranks:
         # Before the sum: rounding is that of one sum, and no second pass over it is
         # needed.
         if sums.gradients:
-            torch._foreach_mul_(sums.gradients, weight / total if total else 0.0)
+            share = weight / total if total else 0.0
+            torch._foreach_mul_(sums.gradients, share)
         for flat in flats:
             subject = f"the sum of all gradients in {flat.dtype}"
             self._collectives.all_reduce(flat, subject)
@@ -172,10 +175,11 @@ class Ranks:
         """
         parts = _Parts([], [], [], [])
         for leaf, gradient in outcome.gradients:
-            # Zeros for a leaf that this rank did not use.
-            dense = torch.zeros_like(leaf) if gradient is None else gradient.to_dense()
+            if gradient is None:  # this rank did not use the leaf
+                gradient = torch.zeros_like(leaf)
+            dense = gradient.to_dense().detach()
             dtype = sum_dtype(leaf, self._accumulate_dtype)
-            parts.gradients.append(dense.detach().to(dtype))
+            parts.gradients.append(dense.to(dtype))
         if parts.gradients:
             is_used = [gradient is not None for _, gradient in outcome.gradients]
             like = parts.gradients[0]  # its dtype, to be sent together
@@ -339,7 +343,9 @@ class Payload(NamedTuple):
 
 def pack(tensors: Sequence[Tensor], seed: int, rows: int) -> Tensor:
     """A 1-D byte tensor: the bytes of the tensors, then of the numbers and sizes."""
-    sizes = [size for tensor in tensors for size in tensor.shape]
+    sizes: list[int] = []
+    for tensor in tensors:
+        sizes += tensor.shape
     # At the end, where its place is known from its length.
     header = torch.tensor([seed, rows, *sizes])
     parts = [as_bytes(tensor) for tensor in (*tensors, header)]

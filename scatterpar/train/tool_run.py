@@ -114,7 +114,6 @@ def run(arguments: Sequence[str], processes: Processes = ALONE) -> int:
         return launch(run, words, options.processes)
     devices = choose_devices(options.devices, processes)
     training = Training(options, open_data(options), devices, processes, checkpoint)
-    total = training.epochs * training.images
     is_first = processes.is_first
     stopping = "saving at the end of this step" if is_first else None
     with (
@@ -122,12 +121,9 @@ def run(arguments: Sequence[str], processes: Processes = ALONE) -> int:
         records.locked(out, options.resume) if is_first else contextlib.nullcontext(),
         Metrics(out / METRICS_FILE, training.step, is_first) as metrics,
         Feed(training.source, (), options.skip_broken, processes) as feed,
-        Progress(
-            total, training.consumed, file=sys.stdout, is_shown=is_first
-        ) as progress,
         stoppable(stopping) as signals,
     ):
-        return Run(training, metrics, feed, progress, signals).train()
+        return Run(training, metrics, feed, signals).train()
 
 
 @dataclass(eq=False)
@@ -149,7 +145,6 @@ class Run:
     training: Training
     metrics: Metrics
     feed: Feed
-    progress: Progress
     signals: list[int]
     _copied: str = ""  # what the last step copied, in words
     _step_ended: float = 0.0  # when the last step ended, or the test after it
@@ -159,6 +154,7 @@ class Run:
         training = self.training
         self.options = training.options
         self.tested = training.source.tested
+        self.progress: Progress
         self._is_first = training.processes.is_first
         self._saved = training.step
         # What is drawn: the test of the best epoch, or the one at the end.
@@ -172,7 +168,15 @@ class Run:
         code.
         """
         try:
-            return self._train()
+            self._announce()
+            # After the lines, so that the bar is below them.
+            with Progress(
+                self.training.epochs * self.training.images,
+                self.training.consumed,
+                file=sys.stdout,
+                is_shown=self._is_first,
+            ) as self.progress:
+                return self._train()
         except UsageError as error:
             raise UsageError(f"{error}; {self._kept()}") from error
         except RankError:
@@ -194,7 +198,6 @@ class Run:
     def _train(self) -> int:
         code = 0
         ending = FINISHED
-        self._announce()
         try:
             self._train_epochs()
         except FloatingPointError as error:

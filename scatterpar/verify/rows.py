@@ -188,7 +188,7 @@ def _features_of(tensor: Tensor, ignored: Iterable[int]) -> Iterator[Tensor]:
         features = [entries.isnan(), entries, entries < 0]
     for numbers in (*features, entries == 0):
         feature = to_device(numbers, HOST).double().nan_to_num().mean(1)
-        low, high = feature.aminmax()
+        low, high = map(float, feature.aminmax())
         if high > low:
             yield (feature - low) / (high - low)
 

@@ -45,7 +45,7 @@ from scatterpar.torch_private import (
 from scatterpar.verify.comparison import magnitudes
 from scatterpar.verify.gradient_check import uses_batch_statistics
 from scatterpar.verify.output_differences import cut_rows
-from scatterpar.verify.ranges import ranges_of_step
+from scatterpar.verify.ranges import informative_tensors, ranges_of_step
 from scatterpar.verify.rows import RowChoice, affordable_rows, ignored_values
 from scatterpar.verify.verdicts import in_lines, refused_injection
 from scatterpar.verify.verifier import Question, Verifier, candidate_of
@@ -90,6 +90,7 @@ class OutputLooks(Verifier):
             self.warn(_NORMALISES)
         choice = RowChoice(
             request,
+            informative_tensors(request),
             plan,
             ignored_values(request.criterion, request.count),
             kind.looks,

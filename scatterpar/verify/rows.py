@@ -29,7 +29,7 @@ from scatterpar.devices.transfers import to_device, to_numbers
 from scatterpar.plan import Plan
 from scatterpar.replicas.references import reachable, read_attribute
 from scatterpar.step.request import Request
-from scatterpar.verify.ranges import informative_tensors, may_be_labels
+from scatterpar.verify.ranges import may_be_labels
 
 Part = Sequence[int]  # the numbers of its rows
 Parts = Sequence[Part]
@@ -54,6 +54,7 @@ class RowChoice:
 
     Attributes:
         request: the call, with its largest batch.
+        tensors: of the request, that may hold labels, masks, lengths or weights.
         plan: how the step, or its loop, divides the rows of the batch.
         ignored: labels that the loss may ignore.
         number: the number of earlier looks: each look takes other rows.
@@ -63,6 +64,7 @@ class RowChoice:
     """
 
     request: Request
+    tensors: Sequence[Tensor]
     plan: Plan
     ignored: Sequence[int]
     number: int
@@ -115,8 +117,7 @@ class RowChoice:
         """The features that differ between rows: the first of each tensor, the second,
         …; each look begins with another one.
         """
-        tensors = informative_tensors(self.request)
-        by_tensor = [_features_of(tensor, self.ignored) for tensor in tensors]
+        by_tensor = [_features_of(tensor, self.ignored) for tensor in self.tensors]
         ranks = chain.from_iterable(zip_longest(*by_tensor))
         features = [feature for feature in ranks if feature is not None]
         first = self.number % max(1, len(features))

@@ -27,7 +27,11 @@ from scatterpar.verify.comparison import Inconclusive
 from scatterpar.verify.join_check import JoinCheck
 from scatterpar.verify.look import look
 from scatterpar.verify.look_losses import name_of
-from scatterpar.verify.ranges import counts_as_torch, ranges_of_step
+from scatterpar.verify.ranges import (
+    counts_as_torch,
+    informative_tensors,
+    ranges_of_step,
+)
 from scatterpar.verify.rows import (
     RowChoice,
     affordable_rows,
@@ -310,7 +314,9 @@ class Question:
             function = self.attempt.replicas.of_model.root.forward
         ignored = ignored_values(function, request.count)
         most = self._most_rows(request, plan, is_first=not number)
-        return RowChoice(request, plan, ignored, number, self.is_divided, most)
+        # Read here: the replica's thread, in which rows are chosen, has its own device.
+        tensors = informative_tensors(request)
+        return RowChoice(request, tensors, plan, ignored, number, self.is_divided, most)
 
     def _most_rows(self, request: Request, plan: Plan, is_first: bool) -> int:
         """As many rows as are cheap: fewer of a large model, and in later looks."""

@@ -282,30 +282,30 @@ class Workers:
         """
         memory.tune_malloc(devices[0])
         # With a limit it needs a thread that can be abandoned.
-        if len(modules) == 1 and seconds is None:
-            device = devices[0]
-            with (
-                streams.use_device(device, ()),
-                no_autocast_cache(),
-                self.interrupts.allowed(),
-            ):
-                try:
+        try:
+            if len(modules) == 1 and seconds is None:
+                device = devices[0]
+                with (
+                    streams.use_device(device, ()),
+                    no_autocast_cache(),
+                    self.interrupts.allowed(),
+                ):
                     return [modules[0](*inputs[0])]
-                except BaseException as failure:
-                    leave_out_own_frames(failure)
-                    raise
-        context = CallerContext()
-        calls = [
-            context.bound(device, module, args)
-            for module, args, device in zip(modules, inputs, devices, strict=True)
-        ]
-        if at_once is None:
-            at_once = max_concurrency(devices)
-        job = Job(dict(enumerate(calls)), at_once, cancel or threading.Event())
-        deadline = math.inf if seconds is None else time.monotonic() + seconds
-        with SETTINGS_KEPT:
-            self._post(job, dict(enumerate(threads_of(devices))))
-            return self.results_of(job, deadline)
+            context = CallerContext()
+            calls = [
+                context.bound(device, module, args)
+                for module, args, device in zip(modules, inputs, devices, strict=True)
+            ]
+            if at_once is None:
+                at_once = max_concurrency(devices)
+            job = Job(dict(enumerate(calls)), at_once, cancel or threading.Event())
+            deadline = math.inf if seconds is None else time.monotonic() + seconds
+            with SETTINGS_KEPT:
+                self._post(job, dict(enumerate(threads_of(devices))))
+                return self.results_of(job, deadline)
+        except BaseException as failure:
+            leave_out_own_frames(failure)
+            raise
 
     def begin(
         self,

@@ -266,7 +266,9 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         """Set an option as the constructor would, or leave all as it was."""
         options = replace(self._options, **{name: value})
         one_pass = self._one_pass
-        if name in ("graphs", "micro_batch_cost", "measure_noise"):
+        self._check_noise(options)
+        # A new one forgets its captured graphs.
+        if name in ("graphs", "micro_batch_cost"):
             one_pass = self._made_schedule(options)
         # Nothing below raises: a refused value has changed nothing.
         self._options = options
@@ -304,13 +306,15 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
     def _init_verifier(self) -> None:
         self._verifier = Verifier(self._ranks is not None) if self.verify else None
 
+    def _check_noise(self, options: EngineOptions) -> None:
+        if options.measure_noise:
+            check_noise(self.device_ids, self._ranks.size if self._ranks else 1)
+
     def _made_schedule(self, options: EngineOptions) -> Schedule:
         """Returns the schedule of steps without ``whole_batch``.
 
         Raises ``ValueError`` for options that do not fit the devices or each other.
         """
-        if options.measure_noise:
-            check_noise(self.device_ids, self._ranks.size if self._ranks else 1)
         return Captured(options, self._compile_fn) if options.graphs else Schedule()
 
     @overload

@@ -99,7 +99,7 @@ def join_rows(
             atoms = _padded(atoms, dim, pad)
         joins_equal = constants is not None
         if rows is not None and not _have_rows(atoms, rows, dim, joins_equal):
-            return first
+            return atoms[0]
         # After ``cat``, because a plan by cost mixes the rows of all pieces.
         return _in_order(torch.cat(atoms, dim), order, dim)
 

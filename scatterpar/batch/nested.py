@@ -114,8 +114,12 @@ def atoms(value: Any) -> list[Any]:
 def with_contents(value: Any) -> list[Any]:
     """``value`` and every container and atom in it, the outer ones first."""
     values = [value]
-    for inner in values:  # the list grows while it is read
-        values += _parts(inner, inner)[0]
+    for child in children_of(value):
+        if isinstance(child, Tensor):  # rows may be many thousands of tensors
+            values.append(child)
+        else:
+            # A value that contains itself ends in Python's ``RecursionError``.
+            values += with_contents(child)
     return values
 
 
@@ -141,7 +145,8 @@ def walk(
     for levels_below in range(depth, -1, -1):
         next_level: list[Any] = []
         for value in level:
-            is_plain = isinstance(value, WITHOUT_PARTS)
+            # Not of the value itself: a proxy asks an object that may be gone.
+            is_plain = issubclass(type(value), WITHOUT_PARTS)
             if not is_plain and id(value) in seen:
                 continue
             if len(values) == max_values:
@@ -208,9 +213,11 @@ def _mapping_like(original: Any, keys: list[Any], children: Iterable[Any]) -> An
     if type(original) in (dict, types.MappingProxyType):
         return values
     mapping = copy.copy(original)
+    if mapping is original:  # it cannot be changed
+        return values
     _forget_computed(mapping)
-    if isinstance(original, dict):
-        # The copy has values of its own, a default factory, and attributes.
+    if isinstance(original, dict) or hasattr(type(original), "__copy__"):
+        # Such a copy has values of its own, a default factory, and attributes.
         for key, child in values.items():
             mapping[key] = child
         if getattr(original, "__dict__", None) is original:  # attributes are items

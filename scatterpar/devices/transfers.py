@@ -256,8 +256,6 @@ class Prefetcher(Transfers):
         requested = self._requested
         self._requested = []
         with self._lock, contextlib.ExitStack() as current:
-            copied = torch.Event(self._device)
-            self._groups[number] = copied, [target for _, target in requested]
             computing = torch.accelerator.current_stream(self._device)
             # Work that was launched there may still read the memory of the targets.
             self._stream.wait_stream(computing)
@@ -268,9 +266,10 @@ class Prefetcher(Transfers):
                 source = self._in_pinned_memory(tensor, target)
                 write(target, source, non_blocking=True)
                 is_staged = is_staged or source is not tensor
-            self._stream.record_event(copied)
+            copied = record_event(self._device)
+            self._groups[number] = copied, [target for _, target in requested]
             if is_staged:
-                self._pinned.append(record_event(self._device))
+                self._pinned.append(copied)
 
     def _in_pinned_memory(self, tensor: Tensor, target: Tensor) -> Tensor:
         """``tensor``, or a copy in pinned memory, which torch reuses only after it was
@@ -286,8 +285,8 @@ class Prefetcher(Transfers):
 
     def wait_on_stream(self, number: int) -> None:
         """Make the current stream wait for copy group ``number``."""
-        if number in self._groups:
-            copied, _ = self._groups[number]
+        # Another thread may synchronize, and so drop all groups, at the same time.
+        group = self._groups.pop(number, None)
+        if group is not None:
+            copied, _ = group
             torch.accelerator.current_stream(self._device).wait_event(copied)
-            # From here on the computing stream orders what happens to their memory.
-            del self._groups[number]

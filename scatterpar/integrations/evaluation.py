@@ -96,7 +96,7 @@ class BatchesAhead:
     def moved(self, value: Any, device: torch.device) -> Any:
         """What the result has, on the first device. Then its replica goes on."""
         assert self.calls is not None
-        on_device = loop.moved(value, device)
+        on_device = loop.moved(value, device, copy=True)
         self.calls.go_on()
         return on_device
 

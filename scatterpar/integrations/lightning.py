@@ -545,7 +545,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
                 )
             call = self._calls.result([arguments, *items])
             self._log([call], metrics)
-            output = loop.moved(call.output, self.root_device)
+            output = loop.moved(call.output, self.root_device, copy=True)
             self._calls.go_on()
         return output
 

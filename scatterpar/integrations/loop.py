@@ -28,7 +28,6 @@ from scatterpar.state.journal import Journal
 from scatterpar.state.walk import Walk
 from scatterpar.state.whose import is_user_class
 from scatterpar.step.request import check_function
-from scatterpar.step.substeps import detached
 from scatterpar.verify.comparison import Inconclusive
 from scatterpar.verify.dropped_records import records_dropped
 
@@ -276,11 +275,15 @@ def device_of(module: nn.Module, default: Any) -> torch.device:
     return torch.device(default if parameter is None else parameter.device)
 
 
-def moved(value: Any, device: torch.device) -> Any:
-    """``value`` with its tensors on ``device``, without their graphs."""
+def moved(value: Any, device: torch.device, *, copy: bool = False) -> Any:
+    """``value`` with its tensors on ``device``, without their graphs.
+
+    With ``copy``, in memory that a replica does not write which goes on with its next
+    batch: the module may keep an output, such as in a buffer.
+    """
 
     def move(tensor: Tensor) -> Tensor:
-        return to_device(detached(tensor), device)
+        return to_device(tensor.detach(), device, copy=copy)
 
     return nested.map_tensors(move, value)
 

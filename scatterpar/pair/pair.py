@@ -340,7 +340,7 @@ class DataParallelCriterion(_OfPair[Criterion]):
 
             losses = self._run(plan, loss_of, transfers)
             self._looks.tell()
-        weight_by_share = [weight for (weight,) in weights.by_share]
+        weight_by_share = [weight for (weight,) in weights.of_losses]
         return combine(losses, weight_by_share, plan)
 
     def _plan(self, outputs: Sequence[Any], targets: Any) -> Plan:

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scatterpar.batch.nested import PLAIN, walk
+from scatterpar.batch.nested import PLAIN
 from scatterpar.replicas.quantised import is_composite, is_state, tensors_in
 from scatterpar.replicas.references import (
+    DEPTH,
     MAX_ENTRIES,
     contents,
     module_of,
@@ -35,7 +36,6 @@ from scatterpar.torch_private import (
 CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
 _REGISTRIES = {dict, OrderedDict, set}  # of a module's parameters, hooks and the like
 _GRAD_DTYPE = attrgetter("grad_dtype")
-_DEPTH = 16  # of functions and containers that refer to each other
 
 
 class ModuleContents:
@@ -167,13 +167,20 @@ class ModuleContents:
 
         A hook that looks up its module, or calls another one, finds the replica's.
         """
-        while self._functions:
-            values = walk(self._functions, _bound, _DEPTH)
-            self._functions = []
-            for value in values:
-                is_container = type(value) in CONTAINERS
-                if is_container and self.leads_here(value):
-                    self._visit(value)  # which may find further functions
+        seen: dict[
+            int, Any
+        ] = {}  # keeps all of them alive, so that no id is used again
+        values: list[Any] = []
+        while values or self._functions:
+            value = values.pop() if values else self._functions.pop()
+            if id(value) in seen:
+                continue
+            seen[id(value)] = value
+            if type(value) not in CONTAINERS:
+                parts = parts_of(value)
+                values += [*parts.made_of(), *parts.closure.values()]
+            elif not self.is_replicated(value) and self.leads_here(value):
+                self._visit_container(value)  # which may find further functions
 
     def leads_here(self, value: Any) -> bool:
         """Whether ``value`` is replicated, or leads to something that is.
@@ -181,22 +188,26 @@ class ModuleContents:
         A value leads to what it is made of, a function to what it closes over, a
         container to its entries and keys, the ``id`` of a module or tensor to that.
         """
-        return any(map(self._is_here, walk([value], self._referents, _DEPTH)))
+        return self._leads_here(value, DEPTH, set())
 
-    def _is_here(self, value: Any) -> bool:
-        if type(value) is int:
-            return value in self.modules or value in self.tensors
-        return self.is_replicated(value)
-
-    def _referents(self, value: Any) -> list[Any]:
-        if self.is_replicated(value):  # which answers the question
-            return []
-        referents = _bound(value)
-        if type(value) in CONTAINERS and len(value) <= MAX_ENTRIES:
+    def _leads_here(self, value: Any, depth: int, seen: set[int]) -> bool:
+        """As ``leads_here``, through containers that are ``depth`` in each other."""
+        if type(value) in PLAIN:
+            is_id = type(value) is int
+            return is_id and (value in self.modules or value in self.tensors)
+        if self.is_replicated(value):
+            return True
+        if id(value) in seen:
+            return False
+        seen.add(id(value))
+        parts = parts_of(value)
+        referents = [*parts.made_of(), *parts.closure.values()]
+        if type(value) in CONTAINERS and depth and len(value) <= MAX_ENTRIES:
+            depth -= 1
             referents += value
             if isinstance(value, dict):
                 referents += value.values()
-        return referents
+        return any(self._leads_here(referent, depth, seen) for referent in referents)
 
     def is_replicated(self, value: Any) -> bool:
         """Whether replicas have a copy of ``value``."""
@@ -229,12 +240,6 @@ class ModuleContents:
         for item in items:
             if type(item) not in PLAIN:
                 self._visit(item)
-
-
-def _bound(value: Any) -> list[Any]:
-    """What ``value`` is made of, and what a function closes over."""
-    parts = parts_of(value)
-    return [*parts.made_of(), *parts.closure.values()]
 
 
 def is_leaf(tensor: Tensor) -> bool:

@@ -35,7 +35,8 @@ class LossWeights(NamedTuple):
     """How the losses of micro-batches combine into the loss of the whole batch.
 
     Attributes:
-        by_share: the factor of each micro-batch's loss.
+        by_share: the part of the terms that each micro-batch has: its weight in means;
+            for a sum 1.
         terms: the number of terms that the batch's loss averages over; 1 for a sum.
         sums: whether criteria add their terms up (``as_sum``), because some cannot
             average over none.
@@ -44,6 +45,13 @@ class LossWeights(NamedTuple):
     by_share: list[list[float]]
     terms: float
     sums: bool = False
+
+    @property
+    def of_losses(self) -> list[list[float]]:
+        """The factor of each micro-batch's loss."""
+        if not self.sums:
+            return self.by_share
+        return [[1.0 / self.terms] * len(parts) for parts in self.by_share]
 
 
 def compute_loss_weights(
@@ -65,8 +73,6 @@ def compute_loss_weights(
         total = sum(counts)  # if it is zero, all factors are zero
         # Only then can a micro-batch without terms have a loss.
         sums = total > 0 and 0.0 in counts and is_smoothed(request)
-        if sums:
-            counts = [1.0] * len(counts)
         factors = [count / total if count else 0.0 for count in counts]
     else:
         factors = [1.0] * len(spans)

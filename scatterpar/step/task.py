@@ -138,6 +138,7 @@ def make_tasks(attempt: Attempt, loaders: Sequence[ShareLoader]) -> list[Replica
     replica_sets = attempt.replicas.replica_sets
     criteria = attempt.replicas.criteria
     weights = attempt.weights
+    of_losses = weights.of_losses
     is_loss_of_torch = is_of_torch(criteria[0])
     if not is_loss_of_torch and is_shared(criteria[0]):
         attempt.threads.widen(Scope.CRITERION)
@@ -160,7 +161,7 @@ def make_tasks(attempt: Attempt, loaders: Sequence[ShareLoader]) -> list[Replica
             module=replicas[0].root,
             loader=loaders[number],
             criterion=criteria[number] if number < len(criteria) else None,
-            weights=weights.by_share[number],
+            weights=of_losses[number],
             sums=weights.sums,
             replicas=replicas,
             leaves=leaves,

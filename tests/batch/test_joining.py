@@ -59,6 +59,9 @@ def test_other_dimensions_padded_at_end():
     wide = torch.ones(1, 3)
     joined = join_rows((TWO, wide), 0, ROWS, ROWS, pad=-1.0)
     assert joined.tolist() == [[1, 2, -1], [3, 4, -1], [1, 1, 1]]
+    constants = [torch.zeros(5, 3), torch.zeros(5, 4)]  # no rows
+    joined = join_rows(constants, 0, [1, 1], [2, 2], pad=0.0)
+    assert joined.shape == (5, 4)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import ChainMap, UserDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -140,3 +142,51 @@ def test_walk_meets_a_ring_once():
     ring = [1]
     ring.append(ring)
     assert nested.walk([ring], list, depth=50) == [ring, 1]
+
+
+class Frozen(Mapping):
+    """Its copy is itself."""
+
+    def __init__(self, values):
+        self._values = dict(values)
+
+    def __copy__(self):
+        return self
+
+    def __getitem__(self, key):
+        return self._values[key]
+
+    def __iter__(self):
+        return iter(self._values)
+
+    def __len__(self):
+        return len(self._values)
+
+
+class Described(UserDict):
+    """Has another dictionary with the same keys."""
+
+    def __init__(self, values):
+        super().__init__(values)
+        self.units = {"a": "metres"}
+
+
+MAPPINGS = [Frozen({"a": A}), ChainMap({"a": A}), Described({"a": A})]
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS, ids=lambda each: type(each).__name__)
+def test_mappings_with_a_copy_of_their_own(mapping):
+    """A batch was cut to one share; a ``ChainMap`` became a ``dict``."""
+    made = nested.map_tensors(lambda _: B, mapping)
+    assert made["a"] is B
+    assert mapping["a"] is A
+    assert type(made) is (dict if isinstance(mapping, Frozen) else type(mapping))
+    assert getattr(made, "units", None) == getattr(mapping, "units", None)
+
+
+def test_value_that_contains_itself():
+    """It was followed for ever, and Ctrl-C did not end that."""
+    value = {"a": A}
+    value["self"] = value
+    with pytest.raises(RecursionError):
+        nested.with_contents(value)

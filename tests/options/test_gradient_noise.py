@@ -69,6 +69,10 @@ SCALED = {
     "options": {"accumulate_dtype": torch.float64},
     "scaler": torch.amp.GradScaler("cpu"),
 }
+WEIGHTS = torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64)
+SMOOTHED = CE(WEIGHTS, label_smoothing=0.1)
+
+
 # the model, the criterion, the criterion of the formula, ignored labels, options
 CASES = {
     "rows": (mlp, CE(), CE(), 0, {}),
@@ -176,3 +180,19 @@ def test_scale_equals_average_of_one_step(signal, noise, scale):
     average.load_state_dict({"decay": 0.0, "signal": signal, "noise": noise})
     assert one.scale == pytest.approx(scale, nan_ok=True)
     assert average.scale == pytest.approx(scale, nan_ok=True)
+
+
+def test_micro_batch_without_terms():
+    """A smoothed label of a class without weight has a loss, and is no term."""
+    model = mlp().double()
+    inputs = randn(24, 6)
+    targets = torch.tensor(
+        [1, 1, 2, 1, 2, 1, 0, 0, 0, 0, 0, 0, *[1, 1, 0, 0, 0, 0] * 2]
+    )
+    pieces = [(inputs[:12], targets[:12]), (inputs[12:], targets[12:])]
+    counts = [WEIGHTS[labels].sum().item() for _, labels in pieces]
+    expected = by_hand(model, pieces, SMOOTHED, counts, 24)
+    with ScatterOnceParallel(model, 2, ["cpu"] * 2, measure_noise=True) as engine:
+        engine.forward_backward(inputs, targets, SMOOTHED)
+        noise = engine.last_step.noise
+    assert (noise.signal, noise.noise) == pytest.approx(expected, rel=1e-8)

@@ -4,10 +4,12 @@ words.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import pickle
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -205,6 +207,61 @@ def test_error_tells_object_keyed_by_modules(devices, verify):
     else:
         notes = raised.value.__notes__
         assert any("the key is a replica's" in note for note in notes)
+
+
+def wrapped(function):
+    """As a notebook's cell wraps a function each time it runs."""
+    return lambda inputs: function(inputs)
+
+
+class CallsWrapped(nn.Module):
+    """Calls its layer through functions that refer to each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES).double()
+        function = wrapped(self.layer)
+        for _ in range(20):
+            function = wrapped(function)
+        self.function = function
+
+    def forward(self, inputs):
+        return self.function(inputs)
+
+
+class Gone:
+    """What a weak proxy has referred to."""
+
+
+def hook_with_dead_proxy():
+    proxy = weakref.proxy(Gone())
+
+    def hook(module, args, output):
+        with contextlib.suppress(ReferenceError):
+            proxy.value  # noqa: B018
+        return output
+
+    return hook
+
+
+def test_functions_that_refer_to_each_other(devices):
+    model = build(CallsWrapped)
+    inputs, targets = BATCH
+    # Not of a copy: its functions would refer to this one's layer.
+    expected = torch.autograd.grad(
+        CRITERION(model(inputs), targets), model.layer.weight
+    )
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        engine.forward_backward(inputs, targets, CRITERION)
+    assert_close(model.layer.weight.grad, *expected, "weight")
+
+
+def test_dead_proxy_in_a_hook(devices):
+    """What the walk asked of it raised ``ReferenceError``."""
+    model = mlp()
+    model[0].register_forward_hook(hook_with_dead_proxy())
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        assert_step(engine, *BATCH, CRITERION)
 
 
 def test_lazy_modules_told_to_initialise(devices):

@@ -150,7 +150,7 @@ def weights_of(criterion, targets=FIVE, **options):
     shares = [Share(0, HOST, ((0, 2), (2, 4))), Share(1, HOST, ((4, 5),))]
     pieces = [(None, targets[rows]) for rows in RAGGED]
     weights = compute_loss_weights(request, Plan(5, tuple(shares)), pieces)
-    return [float(weight) for share in weights.by_share for weight in share]
+    return [float(weight) for share in weights.of_losses for weight in share]
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,9 @@ class TrainedGradients:
         for leaf, values in self._before.values():
             self.moves_weights |= not torch.equal(leaf, values)
         self.clippings.before_backward()
+        # An edge of the graph is a tuple, too. Another iterable may be read only once.
+        if not isinstance(tensors, (Tensor, tuple)):
+            tensors = tuple(tensors)
         # Other roots are edges of the graph.
         for root in nested.tensors(tensors):
             for leaf in leaves_reached(root, ()):

@@ -7,6 +7,7 @@ import torch
 from harness.oracle import seeded
 from splitting.loop_models import Net, backward_sums, images, new
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from scatterpar import splitcheck
@@ -72,6 +73,25 @@ def test_change_by_hand_outside_of_model_counts():
     named, _ = gradients.result()
     change = named["step.head.bias"]
     torch.testing.assert_close(change, torch.full_like(change, 0.5))
+
+
+@pytest.mark.parametrize("kind", [list, iter, lambda roots: {"a": roots[0]}.values()])
+def test_roots_in_any_iterable_are_followed(kind):
+    model, head = models()
+    gradients = TrainedGradients(model, {})
+    with gradients:
+        torch.autograd.backward(kind([head(torch.ones(1, 1)).sum()]))
+    assert head.weight.grad is not None
+    assert not gradients.is_complete(torch.optim.SGD(model.parameters(), 0.1))
+    assert gradients.is_complete(torch.optim.SGD(head.parameters(), 0.1))
+
+
+def test_edge_of_the_graph_is_a_root():
+    model, _ = models()
+    edge = get_gradient_edge(model(torch.ones(1, 2)).sum())
+    with TrainedGradients(model, {}):
+        torch.autograd.backward(edge)
+    assert model.bias.grad.tolist() == [1]
 
 
 @pytest.mark.slow

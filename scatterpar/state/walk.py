@@ -221,6 +221,9 @@ class Walk:
     def _record(self, number: int, value: Any) -> None:
         """Record the places to which a value leads, and add their values."""
         value_class: Any = type(value)
+        # A weak reference is none of its object, a decorator's proxy is its function.
+        if not issubclass(value_class, _WEAK):
+            value_class = value.__class__
         follow = _follower_of(value_class)
         for kind, holder, key, content in follow(self, number, value):
             # A plain value is that of a variable alone, which calls may rebind.
@@ -434,10 +437,10 @@ class Walk:
         return f"{outer}.{key}" if outer else str(key)
 
 
+_WEAK = weakref.ref, *weakref.ProxyTypes  # they do not hold their objects
 # The first row that fits counts.
 _FOLLOWERS: tuple[tuple[Any, Callable[..., Iterable[Entry]]], ...] = (
-    # A weak reference does not hold its object.
-    ((weakref.ref, *weakref.ProxyTypes, types.ModuleType), Walk._follow_nothing),
+    ((*_WEAK, types.ModuleType), Walk._follow_nothing),
     (Tensor, Walk._follow_tensor),
     ((dict, list, deque, set), Walk._follow_container),
     (nn.Module, Walk._follow_module),
@@ -452,7 +455,6 @@ _FOLLOWERS: tuple[tuple[Any, Callable[..., Iterable[Entry]]], ...] = (
 @functools.lru_cache(maxsize=1024)  # values of one class are thousands
 def _follower_of(kind: type) -> Callable[..., Iterable[Entry]]:
     """The method that follows values of a class."""
-    # By class, because a proxy claims to be of its object's.
     return next(follow for kinds, follow in _FOLLOWERS if issubclass(kind, kinds))
 
 

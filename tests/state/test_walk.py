@@ -52,6 +52,21 @@ def closing_over(value):
     return function
 
 
+class Proxy:
+    """Claims to be its object's class, as the objects of wrapt's decorators do."""
+
+    def __init__(self, value):
+        object.__setattr__(self, "target", value)
+
+    @property
+    def __class__(self):
+        return type(object.__getattribute__(self, "target"))
+
+    def __getattribute__(self, name):
+        target = object.__getattribute__(self, "target")
+        return target.__class__ if name == "__class__" else getattr(target, name)
+
+
 def slots():
     value = Slots()
     value.first = TARGET
@@ -88,6 +103,8 @@ LEADING = {  # what a root holds, and the name of the place
     "attribute of a class": (of_class, "shared"),
     "attribute of a list": (log, "net"),
     "closure": (lambda: closing_over(TARGET), "value"),
+    "proxy of a function": (lambda: Proxy(closing_over(TARGET)), "value"),
+    "proxy of a module": (lambda: Proxy(nn.Sequential(TARGET)), "0"),
     "global": (lambda: names_a_global, "TARGET"),
     "tuple": (lambda: Owner((1, TARGET)), "value"),
     "partial": (lambda: Owner(functools.partial(len, TARGET)), "value"),

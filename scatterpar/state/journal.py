@@ -141,7 +141,7 @@ class Journal:
     def _save(self, value: Any) -> None:
         kind: Any = type(value)
         saver = saver_of(kind)
-        if saver is None or _size_of(value) > _MAX_BYTES:
+        if saver is None or saver.size(value) > _MAX_BYTES:
             return
         saved = saver(value)
         if saved.substitute() is not None:
@@ -262,11 +262,6 @@ class Journal:
         for kind, names in self._class_names:
             for name in vars(kind).keys() - names:
                 delattr(kind, name)
-
-
-def _size_of(value: Any) -> int:
-    """The bytes that are saved of an array."""
-    return int(getattr(value, "nbytes", sys.getsizeof(value)))
 
 
 def _has_other_numbers(saved: Any, value: Any) -> bool:

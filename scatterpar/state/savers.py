@@ -56,6 +56,11 @@ class Saved:
         """Whether this row is for values of a class."""
         return issubclass(kind, cls.kinds)
 
+    @classmethod
+    def size(cls, value: Any) -> int:
+        """The bytes of a value that may be data; 0 of one that is none."""
+        return 0
+
     def read(self) -> Any:
         """The present state of the value."""
         raise NotImplementedError
@@ -145,6 +150,10 @@ class _NumpyArray(Saved):
         # By its protocol, because this package does not import NumPy.
         return hasattr(kind, "__array_interface__") and hasattr(kind, "flags")
 
+    @classmethod
+    def size(cls, value: Any) -> int:
+        return int(value.nbytes)
+
     def read(self) -> Any:
         return self.value.copy()
 
@@ -158,6 +167,10 @@ class _NumpyArray(Saved):
 
 class _Bytes(Saved):
     kinds = (bytearray, array.array)
+
+    @classmethod
+    def size(cls, value: Any) -> int:
+        return memoryview(value).nbytes
 
     def read(self) -> Any:
         return self.value[:]

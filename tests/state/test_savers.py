@@ -141,6 +141,35 @@ def test_value_is_put_back(name):
     getattr(value, "close", int)()
 
 
+class Stream:
+    """An iterator of the user, with a method of the name of an array's attribute."""
+
+    position = 0
+
+    def __next__(self):
+        self.position += 1
+        return self.position
+
+    def nbytes(self):
+        raise AssertionError("only an array is asked for its size")
+
+
+def test_iterator_of_user_is_saved_by_its_attributes():
+    stream = Stream()
+    journal = Journal(Walk([[stream]]))
+    assert journal.unsaved == []
+    next(stream)
+    journal.restore()
+    assert next(stream) == 1
+
+
+def test_only_large_arrays_are_data(monkeypatch):
+    monkeypatch.setattr("scatterpar.state.journal._MAX_BYTES", 4)
+    values = [np.zeros(2), bytearray(8), io.BytesIO(b"12345678")]
+    journal = Journal(Walk([values]))
+    assert [saved.value for saved in journal._values] == values[2:]
+
+
 def test_each_row_has_a_value():
     values = [make() for make, _, _ in VALUES.values()]
     values += [make() for make in ITERATORS.values()]

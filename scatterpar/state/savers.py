@@ -158,6 +158,9 @@ class _NumpyArray(Saved):
         return self.value.copy()
 
     def is_same(self) -> bool:
+        # The bytes of these strings are where they lie, and they are written there.
+        if self.value.dtype.kind == "T":
+            return bool(self.value.tolist() == self.state.tolist())
         # A NaN equals itself. The bytes of objects are their addresses.
         return bool(self.value.tobytes() == self.state.tobytes())
 

@@ -170,6 +170,20 @@ def test_only_large_arrays_are_data(monkeypatch):
     assert [saved.value for saved in journal._values] == values[2:]
 
 
+@pytest.mark.skipif(
+    not hasattr(np.dtypes, "StringDType"), reason="NumPy 2 has arrays of strings"
+)
+def test_strings_are_put_back():
+    """One of the same length is written in place."""
+    strings = np.array(["a" * 100, "b"], np.dtypes.StringDType())
+    constant = strings.copy()
+    constant.flags.writeable = False
+    journal = Journal(Walk([[strings, constant]]))
+    strings[0] = "c" * 100
+    journal.restore()
+    assert strings.tolist() == constant.tolist() == ["a" * 100, "b"]
+
+
 def test_each_row_has_a_value():
     values = [make() for make, _, _ in VALUES.values()]
     values += [make() for make in ITERATORS.values()]

@@ -346,8 +346,7 @@ class Trial:
         )
 
     def report(self, comparison: Comparison, cause: Cause) -> dict[str, Any]:
-        """The attributes of ``SplitReport``, after the last run."""
-        self._leave_numbers()
+        """The attributes of ``SplitReport``."""
         return {
             "rows": len(self.rows),
             "sizes": described(self.split()),
@@ -360,7 +359,7 @@ class Trial:
             "note": self._note([comparison.reference, *comparison.results]),
         }
 
-    def _leave_numbers(self) -> None:
+    def leave_numbers(self) -> None:
         """Set on ``step`` again the numbers that its last run in this process has set.
 
         A test reads ``step.largest`` after the check. It is the one thing that stays.

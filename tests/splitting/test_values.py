@@ -104,6 +104,17 @@ def test_right_value_passes():
     assert report.whole["value"] == pytest.approx(report.in_parts["value"])
 
 
+def test_numbers_on_the_function_are_put_back():
+    @torch.no_grad()
+    def evaluate(model, batches):
+        evaluate.calls += 1
+        return sums(model, batches)
+
+    evaluate.calls = 0
+    valuecheck(evaluate, new(Tagger), tokens()).assert_passed()
+    assert evaluate.calls == 0
+
+
 def test_accuracy_of_rows_passes():
     @torch.no_grad()
     def accuracy(model, batches):

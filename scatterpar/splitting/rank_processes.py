@@ -175,10 +175,10 @@ def _rank(
         tensors = ProcessState(job.model, job.step).tensors
         batches = job.shares[rank]
         answer = run_step(job.step, job.model, batches, job.settings, tensors)
-    except BaseException as error:  # also SystemExit: the parent shall know
-        answer = _failure(error)
-    finally:
         _limit_time(0)  # only the step has a limit
+    except BaseException as error:  # also SystemExit: the parent shall know
+        _limit_time(0)  # first: its next signal would end what tells the error
+        answer = _failure(error)
     # Renamed when it is whole, because the parent may look at any time.
     unfinished = folder / f"{rank}.part"
     torch.save(answer, unfinished)

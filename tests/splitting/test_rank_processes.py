@@ -116,6 +116,16 @@ def test_error_on_rank_told_ends_others():
         splitcheck(step, new(Net), images(), ranks=2)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a fork")
+def test_error_is_told_without_a_time_limit(monkeypatch):
+    def failure(error):
+        return rank_processes._Failure(f"{signal.getitimer(signal.ITIMER_REAL)}", 0.0)
+
+    monkeypatch.setattr(rank_processes, "_failure", failure)
+    with pytest.raises(RuntimeError, match=r"rank . of .: \(0\.0, 0\.0\)"):
+        splitcheck(lambda model, batches: 1 / 0, new(Net), images(), ranks=2)
+
+
 def test_exit_and_abort_are_told():
     def leave(model, batches):
         averaged(model, batches)

@@ -80,10 +80,11 @@ class Result:
 
     def plus(self, other: Result) -> Result:
         """The sum of two results. The first summand of all may be ``NOTHING``."""
-        gradients = other.gradients
-        if self.gradients:
+        gradients = self.gradients or other.gradients
+        # A later one has none if its backward pass refuses ``autograd.grad``.
+        if self.gradients and other.gradients:
             # Not in place: the first one may be expanded, or the caller's.
-            pairs = zip(self.gradients, gradients, strict=True)
+            pairs = zip(self.gradients, other.gradients, strict=True)
             gradients = [sum_so_far + gradient for sum_so_far, gradient in pairs]
         return Result(self.loss + other.loss, gradients)
 

@@ -32,6 +32,12 @@ def test_weight_zero_leaves_out_even_nan():
     assert (total.loss, total.gradients[0].item()) == (2, 3)
 
 
+def test_part_without_gradients_adds_its_loss():
+    """Its backward pass has refused ``autograd.grad``."""
+    total = comparison.NOTHING.plus(result(1.0, 2)).plus(Result(3.0, []))
+    assert (total.loss, total.gradients[0].item()) == (4, 2)
+
+
 @pytest.mark.parametrize(
     ("actual", "expected", "difference"),
     [

@@ -32,13 +32,16 @@ def weights_of_parts(
 ) -> Tensor | None:
     """The weights with which vectors of parts add up to ``total``.
 
-    ``None`` if no weights do, or if several do, as in a model with few parameters.
+    ``None`` if no weights do, or if several do, as in a model with few parameters. None
+    do if a number is not finite.
     """
     # A part without labels has no gradient: any weight would do for it.
     used = [number for number, part in enumerate(parts) if part.any()]
     if not used or len(total) < 2 * len(parts):
         return None
     columns = torch.stack([parts[number] for number in used], 1)
+    if not (columns.isfinite().all() and total.isfinite().all()):
+        return None  # LAPACK refuses these
     # By singular values: the normal equations would square the condition number.
     solved, _, _, sizes = torch.linalg.lstsq(columns, total[:, None], driver="gelsd")
     if sizes[0] > _WORST_CONDITION * sizes[-1]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -112,6 +114,13 @@ def test_several_explanations_are_none():
     assert vectors.weights_of_parts(alike, 3 * PARTS[0], 1e-9) is None
     short = [part[:5] for part in PARTS]
     assert vectors.weights_of_parts(short, short[0], 1e-9) is None
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_numbers_that_are_not_finite_have_no_weights(number):
+    assert vectors.weights_of_parts(PARTS, number * PARTS[0], 1e-9) is None
+    parts = [number * PARTS[0], PARTS[2]]
+    assert vectors.weights_of_parts(parts, PARTS[0], 1e-9) is None
 
 
 def test_weight_of_rounding_is_zero():

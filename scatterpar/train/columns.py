@@ -22,7 +22,10 @@ _FEW_CLASSES = 20  # any table may have so many
 
 
 def choose_column(
-    kind: str, columns: Sequence[str], options: Options, likely: Sequence[str] = ()
+    kind: str,
+    columns: Sequence[str],
+    options: Options,
+    likely: Sequence[str] | None = None,
 ) -> str:
     """Return the column that an option names, else one with a usual name, else the only
     one.
@@ -38,7 +41,8 @@ def choose_column(
         raise UsageError(
             f"--column-{kind} {column}: its columns are {first_names(columns)}"
         )
-    likely = likely or columns
+    if likely is None:
+        likely = columns
     column = column or usual_column(kind, likely)
     if column is None and len(likely) == 1:
         column = likely[0]

@@ -84,13 +84,14 @@ def _columns(features: Any, options: Options) -> tuple[str, str]:
     by_type = defaultdict[str, list[str]](list)
     for column, feature in features.items():
         by_type[type(feature).__name__].append(column)
-    columns = list(features)
     images = by_type["Image"] or by_type["Value"]
-    image = choose_column("image", columns, options, images)
+    image = choose_column("image", list(features), options, images)
+    # A list of labels is no class.
+    columns = by_type["ClassLabel"] + by_type["Value"]
+    columns = [column for column in columns if column != image]
     labels = by_type["ClassLabel"] or by_type["Value"]
-    columns.remove(image)
-    labels = [column for column in labels if column != image]
-    label = choose_column("label", columns, options, labels)
+    likely = [column for column in labels if column != image]
+    label = choose_column("label", columns, options, likely)
     return image, label
 
 

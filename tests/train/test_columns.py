@@ -35,6 +35,13 @@ def test_column_by_option_name_or_alone(columns, chosen, column):
         choose_column("image", columns, options)
 
 
+def test_no_other_column_than_a_likely_one_is_chosen():
+    options = Options(column_label="boxes")
+    assert choose_column("label", ["label", "boxes"], options, []) == "boxes"
+    with pytest.raises(UsageError, match="--column-label NAME, one of none"):
+        choose_column("label", ["label"], Options(), [])
+
+
 def test_labels_of_a_column_become_classes():
     assert class_names_of(["10", "9", "9", ""], "y") == ["9", "10"]
     with pytest.raises(UsageError, match="column id has 100 values for 100 images"):

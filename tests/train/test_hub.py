@@ -149,6 +149,22 @@ def test_column_is_asked_for(tmp_path):
     assert parts.class_names == ("a", "b")
 
 
+def test_lists_of_labels_are_refused(tmp_path):
+    """Each combination would become a class."""
+    kind = datasets.Sequence(datasets.Value("int64"))
+    made = make(12, lambda row: [row % 2, 2], kind)
+    splits = {"train": made, "test": made}
+    with pytest.raises(UsageError, match="--column-label NAME, one of none"):
+        opened(tmp_path, splits, saved=True)
+    made = made.add_column("name", [NAMES[row % 3] for row in range(12)])
+    splits = {"train": made, "test": made}
+    with pytest.raises(UsageError, match="--column-label label: its columns are name"):
+        opened(tmp_path / "b", splits, saved=True, column_label="label")
+    assert opened(tmp_path / "c", splits, saved=True).class_names == tuple(
+        sorted(NAMES)
+    )
+
+
 @pytest.mark.slow
 def test_absent_set_refused_in_one_line(tmp_path):
     words = r"--data-root .* --download fetches"

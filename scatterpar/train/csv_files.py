@@ -24,7 +24,7 @@ from scatterpar.train.columns import (
 )
 from scatterpar.train.command_line import Options, UsageError, words_of
 from scatterpar.train.data_parts import TRAIN, VAL, Listing, first_names, part_of
-from scatterpar.train.folders import find_pictures
+from scatterpar.train.folders import find_pictures, is_picture
 from scatterpar.train.libraries import installed
 
 _DELIMITERS = ",;\t|"
@@ -104,7 +104,15 @@ def _read(path: Path) -> Any:
     table.columns = table.columns.str.strip()
     table = table.fillna("").apply(lambda column: column.str.strip())
     # Spreadsheets leave rows without content at the end.
-    return table[(table != "").any(axis=1)].reset_index(drop=True)
+    table = table[(table != "").any(axis=1)].reset_index(drop=True)
+    if any(map(is_picture, table)):
+        raise UsageError(
+            f"its first line has no names of columns, but {first_names(list(table))}; "
+            "add one above it, such as image,label"
+        )
+    if table.empty:
+        raise UsageError("it has no rows below a line with the names of its columns")
+    return table
 
 
 def _parts_of_rows(table: Any) -> Any:
@@ -129,6 +137,8 @@ def _places(folder: Path, names: Sequence[str]) -> list[str]:
     """Return the file of each name in a column: a path, or the name of a file below the
     folder, with or without its ending.
     """
+    if not folder.is_dir():
+        raise UsageError(f"there is no folder {folder}")
     # Tables of competitions name files without folder and ending.
     by_name = defaultdict[str, set[str]](set)
     for path in find_pictures(folder, Counter()):

@@ -113,7 +113,7 @@ def test_unlabelled_rows_left_aside(folder):
         (
             "a.png,cat",
             lambda n: f"{n}.png,cat",
-            "images is not known: .*one of a.png, cat",
+            "first line has no names of columns, but a.png, cat; add one above",
         ),
         ("image,cat,dog", lambda n: f"{n},1,{n % 2}", "row 2 is not of one of .*s cat"),
         ("image,cat,dog", lambda n: f"{n},0,{n % 2}", "row 1 is not of one of .*s cat"),
@@ -139,6 +139,8 @@ def test_files_are_in_the_train_folder(folder):
     table.write_text("\n".join(lines))
     options = Options(val=0.3, train_folder="train_images")
     assert len(read_table(table, options).parts["train"]) == 4
+    with pytest.raises(UsageError, match=r"there is no folder .*train_imgs"):
+        read_table(table, Options(val=0.3, train_folder="train_imgs"))
 
 
 def test_path_of_a_picture_may_lead_anywhere(folder):
@@ -162,7 +164,7 @@ def test_text_that_is_no_table_is_refused(folder):
     utf_16 = "image,label\n1,č\n".encode("utf-16")
     for text in (utf_16, "é,ü\n".encode("latin-1"), b"", b"image,label\n , \n"):
         (folder / "train.csv").write_bytes(text)
-        with pytest.raises(UsageError, match=r"save it as CSV UTF-8|two classes"):
+        with pytest.raises(UsageError, match=r"save it as CSV UTF-8|no rows below"):
             read_table(folder / "train.csv", Options(val=0.2))
 
 

@@ -207,12 +207,18 @@ def _size(name: str) -> int:
     """Return the number of bytes of a file; 0 if it cannot be read, which the feed
     reports.
     """
-    return os.path.getsize(name) if os.access(name, os.R_OK) else 0
+    try:
+        return os.path.getsize(name)
+    except OSError:
+        return 0
 
 
 def _digest(name: str) -> bytes:
-    """Return a digest of the bytes of a file."""
-    return hashlib.sha256(Path(name).read_bytes()).digest()
+    """Return a digest of the bytes of a file, or its name if it cannot be read."""
+    try:
+        return hashlib.sha256(Path(name).read_bytes()).digest()
+    except OSError:
+        return os.fsencode(name)
 
 
 def labelled(listing: Listing) -> Pictures:
@@ -223,18 +229,23 @@ def labelled(listing: Listing) -> Pictures:
     numbers = {name.lower(): number for number, name in enumerate(class_names)}
     numbers |= {name: number for number, name in enumerate(class_names)}
     labels = []
+    other_parts = Counter[str]()
     rows_of_parts = defaultdict[str, list[int]](list)
     for row, (part, label) in enumerate(listing.rows):
         number = numbers.get(label, numbers.get(label.lower(), _NO_CLASS))
         labels.append(number)
         if part not in _PART_NAMES:
-            unread[f"in other parts ({part})"] += 1
+            other_parts[part or "no name"] += 1
         elif number != _NO_CLASS:
             rows_of_parts[part].append(row)
         elif label:
             unread[f"of classes that the training images lack ({label})"] += 1
         else:
             unread[f"without a label ({part})"] += 1
+    # A table may have many of them.
+    if other_parts:
+        names = first_names(sorted(other_parts))
+        unread[f"in other parts ({names})"] = other_parts.total()
     parts = {}
     for part in _PART_NAMES:
         if part in rows_of_parts:

@@ -123,6 +123,33 @@ def test_part_held_out_divides_the_training_pictures():
     ]
 
 
+def test_other_parts_are_told_at_once():
+    others = {f"fold{number}": "ab" for number in range(20, 32)}
+    listed = listing(train="abc", **others, **{"": "a"})
+    labelled(listed)
+    (said,) = listed.unread
+    assert said.startswith("in other parts (fold20, fold21, ")
+    assert said.endswith(", and 3 more)")
+    assert listed.unread[said] == 25
+    listed = listing(train="abc", **{"": "ab", "extra": "a"})
+    labelled(listed)
+    assert unread_in_words(listed.unread) == "3 in other parts (extra, no name)"
+
+
+def test_unreadable_files_are_not_compared(tmp_path):
+    """The feed reports them."""
+    names = [tmp_path / name for name in ("a", "b", "gone", "c", "d", "e")]
+    for name in (names[0], names[3]):
+        name.mkdir()  # no file, of some size
+    for name in (names[1], names[4]):
+        name.write_bytes(b"same")
+    listed = listing(["a", "b", "c"], train="abc", test="abc")
+    listed.sources = list(map(str, names))
+    pictures = make_parts(listed, None)
+    (note,) = pictures.notes
+    assert note.startswith("warning: 1 of 3 pictures to test on are to train on, too")
+
+
 def test_untested_class_is_told():
     pictures = make_parts(listing(train="aabccc"), 0.3)
     assert pictures.notes == ["warning: not tested, as there is no picture for it: b"]

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -115,15 +115,13 @@ def run(arguments: Sequence[str], processes: Processes = ALONE) -> int:
     devices = choose_devices(options.devices, processes)
     training = Training(options, open_data(options), devices, processes, checkpoint)
     is_first = processes.is_first
-    stopping = "saving at the end of this step" if is_first else None
     with (
         training.engine,
         records.locked(out, options.resume) if is_first else contextlib.nullcontext(),
         Metrics(out / METRICS_FILE, training.step, is_first) as metrics,
         Feed(training.source, (), options.skip_broken, processes) as feed,
-        stoppable(stopping) as signals,
     ):
-        return Run(training, metrics, feed, signals).train()
+        return Run(training, metrics, feed).train()
 
 
 @dataclass(eq=False)
@@ -136,7 +134,6 @@ class Run:
         metrics: the records.
         feed: the images.
         progress: the bar.
-        signals: the numbers of those that were received.
         options: the options of the run.
         tested: the part that each epoch is tested on: ``"val"`` if ``test`` comes at
             the end, else ``"test"``.
@@ -145,7 +142,7 @@ class Run:
     training: Training
     metrics: Metrics
     feed: Feed
-    signals: list[int]
+    _signals: list[int] = field(default_factory=list)  # numbers of those received
     _copied: str = ""  # what the last step copied, in words
     _step_ended: float = 0.0  # when the last step ended, or the test after it
     _drawn: float = -math.inf  # when the pictures were drawn last
@@ -198,20 +195,22 @@ class Run:
     def _train(self) -> int:
         code = 0
         ending = FINISHED
+        stopping = "saving at the end of this step" if self._is_first else None
         try:
-            self._train_epochs()
+            with stoppable(stopping) as self._signals:
+                self._train_epochs()
         except FloatingPointError as error:
             code = 1
             ending = f"training diverged ({error}); a lower --base-lr may help; stopped"
         # The weights are those of the last whole step: saving them loses nothing.
         except (KeyboardInterrupt, FeedError, RankError) as error:
             self._save()
-            if not self.signals:  # a signal may have ended the workers, too
+            if not self._signals:  # a signal may have ended the workers, too
                 if not isinstance(error, BrokenError):
                     raise
                 remedy = f"--skip-broken {self._find_broken()} or more leaves out such"
                 raise FeedError(f"{error} ({remedy} images)") from error
-            number = self.signals[0]
+            number = self._signals[0]
             name = signal.Signals(number).name
             ending = "interrupted" if number == signal.SIGINT else f"ended by {name}"
             code = 128 + number
@@ -330,9 +329,9 @@ class Run:
         """Raise `KeyboardInterrupt` in all processes if one has received a signal."""
         # A signal may reach one process a step earlier than another, and all have to
         # end after the same step.
-        number = self.training.processes.largest(max(self.signals, default=0))
+        number = self.training.processes.largest(max(self._signals, default=0))
         if number:
-            self.signals[:] = [number]
+            self._signals[:] = [number]
             raise KeyboardInterrupt
 
     def _end_epoch(self) -> None:
@@ -525,7 +524,7 @@ class Run:
     def _accuracies(self) -> tuple[dict[str, Any], list[str]]:
         """Return the accuracies of the summary, and the lines that say them."""
         name = f"{self.tested}_accuracy"
-        accuracies: dict[str, Any] = {"test_accuracy": None, name: None}
+        accuracies: dict[str, Any] = {"test_accuracy": None}
         lines = [f"{self.tested} accuracy: not measured, no epoch was finished"]
         epochs = self.metrics.of_kind("epoch")
         shown = self._shown

@@ -35,6 +35,7 @@ from scatterpar.__main__ import main as command
 from scatterpar.train import model_training
 from scatterpar.train import records as record_module
 from scatterpar.train.data import load
+from scatterpar.train.feed import BrokenError, Feed
 from scatterpar.train.model_training import Training
 from scatterpar.train.tool_run import main
 
@@ -465,6 +466,39 @@ def test_diverged_run_keeps_what_was_reached(tmp_path, capsys):
     )
     assert "stopped after 0 of 2 epochs, 1 steps" in printed
     assert "test accuracy: not measured, no epoch was finished" in printed
+
+
+@pytest.mark.parametrize("error", [BrokenError, FloatingPointError])
+def test_signal_after_training_ends_run_at_once(tmp_path, monkeypatch, error):
+    """While it looks for broken images, or draws what was reached."""
+    taken = []
+
+    def interrupt(*_, **__):
+        taken.append(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    def take(self):
+        if taken:
+            interrupt()
+        taken.append(error)
+        raise error("photo.jpg")
+
+    monkeypatch.setattr(Feed, "take", take)
+    monkeypatch.setattr("scatterpar.train.tool_run.draw_curves", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        main([*EMBEDDED, "--devices", "cpu", "--out", str(tmp_path)])
+    assert taken == [error, signal.SIGINT]
+
+
+@pytest.mark.pictures
+def test_summary_without_an_epoch_has_no_accuracy(tmp_path, monkeypatch):
+    folder, out = write_folder(tmp_path / "data", train=4, test=2), tmp_path / "out"
+    shutil.copytree(folder / "test", folder / "val")
+    monkeypatch.setattr(Feed, "take", mock.Mock(side_effect=FloatingPointError))
+    assert train(folder, out, *PLAIN) == 1
+    (summary,) = records(out, "summary")
+    assert summary["test_accuracy"] is None
+    assert "val_accuracy" not in summary
 
 
 @pytest.mark.parametrize(("batch", "devices"), [("1", "cpu"), ("2", "cpu:0,cpu:1")])

@@ -437,7 +437,7 @@ class Walk:
         return f"{outer}.{key}" if outer else str(key)
 
 
-_WEAK = weakref.ref, *weakref.ProxyTypes  # they do not hold their objects
+_WEAK: Any = weakref.ref, *weakref.ProxyTypes  # they do not hold their objects
 # The first row that fits counts.
 _FOLLOWERS: tuple[tuple[Any, Callable[..., Iterable[Entry]]], ...] = (
     ((*_WEAK, types.ModuleType), Walk._follow_nothing),

@@ -160,7 +160,7 @@ class _NumpyArray(Saved):
     def is_same(self) -> bool:
         # The bytes of these strings are where they lie, and they are written there.
         if self.value.dtype.kind == "T":
-            return bool(self.value.tolist() == self.state.tolist())
+            return [*self.value.flat] == [*self.state.flat]
         # A NaN equals itself. The bytes of objects are their addresses.
         return bool(self.value.tobytes() == self.state.tobytes())
 

@@ -551,8 +551,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     def _evaluation_call(self, step: str, work: Any, arguments: Sequence[Any]) -> _Call:
         """Call a step function for a batch."""
-        # No part of a batch: it counts as one row.
-        call = _Call(first_row=0, num_rows=1)
+        call = _Call(0, 1)  # no part of a batch: it counts as one row
         with self._in_call(work[0], call) as module:
             call.output = getattr(module, step)(*arguments)
         return call

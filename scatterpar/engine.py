@@ -297,6 +297,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         )
         self._replicas = Replicas(self.device_ids, options)
         self._init_verifier()
+        self._check_noise(self._options)
         self._one_pass = self._made_schedule(self._options)
         self._trace: Trace | None = None
         self._loss_watch = LossWatch(self.module)

@@ -122,8 +122,8 @@ def ranges_of(tensors: Iterable[Tensor]) -> list[Tensor]:
             at_start = (tensor[:, 0] == tensor[:, 1]).any()
             at_end = (tensor[:, -2] == tensor[:, -1]).any()
             padding = at_start + 2 * at_end
-        # As a number with a sign, which not all dtypes have.
-        ranges += [-low.float(), high, padding]
+        # With a sign, which not all dtypes have; of one dtype, to be read in one copy.
+        ranges += [-low.float(), high.float(), padding.float()]
     return ranges
 
 

@@ -266,10 +266,10 @@ class Prefetcher(Transfers):
                 source = self._in_pinned_memory(tensor, target)
                 write(target, source, non_blocking=True)
                 is_staged = is_staged or source is not tensor
-            copied = record_event(self._device)
+            copied = self._stream.record_event()
             self._groups[number] = copied, [target for _, target in requested]
             if is_staged:
-                self._pinned.append(copied)
+                self._pinned.append(record_event(self._device))
 
     def _in_pinned_memory(self, tensor: Tensor, target: Tensor) -> Tensor:
         """``tensor``, or a copy in pinned memory, which torch reuses only after it was

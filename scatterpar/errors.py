@@ -29,6 +29,24 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(text, category, stacklevel=level)
 
 
+class Defect(BaseException):
+    """A mistake in this package, in its tests.
+
+    No ``Exception``: where errors of the user's code are expected, it is none of these.
+    """
+
+
+# Set by the tests: a mistake in this package fails the test that meets it.
+raises_defects = False
+
+
+def defect(text: str) -> None:
+    """Tell of a mistake in this package. Warns; raises ``Defect`` in its tests."""
+    if raises_defects:
+        raise Defect(text)
+    warn(f"a mistake in scatterpar, please report it: {text}", RuntimeWarning)
+
+
 class Told:
     """Which subjects were told: a warning or log of each is given once."""
 

@@ -13,6 +13,7 @@ import simulated
 import torch
 from harness import leak_checks
 
+from scatterpar import errors
 from scatterpar.devices.links import check_links
 
 # A library's thread would send numbers, and outlive the test. Children inherit this.
@@ -38,6 +39,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    errors.raises_defects = True
     # as in a background job of a shell
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from scatterpar.devices.device_ids import HOST, physical
-from scatterpar.errors import restored
+from scatterpar.errors import defect, restored
 from scatterpar.replicas.broadcast import version
 from scatterpar.replicas.snapshot import Snapshot, entries_of
 from scatterpar.state.savers import (
@@ -119,12 +119,26 @@ class Journal:
 
     def _save_default_generators(self, devices: Sequence[torch.device]) -> None:
         for device in {HOST, *map(physical, devices)}:
-            self._save(default_of(device))
+            self._save_given(f"the default generator of {device}", default_of(device))
         # Functions of these modules are methods of a generator.
         for module, name in (("random", "getstate"), ("numpy.random", "get_state")):
             # Only if user code has NumPy: the import takes longer than a small step.
             if module in sys.modules:
-                self._save(getattr(sys.modules[module], name).__self__)
+                generator = getattr(sys.modules[module], name).__self__
+                self._save_given(f"the default generator of {module}", generator)
+
+    def _save_given(self, name: str, value: Any) -> None:
+        """Save a value that this package names: it has a row, or a row is missing.
+
+        Values of a walk are of any class, and most need none.
+        """
+        kind: Any = type(value)
+        if saver_of(kind) is None:
+            title = f"{name} ({kind.__name__})"
+            defect(f"{title} is not put back: no row of SAVERS is for its class")
+            self.unsaved.append(title)
+            return
+        self._save(value)
 
     def _save_values(self) -> None:
         """Save values other than tensors that are written in place."""

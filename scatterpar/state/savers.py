@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.transfers import pieces_of, write
 from scatterpar.state.whose import Whose, is_writer, whose
+from scatterpar.threads.generators import AcceleratorGenerator
 
 
 class CannotSaveError(Exception):
@@ -104,7 +105,7 @@ class _PythonRandom(Saved):
 
 
 class _TorchRandom(Saved):
-    kinds = (torch.Generator,)
+    kinds = (torch.Generator, AcceleratorGenerator)
     draws = True
 
     def read(self) -> Any:

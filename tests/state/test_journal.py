@@ -11,6 +11,8 @@ import itertools
 import math
 import os
 import queue
+import random
+import re
 import socket
 import threading
 import types
@@ -40,6 +42,7 @@ from scatterpar import (
     DataParallelModel,
     Rows,
     ScatterOnceParallel,
+    errors,
     splitcheck,
 )
 from scatterpar.state.journal import Journal
@@ -389,6 +392,65 @@ def test_what_has_no_row_is_named(name):
     kind = type(value).__name__
     assert journal.unsaved == [f"value.source ({kind})"]
     getattr(value, "close", int)()
+
+
+class Backend:
+    """The functions of an accelerator's module that read and write its generator."""
+
+    def __init__(self):
+        self.states = [torch.zeros(16, dtype=torch.uint8) for _ in range(2)]
+
+    def get_rng_state(self, device):
+        return self.states[device.index].clone()
+
+    def set_rng_state(self, state, device):
+        self.states[device.index].copy_(state)
+
+
+@pytest.mark.draws
+def test_generators_of_all_devices_put_back(monkeypatch):
+    """Those of accelerators had no row, and so no look on a GPU saw dropout."""
+    backend = Backend()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: backend)
+    devices = [torch.device("cuda", index) for index in range(2)]
+    draws = (
+        lambda: backend.states[0].add_(1),
+        lambda: backend.states[1].add_(1),
+        lambda: torch.rand(1),
+        random.random,
+        np.random.rand,
+    )
+    for draw in draws:
+        states = [*backend.states, torch.get_rng_state()]
+        before = [state.clone() for state in states], random.getstate()
+        journal = Journal(Walk([]), devices)
+        draw()
+        journal.restore()
+        assert journal.drawn
+        states = [*backend.states, torch.get_rng_state()]
+        assert all(map(torch.equal, states, before[0]))
+        assert random.getstate() == before[1]
+
+
+@pytest.mark.parametrize("place", ["tests", "use"])
+def test_given_value_without_row_is_named(place, monkeypatch):
+    namespace = SimpleNamespace(get_state=None, set_state=None)
+    monkeypatch.setattr("scatterpar.state.journal.default_of", lambda _: namespace)
+    name = r"the default generator of cpu \(SimpleNamespace\)"
+    if place == "tests":
+        with pytest.raises(errors.Defect, match=name):
+            Journal(Walk([]))
+        return
+    monkeypatch.setattr(errors, "raises_defects", False)
+    with pytest.warns(RuntimeWarning, match=name):
+        assert [re.fullmatch(name, text) for text in Journal(Walk([])).unsaved]
+    # A look says so instead: it neither refuses nor accepts by chance.
+    model = mlp()
+    with (
+        ScatterOnceParallel(model, 2, ["cpu"]) as engine,
+        pytest.warns(UserWarning, match=f"could not check .*{name}"),
+    ):
+        engine.forward_backward(INPUTS, VALUES, F.mse_loss)
 
 
 class Table:

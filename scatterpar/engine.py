@@ -44,7 +44,6 @@ from scatterpar.options.call_arguments import (
     read_arguments,
     same_arguments,
 )
-from scatterpar.options.costs import Costs, has_costs_argument, plan_by_cost
 from scatterpar.options.cuda_graphs import Captured
 from scatterpar.options.gradient_noise import check_noise, noise_of, norms_of
 from scatterpar.options.map_rows import Mapped, RowFunction, map_rows
@@ -78,7 +77,6 @@ from scatterpar.step.request import (
 from scatterpar.step.returned_loss import LossWatch
 from scatterpar.step.scatter import (
     ShareLoader,
-    in_order,
     micro_batches,
     scatter,
 )
@@ -118,10 +116,6 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             the accelerators.
         micro_batch_size: maximal number of rows per sub-step, instead of ``accum``: one
             number, or one per replica for devices of unequal memory.
-        micro_batch_cost: maximal cost of a sub-step, instead of ``accum``, for rows of
-            unequal length: its number of rows times the largest of their ``costs``,
-            which each call passes. Rows of similar cost share a sub-step; outputs keep
-            the order of the batch.
         dim: the dimension along which the batch is split into rows.
         buffers: ``"master"`` keeps the buffers of replica 0. ``"batch"`` updates
             running statistics of batch normalisation once per step, not in every
@@ -165,10 +159,9 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             step.
         loop: the options of a loop of another library; see ``LoopOptions``.
 
-    The options ``accum``, ``micro_batch_size``, ``micro_batch_cost``, ``dim``,
-    ``shares``, ``check_finite``, ``measure_noise``, ``verify`` and ``graphs`` may be
-    set later. The value is checked as in the constructor, and holds from the next step
-    on. Other options cannot be set.
+    The options ``accum``, ``micro_batch_size``, ``dim``, ``shares``, ``check_finite``,
+    ``measure_noise``, ``verify`` and ``graphs`` may be set later. The value is checked
+    as in the constructor, and holds from the next step on. Other options cannot be set.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -202,7 +195,6 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         compile: bool | Mapping[str, Any] | None = None,
         verify: bool = True,
         graphs: bool = False,
-        micro_batch_cost: float | None = None,
     ) -> None:
         super().__init__()
         self.module, self._compile_fn = unwrapped(module)
@@ -216,7 +208,6 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             resolve(device_ids),
             accum,
             micro_batch_size,
-            micro_batch_cost,
             dim,
             buffers,
             check_finite,
@@ -243,7 +234,6 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
 
     accum: Accum = option("accum")
     micro_batch_size: int | Sequence[int] | None = option("micro_batch_size")
-    micro_batch_cost: float | None = option("micro_batch_cost")
     dim: int = option("dim")
     shares: Sequence[float] = option("shares")
     check_finite: bool = option("check_finite")
@@ -268,7 +258,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         one_pass = self._one_pass
         self._check_noise(options)
         # A new one forgets its captured graphs.
-        if name in ("graphs", "micro_batch_cost"):
+        if name == "graphs":
             one_pass = self._made_schedule(options)
         # Nothing below raises: a refused value has changed nothing.
         self._options = options
@@ -330,7 +320,6 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         scaler: torch.amp.GradScaler | None = None,
         return_outputs: Literal[False] = False,
         whole_batch: bool = False,
-        costs: Costs | None = None,
     ) -> Tensor: ...
 
     @overload
@@ -345,7 +334,6 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         scaler: torch.amp.GradScaler | None = None,
         return_outputs: Literal[True] | Callable[[Any], Any],
         whole_batch: bool = False,
-        costs: Costs | None = None,
     ) -> tuple[Tensor, tuple[Any, ...]]: ...
 
     @overload
@@ -360,7 +348,6 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         scaler: torch.amp.GradScaler | None = None,
         return_outputs: bool | Callable[[Any], Any],
         whole_batch: bool = False,
-        costs: Costs | None = None,
     ) -> Tensor | tuple[Tensor, tuple[Any, ...]]: ...
 
     @explaining_keywords
@@ -375,7 +362,6 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         scaler: torch.amp.GradScaler | None = None,
         return_outputs: bool | Callable[[Any], Any] = False,
         whole_batch: bool = False,
-        costs: Costs | None = None,
     ) -> Tensor | tuple[Tensor, tuple[Any, ...]]:
         """One step: adds the gradient of the whole batch's loss to the parameters'
         ``.grad``.
@@ -411,15 +397,11 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                 each other. It is called once, in the caller's thread. Every micro-batch
                 except a replica's last one is computed twice, with the same random
                 numbers and from the same state.
-            costs: with ``micro_batch_cost``, the cost of each row, such as its length:
-                a list, tuple, array or 1-D tensor with one number per row.
 
         Returns:
             The loss of the whole batch, 0-dim, detached, on the master. With
             ``return_outputs`` a pair of the loss and the outputs: a tuple with one
-            entry per replica used, detached, each on its replica's device. With
-            ``costs`` the tuple has one entry, on the master, with all rows in the order
-            of the batch.
+            entry per replica used, detached, each on its replica's device.
 
         Raises:
             ValueError: an empty batch, tensors with different numbers of rows or that
@@ -444,7 +426,6 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             scaler,
             return_outputs,
             whole_batch,
-            costs,
         )
         return self._step(call, deferred=False)
 
@@ -500,10 +481,10 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                     call, self.dim, self.device_ids[0], self.check_finite, backward
                 )
                 request = self._combined(request)
-                search = self._search(request, schedule, call.costs)
+                search = self._search(request, schedule)
                 # No function between: the traceback of a user's error is short.
                 if search is None:
-                    plan = self.plan(request.sizes, call.costs)  # 1
+                    plan = self.plan(request.sizes)  # 1
                     outcome = self._compute(schedule, request, plan, WHOLE_STEP)
                 else:
                     compute = partial(self._compute, schedule)  # 2 to 5
@@ -564,13 +545,11 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             return self._one_pass
         return TwoPasses(call, self._ranks, self.graphs)
 
-    def _search(
-        self, request: Request, work: Schedule | RowFunction, costs: Costs | None
-    ) -> Search | None:
+    def _search(self, request: Request, work: Schedule | RowFunction) -> Search | None:
         """Looks for the fewest sub-steps that fit into memory; ``None`` if the plan is
         fixed.
         """
-        if self.accum != "auto" or costs is not None:
+        if self.accum != "auto":
             return None
         plan_of = partial(
             make_plan,
@@ -622,12 +601,11 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         batches = request.batches
         if request.whole_batch:  # one loss, for which the master alone needs targets
             batches = [batch.without_targets() for batch in batches]
-        data = in_order(batches, plan)
-        pieces = None if request.whole_batch else micro_batches(data, plan)
+        pieces = None if request.whole_batch else micro_batches(batches, plan)
         # First: it may read labels from a device, and would wait for copies in the
         # queue.
         attempt.weights = compute_loss_weights(request, plan, pieces)
-        return scatter(data, plan, attempt.transfers)
+        return scatter(batches, plan, attempt.transfers)
 
     @contextlib.contextmanager
     def _attempt(
@@ -667,19 +645,13 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             else:
                 self._replicas.clear_step_state()
 
-    def plan(self, rows: int | Sequence[int], costs: Costs | None = None) -> Plan:
+    def plan(self, rows: int | Sequence[int]) -> Plan:
         """The shares and micro-batches for a batch of ``rows``; ``print`` shows a
         table.
 
-        For several batches pass a list of row counts, with ``micro_batch_cost`` also
-        ``costs``. With ``accum="auto"`` the number of sub-steps is that of training.
+        For several batches pass a list of row counts. With ``accum="auto"`` the number
+        of sub-steps is that of training.
         """
-        threads = self._threads_in_turn()
-        if self.micro_batch_cost is not None or costs is not None:
-            budget = self.micro_batch_cost
-            return plan_by_cost(
-                rows, costs, self.device_ids, budget, self.shares, threads
-            )
         accum = self.accum
         if accum == "auto":
             # A plan is for training: without gradients each function has a number of
@@ -691,7 +663,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             accum,
             self.micro_batch_size,
             self.shares,
-            threads,
+            self._threads_in_turn(),
         )
 
     def _threads_in_turn(self) -> Sequence[int]:
@@ -709,9 +681,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             inputs: positional arguments of the module, with rows along ``dim``. A
                 single dict has keyword arguments, and a single tuple positional ones,
                 as in ``forward_backward``; ``(value,)`` is one argument.
-            kwargs: keyword arguments of the module, and the engine's ``costs``. Without
-                ``micro_batch_cost``, a module whose ``forward`` has an argument
-                ``costs`` gets it.
+            kwargs: keyword arguments of the module.
 
         Returns:
             The module's output for the whole batch, in the same nested types, on the
@@ -720,8 +690,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             row are concatenated.
 
         Raises:
-            ValueError: outputs that cannot be joined, several batches, ``costs``
-                without ``micro_batch_cost``, or ``micro_batch_cost`` without ``costs``.
+            ValueError: outputs that cannot be joined, or several batches.
             RuntimeError: a call in training mode with grad enabled; use
                 ``forward_backward`` there.
 
@@ -737,18 +706,12 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                 "engine.forward_backward(inputs, targets, criterion); for inference, "
                 "call engine.eval() first or use torch.no_grad()"
             )
-        costs = None
-        if "costs" in kwargs:  # asked first: to read a signature takes longer
-            has_budget = self.micro_batch_cost is not None
-            if has_budget or not has_costs_argument(self.module):
-                costs = kwargs.pop("costs")
-        return self._map(self.module, inputs, kwargs, costs)
+        return self._map(self.module, inputs, kwargs)
 
     def map(
         self,
         function: Callable[..., Any],
         *inputs: Any,
-        costs: Costs | None = None,
         pad: float | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -770,7 +733,6 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                 ``functools.partial`` of either binds arguments without rows.
             inputs: positional arguments of the function, with rows along ``dim``. A
                 single dict or tuple is read as by ``engine(...)``.
-            costs: as in ``forward_backward``.
             pad: pads tensors at the end with this value, if micro-batches give
                 different sizes.
             kwargs: keyword arguments of the function, with rows or without.
@@ -784,8 +746,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
 
         Raises:
             ValueError: a function that refers to the module itself, tensors that cannot
-                be joined, several batches, ``costs`` without ``micro_batch_cost`` or
-                the other way round.
+                be joined, or several batches.
             TypeError: a ``function`` that is none.
 
         Example:
@@ -801,20 +762,18 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                 f"engine.map(function, inputs), whose function is called as "
                 f"function(replica, inputs)"
             )
-        return self._map(function, inputs, kwargs, costs, pad)
+        return self._map(function, inputs, kwargs, pad)
 
-    def _map(
-        self, function: Any, inputs: Any, kwargs: Any, costs: Any, pad: Any = None
-    ) -> Any:
+    def _map(self, function: Any, inputs: Any, kwargs: Any, pad: Any = None) -> Any:
         inputs, kwargs = read_arguments(function, inputs, kwargs)
         with self._workers.exclusive():
             rows = count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim)
             batch = batch_of(call_inputs(inputs, kwargs), None, rows, self.dim)
             request = Request([batch], self.dim, backward=False)
             work = RowFunction(function, pad)
-            search = self._search(request, work, costs)
+            search = self._search(request, work)
             if search is None:
-                plan = self.plan(rows, costs)
+                plan = self.plan(rows)
                 mapped = self._mapped(work, request, plan, WHOLE_STEP)
             else:
                 mapped = search.run(partial(self._mapped, work))
@@ -852,7 +811,6 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         reduction: Reduction | None = None,
         count: Count | None = None,
         whole_batch: bool = False,
-        costs: Costs | None = None,
     ) -> GradientCheck:
         """Compare the gradient of one batch with that of a plain backward pass on the
         master.
@@ -889,7 +847,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                 raise ValueError(
                     f"check takes one batch, got {len(request.sizes)}; pass one"
                 )
-            plan = self.plan(request.sizes, costs)
+            plan = self.plan(request.sizes)
             # A trial is of this rank only.
             outcome = self._compute(schedule, request, plan, Extent(is_trial=True))
             return compare(self.module, outcome, master)

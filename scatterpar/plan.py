@@ -33,21 +33,17 @@ class Share:
     """The rows of the batch that one replica handles.
 
     Several batches (``Rows.from_batches``) count as one: rows between ``start`` and
-    ``stop`` may belong to other shares, as in a plan that is dealt. If micro-batches
-    are cut by cost, rows count in the plan's order.
+    ``stop`` may belong to other shares, as in a plan that is dealt.
 
     Attributes:
         replica: the number of the replica.
         device: where it computes.
         micro_batches: for each sub-step the start and stop of its rows.
-        row_numbers: for each sub-step, if cut by cost, the numbers of its rows in the
-            batch, ascending; else empty.
     """
 
     replica: int
     device: torch.device
     micro_batches: tuple[tuple[int, int], ...]
-    row_numbers: tuple[tuple[int, ...], ...] = ()
 
     @property
     def start(self) -> int:
@@ -69,17 +65,13 @@ class Share:
         """The number of rows of each sub-step."""
         return tuple(stop - start for start, stop in self.micro_batches)
 
-    def rows_of(self, sub_step: int) -> Sequence[int]:
+    def rows_of(self, sub_step: int) -> range:
         """The numbers, in the batch, of the rows of one sub-step."""
-        if self.row_numbers:
-            return self.row_numbers[sub_step]
         return range(*self.micro_batches[sub_step])
 
     @cached_property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """The micro-batches, merged if they touch and are not cut by cost."""
-        if self.row_numbers:
-            return self.micro_batches
+        """The micro-batches, merged if they touch."""
         spans: list[tuple[int, int]] = []
         for start, stop in self.micro_batches:
             if spans and spans[-1][1] == start:
@@ -106,17 +98,6 @@ class Plan(Printed):
     is_dealt: bool = False
 
     @cached_property
-    def order(self) -> tuple[int, ...]:
-        """The number of the batch's row at each position of the plan.
-
-        Empty if it is the same.
-        """
-        if not self.shares[0].row_numbers:  # without costs
-            return ()
-        numbers = self.by_rows(share.row_numbers for share in self.shares)
-        return tuple(chain.from_iterable(numbers))
-
-    @cached_property
     def substep_rows(self) -> tuple[int, ...]:
         """The number of rows of each sub-step, share by share."""
         return tuple(chain.from_iterable(share.substep_rows for share in self.shares))
@@ -124,14 +105,14 @@ class Plan(Printed):
     def by_rows(self, values: Iterable[Sequence[_Value]]) -> list[_Value]:
         """Values of the micro-batches of each share, in the order of the rows.
 
-        Shares of a plan that is dealt, or cut by cost, lie between each other.
+        Shares of a plan that is dealt lie between each other.
         """
         pieces: list[tuple[tuple[int, int], _Value]] = []
         for share, values_of_share in zip(self.shares, values, strict=True):
             pieces += zip(share.micro_batches, values_of_share, strict=True)
         return [value for _, value in sorted(pieces, key=itemgetter(0))]
 
-    def rows_of(self, replica: int, sub_step: int) -> Sequence[int]:
+    def rows_of(self, replica: int, sub_step: int) -> range:
         """The numbers, in the batch, of the rows of one sub-step.
 
         All numbers count from 0.
@@ -148,12 +129,8 @@ class Plan(Printed):
             spans = [f"{start}:{stop}" for start, stop in share.spans]
             where = str(share.replica), str(share.device)
             table.append((*where, ", ".join(spans), " + ".join(cuts)))
-        return self.printed(table)
-
-    def printed(self, table: Sequence[Sequence[str]], title_end: str = "") -> str:
-        """A table of shares below a line with the number of rows."""
         replicas = "replica" if len(self.shares) == 1 else "replicas"
-        title = f"{self.rows} rows on {len(self.shares)} {replicas}{title_end}"
+        title = f"{self.rows} rows on {len(self.shares)} {replicas}"
         return f"{title}\n{as_text(table, str.ljust)}"
 
 
@@ -227,10 +204,7 @@ def _plan(
     return dealt(plan, sizes, threads) if threads else plan
 
 
-_PlanT = TypeVar("_PlanT", bound=Plan)
-
-
-def dealt(plan: _PlanT, sizes: Sequence[int], threads: Sequence[int]) -> _PlanT:
+def dealt(plan: Plan, sizes: Sequence[int], threads: Sequence[int]) -> Plan:
     """The plan with its micro-batches dealt to the replicas in turn. ::
 
         rows                 9                       on two replicas, with accum=2

@@ -188,13 +188,13 @@ SABOTAGES = [
         seen_by="test_return_outputs_one_per_replica",
     ),
     Sabotage(
-        name="outputs of plans by cost stay in the plan's order",
+        name="outputs in turns stay in the order of the shares",
         promise="exact",
         file="step/reduce.py",
         place="returned_outputs",
-        text="if attempt.returns_one:",
+        text="if attempt.plan.is_dealt:",
         replacement="if False:",
-        seen_by="test_outputs_in_order_of_the_batch",
+        seen_by="test_returned_outputs_are_one_entry_in_order",
     ),
     Sabotage(
         name="batch statistics leave out how the means of micro-batches differ",
@@ -307,15 +307,6 @@ SABOTAGES = [
         seen_by="test_tensors_joined_padded_or_refused",
     ),
     Sabotage(
-        name="inference leaves rows in the order of a plan by cost",
-        promise="exact",
-        file="step/reduce.py",
-        place="join_on_master",
-        text="order=plan.order",
-        replacement="order=()",
-        seen_by="test_inference_keeps_order_of_rows",
-    ),
-    Sabotage(
         name="accumulate_dtype= is ignored for float16",
         promise="exact",
         file="replicas/replicas.py",
@@ -406,15 +397,6 @@ SABOTAGES = [
         text="number - _ROUNDING)",
         replacement="number)",
         seen_by="test_rounded_shares_add_no_sub_step",
-    ),
-    Sabotage(
-        name="costs are dealt without looking at shares",
-        promise="exact",
-        file="options/costs.py",
-        place="_deal",
-        text="/ shares[replica]",
-        replacement="/ 1",
-        seen_by="test_loads_in_proportion_to_shares",
     ),
     Sabotage(
         name="rank 0's parameters are not sent to other ranks",
@@ -1001,15 +983,6 @@ SABOTAGES = [
         text="check_links(self.device_ids)",
         replacement="pass",
         seen_by="test_engine_refuses_corrupting_memory",
-    ),
-    Sabotage(
-        name="the note on an error numbers rows in the order of a plan by cost",
-        promise="clear errors",
-        file="plan.py",
-        place="Share.rows_of",
-        text="if self.row_numbers:",
-        replacement="if False:",
-        seen_by="test_note_names_rows_cut_by_cost",
     ),
     # --- splitcheck: no wrong loop passes ---
     Sabotage(

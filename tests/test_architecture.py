@@ -291,7 +291,7 @@ def test_copies_made_in_one_package():
     """The engine names no method that copies, outside of ``devices``; ``float()`` is
     not found.
 
-    ``costs`` reads numbers of NumPy arrays, too, and ``splitting`` runs any loop.
+    ``splitting`` runs any loop.
     """
     engine_part = [
         path for path in PACKAGE.rglob("*.py") if level_of(name_of(path)) <= ABOVE
@@ -300,9 +300,7 @@ def test_copies_made_in_one_package():
     found = [
         f"{name_of(path)}: {copy}"
         for path in engine_part
-        if not name_of(path).startswith(
-            ("scatterpar.devices", "scatterpar.options.costs", "scatterpar.splitting")
-        )
+        if not name_of(path).startswith(("scatterpar.devices", "scatterpar.splitting"))
         for copy in copies(path)
     ]
     assert not found

@@ -101,7 +101,7 @@ def test_options_have_types() -> None:
     assert_type(engine.check(*batch(), difference), GradientCheck)
     assert_type(engine.buffers(), Iterator[Tensor])
     engine.accum = 4
-    engine.micro_batch_cost = None
+    engine.micro_batch_size = None
     with pytest.raises(TypeError):
         engine.accum = "many"  # type: ignore
     with pytest.raises(AttributeError):
@@ -142,8 +142,6 @@ def test_step_arguments_have_types() -> None:
         engine.forward_backward(rows, targets, nn.MSELoss)  # type: ignore
     with pytest.raises(TypeError):
         engine.forward_backward(rows, targets, difference, scaler=1024.0)  # type: ignore
-    with pytest.raises(ValueError, match="costs"):
-        engine.plan(8, costs=8)  # type: ignore
 
 
 def test_pair_and_optimizer_have_types() -> None:

@@ -152,7 +152,6 @@ class Batch:
 def _select(atom: Any, rows: Sequence[int], dim: int) -> Any:
     if isinstance(atom, Marker):
         return atom.select(rows)
-    # Rows of a plan by cost are in no order, and so no view.
     if type(rows) is range:
         # A view: the transfer to the device is the one copy of these bytes.
         return atom.narrow(dim, rows.start, rows.stop - rows.start)

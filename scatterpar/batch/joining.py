@@ -22,7 +22,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from scatterpar.batch import nested
 from scatterpar.devices.fingerprints import same_bits
-from scatterpar.devices.transfers import to_device, to_numbers
 
 # Whether lists may have one entry per row.
 Lists = Literal["never", "if clear", "always"]
@@ -38,7 +37,6 @@ def join_rows(
     rows: Sequence[int] | None = None,
     *,
     lists: Lists = "never",
-    order: Sequence[int] = (),
     pad: float | None = None,
     constants: Collection[int] | None = None,
 ) -> Any:
@@ -58,10 +56,6 @@ def join_rows(
     Any other atom is returned once if all pieces have the same, and otherwise becomes a
     list with one entry per piece. ``lists`` says whether lists that have one entry per
     row are concatenated; ``"if clear"``: unless they may be lists of tensors with rows.
-
-    If the rows of the pieces are not consecutive, ``order`` has their numbers, piece by
-    piece, and the result has the rows in ascending order. A single piece is already in
-    that order.
 
     >>> join_rows([{"y": torch.zeros(2)}, {"y": torch.ones(1)}], 0, [2, 1])
     {'y': tensor([0., 0., 1.])}
@@ -88,7 +82,7 @@ def join_rows(
                 "pad_packed_sequence(output, batch_first=True) gives"
             )
         if are_entries(atoms):
-            return _in_order(list(chain(*atoms)), order, dim)
+            return list(chain(*atoms))
         # A text or configuration that all pieces have alike is one value, not several.
         if not all(isinstance(atom, Tensor) for atom in atoms):
             return first if _are_all_same(atoms) else atoms
@@ -100,15 +94,14 @@ def join_rows(
         joins_equal = constants is not None
         if rows is not None and not _have_rows(atoms, rows, dim, joins_equal):
             return atoms[0]
-        # After ``cat``, because a plan by cost mixes the rows of all pieces.
-        return _in_order(torch.cat(atoms, dim), order, dim)
+        return torch.cat(atoms, dim)
 
     def is_atom(values: Sequence[Any]) -> bool:
         return isinstance(values[0], PackedSequence) or are_entries(values)
 
     # The output itself may be the list: nothing else can be meant by it.
     if lists != "never" and are_entries(pieces, "always"):
-        return _in_order(list(chain(*pieces)), order, dim)
+        return list(chain(*pieces))
     return nested.merge(join_atoms, pieces, is_atom)
 
 
@@ -147,18 +140,6 @@ def _padded(atoms: list[Tensor], dim: int, value: float) -> list[Tensor]:
         padded[tuple(map(slice, atom.shape))] = atom
         padded_atoms.append(padded)
     return padded_atoms
-
-
-def _in_order(joined: Any, order: Sequence[int], dim: int) -> Any:
-    """A list or tensor with its rows in ascending ``order`` of their numbers."""
-    if not order:
-        return joined
-    places = torch.tensor(order).argsort()  # of the rows among those that were joined
-    if isinstance(joined, list):
-        return [joined[place] for place in to_numbers(places)]
-    entries_per_row = joined.size(dim) // len(order)
-    places = places[:, None] * entries_per_row + torch.arange(entries_per_row)
-    return rows_at(to_device(places.flatten(), joined.device), joined, dim)
 
 
 def rows_at(places: Tensor, tensor: Tensor, dim: int) -> Tensor:

@@ -118,11 +118,9 @@ class Captured(Schedule):
         """
         devices = options.device_ids
         has_python = options.buffers == "batch"
-        is_by_cost = options.micro_batch_cost is not None
         conflicts = {
             "a compiled module, which runs either compiled or captured": compile_fn,
             'buffers="batch", which needs Python in every sub-step': has_python,
-            "micro_batch_cost, which changes the shapes of micro-batches": is_by_cost,
         }
         for option, is_on in conflicts.items():
             if is_on:

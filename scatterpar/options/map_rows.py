@@ -29,7 +29,7 @@ from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.misfits import misfit_of_inputs
 from scatterpar.step.reduce import join_on_master, reduce_buffers
 from scatterpar.step.replica_threads import Proceed
-from scatterpar.step.scatter import in_order, scatter
+from scatterpar.step.scatter import scatter
 from scatterpar.step.substeps import detached, save_referents
 from scatterpar.step.task import ReplicaTask, make_tasks
 from scatterpar.step.turns import Scope
@@ -91,7 +91,7 @@ def map_rows(
     transfers = attempt.transfers
     replicas = attempt.replicas
     function = row_function.function
-    loaders = scatter(in_order(request.batches, plan), plan, transfers)
+    loaders = scatter(request.batches, plan, transfers)
     # No criterion is called, so none is copied.
     replicas.refresh(module, None, transfers)
     attempt.weights = compute_loss_weights(request, plan, None)

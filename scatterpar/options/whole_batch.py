@@ -303,7 +303,6 @@ class WholeBatch:
         for passes_of_replica in passes[1:]:
             self._foreign.update(map(id, passes_of_replica.task.leaves))
         self._master = passes[0].share.device
-        self._order = attempt.plan.order
         # Each with the device of the output, and its copy.
         self._copies: list[tuple[torch.device, Tensor, Tensor]] = []
         copies: list[list[Any]] = []
@@ -376,10 +375,6 @@ class WholeBatch:
                 f"whole_batch=True with a process_group cannot join {values} of rows "
                 f"across ranks; make them tensors of one length on all ranks"
             )
-        if self._order:  # other ranks have other orders
-            self._pieces = [self._joined()]
-            self._rows = [sum(self._rows)]
-            self._order = ()
         self._pieces, self._rows, self._targets, seed = ranks.outputs_of_all(
             self._pieces,
             self._rows,
@@ -400,7 +395,6 @@ class WholeBatch:
             weights=self._rows,
             rows=self._rows,
             lists="if clear" if self._lists else "never",
-            order=self._order,
             constants=self._attempt.constants,
         )
         return nested.map_tensors(_not_a_leaf, joined)

@@ -115,13 +115,6 @@ class Attempt:
         self.retries = 0
         self.garbage_is_collected = False
 
-    @property
-    def returns_one(self) -> bool:
-        """Whether outputs are returned as one, not one per share: shares lie between
-        each other.
-        """
-        return bool(self.plan.order or self.plan.is_dealt)
-
     def span(self, name: str) -> contextlib.AbstractContextManager[object]:
         """Time the body, which runs in the caller's thread, as a part of the step."""
         if self.clock is None:

@@ -68,7 +68,7 @@ def compute_loss_weights(
     if pieces is None:
         factors = [float(stop - start) for start, stop in spans]
     elif request.is_mean:
-        counts = term_counts(request, spans, pieces, plan.order)
+        counts = term_counts(request, spans, pieces)
         # Zero terms in all: the loss is 0, and a warning says that no label counts.
         total = sum(counts)  # if it is zero, all factors are zero
         # Only then can a micro-batch without terms have a loss.
@@ -115,12 +115,10 @@ def term_counts(
     request: Request,
     spans: Sequence[tuple[int, int]],
     pieces: Iterable[tuple[Any, Any]],
-    order: Sequence[int] = (),
 ) -> list[float]:
     """The number of terms that the loss of each micro-batch averages over.
 
-    ``spans`` are those of ``pieces`` in the rows of the batch, or in this ``order`` of
-    the rows.
+    ``spans`` are those of ``pieces`` in the rows of the batch.
     """
     criterion = request.criterion
     dim = request.dim
@@ -142,8 +140,6 @@ def term_counts(
         return rows_of_pieces
     # In float64: sums of many class weights lose digits in float32.
     terms_by_row = torch.cat([of_batch.double() for of_batch in terms])
-    if order:
-        terms_by_row = terms_by_row[list(order)]
     return _sums_of_spans(terms_by_row, spans)
 
 

@@ -320,7 +320,6 @@ def join_on_master(
         weights=plan.by_rows(attempt.weights.by_share),
         rows=plan.by_rows(share.substep_rows for share in plan.shares),
         lists=lists,
-        order=plan.order,
         pad=pad,
         constants=attempt.constants,
     )
@@ -331,11 +330,12 @@ def returned_outputs(
 ) -> tuple[Any, ...]:
     """What ``return_outputs`` asks for, in the order of the rows.
 
-    One entry per replica; with costs or in turns one of all rows.
+    One entry per replica; in turns one of all rows.
     """
     if not attempt.request.return_outputs:
         return ()
-    if attempt.returns_one:
+    # Shares that are dealt lie between each other.
+    if attempt.plan.is_dealt:
         return (join_on_master(attempt, outputs),)
     dim = attempt.request.dim
     joined: list[Any] = []

@@ -18,7 +18,6 @@ from scatterpar.errors import add_note
 from scatterpar.plan import Share
 from scatterpar.replicas.sync_batch_norm import Meeting
 from scatterpar.step.turns import Scope, TurnOrder
-from scatterpar.tables import shown
 from scatterpar.threads.generators import Generators
 from scatterpar.threads.workers import Cancellation, Cancelled, Workers
 
@@ -206,7 +205,7 @@ class ReplicaNote(contextlib.AbstractContextManager["ReplicaNote"]):
             return
         share = self._share
         where = f"in replica {share.replica} on {share.device}"
-        rows: Sequence[int] = ()
+        rows = range(0)
         if self.sub_step is not None:
             rows = share.rows_of(self.sub_step)
             where += f", sub-step {self.sub_step} of {len(share.micro_batches)}"
@@ -234,10 +233,8 @@ def _is_about_a_replica(error: KeyError) -> bool:
     return bool(error.args) and isinstance(error.args[0], (nn.Module, Tensor))
 
 
-def _named(rows: Sequence[int]) -> str:
+def _named(rows: range) -> str:
     """The numbers of rows as text, such as ``rows 8 to 9``."""
     if len(rows) == 1:
         return f"row {rows[0]}"
-    if isinstance(rows, range):
-        return f"rows {rows[0]} to {rows[-1]}"
-    return f"rows {shown(', '.join(map(str, rows)))}"
+    return f"rows {rows[0]} to {rows[-1]}"

@@ -17,7 +17,6 @@ from scatterpar.devices.transfers import to_numbers
 from scatterpar.option_checks import (
     check_bool,
     check_int,
-    check_number,
     check_shares,
 )
 from scatterpar.replicas.references import module_of, read_attribute
@@ -45,7 +44,6 @@ class EngineOptions:
     device_ids: Sequence[torch.device]
     accum: Accum = 1
     micro_batch_size: int | Sequence[int] | None = None
-    micro_batch_cost: float | None = None
     dim: int = 0
     buffers: Buffers = "master"
     check_finite: bool = False
@@ -92,17 +90,11 @@ class EngineOptions:
         elif size is not None:
             also = " or a list with one per replica"
             check_int("micro_batch_size", size, least=1, also=also)
-        if self.micro_batch_cost is not None:
-            check_number("micro_batch_cost", self.micro_batch_cost)
-        passed: list[str] = []
-        for name in ("accum", "micro_batch_size", "micro_batch_cost"):
-            value = getattr(self, name)
-            # ``accum`` is 1 by default, and so says nothing beside another cut.
-            if value != getattr(EngineOptions, name):
-                passed.append(f"{name}={value}")
-        if len(passed) > 1:
+        # ``accum`` is 1 by default, and so says nothing beside ``micro_batch_size``.
+        if size is not None and self.accum != 1:
             raise ValueError(
-                f"{' and '.join(passed)} both say how a share is cut; pass one of them"
+                f"accum={self.accum} and micro_batch_size={size} both say how a share "
+                f"is cut; pass one of them"
             )
 
 
@@ -121,7 +113,6 @@ class Call:
     scaler: torch.amp.GradScaler | None = None
     return_outputs: bool | Callable[[Any], Any] = False
     whole_batch: bool = False
-    costs: Any = None
 
 
 @dataclass(frozen=True, eq=False)

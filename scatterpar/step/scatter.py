@@ -38,15 +38,6 @@ def micro_batches(batches: Sequence[Batch], plan: Plan) -> Iterator[tuple[Any, A
             yield loader.at_source(sub_step).unwrapped()
 
 
-def in_order(batches: Sequence[Batch], plan: Plan) -> Sequence[Batch]:
-    """The batches with rows in the order of a plan by cost; unchanged otherwise."""
-    if not plan.order:
-        return batches
-    # A plan by cost is of one batch.
-    (batch,) = batches
-    return [batch.select(plan.order)]
-
-
 def scatter(
     batches: Sequence[Batch], plan: Plan, transfers: Transfers
 ) -> list[ShareLoader]:

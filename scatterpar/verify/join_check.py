@@ -91,7 +91,7 @@ class JoinCheck:
         # The pieces of each join, with their numbers of rows.
         by_share = [list(zip(pieces, remaining, strict=False)) for pieces in outputs]
         joins: list[list[tuple[Any, int]]] = []
-        joined_by_share = request.return_outputs and not attempt.returns_one
+        joined_by_share = request.return_outputs and not attempt.plan.is_dealt
         if joined_by_share:  # their micro-batches may differ in size
             joins += by_share
         if request.whole_batch or not joined_by_share:

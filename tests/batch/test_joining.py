@@ -46,15 +46,6 @@ def test_lists_concatenated_on_request():
     assert [len(outputs) for outputs in joined["layers"]] == [2, 1]
 
 
-def test_rows_in_order_of_their_numbers():
-    joined = join_rows((TWO, ONE), 0, ROWS, ROWS, order=[2, 0, 1])
-    assert joined.tolist() == [[3, 4], [5, 6], [1, 2]]
-    texts = join_rows(
-        (["a", "b"], ["c"]), 0, ROWS, ROWS, lists="always", order=[2, 0, 1]
-    )
-    assert texts == [*"bca"]
-
-
 def test_other_dimensions_padded_at_end():
     wide = torch.ones(1, 3)
     joined = join_rows((TWO, wide), 0, ROWS, ROWS, pad=-1.0)

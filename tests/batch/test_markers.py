@@ -85,7 +85,7 @@ class Jagged(Marker):
         return pad(self.split())  # new memory
 
 
-@pytest.mark.parametrize("runner", few_of(OF_ROWS, ["engine", "by cost", "inference"]))
+@pytest.mark.parametrize("runner", few_of(OF_ROWS, ["engine", "inference"]))
 def test_custom_marker_is_exact(runner):
     batch = Jagged(TEXTS), LABELS
     agree(Case(Reader, batch, plain=(pad(TEXTS), LABELS)), runner, "mixed")

@@ -3,9 +3,8 @@
 
 A line is an expression, a type, and words of its text, with `` | `` between them.
 Without words the text is torch's own, or the user's. In an expression ``model`` is
-``nn.Linear(4, 2)``, ``engine`` has two replicas on the CPU, ``by_cost`` too, with
-``micro_batch_cost=8``. ``x`` holds 6 rows of 4 features, ``y`` 6 classes. The other
-names are in ``world``, or the package's.
+``nn.Linear(4, 2)``, ``engine`` has two replicas on the CPU. ``x`` holds 6 rows of 4
+features, ``y`` 6 classes. The other names are in ``world``, or the package's.
 """
 
 from __future__ import annotations
@@ -45,9 +44,6 @@ def world(expression: str) -> dict[str, Any]:
         "outputs": lambda: DataParallelModel(model, two)(inputs),
         "judge": lambda: DataParallelCriterion(nn.CrossEntropyLoss(), two),
         "engine": lambda: ScatterOnceParallel(model, 2, two),
-        "by_cost": lambda: ScatterOnceParallel(
-            model, device_ids=two, micro_batch_cost=8
-        ),
     }
     # An expression has one or two of them, and some take as long as a step.
     made = {}

@@ -67,7 +67,6 @@ EVERY_WAY = (
     "one",
     "loss",
     "check",
-    "by cost",
     "guarded",
     "guarded pair",
 )
@@ -75,8 +74,6 @@ ON_RANKS = {  # how many processes, and which runner each of them has
     "1 rank": (1, "engine"),
     "2 ranks": (2, "engine"),
     "3 ranks": (3, "engine"),
-    "2 ranks by cost": (2, "by cost"),
-    "3 ranks by cost": (3, "by cost"),
     "2 ranks, graphs": (2, "graphs"),
 }
 CONTRACT = ("engine", "loss", "pair")
@@ -146,9 +143,8 @@ class Case:
                 return atom
             if not atom.ndim or rows == range(self.count):
                 return atom.clone()
-            if isinstance(rows, range):  # a slice keeps the memory format
-                return atom[rows.start : rows.stop].clone()
-            return atom[list(rows)]
+            # A slice keeps the memory format.
+            return atom[rows.start : rows.stop].clone()
 
         batch = self.batch if self.plain is None else self.plain
         return map_atoms(take, batch)
@@ -171,44 +167,19 @@ def even_shares(case, devices):
     return shares_of
 
 
-def shares_by_cost(engine, costs):
-    """That of a runner whose rows are cut by cost: what the engine says."""
-
-    def shares_of(count):
-        shares = []
-        for share in engine.plan(count, costs=costs).shares:
-            substeps = range(len(share.micro_batches))
-            shares.append([share.rows_of(number) for number in substeps])
-        return shares
-
-    return shares_of
-
-
-def shares_of_engine(case, engine, devices, costs=None):
-    costs = costs or case.options.get("costs")
-    if costs is None:
-        return even_shares(case, devices)
-    return shares_by_cost(engine, costs)
-
-
 def make_engine(case, module, devices, **options):
-    options = case.engine | options
-    if "micro_batch_cost" not in options:
-        options["accum"] = case.accum
+    options = {"accum": case.accum, **case.engine, **options}
     return ScatterOnceParallel(module, device_ids=devices, **options)
 
 
 @contextlib.contextmanager
-def by_engine(case, module, criterion, devices, *, costs=None, **engine_options):
-    options = dict(case.options)
-    if costs is not None:
-        options["costs"] = costs
+def by_engine(case, module, criterion, devices, **engine_options):
     with make_engine(case, module, devices, **engine_options) as engine:
 
         def step():
-            return engine.forward_backward(*case.batch, criterion, **options)
+            return engine.forward_backward(*case.batch, criterion, **case.options)
 
-        yield step, shares_of_engine(case, engine, devices, costs)
+        yield step, even_shares(case, devices)
 
 
 @contextlib.contextmanager
@@ -221,7 +192,7 @@ def by_loss(case, module, criterion, devices):
             loss.backward()
             return loss.detach()
 
-        yield step, shares_of_engine(case, engine, devices)
+        yield step, even_shares(case, devices)
 
 
 @contextlib.contextmanager
@@ -234,7 +205,7 @@ def by_checked_engine(case, module, criterion, devices):
             assert check.passed
             return engine.forward_backward(*case.batch, criterion, **case.options)
 
-        yield step, shares_of_engine(case, engine, devices)
+        yield step, even_shares(case, devices)
 
 
 def by_whole_batch(case, *args):
@@ -244,13 +215,6 @@ def by_whole_batch(case, *args):
         if name not in ("count", "reduction"):
             options[name] = value
     return by_engine(replace(case, options=options), *args)
-
-
-def by_cost(case, *args):
-    """Rows of like cost together, which are not consecutive."""
-    costs = [1.0 + 3 * row % 4 for row in range(case.count)]
-    budget = 8.0 if case.accum > 1 else 1e9
-    return by_engine(case, *args, costs=costs, micro_batch_cost=budget)
 
 
 def by_graphs(*args):
@@ -324,7 +288,6 @@ RUNNERS = {
     "loss": by_loss,
     "check": by_checked_engine,
     "whole batch": by_whole_batch,
-    "by cost": by_cost,
     "graphs": by_graphs,
     "compiled": by_compiler,
     "pair": by_pair,
@@ -525,14 +488,11 @@ def _agree_in_inference(case, devices):
     twin = case.build().eval()
     inputs, _ = case.batch
     with make_engine(case, module, devices) as engine, torch.no_grad():
-        run = engine
-        if "costs" in case.options:
-            run = partial(engine, costs=case.options["costs"])
         for change in (None, *case.changes):
             if change is not None:
                 change(module)
                 change(twin)
-            output = call(run, inputs)
+            output = call(engine, inputs)
             plain_inputs, _ = case.all()
             expected = call(twin, plain_inputs)
             assert_alike(output, expected, case.relative)

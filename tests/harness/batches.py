@@ -181,8 +181,8 @@ def embedded():
 
 
 # The column "only".
-OF_ROWS = ("engine", "loss", "check", "whole batch", "by cost", "guarded", "inference")
-BY_ROW = ("engine", "loss", "check", "by cost", "guarded")  # outputs of other lengths
+OF_ROWS = ("engine", "loss", "check", "whole batch", "guarded", "inference")
+BY_ROW = ("engine", "loss", "check", "guarded")  # outputs of other lengths
 OF_PAIRS = (*OF_ROWS, "pair", "guarded pair")
 WINDOWS = ("engine", "loss", "whole batch")  # a check takes one batch
 
@@ -221,14 +221,9 @@ CASES = {
         with_own_loss,
         ((PADDED, LABELS), LABELS),
         lambda _: own_loss,
-        unless=("whole batch", "by cost", "inference"),
+        unless=("whole batch", "inference"),
     ),
     "texts": texts(default_run=EVERY_WAY),
-    "texts by length": texts(
-        engine={"micro_batch_cost": 10},
-        options={"costs": LENGTHS},
-        only=("engine", "loss", "check", "inference"),
-    ),
     "tags": tags(),
     "tags, counted": tags(options={"count": count_labels()}),
     "replicated, of the batch's size": Case(
@@ -267,7 +262,7 @@ CASES = {
         (randn(32, FEATURES), None),
         lambda _: of_codes,
         options={"whole_batch": True},
-        only=("engine", "loss", "check", "by cost", "inference"),
+        only=("engine", "loss", "check", "inference"),
         default_run=(*USUAL, "2 ranks"),
     ),
 }

@@ -80,7 +80,7 @@ def case(name, rows, accum=3, default_run=USUAL):
         lambda _: criterion,
         accum=accum,
         options={"whole_batch": True},
-        only=("engine", "loss", "check", "by cost", "compiled", "guarded"),
+        only=("engine", "loss", "check", "compiled", "guarded"),
         default_run=default_run,
     )
 
@@ -95,10 +95,8 @@ CASES = {
             "one",
             "loss",
             "check",
-            "by cost",
             "2 ranks",
             "3 ranks",
-            "3 ranks by cost",
         ),
     ),
     **{f"{name}, one sub-step": case(name, 9, accum=1) for name in LOSSES},

@@ -890,7 +890,6 @@ CASES = {
     "layouts, torch.float32": Case(
         layouts,
         batch=(IMAGES, randint(CLASSES, 6)),
-        unless=("by cost",),  # rows that are selected are contiguous
         **SINGLE,
         **RANKS_TOO,
     ),

@@ -11,14 +11,9 @@ from scatterpar.step.replica_threads import ReplicaNote
 def note_of(replica, device, sub_step=None, sub_steps=1, rows=(0,)):
     """The note on an error of a replica, in a sub-step of ``sub_steps``, with these
     ``rows``.
-
-    Rows that are no ``range`` are those of a plan by cost.
     """
     span = rows[0], rows[-1] + 1
-    by_cost = ()
-    if not isinstance(rows, range):
-        by_cost = (tuple(rows),) * sub_steps
-    share = Share(replica, torch.device(device), (span,) * sub_steps, by_cost)
+    share = Share(replica, torch.device(device), (span,) * sub_steps)
     # Not raised: it would keep the error that is handled at the moment.
     error = Exception()
     ReplicaNote(share, sub_step).__exit__(None, error, None)

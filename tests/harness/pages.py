@@ -106,7 +106,7 @@ class Checked(scatterpar.ScatterOnceParallel):
 
     def _compare(self, inputs, targets=None, criterion=None, **options):
         if len(batches_of(inputs, targets, 0)) == 1:  # ``check`` takes one batch
-            names = {"reduction", "count", "whole_batch", "costs"} & options.keys()
+            names = {"reduction", "count", "whole_batch"} & options.keys()
             options_of_check = {name: options[name] for name in names}
             report = self.check(inputs, targets, criterion, **options_of_check)
             assert report.passed, report

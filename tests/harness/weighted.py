@@ -160,11 +160,9 @@ EVERY_TRAINING = tuple(
 
 CASES = {
     **{name: case(name, 37) for name in LOSSES},
-    "mean": case(
-        "mean", 37, (*TRAINING, "one", "whole batch", "2 ranks", "2 ranks by cost")
-    ),
+    "mean": case("mean", 37, (*TRAINING, "one", "whole batch", "2 ranks")),
     "sum": case("sum", 37, (*TRAINING, "2 ranks")),
-    "padded": case("padded", 37, (*TRAINING, "2 ranks by cost")),
+    "padded": case("padded", 37, (*TRAINING, "2 ranks")),
     "class weights, padded": case(
         "class weights, padded", 37, (*TRAINING, "loss", "graphs", "2 ranks")
     ),

@@ -31,7 +31,6 @@ INVALID = [
     ("accum", "all"),
     ("micro_batch_size", 0),
     ("micro_batch_size", [3]),
-    ("micro_batch_cost", -1.0),
     ("dim", "rows"),
     ("shares", (0, 0)),
     ("shares", [1]),

@@ -298,15 +298,6 @@ def test_lists_joined_plain_values_kept(engine):
     assert_close(scaled, FOURS * torch.arange(4.0), "with an argument without rows")
 
 
-def test_rows_by_cost_keep_their_order(devices):
-    costs, model = [float(i % 4 + 1) for i in range(11)], build(Writer)
-    with ScatterOnceParallel(
-        model, device_ids=devices(2), micro_batch_cost=8
-    ) as engine:
-        found = engine.map(model.write, FOURS, more=2, pad=-1, costs=costs)
-        assert torch.equal(found, written(model, 2))
-
-
 @pytest.mark.draws
 def test_several_entries_per_row_joined(engine):
     found = engine.map(lambda _, x: x.repeat_interleave(3, 0), FOURS)

@@ -148,23 +148,6 @@ def test_order_of_several_batches(sizes):
     assert seen[-sum(sizes) :] == list(range(sum(sizes)))
 
 
-def test_order_by_cost_is_that_of_the_plan():
-    """Rows of similar cost are together, and returned outputs have the batch's order."""
-    seen = []
-    devices = LAYOUTS["virtual"](2)
-    engine = engine_in_turns(Model(seen.append), devices, 1, micro_batch_cost=2.0)
-    costs = [2.0, 1.0, 2.0, 1.0, 1.0]
-    plan = engine.plan(5, costs)
-    pieces = []
-    for share in plan.shares:
-        pieces += zip(share.micro_batches, share.row_numbers, strict=True)
-    engine.forward_backward(column(5), costs=costs)
-    assert seen == [list(rows) for _, rows in sorted(pieces)]
-    assert len(seen) == 4
-    doubled = engine.map(lambda _, rows: rows * 2, column(5), costs=costs)
-    torch.testing.assert_close(doubled, column(5) * 2)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_map_and_outputs_in_order_of_rows(layout):
     seen = []

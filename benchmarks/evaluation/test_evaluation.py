@@ -108,7 +108,7 @@ def trainers(seconds, rows):
     return evaluations
 
 
-def lightning_trainers(seconds, rows, parallel):
+def lightning_trainers(seconds, rows):
     import lightning.pytorch as pl
 
     from scatterpar.integrations.lightning import ScatterOnceStrategy
@@ -124,8 +124,8 @@ def lightning_trainers(seconds, rows, parallel):
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     evaluations = []
-    strategy = ScatterOnceStrategy(DEVICES, parallel=parallel)
-    for options in ({"devices": 1}, {"strategy": strategy}):
+    strategies = {"devices": 1}, {"strategy": ScatterOnceStrategy(DEVICES)}
+    for options in strategies:
         trainer = pl.Trainer(
             logger=False,
             enable_checkpointing=False,
@@ -188,12 +188,7 @@ def generations(seconds, rows):
 
 LOOPS = {
     "`Trainer.evaluate`": trainers,
-    "Lightning's `validate`, `parallel=True`": lambda *args: lightning_trainers(
-        *args, parallel=True
-    ),
-    "Lightning's `validate`, in turns": lambda *args: lightning_trainers(
-        *args, parallel=False
-    ),
+    "Lightning's `validate`": lightning_trainers,
     "fastai's `validate`": learners,
     "`engine.map(model.generate, ...)`": generations,
 }

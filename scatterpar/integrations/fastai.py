@@ -96,8 +96,6 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         whole_batch: call the loss function once per batch, with the predictions of all
             rows, as in ``ScatterOnceParallel.forward_backward``. For losses that
             compare rows with each other.
-        parallel: your loss function writes nothing, so all replicas may call it at
-            once.
         options: further arguments of ``ScatterOnceParallel``, such as
             ``buffers="batch"``.
 
@@ -121,7 +119,6 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         count: Count | None = None,
         reduction: Reduction | None = None,
         whole_batch: bool = False,
-        parallel: bool = False,
         **options: Any,
     ) -> None:
         loop.check_count(count, ["inputs", "targets"], "targets[0]")
@@ -132,7 +129,6 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         self._count = count
         self._reduction = reduction
         self._whole_batch = whole_batch
-        self._is_parallel = parallel
         self._functions = loop.UserFunctions()
 
     def before_train(self) -> None:
@@ -258,10 +254,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
     @contextlib.contextmanager
     def _in_turns(self, criterion: _Criterion) -> Iterator[None]:
         """In the body, replicas call functions of the user's in turn."""
-        # parallel=True is the user's word for hooks, too.
-        hooks: list[Any] = []
-        if not self._is_parallel:
-            hooks = _hooks_of_user(self._engine.module)
+        hooks = _hooks_of_user(self._engine.module)
         functions = [*hooks]
         if criterion.takes_turns:
             functions.append(criterion.user.loss_func)
@@ -291,7 +284,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
     def _criterion_of(self, loss_func: Any, mixes: bool) -> _Criterion:
         """The criterion of the present loss function."""
         home = physical(self._engine.device_ids[0])
-        criterion = _Criterion(loss_func, mixes, self._is_parallel, home)
+        criterion = _Criterion(loss_func, mixes, home)
         if self._criterion is not None and self._criterion.key == criterion.key:
             criterion = self._criterion  # replicas have copies of it
         self._criterion = criterion
@@ -368,9 +361,7 @@ class _Criterion(nn.Module):
         count: the number of terms, if the loss is cross entropy.
     """
 
-    def __init__(
-        self, loss_func: Any, mixes: bool, is_parallel: bool, home: torch.device
-    ) -> None:
+    def __init__(self, loss_func: Any, mixes: bool, home: torch.device) -> None:
         super().__init__()
         # A module that is the loss function has its modules inside.
         modules = modules_of(loss_func)
@@ -378,8 +369,8 @@ class _Criterion(nn.Module):
             modules = [loss_func]
         self.mixes = mixes
         # A partial of torch's function may bind tensors, which are lent.
-        may_write = is_user_function(loss_func) or isinstance(loss_func, partial)
-        self.takes_turns = may_write and not is_parallel
+        is_of_user = is_user_function(loss_func)
+        self.takes_turns = is_of_user or isinstance(loss_func, partial)
         self.parts: nn.ModuleList | nn.ParameterList
         if self.takes_turns:
             # Each once, also if two modules share it.

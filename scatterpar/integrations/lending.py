@@ -316,9 +316,9 @@ def copy_on_replica(owner: Any, parts: Parts, excluded: Collection[str] = ()) ->
     """A shallow copy of ``owner`` that refers to a replica's parts.
 
     They are in the place of the user's in its attributes, and in lists, tuples and
-    dicts that are attributes. All else is shared with the owner, so a function of the
-    user's that refers to parts in other ways takes turns. An owner that is a part
-    itself is the replica's part.
+    dicts that are attributes. All else is shared with the owner, so this is for
+    functions of libraries; the user's take turns. An owner that is a part itself is the
+    replica's part.
     """
     values = parts.of_replica()
     if id(owner) in values:

@@ -13,10 +13,6 @@ In an evaluation each device computes whole batches of the loop::
     batch 1    lend the modules of a replica on the second device, and give them back
     batch 2    module.validation_step(…)         # kernels of batch 1 may still run
 
-With ``parallel=True`` replicas call the step functions at the same time, each on its
-own copy of the LightningModule, and an evaluation reads one batch per replica ahead.
-What a call logs is recorded, and logged when the loop asks for the call's batch.
-
 The Trainer does everything else: order of the hooks, optimizers, schedules, callbacks,
 checkpoints.
 """
@@ -35,7 +31,6 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -54,8 +49,6 @@ from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import Told, warn
 from scatterpar.integrations import loop
 from scatterpar.integrations.lending import Lending, Parts, roots_of
-from scatterpar.option_checks import check_bool
-from scatterpar.options.batch_calls import BatchCalls
 from scatterpar.replicas.broadcast import version, versions
 from scatterpar.state.journal import Journal
 from scatterpar.state.savers import Silent
@@ -90,9 +83,8 @@ _ONCE_PER_BATCH = (
 )
 # Attributes of a LightningModule that refer to the loop.
 _OF_LOOP = ("_trainer", "_fabric")
-# In the place of a metric, in the module that is replicated. Not in training mode: an
-# evaluation of parts that train does not go on while the loop works.
-_NO_METRIC = nn.Identity().eval()
+# In the place of a metric, in the module that is replicated.
+_NO_METRIC = nn.Identity()
 _STEPS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 _REDUCTIONS: dict[Any, Any] = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}
 _CLOSE = 1e-2  # of logged values: rounding in half precision is smaller
@@ -113,10 +105,6 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         count: ``count(batch)`` returns the number of terms that the mean loss of
             ``training_step`` averages over in ``batch``. By default the number of rows.
         reduction: ``"sum"`` if ``training_step`` returns the sum of its terms.
-        parallel: the step functions write nothing except by ``self.log`` and metrics of
-            torchmetrics, so replicas may call them at the same time. By default they
-            run on the LightningModule itself, one call at a time, in the order of the
-            rows.
         options: further arguments of ``ScatterOnceParallel``, such as
             ``buffers="batch"``.
 
@@ -136,11 +124,9 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         *,
         count: Callable[[Any], float | Tensor] | None = None,
         reduction: Reduction | None = None,
-        parallel: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
-        check_bool("parallel", parallel)
         loop.refuse(
             "ScatterOnceStrategy",
             {"graphs=True": options.get("graphs")},
@@ -153,7 +139,6 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._device_ids = device_ids
         self._options = {"accum": accum, **options}
         self._count = count
-        self._parallel = parallel
         # How losses combine, as options of the engine.
         self._combination: dict[str, Any] = {"reduction": reduction}
         if count is not None:
@@ -163,10 +148,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         # Whether calls of the present step have returned None: one answer, or both.
         self._skips: set[bool] = set()
         self._engine: Any = None
-        # What replicas are made of: the LightningModule, or its parts.
-        self._replicated: Any = None
+        self._replicated: Any = None  # the parts of the LightningModule
         self._until_teardown = contextlib.ExitStack()
-        self._until_end_of_evaluation = contextlib.ExitStack()
         # By path, the module's metrics without their states: calls copy these while
         # the loop updates the user's.
         self._empty_metrics: dict[str, Any] = {}
@@ -174,10 +157,6 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         # the last one.
         self._num_batches = 0
         self._replica_of_batch = 0
-        # Of an evaluation with parallel=True: the fetcher, which reads ahead.
-        self._fetcher: Any = None
-        self._calls: BatchCalls | None = None  # after the evaluation's first batch
-        self._num_prepared = 0  # of the batches that the fetcher has read ahead
 
     @property
     def root_device(self) -> torch.device:
@@ -192,25 +171,23 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             _refuse(trainer, module)
             if "buffers" not in self._options:
                 loop.warn_of_batch_norm(module)
-            if not self._parallel:
-                self._functions.tell_turns(module.training_step)
+            self._functions.tell_turns(module.training_step)
         # Replicas are made of the module where it is from now on: on its device.
         super().setup(trainer)
         if module._compiler_ctx:
             self._until_teardown.enter_context(_replicas_compiled(module))
-        self._replicated = module if self._parallel else _PartsOf(module)
+        self._replicated = _PartsOf(module)
         engine = ScatterOnceParallel(
             loop.Modules([(type(module).__name__, self._replicated)]),
             device_ids=self._device_ids or self.parallel_devices,
             **self._options,
         )
         # In turns calls have the user's own module, so what they write is its own.
-        engine.loop.takes_turns = not self._parallel
+        engine.loop.takes_turns = True
         engine.loop.loss_name = "training_step"
         engine.loop.remedies = _REMEDIES
         engine.loop.around_looks = self._around_look
-        # With parallel=True calls write copies, which are dropped after a failed try.
-        engine.loop.journal = None if self._parallel else self._saved
+        engine.loop.journal = self._saved
         self._engine = self._until_teardown.enter_context(engine)
         self._lending = Lending(self._lent_roots, _OF_LOOP, self.root_device)
 
@@ -224,8 +201,6 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     def teardown(self) -> None:
         """Close the engine, and do what ``SingleDeviceStrategy`` does."""
-        # An error in an evaluation comes here without its end.
-        self._end_evaluation()
         # Before the module goes to the host: replicas read its tensors.
         self._until_teardown.close()
         self._engine = None
@@ -239,11 +214,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         In training the batch stays on the host: the engine copies the rows of each
         replica to its device. In an evaluation the devices get whole batches in turn.
         """
-        if self._num_prepared:
-            self._num_prepared -= 1
-            return batch
         device = torch.device("cpu")
-        if not self.lightning_module.trainer.training and self._fetcher is None:
+        if not self.lightning_module.trainer.training:
             # Two replicas on one device would only wait for each other.
             devices = list(dict.fromkeys(self._engine.device_ids))
             device = devices[self._num_batches % len(devices)]
@@ -278,10 +250,9 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         # As the stock loop, which then makes no backward pass.
         if True in self._skips:
             return None
-        if not self._parallel:
-            self._functions.tell_numbers(
-                "training_step", len(calls), _ONCE_PER_BATCH, module
-            )
+        self._functions.tell_numbers(
+            "training_step", len(calls), _ONCE_PER_BATCH, module
+        )
         self._log(calls, metrics)
         outputs = self._joined(calls)
         outputs["loss"] = loss
@@ -304,7 +275,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         call = _Call(rows[0], len(rows))
         if self._count:
             call.weight = self._count(batch)
-        if is_look() and not self._parallel:
+        if is_look():
             self._functions.restart_look()
         with self._in_call(work[0], call) as module:
             output = module.training_step(batch, *arguments)
@@ -397,11 +368,10 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         for place, metric in self._empty_metrics.items():
             copies[place] = _emptied(metric).to(device)
         call.places = {id(metric): at for at, metric in _single(copies).items()}
-        module = replica if self._parallel else self.lightning_module
+        module = self.lightning_module
         with contextlib.ExitStack() as stack:
-            if not self._parallel:
-                parts = _lent_parts(module, replica)
-                stack.enter_context(self._lending.lent(parts, device))
+            parts = _lent_parts(module, replica)
+            stack.enter_context(self._lending.lent(parts, device))
             stack.enter_context(_placed(module, copies))
             for part in module.modules():
                 if isinstance(part, LightningModule):
@@ -422,65 +392,15 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     # Evaluation.
 
     def _begin_evaluation(self) -> None:
-        """The loop begins: from the first device on, or with batches that are read
-        ahead.
-        """
+        """The loop begins, from the first device on."""
         self._num_batches = 0
-        num_ahead = len(self._engine.device_ids)
-        fetcher: Any = self.lightning_module.trainer._active_loop._data_fetcher
-        is_fetched = isinstance(fetcher, _DataLoaderIterDataFetcher)
-        if not self._parallel or num_ahead == 1 or is_fetched:
-            return
-        self._fetcher = fetcher
-        # Lightning's fetcher keeps as many batches ahead as it has, and knows by them
-        # which is the last, if it does not know how many there are.
-        fetcher.length = None
-        with contextlib.suppress(StopIteration):
-            while len(fetcher.batches) < num_ahead:
-                fetcher.batches.append(_DataFetcher.__next__(fetcher))
-        hook = self._on_before_batch_transfer
-        overridden = loop.overridden(
-            self.lightning_module, _on_before_batch_transfer=hook
-        )
-        self._until_end_of_evaluation.enter_context(overridden)
-
-    def _end_evaluation(self) -> None:
-        self._fetcher = None
-        self._num_prepared = 0
-        if self._calls is not None:
-            self._calls.close()
-            self._calls = None
-        self._until_end_of_evaluation.close()
 
     on_validation_start = _begin_evaluation
     on_test_start = _begin_evaluation
     on_predict_start = _begin_evaluation
-    on_validation_end = _end_evaluation
-    on_test_end = _end_evaluation
-    on_predict_end = _end_evaluation
-
-    def _on_before_batch_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
-        """The module's hook, which has run for batches that were prepared."""
-        module = self.lightning_module
-        if self._num_prepared:
-            return batch
-        return type(module)._on_before_batch_transfer(module, batch, dataloader_idx)
-
-    def _prepared(self, item: tuple[Any, int, int]) -> tuple[Any, int, int]:
-        """A batch that was read ahead, after the hooks on batch transfer."""
-        batch, batch_idx, dataloader_idx = item
-        module = self.lightning_module
-        # As the loop prepares each batch, in the same order.
-        batch = self.precision_plugin.convert_input(batch)
-        hook = type(module)._on_before_batch_transfer
-        batch = hook(module, batch, dataloader_idx)
-        batch = super().batch_to_device(batch, torch.device("cpu"), dataloader_idx)
-        return batch, batch_idx, dataloader_idx
 
     def _evaluate(self, step: str, *arguments: Any, **options: Any) -> Any:
         """Call a step function for a batch: on the device that has the batch."""
-        if self._fetcher is not None:
-            return self._result_of_replica(step, arguments)
         number = self._replica_of_batch
         # A batch that the loop does not transfer is on the first device.
         self._replica_of_batch = 0
@@ -526,36 +446,6 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         if results is not None and device != self.root_device:
             results.to(self.root_device)
 
-    def _result_of_replica(self, step: str, arguments: Sequence[Any]) -> Any:
-        """The result of a batch, computed beside those of the next ones."""
-        ahead = self._fetcher.batches
-        ahead[self._num_prepared :] = map(self._prepared, ahead[self._num_prepared :])
-        self._num_prepared = len(ahead)
-        # The loop calls a step with as many parts of each item.
-        items = [item[: len(arguments)] for item in ahead]
-        # The stock strategy enters it for a single batch.
-        with (
-            self.precision_plugin.forward_context(),
-            self._without_metrics() as metrics,
-        ):
-            if self._calls is None:
-                self._empty_metrics = _all_emptied(metrics)
-                self._calls = self._engine.batch_calls(
-                    partial(self._evaluation_call, step)
-                )
-            call = self._calls.result([arguments, *items])
-            self._log([call], metrics)
-            output = loop.moved(call.output, self.root_device, copy=True)
-            self._calls.go_on()
-        return output
-
-    def _evaluation_call(self, step: str, work: Any, arguments: Sequence[Any]) -> _Call:
-        """Call a step function for a batch."""
-        call = _Call(0, 1)  # no part of a batch: it counts as one row
-        with self._in_call(work[0], call) as module:
-            call.output = getattr(module, step)(*arguments)
-        return call
-
     @contextlib.contextmanager
     def _around_look(self) -> Iterator[None]:
         """In the body a look calls ``training_step``: loggers and profiler are silent.
@@ -583,7 +473,7 @@ class _Call:
     It is no dataclass, so that the engine takes it for one value.
 
     Attributes:
-        first_row: the number of its first row, or of its batch.
+        first_row: the number of its first row.
         num_rows: the number of rows of its micro-batch.
         weight: the number of terms of its loss.
         output: what it returned, without the loss.

@@ -103,7 +103,7 @@ class UserFunctions:
         if self._told.is_new(name):
             logger.info(
                 "%s is called for one micro-batch at a time, in their order, because "
-                "it may write; parallel=True calls it on all replicas at once",
+                "it may write",
                 name,
             )
 

@@ -131,7 +131,6 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         shard_optimizer: bool = False,
         count: Callable[[Any], float | Tensor] | None = None,
         reduction: Reduction | None = None,
-        parallel: bool = False,
         buffers: Buffers = "master",
         **kwargs: Any,
     ) -> None:
@@ -140,7 +139,6 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         self._device_ids = device_ids
         self._shard_optimizer = shard_optimizer
         self._is_of_trl = _loss_class(self, "trl.") is not None
-        self._is_parallel = parallel
         self._buffers = buffers
         self._takes_turns = False  # in the present step
         self._user_functions = loop.UserFunctions()
@@ -282,10 +280,10 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         """The modules that a step may call, the model first."""
         parts = [self.model]
         for module in modules_of(self, _NOT_LENT):
-            # A metric is no part of a replica: calls in turn write the user's own.
+            # A metric is no part of a replica: calls write the user's own.
             has_parameters = next(module.parameters(), None) is not None
             is_of_torch = type(module).__module__.startswith("torch.")
-            if self._is_parallel or has_parameters or is_of_torch:
+            if has_parameters or is_of_torch:
                 parts.append(module)
         return parts
 
@@ -452,8 +450,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
 
     def _choose_turns(self, engine: ScatterOnceParallel, *steps: str) -> None:
         """Let replicas call these functions in turn if they are the user's."""
-        functions = [] if self._is_parallel else self._functions(steps)
-        functions_of_user = [*filter(is_user_function, functions)]
+        functions_of_user = [*filter(is_user_function, self._functions(steps))]
         self._takes_turns = bool(functions_of_user)
         engine.loop.takes_turns = self._takes_turns
         for function in functions_of_user:

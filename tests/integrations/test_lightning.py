@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import threading
-from collections import defaultdict
 from contextlib import nullcontext
 from functools import partial
 from unittest import mock
@@ -742,7 +740,6 @@ class CountsCalls(Callback):
         (["cpu:0", "cpu:1"], {}, True),
         pytest.param(["cpu"], {"accum": 3}, True, marks=pytest.mark.slow),
         (["cpu"], {}, False),  # one call per batch
-        pytest.param(["cpu"] * 2, {"parallel": True}, False, marks=pytest.mark.slow),
     ],
 )
 def test_numbers_that_calls_write_are_told(layout, options, is_told, recwarn):
@@ -1184,7 +1181,6 @@ class Streamed(torch.utils.data.IterableDataset):
         return iter(self.data)
 
 
-WAYS = {"in turns": {}, "parallel": {"parallel": True}}
 LOADERS = {
     "one": dict_loader,
     "several": lambda: [dict_loader(), dict_loader(9, 3), dict_loader(3, 3)],
@@ -1205,12 +1201,11 @@ def evaluated(strategy, verb, loaders, **options):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("loaders", LOADERS)
 @pytest.mark.parametrize("verb", ["validate", "test", "predict"])
-def test_evaluation_equals_stock(verb, loaders, way, layout):
+def test_evaluation_equals_stock(verb, loaders, layout):
     """Batches were divided: numbers of rows, arrays and ratios were others."""
-    strategy = ScatterOnceStrategy(layout, 2, **WAYS[way])
+    strategy = ScatterOnceStrategy(layout, 2)
     ours, ended, own = evaluated(strategy, verb, LOADERS[loaders])
     stock, expected, one = evaluated(None, verb, LOADERS[loaders])
     near(ours, stock)
@@ -1219,12 +1214,11 @@ def test_evaluation_equals_stock(verb, loaders, way, layout):
         assert_logged(own, one)
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "limits", [{"limit_val_batches": 3}, {"limit_val_batches": 0.4}]
 )
-def test_limited_evaluation_equals_stock(limits, way):
-    strategy = ScatterOnceStrategy(["cpu:0", "cpu:1"], **WAYS[way])
+def test_limited_evaluation_equals_stock(limits):
+    strategy = ScatterOnceStrategy(["cpu:0", "cpu:1"])
     ours, ended, _ = evaluated(strategy, "validate", dict_loader, **limits)
     stock, expected, _ = evaluated(None, "validate", dict_loader, **limits)
     near(ours, stock)
@@ -1250,13 +1244,8 @@ def near(ours, stock):
         torch.testing.assert_close(ours, stock, **near_enough)
 
 
-BEGUN = defaultdict(threading.Event)  # by the number of the batch
-
-
 class LogsInHooks(Evaluated):
-    """Its hooks log and measure while replicas compute the next batches."""
-
-    waits = False
+    """Its hooks log and measure between its steps."""
 
     def __init__(self):
         super().__init__()
@@ -1266,7 +1255,6 @@ class LogsInHooks(Evaluated):
         super().log(f"own/{name}", value, **options)
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
-        BEGUN[batch_idx].set()
         outputs = super().validation_step(batch, batch_idx, dataloader_idx)
         self.log("number", float(batch_idx), on_step=True, on_epoch=True)
         self.log("flag", batch_idx > 1)
@@ -1279,8 +1267,6 @@ class LogsInHooks(Evaluated):
         self.log("start", float(batch_idx))
 
     def on_validation_batch_end(self, outputs, batch, batch_idx, dataloader_idx=0):
-        if self.waits and batch_idx == 2:
-            assert BEGUN[4].wait(60.0)  # this replica's next batch
         self.seen.update(outputs["rows"])
         for name in ("end", "rows"):
             self.log(f"{name} of {dataloader_idx}", float(outputs["rows"]))
@@ -1292,23 +1278,14 @@ class LogsInHooks(Evaluated):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("loaders", LOADERS)
-def test_hooks_log_between_batches_as_stock(loaders, way, layout):
+def test_hooks_log_between_batches_as_stock(loaders, layout):
     results = []
-    for strategy in (ScatterOnceStrategy(layout, **WAYS[way]), None):
+    for strategy in (ScatterOnceStrategy(layout), None):
         own = trainer(strategy)
         own.validate(made(LogsInHooks), LOADERS[loaders](), verbose=False)
         results.append(own.logged_metrics | own.callback_metrics)
     near(*results)
-
-
-def test_replicas_compute_while_the_loop_works():
-    BEGUN.clear()
-    module = made(LogsInHooks)
-    module.waits = True
-    own = trainer(ScatterOnceStrategy(["cpu:0", "cpu:1"], parallel=True))
-    own.validate(module, dict_loader(), verbose=False)
 
 
 WRONG_LOGS = {
@@ -1330,11 +1307,10 @@ class LogsWrongly(Plain):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("wrong", WRONG_LOGS)
-def test_what_cannot_be_logged_raises_as_stock(wrong, way):
+def test_what_cannot_be_logged_raises_as_stock(wrong):
     errors = []
-    for strategy in (ScatterOnceStrategy(["cpu:0", "cpu:1"], **WAYS[way]), None):
+    for strategy in (ScatterOnceStrategy(["cpu:0", "cpu:1"]), None):
         module = made(LogsWrongly)
         module.wrong = wrong
         with pytest.raises(Exception) as caught:  # noqa: PT011
@@ -1395,8 +1371,8 @@ def test_events_in_the_order_of_batches(raises, layout):
     near(*events)
 
 
-def test_loader_that_raises_is_read_ahead():
-    """By one batch per replica, so its error comes before these are evaluated."""
+def test_loader_that_raises_is_not_read_ahead():
+    """So batches before its error are evaluated."""
 
     class Failing(list):
         def __getitem__(self, number):
@@ -1404,15 +1380,13 @@ def test_loader_that_raises_is_read_ahead():
                 raise LookupError("a row")
             return super().__getitem__(number)
 
-    strategies = {
-        4: ScatterOnceStrategy(["cpu"] * 3, parallel=True),
-        7: ScatterOnceStrategy(["cpu"] * 3),
-    }
-    for number, strategy in strategies.items():
+    numbers = []
+    for strategy in (ScatterOnceStrategy(["cpu:0", "cpu:1"]), None):
         module, own = made(Evaluated), trainer(strategy)
         with pytest.raises(LookupError, match="a row"):
             own.validate(module, dict_loader(batch_size=4, kind=Failing), verbose=False)
-        assert len(module.ended) == number
+        numbers.append(len(module.ended))
+    assert numbers == [7, 7]
 
 
 class Fetches(Plain):
@@ -1424,11 +1398,10 @@ class Fetches(Plain):
     test_step = validation_step
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("verb", ["validate", "test"])
-def test_evaluation_by_an_iterator_as_stock(verb, way):
+def test_evaluation_by_an_iterator_as_stock(verb):
     results = []
-    for strategy in (ScatterOnceStrategy(["cpu:0", "cpu:1"], **WAYS[way]), None):
+    for strategy in (ScatterOnceStrategy(["cpu:0", "cpu:1"]), None):
         own, module = trainer(strategy), made(Fetches).double()
         results.append(getattr(own, verb)(module, loader(), verbose=False))
     near(*results)

@@ -301,15 +301,23 @@ def modules_of(owner: Any, excluded: Collection[str] = ()) -> list[nn.Module]:
 
 
 def roots_of(
-    owner: Any, parts: Iterable[nn.Module], excluded: Collection[str]
+    owners: Sequence[Any], parts: Iterable[nn.Module], excluded: Collection[str]
 ) -> list[Any]:
-    """What calls may write: ``owner``, and modules that replicas do not have, such as
-    metrics, and networks that its functions name as global variables.
+    """What calls may write: ``owners``, and modules that replicas do not have, such as
+    metrics, a teacher in a list, and networks that functions name as global variables,
+    each with the modules inside of it.
     """
     # Calls in turn get the replica's parts in the place of the user's.
-    ids = {id(part) for part in parts}
-    modules = Walk([owner], excluded=excluded, enters_modules=False).modules
-    return [owner, *(module for module in modules if id(module) not in ids)]
+    ids = {id(inner) for part in parts for inner in part.modules()}
+    roots = {id(owner): owner for owner in owners}
+    for module in Walk(owners, excluded=excluded, enters_modules=False).modules:
+        if id(module) in ids:
+            continue
+        # A walk enters roots alone, so that the modules inside are roots, too.
+        for part in module.modules():
+            if id(part) not in ids:
+                roots[id(part)] = part
+    return [*roots.values()]
 
 
 def copy_on_replica(owner: Any, parts: Parts, excluded: Collection[str] = ()) -> Any:

@@ -197,7 +197,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         Calls write these, too, such as metrics in a dict.
         """
         module = self.lightning_module
-        return roots_of(module, module.modules(), _OF_LOOP)
+        return roots_of([module], module.modules(), _OF_LOOP)
 
     def teardown(self) -> None:
         """Close the engine, and do what ``SingleDeviceStrategy`` does."""
@@ -301,13 +301,15 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """What calls may write: the LightningModule, the Trainer, its optimizers'
         groups and schedules, the data module; callbacks and data sets of the user.
         """
-        trainer = self.lightning_module.trainer
-        roots = [*self._lent_roots(), trainer, trainer.datamodule]
+        module = self.lightning_module
+        trainer = module.trainer
+        roots = [module, trainer, trainer.datamodule]
         roots += map(loop.groups_of, trainer.optimizers)
         roots += [config.scheduler for config in trainer.lr_scheduler_configs]
         loaders = trainer.fit_loop._combined_loader.flattened
         data_sets = [getattr(loader, "dataset", None) for loader in loaders]
-        return roots + loop.of_user([*trainer.callbacks, *data_sets])
+        roots += loop.of_user([*trainer.callbacks, *data_sets])
+        return roots_of(roots, module.modules(), _OF_LOOP)
 
     def _check_skips(self, skips: bool) -> None:
         """Raise ``ValueError`` if ``training_step`` returns ``None`` for some rows."""

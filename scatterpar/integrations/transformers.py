@@ -150,6 +150,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         if self._is_of_trl:
             _refuse_losses(self)
         self._count = SUM if reduction == "sum" else count
+        self._is_mean = reduction == "mean"  # else looks find it out
         # Attributes hide the methods of the class, also from a user's training_step.
         self.__dict__["compute_loss"] = self._loss_of_inputs
         self.__dict__["_prepare_inputs"] = self._prepared
@@ -379,6 +380,8 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         of_labels = [LABELS, SHIFTED]
         if self._loss_shifts_labels:
             of_labels.reverse()
+        if self._is_mean:
+            return [*of_labels, ROWS]
         # First the items: the stock loop divides by them if the model takes them.
         return [SUM, *of_labels, ROWS]
 
@@ -403,10 +406,12 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
     def _looking(self) -> contextlib.AbstractContextManager[None]:
         """In the body, which is a look, calls of functions leave nothing."""
         # The Trainer's own objects, which a user's function may write, too.
-        roots = [*self._roots(), self.args, self.state, self.control]
-        roots.append(loop.groups_of(self.optimizer))
-        # They may have statistics.
-        roots += loop.of_user([self.train_dataset, self.eval_dataset])
+        owners = [self, self.args, self.state, self.control]
+        owners.append(loop.groups_of(self.optimizer))
+        # Data sets may have statistics.
+        data_sets = [self.train_dataset, self.eval_dataset]
+        owners += loop.of_user([*self.callback_handler.callbacks, *data_sets])
+        roots = roots_of(owners, self._parts, _NOT_LENT)
         return self._user_functions.looking(
             self._parts, self._lending, roots, _NOT_LENT
         )
@@ -480,7 +485,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
     def _roots(self) -> list[Any]:
         """What a function of the user's may write: this Trainer, and callbacks."""
         callbacks = loop.of_user(self.callback_handler.callbacks)
-        return roots_of(self, self._parts, _NOT_LENT) + callbacks
+        return roots_of([self, *callbacks], self._parts, _NOT_LENT)
 
     def _on_replica(self, work: Any, batch: Any, items: Any) -> Any:
         """The loss of a Trainer that refers to a replica's modules."""

@@ -44,7 +44,6 @@ from scatterpar.verify.rows import (
     Parts,
     RowChoice,
     in_two,
-    parts_of,
 )
 from scatterpar.verify.runs import RunResult, Runs
 from scatterpar.verify.verdicts import (
@@ -165,7 +164,7 @@ class ReplicaLook:
             half of the rows, …    memory may have run out
         """
         choice = self.choice
-        of_step = parts_of(choice.plan)
+        of_step = choice.of_step()
         # Several batches have one plan, and a look at the largest one.
         is_one_batch = choice.plan.rows == choice.request.rows
         has_few_parts = 1 < len(of_step) <= _MAX_PARTS_OF_STEP
@@ -175,7 +174,8 @@ class ReplicaLook:
         chosen = choice.parts(self._affordable())
         yield chosen
         rows = list(chain(*chosen))
-        yield in_two(rows)
+        two_parts = in_two(rows)
+        yield two_parts if choice.is_divided else [list(chain(*two_parts))]
         if self._is_small_batch:
             yield of_step
         while len(rows) > MIN_ROWS:

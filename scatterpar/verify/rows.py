@@ -81,6 +81,13 @@ class RowChoice:
             return [rows]
         return [[row] for row in rows] if self.has_single_rows else _divided(rows)
 
+    def of_step(self) -> Parts:
+        """All rows in the parts of the step."""
+        # The plan of a loop's look has parts, also of a step that is one call.
+        if not self.is_divided:
+            return [range(self.request.rows)]
+        return parts_of(self.plan)
+
     @property
     def has_single_rows(self) -> bool:
         """Whether sub-steps have one row.

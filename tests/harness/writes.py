@@ -389,6 +389,56 @@ IRREVOCABLE = {
 WRITES = RESTORABLE | IRREVOCABLE
 
 
+def network():
+    """Layers inside of a frozen network, which has buffers."""
+    inner = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    for parameter in inner.parameters():
+        nn.init.ones_(parameter)
+    return nn.Sequential(inner).double().requires_grad_(False)
+
+
+@torch.no_grad()
+def write_network(layers, loss):
+    linear, norm = layers[0]
+    linear.weight.mul_(0.9).add_(loss)
+    linear.bias.mul_(0.5).add_(loss)
+    norm.running_mean.mul_(0.9).add_(loss)
+    norm.steps = getattr(norm, "steps", 0) + 1
+
+
+def values_of_network(layers):
+    linear, norm = layers[0]
+    values = linear.weight.tolist(), linear.bias.tolist(), norm.running_mean.tolist()
+    return [*values, norm.steps]
+
+
+def write_networks(owner, loss, x):
+    slow, (fast,) = owner.kept.values()
+    write_network(fast if x > 0 else slow, loss)
+    write_network(fast, loss / 2)
+    write_network(slow, loss / 3)
+
+
+# Averaged weights in a network that is no submodule of the owner.
+NETWORKS = {
+    "network in a list": Write(
+        lambda: [network()],
+        lambda o, loss, x: write_network(o.kept[0], loss),
+        lambda o: values_of_network(o.kept[0]),
+    ),
+    "networks in a dict": Write(
+        lambda: {"slow": network(), "fast": [network()]},
+        write_networks,
+        lambda o: [*map(values_of_network, [o.kept["slow"], *o.kept["fast"]])],
+    ),
+    "network of an object": Write(
+        lambda: types.SimpleNamespace(teachers=(network(),)),
+        lambda o, loss, x: write_network(o.kept.teachers[0], loss),
+        lambda o: values_of_network(o.kept.teachers[0]),
+    ),
+}
+
+
 class Written:
     """Writes of some kinds, each into an object of its own."""
 

@@ -17,6 +17,7 @@ from harness.oracle import randint, randn, seeded
 from harness.pages import blocks, read
 from harness.writes import (
     IRREVOCABLE,
+    NETWORKS,
     RESTORABLE,
     Written,
     assert_same_writes,
@@ -686,6 +687,34 @@ def test_writes_equal_gradient_accumulation(kinds, layout):
     ours = accumulated(made(own), layout, 4)
     stock = accumulated(made(own), None, 4)
     assert_same_writes(ours.values(), stock.values())
+    assert_same(ours, stock)
+
+
+class WritesNetworks(Plain):
+    """Writes networks that are no submodules, as averaged weights are."""
+
+    kinds = NETWORKS
+
+    def __init__(self):
+        super().__init__()
+        self.double()
+        self.written = Written(NETWORKS)
+
+    def note(self, loss, first):
+        for written in (self.written, self.trainer.callbacks[0].written):
+            written.write(loss, first)
+
+    training_step = step_of
+
+
+@pytest.mark.parametrize("layout", [["cpu:0", "cpu:1"], SHARED])
+def test_networks_outside_equal_gradient_accumulation(layout):
+    """A look wrote the layers of a network in a list, and left them written."""
+    ours = accumulated(made(WritesNetworks), layout, 4)
+    stock = accumulated(made(WritesNetworks), None, 4)
+    assert_same_writes(ours.written.values(), stock.written.values())
+    of_callbacks = [own.trainer.callbacks[0].written.values() for own in (ours, stock)]
+    assert_same_writes(*of_callbacks)
     assert_same(ours, stock)
 
 

@@ -375,6 +375,74 @@ def test_arguments_copied_with_all_rows(tmp_path):
     assert made | sizes(3 * 6) | {"per_device_eval_batch_size": 2} == made
 
 
+def mean_of_rows(outputs, labels, num_items_in_batch=None):
+    """A ``compute_loss_func`` that does not read the number of items."""
+    return nn.functional.cross_entropy(outputs.logits, labels)
+
+
+def mean_of_pairs(outputs, labels, num_items_in_batch=None):
+    """Compares rows: exact where the step is one call."""
+    return nn.functional.cross_entropy(outputs.logits @ outputs.logits.T, labels)
+
+
+LOSS_FUNCTIONS = {  # the loss, the devices, batches per replica, further arguments
+    "one call": (mean_of_rows, ["cpu"], 1, {}),
+    "one call, a mean": (mean_of_rows, ["cpu"], 1, {"reduction": "mean"}),
+    "one call, pairs": (mean_of_pairs, ["cpu"], 1, {}),
+    "two calls": (mean_of_rows, ["cpu"], 2, {}),
+    "two devices": (mean_of_rows, VIRTUAL, 2, {}),
+    "two devices, a mean": (mean_of_rows, VIRTUAL, 2, {"reduction": "mean"}),
+}
+
+
+@pytest.mark.parametrize("name", LOSS_FUNCTIONS)
+def test_loss_function_of_rows_is_exact(tmp_path, name):
+    """In a step that is one call, a later look had parts, and took it for a sum."""
+    function, devices, k, given = LOSS_FUNCTIONS[name]
+    trainers = []
+    for cls, rows, more in (
+        (ScatterOnceTrainer, 12 // k // len(devices), {"device_ids": devices, **given}),
+        (transformers.Trainer, 12, {}),
+    ):
+        options = {**sizes(rows, k if more else 1), "max_steps": 5}
+        extra = {"compute_loss_func": function, **more}
+        trainers.append(build(cls, tmp_path, CLASSIFIER, extra=extra, **options))
+        quietly(trainers[-1].train)
+    assert_same_run(*trainers)
+
+
+def test_named_mean_is_no_sum(tmp_path):
+    """The remedy that a refusal names: it was refused in the same words."""
+    extra = {"compute_loss_func": mean_of_rows, "device_ids": VIRTUAL}
+    options = {"case": CLASSIFIER, **sizes(3)}
+    counted = {**extra, "count": lambda batch: batch["labels"].sum() + 1}
+    trainer = build(ScatterOnceTrainer, tmp_path, extra=counted, **options)
+    with pytest.raises(ValueError, match=r'pass reduction="mean", without count='):
+        quietly(trainer.train)
+    named = build(
+        ScatterOnceTrainer, tmp_path, extra={**extra, "reduction": "mean"}, **options
+    )
+    stock = build(
+        transformers.Trainer,
+        tmp_path,
+        CLASSIFIER,
+        extra={"compute_loss_func": mean_of_rows},
+        **sizes(6),
+    )
+    for own in (named, stock):
+        quietly(own.train)
+    assert_same_run(named, stock)
+    # The sum of the items is none of the ways that are tried.
+    summed = build(
+        ScatterOnceTrainer,
+        tmp_path,
+        extra={**extra, "compute_loss_func": total, "reduction": "mean"},
+        **options,
+    )
+    with pytest.raises(ValueError, match="none of these: a mean over labels"):
+        quietly(summed.train)
+
+
 class OwnLoss:
     """A loss of rows that are given to it in several forms."""
 

@@ -47,8 +47,7 @@ RECIPES = {
     "256, augmented": "256, baseline, augmented",
     "4096, warm-up of 5 epochs, augmented": "4096, rate scaled, gradual warm-up, "
     "augmented",
-    "256 to 4096, growing, augmented": "256 to 4096, following the noise scale, "
-    "augmented",
+    "256 to 4096, growing, augmented": "256 to 4096, growing, augmented",
 }
 
 

@@ -5,7 +5,6 @@ exactly and fast.
 from scatterpar.batch.markers import Replicated, Rows
 from scatterpar.checkup.doctor import doctor
 from scatterpar.engine import ScatterOnceParallel
-from scatterpar.options.gradient_noise import NoiseScale
 from scatterpar.options.trace import Trace
 from scatterpar.pair.pair import DataParallelCriterion, DataParallelModel, gather
 from scatterpar.plan import Plan, Share
@@ -15,7 +14,7 @@ from scatterpar.recipe import (
     weight_decay_groups,
     zero_init_residual,
 )
-from scatterpar.report import GradientNoise, StepReport
+from scatterpar.report import StepReport
 from scatterpar.sharded import ShardedOptimizer
 from scatterpar.splitting.check import SplitCheck, splitcheck
 from scatterpar.step.loss_weights import count_labels
@@ -26,8 +25,6 @@ __all__ = [
     "DataParallelCriterion",
     "DataParallelModel",
     "GradientCheck",
-    "GradientNoise",
-    "NoiseScale",
     "Plan",
     "Replicated",
     "Rows",

@@ -45,7 +45,6 @@ from scatterpar.options.call_arguments import (
     same_arguments,
 )
 from scatterpar.options.cuda_graphs import Captured
-from scatterpar.options.gradient_noise import check_noise, noise_of, norms_of
 from scatterpar.options.map_rows import Mapped, RowFunction, map_rows
 from scatterpar.options.trace import Trace
 from scatterpar.options.whole_batch import TwoPasses
@@ -60,7 +59,7 @@ from scatterpar.step.commit import commit
 from scatterpar.step.loop_options import LoopOptions
 from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.misfits import add_advice
-from scatterpar.step.reduce import Outcome, ReplicaNorms, reduce
+from scatterpar.step.reduce import Outcome, reduce
 from scatterpar.step.request import (
     Accum,
     Buffers,
@@ -132,8 +131,6 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         accumulate_dtype: gradients of sub-steps, replicas and ranks are added in this
             floating-point dtype, if theirs is not wider, such as ``torch.float32`` for
             parameters in bfloat16. The sum is rounded once, to the dtype of ``.grad``.
-        measure_noise: ``last_step.noise`` compares the replicas' gradients, to estimate
-            the batch size beyond which more rows gain little (:class:`GradientNoise`).
         compile: ``True`` or a dict of ``torch.compile``'s keywords: replicas run
             compiled, and the module itself is not changed. They do, too, if it was
             compiled, as a whole or in parts.
@@ -160,8 +157,8 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         loop: the options of a loop of another library; see ``LoopOptions``.
 
     The options ``accum``, ``micro_batch_size``, ``dim``, ``shares``, ``check_finite``,
-    ``measure_noise``, ``verify`` and ``graphs`` may be set later. The value is checked
-    as in the constructor, and holds from the next step on. Other options cannot be set.
+    ``verify`` and ``graphs`` may be set later. The value is checked as in the
+    constructor, and holds from the next step on. Other options cannot be set.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -191,7 +188,6 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         process_group: dist.ProcessGroup | None = None,
         shares: Sequence[float] | None = None,
         accumulate_dtype: torch.dtype | None = None,
-        measure_noise: bool = False,
         compile: bool | Mapping[str, Any] | None = None,
         verify: bool = True,
         graphs: bool = False,
@@ -213,7 +209,6 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             check_finite,
             shares,
             accumulate_dtype,
-            measure_noise,
             verify,
             graphs,
         )
@@ -237,7 +232,6 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
     dim: int = option("dim")
     shares: Sequence[float] = option("shares")
     check_finite: bool = option("check_finite")
-    measure_noise: bool = option("measure_noise")
     verify: bool = option("verify")
     graphs: bool = option("graphs")
     device_ids: Final[tuple[torch.device, ...]] = fixed("device_ids")
@@ -256,7 +250,6 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         """Set an option as the constructor would, or leave all as it was."""
         options = replace(self._options, **{name: value})
         one_pass = self._one_pass
-        self._check_noise(options)
         # A new one forgets its captured graphs.
         if name == "graphs":
             one_pass = self._made_schedule(options)
@@ -287,7 +280,6 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         )
         self._replicas = Replicas(self.device_ids, options)
         self._init_verifier()
-        self._check_noise(self._options)
         self._one_pass = self._made_schedule(self._options)
         self._trace: Trace | None = None
         self._loss_watch = LossWatch(self.module)
@@ -296,10 +288,6 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
 
     def _init_verifier(self) -> None:
         self._verifier = Verifier(self._ranks is not None) if self.verify else None
-
-    def _check_noise(self, options: EngineOptions) -> None:
-        if options.measure_noise:
-            check_noise(self.device_ids, self._ranks.size if self._ranks else 1)
 
     def _made_schedule(self, options: EngineOptions) -> Schedule:
         """Returns the schedule of steps without ``whole_batch``.
@@ -497,7 +485,6 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                         outcome = self._ranks.sum_of_all(outcome)
             # A hook that raises undoes the step.
             with undo, outcome.attempt.span("commit"):
-                noise = noise_of(outcome) if self.measure_noise else None
                 # Late, so that a refused step says its error alone; but before anything
                 # is written, since a program may make warnings errors.
                 if self._verifier is not None:
@@ -506,7 +493,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             # A library's loop may skip a batch, and its backward pass, on purpose.
             if deferred and not self.loop.loss_name:
                 self._loss_watch.begin(loss)
-            self.last_step = outcome.report(noise, waited)
+            self.last_step = outcome.report(waited)
         return (loss, outcome.outputs) if call.return_outputs else loss
 
     def _combined(self, request: Request) -> Request:
@@ -588,11 +575,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                 check_join = None if verifier is None else verifier.joins.check
                 computed = schedule.run(attempt, tasks, check_join)
             with attempt.phase("reduce"):  # 5
-                norms = ReplicaNorms()
-                # First: sums are made in place, in the gradients of replica 0.
-                if self.measure_noise and not request.whole_batch:
-                    norms = norms_of(attempt)
-                return reduce(attempt, computed, norms)
+                return reduce(attempt, computed)
 
     def _scattered(self, attempt: Attempt) -> list[ShareLoader]:
         """A loader per share; the weights of the losses are known afterwards."""

@@ -16,10 +16,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from scatterpar.option_checks import check_number
-from scatterpar.options.gradient_noise import NoiseScale
 
 __all__ = [
-    "NoiseScale",
     "gradual_warmup",
     "linear_scaled_lr",
     "weight_decay_groups",

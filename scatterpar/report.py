@@ -2,50 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from scatterpar.plan import Plan
 from scatterpar.tables import Printed, as_html, as_text
-
-
-@dataclass(frozen=True)
-class GradientNoise:
-    """How noisy one step's gradient is: the simple noise scale's two parts.
-
-    After McCandlish et al. 2018, "An Empirical Model of Large-Batch Training",
-    arXiv:1812.06162, appendix A.1, for replicas of any sizes. Replica i has ``c_i``
-    terms with the mean gradient ``g_i``; all ``C`` terms have the mean ``g``; there are
-    ``n`` replicas. If a term's gradient has the mean ``G`` and the covariance ``S``,
-    then ``g_i`` has the variance ``tr S / c_i`` and ``g`` has ``tr S / C``, so that ::
-
-        sum of c_i |g_i|^2 = C |G|^2 + n tr S      (on average)
-                   C |g|^2 = C |G|^2 +   tr S      (on average)
-
-    The difference, divided by ``n - 1``, is ``V``. Its mean is ``tr S``, and ``|g|^2 -
-    V / C`` has the mean ``|G|^2``. A sum of losses counts as one term per row.
-
-    Attributes:
-        signal: ``|g|^2 - V / C``, an estimate of the true gradient's squared norm. It
-            may be negative in a single step.
-        noise: ``V * rows / C``, an estimate of the variance of one row's gradient.
-    """
-
-    signal: float
-    noise: float
-
-    @property
-    def scale(self) -> float:
-        """The noise scale ``noise / signal`` in rows. Much larger batches gain little.
-
-        Infinite if the noise is positive and the signal is not; NaN if neither is
-        positive. The value of a single step is very noisy;
-        :class:`scatterpar.recipe.NoiseScale` averages.
-        """
-        if self.signal > 0:
-            return self.noise / self.signal
-        # Without a signal no batch is too large.
-        return math.inf if self.noise > 0 else math.nan
 
 
 @dataclass(frozen=True)
@@ -60,9 +20,6 @@ class StepReport(Printed):
         bytes: bytes copied from one memory to another, by phase.
         messages: copies from one memory to another, by phase.
         retries: how often the step ran out of memory and was planned again.
-        noise: with ``measure_noise=True``: how noisy the gradient is, computed from the
-            differences between the replicas' gradients. NaN if there is nothing to
-            compare, such as a batch of one row.
         waited: seconds from the end of the previous step to the start of this one,
             spent in the loader, the optimizer and other code of the caller. Zero for
             the first step.
@@ -75,7 +32,6 @@ class StepReport(Printed):
     bytes: dict[str, int]
     messages: dict[str, int]
     retries: int = 0
-    noise: GradientNoise | None = None
     waited: float = 0.0
     replica_seconds: tuple[float, ...] = ()
 

@@ -363,15 +363,6 @@ SABOTAGES = [
         seen_by="test_no_terms_backward_gives_nothing",
     ),
     Sabotage(
-        name="the noise of gradients counts a replica too many",
-        promise="exact",
-        file="options/gradient_noise.py",
-        place="noise_of",
-        text="/ (norms.replicas - 1)",
-        replacement="/ norms.replicas",
-        seen_by="test_noise_equals_the_formula",
-    ),
-    Sabotage(
         name="gather averages 0-dim entries with equal weights",
         promise="exact",
         file="pair/pair.py",

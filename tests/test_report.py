@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
 from scatterpar.plan import make_plan
-from scatterpar.report import GradientNoise, StepReport
+from scatterpar.report import StepReport
 
 pytestmark = pytest.mark.core
 DEVICES = torch.device("cpu:0"), torch.device("cpu:1")
@@ -43,22 +41,6 @@ def test_report_as_tables(report):
     assert "<p>loss 0.25, 5 rows on 2 replicas; waited 125.0 ms" in page
     assert "<td>scatter</td><td>1.5</td><td>1,234,567</td><td>2</td>" in page
     assert "<td>1</td><td>cpu:1</td><td>2</td><td>250.0</td>" in page
-
-
-SCALES = [
-    (2.0, 6.0, 3.0),
-    (0.0, 6.0, math.inf),
-    (-1.0, 6.0, math.inf),
-    (2.0, -6.0, -3.0),
-    (0.0, 0.0, math.nan),
-    (math.nan, math.nan, math.nan),
-]
-
-
-@pytest.mark.parametrize(("signal", "noise", "scale"), SCALES)
-def test_noise_scale_by_hand(signal, noise, scale):
-    found = GradientNoise(signal, noise).scale
-    assert found == pytest.approx(scale, nan_ok=True)
 
 
 def test_repr_is_one_line_speed_without_wait():

@@ -9,7 +9,6 @@ from matplotlib.axes import Axes
 
 from benchmarks.large_batch.recipes import (
     BASELINE,
-    GROWING,
     LARGE,
     PUBLISHED,
     RECIPES,
@@ -35,11 +34,6 @@ CLOSING_COLUMNS = [
     "runs",
     "test error, %",
     "runs",
-]
-NOISE_COLUMNS = [
-    "epoch",
-    "noise scale of the baseline, images",
-    "batch that follows it",
 ]
 AS_ABOVE = "as above"
 PAIR_COLUMNS = [
@@ -77,7 +71,7 @@ def publish(folder: Path, network: str, runs: Runs) -> None:
 
 
 def publish_closing(folder: Path, network: str, runs: Runs, held_out: Runs) -> None:
-    """Write what was tried against the loss of accuracy at 4096, and the noise scale.
+    """Write what was tried against the loss of accuracy at 4096.
 
     Args:
         folder: that of the README.
@@ -94,19 +88,6 @@ def publish_closing(folder: Path, network: str, runs: Runs, held_out: Runs) -> N
         if validated or tested:
             rows.append(_closing_row(name, validated, tested))
     write(f"{network}-closing", Table(CLOSING_COLUMNS, rows), {"rows": rows})
-    measured = held_out.of(BASELINE.name) + held_out.of(GROWING.name)
-    if len(measured) == 2:
-        rows = _noise_rows(*measured)
-        write(f"{network}-noise", Table(NOISE_COLUMNS, rows), {"rows": rows})
-
-
-def _noise_rows(baseline: Run, growing: Run) -> list[list[Any]]:
-    """A row per epoch: the baseline's noise scale, and the batch that follows it."""
-    rows = []
-    by_epoch = zip(baseline["noise_scales"], growing["batches"], strict=True)
-    for epoch, (scale, batch) in enumerate(by_epoch, 1):
-        rows.append([epoch, f"{scale:,.0f}", f"{batch:,}"])
-    return rows
 
 
 def _closing_row(name: str, validated: list[Run], tested: list[Run]) -> list[Any]:

@@ -13,7 +13,7 @@
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -25,7 +25,6 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from scatterpar import ScatterOnceParallel
 from scatterpar.recipe import (
-    NoiseScale,
     gradual_warmup,
     linear_scaled_lr,
     weight_decay_groups,
@@ -49,10 +48,8 @@ class Recipe:
     """A row of the table: the size of the batch, and what decides its learning rate.
 
     Attributes:
-        grows: the batch starts at ``batch`` and follows the noise scale, as ``--batch
-            auto`` does.
+        doubled_after: the epochs after which the batch doubles.
         augmented: images are shifted and mirrored at random.
-        noise: the gradient's noise scale is measured.
 
     """
 
@@ -62,14 +59,8 @@ class Recipe:
     warmup_epochs: int = 0
     epochs: int = EPOCHS
     base_lr: float = BASE_LR
-    grows: bool = False
+    doubled_after: Sequence[int] = ()
     augmented: bool = False
-    noise: bool = False
-
-    @property
-    def measures_noise(self) -> bool:
-        """Whether its training measures the gradient's noise scale."""
-        return self.noise or self.grows
 
     @property
     def rate(self) -> float:
@@ -98,7 +89,6 @@ def train(network: str, recipe: Recipe, seed: int, held_out: int = 0) -> dict[st
     optimizer = torch.optim.SGD(groups, lr=recipe.rate, momentum=0.9, nesterov=True)
     batches = Batches(len(train_images), recipe.batch, seed)
     scheduler = schedule(optimizer, recipe, batches)
-    noise = NoiseScale()
     criterion = nn.CrossEntropyLoss()
     curves = Curves()
     engine = ScatterOnceParallel(
@@ -106,15 +96,12 @@ def train(network: str, recipe: Recipe, seed: int, held_out: int = 0) -> dict[st
         device_ids=["cpu"] * 2,
         micro_batch_size=MICRO_BATCH,
         buffers="batch",
-        measure_noise=recipe.measures_noise,
     )
     with engine:
         for epoch in range(recipe.epochs):
             engine.train()
             total = 0.0
             vary = variation(recipe, batches, epoch)
-            # Averages over an epoch, or over 20 steps if it has fewer.
-            noise.decay = 1 - 1 / max(20, batches.steps_per_epoch)
             for rows in batches.of_epoch():
                 optimizer.zero_grad()
                 images = vary(train_images, rows)
@@ -124,16 +111,13 @@ def train(network: str, recipe: Recipe, seed: int, held_out: int = 0) -> dict[st
                 scheduler.step()
                 curves.updates += 1
                 total += loss.item() * len(rows)
-                if recipe.measures_noise:
-                    noise.update(engine.last_step)
             curves.losses.append(total / batches.rows)
             curves.errors.append(test_error(model, test_images, test_labels))
-            if recipe.measures_noise:
+            if recipe.doubled_after:
                 curves.batches.append(batches.batch)
-                curves.noise_scales.append(noise.scale)
             print(f"  epoch {epoch + 1}: {curves.last()}", flush=True)
-            if recipe.grows:
-                batches.follow(noise.scale)
+            if epoch + 1 in recipe.doubled_after:
+                batches.batch *= 2
                 scheduler.step()  # its rate is scaled with the batch
     return {
         "recipe": recipe.name,
@@ -146,7 +130,7 @@ def train(network: str, recipe: Recipe, seed: int, held_out: int = 0) -> dict[st
 
 @dataclass
 class Curves:
-    """Measurements of a training, by epoch; the last two only if noise is measured.
+    """Measurements of a training, by epoch; the last one only of a growing batch.
 
     Attributes:
         updates: of the optimizer, in all epochs together.
@@ -156,15 +140,11 @@ class Curves:
     losses: list[float] = field(default_factory=list)
     errors: list[float] = field(default_factory=list)
     batches: list[int] = field(default_factory=list)
-    noise_scales: list[float] = field(default_factory=list)
 
     def last(self) -> str:
         """The last epoch in words."""
-        noise = ""
-        if self.noise_scales:
-            noise = f"noise scale {self.noise_scales[-1]:,.0f}"
-            noise += f", batch {self.batches[-1]:,}"
-        return f"{self.errors[-1]:.2f} % {noise}"
+        batch = f", batch {self.batches[-1]:,}" if self.batches else ""
+        return f"{self.errors[-1]:.2f} %{batch}"
 
     def measured(self) -> dict[str, list[float]]:
         """The curves that are not empty."""
@@ -172,7 +152,6 @@ class Curves:
             "losses": self.losses,
             "errors": self.errors,
             "batches": self.batches,
-            "noise_scales": self.noise_scales,
         }
         return {name: curve for name, curve in curves.items() if curve}
 
@@ -205,12 +184,6 @@ class Batches:
         )
         yield from order.split(self.batch)
 
-    def follow(self, noise_scale: float) -> None:
-        """Double the batch if the noise scale allows it, and an epoch has 8 steps."""
-        doubled = 2 * self.batch
-        if 8 * doubled <= self.rows and doubled <= noise_scale < math.inf:
-            self.batch = doubled
-
 
 def generator_of(words: str) -> torch.Generator:
     """A generator that these words alone decide."""
@@ -222,7 +195,7 @@ def schedule(
     optimizer: torch.optim.Optimizer, recipe: Recipe, batches: Batches
 ) -> LRScheduler:
     """The recipe's learning rate, update by update."""
-    if recipe.grows:
+    if recipe.doubled_after:
         return growing_schedule(optimizer, batches, recipe)
     return fixed_schedule(optimizer, recipe, batches.steps_per_epoch)
 

@@ -23,7 +23,7 @@ from scatterpar.replicas.quantised import is_quantised
 
 # A status is ``number << 18 | checksum``; float64 is exact up to 53 bits.
 _CHECKSUM_BITS = 18
-_NO_SUMMANDS = (0.0,) * 4  # of a rank that adds nothing
+_NO_SUMMANDS = (0.0,) * 2  # of a rank that adds nothing
 _FAILED = -1  # the status of a failed rank
 
 
@@ -131,8 +131,9 @@ class Collectives:
     def exchange_status(
         self,
         kind: str,
-        number: int,
         disagreement: str,
+        *,
+        number: int = 0,
         summands: Sequence[float] = _NO_SUMMANDS,
     ) -> tuple[list[float], list[int]]:
         """Exchange the status of this step.

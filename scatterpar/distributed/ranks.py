@@ -31,7 +31,7 @@ from scatterpar.errors import add_note, warn
 from scatterpar.log import logger
 from scatterpar.replicas.buffers import BufferValue
 from scatterpar.replicas.replicas import sum_dtype
-from scatterpar.step.reduce import Outcome, ReplicaNorms
+from scatterpar.step.reduce import Outcome
 from scatterpar.step.substeps import Gradient, detached_output
 from scatterpar.torch_private import unflatten
 
@@ -142,14 +142,12 @@ class Ranks:
         scale = outcome.request.scale
         tensors = _kind_of(outcome, sums)
         kind = f"{is_mean} {trained} {scale} {tensors}"
-        rows = outcome.attempt.plan.rows
         weight = outcome.terms if is_mean else 1.0  # of this rank's loss
-        summands = [outcome.terms, outcome.loss * weight, *outcome.norms]
+        summands = [outcome.terms, outcome.loss * weight]
         self._error_is_common = True  # what is raised from here on, every rank raises
-        numbers, rows_by_rank = self._collectives.exchange_status(
-            kind, rows, _OTHER_TENSORS, summands
+        (terms, loss), _ = self._collectives.exchange_status(
+            kind, _OTHER_TENSORS, summands=summands
         )
-        terms, loss, squares, replicas = numbers
         total = terms if is_mean else 1.0
         # Without terms nobody has a loss, and gradients count as zero.
         # Before the sum: rounding is that of one sum, and no second pass over it is
@@ -164,8 +162,6 @@ class Ranks:
             _with_sums(outcome, statistics, sums),
             loss=loss / total if total else 0.0,
             terms=terms,
-            rows=sum(rows_by_rank),
-            norms=ReplicaNorms(squares, replicas),
         )
 
     def _parts_of(self, outcome: Outcome, pooled: Sequence[Tensor]) -> _Parts:
@@ -226,7 +222,7 @@ class Ranks:
         kind = f"outputs {kind_of(values_here, dim)}"
         self._error_is_common = True  # up to the end of the exchange
         _, sizes = self._collectives.exchange_status(
-            kind, bytes_here.numel(), _OTHER_OUTPUTS
+            kind, _OTHER_OUTPUTS, number=bytes_here.numel()
         )
         subject = "the outputs and targets of all ranks"
         bytes_by_rank = self._collectives.all_gather(bytes_here, sizes, subject)

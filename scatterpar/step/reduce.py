@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,23 +31,11 @@ from scatterpar.errors import warn
 from scatterpar.replicas.batch_statistics import StepStatistics
 from scatterpar.replicas.buffers import BufferValue
 from scatterpar.replicas.replicas import ReplicaSet
-from scatterpar.report import GradientNoise, StepReport
+from scatterpar.report import StepReport
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.replica_threads import ReplicaNote
 from scatterpar.step.request import Request
 from scatterpar.step.substeps import Computed, Gradient
-
-
-class ReplicaNorms(NamedTuple):
-    """How large the replicas' own gradients are, for the noise scale.
-
-    Attributes:
-        squares: the sum over replicas of the squared norm, times the number of terms.
-        replicas: the number of replicas that had terms.
-    """
-
-    squares: float = 0.0
-    replicas: float = 0.0
 
 
 @dataclass
@@ -62,8 +50,6 @@ class Outcome:
         dtype: that of the losses.
         outputs: to be returned, if the user asked for outputs.
         terms: the number of terms that a mean loss averages over; 1 for a sum.
-        rows: the number of rows in the batch.
-        norms: of the replicas' gradients.
         gradients: of every trained tensor of the user's.
         buffers: the values of the user's buffers after the step.
         statistics: of layers that are updated once per step.
@@ -74,8 +60,6 @@ class Outcome:
     dtype: torch.dtype
     outputs: tuple[Any, ...]
     terms: float
-    rows: int
-    norms: ReplicaNorms
     gradients: list[Gradient]
     buffers: list[BufferValue]
     statistics: StepStatistics | None
@@ -102,7 +86,7 @@ class Outcome:
         # Not copied from the host, which would wait.
         return torch.full((), self.loss, dtype=self.dtype, device=device)
 
-    def report(self, noise: GradientNoise | None, waited: float) -> StepReport:
+    def report(self, waited: float) -> StepReport:
         """The report of the step, which began ``waited`` seconds after the last one."""
         attempt = self.attempt
         return StepReport(
@@ -112,13 +96,12 @@ class Outcome:
             bytes=attempt.transfers.bytes,
             messages=attempt.transfers.messages,
             retries=attempt.retries,
-            noise=noise,
             waited=waited,
             replica_seconds=tuple(attempt.threads.seconds),
         )
 
 
-def reduce(attempt: Attempt, computed: Computed, norms: ReplicaNorms) -> Outcome:
+def reduce(attempt: Attempt, computed: Computed) -> Outcome:
     """Combine what the replicas have; the results are in the master's memory."""
     buffers, statistics = reduce_buffers(attempt)
     return Outcome(
@@ -128,8 +111,6 @@ def reduce(attempt: Attempt, computed: Computed, norms: ReplicaNorms) -> Outcome
         # Before gradients are added up: the join of outputs may refuse them.
         outputs=returned_outputs(attempt, computed.outputs),
         terms=attempt.weights.terms,
-        rows=attempt.plan.rows,
-        norms=norms,
         gradients=reduce_gradients(attempt, computed.external_gradients),
         buffers=buffers,
         statistics=statistics,

@@ -49,12 +49,11 @@ class EngineOptions:
     check_finite: bool = False
     shares: Sequence[float] | None = None
     accumulate_dtype: torch.dtype | None = None
-    measure_noise: bool = False
     verify: bool = True
     graphs: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("check_finite", "measure_noise", "verify", "graphs"):
+        for name in ("check_finite", "verify", "graphs"):
             check_bool(name, getattr(self, name))
         check_int("dim", self.dim)
         if self.buffers not in ("master", "batch"):

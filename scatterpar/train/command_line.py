@@ -91,7 +91,7 @@ class Options:
     examples: ClassVar[str] = """examples:
   python -m scatterpar train                                      the included images
   python -m scatterpar train --data photos --val 0.1 --model timm:resnet18 --pretrained
-  python -m scatterpar train --data photos --batch auto --autocast bfloat16 --out runs/a
+  python -m scatterpar train --data photos --batch 2048 --autocast bfloat16 --out runs/a
   python -m scatterpar train --config photos.toml --epochs 90     options from a file
   python -m scatterpar train --out runs/a --resume                goes on with a run
 
@@ -141,9 +141,8 @@ both keep the run."""
     from_scratch: bool = False  # start from random weights
     freeze: int = 0  # epochs in which only the last layer is trained
     # images of a step (default: 4096 of the included images; of others as many as leave
-    # 50 steps an epoch, from 32 to 4096). auto: 256, doubled while the gradient's noise
-    # scale is twice that, with two replicas at least
-    batch: Annotated[int | Literal["auto"] | None, _shown("auto|N")] = None
+    # 50 steps an epoch, from 32 to 4096)
+    batch: Number = None
     # how often all images are used (default: 20; for the included images 15)
     epochs: Number = None
     patience: Number = None  # stop after so many epochs without a better accuracy
@@ -151,7 +150,7 @@ both keep the run."""
     # SGD and LARS, by the square root for others (default: by the optimizer)
     base_lr: Rate = None
     # epochs until the rate is reached; a cosine follows (default: a fifth of all, at
-    # most 5; with --batch auto 0)
+    # most 5)
     warmup_epochs: Number = None
     # epochs after which the rate is a tenth, such as 30 60 80
     drop_at: Annotated[tuple[int, ...], _shown("N [N ...]")] = ()
@@ -211,7 +210,7 @@ def parse(arguments: Sequence[str], saved: Sequence[str] = ()) -> Options:
         epochs = 15 if options.data == EMBEDDED else 20
     warmup = options.warmup_epochs
     if warmup is None:
-        warmup = 0 if options.batch == "auto" else min(5, epochs // 5)
+        warmup = min(5, epochs // 5)
     options = dataclasses.replace(options, epochs=epochs, warmup_epochs=warmup)
     if saved:
         _refuse_other_options(options, read(Options, (), "train", saved))

@@ -1,13 +1,8 @@
-"""The model and its training: one step, the test, the learning rate and the size of the
-batch.
+"""The model and its training: one step, the test, and the learning rate.
 
 The order of the images, the random numbers of a step and its learning rate are
 functions of the seed and of the number of images used so far. So a resumed run has the
 same bits.
-
-While the batch is below the gradient's noise scale, twice the batch needs nearly half
-the steps (arXiv:1812.06162). So `--batch auto` doubles it between epochs
-(arXiv:1711.00489), and the learning rate with it (arXiv:1706.02677, section 2.1).
 """
 
 from __future__ import annotations
@@ -27,7 +22,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from scatterpar import ScatterOnceParallel, StepReport, weight_decay_groups
 from scatterpar.devices.device_ids import parse_devices, resolve
-from scatterpar.recipe import NoiseScale
 from scatterpar.train.command_line import (
     EMBEDDED,
     LARGE_BATCH,
@@ -74,7 +68,6 @@ _RATES = {
 # Pretrained weights need few steps: twice the rate was better on two of two small sets
 # (docs/training-tool.md, Fine-tuning).
 _FINE_TUNING_RATES = {"adamw": 0.002}
-_FEWEST_UPDATES = 8  # per epoch; with fewer, training has too few updates
 
 
 @dataclass(eq=False)
@@ -103,7 +96,6 @@ class Training(Position):
         precision: the context of a forward pass, with `--autocast`.
         scaler: keeps gradients of float16 in its range.
         criterion: the loss of a batch.
-        noise: the average of the noise scale, with `--batch auto`.
         average: the average of the weights, with `--ema`.
         about: what `predict` needs to build the model, and `--resume` to know the data.
         processes: as the argument.
@@ -143,7 +135,6 @@ class Training(Position):
         self.engine = make_engine(options, model, devices, processes)
         self.model = model
         self.head = head_of(model, self.classes) if options.freeze else []
-        self.noise = NoiseScale() if options.batch == "auto" else None
         # A step has at most all images.
         super().__init__(min(first_batch(options, self.images), self.images))
         if self.images // self.steps_per_epoch < processes.size:
@@ -319,8 +310,6 @@ class Training(Position):
             decay = min(self.options.ema or 0.0, decay)
             self.average.multi_avg_fn = get_ema_multi_avg_fn(decay)
             self.average.update_parameters(self.model)
-        if self.noise:
-            self.noise.update(report)
         return report
 
     def _freeze(self) -> None:
@@ -378,19 +367,6 @@ class Training(Position):
         tally.add_other_processes(self.processes)
         return tally
 
-    def grow(self) -> bool:
-        """Double the batch if the noise scale has reached the double. Returns whether
-        it grew.
-        """
-        if self.noise is None:
-            return False
-        doubled = 2 * self.batch
-        grows = doubled <= self.noise.scale < math.inf
-        grows = grows and doubled * _FEWEST_UPDATES <= self.images
-        if grows:
-            self.batch = doubled
-        return grows
-
     def _parts(self) -> dict[str, Any]:
         """Return what changes beside the position, by its name in checkpoints."""
         parts = {
@@ -398,7 +374,6 @@ class Training(Position):
             "optimizer": self.optimizer,
             "scaler": self.scaler,
             "average": self.average,
-            "noise": self.noise,
         }
         return {name: part for name, part in parts.items() if part is not None}
 
@@ -416,8 +391,6 @@ def first_batch(options: Options, images: int) -> int:
     >>> [first_batch(photos, images) for images in (30, 480, 60_000, 10**7)]
     [32, 32, 1024, 4096]
     """
-    if options.batch == "auto":
-        return FIRST
     if options.batch is not None:
         return options.batch
     if options.data == EMBEDDED:
@@ -531,11 +504,6 @@ def make_engine(
     processes: Processes,
 ) -> ScatterOnceParallel[OnPixels]:
     """Build the engine of a model, which it moves to the first device."""
-    if options.batch == "auto" and len(devices) * processes.size < 2:
-        raise UsageError(
-            "--batch auto compares the gradients of replicas, and there is one: name "
-            f"its device twice, --devices {devices[0]},{devices[0]}"
-        )
     model.to(devices[0])
     if options.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -546,7 +514,6 @@ def make_engine(
         process_group=processes.group,
         # A sub-step has few images: their statistics alone would be noise.
         buffers="batch",
-        measure_noise=options.batch == "auto",
         compile=options.compile or None,
     )
 

@@ -253,11 +253,8 @@ class Run:
             images = f"{training.consumed:,} images"
             lines.append(f"resumed after {step} steps, {images}")
         else:
-            reason = "--batch sets it"
-            if training.noise:
-                reason = "the gradient's noise scale doubles it"
             steps = f"{training.steps_per_epoch} steps an epoch of {training.images:,}"
-            lines.append(f"batches of {rows:,}, for {steps}; {reason}")
+            lines.append(f"batches of {rows:,}, for {steps}; --batch sets it")
             lines.append(training.rates_in_words())
         self._say(*lines)
 
@@ -300,7 +297,6 @@ class Run:
         self._step_ended = end
         waited = self.feed.waited
         epoch = training.tested + 1
-        noise = {"noise_scale": training.noise.scale} if training.noise else {}
         self.metrics.write(
             "step",
             step=training.step,
@@ -308,7 +304,6 @@ class Run:
             images=images,
             loss=report.loss,
             learning_rate=training.optimizer.param_groups[0]["lr"],
-            **noise,
             seconds_whole=seconds,
             seconds_waited=waited,
             seconds=report.seconds,
@@ -335,9 +330,7 @@ class Run:
             raise KeyboardInterrupt
 
     def _end_epoch(self) -> None:
-        """Test, record and print the results, keep the best weights, and let the batch
-        grow.
-        """
+        """Test, record and print the results, and keep the best weights."""
         training = self.training
         tally = training.test(self.feed, self.tested, between=self._check)
         training.tested = training.epoch
@@ -358,9 +351,6 @@ class Run:
                 )
             if time.perf_counter() - self._drawn >= _SECONDS_BETWEEN_DRAWINGS:
                 self._draw()
-        if not training.is_over and training.grow():
-            self.feed.request(training.requests())
-            self._say(f"  batches of {training.batch:,} images from here on")
         self._save()
 
     def _record_epoch(self, tally: Tally) -> None:
@@ -411,9 +401,6 @@ class Run:
         words.append(f"{speed:,.0f} images/s")
         if not training.source.in_memory:
             words.append(f"waiting {waited / seconds:.0%}")
-        if training.noise:
-            scale = training.noise.scale
-            words.append(f"batch {rows:,}, noise scale {scale:,.0f} images")
         if broken:
             words.append(f"{len(broken)} broken files left out")
         self._say(", ".join(words))

@@ -38,7 +38,6 @@ INVALID = [
     ("graphs", "yes"),
     ("verify", "no"),
     ("check_finite", 3),
-    ("measure_noise", "x"),
 ]
 
 
@@ -79,12 +78,10 @@ def test_option_holds_from_next_step():
         ("micro_batch_size", None, [1, 1]),
         ("accum", "auto", [1, 1]),
         ("verify", False, [1, 1]),
-        ("measure_noise", True, [1, 1]),
     ):
         setattr(engine, name, value)
         assert_step(engine, ROWS, VALUES, LOSS)
         assert cut(engine) == expected, name
-    assert engine.last_step.noise is not None
     assert engine.shares == (1.0, 1.0)
     assert copy.deepcopy(engine).accum == "auto"
 

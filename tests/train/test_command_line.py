@@ -48,7 +48,6 @@ REFUSED = {
     "--pretrained": "--pretrained is for timm:NAME and torchvision.models:NAME",
     "--resume": "checkpoint.pt; name the folder of a run that has written it",
     "--out /dev/null/runs": "--out: /dev/null/runs/metrics.jsonl cannot be written",
-    "--batch auto --devices cpu": "there is one: name its device twice, --devices cpu,cpu",
 }
 
 
@@ -64,15 +63,14 @@ def test_wrong_argument_is_one_line_code_2(capsys, tmp_path, monkeypatch, argume
 def test_command_line_overrides_config(tmp_path, capsys):
     file = tmp_path / "run.toml"
     text = (
-        'epochs = 9\ndrop_at = [3, 6]\nbatch = "auto"\ncompile = true\ndownload = '
-        "false\n"
+        "epochs = 9\ndrop_at = [3, 6]\nbatch = 512\ncompile = true\ndownload = false\n"
     )
     file.write_text(text + 'clip = 0.5\ndevices = "cpu:0,cpu:1"\n')
     given = parse(["--epochs", "12", "--config", str(file), "--clip", "2"])
     assert (given.epochs, given.drop_at, given.batch, given.clip) == (
         12,
         (3, 6),
-        "auto",
+        512,
         2.0,
     )
     assert (given.compile, given.download, given.devices) == (
@@ -96,8 +94,6 @@ def test_some_options_follow_from_others():
     assert parse(["--epochs", "1"]).warmup_epochs == 0
     assert parse(["--epochs", "100"]).warmup_epochs == 5
     assert (parse([]).epochs, parse(["--data", "photos"]).epochs) == (15, 20)
-    grows = parse(["--batch", "auto", "--epochs", "10"])
-    assert (grows.micro_batch_size, grows.warmup_epochs) == (64, 0)
 
 
 def test_help_has_defaults_and_examples(capsys):

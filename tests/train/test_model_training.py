@@ -1,29 +1,20 @@
-"""The model, its optimizer and devices; order, rate, a step, the test, and the batch
-that grows.
-"""
+"""The model, its optimizer and devices; order, rate, a step, and the test."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import dataclasses
-import io
-import itertools
-import math
-import re
-import types
 
 import pytest
 import torch
-from harness.runs import assert_same_run, records, steps, stop_after
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR
 
 from scatterpar.recipe import gradual_warmup
-from scatterpar.train import data as data_module
 from scatterpar.train import models as models_module
 from scatterpar.train.command_line import UsageError, parse
-from scatterpar.train.data import Source, load
+from scatterpar.train.data import Source
 from scatterpar.train.data_parts import Names
 from scatterpar.train.feed import Feed
 from scatterpar.train.model_training import (
@@ -35,20 +26,8 @@ from scatterpar.train.model_training import (
 )
 from scatterpar.train.models import build_model
 from scatterpar.train.processes import Processes
-from scatterpar.train.tool_run import main
 
 pytestmark = pytest.mark.draws
-
-ROWS, EPOCHS = 4096, 3
-GROWING = ["--batch", "auto", "--model", "harness.runs:Small", "--epochs", str(EPOCHS)]
-GROWING += [
-    "--devices",
-    "cpu:0,cpu:1",
-    "--base-lr",
-    "0.05",
-    "--micro-batch-size",
-    "256",
-]
 
 
 class Toy(nn.Sequential):
@@ -199,7 +178,6 @@ def test_default_batch_leaves_enough_steps():
         ([], 4096),
         (["--batch", "64"], 64),
         (["--data", "x"], 128),
-        (["--batch", "auto"], 256),
     ],
 )
 def test_included_images_use_large_batches(options, batch):
@@ -241,89 +219,6 @@ def test_rate_fits_optimizer_and_batch(name, rate):
     with training.engine:
         assert training.peak_rate() == pytest.approx(rate)
         assert f"a learning rate of {rate:.3g}" in training.rates_in_words()
-
-
-# --- the batch that grows ---
-
-
-@pytest.mark.parametrize(
-    ("images", "batch", "scale", "after"),
-    [
-        *[
-            (60_000, 256, 511.9, 256),
-            (60_000, 256, 512.0, 512),
-            (60_000, 512, 100.0, 512),
-        ],
-        # eight steps
-        *[(8192, 512, 1e9, 1024), (8191, 512, 1e9, 512), (100, 100, 1e9, 100)],
-        (60_000, 256, math.nan, 256),  # nothing is known
-    ],
-)
-def test_batch_grows_to_noise_scale(toy, images, batch, scale, after):
-    training = toy("--batch", "auto", rows=images)
-    assert training.batch == min(256, images)
-    training.batch = batch
-    training.noise = types.SimpleNamespace(scale=scale)
-    assert training.grow() == (after > batch)
-    assert training.batch == after
-
-
-@pytest.fixture(scope="module")
-def grown(tmp_path_factory):
-    """An uninterrupted run on noisy data, and what it printed.
-
-    The data are half of the images that are included, with seven of eight labels wrong.
-    """
-    noisy = load()
-    for part, rows in (("train", ROWS), ("test", 100)):
-        numbers, places = torch.arange(rows), noisy.parts[part][:rows]
-        labels = torch.where(numbers % 8 == 0, noisy.labels[places], numbers // 8 % 10)
-        noisy.labels[places] = labels
-        noisy.parts[part] = places
-    out, printed = tmp_path_factory.mktemp("growing") / "whole", io.StringIO()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data_module, "load", lambda: noisy)
-        with torch.random.fork_rng(), contextlib.redirect_stdout(printed):
-            assert main([*GROWING, "--out", str(out)]) == 0
-        yield out, printed.getvalue()
-
-
-@pytest.mark.slow
-def test_run_follows_measured_noise_scale(grown):
-    out, printed = grown
-    epochs, made = records(out, "epoch"), steps(out)
-    batches = [record["batch"] for record in epochs]
-    assert batches[0] == 256 < batches[-1]
-    for number, (batch, following) in enumerate(itertools.pairwise(batches), 1):
-        scale = [r["noise_scale"] for r in made if r["epoch"] == number][-1]
-        assert following == (
-            2 * batch if scale >= 2 * batch and 16 * batch <= ROWS else batch
-        )
-    for number, batch in enumerate(batches, 1):
-        sizes = [r["images"] for r in made if r["epoch"] == number]
-        assert sizes == [batch] * (ROWS // batch)
-        rate = next(r["learning_rate"] for r in made if r["epoch"] == number)
-        cosine = 0.5 * (1 + math.cos(math.pi * (number - 1) / EPOCHS))
-        assert rate == pytest.approx(0.05 * cosine * batch / 256)
-    words = (
-        r"batch 256, noise scale [\d,]+ images\n  batches of 512 images from here on"
-    )
-    assert re.search(words, printed)
-
-
-@pytest.mark.slow
-def test_grown_run_resumes_bit_for_bit(grown, tmp_path, monkeypatch):
-    whole = grown[0]
-    small = sum(record["images"] == 256 for record in steps(whole))
-    # before the growth, in the middle of the epoch after it, and to the end
-    for last, more in (
-        (small, ["--checkpoint-every", "1"]),
-        (small + 3, ["--checkpoint-every", "1", "--resume"]),
-        (ROWS, ["--resume"]),
-    ):
-        with stop_after(monkeypatch, last):
-            main([*GROWING, "--out", str(tmp_path), *more])
-    assert_same_run(whole, tmp_path, len(steps(whole)))
 
 
 # --- optimizers and devices ---

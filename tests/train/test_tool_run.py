@@ -644,7 +644,6 @@ def test_engine_options_reach_the_engine(tmp_path):
         main([*EMBEDDED, "--devices", "cpu,cpu", "--compile", "--out", str(tmp_path)])
     given = {
         "buffers": "batch",
-        "measure_noise": False,
         "compile": True,
         "micro_batch_size": 128,
     }

@@ -203,7 +203,6 @@ def by_rows(scores, labels):
 WEIGHTS = torch.tensor([0.5, 1.0, 3.0])
 OPTIONS = {
     "wide sums": {"accumulate_dtype": torch.float32},
-    "noise": {"measure_noise": True},
     "shares": {"shares": [2, 1, 1]},
     "batch statistics": {"buffers": "batch"},
     "finite": {"check_finite": True},

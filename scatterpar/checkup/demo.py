@@ -159,6 +159,9 @@ compared with that of one backward pass over all texts.
 {indent}no error and no warning; the gradient is off by {findings.by_hand:.0%}
 
 2. engine.forward_backward(words, labels, criterion)
+{indent}before a step, a few rows are computed at once and in parts; they are those
+{indent}whose labels differ most in number, so this error is larger than that of 1.:
+
 {refusal}
 
 3. engine.forward_backward(words, labels, criterion, count=count_labels())

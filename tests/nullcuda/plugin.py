@@ -29,10 +29,10 @@ def pytest_configure(config: pytest.Config) -> None:
     with warnings.catch_warnings(action="ignore"):
         values.install()
     card.busy(_BUSY)
-    _tell_who_hands_work_over()
+    record_hand_overs()
 
 
-def _tell_who_hands_work_over() -> None:
+def record_hand_overs() -> None:
     """The caller hands each job to the workers, and takes it over when they are done."""
     begin = Job.__init__
     run = Job.run

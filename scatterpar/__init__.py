@@ -5,7 +5,6 @@ exactly and fast.
 from scatterpar.batch.markers import Replicated, Rows
 from scatterpar.checkup.doctor import doctor
 from scatterpar.engine import ScatterOnceParallel
-from scatterpar.options.trace import Trace
 from scatterpar.pair.pair import DataParallelCriterion, DataParallelModel, gather
 from scatterpar.plan import Plan, Share
 from scatterpar.recipe import (
@@ -33,7 +32,6 @@ __all__ = [
     "Share",
     "SplitCheck",
     "StepReport",
-    "Trace",
     "count_labels",
     "doctor",
     "gather",

@@ -46,7 +46,6 @@ from scatterpar.options.call_arguments import (
 )
 from scatterpar.options.cuda_graphs import Captured
 from scatterpar.options.map_rows import Mapped, RowFunction, map_rows
-from scatterpar.options.trace import Trace
 from scatterpar.options.whole_batch import TwoPasses
 from scatterpar.plan import Plan, make_plan
 from scatterpar.replicas.compiled import compile_fn_from
@@ -266,7 +265,6 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         "_replicas",
         "_verifier",
         "_one_pass",
-        "_trace",
         "_loss_watch",
         "loop",
     )
@@ -281,7 +279,6 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         self._replicas = Replicas(self.device_ids, options)
         self._init_verifier()
         self._one_pass = self._made_schedule(self._options)
-        self._trace: Trace | None = None
         self._loss_watch = LossWatch(self.module)
         self._step_ended = math.inf  # the first step has not waited
         self.loop = LoopOptions()
@@ -462,7 +459,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         failing_together = contextlib.nullcontext()
         if self._ranks is not None:
             failing_together = self._ranks.failing_together()
-        with self._workers.exclusive(self.module), self._recorded() as waited:
+        with self._workers.exclusive(self.module), self._timed() as waited:
             with failing_together:  # what one rank raises in it, every rank raises
                 schedule = self._schedule(call)
                 request = checked(
@@ -512,17 +509,12 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         return request.combined_by(candidates[0])
 
     @contextlib.contextmanager
-    def _recorded(self) -> Iterator[float]:
-        """The body is a step, in a trace if there is one.
-
-        Yields for how many seconds the engine has waited for its caller.
-        """
+    def _timed(self) -> Iterator[float]:
+        """The body is a step. Yields how many seconds the engine has waited before."""
         # Also after a step that failed: the caller's time is not the engine's.
         waited = max(0.0, time.perf_counter() - self._step_ended)
-        traced = contextlib.nullcontext() if self._trace is None else self._trace.step()
         try:
-            with traced:
-                yield waited
+            yield waited
         finally:
             self._step_ended = time.perf_counter()
 
@@ -608,7 +600,6 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             self._workers,
             extent=extent,
             replica_offset=self._ranks.rank * _MAX_REPLICAS if self._ranks else None,
-            clock=self._trace.clock if self._trace else None,
         )
         # Replicas that take turns leave cores idle, which the one in turn may use.
         if self.loop.takes_turns:
@@ -834,39 +825,6 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             # A trial is of this rank only.
             outcome = self._compute(schedule, request, plan, Extent(is_trial=True))
             return compare(self.module, outcome, master)
-
-    @contextlib.contextmanager
-    def trace(self) -> Iterator[Trace]:
-        """Record the steps in the body: what each replica did when.
-
-        Failed steps are recorded too. Inference is not.
-
-        Returns:
-            A context manager that yields the trace. ``print(trace)`` shows a table with
-            the milliseconds of each replica in each part of a step, and how long its
-            thread waited. ``trace.save("step.json")`` writes a file for
-            https://ui.perfetto.dev.
-
-        Raises:
-            RuntimeError: inside another trace of this engine.
-
-        Example:
-            >>> engine = ScatterOnceParallel(nn.Linear(4, 2), 2, ["cpu"] * 2)
-            >>> inputs, targets = torch.randn(8, 4), torch.randn(8, 2)
-            >>> with engine.trace() as trace:
-            ...     loss = engine.forward_backward(inputs, targets, nn.MSELoss())
-            >>> len(trace.steps)
-            1
-        """
-        if self._trace is not None:
-            raise RuntimeError(
-                "this engine is being traced already: leave that trace first"
-            )
-        self._trace = trace = Trace(self.device_ids)
-        try:
-            yield trace
-        finally:
-            self._trace = None
 
     @property
     def replicas(self) -> tuple[nn.Module, ...]:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from xml.etree import ElementTree
+
 import pytest
 import torch
+from harness.oracle import build, randn
+from torch import nn
 
+from scatterpar import ScatterOnceParallel
 from scatterpar.plan import make_plan
 from scatterpar.report import StepReport
 
@@ -49,3 +55,21 @@ def test_repr_is_one_line_speed_without_wait():
     report = StepReport(plan, 1.5, seconds, {}, {}, waited=9.0)
     assert report.rows_per_second == 4.0
     assert repr(report) == "<StepReport: loss 1.5, 8 rows on 2 replicas>"
+
+
+def test_step_fills_the_report():
+    """In both memories; and the caller's pause before a step is not the engine's."""
+    model = build(lambda: nn.Linear(4, 2))
+    batch = randn(5, 4).double(), torch.arange(5) % 2, nn.CrossEntropyLoss()
+    with ScatterOnceParallel(model, device_ids=DEVICES) as engine:
+        engine.forward_backward(*batch)
+        assert engine.last_step.waited == 0
+        time.sleep(0.1)
+        engine.forward_backward(*batch)
+        report = engine.last_step
+    assert report.waited >= 0.1
+    assert len(report.replica_seconds) == 2
+    assert min(report.replica_seconds) > 0
+    page = ElementTree.fromstring(f"<div>{report._repr_html_()}</div>")
+    cells = {cell.text for cell in page.iter("td")}
+    assert {"scatter", "replicate", "compute", "reduce", "cpu:0", "cpu:1"} <= cells

@@ -323,7 +323,7 @@ class GraphedSubsteps(Substeps):
 
     def _isolated_capture(self, number: int) -> _Graph:
         """A graph of a sub-step. Raises ``_Refused``; restores all state."""
-        task = replace(self._task, clock=None)
+        task = replace(self._task, is_profiled=False)
         try:
             with (
                 self._task.span("capture", number),

@@ -48,7 +48,7 @@ def difference_of_replay(
     numbers: a graph draws from an offset of its own.
     """
     # A look is no sub-step: a trace does not show its parts.
-    task = replace(task, clock=None)
+    task = replace(task, is_profiled=False)
     request = attempt.request
     roots = [
         attempt.replicas.of_model.root,

@@ -447,7 +447,7 @@ class WholeBatch:
             # What other ranks give the criterion's leaves is what rank 0 gives them.
             leaves_aside += self._task.leaves
         with set_aside(leaves_aside):
-            self._task.run_untimed_backward([loss], [scale])
+            self._task.run_unprofiled_backward([loss], [scale])
             # A later sum is in place: two leaves must not share a gradient, nor a leaf
             # one with the outputs, whose gradients the second pass may write.
             outputs = nested.tensors(self._pieces)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from scatterpar import torch_private
 from scatterpar.devices.transfers import PHASES, Transfers
-from scatterpar.plan import Plan, Share
+from scatterpar.plan import Plan
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.step.loss_weights import LossWeights
 from scatterpar.step.replica_threads import ReplicaThreads
@@ -21,21 +21,15 @@ from scatterpar.step.undo import Undo
 from scatterpar.threads.generators import Generators
 from scatterpar.threads.workers import Workers
 
-# Times its body: a part of the step, the share whose replica does it (``None``: the
-# caller's thread), and the sub-step. Threads of several replicas call it at the same
-# time.
-Clock = Callable[
-    [str, Share | None, int | None], contextlib.AbstractContextManager[object]
-]
-_UNTIMED = contextlib.nullcontext()
+_NO_BLOCK = contextlib.nullcontext()
 
 
 def profiler_block(
-    name: str, share: Share | None = None, sub_step: int | None = None
+    name: str, sub_step: int | None = None
 ) -> contextlib.AbstractContextManager[object]:
     """Show the body as a block in torch's profilers, such as ``scatterpar forward 3``.
 
-    A ``Clock``, which needs no ``share``: each thread has a line of its own there.
+    There each thread has a line of its own, so the replica need not be named.
     """
     number = "" if sub_step is None else f" {sub_step}"
     return torch.profiler.record_function(f"scatterpar {name}{number}")
@@ -72,7 +66,7 @@ class Attempt:
         threads: run work in the replicas' threads.
         transfers: the copies between memories, counted by phase.
         undo: restores the state before the attempt if it fails.
-        clock: times the parts of the step; ``None`` if nobody asks for times.
+        is_profiled: whether a profiler of torch is to show the parts of the step.
         seconds: wall time by phase.
         weights: the factors of the micro-batches' losses, as soon as they are known.
         constants: the positions of tensors without rows in the outputs that are joined.
@@ -90,7 +84,6 @@ class Attempt:
         *,
         extent: Extent = WHOLE_STEP,
         replica_offset: int | None = None,
-        clock: Clock | None = None,
     ) -> None:
         """``replica_offset``: the first replica's number among those of all ranks."""
         self.request = request
@@ -105,9 +98,7 @@ class Attempt:
         self.transfers = Transfers()
         self.undo = Undo(self.generators, self.transfers)
         # Asked once: a step has a hundred parts, and a profiler starts between steps.
-        if clock is None and torch_private.profiler_is_on():
-            clock = profiler_block
-        self.clock = clock
+        self.is_profiled = torch_private.profiler_is_on()
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.weights: LossWeights
         self.constants: frozenset[int] = frozenset()
@@ -116,10 +107,8 @@ class Attempt:
         self.garbage_is_collected = False
 
     def span(self, name: str) -> contextlib.AbstractContextManager[object]:
-        """Time the body, which runs in the caller's thread, as a part of the step."""
-        if self.clock is None:
-            return _UNTIMED
-        return self.clock(name, None, None)
+        """In a profiler the body, in the caller's thread, is a part of the step."""
+        return profiler_block(name) if self.is_profiled else _NO_BLOCK
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -18,7 +18,7 @@ from scatterpar.errors import restored
 from scatterpar.plan import Share
 from scatterpar.replicas.references import read_attribute
 from scatterpar.replicas.replicas import Replica
-from scatterpar.step.attempt import Attempt, Clock
+from scatterpar.step.attempt import Attempt, profiler_block
 from scatterpar.step.misfits import misfit_of_inputs
 from scatterpar.step.replica_threads import Context, ReplicaThreads
 from scatterpar.step.scatter import ShareLoader
@@ -27,7 +27,7 @@ from scatterpar.threads.caller_context import autocast_types
 from scatterpar.threads.generators import Generators, generator_for_backward
 from scatterpar.torch_private import backward
 
-_UNTIMED = contextlib.nullcontext()
+_NO_BLOCK = contextlib.nullcontext()
 _TORCHS_LOSSES = ("torch.nn.functional", "torch.nn.modules.loss")
 
 
@@ -46,7 +46,7 @@ class ReplicaTask:
         leaves: the tensors in which backward passes accumulate gradients.
         threads: those of the replicas, which may run parts of a sub-step in turn.
         is_loss_of_torch: whether the criterion is one of torch's own, or there is none.
-        clock: times the parts of a sub-step; ``None`` if nobody asks for times.
+        is_profiled: whether a profiler of torch is to show the parts of a sub-step.
         autocast: the device types for which the caller has enabled autocast.
     """
 
@@ -60,21 +60,19 @@ class ReplicaTask:
     leaves: Sequence[Tensor]
     threads: ReplicaThreads
     is_loss_of_torch: bool
-    clock: Clock | None
+    is_profiled: bool
     autocast: Sequence[str]
 
     def span(self, name: str, sub_step: int) -> Context:
-        """Time the body as a part of a sub-step."""
-        if self.clock is None:
-            return _UNTIMED
-        return self.clock(name, self.share, sub_step)
+        """In a profiler the body is a part of a sub-step."""
+        return profiler_block(name, sub_step) if self.is_profiled else _NO_BLOCK
 
     def turn(self, scope: Scope, sub_step: int) -> Context:
         """In the body, which is this part of a sub-step, it is the replica's turn."""
         return self.threads.turn(scope, self.share.replica, sub_step)
 
     def rows_of(self, sub_step: int, *, retain: bool = False) -> Any:
-        """The rows of one micro-batch, as by ``ShareLoader.load``; timed."""
+        """The rows of one micro-batch, as by ``ShareLoader.load``."""
         with self.span("arrival", sub_step):
             return self.loader.load(sub_step, retain=retain)
 
@@ -93,11 +91,11 @@ class ReplicaTask:
     def run_backward(
         self, sub_step: int, roots: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> None:
-        """Run and time the backward pass of a sub-step."""
+        """Run the backward pass of a sub-step, which profilers show as a part."""
         with self.span("backward", sub_step):
-            self.run_untimed_backward(roots, gradients)
+            self.run_unprofiled_backward(roots, gradients)
 
-    def run_untimed_backward(
+    def run_unprofiled_backward(
         self, roots: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> None:
         """Run a backward pass with autocast off, as torch recommends."""
@@ -167,7 +165,7 @@ def make_tasks(attempt: Attempt, loaders: Sequence[ShareLoader]) -> list[Replica
             leaves=leaves,
             threads=attempt.threads,
             is_loss_of_torch=is_loss_of_torch,
-            clock=attempt.clock,
+            is_profiled=attempt.is_profiled,
             autocast=autocast,
         )
         tasks.append(task)

@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 import scatterpar
 from scatterpar import ScatterOnceParallel
 from scatterpar.plan import make_plan
+from scatterpar.torch_private import PROFILE_ALL_THREADS
 
 START = blocks(read("docs/start.md"), "python")
 
@@ -70,6 +71,23 @@ def test_nan_row_anomaly_and_check_are_shown(debugged, capsys):
     follow(2)
     assert "sub-step 2; nothing was changed" in capsys.readouterr().out
     assert names["bad"] == [19]
+
+
+@pytest.mark.draws
+def test_page_profiles_all_threads(debugged, tmp_path, monkeypatch, capsys):
+    """The profile has the blocks of a step and of its sub-steps, on two replicas."""
+    monkeypatch.chdir(tmp_path)
+    names, follow = debugged
+    names["device_ids"] = ["cpu"] * 2
+    (number,) = [i for i, section in enumerate(DEBUG) if "export_chrome" in section]
+    follow(number)
+    assert "scatterpar compute" in capsys.readouterr().out
+    found = {entry.key for entry in names["profiler"].key_averages()}
+    for part in ("scatter", "replicate", "compute", "reduce", "commit"):
+        assert f"scatterpar {part}" in found
+    for part in ("arrival", "forward", "backward"):
+        assert {f"scatterpar {part} {sub_step}" for sub_step in range(4)} <= found
+    assert PROFILE_ALL_THREADS.partition("=")[2] in DEBUG[number]
 
 
 # --- splitcheck ---

@@ -1,32 +1,25 @@
-"""The record of one try: its parts are timed, and nothing else."""
+"""The record of one try: its phases are timed, and profilers see its parts."""
 
 from __future__ import annotations
 
 import contextlib
+import re
+from collections import Counter
+from functools import partial
 
 import pytest
 import torch
-from harness.models import FEATURES, linear
+from harness.models import CLASSES, FEATURES, linear
 from harness.oracle import randn
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
-from scatterpar import ScatterOnceParallel, torch_private
+from scatterpar import ScatterOnceParallel
 from scatterpar.step import attempt as attempt_file
 from scatterpar.step.attempt import WHOLE_STEP, Attempt, Extent, profiler_block
+from scatterpar.torch_private import PROFILE_ALL_THREADS
 
 pytestmark = pytest.mark.core
-
-
-class Clock:
-    """Notes which parts begin and end."""
-
-    def __init__(self):
-        self.events = []
-
-    @contextlib.contextmanager
-    def __call__(self, name, share, sub_step):
-        self.events.append(("begin", name, share, sub_step))
-        yield
-        self.events.append(("end", name, share, sub_step))
 
 
 def squares(output, _):
@@ -70,34 +63,101 @@ def test_seconds_counted_if_phase_fails(monkeypatch):
     assert attempt.seconds == expected
 
 
-def test_clock_times_phases_of_caller(monkeypatch):
-    clock = Clock()
-    (attempt,) = attempts_of(monkeypatch, clock=clock)
-    clock.events.clear()
+@contextlib.contextmanager
+def noted(events, name):
+    events.append(f"begin {name}")
+    yield
+    events.append(f"end {name}")
+
+
+def test_profiled_phase_is_a_block(monkeypatch):
+    (attempt,) = attempts_of(monkeypatch, is_profiled=True)
+    events = []
+    monkeypatch.setattr(torch.profiler, "record_function", partial(noted, events))
     with attempt.phase("reduce"):
-        clock.events.append("body")
-    part = ("reduce", None, None)
-    assert clock.events == [("begin", *part), "body", ("end", *part)]
+        events.append("body")
+    assert events == ["begin scatterpar reduce", "body", "end scatterpar reduce"]
 
 
-def test_span_without_clock_does_nothing(monkeypatch):
-    (attempt,) = attempts_of(monkeypatch, clock=None)
+def test_span_without_profiler_does_nothing(monkeypatch):
+    (attempt,) = attempts_of(monkeypatch, is_profiled=False)
     assert attempt.span("reduce") is attempt.span("scatter")
 
 
-def test_profiler_sees_sub_steps(monkeypatch):
+def test_block_names_part_and_sub_step(monkeypatch):
     names = []
     monkeypatch.setattr(torch.profiler, "record_function", names.append)
-    profiler_block("forward", None, 3)
+    profiler_block("forward", 3)
     profiler_block("reduce")
     assert names == ["scatterpar forward 3", "scatterpar reduce"]
 
 
-@pytest.mark.parametrize(("is_on", "clock"), [(True, profiler_block), (False, None)])
-def test_profiler_is_the_clock(monkeypatch, is_on, clock):
-    monkeypatch.setattr(torch_private, "profiler_is_on", lambda: is_on)
-    (attempt,) = attempts_of(monkeypatch)
-    assert attempt.clock is clock
+BATCH = randn(12, FEATURES), torch.arange(12) % CLASSES, nn.CrossEntropyLoss()
+
+
+def profiled(engine, config=None, **options):
+    """How often a profiler has seen each name in two steps with these options."""
+    activities = [ProfilerActivity.CPU]
+    with engine, profile(activities=activities, experimental_config=config) as profiler:
+        for _ in range(2):
+            engine.forward_backward(*BATCH, **options)
+    return Counter({entry.key: entry.count for entry in profiler.key_averages()})
+
+
+# What the page and the warning say.
+ALL_THREADS = eval(PROFILE_ALL_THREADS.partition("=")[2])
+
+
+@pytest.mark.parametrize(
+    "devices",
+    [
+        ["cpu:0", "cpu:1"],
+        pytest.param(["cpu", "cpu"], marks=pytest.mark.slow),
+        pytest.param(["cpu"], marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize(
+    ("how", "options"),
+    [
+        ({}, {}),
+        ({}, {"whole_batch": True}),
+        ({}, {"return_outputs": True}),
+        ({"graphs": True}, {}),
+        ({"compile": {"backend": "eager"}}, {}),
+    ],
+)
+def test_profiler_sees_each_part_once(devices, how, options):
+    """What is captured, warmed up or looked at is no sub-step of the step."""
+    engine = ScatterOnceParallel(linear(), 3, devices, **how)
+    found = profiled(engine, ALL_THREADS, **options)
+    calls = 2 * len(devices)
+    for sub_step in range(3):
+        assert found[f"scatterpar forward {sub_step}"] == calls
+        assert found[f"scatterpar backward {sub_step}"] == calls
+        # All but each replica's last sub-step run twice.
+        again = calls if options.get("whole_batch") and sub_step < 2 else 0
+        assert found[f"scatterpar recompute {sub_step}"] == again
+        assert (
+            "graphs" in how or found[f"scatterpar arrival {sub_step}"] == calls + again
+        )
+    for name in ("scatter", "replicate", "compute", "reduce", "commit"):
+        assert found[f"scatterpar {name}"] == 2
+
+
+def test_profiler_of_all_threads_sees_replicas():
+    engine = ScatterOnceParallel(linear(), 3, ["cpu"] * 2, verify=False)
+    found = profiled(engine, ALL_THREADS)
+    # Sub-steps, replicas, steps.
+    assert found["aten::addmm"] == found["AddmmBackward0"] == 3 * 2 * 2
+
+
+@pytest.mark.filterwarnings("error")
+def test_profiler_of_one_thread_warns():
+    with pytest.warns(UserWarning, match=re.escape(PROFILE_ALL_THREADS)):
+        found = profiled(ScatterOnceParallel(linear(), 3, ["cpu"] * 2))
+    assert found["scatterpar compute"] == 2
+    found = profiled(ScatterOnceParallel(linear(), 3, ["cpu"], verify=False))
+    assert found["aten::addmm"] == 3 * 2
 
 
 def test_extent_defaults_to_whole_step():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from harness.models import CLASSES, FEATURES
-from harness.notes import note_of
+from harness.notes import beginning_of_note, note_of
 from harness.oracle import build, randint, randn
 from torch import nn
 
@@ -81,3 +81,21 @@ def test_constant_loss_of_rows_has_remedy():
     with failing_engine(["cpu"], accum=3) as engine, error as caught:
         engine.forward_backward(ROWS, torch.arange(13) == 2, criterion, reduction="sum")
     assert "(output * 0).sum()" in caught.value.__notes__[-1]
+
+
+@pytest.mark.parametrize(
+    ("accum", "rows", "remedy"),
+    [
+        (4, 7, "use a smaller accum=, or micro_batch_size="),
+        (1, 2, "use a larger batch, drop_last=True of the loader"),
+    ],
+)
+def test_batch_norm_of_one_row_has_remedy(accum, rows, remedy):
+    """torch's own error stays; a note has the way out."""
+    model = build(lambda: nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8)))
+    error = pytest.raises(ValueError, match="Expected more than 1 value per channel")
+    with ScatterOnceParallel(model, accum, ["cpu"] * 2) as engine, error as caught:
+        engine.forward_backward(ROWS[:rows], LABELS[:rows], LOSS)
+    where, *others = caught.value.__notes__
+    assert f"a micro-batch of one row: {remedy}" in "\n".join(others)
+    assert where.startswith(tuple(beginning_of_note(i, "cpu") for i in (0, 1)))

@@ -13,7 +13,7 @@ rounding, it refuses before anything changes, and says what would be right::
         runs            loss and gradients of rows          compared_leaves,
                                                             backward_calls,
                                                             constant_numbers,
-                                                            single_precision
+                                                            wider_precision
         measurements    outputs, memory, state that moves
         user_code       restores what runs have changed     dropped_records
         nudges          what rounding makes of results

@@ -46,6 +46,10 @@ class Inconclusive(Exception):
         return str(self).strip().partition("\n")[0][:_SHOWN_LENGTH].rstrip(".")
 
 
+class OnlyRounding(Inconclusive):
+    """Rounding changes the gradient so much that it is nothing else."""
+
+
 @dataclass(frozen=True)
 class Result:
     """The loss of some rows and its gradients.

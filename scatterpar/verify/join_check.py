@@ -25,6 +25,7 @@ from scatterpar.verify.rows import Parts
 from scatterpar.verify.runs import Runs
 from scatterpar.verify.schedule import names_and_numbers
 from scatterpar.verify.verdicts import refused_order
+from scatterpar.verify.wider_precision import Precision
 
 _DRAWN = (
     "the function draws random numbers and returns several entries per row, whose "
@@ -211,7 +212,9 @@ def _outputs_of(
 ) -> list[Any]:
     """The replica's output for each part, from one state, in the replica's thread."""
     # Constant numbers: a draw would differ between rows and parts.
-    runs = Runs(attempt, request, task, is_as_in_step=True, draws_constants=True)
+    runs = Runs(
+        attempt, request, task, precision=Precision.AS_IN_STEP, draws_constants=True
+    )
 
     def outputs() -> list[Any]:
         isolated = task.isolated(attempt.generators)

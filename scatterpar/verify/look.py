@@ -25,6 +25,7 @@ import torch
 
 from scatterpar.devices.device_ids import physical
 from scatterpar.devices.memory import is_out_of_memory
+from scatterpar.log import logger
 from scatterpar.replicas.module_contents import root_to_replicate
 from scatterpar.state.reports import moved_between
 from scatterpar.step.attempt import Attempt
@@ -32,7 +33,7 @@ from scatterpar.step.task import ReplicaTask
 from scatterpar.step.turns import Scope
 from scatterpar.threads.process_settings import FULL_FLOAT32
 from scatterpar.threads.workers import Overdue
-from scatterpar.verify.comparison import Inconclusive, Result
+from scatterpar.verify.comparison import Inconclusive, OnlyRounding, Result
 from scatterpar.verify.dropped_warnings import warnings_dropped
 from scatterpar.verify.look_losses import Evidence, name_of, weighted_parts
 from scatterpar.verify.measurements import attributes_that_calls_move, bytes_per_row
@@ -53,6 +54,7 @@ from scatterpar.verify.verdicts import (
     gradient_of_no_loss,
     verdict_of,
 )
+from scatterpar.verify.wider_precision import Precision
 
 PATIENCE_SECONDS = 40.0  # a look that takes longer is inconclusive
 # The workers' limit: the look itself ends in time, unless a call waits.
@@ -71,17 +73,21 @@ def look(attempt: Attempt, task: ReplicaTask, choice: RowChoice) -> Verdict:
         Inconclusive: the look could not tell.
     """
     deadline = time.monotonic() + PATIENCE_SECONDS
+
+    def look_in(precision: Precision) -> ReplicaLook:
+        runs = Runs(attempt, choice.request, task, deadline, precision=precision)
+        return ReplicaLook(runs, choice)
+
     # First without rounding, which hides differences: autocast is off, and half
     # precision is computed in single precision.
-    runs = Runs(attempt, choice.request, task, deadline)
-    looks = [ReplicaLook(runs, choice)]
-    if task.autocast or runs.user_code.has_half_precision:
-        runs = Runs(attempt, choice.request, task, deadline, is_as_in_step=True)
-        looks.append(ReplicaLook(runs, choice))
+    looks = [look_in(Precision.SINGLE)]
+    if task.autocast or looks[0].runs.user_code.has_half_precision:
+        looks.append(look_in(Precision.AS_IN_STEP))
+    in_double = look_in(Precision.DOUBLE)
 
     def run() -> Verdict:
         # In a copy: what calls set in context variables is gone with it.
-        return copy_context().run(first_verdict, looks)
+        return copy_context().run(first_verdict, looks, in_double)
 
     device = task.share.device
     workers = attempt.threads.workers
@@ -94,7 +100,7 @@ def look(attempt: Attempt, task: ReplicaTask, choice: RowChoice) -> Verdict:
                 [run], [()], [device], seconds=seconds
             )
     except Overdue:  # inside a call, which may wait for another replica
-        for replica_look in looks:
+        for replica_look in (*looks, in_double):
             replica_look.runs.user_code.end()
         why = "a call waits for something that does not come"
         raise Inconclusive(why, patience=1, is_final=True) from None
@@ -113,20 +119,49 @@ def _without_tf32(device: torch.device) -> contextlib.AbstractContextManager[Non
     return contextlib.nullcontext()
 
 
-def first_verdict(looks: Sequence[ReplicaLook]) -> Verdict:
+def first_verdict(looks: Sequence[ReplicaLook], in_double: ReplicaLook) -> Verdict:
     """The verdict for chosen rows, or for others if user code fails for them.
+
+    What rounding may explain is asked again of ``in_double``: where gradients of rows,
+    or of choices within a row, nearly cancel, their rounding is no longer small.
 
     Raises:
         Inconclusive: the look could not tell.
+    """
+    answer, parts = _first_answer(looks)
+    if isinstance(answer, Inconclusive):
+        may_be_rounding = isinstance(answer, OnlyRounding)
+    else:
+        may_be_rounding = answer.is_of_difference
+    if may_be_rounding and in_double.runs.user_code.is_widened:
+        try:
+            with in_double.runs.user_code.isolated():
+                return in_double.verdict_for(parts)
+        except OnlyRounding:
+            raise
+        except Exception as error:
+            # User code may need the step's formats, time or memory.
+            logger.debug("the first answer stands, since in float64: %s", error)
+    if isinstance(answer, Inconclusive):
+        raise answer
+    return answer
+
+
+def _first_answer(looks: Sequence[ReplicaLook]) -> tuple[Verdict | Inconclusive, Parts]:
+    """The first verdict, or the reason why there is none, and the parts of its rows.
+
+    Raises:
+        Inconclusive: user code fails for all rows that were tried.
     """
     error: Exception | None = None
     for replica_look in looks:
         with replica_look.runs.user_code.isolated():
             for parts in replica_look.trials():
                 try:
-                    return replica_look.verdict_for(parts)
-                except Inconclusive:
-                    raise
+                    return replica_look.verdict_for(parts), parts
+                except Inconclusive as reason:
+                    # Without its frames: one of them holds this look.
+                    return reason.with_traceback(None), parts
                 # User code may need other rows, a dtype, or memory.
                 except Exception as failure:
                     # Without its frames, which hold rows, outputs, and this object.
@@ -199,7 +234,7 @@ class ReplicaLook:
     def _affordable(self) -> int:
         """The number of rows whose graph is small, or fits as that of a sub-step."""
         affordable = max(self.choice.plan.substep_rows)
-        if self.runs.user_code.is_widened:  # single precision takes twice the memory
+        if self.runs.user_code.is_widened:  # a wider format takes twice the memory
             affordable //= 2
         affordable = max(MIN_ROWS, affordable)
         # Micro-batches are small: because memory is short, or because the batch is.

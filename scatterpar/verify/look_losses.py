@@ -32,8 +32,11 @@ from scatterpar.replicas.references import read_attribute
 from scatterpar.step.loss_weights import is_smoothed, term_counts
 from scatterpar.step.request import Request
 from scatterpar.verify.comparison import (
+    SMALLEST_SCALE,
     Inconclusive,
+    OnlyRounding,
     Result,
+    magnitudes,
     relative_difference,
     weighted_sum,
 )
@@ -48,6 +51,9 @@ NUMBER_REMEDY = (
     "return from forward what the number is computed from, one entry per row, and "
     "compute it in the criterion"
 )
+
+# So many gradients of rows tell their size.
+_MAX_ROWS_ALONE = 16
 
 # If rounding changes a gradient by more than this part, it is nothing but rounding.
 _NOTHING_BUT_ROUNDING = 0.4
@@ -109,12 +115,17 @@ class LookResults(SplitEvidence):
         """The largest difference that rounding explains. It may cost runs.
 
         Raises:
-            Inconclusive: the gradient is nothing but rounding.
+            OnlyRounding: the gradient is nothing else.
         """
         # The cheap bound first: each nudge costs a run. NaN is no rounding.
-        if self.difference <= self.tolerance or self.difference == math.inf:
+        if self.difference <= self.tolerance or not self.actual.is_finite:
             return self.tolerance
-        return max(self.tolerance, self.difference_by_rounding())
+        by_rounding = 0.0
+        if self.difference < math.inf:  # infinite if the gradient at once is zero
+            by_rounding = self.difference_by_rounding()
+        if self.difference > by_rounding and self.do_rows_cancel():
+            return self.difference
+        return max(self.tolerance, by_rounding)
 
     def difference_by_rounding(self) -> float:
         """The difference that rounding makes in the replica's result for all rows.
@@ -123,8 +134,8 @@ class LookResults(SplitEvidence):
         the result in parts: a ReLU at zero was open in one of them.
 
         Raises:
-            Inconclusive: rounding changes the gradient so much that it is nothing else,
-                as for a student that starts as its teacher, or a constant loss.
+            OnlyRounding: the gradient is nothing else, as for a student that starts as
+                its teacher, or a constant loss.
         """
         of_replica = self.of_replica.difference_from(self.expected)
         is_replica_right = of_replica <= self.tolerance
@@ -144,8 +155,44 @@ class LookResults(SplitEvidence):
             if self.difference <= by_rounding or runs.user_code.is_late():
                 break
         if self.difference <= by_rounding and by_rounding > _NOTHING_BUT_ROUNDING:
-            raise Inconclusive("its gradient is nothing but rounding")
+            raise OnlyRounding("its gradient is nothing but rounding")
         return by_rounding
+
+    def do_rows_cancel(self) -> bool:
+        """Whether the results of rows nearly cancel, so that rounding explains it.
+
+        ::
+
+            row         1        2        3        sum
+            gradient    2/3     -1/3     -1/3      1e-17, or -2e-17 in another order
+
+        Each row's gradient is rounded by its own size, however small the sum is.
+        """
+        rows = self.rows[:: max(1, len(self.rows) // _MAX_ROWS_ALONE)]
+        try:
+            alone = [self.runs.at_once([row]) for row in rows]
+        except Exception:  # user code may need several rows
+            return False
+        num_rows = 1 if self.request.is_mean else len(self.rows)
+        rounding = self.runs.rounding.limit * num_rows / len(rows)
+        of_loss = rounding * sum(abs(result.loss) for result in alone)
+        expected = self.expected
+        scale = max(abs(expected.loss), SMALLEST_SCALE)
+        error = abs(self.actual.loss - expected.loss)
+        if error > max(of_loss, self.tolerance * scale):
+            return False
+        pairs = zip(self.actual.gradients, expected.gradients, strict=True)
+        errors = magnitudes([actual - at_once for actual, at_once in pairs])
+        by_row = [magnitudes(result.gradients) for result in alone]
+        scales = magnitudes(expected.gradients)
+        smallest = SMALLEST_SCALE * max(scales, default=0.0)
+        for error, scale, sizes in zip(
+            errors, scales, zip(*by_row, strict=True), strict=True
+        ):
+            by_scale = self.tolerance * max(scale, smallest)
+            if error > max(rounding * sum(sizes), by_scale):
+                return False
+        return True
 
     @cached_property
     def of_replica(self) -> Result:

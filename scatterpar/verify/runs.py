@@ -38,10 +38,10 @@ from scatterpar.verify.comparison import NOTHING, Result
 from scatterpar.verify.constant_numbers import ConstantNumbers
 from scatterpar.verify.gradient_check import moved_to
 from scatterpar.verify.nudges import nudged
-from scatterpar.verify.rounding import HALF_IN_KERNELS, Rounding
+from scatterpar.verify.rounding import HALF_IN_KERNELS, SINGLE_IN_DOUBLE, Rounding
 from scatterpar.verify.rows import Part, Parts
-from scatterpar.verify.single_precision import CastsToSingle, widened
 from scatterpar.verify.user_code import UserCode
+from scatterpar.verify.wider_precision import Precision, WiderCasts
 
 
 @dataclass
@@ -77,8 +77,8 @@ class Runs:
         own_task: the replica's task, with the user's module and criterion in its place.
         replica_task: the replica's task.
         user_code: restores what runs change; they run inside of its ``isolated`` alone.
-        is_as_in_step: autocast is the step's, and half precision is not widened.
-            Otherwise autocast is off, because rounding hides differences.
+        precision: the formats of the runs. Unless they are the step's, autocast is off,
+            because rounding hides differences.
         draws_constants: random operators give constant numbers.
         rounding: the formats that runs have rounded to.
         leaves: those whose gradients are compared.
@@ -93,7 +93,7 @@ class Runs:
         task: ReplicaTask,
         deadline: float = math.inf,
         *,
-        is_as_in_step: bool = False,
+        precision: Precision = Precision.SINGLE,
         draws_constants: bool = False,
     ) -> None:
         """After ``deadline``, a time of ``time.monotonic``, runs are inconclusive."""
@@ -110,12 +110,15 @@ class Runs:
         owners: list[ReplicaSet | Replica] = [*replica_sets, *task.replicas]
         guarded = {id(tensor) for owner in owners for tensor in owner.tensors}
         self.user_code = UserCode(
-            request, user_module, task, guarded, deadline, is_as_in_step
+            request, user_module, task, guarded, deadline, precision
         )
-        self.is_as_in_step = is_as_in_step
+        self.precision = precision
         self.draws_constants = draws_constants
         self.rounding = Rounding(task.share.device)
-        if self.user_code.is_widened:
+        # The tolerance stays that of the step: a right step may differ by as much.
+        if precision is Precision.DOUBLE:
+            self.rounding.formats.add(SINGLE_IN_DOUBLE)
+        if self.user_code.has_half_precision and self.user_code.is_widened:
             self.rounding.formats.add(HALF_IN_KERNELS)
         elif self.user_code.has_half_precision:
             # No graph shows that a teacher rounds.
@@ -195,10 +198,10 @@ class Runs:
         numbers = ConstantNumbers()
         with contextlib.ExitStack() as stack:
             if self.user_code.is_widened:
-                stack.enter_context(CastsToSingle())
+                stack.enter_context(WiderCasts(self.precision))
             if self.draws_constants:
                 stack.enter_context(numbers)
-            if not self.is_as_in_step:
+            if self.precision is not Precision.AS_IN_STEP:
                 for device_type in task.autocast:
                     stack.enter_context(torch.autocast(device_type, enabled=False))
             yield numbers
@@ -216,7 +219,7 @@ class Runs:
     def _moved(self, batch: Batch, rows: Part) -> tuple[Any, Any]:
         values = moved_to(self.replica_task.share.device, batch.select(rows))
         if self.user_code.is_widened:
-            values = nested.map_tensors(widened, values)
+            values = nested.map_tensors(self.precision.widened, values)
         return values
 
     def _result(

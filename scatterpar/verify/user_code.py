@@ -35,7 +35,7 @@ from scatterpar.verify.comparison import Inconclusive
 from scatterpar.verify.dropped_records import records_dropped
 from scatterpar.verify.gradient_check import uses_batch_statistics
 from scatterpar.verify.rounding import HALF_PRECISION
-from scatterpar.verify.single_precision import MAX_BYTES, SinglePrecision
+from scatterpar.verify.wider_precision import Precision, WiderLayers
 
 _UNSAVED = (
     "Use it outside of forward and the criterion, and pass its values. verify=False "
@@ -50,7 +50,7 @@ class UserCode:
         journals: what user code may change, except in replicas; none before the first
             call.
         has_half_precision: whether a module or the batch is in half precision.
-        is_widened: whether calls compute half precision in single precision.
+        is_widened: whether calls compute in a wider format than the step.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class UserCode:
         task: ReplicaTask,
         guarded: Container[int],
         deadline: float,
-        is_as_in_step: bool,
+        precision: Precision,
     ) -> None:
         """``guarded`` has the ``id`` of parameters that no call may write.
 
@@ -74,12 +74,13 @@ class UserCode:
         # A refusal needs runs of its own: the second half of the time is for these.
         self._halfway = (time.monotonic() + deadline) / 2
         self._fixed_layers: list[nn.Module] = []
-        in_single = SinglePrecision(self._layers())
-        size = in_single.size
+        halves = WiderLayers(self._layers(), Precision.SINGLE.formats)
         dtypes = {tensor.dtype for tensor in request.batches[0].tensors()}
-        self.has_half_precision = size > 0 or not dtypes.isdisjoint(HALF_PRECISION)
-        self.is_widened = not is_as_in_step and 0 < size <= MAX_BYTES
-        self._single_precision = in_single if self.is_widened else SinglePrecision(())
+        has_half_inputs = not dtypes.isdisjoint(HALF_PRECISION)
+        self.has_half_precision = halves.size > 0 or has_half_inputs
+        wider = WiderLayers(self._layers(), precision.formats)
+        self.is_widened = 0 < wider.size <= precision.max_bytes
+        self._wider = wider if self.is_widened else WiderLayers((), {})
         # A stack, because a look may end in any of its stages, and in another thread.
         self._undo = contextlib.ExitStack()
         self.journals: list[Journal] = []
@@ -103,8 +104,8 @@ class UserCode:
             self._undo.callback(self._switch_layers, True)
             self._switch_layers(False)
             # Before state is saved, too, and put back after it.
-            self._undo.callback(self._single_precision.narrow)
-            self._single_precision.widen()
+            self._undo.callback(self._wider.narrow)
+            self._wider.widen()
             self._undo.callback(self.refresh)  # after the user's values are back
             self._save()
             yield
@@ -187,7 +188,7 @@ class UserCode:
             replica.refresh()
             if substitutes:
                 replica.state.exchange(substitutes)
-        self._single_precision.widen()  # a refresh puts a replica's tensors back
+        self._wider.widen()  # a refresh puts a replica's tensors back
         self._switch_layers(False)  # a refresh copies the user's switches
         torch.clear_autocast_cache()  # it may hold parameters without a graph
 

@@ -66,6 +66,11 @@ class Verdict:
     tolerance: float = 0.0
     parts: Parts = ()
 
+    @property
+    def is_of_difference(self) -> bool:
+        """Whether results are refused that rounding may have made different."""
+        return self.action is Action.REFUSE and self.error is None
+
 
 RIGHT = Verdict(Action.PROCEED)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 from harness.half_programs import program
@@ -13,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scatterpar import DataParallelCriterion, ScatterOnceParallel
-from scatterpar.verify import user_code
-from scatterpar.verify.single_precision import CastsToSingle, SinglePrecision
+from scatterpar.batch import nested
+from scatterpar.verify import wider_precision
+from scatterpar.verify.wider_precision import Precision, WiderCasts, WiderLayers
 
 ROWS = 24
 HALF = torch.float16, torch.bfloat16
@@ -116,6 +119,162 @@ def test_half_teacher_not_refused(dtype):
         step(engine, distils, inputs, inputs)
 
 
+# --- gradients that nearly cancel ---
+
+
+def network(width=1):
+    return nn.Sequential(nn.Linear(FEATURES, 16), nn.GELU(), nn.Linear(16, width))
+
+
+class Scorer(nn.Module):
+    """One score for each of several nearly equal choices of a row."""
+
+    def __init__(self):
+        super().__init__()
+        self.scores = network()
+
+    def forward(self, choices):
+        return self.scores(choices).squeeze(-1)
+
+
+class Siamese(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.features = network(4)
+
+    def forward(self, first, second):
+        return self.features(first), self.features(second)
+
+
+class Distilled(nn.Module):
+    """A student near its teacher, which no module registers."""
+
+    def __init__(self):
+        super().__init__()
+        self.student = network(4)
+        self.teacher = [deepcopy(self.student).requires_grad_(False)]
+        with torch.no_grad():
+            for parameter in self.student.parameters():
+                parameter.mul_(1 + 1e-4)
+
+    def forward(self, rows):
+        return self.student(rows), self.teacher[0](rows)
+
+
+def squared_distance(output, _):
+    return (output[0] - output[1]).square().sum(-1).mean()
+
+
+def preference(output, _):
+    margin = output[0][:, 0] - output[1][:, 0]
+    return -F.logsigmoid(0.1 * margin).mean()
+
+
+def similarity(output, _):
+    return (1 - F.cosine_similarity(*output)).mean()
+
+
+def divergence(output, _):
+    student, teacher = output
+    return F.kl_div(student.log_softmax(-1), teacher.softmax(-1), reduction="batchmean")
+
+
+def advantages(output, values):
+    return -(output.log_softmax(-1)[:, 0] * (values - 1)).mean()
+
+
+EQUAL = torch.ones(12, FEATURES)
+VARIED = INPUTS[:12].float()
+NEAR = VARIED, VARIED + 1e-6 * INPUTS[12:].float()
+CHOICES = VARIED[:, None] + 1e-6 * randn(12, 4, FEATURES).float()
+CLASSES_IN_TURN = torch.arange(12) % 3
+# The module, inputs, targets, criterion, and rate of the steps.
+CANCELLING = {
+    "optimum of cross entropy": (
+        lambda: nn.Linear(FEATURES, 3),
+        (EQUAL, CLASSES_IN_TURN, F.cross_entropy, 0.5),
+    ),
+    "optimum of a regression": (
+        network,
+        (EQUAL, CLASSES_IN_TURN[:, None] - 1.0, F.mse_loss, 0.1),
+    ),
+    "nearly equal choices": (Scorer, (CHOICES, randint(4, 12), F.cross_entropy, 0.05)),
+    "nearly equal pairs": (Siamese, (NEAR, None, squared_distance, 0.05)),
+    "nearly equal preferences": (Siamese, (NEAR, None, preference, 0.05)),
+    "nearly equal directions": (Siamese, (NEAR, None, similarity, 0.05)),
+    "a student near its teacher": (Distilled, (VARIED, None, divergence, 0.01)),
+    "centred advantages": (
+        lambda: network(3),
+        (EQUAL, torch.arange(12) % 3 * 1.0, advantages, 0.01),
+    ),
+}
+FORMATS = ["float32", "autocast", "float64"]
+
+
+def in_format(name, values):
+    """The same values in float64, if that is the format."""
+    if name != "float64":
+        return values
+    return nested.map_tensors(
+        lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, values
+    )
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize(
+    "name", few_of(CANCELLING, ["optimum of cross entropy", "nearly equal choices"])
+)
+def test_cancelling_gradients_not_refused(name, format_name):
+    """Cross entropy at its optimum was refused, "off by 40 %": its gradient was rounding.
+    Parameters that are nudged move all choices of a row alike.
+    """
+    make, (inputs, targets, loss, rate) = CANCELLING[name]
+    inputs, targets = in_format(format_name, (inputs, targets))
+    for seed in range(2):
+        with seeded(seed):
+            model = make()
+        if format_name == "float64":
+            model.double()
+            for teacher in getattr(model, "teacher", ()):
+                teacher.double()
+        optimizer = torch.optim.SGD(model.parameters(), rate)
+        autocast = torch.autocast(
+            "cpu", torch.bfloat16, enabled=format_name == "autocast"
+        )
+        with ScatterOnceParallel(model, 2, ["cpu"] * 2) as engine:
+            for _ in range(100):
+                optimizer.zero_grad()
+                with autocast:
+                    engine.forward_backward(inputs, targets, loss)
+                optimizer.step()
+
+
+def summed_distance(output, _):
+    return (output[0] - output[1]).square().sum()
+
+
+def coupled_choices(scores, labels):
+    return F.cross_entropy(scores - scores.mean(0), labels)
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs", "loss"),
+    [(Siamese, NEAR, summed_distance), (Scorer, CHOICES, coupled_choices)],
+    ids=["sum", "rows are compared"],
+)
+def test_mistake_refused_where_gradients_cancel(make, inputs, loss):
+    """In float32 the differences could be rounding."""
+    with seeded(0):
+        model = make()
+    labels = torch.arange(12) % 4
+    with (
+        ScatterOnceParallel(model, 2, ["cpu"] * 2) as engine,
+        pytest.raises(ValueError, match="would be off by"),
+    ):
+        engine.forward_backward(inputs, labels, loss)
+
+
 # --- wrong programs, and code that needs its dtype ---
 
 
@@ -187,7 +346,7 @@ def test_narrowed_tensors_have_their_memory():
     module = Halves()
     tensors = [*module.parameters(), *module.buffers()]
     saved = [tensor.data for tensor in tensors]
-    single = SinglePrecision(module.modules())
+    single = WiderLayers(module.modules(), Precision.SINGLE.formats)
     assert single.size == 2 * (6 + 3 + 3)
     single.widen()
     assert [tensor.dtype for tensor in tensors] == [torch.float32] * 3 + [torch.int64]
@@ -203,7 +362,7 @@ def test_gradient_of_widened_leaf_not_rounded():
     module = Halves()
     weight = module.weight
     weight.grad_dtype = torch.bfloat16
-    single = SinglePrecision([module])
+    single = WiderLayers([module], Precision.SINGLE.formats)
     single.widen()
     (gradient,) = torch.autograd.grad(
         (torch.full((5, 2), 1 / 3) @ weight).sum(), [weight]
@@ -218,14 +377,14 @@ def test_weights_in_one_memory_share_a_copy():
     module, replica = Halves(), Halves()
     for tensor, copy in zip(module.parameters(), replica.parameters(), strict=True):
         copy.data = tensor.data
-    SinglePrecision([module, replica]).widen()
+    WiderLayers([module, replica], Precision.SINGLE.formats).widen()
     pairs = zip(module.parameters(), replica.parameters(), strict=True)
     assert all(copy.is_set_to(tensor) for tensor, copy in pairs)
     assert not replica.mean.is_set_to(module.mean)
 
 
 def test_large_models_are_not_widened(monkeypatch):
-    monkeypatch.setattr(user_code, "MAX_BYTES", 2)
+    monkeypatch.setattr(wider_precision, "MAX_BYTES", 2)
     seen = []
 
     def noted(output, labels):
@@ -239,9 +398,23 @@ def test_large_models_are_not_widened(monkeypatch):
     assert {*seen} == {torch.float16}
 
 
+def test_casts_give_double_precision():
+    numbers = torch.ones(3)
+    with WiderCasts(Precision.DOUBLE):
+        casts = [numbers.float(), numbers.half(), numbers.to(torch.float32)]
+        casts.append(torch.zeros(3, dtype=torch.bfloat16))
+        # A tensor that no layer holds, beside one that was widened.
+        casts.append(F.linear(torch.ones(2, 3).double(), torch.ones(4, 3)))
+        casts.append(torch.cat([casts[0], numbers]))
+        kept = [numbers + 1, numbers.mul_(casts[0])]
+        numbers[0] = casts[0][0]
+    assert {tensor.dtype for tensor in casts} == {torch.float64}
+    assert {tensor.dtype for tensor in (*kept, numbers)} == {torch.float32}
+
+
 def test_casts_give_single_precision():
     numbers = torch.ones(3, dtype=torch.float64)
-    with CastsToSingle():
+    with WiderCasts(Precision.SINGLE):
         casts = [numbers.half(), numbers.bfloat16(), numbers.to(torch.float16)]
         casts.append(torch.zeros(3, dtype=torch.bfloat16))
         assert numbers.to(torch.int32).dtype == torch.int32

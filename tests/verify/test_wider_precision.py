@@ -223,7 +223,7 @@ def in_format(name, values):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("format_name", FORMATS)
 @pytest.mark.parametrize(
-    "name", few_of(CANCELLING, ["optimum of cross entropy", "nearly equal choices"])
+    "name", few_of(CANCELLING, ["optimum of cross entropy", "nearly equal pairs"])
 )
 def test_cancelling_gradients_not_refused(name, format_name):
     """Cross entropy at its optimum was refused, "off by 40 %": its gradient was rounding.

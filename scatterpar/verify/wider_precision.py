@@ -63,7 +63,7 @@ class Precision(enum.Enum):
 
     def widened(self, tensor: Tensor) -> Tensor:
         """A tensor in the wider dtype, or the tensor itself if there is none."""
-        return tensor.to(self.formats.get(tensor.dtype, tensor.dtype))
+        return tensor.type(self.formats.get(tensor.dtype, tensor.dtype))
 
 
 _FORMATS: Mapping[Precision, Formats] = {
@@ -98,9 +98,9 @@ class WiderLayers:
             self._saved.setdefault(id(tensor), (tensor, data, tensor.grad_dtype))
             if isinstance(tensor, nn.Parameter):
                 memory = data.data_ptr(), data.shape, data.stride()
-                tensor.data = self._weights.setdefault(memory, data.to(wider))
+                tensor.data = self._weights.setdefault(memory, data.type(wider))
             else:  # calls write into buffers, so each restart makes another copy
-                tensor.data = data.to(wider)
+                tensor.data = data.type(wider)
             # A replica's leaf has one that does not follow its data's.
             if tensor.grad_dtype != tensor.dtype:
                 tensor.grad_dtype = tensor.dtype
@@ -148,7 +148,7 @@ class WiderCasts(TorchFunctionMode):
     ) -> Any:
         if func in _CASTS:
             dtype = _CASTS[func]
-            return args[0].to(self._formats.get(dtype, dtype))
+            return args[0].type(self._formats.get(dtype, dtype))
         args = tuple(map(self._wider_dtype, args))
         keywords = {
             name: self._wider_dtype(value) for name, value in (kwargs or {}).items()
@@ -178,7 +178,7 @@ class WiderCasts(TorchFunctionMode):
         if type(value) in (tuple, list):
             return type(value)(map(self._widened, value))
         if isinstance(value, Tensor) and value.dtype in self._formats:
-            return value.to(self._formats[value.dtype])
+            return value.type(self._formats[value.dtype])
         return value
 
 

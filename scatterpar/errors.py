@@ -54,8 +54,8 @@ class Told:
         self._subjects: set[Hashable] = set()
         self._lock = threading.Lock()
 
-    def is_new(self, subject: Hashable) -> bool:
-        """Whether nobody has asked for this subject before."""
+    def mark(self, subject: Hashable) -> bool:
+        """Mark a subject as told. Returns whether it was not yet."""
         with self._lock:
             is_new = subject not in self._subjects
             self._subjects.add(subject)

@@ -99,8 +99,8 @@ def test_warning_points_to_users_line(recwarn):
 
 def test_told_is_new_once_per_subject_and_copy():
     told = Told()
-    assert [told.is_new("a"), told.is_new("b"), told.is_new("a")] == [True, True, False]
-    assert copy.deepcopy(told).is_new("a")
+    assert [told.mark("a"), told.mark("b"), told.mark("a")] == [True, True, False]
+    assert copy.deepcopy(told).mark("a")
 
 
 class Activation:

@@ -31,7 +31,7 @@ class RankError(RuntimeError):
     """Another rank has failed in this step, or is lost."""
 
 
-class _NamedTensor(NamedTuple):
+class _ModuleTensor(NamedTuple):
     """A parameter or buffer of the user's module.
 
     Attributes:
@@ -259,17 +259,17 @@ def _failed(statuses: Sequence[int]) -> list[int]:
     return [rank for rank, status in enumerate(statuses) if status == _FAILED]
 
 
-def _named_tensors(module: nn.Module) -> list[_NamedTensor]:
+def _named_tensors(module: nn.Module) -> list[_ModuleTensor]:
     """The parameters of a module, then its buffers."""
     sparse = set()
     for layer in module.modules():
         if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse:
             sparse.add(id(layer.weight))
-    tensors: list[_NamedTensor] = []
+    tensors: list[_ModuleTensor] = []
     parameters = module.named_parameters()
     for kind, named in ("parameter", parameters), ("buffer", module.named_buffers()):
         for name, tensor in named:
-            tensors.append(_NamedTensor(kind, name, tensor, id(tensor) in sparse))
+            tensors.append(_ModuleTensor(kind, name, tensor, id(tensor) in sparse))
     return tensors
 
 

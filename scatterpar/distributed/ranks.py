@@ -164,12 +164,12 @@ class Ranks:
             terms=terms,
         )
 
-    def _parts_of(self, outcome: Outcome, pooled: Sequence[Tensor]) -> _Parts:
+    def _parts_of(self, outcome: Outcome, pooled: Sequence[Tensor]) -> _SumParts:
         """What this rank adds to the step's all-reduce.
 
         ``pooled`` are the statistics of batch normalisations.
         """
-        parts = _Parts([], [], [], [])
+        parts = _SumParts([], [], [], [])
         for leaf, gradient in outcome.gradients:
             if gradient is None:  # this rank did not use the leaf
                 gradient = torch.zeros_like(leaf)
@@ -248,7 +248,7 @@ class Ranks:
         return outputs, rows_of_outputs, joined_targets, payloads[0].seed
 
 
-class _Parts(NamedTuple):
+class _SumParts(NamedTuple):
     """The parts of one rank in the step's all-reduce, or the sums of all ranks.
 
     ::
@@ -268,7 +268,7 @@ class _Parts(NamedTuple):
     statistics: list[Tensor]
 
 
-def _kind_of(outcome: Outcome, parts: _Parts) -> str:
+def _kind_of(outcome: Outcome, parts: _SumParts) -> str:
     """The names and dtypes of buffers, the dtypes and shapes of parts."""
     kinds: list[tuple[Any, ...]] = []
     for _, name, buffer in outcome.buffers:
@@ -278,7 +278,7 @@ def _kind_of(outcome: Outcome, parts: _Parts) -> str:
     return str(kinds)
 
 
-def _with_sums(outcome: Outcome, pooled: Sequence[Tensor], sums: _Parts) -> Outcome:
+def _with_sums(outcome: Outcome, pooled: Sequence[Tensor], sums: _SumParts) -> Outcome:
     """The outcome with the gradients, buffers and statistics of all ranks."""
     gradients: list[Gradient] = []
     flags = to_numbers(sums.flags[0]) if sums.flags else []
@@ -305,7 +305,7 @@ def _sendable(value: Tensor, dtypes: set[torch.dtype]) -> Tensor:
     return value.detach() if value.dtype in dtypes else as_bytes(value)
 
 
-def _packed_by_dtype(parts: _Parts) -> tuple[list[Tensor], _Parts]:
+def _packed_by_dtype(parts: _SumParts) -> tuple[list[Tensor], _SumParts]:
     """One 1-D tensor per dtype with all ``parts``, and a view of it for each part."""
     by_dtype: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
     for part in nested.tensors(parts):

@@ -592,7 +592,7 @@ class _LoggedValues:
             value, _ = self._value_of(name, entries)
             expected = expected.to(value)
             is_mean = torch.isclose(value, expected, _CLOSE, _CLOSE, equal_nan=True)
-            if is_mean or not self._told.is_new(name):
+            if is_mean or not self._told.mark(name):
                 continue
             self._warnings.append(
                 f"training_step logs {name!r} = {expected:.4g} for {whole.num_rows} "

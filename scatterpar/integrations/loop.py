@@ -100,7 +100,7 @@ class UserFunctions:
     def tell_turns(self, function: Any) -> None:
         """Log once that replicas call ``function`` in turn."""
         name = getattr(function, "__qualname__", type(function).__name__)
-        if self._told.is_new(name):
+        if self._told.mark(name):
             logger.info(
                 "%s is called for one micro-batch at a time, in their order, because "
                 "it may write",
@@ -168,7 +168,7 @@ class UserFunctions:
         if calls == 1:  # as without replicas
             return
         names: list[str] = []
-        for name in filter(self._told.is_new, self._numbers):
+        for name in filter(self._told.mark, self._numbers):
             # self.seen["a"] and self.meter.total begin with their attributes.
             attribute = name.split("[")[0].split(".")[0]
             is_of_owner = attribute in getattr(owner, "__dict__", ())

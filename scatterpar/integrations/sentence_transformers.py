@@ -63,7 +63,7 @@ _ROWS = "rows of outputs"
 _COMPONENTS = "accum_loss_components"  # of losses that are dicts, to log
 
 
-class _WholeBatch(ScatterOnceMixin):
+class _WholeBatchTrainer(ScatterOnceMixin):
     """The base of both trainers: one loss over the outputs for all rows of a step."""
 
     _output = "sentence_embedding"
@@ -231,7 +231,7 @@ class _WholeBatch(ScatterOnceMixin):
             yield
 
 
-class ScatterOnceTrainer(_WholeBatch, SentenceTransformerTrainer):  # type: ignore[misc]
+class ScatterOnceTrainer(_WholeBatchTrainer, SentenceTransformerTrainer):  # type: ignore[misc]
     """``SentenceTransformerTrainer`` on all devices of one process, with negatives of
     all rows.
 
@@ -266,7 +266,7 @@ class ScatterOnceTrainer(_WholeBatch, SentenceTransformerTrainer):  # type: igno
         return features, labels
 
 
-class ScatterOnceCrossEncoderTrainer(_WholeBatch, CrossEncoderTrainer):  # type: ignore[misc]
+class ScatterOnceCrossEncoderTrainer(_WholeBatchTrainer, CrossEncoderTrainer):  # type: ignore[misc]
     """``CrossEncoderTrainer`` on all devices of one process, with losses over all rows
     of a step.
 

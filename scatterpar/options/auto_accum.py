@@ -143,7 +143,8 @@ class Search:
                 result = compute(request, self._plan_of(accum), extent)
             except Exception as error:
                 if not (
-                    self._work.may_start_again and self._goes_on(accum, extent, error)
+                    self._work.may_start_again
+                    and self._note_failure(accum, extent, error)
                 ):
                     raise
                 fits = not is_out_of_memory(error)
@@ -204,10 +205,10 @@ class Search:
         computes_twice = trains_all_rows and has_several
         return Extent(retain_rows=self._fit.retain_rows and computes_twice)
 
-    def _goes_on(self, accum: int, extent: Extent, error: Exception) -> bool:
-        """Whether there is more to try after a try has raised ``error``.
+    def _note_failure(self, accum: int, extent: Extent, error: Exception) -> bool:
+        """Count a try that ran out of memory. Returns whether there is more to try.
 
-        If memory ran out, and no number of sub-steps is left, ``error`` gets a note.
+        If no number of sub-steps is left, ``error`` gets a note.
         """
         if not is_out_of_memory(error):
             # The whole step will raise the error of a trial, as for one row in a norm.

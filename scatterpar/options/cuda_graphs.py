@@ -507,7 +507,7 @@ class _ReplicaGraphs:
         """Capture nothing from now on, and warn once."""
         self._is_refused = True
         self.forget()
-        if self._told.is_new("refused"):
+        if self._told.mark("refused"):
             warn(f"graphs=True: sub-steps run as without graphs, because {why}")
 
     def may_capture(self) -> bool:

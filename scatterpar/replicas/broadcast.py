@@ -117,10 +117,14 @@ class Broadcast:
         self._versions: Sequence[int] = ()  # as of the last ``update``
         self.invalidate()
 
-    def is_of(
+    def adopt(
         self, contents: ModuleContents, device_ids: Sequence[torch.device]
     ) -> bool:
-        """Whether these are the same tensors, of the same kinds and devices."""
+        """Send these contents from now on.
+
+        Returns ``False``, and changes nothing, if they are other tensors, or if kinds
+        or devices differ.
+        """
         if list(dict.fromkeys(device_ids)) != self.memories:
             return False
         if _layout(contents) != self._layout:
@@ -133,7 +137,7 @@ class Broadcast:
         """Whether the tensors still have their kinds and shapes."""
         # The first question needs no Python call per tensor.
         is_in_place = all(map(Tensor.is_set_to, self._tensors, self._places))
-        return is_in_place or self.is_of(self.contents, self.memories)
+        return is_in_place or self.adopt(self.contents, self.memories)
 
     def at(self, device: torch.device) -> Sequence[Tensor]:
         """The tensors in the memory of ``device``."""

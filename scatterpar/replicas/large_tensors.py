@@ -109,8 +109,8 @@ class LargeCopy(Freshness):
         write(self.copy, self._source)
         self._versions = self._present_versions()
 
-    def may_be_stale(self) -> bool:
-        """Whether the copy may differ from its source."""
+    def find_difference(self) -> bool:
+        """Compare the copy with its source. Returns whether it may differ."""
         present = self._present_versions()
         has_same_version = present is not None and present == self._versions
         reading = self.reading(has_same_version, self.reads_all)

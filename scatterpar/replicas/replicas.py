@@ -193,7 +193,7 @@ class Replicas:
             # There are none after threads were abandoned, as in a look.
             for replica in replica_set.replicas[:1]:
                 for large in replica.large:
-                    if not large.may_be_stale():
+                    if not large.find_difference():
                         buffers.append(large.copy)
         return buffers
 
@@ -382,7 +382,7 @@ class ReplicaSet:
         self.synchronised = synchronised_layers(self.modules)
         self.computed = computing_hooks(self.modules)
         # If only containers have changed, the copies in other memories stay.
-        if not self.broadcast.is_of(self.contents, self.device_ids):
+        if not self.broadcast.adopt(self.contents, self.device_ids):
             self.broadcast = Broadcast(self.contents, self.device_ids)
         compiled = self.contents.compiled
         if self.options.compile_fn is not None:
@@ -554,7 +554,7 @@ class Replica(ModuleCopy):
         # After the storages are back: values go to where the replica reads them.
         copy_each(self._private, self._sources, self._messages)
         for large in self.large:
-            if large.may_be_stale():
+            if large.find_difference():
                 large.refresh()
         self.clear_records()
 
@@ -590,7 +590,7 @@ class Replica(ModuleCopy):
                 private = list(self._private)
                 for large in self.large:
                     # Others are not overwritten by the body's own refresh.
-                    if large.may_be_stale():
+                    if large.find_difference():
                         private.append(large.copy)
                 saved = list(map(Tensor.clone, private))
                 self.refresh()

@@ -142,7 +142,7 @@ class TrainedGradients:
             with torch.enable_grad():
                 returned = closure()
         self.clippings.end()
-        if self.is_complete(optimizer):
+        if self.receive(optimizer):
             raise _EndOfStep
         # An optimizer skips parameters without a gradient, decay included.
         for group in optimizer.param_groups:
@@ -153,21 +153,23 @@ class TrainedGradients:
         # Without a second run, which would accumulate each gradient again.
         return args[:1], {**kwargs, "closure": lambda: returned}
 
-    def is_complete(self, optimizer: Optimizer) -> bool:
-        """Whether optimizers have received all gradients, now that this one steps.
+    def receive(self, optimizer: Optimizer) -> bool:
+        """Copy the gradients of an optimizer that is about to step.
+
+        Returns whether optimizers have received all gradients now.
 
         An optimizer outside of the model may follow, as that of a critic, until one
         steps for the second time: then the next step begins.
         """
         trained: list[Tensor] = list(self._model.parameters())
         is_second = optimizer in self._optimizers
-        self._receive(optimizer)
+        self._copy_gradients(optimizer)
         if not is_second:
             trained += [*self._outside.values(), *self._reached]
         return all(leaf in self._received for leaf in trained if leaf.requires_grad)
 
-    def _receive(self, optimizer: Optimizer) -> None:
-        """Copy the gradients of an optimizer that is about to step."""
+    def _copy_gradients(self, optimizer: Optimizer) -> None:
+        """Copy the gradients of those parameters whose first step this is."""
         self._optimizers.append(optimizer)
         kind = type(optimizer).__name__
         for index, group in enumerate(optimizer.param_groups):

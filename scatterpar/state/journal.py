@@ -49,7 +49,7 @@ _MAX_BYTES = 2**26
 _WITH_ENTRIES = dict, list, tuple
 
 
-class _References:
+class _SavedReferences:
     """What the containers and variables of a walk refer to now."""
 
     def __init__(self, walk: Walk) -> None:
@@ -113,7 +113,7 @@ class Journal:
         self._save_default_generators(devices)
         self._save_values()
         self._save_tensors(guarded, max_bytes)
-        self._references = _References(walk)
+        self._references = _SavedReferences(walk)
         # These differ from the user's while substitutes are in the places.
         self._present_references = self._references
 
@@ -255,7 +255,7 @@ class Journal:
             for place in places:
                 place.write(substitute)
         if self._substitutes:
-            self._present_references = _References(self.walk)
+            self._present_references = _SavedReferences(self.walk)
 
     @torch.no_grad()
     def end(self) -> None:

@@ -79,7 +79,7 @@ class OutputLooks(Verifier):
         """
         self._waiting.clear()  # of a call that has failed
         kind, details = self.kinds.kind_of(request, is_divided=True, flags=())
-        if not kind.is_due(ranges_of_step(request), details):
+        if not kind.count_step(ranges_of_step(request), details):
             return
         # One graph shows it, because all replicas have the same layers.
         if injects_gradient(outputs[-1]):

@@ -60,11 +60,11 @@ class Kind:
     scope: Scope = Scope.NOTHING
     is_given_up: bool = False
 
-    def is_due(self, ranges: Sequence[Tensor], details: Hashable) -> bool:
-        """Whether this step, with these ranges and details, is looked at."""
+    def count_step(self, ranges: Sequence[Tensor], details: Hashable) -> bool:
+        """Count a step with these ranges and details. Returns whether a look is due."""
         self.steps += 1
         # Asked in every step, because the next one reads the ranges of an accelerator.
-        has_news = self._is_beyond(ranges) or details not in self.details
+        has_news = self._remember_ranges(ranges) or details not in self.details
         self.details.add(details)
         if self.is_given_up:
             return False
@@ -75,17 +75,21 @@ class Kind:
         is_due = has_news and self.looks < most
         return is_due or self.is_refused or is_look_step(self.steps)
 
-    def _is_beyond(self, ranges: Sequence[Tensor]) -> bool:
-        """Whether labels leave the range that looks have seen."""
+    def _remember_ranges(self, ranges: Sequence[Tensor]) -> bool:
+        """Remember the ranges of a step.
+
+        Returns whether labels leave the range that looks have seen.
+        """
         if not ranges:  # as for torch's own cross entropy
             return False
-        before, self.ranges_of_step = self.ranges_of_step, ranges
+        before = self.ranges_of_step
+        self.ranges_of_step = ranges
         if any(is_async(tensor.device) for tensor in ranges):  # the host does not wait
             ranges = before
         pairs = zip(read_ranges(ranges), self.ranges, strict=False)
         return any(number > seen for number, seen in pairs)
 
-    def is_told_inconclusive(self, reason: Inconclusive) -> bool:
+    def note_inconclusive(self, reason: Inconclusive) -> bool:
         """Note an inconclusive look. Returns whether it is time to warn of it."""
         self.num_inconclusive += 1
         self.is_given_up = reason.is_final

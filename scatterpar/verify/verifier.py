@@ -137,7 +137,7 @@ class Verifier:
         if question.is_open_between(candidates):
             details = "open", kind.steps  # new in each step
         chosen = candidates[0]
-        if kind.is_due(ranges_of_step(request), details):
+        if kind.count_step(ranges_of_step(request), details):
             chosen = self.ask(question, kind)
         # Also in steps that are not looked at.
         attempt.threads.widen(kind.scope)
@@ -207,7 +207,7 @@ class Verifier:
             reason.patience = 1  # the user can say which one holds
         # Of torch's own loss nothing is assumed that may be wrong.
         is_told = reason.is_final or not counts_as_torch(question.request)
-        if kind.is_told_inconclusive(reason) and is_told:
+        if kind.note_inconclusive(reason) and is_told:
             self.warn(question.text_of_unchecked(reason, assumed))
         return assumed
 

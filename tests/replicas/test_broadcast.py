@@ -160,13 +160,13 @@ def test_fits_tells_changed_shapes(broadcast, module):
     assert broadcast.fits()
     module.weight.data = module.weight.data[:2]
     assert not broadcast.fits()
-    assert not broadcast.is_of(ModuleContents((layer(),)), DEVICES)
+    assert not broadcast.adopt(ModuleContents((layer(),)), DEVICES)
 
 
 def test_other_devices_are_other_broadcast(module, broadcast):
     contents = ModuleContents((module,))
-    assert broadcast.is_of(contents, [*DEVICES, DEVICES[1]])
-    assert not broadcast.is_of(contents, DEVICES[:2])
+    assert broadcast.adopt(contents, [*DEVICES, DEVICES[1]])
+    assert not broadcast.adopt(contents, DEVICES[:2])
 
 
 def test_versions_count_writes():

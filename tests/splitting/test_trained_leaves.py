@@ -45,11 +45,11 @@ def test_leaf_of_no_optimizer_is_not_compared():
     unnamed = "a parameter of shape (3,) that step makes"
     assert uncompared == [unnamed]
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    assert not gradients.is_complete(optimizer)
+    assert not gradients.receive(optimizer)
     named, uncompared = gradients.result()
     assert set(named) == {"weight", "bias"}
     assert sorted(uncompared) == [unnamed, "step.head.weight"]
-    assert gradients.is_complete(torch.optim.SGD(head.parameters(), 0.1))
+    assert gradients.receive(torch.optim.SGD(head.parameters(), 0.1))
     named, uncompared = gradients.result()
     assert set(named) == {"weight", "bias", "step.head.weight", "step.SGD.0.1"}
     assert uncompared == []
@@ -61,8 +61,8 @@ def test_second_step_of_an_optimizer_is_the_next_one():
     model, teacher = models()
     gradients = TrainedGradients(model, {"step.teacher": teacher.weight})
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    assert not gradients.is_complete(optimizer)
-    assert gradients.is_complete(optimizer)
+    assert not gradients.receive(optimizer)
+    assert gradients.receive(optimizer)
 
 
 def test_change_by_hand_outside_of_model_counts():
@@ -82,8 +82,8 @@ def test_roots_in_any_iterable_are_followed(kind):
     with gradients:
         torch.autograd.backward(kind([head(torch.ones(1, 1)).sum()]))
     assert head.weight.grad is not None
-    assert not gradients.is_complete(torch.optim.SGD(model.parameters(), 0.1))
-    assert gradients.is_complete(torch.optim.SGD(head.parameters(), 0.1))
+    assert not gradients.receive(torch.optim.SGD(model.parameters(), 0.1))
+    assert gradients.receive(torch.optim.SGD(head.parameters(), 0.1))
 
 
 def test_edge_of_the_graph_is_a_root():

@@ -21,7 +21,7 @@ def due(kind, details, ranges=()):
     """The numbers of the steps that are looked at, each of which agrees."""
     looked_at = []
     for number, each in enumerate(details, 1):
-        if kind.is_due(ranges, each):
+        if kind.count_step(ranges, each):
             looked_at.append(number)
             kind.looks += 1
             kind.note_agreement()
@@ -54,7 +54,7 @@ def test_labels_beyond_range_looked_at():
         ([-1, 5], False),
     ):
         ranges = ranges_of([torch.tensor(labels)])
-        assert kind.is_due(ranges, "same") == is_due, labels
+        assert kind.count_step(ranges, "same") == is_due, labels
         kind.note_agreement()
 
 
@@ -64,12 +64,12 @@ def test_inconclusive_news_become_rare():
     larger labels than the first, and took three times as long.
     """
     kind = Kind()
-    assert kind.is_due(ranges_of([torch.tensor([0, 3])]), "same")
+    assert kind.count_step(ranges_of([torch.tensor([0, 3])]), "same")
     kind.looks += 1
     kind.note_agreement()
     looked_at = []
     for step in range(2, 513):
-        if kind.is_due(ranges_of([torch.tensor([0, 7])]), "same"):
+        if kind.count_step(ranges_of([torch.tensor([0, 7])]), "same"):
             looked_at.append(step)
             kind.looks += 1  # and inconclusive
     assert looked_at[:7] == [2, 3, 4, 5, 6, 7, 8]
@@ -78,10 +78,10 @@ def test_inconclusive_news_become_rare():
 
 def test_refused_looked_at_until_agreement():
     kind = Kind(steps=4, is_refused=True, details={"same"})
-    assert kind.is_due((), "same")
-    assert kind.is_due((), "same")
+    assert kind.count_step((), "same")
+    assert kind.count_step((), "same")
     kind.note_agreement()
-    assert not kind.is_due((), "same")
+    assert not kind.count_step((), "same")
 
 
 def test_given_up_kind_never_looked_at():

@@ -10,9 +10,11 @@ Each device owns whole parameters. One step::
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,12 +25,13 @@ from torch.optim.optimizer import ParamsT
 from scatterpar.batch import nested
 from scatterpar.devices.coalescing import is_part, is_unexpanded, iter_copies
 from scatterpar.devices.device_ids import HOST
-from scatterpar.devices.transfers import Transfers
+from scatterpar.devices.transfers import Transfers, write
+from scatterpar.dry_run import dry_run, stand_in_for, stepping_on
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import add_note
-from scatterpar.replicas.broadcast import Broadcast
-from scatterpar.replicas.replicas import parameter_like
-from scatterpar.torch_private import loading_hooks, step_without_hooks
+from scatterpar.replicas.broadcast import Broadcast, version, versions
+from scatterpar.replicas.snapshot import is_same
+from scatterpar.torch_private import loading_hooks, saving_hooks, step_without_hooks
 
 
 class _Copies(NamedTuple):
@@ -60,7 +63,9 @@ class ShardedOptimizer(Optimizer):
 
     With several devices a failed step leaves parameters and state unchanged; during the
     step each owner keeps a copy of its state. With a process group every rank has the
-    same gradients and computes the same update, on its own devices.
+    same gradients and computes the same update, on its own devices. The constructor
+    tries a few steps on copies of a few parameters, once by the class alone and once
+    divided over two devices. It refuses a class whose results differ.
 
     Args:
         engine: the engine whose devices store the state.
@@ -74,10 +79,15 @@ class ShardedOptimizer(Optimizer):
     Attributes:
         engine: the engine; after its ``close()`` you may assign another one on the same
             devices.
+        param_groups: those of the optimizer that ``optimizer_class`` made.
+        state: the state of that optimizer, by parameter. Both may be assigned.
 
     Raises:
-        TypeError: ``engine`` is no engine, ``optimizer_class`` makes no optimizer, or
-            it makes ``LBFGS``, which treats all parameters as one vector.
+        TypeError: ``engine`` is no engine, ``optimizer_class`` makes no optimizer,
+            ``LBFGS``, or, with several devices, an optimizer that cannot be divided: it
+            writes parameters elsewhere than in ``param_groups``, keeps what it
+            remembers of them elsewhere than in ``state``, needs a closure, or treats
+            all parameters as one.
 
     Example:
         >>> engine = ScatterOnceParallel(torch.nn.Linear(4, 2), 1, ["cpu:0", "cpu:1"])
@@ -103,9 +113,10 @@ class ShardedOptimizer(Optimizer):
             )
         if not callable(optimizer_class):
             raise TypeError(_not_a_class(optimizer_class))
-        if params is None:
-            params = engine.module.parameters()
-        plain = optimizer_class(params, **defaults)
+        arguments = engine.module.parameters() if params is None else params
+        if not isinstance(arguments, (Tensor, set)):  # torch refuses these
+            arguments = _as_lists(arguments)  # for the dry run, too
+        plain = optimizer_class(arguments, **defaults)
         if not isinstance(plain, Optimizer):
             raise TypeError(_not_a_class(optimizer_class))
         if isinstance(plain, (LBFGS, ShardedOptimizer)):
@@ -113,16 +124,47 @@ class ShardedOptimizer(Optimizer):
                 f"{type(plain).__name__} cannot be sharded: it does not treat each "
                 "parameter by itself; use it as it is, on engine.module.parameters()"
             )
+        # torch's constructor makes groups and state, which are those of ``plain``.
+        self._plain: Any = SimpleNamespace()
+        super().__init__([torch.empty(0)], {})
         self._plain = plain
-        super().__init__(plain.param_groups, plain.defaults)
+        self.defaults = plain.defaults
         self.engine = engine
         # Each device once; the master is the first.
         self._memories = list(dict.fromkeys(engine.device_ids))
         self._owners: dict[Any, torch.device] = {}
         self._transfers = Transfers()
-        # Both optimizers use the same state and the same groups.
-        self.state = plain.state
-        plain.param_groups = self.param_groups
+        self._writes_all = False
+        if len(self._memories) > 1:
+            make = functools.partial(optimizer_class, **defaults)
+            roots = [optimizer_class, *defaults.values()]
+            self._writes_all = dry_run(plain, make, arguments, self._memories, roots)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the optimizer that ``optimizer_class`` made."""
+        groups: list[dict[str, Any]] = self._plain.param_groups
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._plain.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The state of the optimizer that ``optimizer_class`` made."""
+        return self._plain.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._plain.state = state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as ``optimizer_class`` does."""
+        if isinstance(self._plain, Optimizer):
+            self._plain.add_param_group(param_group)
+        else:  # torch's constructor calls it
+            super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -144,32 +186,34 @@ class ShardedOptimizer(Optimizer):
             sizes[owner] += sum(tensor.nbytes for tensor in nested.tensors(state))
         return sizes
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of all parameters that have a gradient.
 
         Args:
-            closure: called once, before the step.
+            closure: called before the step. With one device ``optimizer_class`` calls
+                it, as often as it does.
 
         Returns:
             The result of ``closure``.
 
         Raises:
-            RuntimeError: inside a step of the engine, or after its ``close()``.
+            RuntimeError: inside a step of the engine, or after its ``close()``. With
+                several devices: the class did not write a parameter that another device
+                owns, or wrote it on the master.
 
         Exceptions of ``optimizer_class`` are raised unchanged.
         """
+        if len(self._memories) == 1:
+            # The hooks of this optimizer have run: it is the one that the user steps.
+            arguments = () if closure is None else (closure,)
+            return step_without_hooks(self._plain, *arguments)
         loss = None
         if closure is not None:
             # It runs the backward pass.
             with torch.enable_grad():
                 loss = closure()
-        if len(self._memories) == 1:
-            # The hooks of this optimizer have run: it is the one that the user steps.
-            step_without_hooks(self._plain)
-        else:
-            with self._copies() as copies:
-                self._step_on_owners(copies)
+        with torch.no_grad(), self._copies() as copies:
+            self._step_on_owners(copies)
         return loss
 
     def _step_on_owners(self, copies: _Copies) -> None:
@@ -179,11 +223,16 @@ class ShardedOptimizer(Optimizer):
         updated = [parameter for parameter in parameters if parameter.grad is not None]
         stand_ins = self._assign_owners(updated, copies)
         self._send_gradients(stand_ins)
-        with (
-            self._undone_on_error(updated, copies),
-            self._plain_optimizer_on(stand_ins) as plain,
-        ):
-            step_without_hooks(plain)
+        with self._undone_on_error(updated, stand_ins, copies):
+            writes = _Writes(self.param_groups, stand_ins)
+            with stepping_on(self._plain, stand_ins):
+                step_without_hooks(self._plain)
+            writes.check(type(self._plain).__name__, everywhere=self._writes_all)
+            for parameter, stand_in in stand_ins.items():
+                copy = copies.copy_at(self._owners[parameter], parameter)
+                if not stand_in.is_set_to(copy):
+                    # The optimizer has exchanged its storage (``p.data = …``).
+                    write(copy, stand_in)
         for stand_in in stand_ins.values():
             stand_in.grad = None  # frees memory for the new values
         owners = {
@@ -248,7 +297,7 @@ class ShardedOptimizer(Optimizer):
             owner = self._owners[parameter]
             if owner != master:
                 copy = copies.copy_at(owner, parameter)
-                stand_ins[parameter] = _stand_in(parameter, copy)
+                stand_ins[parameter] = stand_in_for(parameter, copy)
         return stand_ins
 
     def _send_gradients(self, stand_ins: Mapping[Tensor, Tensor]) -> None:
@@ -268,7 +317,10 @@ class ShardedOptimizer(Optimizer):
 
     @contextlib.contextmanager
     def _undone_on_error(
-        self, updated: Sequence[Tensor], copies: _Copies
+        self,
+        updated: Sequence[Tensor],
+        stand_ins: Mapping[Tensor, Tensor],
+        copies: _Copies,
     ) -> Iterator[None]:
         """If the body fails, restore the optimizer's state and what the master owns.
 
@@ -289,6 +341,8 @@ class ShardedOptimizer(Optimizer):
             gradient = parameter.grad
             if gradient is not None and gradient.layout == torch.strided:
                 saved.append((gradient, gradient.clone()))
+        attributes = [dict(vars(parameter)) for parameter in updated]
+        before = versions(list(stand_ins))
         # All of it, because optimizers write their state in place. Not with ``Undo``,
         # which would clone parameters whose values a neighbour has.
         state = nested.map_tensors(Tensor.clone, dict(self.state))
@@ -298,6 +352,14 @@ class ShardedOptimizer(Optimizer):
             # A ``defaultdict``, as torch's: a parameter without a state gets one in its
             # first step.
             self.state = defaultdict(dict, state)
+            for parameter, earlier in zip(updated, attributes, strict=True):
+                if not is_same(vars(parameter), earlier):
+                    vars(parameter).clear()
+                    vars(parameter).update(earlier)
+            # An optimizer that keeps a list of its own writes the user's parameters.
+            for parameter, count in zip(stand_ins, before, strict=True):
+                if version(parameter) != count:
+                    saved.append((parameter, stand_ins[parameter]))
             for target, values in saved:
                 self._transfers.copy_into(target, values, "replicate")
             add_note(
@@ -306,44 +368,16 @@ class ShardedOptimizer(Optimizer):
             )
             raise
 
-    @contextlib.contextmanager
-    def _plain_optimizer_on(
-        self, stand_ins: Mapping[Tensor, Tensor]
-    ) -> Iterator[Optimizer]:
-        """Yields the plain optimizer with stand-ins instead of their parameters.
-
-        If the body succeeds, the optimizer's new state and options are taken over.
-        """
-        plain = self._plain
-        groups: list[dict[str, Any]] = []
-        for group in self.param_groups:
-            params = [
-                stand_ins.get(parameter, parameter) for parameter in group["params"]
-            ]
-            groups.append(group | {"params": params})
-        try:
-            plain.param_groups = groups
-            plain.state = _with_keys(self.state, stand_ins)
-            yield plain
-            originals = {
-                stand_in: parameter for parameter, stand_in in stand_ins.items()
-            }
-            self.state = _with_keys(plain.state, originals)
-            for group, stepped in zip(
-                self.param_groups, plain.param_groups, strict=True
-            ):
-                # In place: schedulers refer to the group.
-                params = group["params"]
-                group.clear()
-                group.update(stepped, params=params)
-        finally:
-            plain.param_groups = self.param_groups
-            plain.state = self.state
-
     def state_dict(self) -> dict[str, Any]:
         """The state dict of ``optimizer_class`` with all parameters, in host memory."""
+        before, after = saving_hooks(self)
+        for hook in before:
+            hook(self)
         # In host memory: a checkpoint loads on a machine with other devices.
-        return dict(self._moved(super().state_dict(), HOST))
+        saved: dict[str, Any] = self._moved(self._plain.state_dict(), HOST)
+        for hook in after:
+            saved = hook(self, saved) or saved
+        return saved
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -360,9 +394,9 @@ class ShardedOptimizer(Optimizer):
             loaded = hook(self, loaded) or loaded
         with self._copies() as copies:
             stand_ins = self._assign_owners(self._parameters(), copies)
-            with self._plain_optimizer_on(stand_ins) as plain:
+            with stepping_on(self._plain, stand_ins):
                 # From the host, torch moves it to where each stand-in is.
-                plain.load_state_dict(self._moved(loaded, HOST))
+                self._plain.load_state_dict(self._moved(loaded, HOST))
         for hook in after:
             hook(self)
 
@@ -391,20 +425,59 @@ def _not_a_class(optimizer_class: object) -> str:
     )
 
 
-def _stand_in(parameter: Tensor, copy: Tensor) -> Tensor:
-    """The owner's ``copy`` as the plain optimizer updates it."""
-    stand_in = parameter_like(parameter, copy.data)
-    stand_in.requires_grad_(parameter.requires_grad)
-    # Gradients may have another dtype than their parameter.
-    stand_in.grad_dtype = parameter.grad_dtype
-    vars(stand_in).update(vars(parameter))  # attributes that optimizers may read
-    return stand_in
+class _Writes:
+    """Which parameters a step writes, told by the versions of tensors.
+
+    A dry run has compared values. This is the cheap half, in every step: an optimizer
+    may change its ways.
+    """
+
+    def __init__(
+        self, groups: Sequence[Mapping[str, Any]], stand_ins: Mapping[Tensor, Tensor]
+    ) -> None:
+        self._stand_ins = stand_ins
+        self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
+        for group in groups:
+            with_gradient = [p for p in group["params"] if p.grad is not None]
+            staying = [p for p in with_gradient if p not in stand_ins]
+            going = [p for p in with_gradient if p in stand_ins]
+            self._groups.append((staying, going))
+        self._before = [self._present(*group) for group in self._groups]
+
+    def _present(
+        self, staying: Sequence[Tensor], going: Sequence[Tensor]
+    ) -> tuple[list[int], list[int], list[int]]:
+        stand_ins = [self._stand_ins[parameter] for parameter in going]
+        return versions(staying), versions(going), versions(stand_ins)
+
+    def check(self, name: str, *, everywhere: bool) -> None:
+        """Raise ``RuntimeError`` if the step did not write what it should have.
+
+        The parameters of the user that other devices own are not to be written. With
+        ``everywhere``, a step that writes parameters of the master writes those of
+        other devices in the same group, too.
+        """
+        for group, before in zip(self._groups, self._before, strict=True):
+            staying, originals, stand_ins = self._present(*group)
+            left_alone = bool(stand_ins) and stand_ins == before[2]
+            what = ""
+            if originals != before[1]:
+                what = "wrote a parameter elsewhere than in param_groups"
+            elif everywhere and left_alone and staying != before[0]:
+                what = "wrote no parameter of a group that other devices own"
+            if what:
+                raise RuntimeError(
+                    f"{name} {what}, which it did not in the steps that the "
+                    f"constructor tried; use the optimizer as it is: {name}(engine."
+                    "module.parameters(), …)"
+                )
 
 
-def _with_keys(
-    state: Mapping[Any, Any], keys: Mapping[Tensor, Tensor]
-) -> defaultdict[Any, Any]:
-    """``state`` with each of its keys replaced by that in ``keys``, if it has one."""
-    return defaultdict(
-        dict, {keys.get(key, key): value for key, value in state.items()}
-    )
+def _as_lists(params: Iterable[Any]) -> list[Any]:
+    """Parameters or groups, which can be read more than once."""
+    entries = list(params)
+    for entry in entries:
+        if isinstance(entry, dict) and isinstance(entry.get("params"), Iterator):
+            # In place, as torch does: the group is the user's.
+            entry["params"] = list(entry["params"])
+    return entries

@@ -218,12 +218,39 @@ def round_no_float32() -> None:
 # --- an optimizer within another: the outer one runs the hooks, once ---
 
 
-def step_without_hooks(optimizer: Optimizer) -> None:
-    """Run ``optimizer.step()`` without hooks and the profiler's annotation."""
+def step_without_hooks(optimizer: Optimizer, *args: Any) -> Any:
+    """Run ``optimizer.step(*args)`` without hooks and the profiler's annotation."""
     step: Any = type(optimizer).step
     if getattr(step, "hooked", False):  # torch has replaced it by ``profile_hook_step``
         step = step.__wrapped__
-    step(optimizer)
+    return step(optimizer, *args)
+
+
+_HOOKS_OF_ALL_OPTIMIZERS: tuple[dict[int, Any], ...] = (
+    _find("torch.optim.optimizer", "_global_optimizer_pre_hooks"),
+    _find("torch.optim.optimizer", "_global_optimizer_post_hooks"),
+)
+
+
+@contextlib.contextmanager
+def optimizer_hooks_off() -> Iterator[None]:
+    """In the body, no hook that is registered for all optimizers runs."""
+    saved = [dict(hooks) for hooks in _HOOKS_OF_ALL_OPTIMIZERS]
+    try:
+        for hooks in _HOOKS_OF_ALL_OPTIMIZERS:
+            hooks.clear()
+        yield
+    finally:
+        for hooks, earlier in zip(_HOOKS_OF_ALL_OPTIMIZERS, saved, strict=True):
+            hooks.update(earlier)
+
+
+def saving_hooks(optimizer: Optimizer) -> list[list[Callable[..., Any]]]:
+    """The hooks that run before and after ``optimizer.state_dict``."""
+    hooks: Any = optimizer
+    before = list(hooks._optimizer_state_dict_pre_hooks.values())
+    after = list(hooks._optimizer_state_dict_post_hooks.values())
+    return [before, after]
 
 
 def loading_hooks(optimizer: Optimizer) -> list[list[Callable[..., Any]]]:

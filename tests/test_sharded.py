@@ -4,6 +4,7 @@ engine.
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import io
@@ -426,3 +427,415 @@ def test_every_rank_steps_alike():
     first, *others = run_on_ranks(3, on_ranks)
     assert first[2] == 0
     assert_same(others, [first, first])
+
+
+# ---- optimizers of other people ----------------------------------------------------
+
+
+class Own(optim.Optimizer):
+    """What the optimizers below have in common."""
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, {"lr": lr})
+        self.start()
+
+    def start(self):
+        pass
+
+    def with_gradients(self):
+        for group in self.param_groups:
+            yield from (p for p in group["params"] if p.grad is not None)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for number, parameter in enumerate(self.with_gradients()):
+            self.update(number, parameter, 0.05)
+
+
+class ExchangesStorage(Own):
+    def update(self, _, parameter, rate):
+        parameter.data = parameter.data - rate * parameter.grad
+
+
+class SetsStorage(Own):
+    def update(self, _, parameter, rate):
+        parameter.set_(parameter.detach() - rate * parameter.grad)
+
+
+class CountsOnParameters(Own):
+    def update(self, _, parameter, rate):
+        parameter.steps = getattr(parameter, "steps", 0) + 1
+        parameter.sub_(parameter.grad, alpha=rate / parameter.steps)
+
+
+class AddsNoise(Own):
+    def update(self, _, parameter, rate):
+        parameter.sub_(parameter.grad + torch.randn_like(parameter), alpha=rate)
+
+
+class CountsSteps(Own):
+    """In an attribute, and in the group."""
+
+    def start(self):
+        self.steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        self.param_groups[0]["steps"] = self.steps
+        super().step()
+
+    def update(self, _, parameter, rate):
+        parameter.sub_(parameter.grad, alpha=rate / self.steps)
+
+
+class RebindsState(Own):
+    def step(self, closure=None):
+        self.state = dict(self.state)
+        super().step()
+
+    def update(self, _, parameter, rate):
+        momentum = self.state.setdefault(parameter, torch.zeros_like(parameter))
+        momentum.mul_(0.9).add_(parameter.grad)
+        parameter.sub_(momentum, alpha=rate)
+
+
+class EverySecondStep(CountsSteps):
+    """Adds gradients up; in other steps it writes nothing."""
+
+    def update(self, _, parameter, rate):
+        total = self.state[parameter].setdefault("total", torch.zeros_like(parameter))
+        total.add_(parameter.grad)
+        if self.steps % 2 == 0:
+            parameter.sub_(total, alpha=rate)
+            total.zero_()
+
+
+RIGHT = [
+    *(ExchangesStorage, SetsStorage, CountsOnParameters, AddsNoise, CountsSteps),
+    *(RebindsState, EverySecondStep, optim.Adagrad, optim.RMSprop, optim.Rprop),
+]
+
+
+class Wraps(Own):
+    """Lets another one step, and averages every third step, as Lookahead does."""
+
+    def __init__(self, params):
+        self.inner = optim.SGD(params, lr=0.05, momentum=0.9)
+        super().__init__(self.inner.param_groups)
+        self.param_groups = self.inner.param_groups
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.inner.step()
+        self.steps += 1
+        for parameter in self.with_gradients():
+            slow = self.inner.state[parameter].setdefault("slow", parameter.clone())
+            if self.steps % 3 == 0:
+                parameter.copy_(slow.lerp_(parameter, 0.5))
+
+
+class WrapsTwo(optim.Optimizer):
+    """One for matrices, one for the rest; its groups cannot be assigned."""
+
+    def __init__(self, params):
+        params = list(params)
+        self.inner = [
+            optim.SGD([p for p in params if p.ndim == 2], lr=0.05),
+            optim.Adam([p for p in params if p.ndim < 2], lr=0.05),
+        ]
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
+
+    @property
+    def param_groups(self):
+        return [group for one in self.inner for group in one.param_groups]
+
+    @property
+    def state(self):
+        return {**self.inner[0].state, **self.inner[1].state}
+
+    @property
+    def defaults(self):
+        return {}
+
+    def step(self, closure=None):
+        for one in self.inner:
+            one.step()
+
+    def zero_grad(self, set_to_none=True):
+        for one in self.inner:
+            one.zero_grad(set_to_none)
+
+
+class KeepsList(Own):
+    def start(self):
+        self.all = list(self.param_groups[0]["params"])
+
+    def with_gradients(self):
+        return [p for p in self.all if p.grad is not None]
+
+    def update(self, _, parameter, rate):
+        parameter.sub_(parameter.grad, alpha=rate)
+
+
+class ListsInFirstStep(KeepsList):
+    def start(self):
+        self.all = []
+
+    def with_gradients(self):
+        self.all = self.all or list(self.param_groups[0]["params"])
+        return [p for p in self.all if p.grad is not None]
+
+
+class MomentaByParameter(Own):
+    def start(self):
+        self.momenta = {}
+
+    def key_of(self, parameter):
+        return parameter
+
+    def update(self, _, parameter, rate):
+        key = self.key_of(parameter)
+        momentum = self.momenta.setdefault(key, torch.zeros_like(parameter))
+        parameter.sub_(momentum.mul_(0.9).add_(parameter.grad), alpha=rate)
+
+
+class MomentaById(MomentaByParameter):
+    def key_of(self, parameter):
+        return id(parameter)
+
+
+class AveragesByParameter(optim.Adam):
+    """A ``KeyError``, which would print a tensor."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.01)
+        self.average = {
+            p: p.detach().clone() for g in self.param_groups for p in g["params"]
+        }
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.average[parameter].lerp_(parameter, 0.5)
+
+
+class NeedsClosure(Own):
+    """Takes gradients twice, as SAM does."""
+
+    def step(self, closure):
+        for _ in range(2):
+            with torch.enable_grad():
+                closure()
+            super().step()
+
+    def update(self, _, parameter, rate):
+        parameter.sub_(parameter.grad, alpha=rate)
+
+
+class GradientOfGradient(Own):
+    """As AdaHessian does; an engine's gradients have no graph."""
+
+    @torch.enable_grad()
+    def step(self, closure=None):
+        for parameter in self.with_gradients():
+            torch.autograd.grad(parameter.grad.sum(), parameter)
+
+
+REFUSED = {
+    Wraps: "never changed a parameter",
+    WrapsTwo: "has no setter",
+    KeepsList: "never changed a parameter",
+    ListsInFirstStep: "other values",
+    MomentaByParameter: "other values",
+    MomentaById: "other values",
+    AveragesByParameter: "KeyError[.] An optimizer",
+    NeedsClosure: "'closure'",
+    GradientOfGradient: "raised RuntimeError",
+}
+DEVICES = {
+    "one": ["cpu"],
+    "shared": ["cpu", "cpu"],
+    "apart": ["cpu:0", "cpu:1"],
+    "four": ["cpu:0", "cpu:1", "cpu:0", "cpu:1"],
+}
+
+
+def beside_plain(kind, devices, between=lambda *_: None, make=None, steps=8):
+    """Train with the sharded optimizer, and with the class; and compare."""
+    results = []
+    for is_sharded in (True, False):
+        model = mlp()
+        with ScatterOnceParallel(model, 1, devices) as engine:
+            if is_sharded:
+                optimizer = ShardedOptimizer(engine, make or kind)
+            else:
+                optimizer = kind(model.parameters())
+            if kind is AddsNoise:
+                torch.manual_seed(0)
+            for number in range(steps):
+                between(number, optimizer)
+
+                def closure(number=number, model=model, optimizer=optimizer):
+                    optimizer.zero_grad()
+                    inputs, targets = batch(number, torch.float64)
+                    nn.functional.cross_entropy(model(inputs), targets).backward()
+
+                if kind is NeedsClosure:
+                    optimizer.step(closure)
+                else:
+                    closure()
+                    optimizer.step()
+        results.append([parameter.detach() for parameter in model.parameters()])
+    assert_same(*results)
+
+
+@pairwise(kind=RIGHT, place=DEVICES)
+@pytest.mark.draws
+def test_own_optimizers_have_plain_bits(kind, place):
+    beside_plain(kind, DEVICES[place])
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("place", ["apart", "four"])
+def test_others_are_refused_before_a_step(kind, place):
+    model = mlp()
+    before = copy.deepcopy(model.state_dict())
+    with ScatterOnceParallel(model, 1, DEVICES[place]) as engine:
+        words = f"{kind.__name__} cannot be sharded.*{REFUSED[kind]}.*Use it as it is"
+        with pytest.raises(TypeError, match=words) as raised:
+            ShardedOptimizer(engine, kind)
+        assert len(str(raised.value)) < 900
+        assert_same(model.state_dict(), before)
+        if kind not in (NeedsClosure, GradientOfGradient):
+            # the remedy
+            optimizer = kind(engine.module.parameters())
+            engine.forward_backward(*batch(0, torch.float64), nn.CrossEntropyLoss())
+            optimizer.step()
+    for name, value in model.state_dict().items():
+        is_trained = kind not in (NeedsClosure, GradientOfGradient)
+        assert torch.equal(value, before[name]) != is_trained
+
+
+@pairwise(kind=[*REFUSED][:-1], place=["one", "shared"])
+def test_one_memory_takes_any_optimizer(kind, place):
+    beside_plain(kind, DEVICES[place])
+
+
+def forgets_state(number, optimizer):
+    if number == 3:
+        optimizer.state = collections.defaultdict(dict)
+
+
+def exchanges_groups(number, optimizer):
+    if number == 3:
+        (group,) = optimizer.param_groups
+        optimizer.param_groups = [group | {"lr": 0.2, "params": group["params"][:2]}]
+
+
+def adds_a_group(number, optimizer):
+    if number == 3:
+        last = optimizer.param_groups[0]["params"].pop()
+        optimizer.add_param_group({"params": [last], "lr": 0.3})
+
+
+@pairwise(between=[forgets_state, exchanges_groups, adds_a_group], place=DEVICES)
+def test_assigned_state_and_groups_are_obeyed(between, place):
+    beside_plain(optim.AdamW, DEVICES[place], between)
+
+
+@pytest.mark.parametrize("kind", [optim.AdamW, CountsSteps, KeepsList, MomentaById])
+def test_optimizer_that_was_made_before(kind):
+    """The function returns it, whatever it is called with."""
+    model = mlp()
+    with ScatterOnceParallel(model, 1, DEVICES["apart"]) as engine:
+        made = kind(model.parameters())
+        if kind in REFUSED:
+            with pytest.raises(TypeError, match="cannot be sharded"):
+                ShardedOptimizer(engine, lambda _: made)
+            return
+        ShardedOptimizer(engine, lambda _: made)
+    assert not made.state
+    assert getattr(made, "steps", 0) == 0
+
+
+@pytest.mark.draws
+def test_dry_run_leaves_nothing_behind():
+    calls, seen = [], []
+
+    def make(params):
+        calls.append(1)
+        torch.rand(3)
+        return Wraps(params)
+
+    model = mlp()
+    handle = register_optimizer_step_post_hook(lambda *_: seen.append(1))
+    state = torch.get_rng_state()
+    with (
+        ScatterOnceParallel(model, 1, DEVICES["apart"]) as engine,
+        pytest.raises(TypeError, match="cannot be sharded"),
+    ):
+        ShardedOptimizer(engine, make)
+    handle.remove()
+    # of the one call that makes the user's optimizer
+    assert calls == [1]
+    drawn = torch.get_rng_state()
+    torch.set_rng_state(state)
+    torch.rand(3)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert not seen
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class ChangesItsWays(Own):
+    """Trains what is in its groups, and from the tenth step on others."""
+
+    starts_at = 10
+    trains_own_list = False
+
+    def start(self):
+        self.all, self.steps = list(self.param_groups[0]["params"]), 0
+
+    def with_gradients(self):
+        self.steps += 1
+        in_groups = list(super().with_gradients())
+        if self.steps < self.starts_at:
+            return in_groups
+        if self.trains_own_list:
+            return [p for p in self.all if p.grad is not None]
+        return [p for p in in_groups if any(p is known for known in self.all)]
+
+    def update(self, _, parameter, rate):
+        parameter.sub_(parameter.grad, alpha=rate)
+
+
+@pytest.mark.parametrize("trains_own_list", [False, True])
+def test_later_change_is_found_in_its_step(trains_own_list, monkeypatch):
+    monkeypatch.setattr(ChangesItsWays, "trains_own_list", trains_own_list)
+    with Pair(mlp(), DEVICES["apart"], ChangesItsWays) as pair:
+        for number in range(1, ChangesItsWays.starts_at):
+            pair.step(number)
+        pair.backward(11)
+        before = pair.kept()
+        what = "elsewhere" if trains_own_list else "no parameter of a group"
+        with pytest.raises(RuntimeError, match=f"{what}.*use the optimizer as it is"):
+            pair.sharded.step()
+        assert_same(pair.kept(), before)
+        ChangesItsWays(pair.model.parameters()).step()  # the remedy
+
+
+class SavesMore(optim.SGD):
+    def state_dict(self):
+        return {**super().state_dict(), "more": 5}
+
+
+def test_state_dict_is_that_of_the_class():
+    seen = []
+    with ScatterOnceParallel(mlp(), 1, DEVICES["apart"]) as engine:
+        optimizer = ShardedOptimizer(engine, SavesMore, lr=0.1)
+        optimizer.register_state_dict_pre_hook(seen.append)
+        optimizer.register_state_dict_post_hook(lambda _, saved: saved | {"hook": 6})
+        saved = optimizer.state_dict()
+    assert (saved["more"], saved["hook"], seen) == (5, 6, [optimizer])

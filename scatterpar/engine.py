@@ -739,7 +739,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         return self._map(function, inputs, kwargs, pad)
 
     def _map(self, function: Any, inputs: Any, kwargs: Any, pad: Any = None) -> Any:
-        inputs, kwargs = read_arguments(function, inputs, kwargs)
+        inputs, kwargs = read_arguments(inputs, kwargs)
         with self._workers.exclusive():
             rows = count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim)
             batch = batch_of(call_inputs(inputs, kwargs), None, rows, self.dim)

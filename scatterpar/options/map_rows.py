@@ -138,6 +138,12 @@ _RESULTS_DO_NOT_FIT = (
 )
 
 
+_CONTAINERS = (
+    "engine.map passes the entries of a single dict as keyword arguments, and those of "
+    "a single tuple as positional ones; pass (value,) to pass it as one argument"
+)
+
+
 class _Work:
     """The function as each replica calls it.
 
@@ -190,7 +196,10 @@ class _Work:
         except TypeError as error:
             inputs = args[0] if len(args) == 1 and not kwargs else args
             misfit = misfit_of_inputs(call, inputs, args, kwargs)
-            if misfit is None or self.function is not None:
+            if misfit is None:
+                raise
+            if self.function is not None:
+                add_note(error, _CONTAINERS)
                 raise
             raise misfit from error
         nested.refuse_generators(output)

@@ -36,7 +36,10 @@ def misfit_of_inputs(
         remedy = "for a mapping as one argument, pass a tuple of it: (inputs,)"
     elif isinstance(inputs, tuple):
         passed = f"{len(args)} positional arguments"
-        remedy = "pass a tuple with one entry per argument, or a mapping by name"
+        remedy = (
+            "pass a tuple with one entry per argument, such as (inputs,) for a tuple "
+            "as one argument, or a mapping by name"
+        )
     else:
         passed = f"a {type(inputs).__name__} as one argument"
         remedy = "for several arguments, pass a tuple of them, such as (a, b)"

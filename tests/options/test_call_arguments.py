@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from functools import partial
 
 import pytest
@@ -58,8 +57,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_one_calling_convention(engine, way):
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with torch.no_grad():
         output = WAYS[way](engine)
         expected = engine.module(X, SCALE)
     torch.testing.assert_close(output, expected)
@@ -80,19 +78,20 @@ class OfBatch(nn.Module):
 @pytest.mark.parametrize(
     "batch", [{"x": X, "scale": SCALE}, (X, SCALE)], ids=["a dict", "a tuple"]
 )
-def test_single_container_is_deprecated(devices, batch):
-    """As before; ``(value,)`` is how to say it in this release and in the next."""
+def test_one_entry_is_the_container_itself(devices, batch):
+    """A module that takes it as a whole gets its entries, unless it is in a tuple."""
     model = build(OfBatch).eval()
     with ScatterOnceParallel(model, 2, devices(2)) as engine:
-        with pytest.warns(DeprecationWarning, match=r"Pass \(value,\)"):
-            output = engine(batch)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            same = engine((batch,))
-            mapped = engine.map(lambda replica, value: replica(value), (batch,))
+        with pytest.raises(TypeError, match=r"does not take .*\(inputs,\)"):
+            engine(batch)
+        output = engine((batch,))
+        with pytest.raises(TypeError) as caught:
+            engine.map(lambda replica, value: replica(value), batch)
+        assert any("pass (value,)" in note for note in caught.value.__notes__)
+        mapped = engine.map(lambda replica, value: replica(value), (batch,))
         with torch.no_grad():
             expected = model(batch)
-    for found in (output, same, mapped):
+    for found in (output, mapped):
         torch.testing.assert_close(found, expected)
 
 
@@ -120,8 +119,6 @@ def test_step_tells_where_keywords_go(engine, method):
         ("target", "targets"),
         ("labels", "targets"),
         ("loss_fn", "criterion"),
-        ("criterium", "criterion"),
-        ("reductoin", "reduction"),
     ],
 )
 def test_argument_by_another_name_is_named(engine, name, argument):

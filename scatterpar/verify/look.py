@@ -25,6 +25,7 @@ import torch
 
 from scatterpar.devices.device_ids import physical
 from scatterpar.devices.memory import is_out_of_memory
+from scatterpar.errors import defect, is_of_package
 from scatterpar.log import logger
 from scatterpar.replicas.module_contents import root_to_replicate
 from scatterpar.state.reports import moved_between
@@ -140,6 +141,8 @@ def first_verdict(looks: Sequence[ReplicaLook], in_double: ReplicaLook) -> Verdi
         except OnlyRounding:
             raise
         except Exception as error:
+            if is_of_package(error):
+                defect(f"in a look: {error!r}")
             # User code may need the step's formats, time or memory.
             logger.debug("the first answer stands, since in float64: %s", error)
     if isinstance(answer, Inconclusive):
@@ -154,6 +157,7 @@ def _first_answer(looks: Sequence[ReplicaLook]) -> tuple[Verdict | Inconclusive,
         Inconclusive: user code fails for all rows that were tried.
     """
     error: Exception | None = None
+    has_mistake = False
     for replica_look in looks:
         with replica_look.runs.user_code.isolated():
             for parts in replica_look.trials():
@@ -164,13 +168,17 @@ def _first_answer(looks: Sequence[ReplicaLook]) -> tuple[Verdict | Inconclusive,
                     return reason.with_traceback(None), parts
                 # User code may need other rows, a dtype, or memory.
                 except Exception as failure:
+                    if is_of_package(failure):
+                        has_mistake = True
+                        defect(f"in a look: {failure!r}")
                     # Without its frames, which hold rows, outputs, and this object.
                     error = failure.with_traceback(None)
     assert error is not None
     if is_out_of_memory(error):
         raise Inconclusive("memory ran out", patience=2)
     # The step itself may not fail: what fails for several rows may broadcast to one.
-    patience = 1 if looks[0].choice.has_single_rows else _PATIENCE
+    is_told_at_once = has_mistake or looks[0].choice.has_single_rows
+    patience = 1 if is_told_at_once else _PATIENCE
     raise Inconclusive(f"{type(error).__name__}: {error}", patience)
 
 

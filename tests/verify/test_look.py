@@ -5,6 +5,7 @@ computes it.
 from __future__ import annotations
 
 from functools import partial
+from types import FunctionType
 
 import pytest
 import torch
@@ -28,7 +29,9 @@ from harness.weighted import CLASS_WEIGHTS, classes, padded
 from torch import nn
 from torch.nn import functional as F
 
-from scatterpar import ScatterOnceParallel
+from scatterpar import ScatterOnceParallel, errors
+from scatterpar.verify import look
+from scatterpar.verify.runs import Runs
 
 # --- the first batch hides it ---
 
@@ -171,6 +174,43 @@ def test_looks_need_no_cudnn_search():
             assert {size for size, is_searched in calls().sizes if not is_searched} - {
                 rows
             }
+
+
+# --- errors of the look's own code ---
+
+
+def mistaken(self, rows, *_, **__):
+    raise AttributeError("a look's own mistake")
+
+
+def failing_user(output, targets):
+    raise AttributeError("of the user")
+
+
+@pytest.mark.parametrize("is_in_tests", [True, False])
+def test_mistake_of_a_look_is_not_silent(monkeypatch, is_in_tests):
+    """An operator with several results failed in the look, and a wrong loss went on."""
+    monkeypatch.setattr(Runs, "run", in_file_of_looks(mistaken))
+    with ScatterOnceParallel(mlp(), 3, ["cpu"]) as engine:
+        if is_in_tests:
+            with pytest.raises(errors.Defect, match="a look's own mistake"):
+                step(engine, F.mse_loss, VALUES)
+            return
+        monkeypatch.setattr(errors, "raises_defects", False)
+        with pytest.warns(UserWarning, match="could not check .*a look's own mistake"):
+            step(engine, lambda o, t: F.mse_loss(o, t), VALUES)
+
+
+def in_file_of_looks(function):
+    """The function, with the name of a file of this package in its code."""
+    code = function.__code__.replace(co_filename=look.__file__)
+    return FunctionType(code, function.__globals__)
+
+
+def test_error_of_user_is_no_mistake_of_a_look():
+    with ScatterOnceParallel(mlp(), 3, ["cpu"]) as engine:
+        with pytest.raises(AttributeError, match="of the user"):
+            step(engine, failing_user, VALUES)
 
 
 # --- rounding is no reason, and no excuse ---

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import os
 import threading
-import traceback
 import warnings
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
@@ -47,18 +45,6 @@ def defect(text: str) -> None:
     if raises_defects:
         raise Defect(text)
     warn(f"a mistake in scatterpar, please report it: {text}", RuntimeWarning)
-
-
-# What a mistake raises. User code gives other errors for values that it does not take.
-_OF_MISTAKES = (AttributeError, LookupError, NameError, TypeError, AssertionError)
-
-
-def is_of_package(error: BaseException) -> bool:
-    """Whether a line of this package is mistaken, not one that it calls."""
-    if not isinstance(error, _OF_MISTAKES) or error.__traceback__ is None:
-        return False
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return frames[-1].f_code.co_filename.startswith(_PACKAGE + os.sep)
 
 
 class Told:

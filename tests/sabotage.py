@@ -994,10 +994,10 @@ SABOTAGES = [
     Sabotage(
         name="a look's own mistake lets a wrong loss go on",
         promise="clear errors",
-        file="errors.py",
-        place="is_of_package",
-        text="return frames[-1].f_code.co_filename.startswith(_PACKAGE + os.sep)",
-        replacement="return False",
+        file="verify/look.py",
+        place="_is_mistake",
+        text="if not isinstance(error, _OF_MISTAKES):",
+        replacement="if True:",
         seen_by="test_mistake_of_a_look_is_not_silent",
     ),
     Sabotage(

@@ -14,18 +14,20 @@ from __future__ import annotations
 
 import contextlib
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from scatterpar.devices.device_ids import physical
 from scatterpar.devices.memory import is_out_of_memory
-from scatterpar.errors import defect, is_of_package
+from scatterpar.errors import defect
 from scatterpar.log import logger
 from scatterpar.replicas.module_contents import root_to_replicate
 from scatterpar.state.reports import moved_between
@@ -62,6 +64,7 @@ PATIENCE_SECONDS = 40.0  # a look that takes longer is inconclusive
 _WORKERS_PATIENCE = 1.1
 _PATIENCE = 4  # with code that fails for a few rows
 _MAX_ROWS_OF_BATCH = 256
+_OF_MISTAKES = (AttributeError, LookupError, NameError, TypeError, AssertionError)
 _MAX_PARTS_OF_STEP = 16  # a look at all of them costs as much as a step
 # The second look: in the first one, chosen rows tell more than the step's own parts.
 _AS_IN_STEP = 1
@@ -141,7 +144,7 @@ def first_verdict(looks: Sequence[ReplicaLook], in_double: ReplicaLook) -> Verdi
         except OnlyRounding:
             raise
         except Exception as error:
-            if is_of_package(error):
+            if _is_mistake(error):
                 defect(f"in a look: {error!r}")
             # User code may need the step's formats, time or memory.
             logger.debug("the first answer stands, since in float64: %s", error)
@@ -168,7 +171,7 @@ def _first_answer(looks: Sequence[ReplicaLook]) -> tuple[Verdict | Inconclusive,
                     return reason.with_traceback(None), parts
                 # User code may need other rows, a dtype, or memory.
                 except Exception as failure:
-                    if is_of_package(failure):
+                    if _is_mistake(failure):
                         has_mistake = True
                         defect(f"in a look: {failure!r}")
                     # Without its frames, which hold rows, outputs, and this object.
@@ -180,6 +183,15 @@ def _first_answer(looks: Sequence[ReplicaLook]) -> tuple[Verdict | Inconclusive,
     is_told_at_once = has_mistake or looks[0].choice.has_single_rows
     patience = 1 if is_told_at_once else _PATIENCE
     raise Inconclusive(f"{type(error).__name__}: {error}", patience)
+
+
+def _is_mistake(error: Exception) -> bool:
+    """Whether a line of this package is mistaken, not the user's code that it calls."""
+    if not isinstance(error, _OF_MISTAKES):
+        return False
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    # Other packages raise such errors of their own for values of the user's.
+    return Path(frames[-1].f_code.co_filename).parent == Path(__file__).parent
 
 
 @dataclass(eq=False)

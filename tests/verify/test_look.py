@@ -208,9 +208,11 @@ def in_file_of_looks(function):
 
 
 def test_error_of_user_is_no_mistake_of_a_look():
-    with ScatterOnceParallel(mlp(), 3, ["cpu"]) as engine:
-        with pytest.raises(AttributeError, match="of the user"):
-            step(engine, failing_user, VALUES)
+    with (
+        ScatterOnceParallel(mlp(), 3, ["cpu"]) as engine,
+        pytest.raises(AttributeError, match="of the user"),
+    ):
+        step(engine, failing_user, VALUES)
 
 
 # --- rounding is no reason, and no excuse ---

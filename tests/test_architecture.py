@@ -4,7 +4,7 @@ import ast
 import functools
 import importlib
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -36,6 +36,7 @@ def lines_of_the_page():
 LEVELS = {
     name: level for level, names in enumerate(lines_of_the_page()) for name in names
 }
+PACKAGES = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
 ABOVE = LEVELS["engine"]  # the engine, and its users
 TOP = max(LEVELS.values())  # users of the engine, who import what all users import
 
@@ -74,6 +75,21 @@ def imports(path):
             )
 
 
+def imported_by_name(path):
+    """The modules of the package that a file names as ``import_module`` needs them."""
+    for node in nodes_of(path):
+        if isinstance(node, ast.Constant) and is_module_of_package(node.value):
+            yield node.value
+
+
+def is_module_of_package(value):
+    """Whether a value is the name of a module of the package, as a string."""
+    if not isinstance(value, str) or not re.fullmatch(r"scatterpar(\.\w+)+", value):
+        return False
+    path = PACKAGE.joinpath(*value.split(".")[1:])
+    return path.is_dir() or path.with_suffix(".py").exists()
+
+
 def name_of(path):
     return ".".join(["scatterpar", *path.relative_to(PACKAGE).with_suffix("").parts])
 
@@ -96,9 +112,10 @@ def test_page_names_all_packages_and_files():
 
 
 def test_no_package_imports_a_higher_one():
-    for module, imported in graph().items():
-        higher = [name for name in imported if level_of(name) > level_of(module)]
-        assert not higher, module
+    for path in PACKAGE.rglob("*.py"):
+        level = level_of(name_of(path))
+        imported = {*imports(path), *imported_by_name(path)}
+        assert not [name for name in imported if level_of(name) > level], path
 
 
 def test_page_names_all_schedules():
@@ -128,13 +145,19 @@ def test_code_words_defined_where_page_says():
 
 
 def test_class_name_means_one_thing():
+    """Also behind an underscore: ``Call`` and ``_Call`` would be two calls."""
     names = []
     for path in PACKAGE.rglob("*.py"):
-        tree = tree_of(path)
-        names += [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+        for node in tree_of(path).body:
+            if isinstance(node, ast.ClassDef):
+                names.append(node.name.lstrip("_"))
     twice = {name for name, times in Counter(names).items() if times > 1}
     assert len(names) > 200
-    assert twice <= {"ScatterOnceTrainer"}  # two libraries have a trainer of their own
+    assert twice <= {"ScatterOnceTrainer"} | {
+        "Call",
+        "Place",
+        "Exchange",
+    }  # two libraries have a trainer of their own
 
 
 def test_no_circular_imports():
@@ -256,11 +279,104 @@ def test_functions_of_tables_are_defined():
         assert re.search(rf"\b(def|class) {last}\b", code), name
 
 
-def test_packages_say_imports_and_threads():
-    for path in PACKAGE.glob("*/__init__.py"):
-        text = ast.get_docstring(tree_of(path))
-        assert re.search("^Imports? ", text, re.MULTILINE), path
-        assert re.search("thread|process", text), path
+@pytest.mark.parametrize(
+    "folder",
+    [path.parent for path in PACKAGE.glob("*/__init__.py")],
+    ids=lambda f: f.name,
+)
+def test_package_says_what_it_imports(folder):
+    """The highest package that it imports is named, and none that it does not."""
+    text = ast.get_docstring(tree_of(folder / "__init__.py"))
+    assert re.search("thread|process", text)
+    paragraph = re.search(r"^Imports (.+?)(\n\n|\Z)", text, re.MULTILINE | re.DOTALL)
+    named = {
+        name for name in re.findall(r"``(\w+)``", paragraph[1]) if name in PACKAGES
+    }
+    imported = set()
+    for path in folder.rglob("*.py"):
+        imported |= {name.split(".")[1] for name in imports(path) if "." in name}
+    imported = (imported & PACKAGES) - {folder.name}
+    if LEVELS[folder.name] > ABOVE:  # users of the engine
+        assert re.search(r"\bengine\b", paragraph[1])
+        return
+    assert named <= imported
+    highest = max((LEVELS[name] for name in imported), default=-1)
+    highest_named = max((LEVELS[name] for name in named), default=-1)
+    assert highest_named == highest
+    if "below" not in paragraph[1]:
+        assert imported == named
+
+
+# What a predicate may write: nothing that outlives it.
+PREDICATE = re.compile(r"_?(is|has|may|can|needs|goes|knows)_\w+|has|fits")
+
+
+def written_attributes(function):
+    """The attributes, and entries of attributes, to which a function assigns."""
+    for node in ast.walk(function):
+        targets = []
+        if isinstance(node, (ast.Assign, ast.Delete)):
+            targets = node.targets
+        elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
+            targets = [node.target]
+        for target in targets:
+            names = target.elts if isinstance(target, ast.Tuple) else [target]
+            for name in names:
+                while isinstance(name, ast.Subscript):
+                    name = name.value
+                if isinstance(name, ast.Attribute):
+                    yield ast.unparse(name)
+
+
+def test_predicates_write_nothing():
+    """Who asks a question does not expect it to change the answer."""
+    writing = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in nodes_of(path):
+            if isinstance(node, ast.FunctionDef) and PREDICATE.fullmatch(node.name):
+                writing += [f"{name_of(path)}.{node.name}"] * any(
+                    written_attributes(node)
+                )
+    assert set(writing) <= {
+        "scatterpar.options.cuda_graphs.may_capture",
+        "scatterpar.integrations.lending.has",
+    }
+
+
+def private_names_of(path):
+    """The private methods and attributes that the classes of a file define."""
+    for kind in nodes_of(path):
+        if not isinstance(kind, ast.ClassDef):
+            continue
+        for node in ast.walk(kind):
+            name = ""
+            if isinstance(node, ast.FunctionDef):
+                name = node.name
+            elif isinstance(node, ast.AnnAssign):
+                name = ast.unparse(node.target)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                name = node.attr if ast.unparse(node.value) == "self" else ""
+            if re.match("_(?!_)", name):
+                yield name
+
+
+def test_private_attributes_stay_in_their_file():
+    """Another class's ``_name`` is read in no other file."""
+    files_of = defaultdict(set)
+    for path in PACKAGE.rglob("*.py"):
+        for name in private_names_of(path):
+            files_of[name].add(path)
+    of_torch = private_names_of_torch()
+    read = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in nodes_of(path):
+            if not isinstance(node, ast.Attribute) or node.attr in of_torch:
+                continue
+            is_own = ast.unparse(node.value) in ("self", "cls", "super()")
+            if not is_own and path not in files_of.get(node.attr, {path}):
+                read.append(f"{name_of(path)}: {ast.unparse(node)}")
+    # What the engine's own attributes do when they are set.
+    assert read == ["scatterpar.options.assigned_options: engine._assign"]
 
 
 COPIES = {"to", "copy_", "_foreach_copy_", "cpu", "item", "tolist"}

@@ -8,7 +8,8 @@ Runs in the caller's thread, or in processes of its own.
 
 - ``check`` compares, and reports; ``grid`` checks several splits, ``command`` from a
   shell; ``values`` compares numbers in the place of gradients;
-- ``trainers`` runs a library's trainer as a step;
+- ``trainers`` runs a library's trainer as a step, of which ``library_steps`` has the
+  lines for each library;
 - ``parts`` cuts the rows of the batch;
 - ``trial`` runs the step on any split: in this process, which ``process_state``
   restores, or in the processes of ``ranks``. Both call ``step_run``;

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,13 +13,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from scatterpar.batch.markers import Rows
 from scatterpar.splitting.check import SplitCheck, check
+from scatterpar.splitting.library_steps import run_one_step
 from scatterpar.splitting.split_arguments import Loss, SplitArguments
 from scatterpar.splitting.trial import Trial
 
 MakeTrainer = Callable[[Any, int], Any]
-
-# Each library's lines are above this package: they import the library's own classes.
-_INTEGRATION = "scatterpar.integrations.split_trainers"
 
 
 def of_trainer(
@@ -85,8 +82,7 @@ class TrainerStep:
     def __call__(self, model: nn.Module, batches: list[Any]) -> None:
         """Train on the batches."""
         trainer = self.make(model, len(batches))
-        integration = importlib.import_module(_INTEGRATION)
-        integration.run_one_step(trainer, model, batches)
+        run_one_step(trainer, model, batches)
 
 
 def as_tensors(samples: Sequence[Any]) -> dict[Any, Tensor]:

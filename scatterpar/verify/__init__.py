@@ -27,7 +27,7 @@ rounding, it refuses before anything changes, and says what would be right::
 
 The engine imports this package, and ``splitting`` the parts that know no engine.
 
-Imports ``step`` and the packages below it.
+Imports ``causes`` and the packages below it.
 
 The engine asks in the caller's thread; the rows are computed in the workers' threads.
 """

@@ -65,10 +65,10 @@ def dry_run(
         stack.enter_context(optimizer_hooks_off())
         stack.enter_context(journal.restored())
         stack.enter_context(torch.no_grad())
-        return _Trial(plain, make, params, memories, journal).writes_all()
+        return _GroupTrial(plain, make, params, memories, journal).writes_all()
 
 
-class _Trial:
+class _GroupTrial:
     """The runs of one optimizer."""
 
     def __init__(
@@ -95,7 +95,7 @@ class _Trial:
             samples = sampled(self._plain.param_groups, limit)
             if not samples:
                 return False
-            run = _Run(samples, is_sparse)
+            run = _OptimizerRun(samples, is_sparse)
             self._journal.rewind()
             try:
                 writes_all = self._run_plain(run)
@@ -106,7 +106,7 @@ class _Trial:
             return writes_all
         raise self._refused(f"raised {_words_of(errors[0])}") from errors[0]
 
-    def _run_plain(self, run: _Run) -> bool:
+    def _run_plain(self, run: _OptimizerRun) -> bool:
         """Steps of the class itself. Returns whether each wrote all parameters."""
         optimizer = self._made_on(run.copies)
         run.results = list(run.copies.values())
@@ -120,7 +120,7 @@ class _Trial:
             writes_all &= all(map(int.__ne__, before, after))
         return writes_all
 
-    def _compare(self, run: _Run) -> None:
+    def _compare(self, run: _OptimizerRun) -> None:
         """Divided steps, and their results beside those of ``run``."""
         divided = run.again()
         self._journal.rewind()
@@ -141,7 +141,7 @@ class _Trial:
                 what = f"never changed a parameter of shape {shape}"
             raise self._refused(what)
 
-    def _run_divided(self, run: _Run) -> None:
+    def _run_divided(self, run: _OptimizerRun) -> None:
         optimizer = self._made_on(run.copies)
         copies = list(run.copies.values())
         # Kept, so that no ``id`` is used again: an optimizer may remember it.
@@ -192,7 +192,7 @@ class _Trial:
         )
 
 
-class _Run:
+class _OptimizerRun:
     """Copies of sampled parameters, and their gradients.
 
     Attributes:
@@ -220,9 +220,9 @@ class _Run:
             self.copies[parameter] = trained.requires_grad_()
         self.results: list[Tensor] = []
 
-    def again(self) -> _Run:
+    def again(self) -> _OptimizerRun:
         """The same copies and gradients."""
-        return _Run(self._samples, self._is_sparse)
+        return _OptimizerRun(self._samples, self._is_sparse)
 
     def set_gradients(self, step: int) -> None:
         """Give the copies the gradients of a step."""

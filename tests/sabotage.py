@@ -347,7 +347,7 @@ SABOTAGES = [
     Sabotage(
         name="engine.check passes whatever it finds",
         promise="exact",
-        file="verify/comparison.py",
+        file="numerics/comparison.py",
         place="relative_differences",
         text="relative = difference / max(scale, floor)",
         replacement="relative = 0.0",
@@ -485,7 +485,7 @@ SABOTAGES = [
     Sabotage(
         name="a look compares losses, and no gradients",
         promise="a wrong program is refused",
-        file="verify/comparison.py",
+        file="numerics/comparison.py",
         place="Result.difference_from",
         text="return max(of_losses, of_gradients)",
         replacement="return of_losses",
@@ -958,7 +958,7 @@ SABOTAGES = [
     Sabotage(
         name="a right step is refused, because its gradient is rounded otherwise",
         promise="clear errors",
-        file="verify/rounding.py",
+        file="numerics/rounding.py",
         place="Rounding.tolerance",
         text="max((known.tolerance for known in self.formats), default=0.0)",
         replacement="0.0",
@@ -985,7 +985,7 @@ SABOTAGES = [
     Sabotage(
         name="a right step is refused, because slopes of RReLU are drawn",
         promise="clear errors",
-        file="verify/constant_numbers.py",
+        file="numerics/constant_numbers.py",
         place="_constant_arguments",
         text="if set(_SLOPES) <= values.keys():",
         replacement="if False:",

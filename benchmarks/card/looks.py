@@ -20,8 +20,8 @@ from benchmarks.card.page import FAILED, MEASURED, NOT_RUN
 from benchmarks.card.setting import NotRun, free_memory
 from scatterpar import ScatterOnceParallel
 from scatterpar.devices.device_ids import physical
+from scatterpar.numerics.comparison import Inconclusive
 from scatterpar.verify import look as looks_of_engine
-from scatterpar.verify.comparison import Inconclusive
 
 _ROWS = 24
 _ACCUM = 2

@@ -21,15 +21,15 @@ from torch import Tensor
 
 from scatterpar.batch import nested
 from scatterpar.devices.transfers import to_numbers
+from scatterpar.numerics.comparison import Result
+from scatterpar.numerics.rounding import Rounding
 from scatterpar.state.journal import Journal
 from scatterpar.state.walk import Walk
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss import forward
 from scatterpar.step.substeps import set_aside
 from scatterpar.step.task import ReplicaTask
-from scatterpar.verify.comparison import Result
 from scatterpar.verify.dropped_records import records_dropped
-from scatterpar.verify.rounding import Rounding
 
 
 def difference_of_replay(

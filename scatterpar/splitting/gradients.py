@@ -8,7 +8,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from scatterpar.verify.comparison import SMALLEST_SCALE, relative_differences
+from scatterpar.numerics.comparison import SMALLEST_SCALE, relative_differences
 
 Gradients = dict[str, Tensor]  # in float64 on the host, zeros where there is none
 

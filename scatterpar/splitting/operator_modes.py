@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from scatterpar.batch import nested
+from scatterpar.numerics.constant_numbers import ConstantNumbers
 from scatterpar.torch_private import OperatorMode
-from scatterpar.verify.constant_numbers import ConstantNumbers
 
 Shape = tuple[int, ...]
 

@@ -11,21 +11,16 @@ rounding, it refuses before anything changes, and says what would be right::
       rows              which rows, in which parts
       look              two runs, and the verdict
         runs            loss and gradients of rows          compared_leaves,
-                                                            backward_calls,
-                                                            constant_numbers,
-                                                            wider_precision
+                                                            backward_calls
         measurements    outputs, memory, state that moves
         user_code       restores what runs have changed     dropped_records
-        nudges          what rounding makes of results
         look_losses     results, and further runs on demand output_differences
         verdicts        words for the cause, which is of the list in ``causes``
       join_check        the order of entries in outputs
     output_looks        the pair's looks: rows of its outputs in the place of a module's
     gradient_check      ``engine.check``: the same question over all rows of a step
-    rounding            how far rounding may change results
-    comparison          losses and gradients beside each other
 
-The engine imports this package, and ``splitting`` the parts that know no engine.
+How numbers are compared, and how far rounding may bring them apart, is in ``numerics``.
 
 Imports ``causes`` and the packages below it.
 

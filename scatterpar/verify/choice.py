@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from scatterpar.numerics.comparison import Inconclusive
 from scatterpar.step.request import LossCandidate, Request
-from scatterpar.verify.comparison import Inconclusive
 from scatterpar.verify.look_losses import weighted_parts
 from scatterpar.verify.rows import Parts
 

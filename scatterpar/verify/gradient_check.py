@@ -13,6 +13,12 @@ from torch import Tensor, nn
 
 from scatterpar.batch.batch import Batch
 from scatterpar.devices.transfers import Transfers
+from scatterpar.numerics.comparison import (
+    LeafGradients,
+    magnitudes,
+    relative_differences,
+)
+from scatterpar.numerics.rounding import Rounding
 from scatterpar.replicas.references import module_of
 from scatterpar.state.journal import Journal
 from scatterpar.state.walk import Walk
@@ -24,8 +30,6 @@ from scatterpar.step.task import as_call
 from scatterpar.tables import Printed
 from scatterpar.threads.caller_context import autocast_types
 from scatterpar.torch_private import hooks_taken_off, uncompiled
-from scatterpar.verify.comparison import LeafGradients, magnitudes, relative_differences
-from scatterpar.verify.rounding import Rounding
 
 
 @dataclass(frozen=True)

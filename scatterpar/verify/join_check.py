@@ -14,18 +14,18 @@ from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.memory import no_kernel_search
 from scatterpar.devices.transfers import to_numbers
 from scatterpar.errors import warn
+from scatterpar.numerics.comparison import Inconclusive
+from scatterpar.numerics.wider_precision import Precision
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.request import Request
 from scatterpar.step.task import ReplicaTask
 from scatterpar.threads.process_settings import SETTINGS_KEPT
-from scatterpar.verify.comparison import Inconclusive
 from scatterpar.verify.measurements import Compute, outputs_of
 from scatterpar.verify.output_differences import compare_outputs, entries_per_row
 from scatterpar.verify.rows import Parts
 from scatterpar.verify.runs import Runs
 from scatterpar.verify.schedule import names_and_numbers
 from scatterpar.verify.verdicts import refused_order
-from scatterpar.verify.wider_precision import Precision
 
 _DRAWN = (
     "the function draws random numbers and returns several entries per row, whose "

@@ -29,6 +29,9 @@ from scatterpar.devices.device_ids import physical
 from scatterpar.devices.memory import is_out_of_memory
 from scatterpar.errors import defect
 from scatterpar.log import logger
+from scatterpar.numerics.comparison import Inconclusive, OnlyRounding, Result
+from scatterpar.numerics.rounding import formats_inside_operators
+from scatterpar.numerics.wider_precision import Precision
 from scatterpar.replicas.module_contents import root_to_replicate
 from scatterpar.state.reports import moved_between
 from scatterpar.step.attempt import Attempt
@@ -36,11 +39,9 @@ from scatterpar.step.task import ReplicaTask
 from scatterpar.step.turns import Scope
 from scatterpar.threads.process_settings import FULL_FLOAT32
 from scatterpar.threads.workers import Overdue
-from scatterpar.verify.comparison import Inconclusive, OnlyRounding, Result
 from scatterpar.verify.dropped_warnings import warnings_dropped
 from scatterpar.verify.look_losses import Evidence, name_of, weighted_parts
 from scatterpar.verify.measurements import attributes_that_calls_move, bytes_per_row
-from scatterpar.verify.rounding import formats_inside_operators
 from scatterpar.verify.rows import (
     MAX_BYTES,
     MIN_ROWS,
@@ -57,7 +58,6 @@ from scatterpar.verify.verdicts import (
     gradient_of_no_loss,
     verdict_of,
 )
-from scatterpar.verify.wider_precision import Precision
 
 PATIENCE_SECONDS = 40.0  # a look that takes longer is inconclusive
 # The workers' limit: the look itself ends in time, unless a call waits.

@@ -28,10 +28,7 @@ from scatterpar.causes.evidence import (
     SplitEvidence,
     Weights,
 )
-from scatterpar.replicas.references import read_attribute
-from scatterpar.step.loss_weights import is_smoothed, term_counts
-from scatterpar.step.request import Request
-from scatterpar.verify.comparison import (
+from scatterpar.numerics.comparison import (
     SMALLEST_SCALE,
     Inconclusive,
     OnlyRounding,
@@ -40,8 +37,11 @@ from scatterpar.verify.comparison import (
     relative_difference,
     weighted_sum,
 )
+from scatterpar.numerics.nudges import NUM_NUDGES, rounding_limit
+from scatterpar.replicas.references import read_attribute
+from scatterpar.step.loss_weights import is_smoothed, term_counts
+from scatterpar.step.request import Request
 from scatterpar.verify.measurements import losses_of_parts, outputs_of
-from scatterpar.verify.nudges import NUM_NUDGES, rounding_limit
 from scatterpar.verify.output_differences import compare_outputs
 from scatterpar.verify.rows import Part, Parts, positions_of, unbound
 from scatterpar.verify.runs import Runs

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from scatterpar.batch import nested
 from scatterpar.devices.fingerprints import same_bits
-from scatterpar.verify.comparison import difference_of_outputs
+from scatterpar.numerics.comparison import difference_of_outputs
 from scatterpar.verify.rows import Parts, positions_of
 
 # Relative difference of entries that are in another order. The number of rows changes

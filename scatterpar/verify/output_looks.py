@@ -26,6 +26,7 @@ from scatterpar.batch.joining import join_rows
 from scatterpar.batch.markers import Rows
 from scatterpar.devices.device_ids import physical
 from scatterpar.devices.transfers import to_device
+from scatterpar.numerics.comparison import magnitudes
 from scatterpar.plan import Plan, make_plan
 from scatterpar.replicas.references import module_of
 from scatterpar.replicas.replicas import ReplicaOptions, Replicas
@@ -42,7 +43,6 @@ from scatterpar.torch_private import (
     leaves_of,
     nodes_reached,
 )
-from scatterpar.verify.comparison import magnitudes
 from scatterpar.verify.gradient_check import uses_batch_statistics
 from scatterpar.verify.output_differences import cut_rows
 from scatterpar.verify.ranges import informative_tensors, ranges_of_step

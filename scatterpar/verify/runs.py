@@ -25,6 +25,11 @@ from torch import Tensor, nn
 from scatterpar.batch import nested
 from scatterpar.batch.batch import Batch
 from scatterpar.batch.joining import join_rows
+from scatterpar.numerics.comparison import NOTHING, Result
+from scatterpar.numerics.constant_numbers import ConstantNumbers
+from scatterpar.numerics.nudges import nudged
+from scatterpar.numerics.rounding import HALF_IN_KERNELS, SINGLE_IN_DOUBLE, Rounding
+from scatterpar.numerics.wider_precision import Precision, WiderCasts
 from scatterpar.replicas.replicas import Replica, ReplicaSet
 from scatterpar.state.reports import State, state_of
 from scatterpar.step.attempt import Attempt
@@ -34,14 +39,9 @@ from scatterpar.step.task import ReplicaTask
 from scatterpar.step.turns import Scope
 from scatterpar.verify.backward_calls import BackwardCalls
 from scatterpar.verify.compared_leaves import ComparedLeaves
-from scatterpar.verify.comparison import NOTHING, Result
-from scatterpar.verify.constant_numbers import ConstantNumbers
 from scatterpar.verify.gradient_check import moved_to
-from scatterpar.verify.nudges import nudged
-from scatterpar.verify.rounding import HALF_IN_KERNELS, SINGLE_IN_DOUBLE, Rounding
 from scatterpar.verify.rows import Part, Parts
 from scatterpar.verify.user_code import UserCode
-from scatterpar.verify.wider_precision import Precision, WiderCasts
 
 
 @dataclass

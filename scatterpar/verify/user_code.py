@@ -23,6 +23,9 @@ import torch
 from torch import nn
 
 from scatterpar.errors import restored
+from scatterpar.numerics.comparison import Inconclusive
+from scatterpar.numerics.rounding import HALF_PRECISION
+from scatterpar.numerics.wider_precision import Precision, WiderLayers
 from scatterpar.replicas.references import module_of
 from scatterpar.state.journal import Journal
 from scatterpar.state.walk import Walk
@@ -31,11 +34,8 @@ from scatterpar.step.replica_threads import ReplicaNote
 from scatterpar.step.request import Request
 from scatterpar.step.task import ReplicaTask
 from scatterpar.torch_private import uncompiled
-from scatterpar.verify.comparison import Inconclusive
 from scatterpar.verify.dropped_records import records_dropped
 from scatterpar.verify.gradient_check import uses_batch_statistics
-from scatterpar.verify.rounding import HALF_PRECISION
-from scatterpar.verify.wider_precision import Precision, WiderLayers
 
 _UNSAVED = (
     "Use it outside of forward and the criterion, and pass its values. verify=False "

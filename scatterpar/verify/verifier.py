@@ -13,6 +13,7 @@ from scatterpar.batch.batch import batches_of
 from scatterpar.devices.memory import no_kernel_search
 from scatterpar.errors import warn
 from scatterpar.log import logger
+from scatterpar.numerics.comparison import Inconclusive
 from scatterpar.plan import Plan, make_plan
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loop_options import LoopOptions
@@ -23,7 +24,6 @@ from scatterpar.tables import shown
 from scatterpar.threads.process_settings import SETTINGS_KEPT
 from scatterpar.verify.choice import alike
 from scatterpar.verify.compared_leaves import MAX_ELEMENTS
-from scatterpar.verify.comparison import Inconclusive
 from scatterpar.verify.join_check import JoinCheck
 from scatterpar.verify.look import look
 from scatterpar.verify.look_losses import name_of

@@ -14,9 +14,9 @@ from torch import nn
 
 from scatterpar import ScatterOnceParallel
 from scatterpar.batch.batch import batch_of
+from scatterpar.numerics.comparison import Inconclusive, Result
 from scatterpar.step.request import Request
 from scatterpar.verify import look
-from scatterpar.verify.comparison import Inconclusive, Result
 from scatterpar.verify.look_losses import Evidence, name_of, weighted_parts
 from scatterpar.verify.verdicts import RIGHT
 

@@ -7,7 +7,7 @@ import time
 import pytest
 from harness.small_looks import asked
 
-from scatterpar.verify.comparison import Inconclusive
+from scatterpar.numerics.comparison import Inconclusive
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*calls.*|.*last.*")
 

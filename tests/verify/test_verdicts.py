@@ -15,9 +15,9 @@ from scatterpar import ScatterOnceParallel
 from scatterpar.batch.batch import batch_of
 from scatterpar.causes.counts import IGNORED, Count
 from scatterpar.causes.evidence import CauseKind
+from scatterpar.numerics.comparison import Result, weighted_sum
 from scatterpar.step.request import Request
 from scatterpar.verify import verdicts
-from scatterpar.verify.comparison import Result, weighted_sum
 from scatterpar.verify.look_losses import Evidence
 from scatterpar.verify.verdicts import Action, verdict_of
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from scatterpar.verify.rounding import HALF_PRECISION
+from scatterpar.numerics.rounding import HALF_PRECISION
 
 # A look has no memory for copies of larger models, and computes them as in the step.
 MAX_BYTES = 2**27

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.verify.comparison import Inconclusive
-from scatterpar.verify.constant_numbers import ConstantNumbers
+from scatterpar.numerics.comparison import Inconclusive
+from scatterpar.numerics.constant_numbers import ConstantNumbers
 
 pytestmark = pytest.mark.draws
 

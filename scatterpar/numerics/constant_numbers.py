@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scatterpar.numerics.comparison import Inconclusive
 from scatterpar.torch_private import OperatorMode
-from scatterpar.verify.comparison import Inconclusive
 
 # Of no special meaning: neither 0, 1 nor 0.5, which losses may treat apart.
 _CONSTANT = 0.618

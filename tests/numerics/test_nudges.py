@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness.small_looks import asked
 
-from scatterpar.verify.nudges import nudged, rounding_limit
+from scatterpar.numerics.nudges import nudged, rounding_limit
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*calls.*|.*last.*")
 

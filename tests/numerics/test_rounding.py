@@ -14,8 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.verify import look, rounding
-from scatterpar.verify.rounding import BFLOAT16, FLOAT32, FLOAT64, TF32, Rounding
+from scatterpar.numerics import rounding
+from scatterpar.numerics.rounding import BFLOAT16, FLOAT32, FLOAT64, TF32, Rounding
+from scatterpar.verify import look
 
 ROWS = 24
 INPUTS = randn(ROWS, FEATURES).float()

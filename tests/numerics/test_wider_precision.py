@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from scatterpar import DataParallelCriterion, ScatterOnceParallel
 from scatterpar.batch import nested
-from scatterpar.verify import wider_precision
-from scatterpar.verify.wider_precision import Precision, WiderCasts, WiderLayers
+from scatterpar.numerics import wider_precision
+from scatterpar.numerics.wider_precision import Precision, WiderCasts, WiderLayers
 
 ROWS = 24
 HALF = torch.float16, torch.bfloat16

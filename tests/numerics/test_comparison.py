@@ -8,8 +8,8 @@ import weakref
 import pytest
 import torch
 
-from scatterpar.verify import comparison
-from scatterpar.verify.comparison import Result, relative_difference, weighted_sum
+from scatterpar.numerics import comparison
+from scatterpar.numerics.comparison import Result, relative_difference, weighted_sum
 
 
 def numbers(*values):

@@ -384,7 +384,7 @@ SABOTAGES = [
         name="an optimizer that cannot be divided is accepted",
         promise="exact",
         file="dry_run.py",
-        place="_Trial._compare",
+        place="_GroupTrial._compare",
         text="<= _TOLERANCE * change",
         replacement=">= 0",
         seen_by="test_others_are_refused_before_a_step",

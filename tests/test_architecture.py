@@ -474,6 +474,7 @@ OF_THE_REPOSITORY = {
     "test_benchmarks.py": "`python -m benchmarks` is no part of the package",
     "test_card.py": "`python -m benchmarks card` is no part of the package",
     "test_sabotage.py": "each promise is broken in turn",
+    "test_size.py": "the meter is no part of the package",
     "test_simulation.py": "several GPUs, of `benchmarks`, are no part of the package",
     "test_types.py": "what type checkers say of the public names",
     "test_who.py": "which tests reach a line",

@@ -1,0 +1,122 @@
+"""How much must be held in one's head? Tokens of the package, to be seen, not to be met.
+
+    python -m tests.size            one line per package
+    python -m tests.size REVISION   what has changed since: one line per file
+
+Tokens are names, operators, numbers and strings, without annotations, imports,
+docstrings and comments: a thought has as many on one line as on five.
+"""
+
+import argparse
+import ast
+import io
+import subprocess
+import tokenize
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "scatterpar"
+_COUNTED = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
+_WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class _Bare(ast.NodeTransformer):
+    """Takes away what says nothing about what the code does."""
+
+    def visit(self, node):
+        if isinstance(node, _WITH_DOCSTRING) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+        return super().visit(node)
+
+    def visit_Import(self, node):
+        return ast.Pass()
+
+    visit_ImportFrom = visit_Import
+
+    def visit_arg(self, node):
+        node.annotation = None
+        return node
+
+    def visit_FunctionDef(self, node):
+        node.returns = None
+        return self.generic_visit(node)
+
+    def visit_AnnAssign(self, node):
+        if node.value is None:
+            return ast.Expr(node.target)
+        assignment = ast.Assign([node.target], node.value, lineno=node.lineno)
+        return self.generic_visit(assignment)
+
+
+def tokens_in(text):
+    """The number of tokens of a file."""
+    tree = _Bare().visit(ast.parse(text))
+    bare = ast.unparse(ast.fix_missing_locations(tree))
+    kinds = [
+        token.type for token in tokenize.generate_tokens(io.StringIO(bare).readline)
+    ]
+    # An import, and a body without statements, left a ``pass``.
+    return sum(kind in _COUNTED for kind in kinds) - bare.count("pass\n")
+
+
+def sizes_now():
+    """The tokens of each file of the working tree, by its path."""
+    sizes = Counter()
+    for path in (ROOT / PACKAGE).rglob("*.py"):
+        sizes[path.relative_to(ROOT).as_posix()] = tokens_in(path.read_text("utf-8"))
+    return sizes
+
+
+def sizes_at(revision):
+    """The tokens of each file of a revision, by its path."""
+    sizes = Counter()
+    listing = _git("ls-tree", "-r", "--name-only", revision, PACKAGE)
+    for path in listing.splitlines():
+        if path.endswith(".py"):
+            sizes[path] = tokens_in(_git("show", f"{revision}:{path}"))
+    return sizes
+
+
+def _git(*arguments):
+    command = ["git", *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
+
+
+def print_packages(sizes):
+    """One line per package, the largest first."""
+    packages = Counter()
+    for path, size in sizes.items():
+        folders = path.split("/")
+        packages[folders[1] if len(folders) > 2 else "(files)"] += size
+    for package, size in packages.most_common():
+        print(f"{size:8,}  {package}")
+    print(f"{sizes.total():8,}  all")
+
+
+def print_difference(before, now):
+    """One line per file whose size is another one, the largest difference first."""
+    differences = {path: now[path] - before[path] for path in before | now}
+    for path in sorted(differences, key=lambda path: -abs(differences[path])):
+        if differences[path]:
+            print(f"{differences[path]:+8,}  {before[path]:,} to {now[path]:,}  {path}")
+    print(f"{now.total() - before.total():+8,}  {before.total():,} to {now.total():,}")
+
+
+def main():
+    """Parse the command line, and print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("revision", nargs="?")
+    revision = parser.parse_args().revision
+    if revision is None:
+        print_packages(sizes_now())
+    else:
+        print_difference(sizes_at(revision), sizes_now())
+
+
+if __name__ == "__main__":
+    main()

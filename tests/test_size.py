@@ -1,0 +1,34 @@
+"""The meter counts what code does, and nothing of how it is written."""
+
+import pytest
+
+from tests import size
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x = f(1)",
+        "x = f(\n    1\n)\n",
+        '"""What x is."""\n# why\nx: int = f(1)  # here',
+        "import os\nfrom os import path\nx = f(1)",
+    ],
+    ids=["plain", "lines", "words", "imports"],
+)
+def test_one_thought_has_one_size(text):
+    assert size.tokens_in(text) == 6
+
+
+def test_functions_count_without_annotations():
+    bare = "def f(a):\n    return a\n"
+    annotated = 'def f(a: int) -> int:\n    """a."""\n    return a\n'
+    assert size.tokens_in(annotated) == size.tokens_in(bare)
+
+
+def test_difference_names_each_changed_file(capsys):
+    before = size.Counter({"scatterpar/a.py": 10, "scatterpar/b.py": 5})
+    now = size.Counter({"scatterpar/a.py": 10, "scatterpar/c.py": 7})
+    size.print_difference(before, now)
+    printed = capsys.readouterr().out
+    assert "a.py" not in printed
+    assert [line.split()[0] for line in printed.splitlines()] == ["+7", "-5", "+2"]

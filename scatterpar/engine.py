@@ -38,7 +38,7 @@ from scatterpar.devices.transfers import Transfers
 from scatterpar.distributed.ranks import Ranks
 from scatterpar.options.assigned_options import fixed, option
 from scatterpar.options.auto_accum import AutoAccum, Search
-from scatterpar.options.batch_calls import BatchCalls
+from scatterpar.options.batch_groups import BatchGroups
 from scatterpar.options.call_arguments import (
     explaining_keywords,
     read_arguments,
@@ -590,8 +590,6 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
 
         Raises ``RuntimeError`` if copies between devices arrive corrupted.
         """
-        if self.loop.settle is not None:
-            self.loop.settle()
         check_links(self.device_ids)
         attempt = Attempt(
             request,
@@ -762,17 +760,12 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         with self._attempt(request, plan, extent) as attempt:
             return map_rows(attempt, self.module, work, self._verifier)
 
-    def batch_calls(self, function: Callable[[Any, Any], Any]) -> BatchCalls:
-        """For loops of other libraries: calls of ``function(replica, batch)`` for whole
-        batches. See ``BatchCalls``.
+    def batch_groups(self, function: Callable[[Any, Any], Any]) -> BatchGroups:
+        """For an evaluation of another library: calls of ``function(replica, batch)``
+        for whole batches. See ``BatchGroups``.
         """
-        return BatchCalls(
-            function,
-            self._attempt,
-            self.module,
-            self.device_ids,
-            self._workers,
-            self.loop,
+        return BatchGroups(
+            function, self._attempt, self.module, self.device_ids, self._workers
         )
 
     @explaining_keywords

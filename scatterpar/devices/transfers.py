@@ -206,7 +206,7 @@ class Prefetcher(Transfers):
         self._lock = threading.Lock()
         self._device = device
         self._stream = stream_for("arriving", device)
-        self._senders: list[torch.Stream] = []
+        self._senders: dict[torch.device, torch.Stream] = {}
         use = "sending", (device.index or 0) % _MAX_SENDERS
         for source in sources:
             if self._stream is None or source == device:
@@ -215,7 +215,7 @@ class Prefetcher(Transfers):
             if sender is not None:
                 # It may still compute the rows.
                 sender.wait_stream(torch.accelerator.current_stream(source))
-                self._senders.append(sender)
+                self._senders[source] = sender
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # no caller could handle an error here
@@ -259,13 +259,16 @@ class Prefetcher(Transfers):
             computing = torch.accelerator.current_stream(self._device)
             # Work that was launched there may still read the memory of the targets.
             self._stream.wait_stream(computing)
-            for stream in (*self._senders, self._stream):
+            for stream in (*self._senders.values(), self._stream):
                 current.enter_context(stream)
             is_staged = False
             for tensor, target in requested:
                 source = self._in_pinned_memory(tensor, target)
                 write(target, source, non_blocking=True)
                 is_staged = is_staged or source is not tensor
+                sender = self._senders.get(tensor.device)
+                if sender is not None:  # its owner may free it before it is read
+                    tensor.record_stream(sender)
             copied = self._stream.record_event()
             self._groups[number] = copied, [target for _, target in requested]
             if is_staged:

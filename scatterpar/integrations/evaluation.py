@@ -1,12 +1,19 @@
-"""Evaluation by all replicas: each computes whole batches of the stock loop.
+"""Evaluation on all devices: each computes whole batches of the stock loop.
 
 A stock loop computes one batch after the other::
 
     for batch in loader:
         result = prediction_step(model, batch)
 
-Here the loader reads one batch per replica ahead, which replicas compute at the same
-time. The loop gets each result when it asks for it.
+A function of a library computes a group of batches, one per replica, at the same time.
+The loop gets their results one by one::
+
+    0 1 2 | 3 4 5 | 6        7 batches on 3 replicas: 3 groups
+    ^       ^       ^        replicas compute when the loop asks for these results
+
+A function of the user's takes turns, batch *i* on device *i* mod N, in the order of the
+loop. Kernels of different devices overlap, because the function returns when they are
+launched.
 
 No batch is divided. So the results are those of the stock loop, whatever it computes:
 losses that compare rows, outputs without rows, generated texts.
@@ -14,41 +21,57 @@ losses that compare rows, outputs without rows, generated texts.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from scatterpar.integrations import loop
-from scatterpar.options.batch_calls import BatchCalls
+from scatterpar.batch import nested
+from scatterpar.devices.device_ids import physical
+from scatterpar.devices.streams import use_device
+from scatterpar.devices.transfers import Prefetcher, write
+from scatterpar.engine import ScatterOnceParallel
+from scatterpar.integrations.lending import Lending, Parts
+from scatterpar.options.batch_groups import BatchGroups
+from scatterpar.replicas.broadcast import version, versions
+from scatterpar.threads.generators import drawing_as
 
 
 class BatchesAhead:
-    """A loader that reads some batches ahead. It has the loader's attributes.
+    """A loader that reads batches ahead, if the loop asks for the results of a group.
+    It has the loader's attributes.
 
     Args:
         loader: the stock loader, for example accelerate's.
-        size: the number of batches that are read at the same time.
+        devices: those of the replicas.
         prepare: is applied to each batch that is read.
 
     Attributes:
-        size: as above; the loop may lower it.
         batches: those that were read. The loop is at the first one.
-        inputs: what replicas get for the first of these batches, if it is not these;
-            the loop adds them.
-        calls: compute them; ``None`` before the loop asks for its first result.
+        groups: computes groups of them.
+        turns: those of the user's function, in the place of groups. Both are ``None``
+            before the loop asks for its first result.
     """
 
     def __init__(
-        self, loader: Any, size: int, prepare: Callable[[Any], Any] | None = None
+        self,
+        loader: Any,
+        devices: Sequence[torch.device],
+        prepare: Callable[[Any], Any] | None = None,
     ) -> None:
         self.loader = loader
+        self._devices = devices
         self._prepare = prepare
-        self.size = size
+        self._unread: Iterator[Any] = iter(())
         self.batches: deque[Any] = deque()
-        self.inputs: deque[Any] = deque()
-        self.calls: BatchCalls | None = None
+        self.groups: BatchGroups | None = None
+        self.turns: Turns | None = None
+        # Of the first batches: results, and the devices of these.
+        self._ready_results: deque[tuple[Any, torch.device]] = deque()
         self._has_result = False  # of the batch at which the loop is
         self._is_at_end = False  # of the loader, after these batches
 
@@ -61,62 +84,209 @@ class BatchesAhead:
     def __iter__(self) -> Iterator[Any]:
         """The loader's batches, one by one."""
         self._is_at_end = False
-        batches = iter(self.loader)
+        self._unread = iter(self.loader)
         try:
-            self._read(batches)
-            while self.batches:
-                # The loader was ahead, and the loop asks it before each batch.
-                if self._is_at_end:
-                    self.loader.end_of_dataloader = len(self.batches) == 1
+            while self.read(1):
                 self._has_result = False
                 yield self.batches[0]
-                if self.calls is not None and not self._has_result:
-                    self.calls.skip()
                 # Before it reads: each batch is in memory until the loop has left it.
                 self.batches.popleft()
-                if self.inputs:
-                    self.inputs.popleft()
-                self._read(batches)
+                # The loop may have left the batch out.
+                if self._ready_results and not self._has_result:
+                    self._ready_results.popleft()
         finally:
+            self._unread = iter(())
             self.batches.clear()
-            self.inputs.clear()
-            # A loop may end before its loader, or fail.
-            self.close()
+            self._ready_results.clear()
 
     def has(self, batch: Any) -> bool:
         """Whether the loop is at this batch, and has not had its result."""
         return bool(self.batches) and self.batches[0] is batch and not self._has_result
 
-    def result(self) -> Any:
-        """The result of the batch at which the loop is, on its replica's device."""
-        assert self.calls is not None
-        self._has_result = True
-        return self.calls.result(list(self.inputs or self.batches))
-
-    def moved(self, value: Any, device: torch.device) -> Any:
-        """What the result has, on the first device. Then its replica goes on."""
-        assert self.calls is not None
-        on_device = loop.moved(value, device, copy=True)
-        self.calls.go_on()
-        return on_device
-
-    def close(self) -> None:
-        """End the calls whose results the loop did not ask for."""
-        if self.calls is not None:
-            self.calls.close()
-
-    def _read(self, batches: Iterator[Any]) -> None:
-        """Read batches until there are ``size``, or the loader has no more."""
-        while len(self.batches) < self.size:
-            # accelerate's loader says so before its last batch. To ask for one more
-            # ends its iteration, which must not be before the loop has had the batch.
-            if self._is_at_end and self.batches:
-                return
+    def read(self, number: int) -> Sequence[Any]:
+        """The batch at which the loop is, and the next ones: ``number``, or fewer at
+        the loader's end.
+        """
+        if self.groups is not None and len(self.batches) < number:
+            # A loader may write the memory of earlier batches.
+            self.groups.synchronize()
+        # accelerate's loader says so before its last batch. To ask for one more ends
+        # its iteration, which must not be before the loop has had the batch.
+        while len(self.batches) < number and not (self._is_at_end and self.batches):
             try:
-                batch = next(batches)
+                batch = next(self._unread)
             except StopIteration:
-                return
+                break
             if self._prepare is not None:
                 batch = self._prepare(batch)
             self.batches.append(batch)
             self._is_at_end = bool(getattr(self.loader, "end_of_dataloader", False))
+        if self._is_at_end:  # the loop asks whether it is at the last batch
+            self.loader.end_of_dataloader = len(self.batches) == 1
+        return list(islice(self.batches, number))
+
+    def result(self, inputs: Sequence[Any] | None = None) -> Any:
+        """The result of the batch at which the loop is, on the first device.
+
+        If it is the first batch of a group, all of the group's are computed.
+
+        Args:
+            inputs: what replicas get for a group, in the place of its batches.
+        """
+        if not self._ready_results:
+            assert self.groups is not None
+            group = self.read(len(self._devices)) if inputs is None else inputs
+            results = self.groups.results(group)
+            self._ready_results.extend(zip(results, self._devices, strict=False))
+        self._has_result = True
+        # Results are large: each is dropped once the loop has it.
+        result, device = self._ready_results.popleft()
+        return brought_home(result, device, self._devices[0])
+
+    @property
+    def is_at_group(self) -> bool:
+        """Whether the batch at which the loop is begins a group."""
+        return not self._ready_results
+
+
+class Turns:
+    """Turns of a user's function in an evaluation: batch *i* on device *i* mod N.
+
+    In a turn, the user's own modules have the tensors of the replica on its device.
+    Modules stay the user's, because calls may write them. Replicas get all values
+    before the first turn, and later those whose versions have changed.
+
+    Args:
+        engine: has the replicas.
+        modules: the user's, in the order of the replicas' modules.
+        roots: returns what else calls may write.
+        excluded: names of attributes of roots that stay as they are.
+
+    Attributes:
+        devices: those of the turns. Two replicas on one device would only wait for each
+            other.
+    """
+
+    def __init__(
+        self,
+        engine: ScatterOnceParallel[Any],
+        modules: Sequence[nn.Module],
+        roots: Callable[[], Iterable[Any]],
+        excluded: Collection[str],
+    ) -> None:
+        self._engine = engine
+        self._modules = modules
+        self._roots = roots
+        self._excluded = excluded
+        self._number = 0  # of the next batch
+        self.devices = list(dict.fromkeys(engine.device_ids))
+        self._replicas: dict[torch.device, nn.Module] = {}
+        self._tensors: list[Tensor] = []  # the user's, of which replicas were made
+        # By device, the versions of these tensors whose values it has.
+        self._sent: dict[torch.device, list[int]] = {}
+
+    def next_device(self) -> torch.device:
+        """The device of the next batch."""
+        device = self.devices[self._number % len(self.devices)]
+        self._number += 1
+        return device
+
+    def turn(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
+        """In the body of the returned context, it is the turn of a batch on ``device``.
+
+        On the first device the user's modules have their own tensors.
+        """
+        # Before the first batch, for which the host would wait when it reads values.
+        if not self._replicas and len(self.devices) > 1:
+            self._refresh()
+        if device == self.devices[0]:
+            return contextlib.nullcontext()
+        pairs = self._refreshed(device)
+        parts = [part for module in self._modules for part in module.modules()]
+        return self._lent(pairs, parts, device)
+
+    @contextlib.contextmanager
+    def _lent(
+        self,
+        pairs: Sequence[tuple[Tensor, Tensor]],
+        parts: Sequence[nn.Module],
+        device: torch.device,
+    ) -> Iterator[None]:
+        """In the body, ``parts`` have the copies in ``pairs``."""
+        home = physical(self.devices[0])
+        away = physical(device)
+        lending = Lending(lambda: [*self._roots(), *parts], self._excluded, home)
+        copies = [copied for _, copied in pairs]
+        before = versions(copies)
+        try:
+            with (
+                use_device(away, ()),
+                drawing_as(home, away),
+                lending.lent(Parts((), pairs), away),
+            ):
+                yield
+        finally:
+            lending.end_step()
+            with torch.no_grad():
+                for (tensor, copied), earlier in zip(pairs, before, strict=True):
+                    if version(copied) != earlier:
+                        write(tensor, copied)
+            self._sent[device] = versions(self._tensors)
+
+    def _refresh(self) -> None:
+        """Give all replicas the values of the user's tensors."""
+        replicas = zip(self._engine.device_ids, self._engine.replicas, strict=True)
+        self._replicas = dict(reversed([*replicas]))  # the first of each device
+        self._tensors = [tensor for tensor, _ in self._pairs_on(self.devices[-1])]
+        self._sent = dict.fromkeys(self.devices, versions(self._tensors))
+
+    def _refreshed(self, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+        """Pairs of the user's tensors, and those of the replica on ``device``, which
+        has their values afterwards.
+        """
+        pairs = self._pairs_on(device)
+        if not self._are_current(pairs):
+            self._refresh()
+            return self._pairs_on(device)
+        present = versions(self._tensors)
+        with torch.no_grad():
+            for number, (tensor, copied) in enumerate(pairs):
+                if present[number] != self._sent[device][number]:
+                    write(copied, tensor)
+        return pairs
+
+    def _pairs_on(self, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+        """Pairs of the user's tensors, and those of the replica on ``device``."""
+        modules = self._replicas[device].children()
+        return Parts(zip(self._modules, modules, strict=True)).tensors
+
+    def _are_current(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
+        """Whether replicas were made of the tensors that the user's modules have."""
+        if len(pairs) != len(self._tensors):
+            return False
+        return all(
+            tensor is known and tensor.shape == copied.shape
+            for (tensor, copied), known in zip(pairs, self._tensors, strict=True)
+        )
+
+
+def brought_home(value: Any, device: torch.device, home: torch.device) -> Any:
+    """``value`` without graphs, its tensors of ``device`` copied to ``home``.
+
+    Copies run on streams of their own, so that no device waits for another one before
+    it computes its next batch. Work that is launched on ``home`` later waits for them.
+    """
+    if device == home:
+        return nested.map_tensors(Tensor.detach, value)
+    copies = Prefetcher(home, [physical(device)])
+
+    def moved(tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()
+        # A tensor that a function has left on the host, or on another device, stays.
+        is_moved = tensor.device == physical(device)
+        return copies.copy(tensor, home, "compute") if is_moved else tensor
+
+    value = nested.map_tensors(moved, value)
+    copies.issue(0)
+    copies.wait_on_stream(0)
+    return value

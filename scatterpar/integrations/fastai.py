@@ -15,6 +15,7 @@ evaluation.
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -130,6 +131,10 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         self._reduction = reduction
         self._whole_batch = whole_batch
         self._functions = loop.UserFunctions()
+        # Of an evaluation: whether the model gets the loader's batches; the places of
+        # a group's inputs, from the batch on at which the loop is.
+        self._reads_ahead = True
+        self._places: deque[Any] = deque()
 
     def before_train(self) -> None:
         """Refuse callbacks by name, and begin to process batches."""
@@ -150,13 +155,13 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         """Begin to process batches, and read one per replica ahead."""
         self._begin()
         self._ahead = None
-        num_replicas = len(self._engine.device_ids)
+        devices = self._engine.device_ids
         # A hook writes what the loss may read, so the model itself is called.
-        if num_replicas > 1 and not _hooks_of_user(self.learn.model):
-            set_device = self.learn._set_device
-            # One more, with which a replica begins while the loop works on a result.
-            self._ahead = BatchesAhead(self.learn.dl, num_replicas + 1, set_device)
+        if len(devices) > 1 and not _hooks_of_user(self.learn.model):
+            self._ahead = BatchesAhead(self.learn.dl, devices, self.learn._set_device)
+            self._ahead.groups = self._engine.batch_groups(_prediction)
             self.learn.dl = self._ahead
+            self._reads_ahead = True
 
     def after_validate(self) -> None:
         """Give the Learner its own loader back."""
@@ -297,28 +302,23 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         unless the model does not get the loader's batch.
         """
         ahead = self._ahead
-        if ahead is None or ahead.size == 1:
+        if ahead is None or not self._reads_ahead:
             return learn.model(*learn.xb)
-        if ahead.calls is None:
-            ahead.calls = self._engine.batch_calls(_prediction)
-            self._add_inputs(learn, ahead, learn.xb)
-        for batch in [*ahead.batches][len(ahead.inputs) :]:
-            self._add_inputs(learn, ahead, self._inputs_of(learn, batch))
-        places, _ = ahead.inputs[0]
-        prediction = ahead.result()
-        if places != _places(learn.xb):
-            ahead.size = 1  # a callback changes batches, so do not read ahead
-            ahead.close()
+        if ahead.is_at_group:
+            batches = ahead.read(len(self._engine.device_ids))
+            inputs = [self._inputs_of(learn, batch) for batch in batches[1:]]
+            inputs.insert(0, learn.xb)
+            self._places = deque(map(_places, inputs))
+            # A callback of fastai's makes plain tensors of images and categories.
+            if {*map(type, nested.tensors(learn.xb))} == {Tensor}:
+                inputs = nested.map_tensors(_plain, inputs)
+            prediction = ahead.result(inputs)
+        else:
+            prediction = ahead.result()
+        if self._places.popleft() != _places(learn.xb):
+            self._reads_ahead = False  # a callback changes batches
             return learn.model(*learn.xb)
-        return ahead.moved(prediction, self._engine.device_ids[0])
-
-    def _add_inputs(self, learn: Any, ahead: BatchesAhead, inputs: Any) -> None:
-        """Add the inputs of a batch, with their places."""
-        places = _places(inputs)
-        # A callback of fastai's makes plain tensors of images and categories.
-        if {*map(type, nested.tensors(learn.xb))} == {Tensor}:
-            inputs = nested.map_tensors(_plain, inputs)
-        ahead.inputs.append((places, inputs))
+        return prediction
 
     def _inputs_of(self, learn: Any, batch: Any) -> tuple[Any, ...]:
         """The inputs of a batch that the loop has not reached."""
@@ -409,8 +409,7 @@ class _Criterion(nn.Module):
             return loss_func(output, *targets)
 
 
-def _prediction(model: nn.Module, placed: tuple[Any, tuple[Any, ...]]) -> Any:
-    _, inputs = placed
+def _prediction(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
     return model(*inputs)
 
 

@@ -43,13 +43,12 @@ from scatterpar.batch.joining import join_rows
 from scatterpar.batch.markers import Rows
 from scatterpar.devices.device_ids import DeviceLike, physical, resolve
 from scatterpar.devices.fingerprints import same_bits
-from scatterpar.devices.streams import use_device
-from scatterpar.devices.transfers import to_device, write
+from scatterpar.devices.transfers import to_device
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import Told, warn
 from scatterpar.integrations import loop
+from scatterpar.integrations.evaluation import Turns, brought_home
 from scatterpar.integrations.lending import Lending, Parts, roots_of
-from scatterpar.replicas.broadcast import version, versions
 from scatterpar.state.journal import Journal
 from scatterpar.state.savers import Silent
 from scatterpar.state.walk import Walk
@@ -153,10 +152,10 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         # By path, the module's metrics without their states: calls copy these while
         # the loop updates the user's.
         self._empty_metrics: dict[str, Any] = {}
-        # Of an evaluation: how many batches have been transferred; which replica has
-        # the last one.
-        self._num_batches = 0
-        self._replica_of_batch = 0
+        # Of an evaluation: the turns of its batches; the device of the batch that was
+        # transferred last.
+        self._turns: Any = None
+        self._device_of_batch: torch.device | None = None
 
     @property
     def root_device(self) -> torch.device:
@@ -203,7 +202,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """Close the engine, and do what ``SingleDeviceStrategy`` does."""
         # Before the module goes to the host: replicas read its tensors.
         self._until_teardown.close()
-        self._engine = None
+        self._engine = self._turns = None
         super().teardown()
 
     def batch_to_device(
@@ -216,12 +215,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """
         device = torch.device("cpu")
         if not self.lightning_module.trainer.training:
-            # Two replicas on one device would only wait for each other.
-            devices = list(dict.fromkeys(self._engine.device_ids))
-            device = devices[self._num_batches % len(devices)]
-            self._replica_of_batch = self._engine.device_ids.index(device)
-            self._num_batches += 1
-            device = physical(device)
+            self._device_of_batch = self._turns.next_device()
+            device = physical(self._device_of_batch)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     # Training.
@@ -395,7 +390,9 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     def _begin_evaluation(self) -> None:
         """The loop begins, from the first device on."""
-        self._num_batches = 0
+        module = self.lightning_module
+        self._turns = Turns(self._engine, [module], lambda: (), _OF_LOOP)
+        self._device_of_batch = None
 
     on_validation_start = _begin_evaluation
     on_test_start = _begin_evaluation
@@ -403,49 +400,41 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     def _evaluate(self, step: str, *arguments: Any, **options: Any) -> Any:
         """Call a step function for a batch: on the device that has the batch."""
-        number = self._replica_of_batch
+        home = self._turns.devices[0]
         # A batch that the loop does not transfer is on the first device.
-        self._replica_of_batch = 0
+        device = self._device_of_batch or home
+        self._device_of_batch = None
         function = getattr(super(), step)
-        if number == 0:
-            return function(*arguments, **options)
-        with self._on_replica(number):
+        with self._in_turn(device, home):
             output = function(*arguments, **options)
-        return loop.moved(output, self.root_device)
+        return brought_home(output, device, home)
 
     validation_step = partialmethod(_evaluate, "validation_step")
     test_step = partialmethod(_evaluate, "test_step")
     predict_step = partialmethod(_evaluate, "predict_step")
 
     @contextlib.contextmanager
-    def _on_replica(self, number: int) -> Iterator[None]:
-        """In the body the modules have the tensors of a replica. Metrics stay on the
-        first device, where their states are.
+    def _in_turn(self, device: torch.device, home: torch.device) -> Iterator[None]:
+        """In the body the module has the tensors of a replica.
 
-        Modules stay the user's, because calls may write them. In training replicas have
-        modules of their own: backward passes may call these later.
+        Metrics and logged values stay on the first device.
         """
         module = self.lightning_module
         results = module.trainer._results
-        metrics = _metrics_of(module)
-        with _placed(module, dict.fromkeys(metrics, _NO_METRIC)):
-            replica = self._engine.replicas[number][0]
-            pairs = Parts([(module, replica)]).tensors
-            modules = list(module.modules())
-            lending = Lending(lambda: modules, _OF_LOOP, self.root_device)
-        device = loop.device_of(replica, self.root_device)
-        before = versions([copied for _, copied in pairs])
+        with self._without_metrics() as metrics:  # replicas have none
+            turn = self._turns.turn(device)
+        if device == home:
+            yield
+            return
+        log = partial(_called_at_home, module.log, device, home)
         with (
-            use_device(device, ()),
-            lending.lent(Parts((), pairs), device),
-            loop.overridden(module, _device=device),
-            _updated_on(metrics, self.root_device),
+            turn,
+            loop.overridden(module, _device=physical(device), log=log),
+            _updated_at_home(metrics, device, home),
         ):
             yield
-        for (tensor, copied), version_before in zip(pairs, before, strict=True):
-            if version(copied) != version_before:
-                write(tensor, copied)
-        if results is not None and device != self.root_device:
+        # Numbers are logged on the module's device.
+        if results is not None and physical(device) != self.root_device:
             results.to(self.root_device)
 
     @contextlib.contextmanager
@@ -784,21 +773,28 @@ def _placed(module: nn.Module, metrics: Mapping[str, Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _updated_on(metrics: Mapping[Any, Any], device: torch.device) -> Iterator[None]:
-    """In the body, metrics are updated on ``device`` with values of another one."""
+def _updated_at_home(
+    metrics: Mapping[Any, Any], device: torch.device, home: torch.device
+) -> Iterator[None]:
+    """In the body, metrics on ``home`` are updated with values of ``device``."""
     with contextlib.ExitStack() as stack:
         for metric in _single(metrics).values():
             # Their states stay, because lists of what they have seen may be long.
-            update = partial(_moved_update, metric.update, device)
+            update = partial(_called_at_home, metric.update, device, home)
             stack.enter_context(loop.overridden(metric, update=update))
         yield
 
 
-def _moved_update(
-    update: Callable[..., None], device: torch.device, *args: Any, **kwargs: Any
+def _called_at_home(
+    function: Callable[..., None],
+    device: torch.device,
+    home: torch.device,
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
-    arguments, options = loop.moved((args, kwargs), device)
-    update(*arguments, **options)
+    """Call ``function`` with the values of ``device`` on ``home``."""
+    arguments, options = brought_home((args, kwargs), device, home)
+    function(*arguments, **options)
 
 
 def _emptied(metric: Any) -> Any:

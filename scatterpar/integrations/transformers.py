@@ -31,7 +31,7 @@ from scatterpar.devices.device_ids import DeviceLike, physical, resolve
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import warn
 from scatterpar.integrations import loop, step_batches
-from scatterpar.integrations.evaluation import BatchesAhead
+from scatterpar.integrations.evaluation import BatchesAhead, Turns, brought_home
 from scatterpar.integrations.lending import (
     Lending,
     Parts,
@@ -543,7 +543,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         """What a Trainer on a replica has in the place of this one's attributes."""
         gather = Gathered.of if self._is_of_trl else _unchanged
         attributes = {
-            "accelerator": _Placed(self.accelerator, device, record.logs, gather),
+            "accelerator": _Recording(self.accelerator, device, record.logs, gather),
             "log": partial(_record, record.logs, self.log),
             "model_wrapped": work[0],
         }
@@ -607,8 +607,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         # Nothing is read ahead for one device.
         if len(self._devices) == 1:
             return super().evaluation_loop(dataloader, *args, **kwargs)
-        # One more, with which a replica begins while the loop works on a result.
-        ahead = BatchesAhead(dataloader, len(self._devices) + 1)
+        ahead = BatchesAhead(dataloader, self._devices)
         step = partial(self._prediction_in, ahead)
         try:
             # Batches stay on the host: the engine copies each to its replica.
@@ -618,46 +617,68 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             ):
                 return super().evaluation_loop(ahead, *args, **kwargs)
         finally:
-            ahead.close()
             if not self.is_in_train:
                 self._close_engine()
 
     def _prediction_in(
         self, ahead: BatchesAhead, model: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """``prediction_step`` in an evaluation: replicas compute the next batches at
-        the same time.
+        """``prediction_step`` in an evaluation.
+
+        The user's takes turns on the devices. With a library's, replicas compute the
+        next batches at the same time.
         """
         # The model may be one that the Trainer has compiled.
         is_replicated = unwrapped(model)[0] is self.model
-        # One batch is computed here, and so is one of the user's own.
-        is_single = ahead.calls is None and len(ahead.batches) < 2
-        if is_single or not is_replicated or not ahead.has(inputs):
+        if not is_replicated or not ahead.has(inputs):
             return type(self).prediction_step(self, model, inputs, *args, **kwargs)
-        # Modules and functions are searched once: that takes longer than a batch.
-        if ahead.calls is None:
+        if ahead.turns is None and ahead.groups is None:
+            # Modules and functions are searched once: that takes longer than a batch.
             engine = self._engine_of_the_model()
             self._choose_turns(engine, "prediction_step", "compute_loss")
-            predict = partial(self._predict_on_replica, args=args, options=kwargs)
-            ahead.calls = engine.batch_calls(predict)
-        try:
-            record = ahead.result()
-        finally:
-            self._lending.end_step()
+            if self._takes_turns:
+                ahead.turns = Turns(engine, self._parts, self._roots, _NOT_LENT)
+            elif len(ahead.read(2)) > 1:  # one batch needs no replicas
+                predict = partial(self._predict_on_replica, args=args, options=kwargs)
+                ahead.groups = engine.batch_groups(predict)
+        if ahead.turns is not None:
+            return self._predict_in_turn(ahead.turns, model, inputs, *args, **kwargs)
+        if ahead.groups is None:
+            return type(self).prediction_step(self, model, inputs, *args, **kwargs)
+        result = ahead.result()
+        record = result["record"]
         self._transfer([record])
         if self._is_of_trl:
             self._append_metrics("eval", [record], [1.0])
-        return ahead.moved(record.output, self._devices[0])
+        return result["output"]
+
+    def _predict_in_turn(
+        self, turns: Turns, model: Any, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """The Trainer's own ``prediction_step``, on the device of the next batch."""
+        device = turns.next_device()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(turns.turn(device))
+            if device != turns.devices[0]:
+                placed = _Placed(self.accelerator, physical(device))
+                stack.enter_context(loop.overridden(self, accelerator=placed))
+                here = loop.overridden(self.args, _setup_devices=physical(device))
+                stack.enter_context(here)
+            output = type(self).prediction_step(self, model, inputs, *args, **kwargs)
+        return brought_home(output, device, turns.devices[0])
 
     def _predict_on_replica(
         self, work: Any, batch: Any, args: Sequence[Any], options: Mapping[str, Any]
-    ) -> _CallRecord:
-        """The Trainer's own ``prediction_step`` for one batch, on a replica."""
+    ) -> dict[str, Any]:
+        """The Trainer's own ``prediction_step`` for one batch, on a replica.
+
+        Returns its output, and the record of what it has logged and measured.
+        """
         with self._standing_in(work) as (trainer, record):
-            record.output = trainer.prediction_step(
+            output = trainer.prediction_step(
                 trainer.model, copy.copy(batch), *args, **options
             )
-        return record
+        return {"output": output, "record": record}
 
 
 class ScatterOnceTrainer(ScatterOnceMixin, transformers.Trainer):
@@ -703,7 +724,6 @@ class _CallRecord:
         metrics: TRL's, by mode and name.
         tokens: the number that TRL's trainers have added to that of the run.
         components: sums of terms of sentence-transformers' losses, by mode and name.
-        output: what the call returned.
     """
 
     def __init__(self) -> None:
@@ -712,10 +732,20 @@ class _CallRecord:
         self.metrics: dict[str, Any] = {}
         self.tokens = 0
         self.components: dict[str, dict[str, Any]] = {}
-        self.output: Any
 
 
 class _Placed:
+    """An accelerator on another device."""
+
+    def __init__(self, accelerator: Any, device: torch.device) -> None:
+        self._accelerator = accelerator
+        self.device = device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+
+class _Recording(_Placed):
     """An accelerator on another device, whose logs are recorded.
 
     ``gather`` is applied to what is gathered: metrics of TRL's know how they combine.
@@ -728,13 +758,9 @@ class _Placed:
         logs: list[Any],
         gather: Callable[[Any], Any],
     ) -> None:
-        self._accelerator = accelerator
+        super().__init__(accelerator, device)
         self._gather = gather
-        self.device = device
         self.log = partial(_record, logs, accelerator.log)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._accelerator, name)
 
     def gather(self, tensor: Any) -> Any:
         """The accelerator's result, of one process."""

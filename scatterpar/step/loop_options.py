@@ -39,8 +39,6 @@ class LoopOptions:
         journal: saves what calls of the user's function may write, before the first try
             of ``accum="auto"`` at a step. It is restored after each try that ran out of
             memory, and after trials.
-        settle: waits for calls of an evaluation that are in progress; ``None`` if there
-            are none. The engine sets it.
         around_looks: makes a context manager for the calls of a look, in which the
             loop's loggers are silent, and after which its owner is as before.
     """
@@ -54,7 +52,6 @@ class LoopOptions:
     chosen: LossCandidate | None = None
     divided: Callable[[Any], Any] | None = None
     journal: Callable[[], Journal] | None = None
-    settle: Callable[[], None] | None = None
     around_looks: Callable[[], contextlib.AbstractContextManager[object]] = (
         contextlib.nullcontext
     )

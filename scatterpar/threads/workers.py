@@ -307,26 +307,6 @@ class Workers:
             leave_out_own_frames(failure)
             raise
 
-    def begin(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        device: torch.device,
-        thread: int,
-    ) -> Job:
-        """Let the thread with this number call ``function(*args)`` on ``device``."""
-        memory.tune_malloc(device)
-        call = CallerContext().bound(device, function, args)
-        job = Job({thread: call}, thread + 1, threading.Event())
-        self._post(job, {thread: thread})
-        return job
-
-    def wait_for(self, job: Job) -> None:
-        """Wait until a call that has begun is over."""
-        self._wait(job, math.inf)
-        if _CALLER in job.errors:  # an interrupt
-            raise job.errors[_CALLER]
-
     def results_of(self, job: Job, deadline: float = math.inf) -> list[Any]:
         """What the calls of a job return, in their order; its first error is raised."""
         try:

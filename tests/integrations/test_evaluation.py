@@ -24,11 +24,10 @@ from harness.trainers import (
 )
 from torch import nn
 
-from scatterpar import ScatterOnceParallel
 from scatterpar.integrations.evaluation import BatchesAhead
 from scatterpar.integrations.transformers import ScatterOnceMixin, ScatterOnceTrainer
 
-pytestmark = [pytest.mark.trainers, pytest.mark.draws, pytest.mark.slow]
+pytestmark = [pytest.mark.trainers, pytest.mark.draws]
 
 ROWS = (
     11  # in batches of 2: on 2 devices 3 groups, on 3 devices 2 groups; one is ragged
@@ -196,6 +195,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 @layouts
 def test_metrics_are_those_of_stock_trainer(tmp_path, name, devices):
@@ -226,6 +226,7 @@ def test_metrics_are_those_of_stock_trainer(tmp_path, name, devices):
         assert_same_predictions(my_prediction, its_prediction)
 
 
+@pytest.mark.slow
 @layouts
 def test_overridden_prediction_step_works(tmp_path, devices):
     """It runs on replicas; what it counts and keeps is that of one device."""
@@ -246,16 +247,16 @@ def test_overridden_prediction_step_works(tmp_path, devices):
     assert found["above"] == pytest.approx(found["stock"])
 
 
+@pytest.mark.slow
 def test_replicas_read_their_own_memory(tmp_path, monkeypatch):
     place = {"device_ids": DEVICES["two"]}
     trainer = build(ScatterOnceTrainer, tmp_path, language_model(), padded, extra=place)
-    ahead = BatchesAhead(trainer.get_eval_dataloader(), 2)
+    ahead = BatchesAhead(trainer.get_eval_dataloader(), trainer._devices)
     trainer.model.eval()
     results = []
     with guarded(monkeypatch, trainer.model):
         for batch in itertools.islice(ahead, 3):
             results.append(trainer._prediction_in(ahead, trainer.model, batch, False))
-        ahead.close()
     assert [len(logits) for _, logits, _ in results] == [2, 2, 2]
     trainer._close_engine()
 
@@ -266,7 +267,7 @@ def test_batches_that_the_loop_leaves_out(tmp_path, devices):
     trainer = build(ScatterOnceTrainer, tmp_path, language_model(), padded, extra=place)
     trainer.model.eval()
     loader = trainer.get_eval_dataloader()
-    ahead = BatchesAhead(loader, len(devices) + 1)
+    ahead = BatchesAhead(loader, trainer._devices)
     for number, batch in enumerate(ahead):
         if number in (1, 4):
             continue
@@ -279,6 +280,7 @@ def test_batches_that_the_loop_leaves_out(tmp_path, devices):
     trainer._close_engine()
 
 
+@pytest.mark.slow
 def test_changed_batches_are_computed_singly(tmp_path):
     """Batches that are not the loader's are computed one by one, on the first
     device.
@@ -303,6 +305,7 @@ def test_changed_batches_are_computed_singly(tmp_path):
     assert_same_metrics(*(quietly(t.evaluate) for t in (mine, theirs)))
 
 
+@pytest.mark.slow
 def test_error_reaches_user_next_loop_works(tmp_path):
     class Fails(ScatterOnceTrainer):
         fails = True
@@ -339,6 +342,7 @@ GENERATIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GENERATIONS)
 @layouts
 def test_generated_predictions_as_stock(tmp_path, name, devices):
@@ -373,6 +377,7 @@ def test_generated_predictions_as_stock(tmp_path, name, devices):
     assert_same_predictions(my_prediction, its_prediction)
 
 
+@pytest.mark.slow
 def test_evaluation_in_training_picks_best(tmp_path):
     """The best model is chosen by the stock Trainer's metrics."""
     logs = []
@@ -398,56 +403,145 @@ def test_evaluation_in_training_picks_best(tmp_path):
         assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=1e-6)
 
 
-def test_reading_ahead_ends_as_the_loader_does():
+@pytest.mark.parametrize("reads", [1, 3])
+def test_reading_ahead_ends_as_the_loader_does(reads):
     """accelerate's loader says before its last batch that it is the last."""
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True)
     for number in (0, 1, 4, 5, 6):
         loader = torch.utils.data.DataLoader(torch.arange(number), batch_size=2)
         loader = accelerator.prepare(loader)
-        ahead = BatchesAhead(loader, 3)
+        ahead = BatchesAhead(loader, [])
         assert len(ahead) == len(loader)
         for _ in range(2):
-            ends = [accelerator.gradient_state.end_of_dataloader for _ in ahead]
+            ends = []
+            for _ in ahead:
+                ahead.read(reads)
+                ends.append(accelerator.gradient_state.end_of_dataloader)
             assert ends == [False] * (len(loader) - 1) + [True] * bool(number)
             assert not accelerator.gradient_state.in_dataloader
     rows = [object() for _ in range(4)]
-    assert [*BatchesAhead(rows, 3)] == rows
+    assert [*BatchesAhead(rows, [])] == rows
 
 
-class WritesItsOutput(nn.Module):
-    """Its output is a buffer, or another tensor of its own, that each call writes."""
+def test_only_results_read_ahead():
+    """A loop that computes itself gets each batch as the loader gives it."""
+    events = []
 
-    def __init__(self, is_buffer):
+    def batches():
+        for number in range(3):
+            events.append(f"read {number}")
+            yield number
+
+    for number in BatchesAhead(batches(), []):
+        events.append(f"at {number}")
+    assert events == ["read 0", "at 0", "read 1", "at 1", "read 2", "at 2"]
+
+
+class Observes:
+    """Its prediction step sees where it runs, and writes on the Trainer."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.seen = []
+        self.draws = []
+
+    def prediction_step(self, model, inputs, *args, **kwargs):
+        assert model is self.model
+        with torch.no_grad():
+            model.calls += 1
+        self.draws.append(torch.rand(()).item())
+        weight = model.inner.classifier.weight
+        self.seen.append((weight.data_ptr(), float(model.calls)))
+        return super().prediction_step(model, inputs, *args, **kwargs)
+
+
+class Counting(nn.Module):
+    """A classifier with a buffer that steps write."""
+
+    def __init__(self):
         super().__init__()
-        self.register_parameter("factor", nn.Parameter(torch.ones(())))
-        last = torch.zeros(2)
-        if is_buffer:
-            self.register_buffer("last", last)
-        else:
-            self.last = last
+        self.inner = sequence_classifier()
+        self.register_buffer("calls", torch.zeros(()))
 
-    def forward(self, inputs):
-        self.last.copy_(self.factor * inputs)
-        return {"last": self.last, "rest": (self.last[1:],)}
+    def forward(self, input_ids, attention_mask, labels):
+        return self.inner(input_ids, attention_mask, labels=labels)
 
 
-@pytest.mark.parametrize("is_buffer", [True, False])
-@layouts
-def test_next_batch_leaves_outputs_of_the_last(devices, is_buffer):
-    """A replica goes on with its next batch while the loop still reads this one's."""
-    batches = [torch.full((2,), float(number)) for number in range(7)]
-    module = WritesItsOutput(is_buffer).eval()
-    ahead = BatchesAhead(batches, len(devices) + 1)
-    with ScatterOnceParallel(module, device_ids=devices) as engine, torch.no_grad():
-        ahead.calls = engine.batch_calls(lambda replica, batch: replica(batch))
-        for batch in ahead:
-            moved = ahead.moved(ahead.result(), torch.device("cpu"))
-            ahead.calls._wait()  # until replicas have computed what they have begun
-            assert torch.equal(moved["last"], batch)
-            assert torch.equal(moved["rest"][0], batch[1:])
+@pytest.mark.parametrize("name", ["two", pytest.param("three", marks=pytest.mark.slow)])
+def test_step_of_the_users_takes_turns_on_the_devices(tmp_path, name):
+    """Batch i on device i mod N, with the user's own model and generator. What a step
+    writes into a buffer the next one reads, on another device.
+    """
+    results = []
+    for base, place in (
+        (ScatterOnceTrainer, {"device_ids": DEVICES[name]}),
+        (transformers.Trainer, {}),
+    ):
+        cls = type("Mine", (Observes, base), {})
+        trainer = build(cls, tmp_path, Counting(), classes, extra=place)
+        own = trainer.model.inner.classifier.weight.data_ptr()
+        with seeded(7):
+            metrics = quietly(trainer.evaluate)
+            drawn = torch.rand(()).item()
+        places = [place == own for place, _ in trainer.seen]
+        numbers = [number for _, number in trainer.seen]
+        results.append((metrics, trainer.draws, drawn, numbers, trainer.model.calls))
+        stock_places = [True] * 6
+        assert places == ([True, False] * 3 if place else stock_places)
+    mine, stock = results
+    assert "eval_loss" in stock[0]
+    assert_same_metrics(mine[0], stock[0])
+    assert mine[1:] == stock[1:]
+    assert mine[4] == 6
 
 
+def test_weights_that_a_callback_writes_count_in_turns(tmp_path):
+    """With the next batch, on each device."""
+
+    class Doubles(transformers.TrainerCallback):
+        def on_prediction_step(self, args, state, control, model, **_):
+            with torch.no_grad():
+                model.inner.classifier.weight.mul_(2)
+
+    results = []
+    for base, place in (
+        (ScatterOnceTrainer, {"device_ids": DEVICES["two"]}),
+        (transformers.Trainer, {}),
+    ):
+        cls = type("Mine", (Observes, base), {})
+        extra = {"callbacks": [Doubles()], **place}
+        trainer = build(cls, tmp_path, Counting(), classes, extra=extra)
+        results.append(quietly(trainer.evaluate))
+    assert "eval_loss" in results[1]
+    assert_same_metrics(*results)
+
+
+@pytest.mark.slow
+def test_module_that_a_callback_replaces_counts(tmp_path):
+    class Replaces(transformers.TrainerCallback):
+        calls = 0
+
+        def on_prediction_step(self, args, state, control, model, **_):
+            self.calls += 1
+            if self.calls == 3:
+                with seeded(self.calls):
+                    model.inner.classifier = nn.Linear(8, 3).double()
+
+    results = []
+    for base, place in (
+        (ScatterOnceTrainer, {"device_ids": DEVICES["two"]}),
+        (transformers.Trainer, {}),
+    ):
+        cls = type("Mine", (Observes, base), {})
+        extra = {"callbacks": [Replaces()], **place}
+        trainer = build(cls, tmp_path, Counting(), classes, extra=extra)
+        results.append(quietly(trainer.evaluate))
+    assert "eval_loss" in results[1]
+    assert_same_metrics(*results)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("edit", ["data", "no_grad"])
 def test_weights_written_between_evaluations_count(tmp_path, edit):
     """Within an evaluation values are read once; a new one reads them again."""
@@ -467,6 +561,7 @@ def test_weights_written_between_evaluations_count(tmp_path, edit):
     assert_same_metrics(mine, stock)
 
 
+@pytest.mark.slow
 def test_owner_is_searched_once_per_evaluation(tmp_path):
     searches = []
 

@@ -21,6 +21,7 @@ from nullcuda.test_the_path import batch, network
 from scatterpar import ScatterOnceParallel
 from scatterpar.devices.coalescing import to_host
 from scatterpar.devices.transfers import Prefetcher
+from scatterpar.integrations.evaluation import BatchesAhead, Turns, brought_home
 from scatterpar.integrations.lending import Lending, Parts
 from scatterpar.step.turns import Scope, lasting_a_turn
 
@@ -103,6 +104,83 @@ def test_engines_take_their_streams_once(place):
         assert streams_of_copies(traced(step)) == expected
 
 
+class Steps(nn.Module):
+    """The modules of an evaluation, as an integration gives them to the engine."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+
+def in_groups(engine, batches):
+    """The results of a library's function, as its loop gets them."""
+    ahead = BatchesAhead(batches, engine.device_ids)
+    ahead.groups = engine.batch_groups(lambda replica, rows: replica.model(rows))
+    return [ahead.result() for _ in ahead]
+
+
+def in_turns(engine, batches):
+    """The results of a function of the user's, as its loop gets them."""
+    model = engine.module.model
+    turns = Turns(engine, [model], lambda: (), ())
+    results = []
+    with torch.no_grad():
+        for rows in batches:
+            device = turns.next_device()
+            with turns.turn(device):
+                output = model(rows.to(device))
+            results.append(brought_home(output, device, turns.devices[0]))
+    return results
+
+
+@pytest.mark.parametrize("evaluate", [in_groups, in_turns])
+@pytest.mark.skipif(TWO == [0, 0], reason="needs two cards")
+def test_no_card_waits_for_another_in_an_evaluation(evaluate):
+    """Results were copied on the streams that compute: a copy between two cards makes
+    both wait for each other.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh()).to(CARD).eval()
+    batches = [torch.randn(4, 8) for _ in range(8)]
+    results = []
+    with ScatterOnceParallel(Steps(model), 1, TWO, verify=False) as engine:
+        evaluate(engine, batches[:2])
+        records = traced(lambda: results.extend(evaluate(engine, batches)))
+    with torch.no_grad():
+        expected = [model(rows.to(CARD)) for rows in batches]
+    for result, value in zip(results, expected, strict=True):
+        assert result.device == CARD
+        torch.testing.assert_close(result, value)
+    # Before the first batch, the host has asked whether values had changed.
+    kinds = [record.kind for record in records]
+    records = records[kinds.index("copy_in") :]
+    copies = [record for record in records if record.kind == "copy_peer"]
+    assert len(copies) == 4  # of the second card's results: all values are there
+    kernels = records_of_kernels(records)
+    computing = {(record.device, record.stream) for record in kernels}
+    assert not computing & {(record.device, record.stream) for record in copies}
+    # The second card waits for its own rows alone.
+    assert cards_waited_for(records, 1) <= {1}
+
+
+def records_of_kernels(records):
+    return [record for record in records if record.kind in ("launch", "library")]
+
+
+def cards_waited_for(records, card):
+    """The cards for whose work the streams wait on which this card computes."""
+    streams = {r.stream for r in records_of_kernels(records) if r.device == card}
+    recorded = {}
+    waited = set()
+    for record in records:
+        if record.kind == "event_record":
+            recorded[record.address] = record.device
+        is_wait = record.kind == "event_wait" and record.device == card
+        if is_wait and record.stream in streams and record.address in recorded:
+            waited.add(recorded[record.address])
+    return waited
+
+
 def streams_of_copies(records):
     kinds = ("copy_in", "copy_peer")
     return {
@@ -129,6 +207,16 @@ def test_values_read_by_host_have_arrived():
 
 
 # --- lifetimes ---
+
+
+@pytest.mark.skipif(TWO == [0, 0], reason="needs two cards")
+def test_memory_being_sent_not_given_out():
+    """A result is dropped when its copy has been issued, and not before it is read."""
+    result = torch.ones(2**20, device="cuda:1")
+    home = brought_home(result, torch.device("cuda:1"), CARD)
+    del result
+    torch.empty(2**20, device="cuda:1").zero_()  # the allocator gives the same bytes
+    assert home.device == CARD
 
 
 @pytest.mark.parametrize("is_dropped", [False, True])

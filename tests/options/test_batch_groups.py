@@ -1,0 +1,251 @@
+"""``engine.batch_groups``: whole batches of a loop, each computed by one replica."""
+
+from __future__ import annotations
+
+import _thread
+
+import pytest
+import torch
+from harness.models import FEATURES
+from harness.oracle import randn
+from torch import nn
+
+from scatterpar import ScatterOnceParallel
+
+pytestmark = [pytest.mark.core, pytest.mark.draws]
+
+BATCHES = [randn(rows, FEATURES, seed=rows) for rows in (4, 3, 1, 5, 2)]
+VIRTUAL = ["cpu:0", "cpu:1"]
+
+
+def model():
+    torch.manual_seed(3)
+    return nn.Linear(FEATURES, 2).double().eval()
+
+
+def forward(replica, batch):
+    return replica(batch)
+
+
+def results_of(groups, batches=BATCHES, size=2):
+    """The results of all batches, in groups of this size."""
+    results = []
+    for start in range(0, len(batches), size):
+        results += groups.results(batches[start : start + size])
+    return results
+
+
+def test_each_batch_as_the_function_alone_gives(devices):
+    """Whatever the function returns: nothing is joined."""
+
+    def describes(replica, batch):
+        return {"mean": replica(batch).mean(), "rows": len(batch), "text": "x"}
+
+    module = model()
+    with ScatterOnceParallel(module, 1, devices(3)) as engine, torch.no_grad():
+        results = results_of(engine.batch_groups(describes), size=3)
+        for result, batch in zip(results, BATCHES, strict=True):
+            expected = describes(module, batch)
+            assert torch.equal(result.pop("mean"), expected.pop("mean"))
+            assert result == expected
+
+
+def test_batch_has_the_replica_of_its_place():
+    """Also in the last group, which has fewer batches."""
+    with ScatterOnceParallel(model(), 1, VIRTUAL) as engine:
+        numbers = {id(replica): n for n, replica in enumerate(engine.replicas)}
+        groups = engine.batch_groups(lambda replica, _: numbers[id(replica)])
+        assert results_of(groups) == [0, 1, 0, 1, 0]
+
+
+def test_batches_are_copies():
+    """A function may write its batch, and the caller's stays."""
+
+    def writes(replica, batch):
+        return replica(batch.mul_(2))
+
+    module = model()
+    before = [batch.clone() for batch in BATCHES]
+    with ScatterOnceParallel(module, 1, VIRTUAL) as engine, torch.no_grad():
+        results_of(engine.batch_groups(writes))
+    for batch, value in zip(BATCHES, before, strict=True):
+        assert torch.equal(batch, value)
+
+
+@pytest.mark.parametrize("layout", [VIRTUAL, ["cpu"] * 2], ids=["virtual", "shared"])
+def test_weights_written_between_groups_count(layout):
+    """That is told: the loop may have written them after the first batch of a group."""
+    module = model()
+    with ScatterOnceParallel(module, 1, layout) as engine, torch.no_grad():
+        groups = engine.batch_groups(forward)
+        expected = [module(batch) for batch in BATCHES[:2]]
+        results = groups.results(BATCHES[:2])
+        module.weight.mul_(2)
+        expected += [module(batch) for batch in BATCHES[2:]]
+        with pytest.warns(UserWarning, match="in the middle of an evaluation"):
+            results += groups.results(BATCHES[2:4])
+        results += groups.results(BATCHES[4:])
+    for result, value in zip(results, expected, strict=True):
+        assert torch.equal(result, value)
+
+
+def test_values_are_compared_once(monkeypatch):
+    """Comparing reads them, and the host waits."""
+    with ScatterOnceParallel(model(), 1, VIRTUAL) as engine:
+        refreshes = []
+        refresh = engine._replicas.refresh
+        monkeypatch.setattr(
+            engine._replicas,
+            "refresh",
+            lambda *args: refreshes.append(1) or refresh(*args),
+        )
+        results_of(engine.batch_groups(forward))
+        assert len(refreshes) == 1
+        results_of(engine.batch_groups(forward))  # another evaluation
+        assert len(refreshes) == 2
+
+
+@pytest.mark.filterwarnings("ignore:the module has changed")
+def test_step_between_groups():
+    module = model()
+    with ScatterOnceParallel(module, 1, VIRTUAL) as engine:
+        groups = engine.batch_groups(forward)
+        with torch.no_grad():
+            expected = [module(batch) for batch in BATCHES]
+        results = groups.results(BATCHES[:2])
+        engine.forward_backward(BATCHES[0], BATCHES[0][:, :2], nn.MSELoss())
+        with torch.no_grad():
+            module.weight.sub_(module.weight.grad)
+            results += groups.results(BATCHES[2:4])
+            expected[2:] = [module(batch) for batch in BATCHES[2:4]]
+    for result, value in zip(results, expected, strict=True):
+        assert torch.equal(result, value)
+
+
+def test_failed_group_leaves_nothing():
+    """The error is the user's, and names the replica; draws are put back."""
+
+    def fails(replica, batch):
+        torch.rand(3)
+        if len(batch) == 3:
+            raise ZeroDivisionError("mine")
+        return replica(batch)
+
+    with ScatterOnceParallel(model(), 1, VIRTUAL) as engine:
+        before = torch.get_rng_state()
+        with pytest.raises(ZeroDivisionError, match="mine") as caught:
+            engine.batch_groups(fails).results(BATCHES[:2])
+        assert "replica 1 on cpu:1" in caught.value.__notes__[0]
+        assert torch.equal(torch.get_rng_state(), before)
+        assert len(results_of(engine.batch_groups(forward))) == len(BATCHES)
+
+
+def test_writing_a_parameter_is_refused():
+    def writes(replica, batch):
+        replica.bias.add_(1)
+        return replica(batch)
+
+    with (
+        ScatterOnceParallel(model(), 1, VIRTUAL) as engine,
+        pytest.raises(RuntimeError, match="bias"),
+    ):
+        engine.batch_groups(writes).results(BATCHES[:2])
+
+
+def test_interrupt_ends_a_group():
+    def interrupts(replica, batch):
+        if len(batch) == 1:
+            _thread.interrupt_main()
+        return replica(batch)
+
+    with ScatterOnceParallel(model(), 1, VIRTUAL) as engine:
+        with pytest.raises(KeyboardInterrupt):
+            results_of(engine.batch_groups(interrupts))
+        assert len(results_of(engine.batch_groups(forward))) == len(BATCHES)
+
+
+def test_loop_draws_as_without_groups():
+    """Calls that draw nothing leave the generators to the loop."""
+    with ScatterOnceParallel(model(), 1, VIRTUAL) as engine:
+        groups = engine.batch_groups(forward)
+        torch.manual_seed(5)
+        drawn = []
+        for number in range(4):
+            if number % 2 == 0:
+                groups.results(BATCHES[number : number + 2])
+            drawn.append(torch.rand(1))
+        torch.manual_seed(5)
+        assert drawn == [torch.rand(1) for _ in range(4)]
+
+
+def test_groups_that_draw_differ_and_can_be_repeated():
+    """Each continues the numbers of the last one, also with what the loop draws."""
+
+    def drawn():
+        torch.manual_seed(5)
+        with ScatterOnceParallel(model(), 1, VIRTUAL) as engine:
+            groups = engine.batch_groups(lambda *_: torch.rand(()).item())
+            numbers = []
+            for _ in range(3):
+                numbers += groups.results(BATCHES[:2])
+                numbers.append(torch.rand(()).item())
+        return numbers
+
+    numbers = drawn()
+    assert len(set(numbers)) == 9
+    assert numbers == drawn()
+
+
+@pytest.mark.filterwarnings("error:the module has changed")
+def test_buffers_of_a_module_in_training_mode():
+    """They are those of replica 0, as in inference; no change of the loop's."""
+    module = nn.BatchNorm1d(FEATURES).double()
+    stock = nn.BatchNorm1d(FEATURES).double()
+    with ScatterOnceParallel(module, 1, VIRTUAL, buffers="master") as engine:
+        results_of(engine.batch_groups(forward), BATCHES[:2] + BATCHES[3:])
+    stock(BATCHES[0])
+    stock(BATCHES[3])
+    torch.testing.assert_close(module.running_mean, stock.running_mean)
+    assert module.num_batches_tracked == 2
+
+
+class WritesItsOutput(nn.Module):
+    """Its output is a buffer, or another tensor of its own, that each call writes."""
+
+    def __init__(self, is_buffer):
+        super().__init__()
+        self.register_parameter("factor", nn.Parameter(torch.ones(())))
+        last = torch.zeros(2)
+        if is_buffer:
+            self.register_buffer("last", last)
+        else:
+            self.last = last
+
+    def forward(self, inputs):
+        self.last.copy_(self.factor * inputs)
+        return {"last": self.last, "rest": (self.last[1:],)}
+
+
+@pytest.mark.parametrize("is_buffer", [True, False])
+def test_next_group_leaves_earlier_outputs(is_buffer, devices):
+    batches = [torch.full((2,), float(number)) for number in range(7)]
+    module = WritesItsOutput(is_buffer).eval()
+    with ScatterOnceParallel(module, 1, devices(3)) as engine:
+        results = results_of(engine.batch_groups(forward), batches, 3)
+    for result, batch in zip(results, batches, strict=True):
+        assert torch.equal(result["last"], batch)
+        assert torch.equal(result["rest"][0], batch[1:])
+
+
+def test_results_are_copied_only_if_a_call_writes_them():
+    """A copy of logits is as large as they are."""
+    places = []
+
+    def notes(replica, batch):
+        output = replica(batch)
+        places.append(output.data_ptr())
+        return output
+
+    with ScatterOnceParallel(model(), 1, VIRTUAL) as engine:
+        results = engine.batch_groups(notes).results(BATCHES[:2])
+    assert {result.data_ptr() for result in results} == set(places)

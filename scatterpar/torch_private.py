@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 from torch.library import Library, fallthrough_kernel
+from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.overrides import has_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -55,6 +56,7 @@ def _find(module: str, path: str) -> Any:
 _NAMES = """
     _foreach_add_ _foreach_copy_ _foreach_mul _foreach_mul_ _foreach_sub _foreach_zero_
     Tensor._version Tensor._use_count
+    nn.utils.parametrize._cache nn.utils.parametrize._maybe_set
     Tensor._backward_hooks Tensor._post_accumulate_grad_hooks
     nn.Module._replicate_for_data_parallel optim.Optimizer.profile_hook_step
     _C._autograd._top_saved_tensors_default_hooks _C._current_graph_task_id
@@ -122,6 +124,44 @@ def version_counters_kept(tensors: Sequence[Tensor]) -> Iterator[None]:
     """
     with _preserve_version_counters(tuple(tensors)):
         yield
+
+
+# --- parametrizations ---
+
+
+@ForAllThreads
+@contextlib.contextmanager
+def parametrized_in_threads() -> Iterator[None]:
+    """In the body, modules may be parametrized in forward passes of several threads.
+
+    PEFT does so for parameters of fused experts. Two things would be wrong:
+
+    - ``parametrize.cached()`` clears its cache when all threads have left it. While
+      others are inside, a replica's weights would stay, with the last sub-step's graph.
+    - a parameter is set to the memory that it has. That counts as a write of it, and a
+      forward pass must not write parameters.
+    """
+    names = vars(parametrize)
+    cached = names["cached"]
+    set_to = names["_maybe_set"]
+
+    @contextlib.contextmanager
+    def cached_and_cleared() -> Iterator[None]:
+        with cached():
+            try:
+                yield
+            finally:
+                names["_cache"].clear()
+
+    def set_if_elsewhere(tensor: Tensor, source: Tensor) -> None:
+        if not tensor.is_set_to(source):
+            set_to(tensor, source)
+
+    names |= {"cached": cached_and_cleared, "_maybe_set": set_if_elsewhere}
+    try:
+        yield
+    finally:
+        names |= {"cached": cached, "_maybe_set": set_to}
 
 
 # --- settings of the process that have no public getter or setter of their own ---

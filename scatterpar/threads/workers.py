@@ -288,6 +288,7 @@ class Workers:
                 with (
                     streams.use_device(device, ()),
                     no_autocast_cache(),
+                    torch_private.parametrized_in_threads,
                     self.interrupts.allowed(),
                 ):
                     return [modules[0](*inputs[0])]
@@ -300,7 +301,7 @@ class Workers:
                 at_once = max_concurrency(devices)
             job = Job(dict(enumerate(calls)), at_once, cancel or threading.Event())
             deadline = math.inf if seconds is None else time.monotonic() + seconds
-            with SETTINGS_KEPT:
+            with SETTINGS_KEPT, torch_private.parametrized_in_threads:
                 self._post(job, dict(enumerate(threads_of(devices))))
                 return self.results_of(job, deadline)
         except BaseException as failure:

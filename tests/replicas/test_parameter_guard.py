@@ -6,15 +6,23 @@ from __future__ import annotations
 
 import contextlib
 import re
+from functools import partial
 
 import pytest
 import torch
 from faults.state import capture, differences
 from harness.agree import BATCH
 from harness.models import CLASSES, FEATURES, Of, linear
-from harness.oracle import assert_close, assert_gradients, build, whole_batch
+from harness.oracle import (
+    assert_close,
+    assert_gradients,
+    build,
+    gradients,
+    whole_batch,
+)
 from harness.pairwise import pairwise
 from torch import nn
+from torch.nn.utils import parametrize
 
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
 
@@ -151,6 +159,87 @@ def test_writes_refused_every_time(devices, way, case):
 def casts(weight):
     """To the dtype of the inputs."""
     weight.data = weight.data.to(ROWS.dtype)
+
+
+class Scaled(nn.Module):
+    """A parametrization, as PEFT's of the parameters of fused experts."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, weight):
+        return weight * self.scale
+
+
+class ParametrizedInForward(nn.Module):
+    """torch sets the parameter to its own memory, which counts as a write."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = linear()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, rows):
+        parametrize.register_parametrization(
+            self.head, "weight", Scaled(self.scale), unsafe=True
+        )
+        try:
+            with parametrize.cached():
+                return self.head(rows) + self.head(rows * 2)
+        finally:
+            parametrize.remove_parametrizations(
+                self.head, "weight", leave_parametrized=False
+            )
+
+
+class Experts(ParametrizedInForward):
+    """Two parameters of one module are parametrized, one within the other."""
+
+    def forward(self, rows):
+        register = partial(parametrize.register_parametrization, self.head, unsafe=True)
+        register("weight", Scaled(self.scale))
+        register("bias", Scaled(self.scale))
+        try:
+            with parametrize.cached(), parametrize.cached():
+                return self.head(rows) + self.head(rows * 2)
+        finally:
+            for name in ("weight", "bias"):
+                parametrize.remove_parametrizations(
+                    self.head, name, leave_parametrized=False
+                )
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("make", [ParametrizedInForward, Experts])
+def test_parametrization_in_forward_allowed(devices, make, verify):
+    """LoRA on parameters of experts was refused, on one device, too. Replicas of
+    several memories computed with the graph of an earlier sub-step.
+    """
+    model, plain = build(make), build(make)
+    with ScatterOnceParallel(model, 3, devices(2), verify=verify) as engine:
+        for _ in range(3):
+            for module in (model, plain):
+                module.zero_grad()
+            engine.forward_backward(ROWS, LABELS, CRITERION)
+            CRITERION(plain(ROWS), LABELS).backward()
+            assert_gradients(model, gradients(plain))
+
+
+def test_parametrization_that_writes_refused(devices):
+    """What it leaves is another value: that is a write."""
+
+    def writes(module, rows):
+        parametrize.register_parametrization(module.head, "weight", Scaled(0.5))
+        parametrize.remove_parametrizations(module.head, "weight")
+        return module.head(rows)
+
+    model = build(lambda: Of(writes, head=linear()))
+    with (
+        by_engine(model, devices(2), how={"verify": False}) as run,
+        pytest.raises(RuntimeError, match=r"writes the parameter 'head\.weight'"),
+    ):
+        run(ROWS)
 
 
 def test_write_in_second_pass_refused(devices):

@@ -203,10 +203,17 @@ def _look(setting, build, batch, tf32, part):
     ratio = look.difference / look.allowed
     result = f"{look.difference:.1e} of {look.allowed:.0e} that are allowed"
     result += f" ({ratio:.3f}), {seconds:.1f} s"
+    return f"{result}{_warned(caught)}", part, verdict_on(ratio, setting, tf32)
+
+
+def verdict_on(ratio, setting, tf32):
+    """The verdict on a difference divided by what is allowed, of a right network."""
+    # By whatever computes: both sides of a look do.
+    if not ratio <= 1.0:
+        return f"{FAILED}: {ratio:.2f} of what is allowed"
     # What was predicted holds for GPUs that compute, without TF32.
     is_predicted = setting.is_real and not tf32
-    verdict = predictions.LOOK.verdict(ratio) if is_predicted else MEASURED
-    return f"{result}{_warned(caught)}", part, verdict
+    return predictions.LOOK.verdict(ratio) if is_predicted else MEASURED
 
 
 def _warned(caught):

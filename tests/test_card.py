@@ -1,5 +1,6 @@
 """``python -m benchmarks card``: the page grows by a line per finding, whatever ends it."""
 
+import math
 import os
 import re
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +17,8 @@ from faults.processes import environment, run
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT))
 
-from benchmarks.card import main, predictions, rows, speed  # noqa: E402
+from benchmarks.card import looks, main, predictions, rows, speed  # noqa: E402
+from benchmarks.card import page as page_module  # noqa: E402
 
 # Rows of a test in the place of the real ones: in this process and in those of rows.
 CODE = """
@@ -181,6 +184,17 @@ def test_run_on_cpu_passes(tmp_path):
 def test_wrong_devices_are_an_error(capsys):
     assert main(["--devices", "cuda:99"]) == 2
     assert "cuda:99 is not here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_real", [False, True])
+@pytest.mark.parametrize("tf32", [False, True])
+def test_difference_above_tolerance_fails(is_real, tf32):
+    """On null GPUs, too: it was "measured" there, and hid looks without dropout's."""
+    setting = SimpleNamespace(is_real=is_real)
+    for ratio in (1.01, 500.0, math.inf, math.nan):
+        assert looks.verdict_on(ratio, setting, tf32).startswith(page_module.FAILED)
+    for ratio in (0.0, 0.05, 1.0):
+        assert not looks.verdict_on(ratio, setting, tf32).startswith(page_module.FAILED)
 
 
 def test_page_has_predictions_of_the_code():

@@ -128,16 +128,49 @@ def _hooks():
 
 
 def random_states():
-    state = torch.default_generator.get_state()
-    # whatever mode was left on
-    content = ctypes.string_at(state.data_ptr(), state.numel())
-    return {"torch": content, "random": random.getstate()}
+    """Those of the host's generators, and of all accelerators that are in use."""
+    states = {"torch": _content(torch.default_generator.get_state())}
+    for number in range(_accelerators()):
+        states[f"accelerator {number}"] = _content(_backend().get_rng_state(number))
+    return states | {"random": random.getstate()}
 
 
 def put_back_random_states(before):
-    state = torch.frombuffer(bytearray(before["torch"]), dtype=torch.uint8)
-    torch.default_generator.set_state(state)
+    torch.default_generator.set_state(_as_state(before["torch"]))
     random.setstate(before["random"])
+    for number in range(_accelerators()):
+        # Of a device that the test was the first to use nothing is known.
+        if state := before.get(f"accelerator {number}"):
+            _backend().set_rng_state(_as_state(state), number)
+
+
+def _content(state):
+    # Whatever mode was left on.
+    return ctypes.string_at(state.data_ptr(), state.numel())
+
+
+def _as_state(content):
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def _backend():
+    return torch.get_device_module(torch.accelerator.current_accelerator())
+
+
+def _accelerators():
+    """The number of accelerators. A test of the CPU alone initialises none."""
+    if torch.accelerator.current_accelerator() is None:
+        return 0
+    return torch.accelerator.device_count() if _backend().is_initialized() else 0
+
+
+def accelerators_in_use():
+    """The arguments of ``torch.random.fork_rng`` for these."""
+    numbers = [*range(_accelerators())]
+    if not numbers:
+        return {"devices": []}
+    kind = torch.accelerator.current_accelerator().type
+    return {"devices": numbers, "device_type": kind}
 
 
 def differences(before, after):

@@ -7,6 +7,8 @@ from dataclasses import is_dataclass
 import torch
 from torch import Tensor
 
+from harness import leak_checks
+
 RELATIVE = 1e-10
 # where the exact value is zero: some rounding errors of numbers around one
 _ROUNDING = 1e-14
@@ -15,7 +17,7 @@ _ROUNDING = 1e-14
 @contextlib.contextmanager
 def seeded(seed=0):
     """Draw from a seeded generator, and leave the global one as it was."""
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(**leak_checks.accelerators_in_use()):
         if torch.accelerator.is_available():
             torch.manual_seed(seed)
         else:  # torch saves a traceback for each kind of device that is not there: 4 ms

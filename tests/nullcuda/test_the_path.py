@@ -123,6 +123,21 @@ def test_launches_equal_plain_loop(cards):
     assert between_cards == crossed["replicate"] + crossed["reduce"]
 
 
+def test_convolution_by_channel_has_values():
+    """The CPU has no operator of that name: values were what was in the memory."""
+    torch.manual_seed(0)
+    layer = nn.Conv2d(4, 8, 3, stride=2, padding=1, groups=4).double()
+    rows = torch.randn(3, 4, 9, 9, dtype=torch.float64)
+    results = []
+    for device in ("cpu", "cuda:0"):
+        layer.to(device).zero_grad()
+        output = layer(rows.to(device))
+        output.square().sum().backward()
+        gradients = [p.grad.cpu().clone() for p in layer.parameters()]
+        results.append([output.detach().cpu(), *gradients])
+    torch.testing.assert_close(*results, rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize(
     "where",
     [needing(2, "cuda:0"), needing(2, "cuda:1"), needing(4, "cuda:3")],

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -60,6 +60,21 @@ _inside = threading.local()  # an operator that another one calls is part of it
 _library = torch.library.Library("aten", "IMPL")
 
 
+def _depthwise(
+    rows: Tensor,
+    weight: Tensor,
+    kernel_size: Sequence[int],
+    bias: Tensor | None,
+    *strides: Sequence[int],
+) -> Tensor:
+    """``_conv_depthwise2d``: a convolution with a group for each channel."""
+    return torch.conv2d(rows, weight, bias, *strides, rows.shape[1])
+
+
+# What the CPU computes in the place of an operator that it does not have.
+_EQUIVALENTS: dict[str, Callable[..., Tensor]] = {"_conv_depthwise2d": _depthwise}
+
+
 def install() -> None:
     """Give every CUDA operator its twin."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -71,7 +86,8 @@ def install() -> None:
         # ``copy_`` has one kernel for all devices.
         if not (has_kernel(name, "CUDA") or name == "aten::copy_"):
             continue
-        if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU"):
+        on_cpu = torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU")
+        if not on_cpu and full_name not in _EQUIVALENTS:
             continue
         packet = getattr(torch.ops.aten, base)
         overload = overload or "default"
@@ -123,7 +139,7 @@ class _Twin:
     """An operator on the null CUDA: torch's own kernel, then the values."""
 
     def __init__(self, operator: Any, base: str) -> None:
-        self._operator = operator
+        self._operator = _EQUIVALENTS.get(base, operator)
         self._base = base
         self._kernel = torch.library.get_kernel(operator, "CUDA")
         self._schema = operator._schema

@@ -237,12 +237,11 @@ def tensors_of(module):
 def test_wrong_steps_of_drawing_modules_are_refused(name, layout):
     module = module_of(name, layout)
     before = tensors_of(module)
-    for wrong, (criterion, targets) in WRONG.items():
+    for criterion, targets in WRONG.values():
         with ScatterOnceParallel(module, 3, layout) as engine:
             for _ in range(2):  # in each step again
-                with unmoved(), pytest.raises(ValueError) as refusal:
+                with unmoved(), pytest.raises(ValueError, match="whole_batch=True"):
                     engine.forward_backward(INPUTS, targets, criterion)
-        assert "whole_batch=True" in str(refusal.value), wrong
     assert all(parameter.grad is None for parameter in module.parameters())
     assert all(map(torch.equal, tensors_of(module), before))
 
@@ -374,7 +373,10 @@ def failed_step(module, layout, **options):
 
 
 def refused_step(module, layout):
-    with ScatterOnceParallel(module, 3, layout) as engine, pytest.raises(ValueError):
+    with (
+        ScatterOnceParallel(module, 3, layout) as engine,
+        pytest.raises(ValueError, match="reduction="),
+    ):
         engine.forward_backward(INPUTS, LABELS, summed)
 
 
@@ -387,7 +389,7 @@ def step_refused_at_its_end(module, layout):
 
     with (
         ScatterOnceParallel(module, 3, layout, verify=False) as engine,
-        pytest.raises(ValueError, match="closes over|functools.partial"),
+        pytest.raises(ValueError, match="functools"),
     ):
         engine.forward_backward(INPUTS, LABELS, criterion)
 

@@ -13,31 +13,37 @@ TESTS = [
     str(Path(__file__).parent / name)
     for name in (
         "test_accelerator.py",
+        "test_draws.py",
         "test_harsh_accelerator.py",
         "../../options/test_cuda_graphs.py",
     )
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ["late", "random:1"])
-def test_accelerator_tests_pass_simulated(simulated_accelerator, order):
-    if not simulated_accelerator:
+def passed_on(accelerator, order, *arguments):
+    """The number of tests that pass on the simulated accelerator: all of them."""
+    if not accelerator:
         pytest.skip("there is no g++ to build it")
     variables = {control.ORDER: order, "OMP_NUM_THREADS": "1"}  # its tensors are small
-    arguments = (
-        "-m",
-        "pytest",
-        "-p",
-        "simulated",
-        "-p",
-        "no:cacheprovider",
-        "-q",
-        *TESTS,
+    plugins = ("-p", "simulated", "-p", "no:cacheprovider")
+    outcome = run(
+        "-m", "pytest", *plugins, "-q", *arguments, **accelerator, **variables
     )
-    outcome = run(*arguments, **simulated_accelerator, **variables)
     assert outcome.code == 0, outcome.out
     passed = re.search(r"(\d+) passed", outcome.out)
     assert passed is not None
-    assert int(passed[1]) > 200, outcome.out
     assert "skipped" not in outcome.out
+    return int(passed[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["late", "random:1"])
+def test_accelerator_tests_pass_simulated(simulated_accelerator, order):
+    assert passed_on(simulated_accelerator, order, *TESTS) > 200
+
+
+def test_looks_see_dropout_simulated(simulated_accelerator):
+    """The fastest part of ``test_draws.py`` in the run that everybody makes."""
+    chosen = "wrong_steps and on and dropout"
+    tests = [test for test in TESTS if "test_draws" in test]
+    assert passed_on(simulated_accelerator, "late", "-k", chosen, *tests) == 2

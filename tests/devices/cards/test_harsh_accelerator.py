@@ -162,6 +162,7 @@ def test_late_kernel_failure_names_replica(late, options, arguments, number):
         assert_near(model, [2 * gradient for gradient in before])
 
 
+@pytest.mark.draws
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("options", [{}, {"whole_batch": True}], ids=str)
 def test_users_error_arrives_if_device_lost(late, index, options):

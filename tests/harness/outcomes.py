@@ -1,0 +1,186 @@
+"""A pytest plugin (``-p harness.outcomes``): the outcome of each call of the package,
+for ``tests/versions.py``.
+
+The calls are those that a user makes. Of each: whether it returned or what it raised,
+in which words, and what was told; the bits of its result, of the module and of its
+gradients; the states of all random generators afterwards; and the report of the step.
+Calls inside of others, as a look's, are not recorded. The file that ``OUTCOMES`` names
+gets one line of JSON per test.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import re
+import threading
+import warnings
+from importlib import import_module
+
+import pytest
+import torch
+
+from harness import leak_checks
+
+FILE = "OUTCOMES"
+# By the module that has the class or function, its methods or itself.
+METHODS = {
+    "ScatterOnceParallel": ("forward_backward", "loss", "forward", "map", "check"),
+    "DataParallelModel": ("forward",),
+    "DataParallelCriterion": ("forward",),
+    "ShardedOptimizer": ("step",),
+}
+FUNCTIONS = ("splitcheck", "gather")
+_LONGEST = 1500  # of words; the rest is tables
+_calls = threading.local()
+_entries: list[dict[str, object]] = []
+_told: list[str] = []
+
+
+def pytest_configure():
+    package = import_module("scatterpar")
+    for name, methods in METHODS.items():
+        owner = getattr(package, name, None)
+        for method in methods:
+            if owner is not None and method in vars(owner):
+                called = vars(owner)[method]
+                setattr(owner, method, _recorded(f"{name}.{method}", called))
+    for name in FUNCTIONS:
+        setattr(package, name, _recorded(name, getattr(package, name)))
+    warnings.warn = _telling(warnings.warn)
+
+
+def _telling(warn):
+    """``warnings.warn``, which also notes the text: filters drop some of them."""
+
+    @functools.wraps(warn)
+    def warned(message, category=None, stacklevel=1, **options):
+        if getattr(_calls, "depth", 0) or threading.current_thread().daemon:
+            _told.append(in_general(str(message)))
+        return warn(message, category, stacklevel + 1, **options)
+
+    return warned
+
+
+def _recorded(name, called):
+    @functools.wraps(called)
+    def recording(*args, **kwargs):
+        if getattr(_calls, "depth", 0):
+            return called(*args, **kwargs)
+        _told.clear()
+        _calls.depth = 1
+        entry = {"call": name}
+        try:
+            result = called(*args, **kwargs)
+            entry |= {"outcome": "returned", "bits": bits_of(result)}
+            return result
+        except BaseException as error:
+            words = [str(error), *getattr(error, "__notes__", ())]
+            entry |= {"outcome": type(error).__name__}
+            entry["words"] = in_general("\n".join(words))
+            raise
+        finally:
+            _calls.depth = 0
+            entry["told"] = [*_told]
+            owner = args[0] if args else None
+            entry |= state_after(owner)
+            _entries.append(entry)
+
+    return recording
+
+
+def state_after(owner):
+    """What a call leaves: the module, its gradients, generators, and the report."""
+    generators = {
+        name: _digest(repr(state).encode())
+        for name, state in leak_checks.random_states().items()
+    }
+    found = {"generators": generators}
+    module = getattr(owner, "module", None)
+    if isinstance(module, torch.nn.Module):
+        tensors = [*module.parameters(), *module.buffers()]
+        found["module"] = bits_of(tensors)
+        found["gradients"] = bits_of([tensor.grad for tensor in tensors])
+    report = getattr(owner, "last_step", None)
+    if report is not None:
+        plan = [
+            (share.replica, str(share.device), share.micro_batches)
+            for share in report.plan.shares
+        ]
+        found["report"] = repr((plan, report.bytes, report.messages, report.retries))
+    return found
+
+
+def bits_of(value):
+    """A digest of all tensors and numbers in a result; of other values their class."""
+    parts = []
+    _gather_bits(value, parts, 0)
+    return _digest(b"".join(parts))
+
+
+def _gather_bits(value, parts, depth):
+    if isinstance(value, torch.Tensor):
+        parts.append(f"{tuple(value.shape)} {value.dtype} ".encode())
+        parts.append(_content_of(value))
+    elif isinstance(value, (list, tuple)) and depth < 6:
+        for entry in value:
+            _gather_bits(entry, parts, depth + 1)
+    elif isinstance(value, dict) and depth < 6:
+        for key, entry in value.items():
+            parts.append(repr(key).encode() if isinstance(key, (str, int)) else b"?")
+            _gather_bits(entry, parts, depth + 1)
+    elif isinstance(value, (bool, int, float, str, type(None))):
+        parts.append(in_general(repr(value)).encode())
+    else:
+        parts.append(type(value).__name__.encode())
+
+
+def _content_of(tensor):
+    try:
+        with torch.no_grad():
+            plain = tensor.detach().to_dense().cpu().contiguous().resolve_conj()
+            return plain.flatten().view(torch.uint8).numpy().tobytes()
+    except Exception as error:  # of a subclass, or of a device that failed
+        return type(error).__name__.encode()
+
+
+def _digest(content):
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def in_general(text):
+    """A text without what differs from run to run: addresses, times, folders."""
+    text = re.sub(r"0x[0-9a-f]+", "0x…", text[:_LONGEST])
+    text = re.sub(r"/\S*/", "…/", text)
+    text = re.sub(r"\b\d+ bytes\b|\bline \d+\b|:\d+\b", "…", text)
+    return re.sub(r"\d+(\.\d+)? ?(ms|s|seconds|minutes|GiB|MiB|KiB)\b", "… \\2", text)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if call.when == "call" or report.outcome == "failed":
+        crash = getattr(report.longrepr, "reprcrash", None)
+        message = crash.message if crash and report.failed else ""
+        line = {
+            "program": item.nodeid,
+            "test": report.outcome,
+            "why": in_general(message.strip())[:300],
+            "calls": [*_entries],
+        }
+        with open(os.environ[FILE], "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+    if call.when == "teardown":
+        _entries.clear()
+    return report
+
+
+def pytest_collectreport(report):
+    if report.failed:
+        lines = str(report.longrepr).strip().splitlines()
+        line = {"program": report.nodeid, "test": "not collected", "calls": []}
+        line["why"] = in_general(lines[-1] if lines else "")[:300]
+        with open(os.environ[FILE], "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")

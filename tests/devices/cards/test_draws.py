@@ -234,7 +234,7 @@ def tensors_of(module):
 
 @on_all_layouts
 @by_module
-def test_wrong_steps_of_drawing_modules_are_refused(name, layout):
+def test_wrong_steps_of_drawing_modules_refused(name, layout):
     module = module_of(name, layout)
     before = tensors_of(module)
     for criterion, targets in WRONG.values():
@@ -248,7 +248,7 @@ def test_wrong_steps_of_drawing_modules_are_refused(name, layout):
 
 @on_all_layouts
 @by_module
-def test_right_steps_of_drawing_modules_are_as_unlooked(name, layout):
+def test_right_steps_of_drawing_modules_unchanged(name, layout):
     """Steps with looks give the bits, and leave the generators, of steps without."""
     is_ordered = name not in OF_PROCESS or len(layout) == 1
     for criterion, targets, options in RIGHT.values():

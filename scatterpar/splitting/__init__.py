@@ -10,9 +10,10 @@ Runs in the caller's thread, or in processes of its own.
   shell; ``values`` compares numbers in the place of gradients;
 - ``trainers`` runs a library's trainer as a step, of which ``library_steps`` has the
   lines for each library;
-- ``parts`` cuts the rows of the batch;
-- ``trial`` runs the step on any split: in this process, which ``process_state``
-  restores, or in the processes of ``ranks``. Both call ``step_run``;
+- ``row_parts`` cuts the rows of the batch;
+- ``trial`` is one comparison; ``split_runs`` runs its step on any split: in this
+  process, which ``process_state`` restores, or on ranks (``rank_processes``). Both
+  call ``step_run``;
 - ``split_gradients`` computes the figures on which causes are tested, with
   ``gradients``; ``cause_words`` has the words.
 """

@@ -114,7 +114,7 @@ def check(trial: Trial) -> SplitCheck:
     if cause.name and reference.terms:
         cause, terms = explain_terms(trial, reference.terms, cause)
     # After the last run, which would restore them.
-    trial.leave_numbers()
+    trial.runs.leave_numbers()
     expected = reference.gradients
     # Rank 0 stands for all in the numbers of the report, though not in the verdict.
     actual = joined(results[0].gradients)

@@ -1,4 +1,13 @@
-"""A user's step, model and batch: run on any split of the batch's rows."""
+"""Which splits of a batch are compared, and what the comparison shows.
+
+::
+
+    whole batch    first_reference()      which random numbers, which dtypes
+    in parts       compare()              the limit, and other orders of the rows
+    for a cause    reference, results     any other split
+
+``SplitRuns`` runs the step.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +16,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 
-from scatterpar.batch import nested
-from scatterpar.batch.batch import batch_of
 from scatterpar.batch.markers import count_rows
-from scatterpar.batch.nested import PLAIN_CLASSES
 from scatterpar.causes.counts import Count, NamedTensor, counts_of, named_tensors
 from scatterpar.causes.vectors import is_close
 from scatterpar.splitting import row_parts
@@ -23,7 +28,6 @@ from scatterpar.splitting.check_report import Cause
 from scatterpar.splitting.gradients import (
     EXACT,
     Gradients,
-    as_double,
     is_zero,
     largest_error,
     listed,
@@ -32,17 +36,13 @@ from scatterpar.splitting.gradients import (
     zeros_of_all,
 )
 from scatterpar.splitting.operator_modes import Numbers, Shape
-from scatterpar.splitting.process_state import ProcessState
-from scatterpar.splitting.rank_processes import RankJob, run_on_ranks
 from scatterpar.splitting.row_parts import Part, Split
 from scatterpar.splitting.split_arguments import SplitArguments
+from scatterpar.splitting.split_runs import SplitRuns, described
 from scatterpar.splitting.step_run import (
     Settings,
-    StepFunction,
     StepResult,
-    run_step,
 )
-from scatterpar.splitting.trained_leaves import OneBatch
 
 # The largest relative difference that rounding explains, by the coarsest dtype, and if
 # not all is computed in float64.
@@ -70,10 +70,11 @@ class Comparison(NamedTuple):
 
 
 class Trial:
-    """Runs a step on any split. Nothing stays changed in this process.
+    """One comparison: how the rows are cut, how the step is run, what may differ.
 
     Attributes:
         arguments: what the user asks.
+        runs: runs the step.
         rows: the numbers of all rows, in the order in which they are cut: in the
             second one that parts allow, if the first shows no difference.
         counts: what a loss may divide by, for each row.
@@ -89,10 +90,6 @@ class Trial:
         self.ranks = arguments.ranks
         self.settings = Settings(returns_values=arguments.returns_values)
         self.limit = EXACT
-        step, loss = arguments.step, arguments.loss
-        self._attributes: dict[str, Any] = {}  # of a function, after its last run
-        self._zeros: Gradients = {}  # for each gradient, once all names are known
-        self._reference_step = step if loss is None else OneBatch(loss, is_loss=True)
         batch = arguments.batch
         num_rows = count_rows({"batch": batch}, 0, refuse_grad=False)
         num_parts = self.ranks * self.parts
@@ -103,7 +100,7 @@ class Trial:
                 f"batch has {num_rows} rows, too few for {num_parts} parts; pass at "
                 f"least {least} rows"
             )
-        self._batch = batch_of(batch, None, num_rows, 0)
+        self.runs = SplitRuns(arguments, num_rows)
         # The sizes of parts and ranks do not depend on the order of rows.
         self.rows = list(range(num_rows))
         shares = self.split()
@@ -118,7 +115,6 @@ class Trial:
         orders, hidden = row_parts.orders_of_rows(tensors, self.counts, groups)
         self.rows, *self._other_orders = orders
         self.unseen = _hidden_counts(tensors, self.counts, hidden)
-        self._state = ProcessState(self.model, (step, loss))
 
     # --- cutting ---
 
@@ -162,7 +158,9 @@ class Trial:
         except Exception as error:
             # A list has no shape: the error is of any kind, but no timeout, after which
             # a second try would wait as long.
-            if isinstance(error, TimeoutError) or not self._takes_one_batch():
+            if isinstance(error, TimeoutError):
+                raise
+            if not self.runs.takes_one_batch(self.rows, self.settings):
                 raise
             raise ValueError(
                 "step was written for one batch, and gets a list of them; write `for "
@@ -192,17 +190,18 @@ class Trial:
 
     def _in_parts_beside(self, reference: StepResult) -> Comparison:
         results = self.results(self.split())
-        if not self._zeros:
+        if not self.runs.zeros:
             # A leaf may get a gradient in parts, and none in the whole batch.
             everything = [reference, *results]
-            self._zeros = zeros_of_all([result.gradients for result in everything])
-            if not self._zeros:
+            zeros = zeros_of_all([result.gradients for result in everything])
+            if not zeros:
                 raise ValueError(
                     "all gradients have other shapes in parts than in the whole batch, "
                     "as FSDP's flat parameters have on ranks; use fully_shard, whose "
                     "shards are put together"
                 )
-            self._align(everything)
+            self.runs.zeros = zeros
+            self.runs.align(everything)
         return self._judged(reference, results)
 
     def _judged(self, reference: StepResult, results: list[StepResult]) -> Comparison:
@@ -226,27 +225,6 @@ class Trial:
         self.limit = _SINGLE
         self._tell_limit(f"the step does not run in float64 ({problem})")
         return self._in_parts_beside(self.first_reference())
-
-    def _align(self, results: Sequence[StepResult]) -> None:
-        """Give all results the same gradients: zeros for one that they lack."""
-        if not self._zeros:  # some names are not known yet
-            return
-        for result in results:
-            gradients = result.gradients
-            result.uncompared += tuple(sorted(gradients.keys() - self._zeros.keys()))
-            result.gradients = {
-                name: gradients.get(name, zero) for name, zero in self._zeros.items()
-            }
-
-    def _takes_one_batch(self) -> bool:
-        """Whether the step runs for a batch in the place of a list of batches."""
-        try:
-            # Run, not read: a loop may name its batches as it likes.
-            step = OneBatch(self.arguments.step)
-            (result, *_) = self._run(step, [[self.rows]], self.settings)
-        except Exception:
-            return False
-        return not is_zero(result.gradients)
 
     def first_reference(self) -> StepResult:
         """The gradient of the whole batch. Finds out which random numbers are used.
@@ -317,6 +295,39 @@ class Trial:
                 vanished.append(name)
         return vanished
 
+    # --- running, with the present settings ---
+
+    def reference(self, rows: Part, **settings: Any) -> StepResult:
+        """The result for rows as one part; ``settings`` are others than the present."""
+        return self.runs.of_whole(rows, replace(self.settings, **settings))
+
+    def results(self, split: Split) -> list[StepResult]:
+        """The results of a split, rank by rank."""
+        return self.runs.of_parts(split, self.settings)
+
+    def gradients_of(self, split: Split) -> Gradients:
+        """The gradients of a split on rank 0."""
+        return self.results(split)[0].gradients
+
+    def first_meeting(self) -> str:
+        """The first module whose outputs for some rows depend on the other rows.
+
+        Empty if there is none.
+        """
+        first_part = self.split()[0][0]
+        of_all = self.reference(self.rows, watch_modules=True).outputs
+        of_part = self.reference(first_part, watch_modules=True).outputs
+        size = len(first_part)
+        for name, expected in of_all.items():
+            # The first entries are of the first rows, also of several views: each view
+            # behind the other, or row by row.
+            of_first_rows = expected[:size]
+            actual = of_part.get(name, expected)[:size]
+            has_rows = actual.shape == of_first_rows.shape
+            if has_rows and not is_close(actual, of_first_rows, self.limit):
+                return name
+        return ""
+
     # --- what the comparison cannot show ---
 
     def _note(self, results: Sequence[StepResult]) -> str:
@@ -359,104 +370,6 @@ class Trial:
             "note": self._note([comparison.reference, *comparison.results]),
         }
 
-    def leave_numbers(self) -> None:
-        """Set on ``step`` again the numbers that its last run in this process has set.
-
-        A test reads ``step.largest`` after the check. It is the one thing that stays.
-        """
-        # On ranks there are none: a process takes its own along.
-        for name, value in self._attributes.items():
-            if type(value) in PLAIN_CLASSES:
-                setattr(self.arguments.step, name, value)
-
-    # --- running ---
-
-    def reference(self, rows: Part, **settings: Any) -> StepResult:
-        """The result for rows as one part of one rank, or of ``loss=``.
-
-        The same rows in the same way give the same result, so it is computed once: on
-        ranks each run starts processes. ``settings`` are others than the present ones.
-        """
-        changed = replace(self.settings, **settings)
-        # Settings are part of the key: the cells of a grid may need different ones.
-        key = (self.ranks > 1, tuple(rows), changed)
-        references = self.arguments.references
-        if key not in references:
-            references[key] = self._run(self._reference_step, [[rows]], changed)[0]
-        # A copy, because gradients of a result are written: aligned, or subtracted.
-        result = replace(references[key])
-        self._align([result])
-        return result
-
-    def results(self, split: Split) -> list[StepResult]:
-        """The results of a split, rank by rank."""
-        return self._run(self.arguments.step, split, self.settings)
-
-    def gradients_of(self, split: Split) -> Gradients:
-        """The gradients of a split on rank 0."""
-        return self.results(split)[0].gradients
-
-    def first_meeting(self) -> str:
-        """The first module whose outputs for some rows depend on the other rows.
-
-        Empty if there is none.
-        """
-        first_part = self.split()[0][0]
-        of_all = self.reference(self.rows, watch_modules=True).outputs
-        of_part = self.reference(first_part, watch_modules=True).outputs
-        size = len(first_part)
-        for name, expected in of_all.items():
-            # The first entries are of the first rows, also of several views: each view
-            # behind the other, or row by row.
-            of_first_rows = expected[:size]
-            actual = of_part.get(name, expected)[:size]
-            has_rows = actual.shape == of_first_rows.shape
-            if has_rows and not is_close(actual, of_first_rows, self.limit):
-                return name
-        return ""
-
-    def _run(
-        self, step: StepFunction, split: Split, settings: Settings
-    ) -> list[StepResult]:
-        """Results with the gradients of one term alone, if the settings name one."""
-        results = self._run_once(step, split, replace(settings, term=""))
-        if settings.term:
-            without = self._run_once(step, split, settings)
-            # Gradients are linear in the terms, so the rest can be subtracted.
-            for result, others in zip(results, without, strict=True):
-                for name, gradient in others.gradients.items():
-                    result.gradients[name] = result.gradients[name] - gradient
-        return results
-
-    def _run_once(
-        self, step: StepFunction, split: Split, settings: Settings
-    ) -> list[StepResult]:
-        shares = [[self._select(part) for part in share] for share in split]
-        model = self.model
-        try:
-            if self.ranks > 1:
-                job = RankJob(step, model, shares, settings)
-                results = run_on_ranks(job, self.arguments.timeout)
-            else:
-                tensors = self._state.tensors
-                with self._state.restored():
-                    results = [run_step(step, model, shares[0], settings, tensors)]
-                    if isinstance(self.arguments.step, FunctionType):
-                        self._attributes = dict(vars(self.arguments.step))
-        except Exception as error:
-            # The user has not cut the batch: the sizes say in which split it failed.
-            error.add_note(f"splitcheck called step with {described(split)} rows")
-            raise
-        self._align(results)
-        return results
-
-    def _select(self, part: Part) -> Any:
-        batch, _ = self._batch.select(part).unwrapped(copy=True)
-        # Integers stay: they are ids and labels.
-        if self.settings.in_double:
-            batch = nested.map_tensors(as_double, batch)
-        return batch
-
 
 def _hidden_counts(
     tensors: Sequence[NamedTensor], counts: Sequence[Count], hidden: Sequence[Count]
@@ -478,11 +391,3 @@ def _hidden_counts(
             f"equally many per row, or some part has none",
         )
     return list(sentences.values())
-
-
-def described(split: Split) -> str:
-    """The sizes of parts, such as ``6 + 4 | 6 + 4`` for two ranks."""
-    shares = []
-    for share in split:
-        shares.append(" + ".join(str(len(part)) for part in share))
-    return " | ".join(shares)

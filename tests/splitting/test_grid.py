@@ -9,7 +9,7 @@ import torch
 from splitting.loop_models import Experts, Net, average, balance, images, new, num_rows
 from torch.nn.functional import cross_entropy
 
-from scatterpar.splitting import splitgrid, trial
+from scatterpar.splitting import split_runs, splitgrid
 
 
 def right(model, batches):
@@ -92,13 +92,13 @@ def test_grid_of_one_part_refused():
 
 def test_cells_share_runs_of_the_whole_batch(monkeypatch):
     numbers_of_parts = []
-    run = trial.run_step
+    run = split_runs.run_step
 
     def noted(step, model, batches, *others):
         numbers_of_parts.append(len(batches))
         return run(step, model, batches, *others)
 
-    monkeypatch.setattr(trial, "run_step", noted)
+    monkeypatch.setattr(split_runs, "run_step", noted)
     grid = splitgrid(right, new(Net), images(), parts=(2, 4), ranks=(1,))
     grid.assert_passed()
     # Of four parts a second time: in the first order some part lacks a class.

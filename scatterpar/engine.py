@@ -34,6 +34,7 @@ from scatterpar.batch.batch import batch_of
 from scatterpar.batch.markers import count_rows
 from scatterpar.devices.device_ids import DeviceLike, resolve
 from scatterpar.devices.links import check_links
+from scatterpar.devices.memory import clear_frames
 from scatterpar.devices.transfers import Transfers
 from scatterpar.distributed.ranks import Ranks
 from scatterpar.options.assigned_options import fixed, option
@@ -44,7 +45,7 @@ from scatterpar.options.call_arguments import (
     read_arguments,
     same_arguments,
 )
-from scatterpar.options.cuda_graphs import Captured
+from scatterpar.options.cuda_graphs import schedule_of
 from scatterpar.options.map_rows import Mapped, RowFunction, map_rows
 from scatterpar.options.whole_batch import TwoPasses
 from scatterpar.plan import Plan, make_plan
@@ -141,12 +142,12 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             An inconclusive look warns once. So do state that sub-steps change, and
             outputs that depend on the other rows.
         graphs: capture a sub-step (forward, criterion and backward) as a CUDA graph,
-            once per shape of micro-batch, and replay it: for sub-steps that a device
-            finishes before the host has launched them. Python runs only in a capture,
-            so numbers that change must be tensors. A changed module or criterion is
-            captured again; a global variable is not followed. A sub-step that cannot be
-            captured runs without graphs from then on, with one warning. On the CPU
-            nothing is captured.
+            once per shape of micro-batch, and replay it. ``None``: after steps in which
+            devices waited for the host, if nothing speaks against it;
+            ``last_step.graphs`` says why not. ``True``: from the first step, and what
+            cannot be captured runs without, with one warning. ``False``: never. In each
+            step the last sub-step of each shape runs eagerly; if its operators are not
+            those of the capture, the step is computed without graphs.
 
     Attributes:
         module: the user's module.
@@ -189,7 +190,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         accumulate_dtype: torch.dtype | None = None,
         compile: bool | Mapping[str, Any] | None = None,
         verify: bool = True,
-        graphs: bool = False,
+        graphs: bool | None = None,
     ) -> None:
         super().__init__()
         self.module, self._compile_fn = unwrapped(module)
@@ -232,7 +233,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
     shares: Sequence[float] = option("shares")
     check_finite: bool = option("check_finite")
     verify: bool = option("verify")
-    graphs: bool = option("graphs")
+    graphs: bool | None = option("graphs")
     device_ids: Final[tuple[torch.device, ...]] = fixed("device_ids")
     buffer_policy: Final[Buffers] = fixed("buffers")
     accumulate_dtype: Final[torch.dtype | None] = fixed("accumulate_dtype")
@@ -291,7 +292,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
 
         Raises ``ValueError`` for options that do not fit the devices or each other.
         """
-        return Captured(options, self._compile_fn) if options.graphs else Schedule()
+        return schedule_of(options, self._compile_fn)
 
     @overload
     def forward_backward(
@@ -490,7 +491,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             # A library's loop may skip a batch, and its backward pass, on purpose.
             if deferred and not self.loop.loss_name:
                 self._loss_watch.begin(loss)
-            self.last_step = outcome.report(waited)
+            self.last_step = outcome.report(waited, schedule.graphs)
         return (loss, outcome.outputs) if call.return_outputs else loss
 
     def _combined(self, request: Request) -> Request:
@@ -522,7 +523,11 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         """How the shares of a call become gradients."""
         if not call.whole_batch:
             return self._one_pass
-        return TwoPasses(call, self._ranks, self.graphs)
+        schedule = TwoPasses(call, self._ranks)
+        schedule.graphs = self._one_pass.without_graphs(
+            "whole_batch=True has one loss, after all sub-steps"
+        )
+        return schedule
 
     def _search(self, request: Request, work: Schedule | RowFunction) -> Search | None:
         """Looks for the fewest sub-steps that fit into memory; ``None`` if the plan is
@@ -546,6 +551,20 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         self, schedule: Schedule, request: Request, plan: Plan, extent: Extent
     ) -> Outcome:
         """Parts 2 to 5 of the step: all except the plan and the commit."""
+        try:
+            return self._computed(schedule, request, plan, extent)
+        except Exception as error:
+            if not schedule.recovers_from(error):
+                raise
+            # The second try needs the memory of the first one.
+            clear_frames(error)
+        self._workers.release()
+        return self._computed(schedule, request, plan, extent)
+
+    def _computed(
+        self, schedule: Schedule, request: Request, plan: Plan, extent: Extent
+    ) -> Outcome:
+        """One try at parts 2 to 5."""
         is_checked = self.loop.is_checked and not extent.is_trial
         verifier = self._verifier if is_checked else None
         with self._attempt(request, plan, extent) as attempt:
@@ -559,11 +578,9 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                 )
             with attempt.phase("compute"), user_state_guarded(attempt):  # 4
                 tasks = make_tasks(attempt, loaders)
-                if verifier is not None:
-                    if verifier.check(attempt, tasks, self.loop):
-                        # Other weights, and perhaps other inputs.
-                        tasks = make_tasks(attempt, self._scattered(attempt))
-                    schedule.look(attempt, tasks[0])
+                if verifier is not None and verifier.check(attempt, tasks, self.loop):
+                    # Other weights, and perhaps other inputs.
+                    tasks = make_tasks(attempt, self._scattered(attempt))
                 check_join = None if verifier is None else verifier.joins.check
                 computed = schedule.run(attempt, tasks, check_join)
             with attempt.phase("reduce"):  # 5

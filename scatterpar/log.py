@@ -7,7 +7,8 @@
 
 It is silent until the program sets logging up. A plain step logs nothing.
 
-    info    copies between two devices checked, a graph captured, ranks that have met
+    info    copies between two devices checked, a graph captured, or why none is,
+            ranks that have met
     debug   each look with its verdict, each try of ``accum="auto"``
 """
 

@@ -24,6 +24,7 @@ class StepReport(Printed):
             spent in the loader, the optimizer and other code of the caller. Zero for
             the first step.
         replica_seconds: for each replica, the seconds that its worker was busy.
+        graphs: how many sub-steps were replayed as graphs, or why none was.
     """
 
     plan: Plan
@@ -34,6 +35,7 @@ class StepReport(Printed):
     retries: int = 0
     waited: float = 0.0
     replica_seconds: tuple[float, ...] = ()
+    graphs: str = ""
 
     @property
     def rows_per_second(self) -> float:

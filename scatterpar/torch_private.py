@@ -64,7 +64,8 @@ _NAMES = """
     autograd.profiler._is_profiler_enabled _C._autograd._profiler_enabled
     _ops._higher_order_ops _ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS
     _C._jit_get_all_schemas _C._dispatch_key_parse _C.DispatchKeySet
-    _C._IncludeDispatchKeyGuard _C._ExcludeDispatchKeyGuard
+    _C._IncludeDispatchKeyGuard _C._ExcludeDispatchKeyGuard _C._ForceDispatchKeyGuard
+    _C._dispatch_tls_local_include_set _C._dispatch_tls_local_exclude_set
 """
 for _name in _NAMES.split():
     _find("torch", _name)
@@ -674,6 +675,15 @@ class OperatorMode(TorchDispatchMode):
         return False
 
 
+def below_autocast() -> contextlib.AbstractContextManager[Any]:
+    """In the body, operators of this thread are not cast, whatever autocast says."""
+    return torch._C._DisableAutocast()
+
+
+# What a generator is known by: an operator's dispatch makes other objects of Python.
+id_of_generator: Callable[[torch.Generator], int] = attrgetter("_cdata")
+
+
 # --- random operators: a dispatch key that the workers alone switch on ---
 
 # A mode key that torch does not use (c10/core/DispatchKey.h). A Python dispatch mode
@@ -696,6 +706,20 @@ if HAS_RANDOM_KEY:
     random_key_off = partial(
         torch._C._ExcludeDispatchKeyGuard, torch._C.DispatchKeySet(_KEY)
     )
+
+
+def random_key_as_outside() -> contextlib.AbstractContextManager[Any]:
+    """In the body, which is that of a dispatch mode, random operators are sent to the
+    registered kernels if this thread has the key on.
+
+    A mode's body excludes all keys that come before modes.
+    """
+    included = torch._C._dispatch_tls_local_include_set()
+    if not HAS_RANDOM_KEY or not included.has(_KEY):
+        return contextlib.nullcontext()
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    return torch._C._ForceDispatchKeyGuard(included, excluded.remove(_KEY))
+
 
 # Control flow traces its branches in every call, forward and backward, and torch's
 # tracing is not thread-safe (https://github.com/pytorch/pytorch/issues/118260): two

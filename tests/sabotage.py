@@ -68,6 +68,33 @@ class Sabotage:
 SABOTAGES = [
     # --- exact ---
     Sabotage(
+        name="a tape that compares nothing",
+        promise="exact",
+        file="options/tape.py",
+        place="difference",
+        text="if before.entries == now.entries:",
+        replacement="if True:",
+        seen_by="test_changed_value_is_found",
+    ),
+    Sabotage(
+        name="no captured sub-step of a step runs eagerly",
+        promise="exact",
+        file="options/cuda_graphs.py",
+        place="GraphedSubsteps.run",
+        text="is_checked = number in self._plan.checked",
+        replacement="is_checked = False",
+        seen_by="test_changed_value_is_found",
+    ),
+    Sabotage(
+        name="what a sub-step takes from an iterator is not seen",
+        promise="exact",
+        file="options/cuda_graphs.py",
+        place="GraphedSubsteps._run_on_tape",
+        text="elif journal is not None and (moved := journal.moved()):",
+        replacement="elif False and (moved := ''):",
+        seen_by="test_moving_value_never_captured",
+    ),
+    Sabotage(
         name="the first micro-batch counts one row more",
         promise="exact",
         file="step/loss_weights.py",

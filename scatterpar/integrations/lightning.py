@@ -179,7 +179,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         engine = ScatterOnceParallel(
             loop.Modules([(type(module).__name__, self._replicated)]),
             device_ids=self._device_ids or self.parallel_devices,
-            **self._options,
+            # A replay runs no Python, and so no ``self.log``.
+            **{"graphs": False, **self._options},
         )
         # In turns calls have the user's own module, so what they write is its own.
         engine.loop.takes_turns = True

@@ -267,7 +267,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         names = [type(part).__name__ for part in parts]
         work = loop.Modules(zip(names, [model, *parts[1:]], strict=True))
         self._engine = ScatterOnceParallel(
-            work, 1, self._devices, buffers=self._buffers
+            work, 1, self._devices, buffers=self._buffers, graphs=False
         )
         self._engine.loop.loss_name = "compute_loss"
         self._engine.loop.remedies = _REMEDIES

@@ -1,21 +1,35 @@
-"""graphs=True: a sub-step is captured once and replayed for every micro-batch::
+"""Captured sub-steps: a sub-step is launched as one, and each step proves it.
 
-    rows, and the weight of their loss      copied to static tensors
-    forward, criterion, backward            the graph
-    loss, output                            copied from static tensors
-    gradients                               added to static tensors; copied at the end
+A sub-step of one shape, on one replica, in the order of its calls::
 
-Python runs only while a sub-step is captured, so a launch costs the same for any size
-of the model. A graph is of one replica and one shape of micro-batch, and valid until
-module, criterion, autocast or the memory of parameters changes. If a sub-step cannot be
-captured, its replica runs without graphs from then on, and one warning says so. On the
-CPU the same code is called again, on the same tensors.
+    first            eager; tells which leaves get a gradient
+    three runs       eager, on tape (``tape.py``); all tapes are equal
+    capture          Python once more, on tape; its kernels become a graph
+    replays          rows are copied to static tensors; the graph; loss and output are
+                     copied from static tensors
+    last of a step   eager, on tape, behind the replays
+
+The first runs are sub-steps of the user's steps, so only the capture is one more. Then
+a step of 16 sub-steps is ::
+
+    replica 0    replay 0 … replay 14    15 eagerly, on tape    tape equal  -> commit
+    replica 1    replay 0 … replay 14    replay 15
+
+If the tape is not the capture's, replays have computed something else than Python would
+now. The step is undone, computed without graphs, and captured again, a few times.
+Replicas share their Python, so one of them is enough; replicas take turns.
+
+Gradients of all graphs of a replica are added in static tensors, and copied at the end
+of the step. On the CPU a replay runs the operators of the tape again.
 """
 
 from __future__ import annotations
 
 import gc
 import random
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,29 +47,59 @@ from scatterpar.devices.memory import is_out_of_memory
 from scatterpar.devices.transfers import to_numbers, write
 from scatterpar.errors import Told, restored, warn
 from scatterpar.log import logger
-from scatterpar.look_steps import is_look_step
-from scatterpar.options.replay_look import difference_of_replay
-from scatterpar.replicas.references import parts_of
-from scatterpar.replicas.replicas import ReplicaSet, parameter_writes_refused
-from scatterpar.state.reports import changed_names, plain_values
+from scatterpar.options.tape import Recording, Tape, difference
+from scatterpar.state.journal import Journal
 from scatterpar.state.walk import Walk
 from scatterpar.step.attempt import Attempt
-from scatterpar.step.loss import forward
+from scatterpar.step.loss import forward, require_trainable
+from scatterpar.step.replica_threads import Proceed
 from scatterpar.step.request import EngineOptions
 from scatterpar.step.substeps import (
+    CheckJoin,
+    Computed,
     Schedule,
+    ShareResult,
     Substeps,
+    detached,
     detached_output,
     set_aside,
 )
 from scatterpar.step.task import ReplicaTask
+from scatterpar.step.turns import Scope
 from scatterpar.tables import shown
-from scatterpar.threads.caller_context import autocast_types
 from scatterpar.threads.process_settings import settings_of_torch
 
-_SHAPES = 8  # maximal number of graphs per replica; other shapes run without graphs
-# maximal number per replica; more show that something changes at every step
-_CAPTURES = 32
+# Equal tapes before a capture. A value that alternates differs in the second run, one
+# of three in the third.
+_RUNS = 3
+# Graphs per replica. They share one pool of memory, so that each one costs its static
+# tensors and what the driver keeps of its kernels.
+_SHAPES = 64
+# How often a captured sub-step may turn out to be another one, and one more for each so
+# many steps in which it was not: a value that changes once per epoch is no reason to
+# give up.
+_CHANGES = 4
+_STEPS_PER_CHANGE = 16
+# With ``graphs=None``: steps in a row in which devices waited for the host, and the
+# fewest sub-steps per replica that are worth a capture.
+_STEPS_OF_WAITING = 3
+_FEWEST_SUBSTEPS = 4
+# The part of a share's time that the host spends waiting for the device at its end.
+# Below it, the device had nothing left to do when the host had launched all.
+_BUSY = 0.05
+
+_REMEDIES = (
+    "devices wait for the host here; what helps: fewer and larger sub-steps, "
+    "compile=True, two processes with half of the devices each, or a Python without "
+    "the GIL"
+)
+
+
+_OUT_OF_MEMORY = "memory ran out with them"
+
+
+class Outdated(Exception):
+    """A captured sub-step is not what Python would compute now. Nobody else sees it."""
 
 
 class _Refused(Exception):
@@ -70,43 +114,108 @@ class _CaptureLost(_Refused):
 
 @dataclass
 class _Graph:
-    """A sub-step of one shape: its static tensors, and the function that replays it.
+    """A sub-step of one shape on one replica, before and after it is captured.
 
     Attributes:
+        gradients: the static sums of those leaves that get a gradient, by position.
+        tapes: of eager runs, all equal; of them, the capture keeps the last one.
+        step: the step in which the last of ``tapes`` was made.
+        last_use: the step that last had a sub-step of this shape.
+        reads_foreign_memory: whether it reads other memory than the replica's own.
         rows: the static inputs and targets.
         factor: the weight of the micro-batch's loss, times the scaler's factor.
-        loss: the loss of the last replay.
-        gradients: the sums so far, by position among the replica's leaves.
+        loss: the loss of the last replay; before, a tensor of its dtype and device.
         has_output: whether the output is kept.
         output: that of the last replay.
-        replay: runs the sub-step; does nothing until it is captured.
-        steps: the number of steps that found this graph at their beginning.
-        values: what the capture has frozen, by name (``plain_values``).
+        replay: runs the sub-step; ``None`` until it is captured.
     """
 
-    rows: Any
-    factor: Tensor
+    gradients: Mapping[int, Tensor]
     loss: Tensor
-    gradients: dict[int, Tensor]
     has_output: bool
+    tapes: list[Tape] = field(default_factory=list)
+    step: int = 0
+    last_use: int = 0
+    reads_foreign_memory: bool = False
+    rows: Any = None
+    factor: Tensor | None = None
     output: Any = None
-    replay: Callable[..., None] = lambda *_: None
-    steps: int = 0
-    values: Mapping[str, Any] = field(default_factory=dict)
+    replay: Callable[[], None] | None = None
 
-    def compute(self, task: ReplicaTask, number: int) -> None:
-        """Run the sub-step on the static tensors. On the CPU each replay calls this."""
-        output, loss = forward(task, self.rows, number)
-        self.output = detached_output(output, True) if self.has_output else None
-        del output
+    def compute(self, task: ReplicaTask, number: int, tape: Tape) -> None:
+        """Run the sub-step on the static tensors, on tape."""
+        assert self.factor is not None
+        with tape:
+            output, loss = forward(task, self.rows, number)
+        if self.has_output:
+            self.output = detached_output(output, True)
         write(self.loss, loss.detach())
-        task.run_backward(number, [loss], [self.factor])
+        if isinstance(tape, Recording):  # a replay writes these
+            self.loss = loss.detach()
+            self.output = nested.map_tensors(Tensor.detach, output)
+        del output
+        tape.add_place(self.factor)
+        with tape:
+            task.run_backward(number, [loss], [self.factor])
+
+
+class _Decision:
+    """What an engine has decided about its graphs; replicas' threads share it.
+
+    Attributes:
+        is_asked: whether the user has asked for graphs.
+        refusal: why nothing is captured any more; empty if it may be.
+        steps: the number of steps with graphs.
+    """
+
+    def __init__(self, *, is_asked: bool) -> None:
+        self.is_asked = is_asked
+        self.refusal = ""
+        self.steps = 0
+        self._changes = 0
+        self._steps_without_change = 0
+        self._told = Told()
+        self._lock = threading.Lock()
+
+    def refuse(self, why: str) -> None:
+        """Capture nothing from now on."""
+        with self._lock:
+            if self.refusal:
+                return
+            self.refusal = why
+
+    def tell(self, why: str) -> None:
+        """Say once why sub-steps run without graphs."""
+        if not self._told.mark(why):
+            return
+        if self.is_asked:
+            warn(f"graphs=True: sub-steps run as without graphs, because {why}")
+        else:
+            logger.info("graphs: sub-steps run as without graphs, because %s", why)
+
+    def is_unchanged(self) -> None:
+        """A step's tapes were those of its captures."""
+        self._steps_without_change += 1
+
+    def changed(self, where: str) -> None:
+        """A tape was not that of the capture."""
+        self._changes += 1
+        allowed = _CHANGES + self._steps_without_change // _STEPS_PER_CHANGE
+        if self._changes > allowed:
+            self.refuse(
+                f"something changes from step to step: {where}. Make it a tensor that "
+                "is written in place, or a part of the batch"
+            )
+        else:
+            logger.info("graphs: captured again, because %s", where)
 
 
 class Captured(Schedule):
-    """One pass, whose sub-steps are captured once and replayed; keeps the graphs."""
+    """One pass, whose sub-steps are captured once and replayed; keeps the graphs.
 
-    uses_graphs = True
+    Attributes:
+        graphs: what was decided for the latest step, and why.
+    """
 
     def __init__(
         self,
@@ -117,159 +226,585 @@ class Captured(Schedule):
         ``graphs=True``.
         """
         devices = options.device_ids
-        has_python = options.buffers == "batch"
-        conflicts = {
-            "a compiled module, which runs either compiled or captured": compile_fn,
-            'buffers="batch", which needs Python in every sub-step': has_python,
-        }
-        for option, is_on in conflicts.items():
-            if is_on:
-                raise ValueError(f"graphs=True and {option}; pass one of them")
-        # The CPU captures nothing, and calls the same code again.
+        is_asked = options.graphs is True
+        self._obstacle = _obstacle(options, compile_fn)
+        if is_asked and self._obstacle:
+            raise ValueError(f"graphs=True: {self._obstacle}; leave one of them out")
+        # The CPU runs the operators of a tape again, for tests of this path.
         for kind in {device.type for device in devices} - {"cpu"}:
-            if not hasattr(torch.get_device_module(kind), "CUDAGraph"):
+            if is_asked and not _captures(kind):
                 raise ValueError(
                     f"graphs=True: {kind} captures no graphs; leave it out"
                 )
-        # One warning for all replicas.
-        told = Told()
-        self._by_replica = [_ReplicaGraphs(device, told) for device in devices]
+        self._decision = _Decision(is_asked=is_asked)
+        self._by_replica = [_ReplicaGraphs(device) for device in devices]
+        self._is_on = is_asked
+        self._steps_of_waiting = 0
+        self._pause = ""  # why the next attempt runs without graphs
+        self._has_given_up = False  # for the memory of the next attempt
+        # Of the present attempt: a plan with graphs, or else how shares have waited.
+        self._sub_steps: _StepPlan | None = None
+        self._waits: list[bool] = []
+        self.graphs = ""
 
     def substeps(self, attempt: Attempt, task: ReplicaTask) -> Substeps:
-        """The sub-steps of one replica in one step; drops graphs that are no longer
-        valid.
-        """
-        if attempt.extent.is_trial or not attempt.request.backward:
+        """The sub-steps of one replica in one step."""
+        if self._sub_steps is None:
+            return _TimedSubsteps(task, attempt, self._waits)
+        graphs = self._by_replica[task.share.replica]
+        plan = self._sub_steps.of(task.share.replica)
+        return GraphedSubsteps(graphs, task, attempt, plan, self._decision)
+
+    def run(
+        self,
+        attempt: Attempt,
+        tasks: Sequence[ReplicaTask],
+        check_join: CheckJoin | None = None,
+    ) -> Computed:
+        """Run all sub-steps, as the plain schedule does; graphs launch some of them."""
+        self._sub_steps = None
+        self._waits = []
+        why = self._why_eager(attempt)
+        if why:
+            self.graphs = f"eager: {why}"
+            computed = super().run(attempt, tasks, check_join)
+            if not attempt.extent.is_trial and attempt.request.backward:
+                self._see_waits(attempt)
+            if self._has_given_up:  # and there is enough memory without them
+                self._has_given_up = False
+                self._decision.refuse(_OUT_OF_MEMORY)
+            return computed
+        self._decision.steps += 1
+        for task in tasks:
+            self._by_replica[task.share.replica].begin(task)
+        self._sub_steps = sub_steps = _StepPlan(
+            tasks, attempt, self._by_replica, self._decision.steps
+        )
+        computed = super().run(attempt, tasks, check_join)
+        self._decision.is_unchanged()
+        count = sub_steps.replays
+        total = sum(len(task.weights) for task in tasks)
+        self.graphs = f"{count} of {total} sub-steps replayed"
+        if self._decision.refusal:
+            self._end_graphs()
+        return computed
+
+    def without_graphs(self, why: str) -> str:
+        """What the report says of a step of another schedule."""
+        if self._decision.is_asked:
+            self._decision.tell(why)
+        return super().without_graphs(why)
+
+    def recovers_from(self, error: Exception) -> bool:
+        """Whether the attempt that raised ``error`` may run again, without graphs."""
+        has_graphs = any(graphs.by_shape for graphs in self._by_replica)
+        had_graphs = self._has_given_up
+        self._has_given_up = False
+        if isinstance(error, Outdated):
+            self._pause = f"{error} since it was captured"
+            self._decision.changed(str(error))
+        elif is_out_of_memory(error) and has_graphs and not had_graphs:
+            # Graphs are the first memory to give up.
+            self._pause = _OUT_OF_MEMORY
+            self._has_given_up = True
+        else:
+            return False
+        self._forget()
+        return True
+
+    def _end_graphs(self) -> None:
+        """Free all graphs, for which there is a reason, and say it."""
+        self._forget()
+        self.graphs = f"eager: {self._decision.refusal}"
+        # In the caller's thread: a warning names the line of the user's.
+        self._decision.tell(self._decision.refusal)
+
+    def _forget(self) -> None:
+        for graphs in self._by_replica:
+            graphs.forget()
+
+    def _why_eager(self, attempt: Attempt) -> str:
+        """Why the present attempt runs without graphs; empty if it has them."""
+        if attempt.extent.is_trial:
             # A trial asks for a step's peak of memory, which static tensors would
             # change.
-            return super().substeps(attempt, task)
-        graphs = self._by_replica[task.share.replica]
-        # A graph reads addresses: what it depends on is compared in each step.
-        if graphs.state != (state := _state_of(task, attempt.replicas.replica_sets)):
-            graphs.forget(state)
-        return GraphedSubsteps(graphs, task, attempt)
+            return "a trial"
+        if not attempt.request.backward:
+            return "no gradient is computed"
+        pause = self._pause
+        self._pause = ""
+        if pause:
+            return pause
+        if self._decision.refusal:
+            # Also of a step that has failed since.
+            self._decision.tell(self._decision.refusal)
+            return self._decision.refusal
+        why = self._obstacle or self._obstacle_of_step(attempt)
+        if why:
+            if self._decision.is_asked:
+                self._decision.tell(why)
+            return why
+        if self._is_on:
+            return ""
+        substeps = max(len(share.micro_batches) for share in attempt.plan.shares)
+        if substeps < _FEWEST_SUBSTEPS:
+            return f"fewer than {_FEWEST_SUBSTEPS} sub-steps per replica"
+        if self._steps_of_waiting < _STEPS_OF_WAITING:
+            return "devices have not waited for the host in enough steps"
+        if not all(map(_has_room, {task.device for task in attempt.plan.shares})):
+            return "too little device memory is free"
+        logger.info("graphs: devices wait for the host; sub-steps are captured")
+        self._is_on = True
+        return ""
 
-    def look(self, attempt: Attempt, task: ReplicaTask) -> None:
-        """Compare a replay of the first micro-batch with the same run eagerly.
+    def _obstacle_of_step(self, attempt: Attempt) -> str:
+        """Why a step of this kind runs without graphs; empty if it may have them."""
+        if attempt.replicas.exchange_statistics():
+            return "nn.SyncBatchNorm layers exchange statistics in each sub-step"
+        if attempt.threads.scope > Scope.CRITERION:
+            return "replicas take turns in calling a function of yours"
+        return ""
 
-        In steps 1, 2, 4, 8, … that begin with a graph for it. If more than rounding
-        differs, sub-steps run without graphs from this step on, with one warning.
-        """
-        substeps = self.substeps(attempt, task)
-        if isinstance(substeps, GraphedSubsteps) and (why := substeps.look()):
-            # All replicas': their graphs have frozen the same values.
-            for graphs in self._by_replica:
-                graphs.refuse(why)
+    def _see_waits(self, attempt: Attempt) -> None:
+        """After an eager step: whether devices have waited for the host in it."""
+        if self._waits and all(self._waits):
+            self._steps_of_waiting += 1
+        else:
+            self._steps_of_waiting = 0
+        if self._steps_of_waiting < _STEPS_OF_WAITING or self._decision.is_asked:
+            return
+        why = self._decision.refusal or self._obstacle
+        why = why or self._obstacle_of_step(attempt)
+        if why:
+            self._decision.tell(f"{why}; {_REMEDIES}")
+            self.graphs = f"eager: {why}; {_REMEDIES}"
+
+
+def schedule_of(
+    options: EngineOptions, compile_fn: torch_private.CompileFn | None
+) -> Schedule:
+    """The schedule of steps without ``whole_batch``.
+
+    Raises ``ValueError`` for options that ``graphs=True`` does not fit.
+    """
+    if options.graphs is False:
+        return Schedule()
+    kinds = {device.type for device in options.device_ids}
+    if options.graphs is None and not all(map(_captures, kinds)):
+        schedule = Schedule()
+        schedule.graphs = f"eager: {', '.join(sorted(kinds))} captures nothing"
+        return schedule
+    return Captured(options, compile_fn)
+
+
+def _captures(kind: str) -> bool:
+    """Whether devices of this kind capture graphs."""
+    return kind != "cpu" and hasattr(torch.get_device_module(kind), "CUDAGraph")
+
+
+def _obstacle(
+    options: EngineOptions, compile_fn: torch_private.CompileFn | None
+) -> str:
+    """The option beside which nothing is captured, in words; empty if there is none."""
+    if compile_fn is not None:
+        return "a compiled module runs either compiled or captured"
+    if options.buffers == "batch":
+        return 'buffers="batch" needs Python in every sub-step'
+    return ""
+
+
+def _has_room(device: torch.device) -> bool:
+    """Whether a device has memory for another sub-step, which its graphs keep."""
+    module = torch.get_device_module(device)
+    names = "mem_get_info", "max_memory_allocated", "memory_allocated"
+    if not all(hasattr(module, name) for name in (*names, "memory_reserved")):
+        return True
+    free, _ = module.mem_get_info(device)
+    allocated = module.memory_allocated(device)
+    cached = module.memory_reserved(device) - allocated
+    return bool(free + cached >= module.max_memory_allocated(device) - allocated)
+
+
+class _StepPlan:
+    """Which sub-steps of a step run eagerly, as the last ones of their shape.
+
+    Attributes:
+        replays: the number of sub-steps that were replayed.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[ReplicaTask],
+        attempt: Attempt,
+        graphs: Sequence[_ReplicaGraphs],
+        step: int,
+    ) -> None:
+        self.replays = 0
+        self._lock = threading.Lock()
+        self.step = step
+        self._keys = {
+            task.share.replica: _keys_of(task, attempt.request.return_outputs)
+            for task in tasks
+        }
+        self._checked: dict[int, set[int]] = {number: set() for number in self._keys}
+        # Replicas take turns; of other shapes the first one that has them.
+        numbers = list(self._keys)
+        turn = step % len(numbers)
+        keys_of_others: set[Hashable] = set()
+        for replica in (*numbers[turn:], *numbers[:turn]):
+            last = {key: number for number, key in enumerate(self._keys[replica])}
+            last.pop(None, None)
+            for key, number in last.items():
+                graph = graphs[replica].by_shape.get(key)
+                # Other memory than the replica's own may be of this device alone.
+                is_own = graph is not None and graph.reads_foreign_memory
+                if key not in keys_of_others or is_own:
+                    self._checked[replica].add(number)
+            keys_of_others |= last.keys()
+
+    def of(self, replica: int) -> _SharePlan:
+        """The part of one replica."""
+        return _SharePlan(self, self._keys[replica], self._checked[replica])
+
+    def count_replay(self) -> None:
+        """One more sub-step is replayed."""
+        with self._lock:
+            self.replays += 1
+
+
+@dataclass(frozen=True)
+class _SharePlan:
+    """The sub-steps of one replica.
+
+    Attributes:
+        step: the plan of all replicas.
+        keys: of the sub-steps' graphs; ``None`` for those without one.
+        checked: the numbers of the sub-steps that run eagerly, on tape.
+    """
+
+    step: _StepPlan
+    keys: Sequence[Hashable]
+    checked: set[int]
+
+
+class _TimedSubsteps(Substeps):
+    """Eager sub-steps, which tell whether the device has waited for the host.
+
+    At the end of a share the host waits for the device anyway.
+    """
+
+    def __init__(self, task: ReplicaTask, attempt: Attempt, waits: list[bool]) -> None:
+        """``waits`` gets whether the device has waited."""
+        super().__init__(task, attempt.request)
+        self._waits = waits
+        self._launched = 0.0
+
+    def train(self, max_substeps: int | None, proceed: Proceed) -> ShareResult:
+        """As ``Substeps.train``, timed."""
+        start = time.perf_counter()
+        result = super().train(max_substeps, proceed)
+        end = time.perf_counter()
+        self._waits.append(end - self._launched < _BUSY * (end - start))
+        return result
+
+    def finish(self) -> None:
+        """Called when the host has launched all."""
+        super().finish()
+        self._launched = time.perf_counter()
 
 
 class GraphedSubsteps(Substeps):
-    """The sub-steps of one replica in one step, replayed if they can be captured."""
+    """The sub-steps of one replica in one step, replayed if they are captured."""
 
     def __init__(
         self,
         graphs: _ReplicaGraphs,
         task: ReplicaTask,
         attempt: Attempt,
+        plan: _SharePlan,
+        decision: _Decision,
     ) -> None:
         super().__init__(task, attempt.request)
         self._graphs = graphs
         self._attempt = attempt
+        self._plan = plan
+        self._decision = decision
 
     def run(self, number: int, weight: float, rows: Any = None) -> tuple[Tensor, Any]:
         """As ``Substeps.run``, but captures or replays a graph if possible."""
-        key = self._key_of(number, weight)
-        graph = self._graphs.by_shape.get(key)
-        if graph is None and key is not None and self._graphs.may_capture():
-            graph = self._captured(number)
-            if graph is not None:
-                self._graphs.by_shape[key] = graph
-        if graph is None:
+        key = self._plan.keys[number]
+        if key is None or self._decision.refusal:
             return super().run(number, weight, rows)
+        graph = self._graphs.find(key, self._plan.step.step)
+        is_checked = number in self._plan.checked
+        if graph is None:
+            # What is checked in each step is never replayed.
+            if is_checked or not self._graphs.make_room(self._plan.step.step):
+                return super().run(number, weight, rows)
+            return self._first_run(key, number, weight)
+        if graph.replay is None:
+            if is_checked:
+                return super().run(number, weight, rows)
+            if len(graph.tapes) < _RUNS:
+                return self._run_on_tape(graph, number, weight)
+            self._capture(graph, number)
+            if graph.replay is None:
+                return super().run(number, weight, rows)
+        if is_checked:
+            return self._checked_run(graph, number, weight)
+        return self._replayed(graph, number, weight)
+
+    # --- before the capture ---
+
+    def _first_run(
+        self, key: Hashable, number: int, weight: float
+    ) -> tuple[Tensor, Any]:
+        """Run a sub-step of a new shape, and see which leaves get a gradient."""
+        leaves = self._task.leaves
+        earlier = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        self._without_gradient = leaves
+        loss, output = super().run(number, weight)
+        gradients = {
+            position: leaf.grad
+            for position, leaf in enumerate(leaves)
+            if leaf.grad is not None
+        }
+        if any(grad.layout != torch.strided for grad in gradients.values()):
+            self._refuse("has sparse gradients")
+            for leaf, gradient in zip(leaves, earlier, strict=True):
+                if gradient is not None:
+                    leaf.grad = gradient if leaf.grad is None else gradient + leaf.grad
+            return loss, output
+        for leaf, gradient in zip(leaves, earlier, strict=True):
+            leaf.grad = gradient
+        static = self._graphs.static_like(gradients)
+        self._accumulate_in(static)
+        if static:
+            targets = list(static.values())
+            torch._foreach_add_(targets, list(gradients.values()))
+        has_output = bool(self._request.return_outputs)
+        self._graphs.by_shape[key] = _Graph(
+            static, torch.empty_like(loss), has_output, step=self._plan.step.step
+        )
+        return loss, output
+
+    def _run_on_tape(
+        self, graph: _Graph, number: int, weight: float
+    ) -> tuple[Tensor, Any]:
+        """Run a sub-step eagerly, and compare its tape with the last one's."""
+        self._accumulate_in(graph.gradients)
+        is_last = len(graph.tapes) == _RUNS - 1
+        journal = None
+        if is_last and not self._task.share.replica:  # whose Python all replicas share
+            roots = [self._task.criterion, self._task.module]
+            journal = Journal(Walk(roots), max_bytes=0)
+        state = self._host_state()
+        tape, loss, output = self._taped(number, weight)
+        if tape.obstacle:
+            self._refuse(tape.obstacle)
+        elif self._host_state() != state:
+            self._refuse("or the criterion draws random numbers on the host")
+        elif not all(replica.is_as_refreshed() for replica in self._task.replicas):
+            self._refuse(
+                "keeps something on the module that is no buffer written in place"
+            )
+        elif journal is not None and (moved := journal.moved()):
+            self._refuse(
+                f"or the criterion writes or takes from what a replay leaves as it is: "
+                f"{shown(moved)}"
+            )
+        elif graph.tapes and (where := difference(graph.tapes[-1], tape)):
+            self._start_again(graph, where)
+        graph.tapes.append(tape)
+        graph.step = self._plan.step.step
+        return loss, output
+
+    def _start_again(self, graph: _Graph, where: str) -> None:
+        """The tapes of two runs before the capture differ."""
+        graph.tapes.clear()
+        # Between two steps the user may have changed something.
+        if graph.step == self._plan.step.step:
+            self._refuse(f"computes something else in each call: {where}")
+        else:
+            self._decision.changed(where)
+
+    def _taped(self, number: int, weight: float) -> tuple[Tape, Tensor, Any]:
+        """Run a sub-step eagerly. Returns its tape, loss, and returned output."""
+        task = self._task
+        request = self._request
+        rows = _separate(task.rows_of(number))
+        tape = Tape(task.share.device, nested.tensors(rows))
+        with tape:
+            output, loss = forward(task, rows, number)
+        returned = None
+        if request.return_outputs:
+            returned = detached_output(output, request.return_outputs)
+        del output
+        if not loss.requires_grad:
+            require_trainable(task.module)
+        factor = torch.full_like(loss, weight * request.scale, requires_grad=False)
+        tape.add_place(factor)
+        with tape:
+            task.run_backward(number, [loss], [factor])
+        tape.end()
+        return tape, detached(loss), returned
+
+    def _checked_run(
+        self, graph: _Graph, number: int, weight: float
+    ) -> tuple[Tensor, Any]:
+        """Run a captured sub-step eagerly. Raises ``Outdated`` if it is another one."""
+        self._accumulate_in(graph.gradients)
+        state = self._host_state()
+        tape, loss, output = self._taped(number, weight)
+        where = difference(graph.tapes[-1], tape) or tape.obstacle
+        if not where and self._host_state() != state:
+            where = "it draws random numbers on the host"
+        if where:
+            raise Outdated(where)
+        return loss, output
+
+    def _refuse(self, why: str) -> None:
+        self._decision.refuse(f"{type(self._task.module).__name__} {why}")
+
+    def _host_state(self) -> tuple[Any, ...]:
+        """The state of the generators on the host from which this replica draws.
+
+        A replay runs no Python: it would repeat the numbers of the capture.
+        """
+        if not streams.is_async(self._task.share.device):
+            return random.getstate(), None
+        states = self._attempt.generators.get_state(self._task.share.replica)
+        of_torch = states.get(HOST)
+        numbers = None if of_torch is None else to_numbers(of_torch)
+        return random.getstate(), numbers
+
+    # --- the capture ---
+
+    def _capture(self, graph: _Graph, number: int) -> None:
+        """Capture a sub-step; leave ``graph`` as it is if that is not possible.
+
+        Restores all state.
+        """
+        task = replace(self._task, is_profiled=False)
+        try:
+            with (
+                self._task.span("capture", number),
+                # Gradients of earlier sub-steps of this step are in these leaves.
+                set_aside(task.leaves),
+                task.isolated(self._attempt.generators),
+            ):
+                try:
+                    tape = self.record(task, graph, number)
+                # Once more: another thread may have waited for the device in the first.
+                except _CaptureLost:
+                    tape = self.record(task, graph, number)
+        except _Refused as why:
+            self._refuse(str(why))
+            return
+        except Exception as error:
+            if is_out_of_memory(error):
+                self._graphs.forget()  # frees the memory of the graphs
+            raise
+        where = difference(graph.tapes[-1], tape)
+        if where:
+            graph.replay = None
+            self._start_again(graph, where)
+            return
+        graph.tapes = [tape]
+        logger.info(
+            "%s captured a sub-step, its graph number %d",
+            task.share.device,
+            self._graphs.num_captured(),
+        )
+
+    def record(self, task: ReplicaTask, graph: _Graph, number: int) -> Tape:
+        """Capture the kernels of a sub-step, which do not run. Returns their tape.
+
+        All work runs on the capturing stream, in order with the current stream's.
+        """
+        # The sub-step that follows loads these rows again. These are clones, because a
+        # ``collate`` may keep what it returns.
+        rows = task.rows_of(number, retain=True)
+        graph.rows = nested.map_tensors(Tensor.clone, rows)
+        graph.factor = torch.ones_like(graph.loss)
+        graph.loss = torch.empty_like(graph.loss)
+        places = nested.tensors(graph.rows)
+        device = task.share.device
+        # One stream for all graphs. Autograd nodes refer to it, and a traceback may
+        # keep them.
+        stream = streams.stream_for("recording", device)
+        if stream is None:
+            return self._record_on_host(task, graph, number, places)
+        tape = Tape(device, places, is_captured=True)
+        for position, gradient in graph.gradients.items():
+            task.leaves[position].grad = gradient
+        current = torch.accelerator.current_stream(device)
+        with memory.CAPTURE:
+            # Once per attempt, because it takes long. Otherwise objects may be freed
+            # during a capture, and wait for the device.
+            if not self._attempt.garbage_is_collected:
+                self._attempt.garbage_is_collected = True
+                gc.collect()
+            stream.wait_stream(current)
+            with restored(partial(current.wait_stream, stream)), stream:
+                kernels = self._graphs.capture(
+                    partial(graph.compute, task, number, tape)
+                )
+        graph.replay = kernels.replay
+        self._graphs.note_memory(graph, tape, task)
+        return tape
+
+    def _record_on_host(
+        self,
+        task: ReplicaTask,
+        graph: _Graph,
+        number: int,
+        places: Sequence[Tensor],
+    ) -> Tape:
+        """Run a sub-step in host memory, and keep its operators to run them again."""
+        tape = Recording(task.share.device, places)
+        static = list(graph.gradients.values())
+        sums = list(map(Tensor.clone, static))
+        for position, gradient in graph.gradients.items():
+            task.leaves[position].grad = gradient
+        graph.compute(task, number, tape)
+        copy_each(static, sums)
+        graph.replay = tape.replay
+        self._graphs.note_memory(graph, tape, task)
+        return tape
+
+    # --- after the capture ---
+
+    def _replayed(
+        self, graph: _Graph, number: int, weight: float
+    ) -> tuple[Tensor, Any]:
+        """Launch a captured sub-step. Returns its loss, and its returned output."""
         loader = self._task.loader
         # Rows that are on the device are copied once, into the graph's tensors.
         if loader.ahead is None:
             rows = loader.at_source(number).unwrapped()
         else:
             rows = self._task.rows_of(number)
+        assert graph.factor is not None
+        assert graph.replay is not None
+        # Copies: the next rows arrive while the graph reads these.
+        copy_each(nested.tensors(graph.rows), nested.tensors(rows))
+        self._accumulate_in(graph.gradients)
+        graph.factor.fill_(weight * self._request.scale)
+        with self._task.span("replay", number):
+            graph.replay()
+        self._plan.step.count_replay()
         # The next replay writes the static tensors.
-        loss = self._replay(graph, rows, weight, self._task, number).clone()
+        loss = graph.loss.clone()
         if not graph.has_output:
             return loss, None
         # The output, too, lies in memory that the next replay overwrites.
         output = nested.map_tensors(Tensor.clone, graph.output)
         return loss, detached_output(output, self._request.return_outputs)
 
-    def _replay(
-        self,
-        graph: _Graph,
-        rows: Any,
-        weight: float,
-        task: ReplicaTask,
-        number: int = 0,
-    ) -> Tensor:
-        """Replay a sub-step with these rows. Returns its loss, a static tensor."""
-        # Copies: the next rows arrive while the graph reads these.
-        copy_each(nested.tensors(graph.rows), nested.tensors(rows))
-        self._accumulate_in(graph.gradients)
-        graph.factor.fill_(weight * self._request.scale)
-        with task.span("replay", number):
-            graph.replay(task, number)
-        return graph.loss
-
-    def look(self) -> str:
-        """Compare a replay of the first micro-batch with the same run eagerly.
-
-        Returns why they differ by more than rounding; empty if they do not, or if it is
-        no step of a look.
-        """
-        task = self._task
-        graph = self._graphs.by_shape.get(self._key_of(0, task.weights[0]))
-        if graph is None:
-            return ""
-        graph.steps += 1
-        if not is_look_step(graph.steps):
-            return ""
-        with (
-            self._attempt.span("verify"),
-            parameter_writes_refused(self._attempt.replicas.replica_sets),
-            self._attempt.generators.of(task.share.replica),
-        ):
-            difference = self._attempt.threads.call(
-                task.share.device, partial(self._difference, graph)
-            )
-        if not difference:
-            return ""
-        now = plain_values(Walk([task.criterion, task.module]))
-        names = shown(", ".join(changed_names(graph.values, now)))
-        return (
-            f"{names or 'something that a sub-step reads'} changed after sub-steps "
-            f"of {type(task.module).__name__} had been captured, and replays gave "
-            f"another loss or gradients than the sub-step itself (they differ by "
-            f"{difference:.1e}).\nMake it a tensor that is written in "
-            "place, or a part of the batch.\n\nSteps since the last look computed "
-            "with the former value: looks come in steps 1, 2, 4, 8, … of the graphs"
-        )
-
-    def _difference(self, graph: _Graph) -> float:
-        """By how much a replay of the first sub-step differs; 0 if memory runs out."""
-        try:
-            rows = self._task.rows_of(0, retain=True)
-            replay = partial(self._replay, graph, rows, 1.0)
-            return difference_of_replay(self._attempt, self._task, rows, replay)
-        except Exception as error:
-            if is_out_of_memory(error):
-                return 0.0
-            raise
-
-    def _key_of(self, number: int, weight: float) -> Hashable:
-        """A key of the graph for a sub-step; ``None`` if it runs without one."""
-        # What does not count runs no backward pass, and sums have another criterion.
-        if not weight or self._task.sums:
-            return None
-        source = self._task.loader.at_source(number).unwrapped()
-        return _graph_key((source, bool(self._request.return_outputs)))
-
-    def _accumulate_in(self, static: dict[int, Tensor]) -> None:
+    def _accumulate_in(self, static: Mapping[int, Tensor]) -> None:
         """Make static tensors the leaves' ``.grad``, with the gradients accumulated so
         far.
         """
@@ -306,174 +841,42 @@ class GraphedSubsteps(Substeps):
         for leaf, copy in zip(leaves_with_static, copies, strict=True):
             leaf.grad = copy
 
-    def _captured(self, number: int) -> _Graph | None:
-        """A graph for the shape of a sub-step; ``None`` if it cannot be captured.
 
-        Restores all state.
-        """
-        try:
-            try:
-                return self._isolated_capture(number)
-            # Once more: another thread may have waited for the device in the first.
-            except _CaptureLost:
-                return self._isolated_capture(number)
-        except _Refused as why:
-            self._graphs.refuse(f"{type(self._task.module).__name__} {why}")
-            return None
-
-    def _isolated_capture(self, number: int) -> _Graph:
-        """A graph of a sub-step. Raises ``_Refused``; restores all state."""
-        task = replace(self._task, is_profiled=False)
-        try:
-            with (
-                self._task.span("capture", number),
-                # Gradients of earlier sub-steps of this step are in these leaves.
-                set_aside(task.leaves),
-                task.isolated(self._attempt.generators),
-            ):
-                graph = self.record(task, number)
-                if not task.share.replica:  # the one that is looked at
-                    graph.values = plain_values(Walk([task.criterion, task.module]))
-                return graph
-        except Exception as error:
-            if is_out_of_memory(error):
-                self._graphs.forget()  # frees the memory of the graphs
-            raise
-
-    def record(self, task: ReplicaTask, number: int) -> _Graph:
-        """A graph of a sub-step with its kernels captured, which do not run.
-
-        All work runs on the capturing stream, in order with the current stream's, for
-        one replica at a time.
-        """
-        # The sub-step that follows loads these rows again. These are clones, because a
-        # ``collate`` may keep what it returns.
-        rows = nested.map_tensors(Tensor.clone, task.rows_of(number, retain=True))
-        device = task.share.device
-        # One stream for all graphs. Autograd nodes refer to it, and a traceback may
-        # keep them.
-        stream = streams.stream_for("recording", device)
-        if stream is None:
-            graph = self._warm_up(task, rows, number)
-            graph.replay = graph.compute
-            return graph
-        current = torch.accelerator.current_stream(device)
-        with memory.CAPTURE:
-            # Once per attempt, because it takes long. Otherwise objects may be freed
-            # during a capture, and wait for the device.
-            if not self._attempt.garbage_is_collected:
-                self._attempt.garbage_is_collected = True
-                gc.collect()
-            stream.wait_stream(current)
-            with restored(partial(current.wait_stream, stream)), stream:
-                graph = self._warm_up(task, rows, number)
-                kernels = self._graphs.capture(partial(graph.compute, task, number))
-        graph.replay = lambda *_: kernels.replay()
-        logger.info(
-            "%s captured a sub-step, its graph number %d",
-            device,
-            len(self._graphs.by_shape) + 1,
-        )
-        return graph
-
-    def _warm_up(self, task: ReplicaTask, rows: Any, number: int) -> _Graph:
-        """Run sub-steps to allocate the static tensors and choose kernels.
-
-        Returns a graph of the static ``rows``. Raises ``_Refused``.
-        """
-        substeps = Substeps(task, replace(self._request, return_outputs=False))
-        host_states: list[tuple[Any, ...]] = []
-        for _ in range(2):  # the second one accumulates gradients, as a graph does
-            copied = nested.map_tensors(Tensor.clone, rows)
-            # By its own number: in turns, that of another sub-step may be over.
-            loss, _ = substeps.run(number, 1.0, copied)
-            host_states.append(self._host_state())
-        if not all(replica.is_as_refreshed() for replica in task.replicas):
-            raise _Refused(
-                "keeps something on the module that is no buffer written in place"
-            )
-        # A replay runs no Python: it would repeat the numbers of the capture.
-        draws_on_host = host_states[0] != host_states[1]
-        if draws_on_host and streams.is_async(task.share.device):
-            raise _Refused("or the criterion draws random numbers on the host")
-        return _Graph(
-            rows,
-            factor=torch.ones_like(loss),
-            loss=torch.empty_like(loss),
-            gradients=self._static_gradients(task.leaves),
-            has_output=bool(self._request.return_outputs),
-        )
-
-    def _host_state(self) -> tuple[Any, ...]:
-        """The state of the generators on the host from which this replica draws."""
-        states = self._attempt.generators.get_state(self._task.share.replica)
-        of_torch = states.get(HOST)
-        numbers = None if of_torch is None else to_numbers(of_torch)
-        return random.getstate(), numbers
-
-    def _static_gradients(self, leaves: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Make static tensors, shared by all graphs, the gradients of leaves with one.
-
-        Raises ``_Refused`` for sparse gradients.
-        """
-        static: dict[int, Tensor] = {}
-        for position, leaf in enumerate(leaves):
-            gradient = leaf.grad
-            if gradient is None:
-                continue
-            if gradient.layout != torch.strided:
-                raise _Refused("has sparse gradients")
-            # One for all graphs of the replica: sub-steps of all shapes add to it.
-            if position not in self._graphs.gradients:
-                self._graphs.gradients[position] = torch.zeros_like(gradient)
-            leaf.grad = static[position] = self._graphs.gradients[position]
-        return static
-
-
-def _state_of(task: ReplicaTask, replica_sets: Sequence[ReplicaSet]) -> list[Any]:
-    """The state on which a replica's graphs depend; its objects are compared by
-    identity.
+def _separate(rows: Any) -> Any:
+    """The rows, without two tensors that begin at one address: a tape could not tell
+    them apart.
     """
-    changes = [replica_set.changes for replica_set in replica_sets]
-    addresses: list[int] = []
-    for replica in task.replicas:
-        # A forward pass or the user may exchange memory without another tensor.
-        addresses += [tensor.data_ptr() for tensor in replica.tensors]
-    autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in autocast_types()]
-    return [
-        task.criterion,
-        changes,
-        _values_of(task),
-        addresses,
-        autocast,
-        torch.is_grad_enabled(),
-        settings_of_torch(),
-    ]
+    addresses = Counter(tensor.data_ptr() for tensor in nested.tensors(rows))
+    if len(addresses) == addresses.total():
+        return rows
+    return nested.map_tensors(Tensor.clone, rows)
 
 
-def _values_of(task: ReplicaTask) -> list[Any]:
-    """Plain values and the identities of objects that a sub-step reads directly."""
-    parts = parts_of(task.criterion)
-    if parts.called is not None:
-        parts = parts_of(parts.called)
-    objects: list[Any] = [task.module, *task.replicas]
-    objects += parts.closure.values()
-    objects += parts.attributes.values()  # such as ``label_smoothing``
-    values: list[Any] = []
-    for value in objects:
-        if isinstance(value, nested.PLAIN_CLASSES):
-            values.append(value)
-        else:
-            # The object itself is kept: another one could get the same id.
-            values.append((id(value), value))
-    return values
+def _keys_of(task: ReplicaTask, return_outputs: Any) -> list[Hashable]:
+    """For each sub-step a key of its graph; ``None`` if it runs without one."""
+    keys: list[Hashable] = []
+    # Views of one batch with as many rows have one key. Markers may collate anything.
+    has_markers = any(batch.markers for batch in task.loader.batches)
+    is_single = len(task.loader.batches) == 1 and not has_markers
+    by_rows: dict[int, Hashable] = {}
+    for number, (start, stop) in enumerate(task.share.micro_batches):
+        # What does not count runs no backward pass.
+        if not task.weights[number]:
+            keys.append(None)
+            continue
+        if not is_single or stop - start not in by_rows:
+            source = task.loader.at_source(number).unwrapped()
+            parts = source, bool(return_outputs), task.sums
+            by_rows[stop - start] = _graph_key(parts)
+        keys.append(by_rows[stop - start])
+    return keys
 
 
 def _graph_key(rows: Any) -> Hashable:
     """A key of the shapes that one graph accepts; ``None`` if no graph can."""
     for atom in nested.atoms(rows):
         is_dense = type(atom) is Tensor and atom.layout == torch.strided
-        # An object may hold anything: a graph would freeze it.
+        # An object may hold anything, and no tape knows a number among the rows.
         if not is_dense and not isinstance(atom, nested.PLAIN_CLASSES):
             return None
     return repr(
@@ -482,49 +885,76 @@ def _graph_key(rows: Any) -> Hashable:
 
 
 class _ReplicaGraphs:
-    """The graphs of one replica, which share memory, and the state that
-    they depend on.
+    """The graphs of one replica, which share memory.
+
+    Attributes:
+        by_shape: the graphs by their keys; the one that was used last is the last.
+        gradients: the static sums of the leaves, by position, for all graphs.
     """
 
-    def __init__(self, device: torch.device, told: Told) -> None:
-        """``told``: the warnings of all replicas."""
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._told = told
-        self._captures = 0
-        self._is_refused = False
+        self._state: list[Any] = []
         self.forget()
 
-    def forget(self, state: Sequence[Any] = ()) -> None:
+    def begin(self, task: ReplicaTask) -> None:
+        """Before a step: drop the graphs if their memory has been exchanged."""
+        # The tape of one replica says nothing of the addresses of another one.
+        state: list[Any] = [settings_of_torch()]
+        # Gradients are known by the positions of their leaves.
+        state += [leaf.data_ptr() for leaf in task.leaves]
+        for replica in task.replicas:
+            state += [tensor.data_ptr() for tensor in replica.tensors]
+        if state != self._state:
+            self.forget()
+            self._state = state
+
+    def forget(self) -> None:
         """Drop all graphs and static gradients; later graphs use a separate memory
         pool.
         """
-        self.state = state
         self.by_shape: dict[Hashable, _Graph] = {}
         self.gradients: dict[int, Tensor] = {}
         self._pool: Any = None
 
-    def refuse(self, why: str) -> None:
-        """Capture nothing from now on, and warn once."""
-        self._is_refused = True
-        self.forget()
-        if self._told.mark("refused"):
-            warn(f"graphs=True: sub-steps run as without graphs, because {why}")
+    def find(self, key: Hashable, step: int) -> _Graph | None:
+        """The graph of this key, if there is one."""
+        graph = self.by_shape.pop(key, None)
+        if graph is not None:
+            self.by_shape[key] = graph
+            graph.last_use = step
+        return graph
 
-    def may_capture(self) -> bool:
-        """Whether another sub-step may be captured; counts the captures, and refuses
-        too many.
-        """
-        if self._is_refused or len(self.by_shape) >= _SHAPES:
+    def make_room(self, step: int) -> bool:
+        """Whether there is room for another graph; drops the one unused for longest."""
+        if len(self.by_shape) < _SHAPES:
+            return True
+        oldest = next(iter(self.by_shape))
+        if self.by_shape[oldest].last_use == step:
             return False
-        self._captures += 1
-        if self._captures > _CAPTURES:
-            self.refuse(
-                f"sub-steps were captured {_CAPTURES} times, since something changes "
-                "from step to step: the criterion (make it once, before the loop), a "
-                "number that is an attribute of the module (make it a tensor), or the "
-                "shapes of batches"
-            )
-        return not self._is_refused
+        del self.by_shape[oldest]
+        return True
+
+    def num_captured(self) -> int:
+        """The number of graphs that have been captured."""
+        return sum(graph.replay is not None for graph in self.by_shape.values())
+
+    def static_like(self, gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Static tensors for the gradients of these leaves.
+
+        One per leaf for all graphs of the replica: sub-steps of all shapes add to it.
+        """
+        for position, gradient in gradients.items():
+            if position not in self.gradients:
+                self.gradients[position] = torch.empty_like(gradient)
+        return {position: self.gradients[position] for position in gradients}
+
+    def note_memory(self, graph: _Graph, tape: Tape, task: ReplicaTask) -> None:
+        """See whether a graph reads other memory than the replica's own."""
+        addresses = {tensor.data_ptr() for tensor in self.gradients.values()}
+        for replica in task.replicas:
+            addresses |= {tensor.data_ptr() for tensor in replica.tensors}
+        graph.reads_foreign_memory = not tape.addresses() <= addresses
 
     def capture(self, work: Callable[[], None]) -> Any:
         """Capture the kernels of ``work``, which must not synchronize with the device.
@@ -532,11 +962,12 @@ class _ReplicaGraphs:
         Raises ``_CaptureLost``.
         """
         module = torch.get_device_module(self._device)
-        self._pool = self._pool or module.graph_pool_handle()
+        if self._pool is None:
+            self._pool = module.graph_pool_handle()
+            # A capture can neither use nor free memory in torch's cache, as that of
+            # eager sub-steps. Once per pool: later graphs use the memory of the first.
+            memory.empty_cache()
         kernels = module.CUDAGraph()
-        # A capture can neither use nor free memory in torch's cache, as that of the
-        # warm-up.
-        memory.empty_cache()
         # After emptying the cache: another thread may be about to launch a kernel that
         # uses its workspace, which must stay mapped.
         #

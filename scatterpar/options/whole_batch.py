@@ -72,25 +72,13 @@ class TwoPasses(Schedule):
     With ``ranks``, the criterion sees the rows of all processes.
 
     Raises:
-        ValueError: a call without a criterion, or with ``reduction`` or ``count``; an
-            engine with ``graphs=True``.
+        ValueError: a call without a criterion, or with ``reduction`` or ``count``.
     """
 
     replicas_of_criterion = 1  # the master's
 
-    def __init__(
-        self,
-        call: Call,
-        ranks: Ranks | None,
-        graphs: bool = False,
-    ) -> None:
+    def __init__(self, call: Call, ranks: Ranks | None) -> None:
         self._ranks = ranks
-        if graphs:
-            raise ValueError(
-                "graphs=True captures the loss in each sub-step, and whole_batch=True "
-                "has one loss after all of them; make another engine, without graphs, "
-                "for this loss"
-            )
         if call.criterion is None:
             raise ValueError(
                 "whole_batch=True without a criterion; return the rows' outputs from "

@@ -218,6 +218,23 @@ class Journal:
                 names.append(self.walk.name_of_place(place))
         return list(dict.fromkeys(names))
 
+    def moved(self) -> str:
+        """What calls have moved, in words; empty if nothing but tensors.
+
+        What they take from an iterator or write to a file cannot be told, so each of
+        these counts.
+        """
+        substituted = [type(saved.value).__name__ for saved, _ in self._substituted]
+        names = [*self.unsaved, *substituted, *self.changed_numbers()]
+        for saved in (*self._values, *self._generators):
+            is_tensor = isinstance(saved, (TensorStorage, TensorValues))
+            # The state of a generator of torch, which replays move, is a tensor.
+            if not (is_tensor or isinstance(saved.state, Tensor) or saved.is_same()):
+                names.append(type(saved.value).__name__)
+        if not names and not self.refers_to_same():
+            names.append("an object")
+        return ", ".join(names)
+
     def lost(self) -> list[tuple[int, ...]]:
         """The shapes of large tensors that were written, whose values are not saved."""
         return [

@@ -1,4 +1,4 @@
-"""Values by the names that texts tell: state that calls move, values in a graph."""
+"""State that calls move, by the names that texts tell."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from scatterpar.batch.nested import PLAIN
 from scatterpar.devices.fingerprints import same_bits
 from scatterpar.replicas.module_contents import CONTAINERS
 from scatterpar.replicas.replicas import Replica
 from scatterpar.replicas.snapshot import entries_of
-from scatterpar.state.walk import Place, Walk
 
 # Every module has these, such as hooks: no forward pass of the user's moves them.
 _OF_TORCH = vars(nn.Module()).keys()
@@ -24,30 +22,6 @@ _MAX_ENTRIES = 32  # of a container: those beyond are data
 
 # By the names that a warning tells: the contents of each value, by key.
 State = dict[str, dict[Any, Any]]
-
-
-def plain_values(walk: Walk) -> dict[str, Any]:
-    """The numbers, texts, flags and tensors to which roots lead, by name.
-
-    A tensor is its address, because a captured graph reads it again.
-    """
-    values: dict[str, Any] = {}
-    for number, kind, container in walk.containers:
-        for key, value in entries_of(container):
-            if type(value) in PLAIN:
-                place = Place(kind, container, key, value, number)
-                values[walk.name_of_place(place)] = value
-    for place in walk.places:
-        if isinstance(place.value, Tensor):
-            values[walk.name_of_place(place)] = id(place.value)
-        elif type(place.value) in PLAIN:  # of a variable, a slot or a class
-            values[walk.name_of_place(place)] = place.value
-    return values
-
-
-def changed_names(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """The names whose values are not the same."""
-    return [name for name in before if name in after and before[name] != after[name]]
 
 
 def state_of(replicas: Sequence[Replica], *, has_same_rows: bool = False) -> State:

@@ -86,7 +86,7 @@ class Outcome:
         # Not copied from the host, which would wait.
         return torch.full((), self.loss, dtype=self.dtype, device=device)
 
-    def report(self, waited: float) -> StepReport:
+    def report(self, waited: float, graphs: str) -> StepReport:
         """The report of the step, which began ``waited`` seconds after the last one."""
         attempt = self.attempt
         return StepReport(
@@ -98,6 +98,7 @@ class Outcome:
             retries=attempt.retries,
             waited=waited,
             replica_seconds=tuple(attempt.threads.seconds),
+            graphs=graphs,
         )
 
 

@@ -50,11 +50,13 @@ class EngineOptions:
     shares: Sequence[float] | None = None
     accumulate_dtype: torch.dtype | None = None
     verify: bool = True
-    graphs: bool = False
+    graphs: bool | None = None
 
     def __post_init__(self) -> None:
-        for name in ("check_finite", "verify", "graphs"):
+        for name in ("check_finite", "verify"):
             check_bool(name, getattr(self, name))
+        if self.graphs is not None:
+            check_bool("graphs", self.graphs)
         check_int("dim", self.dim)
         if self.buffers not in ("master", "batch"):
             raise ValueError(

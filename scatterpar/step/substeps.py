@@ -197,19 +197,24 @@ class Schedule:
             many as the module has.
         may_start_again: whether a step that ran out of memory may begin again, with
             more sub-steps.
-        uses_graphs: whether sub-steps are captured as graphs.
+        graphs: whether sub-steps of the latest step were replayed, or why not.
     """
 
     replicas_of_criterion: int | None = None
     may_start_again = True
-    uses_graphs = False
+    graphs = "eager: graphs=False"
 
     def substeps(self, attempt: Attempt, task: ReplicaTask) -> Substeps:
         """What runs the sub-steps of one replica in one step."""
         return Substeps(task, attempt.request)
 
-    def look(self, attempt: Attempt, task: ReplicaTask) -> None:
-        """Ask, before the sub-steps, what this schedule alone has to ask."""
+    def without_graphs(self, why: str) -> str:
+        """What the report says of a step of another schedule."""
+        return f"eager: {why}"
+
+    def recovers_from(self, _: Exception) -> bool:
+        """Whether an attempt that has raised this error may run again as it is."""
+        return False
 
     def run(
         self,
@@ -227,11 +232,8 @@ class Schedule:
                 attempt.extent.max_substeps, proceed
             )
 
-        if self.uses_graphs and attempt.threads.scope in (Scope.LOSS, Scope.FUNCTION):
-            # A capture calls the function several times, a replay not at all.
-            attempt.threads.widen(Scope.SUBSTEP)
         # A new one for each pass: replicas count its sub-steps from 0.
-        meeting = meeting_of(attempt, uses_graphs=self.uses_graphs)
+        meeting = meeting_of(attempt)
         with parameter_writes_refused(attempt.replicas.replica_sets):
             results = attempt.threads.run(train, tasks, meeting)
         # Not sum(): from Python 3.12 on it compensates, and so rounds in another way.
@@ -242,7 +244,7 @@ class Schedule:
         return Computed(loss, results[0].dtype, outputs)
 
 
-def meeting_of(attempt: Attempt, *, uses_graphs: bool = False) -> Meeting | None:
+def meeting_of(attempt: Attempt) -> Meeting | None:
     """Where replicas exchange the statistics of ``nn.SyncBatchNorm`` layers in one
     pass.
 
@@ -256,7 +258,6 @@ def meeting_of(attempt: Attempt, *, uses_graphs: bool = False) -> Meeting | None
     # round.
     is_ragged = len({len(share.micro_batches) for share in shares}) > 1
     obstacles = {
-        "graphs=True": uses_graphs,
         "replicas that take turns, as a step function, or a criterion that reads what "
         "forward passes leave behind, needs": attempt.threads.scope > Scope.CRITERION,
         "whole_batch=True and unequal numbers of micro-batches": (

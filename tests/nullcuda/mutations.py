@@ -177,9 +177,9 @@ test_closed_engine_leaves_others_workspaces: AssertionError
 
 a capture that is lost is not tried again
 -except _CaptureLost:
--                return self._isolated_capture(number)
+-                    tape = self.record(task, graph, number)
 +except _CaptureLost:
-+                raise
++                    raise
 test_waiting_thread_breaks_the_capture: AssertionError
 """
 MUTATIONS = [read(entry) for entry in TABLE.strip().split("\n\n")]

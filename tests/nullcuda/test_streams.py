@@ -23,7 +23,7 @@ from scatterpar.devices.coalescing import to_host
 from scatterpar.devices.transfers import Prefetcher
 from scatterpar.integrations.evaluation import BatchesAhead, Turns, brought_home
 from scatterpar.integrations.lending import Lending, Parts
-from scatterpar.step.turns import Scope, lasting_a_turn
+from scatterpar.step.turns import lasting_a_turn
 
 pytestmark = [pytest.mark.nullcuda, pytest.mark.draws]
 CARD = torch.device("cuda:0")
@@ -243,9 +243,10 @@ def test_gradients_readable_during_next_replay():
     """They are the caller's own; a graph adds up in tensors that stay."""
     model = network()
     inputs, targets = batch()
-    engine = ScatterOnceParallel(model, 4, [0], graphs=True, verify=False)
+    engine = ScatterOnceParallel(model, 8, [0], graphs=True, verify=False)
     with engine, streams_of_the_users():
         engine.forward_backward(inputs, targets, LOSS)
+        assert engine.last_step.graphs == "3 of 8 sub-steps replayed"
         reading = torch.cuda.Stream(0)
         reading.wait_stream(torch.cuda.current_stream(0))
         gradients = [parameter.grad for parameter in model.parameters()]
@@ -257,16 +258,16 @@ def test_gradients_readable_during_next_replay():
         torch.cuda.synchronize(0)
 
 
-def reads(m, x):
-    """Reads a value in the forward pass, which no graph can."""
-    is_large = x.sum().item() > -1e9
-    return m.dropout(m.body(x) * float(is_large))
+def waits(m, x):
+    """Waits for the card in the forward pass, which no graph can, and no tape sees."""
+    torch.cuda.synchronize(0)
+    return m.dropout(m.body(x))
 
 
 def test_failed_capture_restores_allocator():
     """Before torch 2.13 both stayed in the capture: no draws, and memory was lost."""
-    model = Of(reads, body=nn.Linear(8, 8), dropout=nn.Dropout(0.5)).to(CARD)
-    engine = ScatterOnceParallel(model, 4, [0], graphs=True, verify=False)
+    model = Of(waits, body=nn.Linear(8, 8), dropout=nn.Dropout(0.5)).to(CARD)
+    engine = ScatterOnceParallel(model, 8, [0], graphs=True, verify=False)
     with engine, pytest.warns(match="cannot be captured"):
         engine.forward_backward(torch.randn(16, 8), torch.arange(16) % 8, LOSS)
     size = 200 << 20
@@ -281,7 +282,7 @@ def test_failed_capture_restores_allocator():
     assert set(dropped.tolist()) == {0.0, 2.0}
 
 
-def captured_engine(criterion=LOSS, ids=(0,), accum=4):
+def captured_engine(criterion=LOSS, ids=(0,), accum=8):
     """An engine with captured sub-steps, after a step."""
     engine = ScatterOnceParallel(network(), accum, ids, graphs=True, verify=False)
     engine.forward_backward(*batch(), criterion)
@@ -332,12 +333,10 @@ def wait_for_the_card(number):
 
 @pytest.mark.parametrize(("lost", "is_told"), [(1, False), (2, True)])
 @pytest.mark.parametrize("when", ["in the criterion", "at the end"])
-@pytest.mark.parametrize("turn", [Scope.NOTHING, Scope.LOSS, Scope.SUBSTEP])
-def test_waiting_thread_breaks_the_capture(when, turn, lost, is_told, monkeypatch):
+def test_waiting_thread_breaks_the_capture(when, lost, is_told, monkeypatch):
     """The capture is lost. A second try may succeed; else sub-steps run without graphs.
 
-    At the end: no operator fails, but the end of the capture. In turns: the error of
-    the lost capture ends no other replica's sub-steps.
+    At the end: no operator fails, but the end of the capture.
     """
     waits = []  # the card of each lost capture
     begun = []  # captures of sub-steps that have not ended
@@ -350,10 +349,19 @@ def test_waiting_thread_breaks_the_capture(when, turn, lost, is_told, monkeypatc
             waits.append(here)
             wait_for_the_card(here)
 
-    def criterion(output, targets):
-        if torch.cuda.is_current_stream_capturing():
+    is_capturing = torch.cuda.is_current_stream_capturing
+
+    def asked():
+        if is_capturing():
             begun.append(True)
         wait("in the criterion")
+        return is_capturing()
+
+    # Not by a variable of the criterion: one that each call writes is not captured.
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", asked)
+
+    def criterion(output, targets):
+        torch.cuda.is_current_stream_capturing()
         return LOSS(output, targets)
 
     def capture_end(graph):
@@ -365,9 +373,7 @@ def test_waiting_thread_breaks_the_capture(when, turn, lost, is_told, monkeypatc
     results = []
     for graphs in (False, True):
         model = network()
-        engine = ScatterOnceParallel(model, 4, TWO, graphs=graphs, verify=False)
-        engine.loop.takes_turns = turn is not Scope.NOTHING
-        engine.loop.turn = turn
+        engine = ScatterOnceParallel(model, 8, TWO, graphs=graphs, verify=False)
         with engine, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(2):
@@ -375,16 +381,21 @@ def test_waiting_thread_breaks_the_capture(when, turn, lost, is_told, monkeypatc
         results.append([loss, *(parameter.grad for parameter in model.parameters())])
     for eager, captured in zip(*results, strict=True):
         assert torch.equal(eager, captured)
-    assert sorted(waits) == sorted([*set(TWO)] * lost)
+    if is_told:  # one replica's refusal is that of all
+        assert sorted(waits) in (sorted([*set(TWO)] * lost), [TWO[0]] * 2, [TWO[1]] * 2)
+    else:
+        assert sorted(waits) == sorted(set(TWO))
     words = "another thread waits for the device"
-    assert [words in str(warning.message) for warning in caught] == [True] * is_told
+    texts = [str(warning.message) for warning in caught]
+    assert len(texts) == is_told, texts
+    assert all(words in text for text in texts), texts
 
 
 def test_garbage_collected_once_per_capture(monkeypatch):
     collections = []
     collect = gc.collect
     monkeypatch.setattr(gc, "collect", lambda: collections.append(1) or collect())
-    with captured_engine(ids=(0, 0), accum=3) as engine:  # two shapes per replica
+    with captured_engine(ids=(0, 0)) as engine:  # a graph per replica
         assert sum(collections) == 1
         engine.forward_backward(*batch(), LOSS)
         assert sum(collections) == 1

@@ -1,17 +1,14 @@
-"""``graphs=True``: sub-steps that are captured once, and replayed.
+"""Sub-steps that are captured once, and replayed; ``test_tape.py`` has frozen values.
 
-On the CPU the same code is called again, on the same tensors; with an accelerator
-(``test_simulated.py`` runs this on a simulated one) it is really captured.
+On the CPU the operators of a tape run again; with an accelerator (``test_simulated.py``
+runs this on a simulated one) sub-steps are really captured.
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
 import random
-import threading
 import warnings
-from collections import Counter
 from functools import partial
 
 import pytest
@@ -24,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from scatterpar import Rows, ScatterOnceParallel
-from scatterpar.options.cuda_graphs import GraphedSubsteps
+from scatterpar.options import cuda_graphs
 
 pytestmark = [pytest.mark.cuda, pytest.mark.nullcuda]
 
@@ -147,7 +144,7 @@ def test_graph_gradients_equal_whole_batch(places, make, accum):
     model, inputs, targets = problem(make)
     with graphed(model, accum, places) as engine:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for rows in (ROWS, ROWS, 20, ROWS):
+        for rows in (ROWS, ROWS, 20, *[ROWS] * 5):
             assert_step(engine, inputs[:rows], targets[:rows], LOSS)
             optimizer.step()
 
@@ -168,11 +165,11 @@ def test_draws_and_buffers_as_without_graphs(places):
     model, inputs, targets = problem(cnn, *layers)
 
     def run(engine):
-        losses = [engine.forward_backward(inputs, targets, LOSS) for _ in range(3)]
+        losses = [engine.forward_backward(inputs, targets, LOSS) for _ in range(5)]
         return [*losses, torch.rand(3)]
 
     *losses, _ = assert_same(run, model, places, 3, draws=True)
-    assert torch.stack(losses).unique().numel() == 3
+    assert torch.stack(losses).unique().numel() == 5
 
 
 def test_outputs_scaler_and_masks_exact(places):
@@ -181,7 +178,7 @@ def test_outputs_scaler_and_masks_exact(places):
     scaler = torch.amp.GradScaler(home().type, init_scale=8.0)
 
     def run(engine):
-        for _ in range(2):
+        for _ in range(4):
             loss, outputs = engine.forward_backward(
                 {"words": inputs}, targets, LOSS, scaler=scaler, return_outputs=True
             )
@@ -196,7 +193,7 @@ def test_later_requested_outputs_are_exact(places):
     model, inputs, targets = problem()
 
     def run(engine):
-        for is_asked in (False, True, False, True):
+        for is_asked in (False, True) * 4:
             found = engine.forward_backward(
                 inputs, targets, LOSS, return_outputs=is_asked
             )
@@ -238,7 +235,7 @@ def test_tensors_that_collate_keeps_are_not_written(two_places):
     def run(engine):
         batches.clear()
         rows = Rows(list(inputs), collate)
-        return [engine.forward_backward(rows, targets, LOSS) for _ in range(2)]
+        return [engine.forward_backward(rows, targets, LOSS) for _ in range(8)]
 
     assert_same(run, model, two_places, 2)
 
@@ -274,9 +271,10 @@ CHANGES = {
 def test_changed_module_captured_again(two_places, change):
     _, inputs, targets = problem()
     model = of_body(lambda model, x: model.body(x) * model.factor, factor=1.0)
-    with graphed(model, 3, two_places) as engine:
+    with graphed(model, 6, two_places) as engine:
         for _ in range(3):
-            assert_step(engine, inputs, targets, LOSS)
+            for _ in range(2):
+                assert_step(engine, inputs, targets, LOSS)
             change(model)
 
 
@@ -287,32 +285,20 @@ def test_changed_criterion_captured_again(two_places):
     def closed(output, targets):
         return F.cross_entropy(output, targets) * scale
 
-    with graphed(model, 3, two_places) as engine:
+    with graphed(model, 6, two_places) as engine:
         for criterion in (closed, closed, nn.CrossEntropyLoss(label_smoothing=0.1)):
-            assert_step(engine, inputs, targets, criterion)
+            for _ in range(2):
+                assert_step(engine, inputs, targets, criterion)
             scale += 1
 
 
-def test_iterator_of_criterion_keeps_graphs(two_places, monkeypatch):
-    """A look that leaves a copy of it behind ends the graphs."""
-    record, captured = GraphedSubsteps.record, []
-
-    def counted(substeps, task, number):
-        captured.append(task.share.replica)
-        return record(substeps, task, number)
-
-    monkeypatch.setattr(GraphedSubsteps, "record", counted)
+def test_new_criterion_in_each_step_keeps_graphs(two_places):
+    """It computes what the captured one computes."""
     model, inputs, targets = problem(rows=36)
-    names = itertools.cycle("ab")
-
-    def criterion(output, targets):
-        next(names)
-        return LOSS(output, targets)
-
-    with graphed(model, 3, two_places, verify=True) as engine:
-        for _ in range(4):
-            engine.forward_backward(inputs, targets, criterion)
-    assert sorted(captured) == [0, 1]
+    with graphed(model, 3, two_places) as engine:
+        for _ in range(5):
+            assert_step(engine, inputs, targets, lambda o, t: F.cross_entropy(o, t))
+        assert engine.last_step.graphs == "5 of 6 sub-steps replayed"
 
 
 CUDA = torch.backends.cuda
@@ -341,20 +327,20 @@ FLAGS = {
 @pytest.mark.parametrize("name", FLAGS)
 def test_changed_kernel_flags_captured_again(two_places, name):
     """A graph keeps the kernels that it was captured with."""
-    model, inputs, targets = problem()
+    model, inputs, targets = problem(rows=48)
     read, write = FLAGS[name]
-    calls, counts, before = [], [], read()
-    model.register_forward_hook(lambda *_: calls.append(1))
-    with graphed(model, 1, two_places) as engine:
-        for value in (before, before, not before):
+    reports, before = [], read()
+    with graphed(model, 6, two_places) as engine:
+        for value in (before, before, not before, before):
             write(value)
             try:
                 engine.forward_backward(inputs, targets, LOSS)
             finally:
                 write(before)
-            counts.append(len(calls) - sum(counts))
-    captured, replayed, again = counts
-    assert captured == again > replayed
+            reports.append(engine.last_step.graphs)
+    captured, replayed, again, _ = reports
+    assert captured == again == "3 of 12 sub-steps replayed"
+    assert replayed == "11 of 12 sub-steps replayed"
 
 
 # --- what cannot be captured runs without, and is told ---
@@ -377,35 +363,133 @@ UNCAPTURED = {
 @pytest.mark.parametrize("words", UNCAPTURED)
 @pytest.mark.draws
 def test_uncapturable_runs_and_warns_once(two_places, words):
-    _, inputs, targets = problem()
-    is_told = words.startswith("keeps") or torch.accelerator.is_available()
+    _, inputs, targets = problem(rows=48)
+    # On the CPU torch's generator is the device's.
+    is_told = words != "or the criterion draws" or torch.accelerator.is_available()
     state = random.getstate()
-    with graphed(of_body(UNCAPTURED[words]), 3, two_places) as engine:
-        for step in range(3):
-            told = pytest.warns(match=f"because Of {words}")
-            with (
-                told
-                if is_told and not step
-                else warnings.catch_warnings(action="error")
-            ):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with graphed(of_body(UNCAPTURED[words]), 6, two_places) as engine:
+            for _ in range(3):
                 assert_step(engine, inputs, targets, LOSS)
+    texts = [str(warning.message) for warning in told]
+    assert len(texts) == is_told
+    assert all(f"because Of {words}" in text for text in texts)
+    assert engine.last_step.graphs.startswith("eager: Of") == is_told
     random.setstate(state)
 
 
-def test_ever_new_criterion_is_given_up(two_places):
-    model, inputs, targets = problem(rows=8)
-    with graphed(model, 1, two_places) as engine:
+def test_ever_changing_value_is_given_up(two_places):
+    """After some steps that were undone, with the operator's name."""
+    model, inputs, targets = problem(rows=48)
+    factor = 1.0
 
-        def steps():
-            for _ in range(34):
-                engine.forward_backward(
-                    inputs, targets, lambda o, t: F.cross_entropy(o, t)
-                )
+    def criterion(output, targets):
+        return F.cross_entropy(output, targets) * factor
 
-        with pytest.warns(
-            match="captured 32 times, since something changes from step to step"
-        ):
-            steps()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with graphed(model, 6, two_places) as engine:
+            for _ in range(16):
+                factor += 1
+                assert_step(engine, inputs, targets, criterion)
+    (text,) = [str(warning.message) for warning in told]
+    assert "changes from step to step: aten.mul.Tensor gets" in text
+    assert "Make it a tensor that is written in place" in text
+
+
+# --- graphs=None ---
+
+
+@pytest.fixture
+def waiting(monkeypatch):
+    """Devices that capture, and wait for the host."""
+    monkeypatch.setattr(cuda_graphs, "_captures", lambda _: True)
+    monkeypatch.setattr(cuda_graphs, "_BUSY", 1e9)
+
+
+def reports_of(steps, *batch, accum=8, places=(), criterion=LOSS, **options):
+    """What is said of graphs in each step, with the default of ``graphs``."""
+    model = build(mlp).to(home())
+    options = {"verify": False} | options
+    with (
+        warnings.catch_warnings(action="error"),
+        ScatterOnceParallel(model, accum, places or [str(home())], **options) as engine,
+    ):
+        reports = []
+        for _ in range(steps):
+            assert_step(engine, *batch, criterion)
+            reports.append(engine.last_step.graphs)
+    return reports
+
+
+@pytest.fixture
+def rows():
+    _, inputs, targets = problem(rows=64)
+    return inputs, targets
+
+
+def test_devices_that_wait_are_captured(waiting, rows, two_places, caplog):
+    caplog.set_level("INFO", "scatterpar")
+    reports = reports_of(6, *rows, places=two_places)
+    early = "eager: devices have not waited for the host in enough steps"
+    assert reports == [*[early] * 3, "7 of 16 sub-steps replayed", *reports[4:]]
+    assert reports[4:] == ["15 of 16 sub-steps replayed"] * 2
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines.count("graphs: devices wait for the host; sub-steps are captured") == 1
+
+
+def test_devices_that_work_are_left_alone(waiting, rows, monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "_BUSY", -1.0)
+    assert "have not waited" in reports_of(6, *rows)[-1]
+
+
+def test_few_sub_steps_are_left_alone(waiting, rows):
+    assert reports_of(6, *rows, accum=3)[-1] == (
+        "eager: fewer than 4 sub-steps per replica"
+    )
+
+
+def test_host_alone_captures_nothing(rows):
+    if home().type != "cpu":
+        pytest.skip("this is of the CPU")
+    assert reports_of(1, *rows) == ["eager: cpu captures nothing"]
+
+
+def test_what_helps_is_logged_once(waiting, rows, caplog):
+    """No warning, if an option is in the way of graphs that would help."""
+    caplog.set_level("INFO", "scatterpar")
+    reports = reports_of(6, *rows, buffers="batch")
+    why = 'buffers="batch" needs Python in every sub-step'
+    assert reports[0] == f"eager: {why}"
+    assert reports[-1].startswith(f"eager: {why}; devices wait for the host here")
+    lines = [record.getMessage() for record in caplog.records]
+    assert [why in line and "compile=True" in line for line in lines].count(True) == 1
+
+
+def test_default_stays_silent_of_changes(waiting, rows):
+    factor = 1.0
+
+    def criterion(output, targets):
+        return F.cross_entropy(output, targets) * factor
+
+    model = build(mlp).to(home())
+    engine = ScatterOnceParallel(model, 8, [str(home())], verify=False)
+    with engine, warnings.catch_warnings(action="error"):
+        for step in range(40):
+            factor += step > 4
+            assert_step(engine, *rows, criterion)
+        assert "something changes from step to step" in engine.last_step.graphs
+
+
+def test_whole_batch_told_once_if_asked(two_places, rows):
+    model, *_ = problem(rows=64)
+    with graphed(model, 4, two_places) as engine:
+        with pytest.warns(match="whole_batch=True has one loss, after all sub-steps"):
+            engine.forward_backward(*rows, LOSS, whole_batch=True)
+        with warnings.catch_warnings(action="error"):
+            engine.forward_backward(*rows, LOSS, whole_batch=True)
+        assert engine.last_step.graphs.startswith("eager: whole_batch=True")
 
 
 # --- whole or not at all ---
@@ -440,28 +524,56 @@ def test_failed_step_leaves_no_trace(two_places, kind):
     assert_same(run, model, two_places, 4, draws=True)
 
 
-@pytest.mark.parametrize("call", [1, 3], ids=["warming up", "captured"])
-@pytest.mark.filterwarnings("error", 'ignore:accum="auto"')
-def test_capture_out_of_memory_adds_sub_steps(call):
-    """The result is that of the same fixed number of sub-steps, bit for bit."""
-    calls = Counter()
+def of_limited(has_room):
+    """A model that runs out of memory for some numbers of rows."""
 
-    # has no room for more rows, from the call of this number with as many on
-    def hungry(model, x):
-        calls[len(x)] += 1
-        if len(x) > model.rows and calls[len(x)] >= call:
+    def limited(model, x):
+        if not has_room(len(x)):
             raise torch.OutOfMemoryError(
                 "CUDA out of memory. Tried to allocate 2.00 GiB"
             )
         return model.norm(model.body(x))
 
-    _, inputs, targets = problem()
+    return of_body(limited, norm=nn.BatchNorm1d(CLASSES))
+
+
+def has_graphs(engine):
+    return any(graphs.by_shape for graphs in engine._one_pass._by_replica)
+
+
+def test_memory_of_graphs_given_up_first():
+    """The same number of sub-steps, without graphs."""
+    _, inputs, targets = problem(rows=48)
     results = []
-    for accum, room in (("auto", 10), (4, ROWS)):
-        model = of_body(hungry, norm=nn.BatchNorm1d(CLASSES), rows=room)
+    for graphs in (True, False):
+        holder = []
+        model = of_limited(lambda _, holder=holder: not any(map(has_graphs, holder)))
+        engine = graphed(model, 6, [str(home())], graphs=graphs)
+        holder += [engine] if graphs else []
+        with engine, warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            losses = [engine.forward_backward(inputs, targets, LOSS) for _ in range(3)]
+        assert len(engine.last_step.plan.shares[0].micro_batches) == 6
+        texts = [str(warning.message) for warning in told]
+        assert len(texts) == graphs
+        assert all("because memory ran out with them" in text for text in texts)
+        results.append((model, torch.stack(losses)))
+    (model, losses), (expected, expected_losses) = results
+    assert torch.equal(losses, expected_losses)
+    assert values_differ(model, expected) == []
+
+
+@pytest.mark.filterwarnings("error", 'ignore:accum="auto"')
+def test_more_sub_steps_keep_graphs():
+    """The result is that of the same fixed number of sub-steps, bit for bit."""
+    _, inputs, targets = problem(rows=48)
+    results = []
+    for accum, room in (("auto", 10), (5, 48)):
+        model = of_limited(lambda rows, room=room: rows <= room)
         with graphed(model, accum, [str(home())]) as engine:
-            losses = [engine.forward_backward(inputs, targets, LOSS) for _ in range(2)]
-            assert len(engine.last_step.plan.shares[0].micro_batches) == 4
+            losses = [engine.forward_backward(inputs, targets, LOSS) for _ in range(6)]
+            assert len(engine.last_step.plan.shares[0].micro_batches) == 5
+            assert "replayed" in engine.last_step.graphs
         results.append((model, torch.stack(losses)))
     (model, losses), (expected, expected_losses) = results
     assert torch.equal(losses, expected_losses)
@@ -477,198 +589,10 @@ def test_autocast_is_captured(two_places):
 
     def run(engine):
         found = []
-        for is_on in (True, True, False, True):
+        for is_on in (True, True, True, False, True, True):
             with torch.autocast(home().type, torch.bfloat16, enabled=is_on):
                 found.append(engine.forward_backward(inputs.float(), targets, LOSS))
         return found
 
-    found = assert_same(run, model.float(), two_places, 3)
-    assert found[0] == found[1] == found[3] != found[2]
-
-
-# --- replays are looked at ---
-
-
-class Settings:
-    """Values of a plain object."""
-
-    def __init__(self):
-        self.factor = 1.0
-
-
-FACTOR = 1.0
-TABLE = {"factor": 1.0}
-SETTINGS = Settings()
-
-
-def by_global(output, targets):
-    return F.cross_entropy(output, targets) * FACTOR
-
-
-def by_entry(output, targets):
-    return F.cross_entropy(output, targets) * TABLE["factor"]
-
-
-def by_attribute(output, targets):
-    return F.cross_entropy(output, targets) * SETTINGS.factor
-
-
-class BySetting:
-    """A criterion that is a plain object."""
-
-    def __init__(self):
-        self.settings = {"factor": 1.0}
-
-    def __call__(self, output, targets):
-        return F.cross_entropy(output, targets) * self.settings["factor"]
-
-
-def times(table, output, targets):
-    return F.cross_entropy(output, targets) * table["factor"]
-
-
-ARGUMENT = {"factor": 1.0}
-BY_SETTING = BySetting()
-# The criterion, the dictionary with the value that changes, its key, its name.
-FROZEN = {
-    "global": (by_global, globals(), "FACTOR", "FACTOR"),
-    "entry": (by_entry, TABLE, "factor", "TABLE['factor']"),
-    "attribute": (by_attribute, vars(SETTINGS), "factor", "SETTINGS.factor"),
-    "criterion": (BY_SETTING, BY_SETTING.settings, "factor", "settings['factor']"),
-    "partial": (
-        partial(times, ARGUMENT),
-        ARGUMENT,
-        "factor",
-        "argument 0['factor']",
-    ),
-}
-
-
-@pytest.fixture
-def frozen(request, monkeypatch):
-    """A case of ``FROZEN``; without an accelerator replays see the values of a capture.
-
-    There a replay is the same code again, so a double freezes what it reads, and drops
-    what it writes.
-    """
-    criterion, holder, key, name = FROZEN[request.param]
-    record = GraphedSubsteps.record
-    frozen_values = []
-    one_replay = threading.Lock()
-
-    def change(value):
-        if not frozen_values:
-            holder[key] = value
-
-    def record_and_freeze(substeps, task, number):
-        graph = record(substeps, task, number)
-        value, replay = holder[key], graph.replay
-
-        def replay_with_former_value(*args):
-            # Replicas replay in threads, and the value is one for all.
-            with one_replay:
-                now, holder[key] = holder[key], value
-                frozen_values.append(value)
-                try:
-                    replay(*args)
-                finally:
-                    frozen_values.clear()
-                    holder[key] = now
-
-        graph.replay = replay_with_former_value
-        return graph
-
-    if not torch.accelerator.is_available():
-        monkeypatch.setattr(GraphedSubsteps, "record", record_and_freeze)
-    before = holder[key]
-    yield criterion, change, name
-    holder[key] = before
-
-
-def by_kind(*kinds):
-    return pytest.mark.parametrize("frozen", kinds or FROZEN, indirect=True)
-
-
-@by_kind()
-def test_frozen_value_named_ends_graphs(two_places, frozen):
-    """In step 2, before a gradient counts; once it is told."""
-    criterion, change, name = frozen
-    model, inputs, targets = problem()
-    engine = graphed(model, 3, two_places, verify=True)
-    with engine, warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        for value in (1.0, 2.0, 3.0):  # looked at in step 2
-            change(value)
-            assert_step(engine, inputs, targets, criterion)
-    (text,) = [str(warning.message) for warning in told]
-    subject = "graphs=True: sub-steps run as without graphs, because"
-    assert text.startswith(f"{subject} {name} changed after sub-steps of Sequential")
-    assert "Make it a tensor that is written in place" in text
-
-
-@by_kind("entry")
-def test_change_between_looks_is_found(two_places, frozen):
-    criterion, change, _ = frozen
-    model, inputs, targets = problem()
-    losses = []
-    engine = graphed(model, 3, two_places, verify=True)
-    with engine, warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        for value in (1.0, 1.0, 1.0, 2.0, 2.0):  # looks in steps 2, 3 and 5
-            change(value)
-            loss = engine.forward_backward(inputs, targets, criterion)
-            losses.append(loss.item())
-    assert len(told) == 1
-    assert losses[3] == losses[2]
-    assert losses[4] == pytest.approx(2 * losses[2], rel=1e-12)
-
-
-@by_kind("entry")
-def test_no_look_at_replays_without_verify(frozen):
-    criterion, change, _ = frozen
-    model, inputs, targets = problem()
-    losses = []
-    with graphed(model, 3, [str(home())]) as engine:
-        for value in (1.0, 2.0):
-            change(value)
-            losses.append(engine.forward_backward(inputs, targets, criterion).item())
-    assert losses[0] == losses[1]
-
-
-@by_kind("entry")
-def test_ever_changing_value_ends_graphs(two_places, frozen):
-    criterion, change, _ = frozen
-    values = iter(range(1, 1000))
-
-    def moving(output, targets):
-        change(float(next(values)))
-        return criterion(output, targets)
-
-    model, inputs, targets = problem()
-    engine = graphed(model, 3, two_places, verify=True)
-    with engine, warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        for _ in range(4):
-            engine.forward_backward(inputs, targets, moving)
-    words = "Sequential had been captured, and replays gave another loss or gradients"
-    assert [words in str(warning.message) for warning in told].count(True) == 1
-
-
-@pytest.mark.draws
-def test_look_at_replay_leaves_no_trace(places):
-    """Neither in buffers nor in random state, nor in what the criterion counts."""
-    layers = Of(draws, drawn=nn.Buffer(torch.zeros(4))), nn.BatchNorm2d(4), nn.Dropout()
-    model, inputs, targets = problem(cnn, *layers)
-    results, modules = [], []
-    for verify in (False, True):
-        torch.manual_seed(7)
-        modules.append(copy.deepcopy(model))
-        with (
-            warnings.catch_warnings(),
-            graphed(modules[-1], 3, places, verify=verify) as engine,
-        ):
-            warnings.simplefilter("ignore")  # of state that forward passes move
-            losses = [engine.forward_backward(inputs, targets, LOSS) for _ in range(5)]
-        results.append([*losses, torch.rand(3)])
-    assert all(map(torch.equal, *results))
-    assert values_differ(*modules) == []
+    found = assert_same(run, model.float(), two_places, 6)
+    assert found[0] == found[2] == found[4] == found[5] != found[3]

@@ -210,58 +210,22 @@ def test_whole_batch_calls_both_passes_in_order():
     assert seen == [*range(8), *range(4)]
 
 
-@pairwise(
-    layout=LAYOUTS, turn=[Scope.LOSS, Scope.FUNCTION, Scope.SUBSTEP], rows=[8, 9, 5]
-)
-def test_graphs_in_order_of_rows(layout, turn, rows):
-    """On the CPU, which captures nothing, a replay calls the function again.
-
-    A last sub-step with fewer rows is captured in its own turn.
-    """
+@pairwise(layout=LAYOUTS, turn=[Scope.FUNCTION, Scope.SUBSTEP], rows=[32, 33])
+def test_turns_run_without_graphs(layout, turn, rows):
+    """A replay would not call the user's function."""
     seen = []
-    engine = engine_in_turns(Model(seen.extend), LAYOUTS[layout](2), graphs=True)
+    engine = engine_in_turns(Model(seen.extend), LAYOUTS[layout](2), 8, graphs=True)
     engine.loop.turn = turn
-    for _ in range(3):
+    with pytest.warns(match="replicas take turns in calling a function of yours"):
+        engine.forward_backward(column(rows))
+    for _ in range(2):
         seen.clear()
         engine.module.zero_grad()
         engine.forward_backward(column(rows))
-    assert seen == list(range(rows))
+        assert seen == list(range(rows))
+        assert engine.last_step.graphs.startswith("eager: replicas take turns")
     gradient = gradient_of_plain(column(rows))
     torch.testing.assert_close(engine.module.weight.grad, gradient)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_graphs_call_criteria_in_order(layout):
-    """Without graphs the forward passes would overlap: here a turn is the sub-step."""
-    seen = []
-
-    class Scores(Model):
-        def forward(self, rows):
-            seen.append(("forward", *numbers(rows)))
-            return rows * self.weight, rows
-
-    def criterion(output, _):
-        scores, of_batch = output
-        seen.append(("criterion", *numbers(of_batch)))
-        return scores.square().mean()
-
-    engine = engine_in_turns(Scores(), LAYOUTS[layout](2), graphs=True)
-    engine.loop.turn = Scope.LOSS
-    for _ in range(2):
-        seen.clear()
-        engine.forward_backward(column(5), None, criterion)
-    expected = []
-    for rows in plan_in_order(engine):
-        expected += [("forward", *rows), ("criterion", *rows)]
-    assert seen == expected
-
-
-def plan_in_order(engine):
-    """The rows of each sub-step of the last step, in the order of the rows."""
-    pieces = []
-    for share in engine.last_step.plan.shares:
-        pieces += [tuple(range(*span)) for span in share.micro_batches]
-    return sorted(pieces)
 
 
 # --- what fails ---

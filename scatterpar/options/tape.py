@@ -1,0 +1,471 @@
+"""The operators of a sub-step, written down as they are dispatched.
+
+::
+
+    operator             arguments                            result
+    aten.t               memory 140…, shape (3, 8)            1
+    aten.addmm           memory 141…, shape (3,); row 0; 1    2
+    aten._log_softmax    2; 1; False                          3
+    …                    and those of the backward pass
+
+Two runs with equal tapes launch the same kernels with the same arguments on the same
+memory, whatever Python has read. So a captured sub-step is what Python would compute
+now if the tape of an eager run equals that of its capture. A tape needs to know nothing
+of Python's objects.
+
+Entries have operators, plain arguments, values that were read from tensors, and the
+content of host tensors that a device gets as arguments. Any other tensor is known by
+where it comes from: the operator that made it, its place among the rows, or its
+address. A tape keeps alive what it knows by its address, so that an equal address is
+the same memory.
+
+Work that does not reach torch's dispatcher is on no tape.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+from collections.abc import Iterable, Mapping, Sequence, Set
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from scatterpar import torch_private
+from scatterpar.devices.transfers import write
+from scatterpar.threads.generators import default_of, replica_generator
+
+# Launches nothing. Autograd detaches what it saves, and new tensors if somebody else
+# refers to them, which depends on when another thread has let go of them.
+_DETACH: Any = torch.ops.aten.detach.default
+_LIFT: Any = torch.ops.aten.lift_fresh.default  # of what ``torch.tensor`` has made
+_INDEX: Any = torch.ops.aten.index.Tensor
+_MASKS = (torch.bool, torch.uint8)
+_READS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+# Types of arguments that are compared otherwise than by ``==``.
+_NOT_PLAIN = ("Tensor", "number", "float", "Generator")
+_OpOverload = type(_LIFT)
+_DISPATCH: Any = Tensor.__torch_dispatch__
+_REPLICAS = "the replica's generator"
+_END = "the end"
+
+
+class _Operator(NamedTuple):
+    """What the tape knows of an operator.
+
+    Attributes:
+        kinds: of its positional arguments, up to the last that is not plain: ``None``
+            for a plain one, which is compared as it is.
+        number_of_kinds: their number.
+        draws: whether it draws random numbers.
+        reads_values: whether its result, or the size of it, depends on values.
+    """
+
+    kinds: tuple[type | None, ...]
+    number_of_kinds: int
+    draws: bool
+    reads_values: bool
+
+
+_OPERATORS: dict[Any, _Operator] = {}
+
+
+class Tape(torch_private.OperatorMode):
+    """A dispatch mode that writes operators down; it may be entered several times.
+
+    Operators in autograd's threads are on it, too: torch carries modes there.
+
+    Attributes:
+        entries: the operators, each with its arguments and values that it returned.
+        obstacle: why a graph cannot repeat the operators; empty if nothing is known.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        places: Iterable[Tensor] = (),
+        *,
+        is_captured: bool = False,
+    ) -> None:
+        """``places``: tensors of which each run has others, such as rows.
+
+        ``device`` is the device that computes. ``is_captured``: it only captures, so
+        that generators have no state.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]  # no stub
+        self.entries: list[Any] = []
+        self.obstacle = ""
+        self._device = device
+        # Whether tensors of the host are something else than the device's.
+        self._has_host = device.type != "cpu"
+        # By address: the number of the result there, or of the place, below zero.
+        self._origins: dict[int, int] = {}
+        self._results = 0
+        self._places = 0
+        # What is known by its address or id.
+        self._memory: dict[int, Tensor] = {}
+        self._generators: list[torch.Generator] = []
+        self._is_captured = is_captured
+        # Of the generator that draws, after its last draw.
+        self._state = None if is_captured else self._state_of_generator()
+        for tensor in places:
+            self.add_place(tensor)
+
+    def addresses(self) -> Set[int]:
+        """Those of all tensors that are known by their address."""
+        return self._memory.keys()
+
+    def add_place(self, tensor: Tensor) -> None:
+        """From here on, this tensor is known by its place."""
+        self._places += 1
+        self._origins[tensor.data_ptr()] = -self._places
+
+    def end(self) -> None:
+        """After the run: see whether it has set a generator."""
+        self._watch_generator()
+        self._state = None
+
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Sequence[Any],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run an operator, and write it down."""
+        if types and not all(map(_is_plain, types)):
+            return NotImplemented  # a subclass first takes itself apart
+        if function is _DETACH:
+            return function(*args)
+        operator = _OPERATORS.get(function)
+        if operator is None:
+            operator = _OPERATORS[function] = _described(function)
+        self._add(function, operator, args, kwargs)
+        if operator.draws:
+            self._watch_generator()
+        elif operator.reads_values and not self.obstacle:
+            self._refuse_value(function, args)
+        if operator.draws:
+            with torch_private.random_key_as_outside():
+                result = function(*args, **(kwargs or {}))
+        else:
+            result = function(*args, **kwargs) if kwargs else function(*args)
+        if type(result) is Tensor:
+            self._results = number = self._results + 1
+            try:  # noqa: SIM105 - faster than suppress
+                self._origins[result.data_ptr()] = number
+            except RuntimeError:  # sparse
+                pass
+        else:
+            self._add_results(result)
+        if operator.draws and not self._is_captured:
+            self._state = self._state_of_generator()
+        return result
+
+    def _add(
+        self,
+        function: Any,
+        operator: _Operator,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+    ) -> None:
+        """Append an operator and what is compared of its arguments.
+
+        One loop with few calls, because each operator runs it.
+        """
+        entries = self.entries
+        append = entries.append
+        append(function)
+        if function is _LIFT and args[0].is_cpu:
+            # Each call has new memory, and its content comes from Python.
+            append(_content(args[0]))
+            return
+        has_host = self._has_host
+        origins = self._origins
+        for kind, value in zip(operator.kinds, args, strict=False):
+            class_of_value = type(value)
+            if class_of_value is Tensor or class_of_value is nn.Parameter:
+                try:
+                    origin = origins.get(value.data_ptr())
+                except RuntimeError:  # sparse
+                    origin = None
+                if origin is None or (has_host and value.is_cpu):
+                    append(self._origin(value))
+                else:
+                    append(origin)
+            elif kind is None or value is None:
+                append(value)
+            elif class_of_value is float:
+                # Not the number: 0.0 equals -0.0, and NaN does not equal NaN.
+                append(value.hex())
+            else:
+                self._add_values((value,))
+        entries += args[operator.number_of_kinds :]
+        if kwargs:
+            entries += kwargs
+            self._add_values(kwargs.values())
+
+    def _add_values(self, values: Iterable[Any]) -> None:
+        """Append what is compared of arguments of any kind."""
+        append = self.entries.append
+        for value in values:
+            kind = type(value)
+            if isinstance(value, Tensor):
+                append(self._origin(value))
+            elif kind is float:
+                append(value.hex())
+            elif kind is list or kind is tuple:
+                append(len(value))
+                self._add_values(value)
+            elif kind is torch.Generator:
+                append(self._name_of(value))
+            else:
+                append(kind)  # 1 equals True
+                append(value)
+
+    def _origin(self, tensor: Tensor) -> Any:
+        """Where a tensor comes from."""
+        try:
+            address = tensor.data_ptr()
+        except RuntimeError:  # sparse
+            return tensor.layout
+        is_elsewhere = self._has_host and tensor.is_cpu
+        # A kernel gets the value of a 0-dim tensor, whoever has computed it.
+        if is_elsewhere and not tensor.dim():
+            return _content(tensor)
+        origin = self._origins.get(address)
+        if origin is not None:
+            return origin
+        if address not in self._memory:
+            self._memory[address] = tensor.detach()
+        # A graph reads pinned memory again, and no other memory of the host.
+        if is_elsewhere and not tensor.is_pinned():
+            return _content(tensor)
+        return address, tensor.shape, tensor.stride(), tensor.dtype
+
+    def _add_results(self, result: Any) -> None:
+        """Number the tensors of a result; append other values."""
+        if isinstance(result, Tensor):
+            self._results += 1
+            with contextlib.suppress(RuntimeError):  # sparse
+                self._origins[result.data_ptr()] = self._results
+        elif type(result) is tuple or type(result) is list:
+            for value in result:
+                self._add_results(value)
+        elif result is not None:
+            self._add_values((result,))
+
+    # --- what a graph cannot repeat ---
+
+    def _refuse_value(self, function: Any, args: Sequence[Any]) -> None:
+        """See whether an operator waits for values of the device."""
+        is_of_device = not self._has_host or any(
+            not tensor.is_cpu for tensor in _tensors(args)
+        )
+        has_mask = function is not _INDEX or any(
+            index is not None and index.dtype in _MASKS for index in args[1]
+        )
+        if is_of_device and has_mask:
+            self.obstacle = (
+                f"cannot be captured: it waits for the device, in {function}"
+            )
+
+    def _state_of_generator(self) -> Tensor:
+        if self._has_host:
+            generator = default_of(self._device)
+        else:
+            generator = replica_generator()
+        state: Tensor = generator.get_state()
+        return state
+
+    def _watch_generator(self) -> None:
+        """See whether anything but a draw has set the generator: graphs only draw."""
+        state = self._state
+        if state is not None and not torch.equal(state, self._state_of_generator()):
+            self.obstacle = (
+                "sets the state of a random generator, as activation checkpoints do"
+            )
+
+    def _name_of(self, generator: torch.Generator) -> Any:
+        """The name of a generator among the arguments of an operator."""
+        # That of a replica is another object in each step.
+        if _is_of_replica(generator):
+            return _REPLICAS
+        self._generators.append(generator)  # or another one may get its id
+        return torch_private.id_of_generator(generator)
+
+
+class Recording(Tape):
+    """A tape whose operators can run again, in host memory: the CPU's graph.
+
+    It keeps all tensors alive. A replay writes each result where the first run has put
+    it.
+    """
+
+    def __init__(self, device: torch.device, places: Iterable[Tensor] = ()) -> None:
+        super().__init__(device, places)
+        self._calls: list[_RecordedCall] = []
+
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Sequence[Any],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run an operator, write it down, and keep the call."""
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        if result is not NotImplemented and function is not _DETACH:
+            self._calls.append(_RecordedCall(function, args, kwargs or {}, result))
+        return result
+
+    def replay(self) -> None:
+        """Run all operators again, on the same memory."""
+        with torch.no_grad(), torch_private.below_autocast():
+            for call in self._calls:
+                call.run()
+
+
+class _RecordedCall:
+    """A call of an operator, which can run again."""
+
+    def __init__(
+        self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
+        self._function = function
+        self._args = [_named_if_replicas(value) for value in args]
+        self._kwargs = {name: _named_if_replicas(kwargs[name]) for name in kwargs}
+        sources = set(map(_storage, _tensors([*args, *kwargs.values()])))
+        # ``None`` for a tensor that shares memory with an argument.
+        self._targets: list[Tensor | None] = []
+        for tensor in _tensors([result]):
+            self._targets.append(None if _storage(tensor) in sources else tensor)
+        # A view stays a view.
+        is_view = all(target is None for target in self._targets)
+        self._is_idle = is_view and not function._schema.is_mutable
+
+    def run(self) -> None:
+        """Run the operator; its results are written to those of the first run."""
+        if self._is_idle:
+            return
+        args = map(_present, self._args)
+        kwargs = {name: _present(self._kwargs[name]) for name in self._kwargs}
+        result = self._function(*args, **kwargs)
+        for target, tensor in zip(self._targets, _tensors([result]), strict=True):
+            if target is not None:
+                write(target, tensor)
+
+
+def _named_if_replicas(value: Any) -> Any:
+    """An argument to be kept: the replica has another generator in each step."""
+    if isinstance(value, torch.Generator) and _is_of_replica(value):
+        return _REPLICAS
+    return value
+
+
+def _present(value: Any) -> Any:
+    return replica_generator() if value is _REPLICAS else value
+
+
+def _is_of_replica(generator: torch.Generator) -> bool:
+    of_replica = torch.default_generator, replica_generator()
+    return torch_private.id_of_generator(generator) in map(
+        torch_private.id_of_generator, of_replica
+    )
+
+
+def _tensors(values: Sequence[Any]) -> list[Tensor]:
+    """The tensors among the arguments or results of an operator."""
+    tensors: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, (list, tuple)):
+            tensors += _tensors(value)
+    return tensors
+
+
+def _storage(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # sparse
+        return 0
+
+
+@functools.cache
+def _is_plain(kind: type) -> bool:
+    """Whether tensors of this class have no operators of their own."""
+    dispatch: Any = kind
+    return bool(dispatch.__torch_dispatch__ is _DISPATCH)
+
+
+def _described(function: Any) -> _Operator:
+    """What a tape knows of an operator, from its schema and its tags."""
+    kinds: list[Any] = []
+    for argument in function._schema.arguments:
+        name = str(argument.type)
+        is_plain = not any(word in name for word in _NOT_PLAIN)
+        kinds.append(None if is_plain else object)
+    while kinds and kinds[-1] is None:
+        kinds.pop()
+    tags = set(function.tags)
+    return _Operator(
+        tuple(kinds),
+        len(kinds),
+        draws=torch.Tag.nondeterministic_seeded in tags,
+        reads_values=bool(_READS_VALUES & tags),
+    )
+
+
+def _content(tensor: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
+    """The content of a tensor in host memory."""
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    content = ctypes.string_at(dense.data_ptr(), dense.nbytes)
+    return tensor.dtype, tensor.shape, content
+
+
+def difference(before: Tape, now: Tape) -> str:
+    """Where two tapes differ first, in words; empty if they are equal.
+
+    >>> device = torch.device("cpu")
+    >>> tapes = Tape(device), Tape(device)
+    >>> for tape, factor in zip(tapes, (2.0, 3.0)):
+    ...     with tape:
+    ...         _ = torch.ones(2).mul(factor)
+    >>> difference(*tapes)
+    'aten.mul.Tensor gets 3.0, and got 2.0'
+    """
+    if before.entries == now.entries:
+        return ""
+    pairs = zip_longest(before.entries, now.entries, fillvalue=_END)
+    for place, (old, new) in enumerate(pairs):  # noqa: B007 - read below
+        if old != new:
+            break
+    if new is _END:
+        return f"{_operator_at(before, place)} does not run"
+    operator = _operator_at(now, place)
+    if old is _END or isinstance(old, _OpOverload) or new is operator:
+        return f"{operator} runs now"
+    return f"{operator} gets {_shown(new)}, and got {_shown(old)}"
+
+
+def _operator_at(tape: Tape, place: int) -> Any:
+    """The operator to which an entry belongs."""
+    for entry in reversed(tape.entries[: place + 1]):
+        if isinstance(entry, _OpOverload):
+            return entry
+    return "the first operator"
+
+
+def _shown(value: Any) -> str:
+    """An entry, in words."""
+    if isinstance(value, str) and value.lstrip("-").startswith("0x"):
+        return str(float.fromhex(value))
+    if isinstance(value, tuple) and isinstance(value[-1], bytes):
+        return "another value"
+    if isinstance(value, tuple) or type(value) is int:
+        return "another tensor or number"
+    return str(value)

@@ -1,0 +1,344 @@
+"""A tape tells runs apart that compute something else, and no others."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import copy
+import gc
+import os
+import random
+import warnings
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from harness import frozen_values
+from harness.frozen_values import (
+    CHANGED,
+    CHANGED_LOSSES,
+    CHANGED_MODULES,
+    CLASSES,
+    MOVING,
+    Network,
+)
+from harness.oracle import randn
+from torch import nn
+from torch.nn import functional as F
+
+from scatterpar import ScatterOnceParallel
+from scatterpar.options.tape import Recording, Tape, difference
+
+HOST = torch.device("cpu")
+ROWS, FEATURES, ACCUM, STEPS = 24, 4, 6, 6
+CHANGE = 4  # the step before which a value changes
+PLACES = {"one": ["cpu"], "two": ["cpu:0", "cpu:1"]}
+# The host waits for the device in them: no graph repeats that.
+NEVER_CAPTURED = {"a_number_read_from_a_tensor"}
+# Captured again before the step: flags of torch choose kernels.
+SEEN_BEFORE = {"a_flag_of_torch"}
+# What nobody can repeat, to compare it.
+NEW_IN_EACH_RUN = {"a_clock", "random_of_the_system"}
+
+
+@contextlib.contextmanager
+def values_restored():
+    """What the table's values are kept in is as before afterwards."""
+    kept = frozen_values.FACTOR, frozen_values.helper
+    table = copy.deepcopy(frozen_values.TABLE)
+    defaults = frozen_values.with_default.__defaults__
+    matmul = torch.backends.cuda.matmul
+    allows = matmul.allow_tf32
+    states = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        frozen_values.FACTOR, frozen_values.helper = kept
+        frozen_values.TABLE.update(table)
+        frozen_values.with_default.__defaults__ = defaults
+        frozen_values.cached_factor.cache_clear()
+        matmul.allow_tf32 = allows
+        os.environ.pop("SCATTERPAR_TEST_FACTOR", None)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+def trained(module, criterion, change, graphs, places, targets=None):
+    """Losses and gradients of some steps, and what was said of graphs in each.
+
+    ``change()`` is called before one of them.
+    """
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    results, reports = [], []
+    inputs = randn(ROWS, FEATURES)
+    options = {"graphs": graphs, "verify": False}
+    engine = ScatterOnceParallel(module, ACCUM, places, **options)
+    with engine, values_restored():
+        for step in range(STEPS):
+            if step == CHANGE:
+                change()
+            module.zero_grad()
+            results.append(engine.forward_backward(inputs, targets, criterion))
+            results += [p.grad for p in module.parameters() if p.grad is not None]
+            results += [buffer.clone() for buffer in module.buffers()]
+            reports.append(engine.last_step.graphs)
+    return results, reports
+
+
+def in_context(function, *args):
+    """What a value is changed to in a context variable, is not seen later."""
+    return contextvars.copy_context().run(function, *args)
+
+
+def trained_by(make, graphs, places):
+    """As ``trained``, of a linear layer and a function of its output."""
+    function, change = make()
+    torch.manual_seed(3)
+    module = nn.Linear(FEATURES, CLASSES).double()
+
+    def criterion(output, _):
+        return function(output).square().mean()
+
+    return trained(module, criterion, change, graphs, places)
+
+
+def assert_found(found, expected, is_captured=True, is_undone=True):
+    """The steps have the bits of eager ones, and the change ended the replays."""
+    (results, reports), (expected_results, _) = found, expected
+    assert len(results) == len(expected_results)
+    assert all(map(torch.equal, results, expected_results))
+    if not is_captured:
+        assert not any("replayed" in report for report in reports), reports
+        return
+    assert "sub-steps replayed" in reports[CHANGE - 1]
+    assert not reports[CHANGE - 1].startswith("0 ")
+    if is_undone:
+        assert reports[CHANGE].startswith("eager: ")
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("name", CHANGED)
+@pytest.mark.filterwarnings("ignore:graphs=True")
+def test_changed_value_is_found(name, places):
+    """In the step that begins with another value, before anything is committed."""
+    found, expected = (
+        in_context(trained_by, CHANGED[name], graphs, PLACES[places])
+        for graphs in (True, False)
+    )
+    is_undone = name not in SEEN_BEFORE
+    assert_found(found, expected, name not in NEVER_CAPTURED, is_undone)
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("name", CHANGED_MODULES)
+def test_changed_module_is_found(name, places):
+    found = []
+    for graphs in (True, False):
+        torch.manual_seed(3)
+        module = Network().double()
+        found.append(
+            trained(
+                module,
+                lambda output, _: output.square().mean(),
+                lambda module=module: CHANGED_MODULES[name](module),
+                graphs,
+                PLACES[places],
+            )
+        )
+    # A parameter in other memory is no change of what is computed: it is captured
+    # again before the step.
+    (results, reports), (expected, _) = found
+    assert all(map(torch.equal, results, expected))
+    assert "sub-steps replayed" in reports[CHANGE - 1]
+    assert reports[CHANGE] != reports[CHANGE - 1]
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("name", CHANGED_LOSSES)
+def test_changed_loss_is_found(name):
+    found = []
+    targets = torch.arange(ROWS) % CLASSES
+    for graphs in (True, False):
+        torch.manual_seed(3)
+        loss = nn.CrossEntropyLoss()
+        module = nn.Linear(FEATURES, CLASSES).double()
+        change = CHANGED_LOSSES[name]
+        options = graphs, PLACES["two"], targets
+        found.append(trained(module, loss, partial(change, loss), *options))
+    assert all(map(torch.equal, found[0][0], found[1][0]))
+
+
+def unchanged(make):
+    return make(), lambda: None
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("name", MOVING)
+def test_moving_value_never_captured(name):
+    """Two calls in a row differ, or leave something behind that the next one reads."""
+    found = []
+    for graphs in (True, False):
+        # The first values of NumPy and Python are the same.
+        make = MOVING[name]
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            found.append(trained_by(partial(unchanged, make), graphs, PLACES["one"]))
+        assert len(told) == graphs
+    (results, reports), (expected, _) = found
+    assert not any("replayed" in report for report in reports[1:]), reports
+    if name not in NEW_IN_EACH_RUN:
+        assert all(map(torch.equal, results, expected))
+
+
+def test_table_has_enough_kinds():
+    tables = CHANGED, CHANGED_MODULES, CHANGED_LOSSES, MOVING
+    assert sum(map(len, tables)) >= 62
+
+
+# --- the tape itself ---
+
+
+def tape_of(function, *places, tape=Tape):
+    """The tape of a function of the places."""
+    made = tape(HOST, places)
+    with made:
+        function(*places)
+    made.end()
+    return made
+
+
+X = torch.arange(6.0).view(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (lambda x: x * 2.0, lambda x: x * 3.0, "aten.mul.Tensor gets 3.0, and got 2.0"),
+        (lambda x: x + 0.0, lambda x: x + -0.0, "aten.add.Tensor gets -0.0"),
+        (lambda x: x.cumsum(0), lambda x: x.cumsum(1), "aten.cumsum.default"),
+        (lambda x: x.sin(), lambda x: x.cos(), "aten.cos.default runs now"),
+        (lambda x: x.sin(), lambda x: x.sin().cos(), "aten.cos.default runs now"),
+        (lambda x: x.sin().cos(), lambda x: x.sin(), "aten.cos.default does not run"),
+        (lambda x: x.sum().item(), lambda x: (x + 1).sum().item(), "aten.add.Tensor"),
+        (
+            lambda _: torch.tensor([1.0, 2.0]),
+            lambda _: torch.tensor([1.0, 3.0]),
+            "aten.lift_fresh.default gets another value",
+        ),
+        (lambda x: x + X, lambda x: x + X.clone(), "aten.clone.default runs now"),
+        (lambda x: x + X[0], lambda x: x + X[1], "aten.select.int"),
+        (lambda x: x * 1, lambda x: x * True, "aten.mul.Tensor"),
+    ],
+)
+def test_difference_in_words(first, second, words):
+    before, now = tape_of(first, X.clone()), tape_of(second, X.clone())
+    assert words in difference(before, now)
+    assert not difference(before, tape_of(first, X.clone()))
+
+
+def test_nan_equals_itself():
+    first, second = (
+        tape_of(lambda x: x.masked_fill(x > 1, float("nan")), X.clone())
+        for _ in range(2)
+    )
+    assert not difference(first, second)
+
+
+def test_memory_of_earlier_call_is_not_used_again():
+    """Otherwise new memory could have the address of memory that was freed."""
+    tapes = []
+    for _ in range(6):
+        values = torch.ones(1000)
+        tapes.append(tape_of(lambda x, v=values: x.sum() + v, X))
+        del values
+        gc.collect()
+    for before in tapes[:-1]:
+        assert difference(before, tapes[-1])
+
+
+def test_places_are_no_addresses():
+    first, second = (tape_of(lambda x, y: x @ y.t(), X + i, X - i) for i in range(2))
+    assert not difference(first, second)
+    swapped = tape_of(lambda x, y: y @ x.t(), X, X + 1)
+    assert difference(first, swapped)
+
+
+@pytest.mark.draws
+def test_set_generator_is_an_obstacle():
+    def rewound(x):
+        state = torch.get_rng_state()
+        x = F.dropout(x)
+        torch.set_rng_state(state)
+        return F.dropout(x)
+
+    assert not tape_of(lambda x: F.dropout(F.dropout(x)), X).obstacle
+    assert "random generator" in tape_of(rewound, X).obstacle
+    assert "random generator" in tape_of(lambda _: torch.manual_seed(1), X).obstacle
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: float(x.sum()), lambda x: x[x > 1], torch.nonzero, torch.unique],
+)
+def test_values_read_are_an_obstacle(function):
+    assert "it waits for the device" in tape_of(function, X).obstacle
+    assert not tape_of(lambda x: x[torch.tensor([0, 1])], X).obstacle
+
+
+@pytest.mark.draws
+def test_recording_repeats_with_other_rows():
+    """The backward pass, views, draws and writes in place, too."""
+    module = nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.ReLU(), nn.Linear(4, 2)
+    )
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    rows = torch.randn(5, 3)
+
+    def run(x):
+        loss = module(x).t().square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+
+    losses = []
+    recording = tape_of(run, rows, tape=Recording)
+    expected_module = copy.deepcopy(module)
+    for parameter, original in zip(
+        expected_module.parameters(), module.parameters(), strict=True
+    ):
+        parameter.grad = original.grad.clone()
+    others = torch.randn(5, 3)
+    torch.manual_seed(9)
+    rows.copy_(others)
+    recording.replay()
+    replayed = losses[0].clone()
+    module, replayed_module = expected_module, module
+    torch.manual_seed(9)
+    run(others)
+    assert torch.equal(losses[-1], replayed)
+    for expected, found in zip(
+        [*module.parameters(), *module.buffers()],
+        [*replayed_module.parameters(), *replayed_module.buffers()],
+        strict=True,
+    ):
+        assert torch.equal(found, expected)
+        if expected.grad is not None:
+            assert torch.equal(found.grad, expected.grad)
+
+
+def test_recording_keeps_a_frozen_number():
+    holder = {"factor": 2.0}
+    rows = torch.ones(2)
+    results = []
+    recording = tape_of(
+        lambda x: results.append(x * holder["factor"]), rows, tape=Recording
+    )
+    holder["factor"] = 3.0
+    rows.fill_(10)
+    recording.replay()
+    assert results[0].tolist() == [20, 20]

@@ -763,7 +763,7 @@ def rotates(net, rows):
 
 
 def fills(net, rows):
-    """Fills a buffer in the first sub-step, in place, so that graphs can do it too."""
+    """Fills a buffer in the first sub-step, in place."""
     if not net.table.any():
         net.table.fill_(2.0)
     return net.linear(rows * net.table)
@@ -835,9 +835,6 @@ SILENT = {
     ),
     "a number that no loss reads": case_of(
         net(with_balance), criterion=lambda o, t: F.mse_loss(o[0], t), whole_batch=True
-    ),
-    "a buffer that is filled once, with graphs": case_of(
-        STEADY["a buffer that is filled once"], accum=3, engine={"graphs": True}
     ),
     **{
         f"{name}, {accum} sub-steps{', whole_batch' * whole}": case_of(

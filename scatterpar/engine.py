@@ -552,16 +552,16 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
     ) -> Outcome:
         """Parts 2 to 5 of the step: all except the plan and the commit."""
         try:
-            return self._computed(schedule, request, plan, extent)
+            return self._compute_once(schedule, request, plan, extent)
         except Exception as error:
             if not schedule.recovers_from(error):
                 raise
             # The second try needs the memory of the first one.
             clear_frames(error)
         self._workers.release()
-        return self._computed(schedule, request, plan, extent)
+        return self._compute_once(schedule, request, plan, extent)
 
-    def _computed(
+    def _compute_once(
         self, schedule: Schedule, request: Request, plan: Plan, extent: Extent
     ) -> Outcome:
         """One try at parts 2 to 5."""

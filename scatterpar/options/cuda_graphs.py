@@ -47,7 +47,7 @@ from scatterpar.devices.memory import is_out_of_memory
 from scatterpar.devices.transfers import to_numbers, write
 from scatterpar.errors import Told, restored, warn
 from scatterpar.log import logger
-from scatterpar.options.tape import Recording, Tape, difference
+from scatterpar.options.tape import RepeatableTape, Tape, difference
 from scatterpar.state.journal import Journal
 from scatterpar.state.walk import Walk
 from scatterpar.step.attempt import Attempt
@@ -150,7 +150,7 @@ class _Graph:
         if self.has_output:
             self.output = detached_output(output, True)
         write(self.loss, loss.detach())
-        if isinstance(tape, Recording):  # a replay writes these
+        if isinstance(tape, RepeatableTape):  # a replay writes these
             self.loss = loss.detach()
             self.output = nested.map_tensors(Tensor.detach, output)
         del output
@@ -193,7 +193,7 @@ class _Decision:
         else:
             logger.info("graphs: sub-steps run as without graphs, because %s", why)
 
-    def is_unchanged(self) -> None:
+    def confirm(self) -> None:
         """A step's tapes were those of its captures."""
         self._steps_without_change += 1
 
@@ -281,7 +281,7 @@ class Captured(Schedule):
             tasks, attempt, self._by_replica, self._decision.steps
         )
         computed = super().run(attempt, tasks, check_join)
-        self._decision.is_unchanged()
+        self._decision.confirm()
         count = sub_steps.replays
         total = sum(len(task.weights) for task in tasks)
         self.graphs = f"{count} of {total} sub-steps replayed"
@@ -764,7 +764,7 @@ class GraphedSubsteps(Substeps):
         places: Sequence[Tensor],
     ) -> Tape:
         """Run a sub-step in host memory, and keep its operators to run them again."""
-        tape = Recording(task.share.device, places)
+        tape = RepeatableTape(task.share.device, places)
         static = list(graph.gradients.values())
         sums = list(map(Tensor.clone, static))
         for position, gradient in graph.gradients.items():

@@ -103,7 +103,7 @@ class Tape(torch_private.OperatorMode):
         self._has_host = device.type != "cpu"
         # By address: the number of the result there, or of the place, below zero.
         self._origins: dict[int, int] = {}
-        self._results = 0
+        self._num_results = 0
         self._places = 0
         # What is known by its address or id.
         self._memory: dict[int, Tensor] = {}
@@ -154,7 +154,7 @@ class Tape(torch_private.OperatorMode):
         else:
             result = function(*args, **kwargs) if kwargs else function(*args)
         if type(result) is Tensor:
-            self._results = number = self._results + 1
+            self._num_results = number = self._num_results + 1
             try:  # noqa: SIM105 - faster than suppress
                 self._origins[result.data_ptr()] = number
             except RuntimeError:  # sparse
@@ -249,9 +249,9 @@ class Tape(torch_private.OperatorMode):
     def _add_results(self, result: Any) -> None:
         """Number the tensors of a result; append other values."""
         if isinstance(result, Tensor):
-            self._results += 1
+            self._num_results += 1
             with contextlib.suppress(RuntimeError):  # sparse
-                self._origins[result.data_ptr()] = self._results
+                self._origins[result.data_ptr()] = self._num_results
         elif type(result) is tuple or type(result) is list:
             for value in result:
                 self._add_results(value)
@@ -298,7 +298,7 @@ class Tape(torch_private.OperatorMode):
         return torch_private.id_of_generator(generator)
 
 
-class Recording(Tape):
+class RepeatableTape(Tape):
     """A tape whose operators can run again, in host memory: the CPU's graph.
 
     It keeps all tensors alive. A replay writes each result where the first run has put

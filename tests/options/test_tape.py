@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.options.tape import Recording, Tape, difference
+from scatterpar.options.tape import RepeatableTape, Tape, difference
 
 HOST = torch.device("cpu")
 ROWS, FEATURES, ACCUM, STEPS = 24, 4, 6, 6
@@ -306,7 +306,7 @@ def test_recording_repeats_with_other_rows():
         losses.append(loss.detach())
 
     losses = []
-    recording = tape_of(run, rows, tape=Recording)
+    recording = tape_of(run, rows, tape=RepeatableTape)
     expected_module = copy.deepcopy(module)
     for parameter, original in zip(
         expected_module.parameters(), module.parameters(), strict=True
@@ -336,7 +336,7 @@ def test_recording_keeps_a_frozen_number():
     rows = torch.ones(2)
     results = []
     recording = tape_of(
-        lambda x: results.append(x * holder["factor"]), rows, tape=Recording
+        lambda x: results.append(x * holder["factor"]), rows, tape=RepeatableTape
     )
     holder["factor"] = 3.0
     rows.fill_(10)

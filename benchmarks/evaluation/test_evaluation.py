@@ -69,14 +69,22 @@ class Waiting(nn.Module):
 class WithLoss(nn.Module):
     """A model as ``transformers.Trainer`` takes it."""
 
+    main_input_name = "rows"
+
     def __init__(self, seconds):
         super().__init__()
         self.waiting = Waiting(seconds)
 
     def forward(self, rows, labels):
         scores = self.waiting(rows)
+        # Of a text, whose labels are all equal here, the first.
+        labels = labels.view(len(rows), -1)[:, 0]
         loss = nn.functional.cross_entropy(scores, labels)
         return {"loss": loss, "logits": scores}
+
+    def generate(self, rows, labels, **_):
+        words = self.waiting.generate(rows)
+        return words[:, None].expand(-1, TOKENS)
 
 
 def dataset(num_batches):
@@ -87,25 +95,55 @@ def dataset(num_batches):
 def trainers(seconds, rows):
     import transformers
 
-    from scatterpar.integrations.transformers import ScatterOnceTrainer
+    return evaluations_of(transformers.Trainer, WithLoss(seconds), rows)
+
+
+def generating_trainers(seconds, rows):
+    import transformers
+
+    model = WithLoss(seconds)
+    model.generation_config = transformers.GenerationConfig(max_length=TOKENS)
+    # Several passes each, and labels as texts have them.
+    few = []
+    for row in rows[: len(rows) // TOKENS]:
+        few.append({**row, "labels": row["labels"].expand(TOKENS)})
+    kind = transformers.Seq2SeqTrainer
+    return evaluations_of(kind, model, few, predict_with_generate=True)
+
+
+def evaluations_of(kind, model, rows, **arguments):
+    """``evaluate`` of a trainer, and of the same one on two devices."""
+    import transformers
+
+    from scatterpar.integrations.transformers import ScatterOnceMixin
 
     transformers.logging.set_verbosity_error()
+    ours = type("Ours", (ScatterOnceMixin, kind), {})
+    arguments_kind = transformers.TrainingArguments
+    metrics = None
+    if kind is transformers.Seq2SeqTrainer:  # it generates for metrics alone
+        arguments_kind = transformers.Seq2SeqTrainingArguments
+        metrics = no_metrics
     evaluations = []
-    for kind, options in (
-        (transformers.Trainer, {}),
-        (ScatterOnceTrainer, {"device_ids": DEVICES}),
-    ):
-        args = transformers.TrainingArguments(
+    for trainer_kind, options in ((kind, {}), (ours, {"device_ids": DEVICES})):
+        args = arguments_kind(
             tempfile.mkdtemp(),
             per_device_eval_batch_size=ROWS,
             report_to=[],
             use_cpu=True,
             disable_tqdm=True,
+            **arguments,
         )
-        trainer = kind(WithLoss(seconds), args, eval_dataset=rows, **options)
+        trainer = trainer_kind(
+            model, args, eval_dataset=rows, compute_metrics=metrics, **options
+        )
         trainer.remove_callback(transformers.PrinterCallback)
         evaluations.append(trainer.evaluate)
     return evaluations
+
+
+def no_metrics(prediction):
+    return {}
 
 
 def lightning_trainers(seconds, rows):
@@ -191,6 +229,7 @@ LOOPS = {
     "Lightning's `validate`": lightning_trainers,
     "fastai's `validate`": learners,
     "`engine.map(model.generate, ...)`": generations,
+    "`Seq2SeqTrainer.evaluate`, `predict_with_generate`": generating_trainers,
 }
 
 

@@ -63,6 +63,7 @@ _NAMES = """
     autograd.graph._engine_run_backward
     autograd.profiler._is_profiler_enabled _C._autograd._profiler_enabled
     _ops._higher_order_ops _ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS
+    _C._functorch.peek_interpreter_stack
     _C._jit_get_all_schemas _C._dispatch_key_parse _C.DispatchKeySet
     _C._IncludeDispatchKeyGuard _C._ExcludeDispatchKeyGuard _C._ForceDispatchKeyGuard
     _C._dispatch_tls_local_include_set _C._dispatch_tls_local_exclude_set
@@ -402,6 +403,11 @@ def modes() -> list[str]:
         if not kind.__module__.startswith(("torch.utils._device", "scatterpar.")):
             names.append(kind.__name__)
     return names
+
+
+def is_transformed() -> bool:
+    """Whether a transform of ``torch.func`` calls this thread's code."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def profiler_is_on() -> bool:

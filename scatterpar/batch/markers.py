@@ -439,7 +439,7 @@ def _remedy(value: Any) -> str:
 
 
 def _kind_of_entries(value: list[Any] | tuple[Any, ...]) -> str:
-    """``"texts"`` or ``"numbers"`` if there may be one entry per row, else nothing."""
+    """What the entries are if there may be one per row, and nothing splits them."""
     is_flat = True
     entries: list[Any] = []  # also those of lists in it
     for item in value:
@@ -454,7 +454,30 @@ def _kind_of_entries(value: list[Any] | tuple[Any, ...]) -> str:
         return "texts"
     # Up to four numbers are taken for a size, such as (height, width).
     is_size = is_flat and len(value) < 5
-    return "numbers" if not is_size and all(map(_is_number, entries)) else ""
+    if all(map(_is_number, entries)):
+        return "" if is_size else "numbers"
+    # Dicts or objects that describe a row each; tensors in them are split.
+    is_described = is_flat and not any(map(_has_tensors, entries))
+    kinds = set(map(type, entries))
+    if is_described and all(isinstance(entry, Mapping) for entry in entries):
+        return "dicts"
+    if is_described and len(kinds) == 1 and all(map(_is_object, entries)):
+        return "objects"
+    return ""
+
+
+def _has_tensors(entry: Any) -> bool:
+    return bool(nested.tensors(entry))
+
+
+def _is_object(entry: Any) -> bool:
+    """Whether a value is an object with attributes, and no module, class or function.
+
+    A tensor in one of its attributes is found by ``unsplit_rows``.
+    """
+    if callable(entry) or isinstance(entry, Marker):
+        return False
+    return hasattr(entry, "__dict__")
 
 
 def _is_number(entry: Any) -> bool:

@@ -25,18 +25,24 @@ from scatterpar.batch.batch import batch_of
 from scatterpar.batch.joining import join_rows
 from scatterpar.batch.markers import count_rows
 from scatterpar.devices.device_ids import DeviceLike, physical, resolve
+from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.links import check_links
 from scatterpar.devices.streams import has_streams, is_async
 from scatterpar.devices.transfers import to_device
 from scatterpar.errors import restored
 from scatterpar.option_checks import check_int
+from scatterpar.pair.lost_state import LostState
 from scatterpar.pair.recorded_copies import (
     AutogradTransfers,
     PassingReplica,
     combine,
+    note_rows,
+    noted_rows,
+    refused_inner_backward,
     replicate,
     require_eager,
     scatter_owned,
+    trained_by,
 )
 from scatterpar.plan import Plan, make_plan
 from scatterpar.replicas.buffers import BufferWriter
@@ -55,6 +61,7 @@ from scatterpar.step.request import (
     check_module,
     resolve_reduction,
 )
+from scatterpar.step.substeps import set_aside
 from scatterpar.step.task import call_inputs, is_shared
 from scatterpar.step.turns import Scope
 from scatterpar.step.undo import Undo
@@ -75,7 +82,7 @@ class _OfPair(Wrapper[WrappedT]):
 
     device_ids: tuple[torch.device, ...] | None
     dim: int
-    _transient: tuple[str, ...] = ("_workers", "_checked_modes")
+    _transient: tuple[str, ...] = ("_workers", "_checked_modes", "_lost_state")
 
     def __init__(
         self, module: WrappedT, device_ids: tuple[torch.device, ...] | None, dim: int
@@ -92,18 +99,21 @@ class _OfPair(Wrapper[WrappedT]):
         self._workers = Workers(self.device_ids or (), f"this {type(self).__name__}")
         # Those in which a forward pass wrote no parameter.
         self._checked_modes: set[Hashable] = set()
+        self._lost_state = LostState()
 
     def _run(
         self,
         plan: Plan,
         work: Callable[[Any, int], Any],
         transfers: AutogradTransfers,
+        outputs: Sequence[Any] = (),
     ) -> list[Any]:
         """Call ``work(replica of module, its number)`` for each share, in parallel, or
         one at a time.
 
         Then the module gets the buffers of replica 0. If a call raises, random state is
-        restored.
+        restored. No call may run a backward pass that reaches a parameter of the
+        module, or one that ``outputs`` were computed from.
         """
         module: Any = self.module
         devices = [share.device for share in plan.shares]
@@ -116,6 +126,7 @@ class _OfPair(Wrapper[WrappedT]):
             # In every call: the graph of the outputs keeps these copies.
             copies, guard = replicate(root, devices, self._checked_modes)
             modules = [copy.copy_of(module) for copy in copies]
+            self._lost_state.begin(module, copies)
 
         def run(replica: int, _: Proceed) -> Any:
             with threads.turn(Scope.SUBSTEP, replica, 0):
@@ -131,8 +142,14 @@ class _OfPair(Wrapper[WrappedT]):
         hooks = saved_tensors_hooks()
         if hooks is not None and hooks[0].__module__ == checkpoint.__module__:
             threads.widen(Scope.SUBSTEP)
-        with Undo(generators, transfers), guard:
+        leaves: Sequence[Tensor] = ()
+        # A single replica's gradients are those of the whole batch.
+        if len(devices) > 1:
+            leaves = trained_by(root, outputs)
+        inner = refused_inner_backward(root, leaves)
+        with Undo(generators, transfers), guard, inner:
             results = threads.run(run, range(len(devices)))
+        self._lost_state.end()
         # Now that all calls have succeeded.
         generators.commit()
         BufferWriter(copies[0].changed_buffers() if copies else ()).write()
@@ -233,7 +250,9 @@ class DataParallelModel(_OfPair[ModuleT]):
                 nested.refuse_generators(output)
                 return output
 
-            return tuple(self._run(plan, output_of, transfers))
+            outputs = tuple(self._run(plan, output_of, transfers))
+            note_rows(outputs, plan)
+            return outputs
 
 
 class DataParallelCriterion(_OfPair[Criterion]):
@@ -328,7 +347,9 @@ class DataParallelCriterion(_OfPair[Criterion]):
             batch = batch_of(None, targets, plan.rows, self.dim)
             request = Request([batch], self.dim, self.module, resolved, count)
             if self.verify and num_replicas > 1:
-                self._looks.check_call(request, plan, outputs, self._workers)
+                # A backward pass of the criterion's own is refused later.
+                with set_aside(trained_by(root_to_replicate(self.module), ())):
+                    self._looks.check_call(request, plan, outputs, self._workers)
             pieces = scatter_owned(targets, plan, self.dim, transfers)
             calls = list(zip(outputs, pieces, strict=True))
             weights = compute_loss_weights(request, plan, calls)
@@ -338,7 +359,7 @@ class DataParallelCriterion(_OfPair[Criterion]):
                 loss = criterion(*calls[number])
                 return scalar_loss(loss, "the criterion")
 
-            losses = self._run(plan, loss_of, transfers)
+            losses = self._run(plan, loss_of, transfers, outputs)
             self._looks.tell()
         weight_by_share = [weight for (weight,) in weights.of_losses]
         return combine(losses, weight_by_share, plan)
@@ -379,9 +400,14 @@ class DataParallelCriterion(_OfPair[Criterion]):
                 )
             if sizes and share.rows not in sizes:
                 raise ValueError(
-                    f"output {share.replica} has {sizes[0]} rows along dim={self.dim}, "
-                    f"but its share of the targets has {share.rows}; pass outputs and "
-                    f"targets of one batch"
+                    f"output {share.replica} has {sizes[0]} entries along "
+                    f"dim={self.dim}, but its share of the targets has {share.rows} "
+                    "rows; pass outputs and targets of one batch. The model has to "
+                    "return one entry per row along that dimension: "
+                    "output.unflatten(0, (rows, -1)) where it has several, "
+                    "output.transpose(0, 1) where rows come second, which the "
+                    "criterion may undo. ScatterOnceParallel takes any output, because "
+                    "its criterion sees that of a micro-batch as it is"
                 )
         return plan
 
@@ -398,11 +424,13 @@ def gather(outputs: Sequence[Any], device: DeviceLike, dim: int = 0) -> Any:
 
     Returns:
         One value of the entries' nested type. 0-dim tensors in it are averaged,
-        weighted by the rows of their entry.
+        weighted by the rows of their entry. A tensor without rows that has the same
+        bits in all entries, such as a codebook, is returned once.
 
     Raises:
         TypeError: ``outputs`` is no tuple or list.
-        ValueError: there are no outputs, or the device does not exist.
+        ValueError: there are no outputs, the device does not exist, or there are
+            different 0-dim tensors alone, which ``DataParallelModel`` did not return.
 
     Example:
         >>> import torch
@@ -411,13 +439,68 @@ def gather(outputs: Sequence[Any], device: DeviceLike, dim: int = 0) -> Any:
     """
     _require_entries(outputs)
     (target,) = resolve([device])
+    # Before they are moved: a copy has not the rows that ``note_rows`` has noted.
+    rows = _rows_of(outputs, dim)
+    constants = _constants_in(outputs, dim, rows)
     move = partial(to_device, device=target)
     moved = [nested.map_tensors(move, output) for output in outputs]
-    rows: list[int] = []
-    for output in outputs:
-        sizes = _sizes(output, dim)
-        rows.append(sizes[0] if sizes else 1)  # only 0-dim tensors: one entry each
-    return join_rows(moved, dim, rows)
+    return join_rows(moved, dim, rows, constants=constants)
+
+
+def _columns(outputs: Sequence[Any]) -> list[tuple[Tensor, ...]]:
+    """The tensors of the outputs, by position; none if they have different numbers."""
+    by_output = list(map(nested.tensors, outputs))
+    is_alike = len(set(map(len, by_output))) == 1
+    return list(zip(*by_output, strict=True)) if is_alike else []
+
+
+def _rows_of(outputs: Sequence[Any], dim: int) -> list[int]:
+    """The number of rows of each entry."""
+    noted = [noted_rows(nested.tensors(output)) for output in outputs]
+    if None not in noted:
+        return [rows for rows in noted if rows is not None]
+    candidates: list[list[int]] = []
+    numbers: list[Sequence[Tensor]] = []
+    for column in _columns(outputs):
+        if all(-tensor.ndim <= dim < tensor.ndim for tensor in column):
+            candidates.append([tensor.size(dim) for tensor in column])
+            # What has the same bits in all entries may be a constant.
+            if not _are_equal(column):
+                return candidates[-1]
+        elif not any(tensor.ndim for tensor in column):
+            numbers.append(column)
+    if candidates:
+        return candidates[0]
+    if not all(map(_are_equal, numbers)):
+        raise ValueError(
+            f"{len(outputs)} numbers alone cannot be averaged, because nothing tells "
+            "how many rows each is of; gather what DataParallelModel returned, before "
+            "you compute with it, or gather the numbers beside tensors with these rows"
+        )
+    return [1] * len(outputs)
+
+
+def _constants_in(outputs: Sequence[Any], dim: int, rows: Sequence[int]) -> list[int]:
+    """The positions of tensors with other sizes than ``rows``, and the same bits."""
+    constants: list[int] = []
+    for position, column in enumerate(_columns(outputs)):
+        if not all(-tensor.ndim <= dim < tensor.ndim for tensor in column):
+            continue
+        sizes = [tensor.size(dim) for tensor in column]
+        if sizes != list(rows) and _are_equal(column):
+            constants.append(position)
+    return constants
+
+
+def _are_equal(column: Sequence[Tensor]) -> bool:
+    """Whether tensors of several devices have the same bits."""
+    first = column[0]
+    for tensor in column[1:]:
+        if tensor.shape != first.shape or tensor.dtype != first.dtype:
+            return False
+        if not same_bits(first.detach(), to_device(tensor.detach(), first.device)):
+            return False
+    return True
 
 
 def _sizes(output: Any, dim: int) -> list[int]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scatterpar.batch import nested
 from scatterpar.batch.batch import batch_of
 from scatterpar.devices.device_ids import physical
 from scatterpar.devices.streams import current_streams, use_device
@@ -21,25 +22,40 @@ from scatterpar.devices.transfers import Transfers, write
 from scatterpar.plan import Plan
 from scatterpar.replicas.broadcast import Broadcast, version
 from scatterpar.replicas.buffers import BufferValue, values_after
-from scatterpar.replicas.module_contents import ModuleContents
+from scatterpar.replicas.module_contents import ModuleContents, is_leaf
 from scatterpar.replicas.module_copy import ModuleCopy
 from scatterpar.replicas.parameter_guard import ParameterGuard
-from scatterpar.replicas.refused_modules import check_placement
+from scatterpar.replicas.refused_modules import (
+    check_placement,
+    parameters_of,
+    refuse_created,
+)
+from scatterpar.replicas.sync_batch_norm import refuse_to_wait, synchronised_layers
+from scatterpar.step.inner_backward import inner_backward_at
 from scatterpar.step.reduce import sum_in_order
 from scatterpar.step.scatter import Values, moved_rows
-from scatterpar.torch_private import is_compiled_module
+from scatterpar.step.substeps import set_aside
+from scatterpar.torch_private import is_compiled_module, leaves_of, nodes_reached
+
+_APART = (
+    "the pair, whose replicas compute apart (ScatterOnceParallel synchronises them)"
+)
 
 
 class PassingReplica(ModuleCopy):
     """A copy of a module for one forward pass.
 
     It stays alive in the graph of its outputs.
+
+    Attributes:
+        tensors: its tensors, in the order of the module's.
     """
 
     def __init__(
         self, module_contents: ModuleContents, copies: Sequence[Tensor]
     ) -> None:
         super().__init__(module_contents, copies)
+        self.tensors = tuple(copies)
         self._versions = {id(copy): version(copy) for copy in copies}
 
     def changed_buffers(self) -> Iterator[BufferValue]:
@@ -69,11 +85,14 @@ def replicate(
 
     As ``torch.nn.parallel.replicate``, but the replicas of any one device share its
     parameters. A backward pass adds gradients on the master. Returns the replicas, and
-    a context manager that refuses writes to parameters; in ``checked_modes`` it
-    compares versions and storages only.
+    a context manager that refuses forward passes that write or create parameters; in
+    ``checked_modes`` it compares versions and storages only.
     """
     check_placement(module, device_ids)
     contents = ModuleContents((module,), physical(device_ids[0]))
+    if len(device_ids) > 1:
+        layers = synchronised_layers(contents.modules.values())
+        refuse_to_wait({_APART: any(layer.training for layer in layers)})
     with torch.inference_mode(False), torch.no_grad():
         broadcast = Broadcast(contents, device_ids)
         broadcast.update(Transfers(), broadcast.compare())
@@ -102,7 +121,12 @@ def replicate(
     guard.checked_modes = checked_modes
     mode = tuple(part.training for part in contents.modules.values())
     replicas = [PassingReplica(contents, tensors) for tensors in tensors_of_replicas]
-    return replicas, guard.read_only(mode)
+
+    def refuse_all_created() -> None:
+        for replica in replicas:
+            refuse_created(replica.root, replica.tensors)
+
+    return replicas, guard.read_only(mode, refuse_all_created)
 
 
 def _filled_storages(broadcast: Broadcast, device: torch.device) -> list[Tensor]:
@@ -167,6 +191,68 @@ def require_eager(module: Any) -> None:
                 "written; pass the original (._orig_mod), or train with "
                 "ScatterOnceParallel, which compiles replicas"
             )
+
+
+def trained_by(root: Any, outputs: Sequence[Any]) -> list[Tensor]:
+    """The leaves in ``root``, and those from which ``outputs`` were computed."""
+    leaves: dict[int, Tensor] = {}
+    if root is not None:
+        for tensor in ModuleContents((root,)).tensors.values():
+            if is_leaf(tensor) and tensor.requires_grad:
+                leaves[id(tensor)] = tensor
+    nodes: list[Any] = []
+    for tensor in nested.tensors(list(outputs)):
+        nodes += nodes_reached(tensor, nodes)
+    for leaf in leaves_of(nodes):
+        leaves[id(leaf)] = leaf
+    return list(leaves.values())
+
+
+@contextlib.contextmanager
+def refused_inner_backward(root: Any, leaves: Sequence[Tensor]) -> Iterator[None]:
+    """In the body no gradient may arrive at ``leaves``; their own are put aside.
+
+    Raises ``ValueError`` with the name of one. A gradient that a replica adds is not
+    weighted, as the loss will be.
+    """
+    with set_aside(leaves):
+        yield
+        for leaf in leaves:
+            if leaf.grad is None:
+                continue
+            name = f"a parameter of shape {tuple(leaf.shape)}"
+            for path, parameter in parameters_of(root):
+                if parameter is leaf:
+                    name = f"the parameter {path!r}"
+            raise inner_backward_at(name)
+
+
+_ROWS = "_scatterpar_rows"
+
+
+def note_rows(outputs: Sequence[Any], plan: Plan) -> None:
+    """Note on each tensor of an output how many rows its replica has.
+
+    ``gather`` weighs numbers by them, whatever the user has selected by then.
+    """
+    entries: dict[int, int] = {}
+    for output in outputs:
+        for key in {id(tensor) for tensor in nested.tensors(output)}:
+            entries[key] = entries.get(key, 0) + 1
+    for share, output in zip(plan.shares, outputs, strict=True):
+        for tensor in nested.tensors(output):
+            # What replicas share is of no share.
+            if entries[id(tensor)] == 1:
+                vars(tensor)[_ROWS] = share.rows
+
+
+def noted_rows(tensors: Sequence[Tensor]) -> int | None:
+    """The rows that ``note_rows`` has noted on one of them."""
+    for tensor in tensors:
+        rows: int | None = vars(tensor).get(_ROWS)
+        if rows is not None:
+            return rows
+    return None
 
 
 def combine(losses: Sequence[Tensor], weights: Sequence[float], plan: Plan) -> Tensor:

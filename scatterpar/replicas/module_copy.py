@@ -48,6 +48,7 @@ class ModuleCopy:
 
     Attributes:
         containers: the copies of the containers, in the order of the contents'.
+        root: the copy of the contents' first root.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class ModuleCopy:
         for holder, _ in contents.holders.values():
             self._copy_attributes(holder)
         self.containers = [self.copy_of(container) for container in contents.containers]
+        self.root: Any = self.copy_of(contents.roots[0])
 
     def _copy_attributes(self, tensor: Tensor) -> None:
         """Give a tensor's copy the attributes that are replicated with the tensor."""

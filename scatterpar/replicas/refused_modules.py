@@ -1,4 +1,19 @@
-"""Refuse modules that replicas cannot copy, or that are in another memory."""
+"""Refuse modules that replicas cannot copy, or that are in another memory.
+
+What is refused or told of a module is one list, which the engine and the pair ask::
+
+    rule                                        asked by
+    TorchScript, sparse and other tensors,      ``check_placement``, before a call
+    other devices, ``meta``, lazy
+    ``forward`` writes a parameter              ``ParameterGuard``, around a call
+    ``forward`` makes a parameter               ``refuse_created``, after a call
+    ``backward()`` that reaches a parameter     ``step/inner_backward.py``, after it
+    an ``nn.SyncBatchNorm`` that cannot wait    ``refuse_to_wait``
+    what ``forward`` sets in attributes         ``state_of`` in ``state/reports.py``
+    a transform of ``torch.func``               ``Workers.exclusive``
+
+``tests/exact/test_engine_and_pair.py`` has a row per program, and both answers.
+"""
 
 from __future__ import annotations
 
@@ -51,6 +66,23 @@ def refuse_uncopied(subject: str, tensor: Tensor) -> None:
 def parameters_of(root: Any) -> Iterable[tuple[str, Tensor]]:
     """The named parameters of a module; those that a partial binds have no names."""
     return root.named_parameters() if isinstance(root, nn.Module) else ()
+
+
+def refuse_created(root: Any, known: Iterable[Tensor]) -> None:
+    """Refuse trained parameters that a forward pass has created in a replica.
+
+    The user's module lacks them. ``known`` are the tensors of the replica.
+    """
+    # By identity: ``==`` of tensors compares their elements.
+    ids = set(map(id, known))
+    # A parameter of a submodule that the first forward pass makes, for example.
+    for name, parameter in parameters_of(root):
+        if parameter.requires_grad and id(parameter) not in ids:
+            raise ValueError(
+                f"the forward pass creates the parameter {name!r} on each replica, "
+                "where no optimizer finds it; nothing was changed. Create it before "
+                "the first step: call the module once on one micro-batch"
+            )
 
 
 def check_placement(

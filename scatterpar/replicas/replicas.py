@@ -39,7 +39,7 @@ from scatterpar.replicas.module_contents import (
 )
 from scatterpar.replicas.module_copy import ModuleCopy
 from scatterpar.replicas.parameter_guard import ParameterGuard
-from scatterpar.replicas.refused_modules import check_placement, parameters_of
+from scatterpar.replicas.refused_modules import check_placement, refuse_created
 from scatterpar.replicas.snapshot import Snapshot, ValueChange
 from scatterpar.replicas.sync_batch_norm import (
     Meeting,
@@ -401,22 +401,8 @@ class ReplicaSet:
         self.flags = self._state.flags()
 
     def _refuse_created(self) -> None:
-        """Refuse trained parameters that forward passes create.
-
-        The user's module lacks them.
-        """
         for replica in self.replicas:
-            # By identity: ``==`` of tensors compares their elements.
-            known = set(map(id, replica.tensors))
-            # A parameter of a submodule that the first forward pass makes, for example.
-            for name, parameter in parameters_of(replica.root):
-                if parameter.requires_grad and id(parameter) not in known:
-                    raise ValueError(
-                        f"the forward pass creates the parameter {name!r} on each "
-                        f"replica, where no optimizer finds it; nothing was changed. "
-                        f"Create it before the first step: call the module once on one "
-                        f"micro-batch"
-                    )
+            refuse_created(replica.root, replica.tensors)
 
     def buffers_after(self) -> list[BufferValue]:
         """Replica 0's buffers.
@@ -489,7 +475,6 @@ class Replica(ModuleCopy):
         device: where it is.
         tensors: its tensors. Parameters use shared memory, buffers have their own.
         large: those of its buffers that are copied only if they are stale.
-        root: the copy of the set's root.
         modules: the copies of the modules, in the order of the user's.
         records: what batch normalisation has recorded in this step.
         seat: where its synchronised batch normalisation meets that of other replicas.
@@ -523,7 +508,6 @@ class Replica(ModuleCopy):
         # Cut once: ``refresh`` puts exchanged storages back, so shapes stay.
         self._messages = messages(dict(enumerate(self._private)))
         super().__init__(replica_set.contents, self.tensors, replica_set.compiler)
-        self.root = self.copy_of(replica_set.root)
         self.modules = [self.copy_of(module) for module in replica_set.modules]
         records_own = replica_set.options.record_statistics
         self.records: Records = record(self.modules) if records_own else {}

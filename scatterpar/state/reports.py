@@ -9,10 +9,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from scatterpar.batch import nested
 from scatterpar.devices.fingerprints import same_bits
 from scatterpar.replicas.module_contents import CONTAINERS
-from scatterpar.replicas.replicas import Replica
-from scatterpar.replicas.snapshot import entries_of
+from scatterpar.replicas.module_copy import ModuleCopy
+from scatterpar.replicas.snapshot import Snapshot, entries_of
+from scatterpar.state.walk import VARIABLES, Place, Walk
 
 # Every module has these, such as hooks: no forward pass of the user's moves them.
 _OF_TORCH = vars(nn.Module()).keys()
@@ -24,7 +26,55 @@ _MAX_ENTRIES = 32  # of a container: those beyond are data
 State = dict[str, dict[Any, Any]]
 
 
-def state_of(replicas: Sequence[Replica], *, has_same_rows: bool = False) -> State:
+class SharedTensors:
+    """Which places outside of modules refer to tensors, to see where calls leave some.
+
+    Replicas share them: what one leaves there, another one overwrites.
+    """
+
+    def __init__(self, roots: Sequence[Any]) -> None:
+        self._walk = Walk(roots)
+        inside: set[int] = set()
+        for module in self._walk.modules:
+            inside |= {id(vars(module)), id(module._buffers), id(module._parameters)}
+        self._containers = [
+            (number, kind, container)
+            for number, kind, container in self._walk.containers
+            if id(container) not in inside
+        ]
+        self._earlier = Snapshot([container for *_, container in self._containers])
+        self._variables = [p for p in self._walk.places if p.kind in VARIABLES]
+        self._values = [place.read() for place in self._variables]
+
+    def left(self) -> list[str]:
+        """The names of places that refer to other tensors now."""
+        names: list[str] = []
+        for position, container, saved in self._earlier.changed():
+            number, kind, _ = self._containers[position]
+            earlier = set(map(id, saved.values() if isinstance(saved, dict) else saved))
+            for key, value in entries_of(container):
+                if id(value) not in earlier and nested.tensors(value):
+                    place = Place(kind, container, key, value, number)
+                    names.append(self._walk.name_of_place(place))
+        for place, earlier in zip(self._variables, self._values, strict=True):
+            value = place.read()
+            if value is not earlier and nested.tensors(value):
+                names.append(self._walk.name_of_place(place))
+        return list(dict.fromkeys(names))
+
+
+def kept_graphs(root: Any) -> list[str]:
+    """The names of attributes of modules that hold a tensor with a graph."""
+    names: list[str] = []
+    if isinstance(root, nn.Module):
+        for path, module in root.named_modules():
+            for name, value in vars(module).items():
+                if isinstance(value, Tensor) and value.grad_fn is not None:
+                    names.append(f"the attribute {f'{path}.{name}'.lstrip('.')!r}")
+    return names
+
+
+def state_of(replicas: Sequence[ModuleCopy], *, has_same_rows: bool = False) -> State:
     """The buffers of replicas, and those attributes that hold state whatever the rows
     are: numbers, tensors, lengths of lists.
 

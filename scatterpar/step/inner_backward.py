@@ -53,6 +53,11 @@ def inner_backward(
             # By identity: ``==`` compares elements.
             if parameter is changed:
                 name = f"the parameter {path!r}"
+    return inner_backward_at(name)
+
+
+def inner_backward_at(name: str) -> ValueError:
+    """The error for a gradient that a backward pass of user code has brought."""
     return ValueError(
         f"backward() inside forward or the criterion: its gradient arrived at {name}, "
         f"in each micro-batch, and cannot be weighted as the loss is; return that loss "

@@ -225,9 +225,10 @@ def terms_of_rows(criterion: Any, targets: Any, dim: int) -> Tensor:
     """
     if not isinstance(targets, Tensor):
         raise TypeError(
-            f"cross entropy takes a tensor of targets, got {type(targets).__name__}; "
-            "forward_backward(inputs, targets, criterion) takes them apart from the "
-            "inputs"
+            f"the terms of a cross entropy are counted in a tensor of targets, got "
+            f"{type(targets).__name__}; pass the tensor itself as targets, or, if the "
+            "criterion picks its labels, how many they are: count=scatterpar."
+            "count_labels(key=…), or a count= of your own"
         )
     if targets.is_floating_point():  # class probabilities: every position is a term
         rows = targets.size(dim)

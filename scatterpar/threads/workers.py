@@ -336,9 +336,15 @@ class Workers:
 
         Interrupts are deferred. Raises ``RuntimeError`` if the workers are closed, busy
         or another process's, or if another engine has claimed the module: both would
-        add to ``.grad`` at once.
+        add to ``.grad`` at once. So it does in a transform of ``torch.func``.
         """
         self._refuse_if_closed()
+        if torch_private.is_transformed():
+            raise RuntimeError(
+                f"{self._owner} cannot be transformed by torch.func (grad, vmap, jvp, "
+                "…), because its replicas compute in threads of their own; transform "
+                "the module itself, as .module"
+            )
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"{self._owner} belongs to another process: threads do not survive a "

@@ -77,10 +77,11 @@ def test_gather_of_lists_and_rowless_values():
     numbers = [torch.tensor(float(n), requires_grad=True) for n in (3, 1)]
     mixed = tuple({"y": torch.ones(int(n), 2), "loss": n} for n in numbers)
     assert gather(mixed, "cpu")["loss"] == 2.5
-    mean = gather(numbers, "cpu")
+    with pytest.raises(ValueError, match="how many rows each is of"):
+        gather(numbers, "cpu")
+    mean = gather([numbers[0]] * 2, "cpu")  # of any rows
     mean.backward()
-    assert mean == 2.0
-    assert [number.grad for number in numbers] == [0.5, 0.5]
+    assert mean == 3.0
     for dim in (1, -1):
         columns = gather((torch.ones(2, 3), torch.zeros(2, 1)), "cpu", dim=dim)
         assert columns.tolist() == [[1, 1, 1, 0]] * 2
@@ -205,3 +206,88 @@ def test_call_inside_a_call_refused(devices, part):
     with pytest.raises(RuntimeError, match=words):
         wrapper[0](*given)
     wrapper.clear()
+
+
+# --- gather: numbers count by the rows of their replica, constants are returned once ---
+
+
+class OwnLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, inputs, targets):
+        output = self.net(inputs)
+        return {"loss": nn.functional.cross_entropy(output, targets), "y": output}
+
+
+@pytest.mark.parametrize(
+    "select",
+    [
+        lambda outputs: outputs,
+        lambda outputs: [{"loss": output["loss"]} for output in outputs],
+        lambda outputs: tuple({"y": o["y"], "loss": o["loss"] * 1} for o in outputs),
+    ],
+    ids=["whole", "losses alone", "computed, beside rows"],
+)
+def test_gathered_losses_are_weighted(devices, select):
+    module = build(OwnLoss)
+    expected = module(*BATCH)["loss"]
+    outputs = DataParallelModel(module, devices(4))(*BATCH)
+    loss = gather(select(outputs), "cpu")["loss"]
+    assert_close(loss, expected, "loss")
+    loss.backward()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("rows", [(3, 2), (2, 2)])
+def test_gathered_codebook_is_one(is_first, rows):
+    """Also if it was not noted how many rows the others have."""
+    book = torch.ones(5, 3)
+    entries = [(book, torch.full((n, 3), float(n))) for n in rows]
+    if rows == (2, 2):
+        entries[1][1].zero_()
+    if not is_first:
+        entries = [entry[::-1] for entry in entries]
+    gathered = gather(entries, "cpu")
+    joined, output = gathered if is_first else gathered[::-1]
+    assert joined.shape == (5, 3)
+    assert output.shape == (sum(rows), 3)
+
+
+def test_gather_of_selected_rows(devices):
+    """Their numbers are those of no share, and they are joined all the same."""
+
+    def forward(m, inputs):
+        output = m.linear(inputs)
+        return output[inputs[:, 0] > 0], output.square().mean()
+
+    module = Of(forward, linear=linear())
+    expected, mean = module(INPUTS)
+    found, mean_of_all = gather(DataParallelModel(module, devices(3))(INPUTS), "cpu")
+    assert_close(found, expected, "rows")
+    assert_close(mean_of_all, mean, "mean")
+
+
+# --- transforms of torch.func ---
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_transforms_are_refused_in_words(devices, replicas):
+    model = DataParallelModel(mlp(), devices(replicas))
+    criterion = DataParallelCriterion(nn.CrossEntropyLoss())
+    outputs = model(INPUTS)
+    words = "this DataParallelModel cannot be transformed by torch.func"
+    with pytest.raises(RuntimeError, match=words):
+        torch.func.grad(lambda rows: gather(model(rows), "cpu").sum())(INPUTS)
+    with pytest.raises(RuntimeError, match=words):
+        torch.func.jvp(model, (INPUTS,), (INPUTS,))
+    with pytest.raises(RuntimeError, match=words):
+        torch.func.vmap(model)(INPUTS[None])
+    with pytest.raises(RuntimeError, match="this DataParallelCriterion cannot be"):
+        torch.func.grad(lambda scale: criterion(outputs, BATCH[1]) * scale)(
+            INPUTS[0, 0]
+        )
+    # the remedy
+    transformed = torch.func.grad(lambda rows: model.module(rows).sum())(INPUTS)
+    assert transformed.shape == INPUTS.shape

@@ -1,0 +1,531 @@
+"""The same programs with the engine and with the pair: a table of two answers.
+
+``EXACT``: losses and gradients as in plain torch. ``REFUSED``: an error, and
+parameters, gradients and buffers as before. ``TOLD``: a warning by name. Each row is
+run in one memory and in two.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import types
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from harness.oracle import assert_gradients, build, gradients, randint, randn
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from scatterpar import (
+    DataParallelCriterion,
+    DataParallelModel,
+    Rows,
+    ScatterOnceParallel,
+    count_labels,
+)
+
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread_an_operation")]
+EXACT, REFUSED, TOLD = "exact", "refused", "told"
+STEPS = 2
+INPUTS, TARGETS, LABELS = randn(13, 6), randn(13, 3, seed=1), randint(3, 13)
+TOKENS, FOLLOWING = randint(9, 13, 4), randint(9, 13, 4, seed=1)
+
+
+@dataclass
+class Program:
+    """A model, its criterion, and what the engine and the pair answer.
+
+    Attributes:
+        words: in the errors and warnings.
+        prepare: makes the criterion of a model; it may register hooks.
+        options: of ``forward_backward``, and of the pair's criterion.
+        accum: of the engine.
+    """
+
+    make: Any
+    engine: str = EXACT
+    pair: str = EXACT
+    words: str = ""
+    inputs: Any = INPUTS
+    targets: Any = TARGETS
+    prepare: Any = lambda model: nn.MSELoss()
+    options: dict[str, Any] = field(default_factory=dict)
+    accum: int = 2
+
+
+def net(*last):
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3), *last)
+
+
+class Net(nn.Module):
+    """``forward`` is a function of the module and its inputs."""
+
+    def __init__(self, forward, **parts):
+        super().__init__()
+        self.net, self.function = net(), forward
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *inputs):
+        return self.function(self, *inputs)
+
+
+def of(forward, **parts):
+    """A class whose objects are ``Net``s: a new part each time."""
+    return lambda: Net(forward, **{name: make() for name, make in parts.items()})
+
+
+# ---- forward passes ----
+
+
+def makes_heads(module, rows):
+    hidden = module.body(rows)
+    if "a" not in module.heads:
+        module.heads["a"] = nn.Linear(8, 3).to(hidden)
+    return module.heads["a"](hidden)
+
+
+def appends_heads(module, rows):
+    if not len(module.heads):
+        module.heads.append(nn.Linear(6, 3).to(rows))
+    return sum(head(rows) for head in module.heads)
+
+
+def makes_a_parameter(module, rows):
+    if not hasattr(module, "scale"):
+        module.scale = nn.Parameter(torch.ones(3).to(rows))
+    return module.net(rows) * module.scale
+
+
+def writes_a_parameter(module, rows):
+    with torch.no_grad():
+        module.net[0].weight.mul_(0.9)
+    return module.net(rows)
+
+
+def writes_through_data(module, rows):
+    module.net[0].weight.data.mul_(0.9)
+    return module.net(rows)
+
+
+def trains_aside(module, rows):
+    hidden = module.net[0](rows)
+    module.aside(hidden.detach()).square().mean().backward()
+    return module.net(rows)
+
+
+def trains_itself(module, rows):
+    module.net(rows).square().mean().backward()
+    return module.net(rows)
+
+
+def caches_gradients(module, rows):
+    leaf = rows.detach().requires_grad_()
+    (leaf**2).sum().backward()
+    return module.net(rows + leaf.grad)
+
+
+def counts(module, rows):
+    module.calls += 1
+    return module.net(rows) * (1 + 0.1 * module.calls)
+
+
+def switches(module, rows):
+    factor = 1.0 if module.is_warm else 0.5
+    module.is_warm = True
+    return module.net(rows) * factor
+
+
+def centres(module, rows):
+    """The centre is there from the first pass on."""
+    if module.centre is None:
+        module.centre = rows.mean(0)
+    module.centre = 0.9 * module.centre + 0.1 * rows.mean(0)
+    return module.net(rows) + module.centre[:3]
+
+
+def fills_a_table(module, rows):
+    module.table.setdefault("scale", 1.0)
+    module.table["scale"] *= 0.9
+    return module.net(rows) * module.table["scale"]
+
+
+def keeps_a_mask(module, rows):
+    if module.mask is None:
+        module.mask = torch.arange(3).to(rows) > 0
+    return module.net(rows) * module.mask
+
+
+def keeps_its_output(module, rows):
+    output = module.net(rows)
+    module.aux = output.square().mean()
+    return output
+
+
+def checkpointed(module, rows):
+    return checkpoint(module.net, rows, use_reentrant=False)
+
+
+def with_metas(module, rows, metas):
+    scales = [
+        meta["scale"] if isinstance(meta, dict) else meta.scale
+        for meta, _ in zip(metas, rows, strict=False)
+    ]
+    return module.net(rows) * torch.tensor(scales).to(rows)[:, None]
+
+
+def with_texts(module, rows, texts):
+    lengths = [len(text) for text, _ in zip(texts, rows, strict=False)]
+    return module.net(rows) * torch.tensor(lengths).to(rows)[:, None]
+
+
+def time_first(module, rows):
+    return torch.stack([module.net(rows), module.net(2 * rows)])
+
+
+def selected(module, rows):
+    return module.net(rows)[rows[:, 0] > 0]
+
+
+def counts_in_a_buffer(module, rows):
+    module.calls += 1
+    return module.net(rows) * (1 + 0.1 * module.calls)
+
+
+class Words(nn.Module):
+    """One row per token, as pytorch/examples' language model has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 5), nn.Linear(5, 9)
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens)).flatten(0, 1)
+
+
+class Rowwise(Words):
+    """The remedy."""
+
+    def forward(self, tokens):
+        return super().forward(tokens).unflatten(0, (len(tokens), -1))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+
+    def forward(self, rows):
+        return self.second(self.first(rows))[:, :3]
+
+
+# ---- criteria ----
+
+
+def reads_a_dict(model):
+    features = {}
+    model.net[0].register_forward_hook(lambda *of: features.update(hidden=of[2]))
+    return lambda output, targets: (
+        F.mse_loss(output, targets) + 0.1 * features["hidden"].square().mean()
+    )
+
+
+def reads_a_list(model):
+    features = []
+    model.net[0].register_forward_hook(lambda *of: features.append(of[2]))
+    return lambda output, targets: (
+        F.mse_loss(output, targets) + 0.1 * features[-1].square().mean()
+    )
+
+
+def reads_an_object(model):
+    store = types.SimpleNamespace(hidden=None)
+    model.net[0].register_forward_hook(lambda *of: setattr(store, "hidden", of[2]))
+    return lambda output, targets: (
+        F.mse_loss(output, targets) + 0.1 * store.hidden.square().mean()
+    )
+
+
+def reads_the_module(model):
+    model.aux = torch.zeros(())
+    return lambda output, targets: F.mse_loss(output, targets) + 0.1 * model.aux
+
+
+def trains_in_the_criterion(_):
+    def criterion(output, targets):
+        output.square().mean().backward(retain_graph=True)
+        return F.mse_loss(output, targets)
+
+    return criterion
+
+
+class Head(nn.Module):
+    """A criterion with a network."""
+
+    def __init__(self, is_trained_inside=False):
+        super().__init__()
+        self.head, self.is_trained_inside = nn.Linear(3, 3).double(), is_trained_inside
+
+    def forward(self, output, targets):
+        if self.is_trained_inside:
+            self.head(output.detach()).square().mean().backward()
+        return F.mse_loss(self.head(output), targets)
+
+
+def with_head(_, **options):
+    torch.manual_seed(4)
+    return Head(**options)
+
+
+class Picks(nn.CrossEntropyLoss):
+    def forward(self, output, targets):
+        return super().forward(output, targets["labels"])
+
+
+def of_tokens(_):
+    return lambda output, targets: F.cross_entropy(
+        output.flatten(0, -2), targets.flatten()
+    )
+
+
+GRAPHS = [randn(count, 6, seed=count) for count in (3, 5, 2, 7, 1, 4, 4)]
+OF_NODES = [randint(3, len(graph), seed=9) for graph in GRAPHS]
+METAS = [{"scale": 1 + 0.1 * row, "name": "a"} for row in range(13)]
+OBJECTS = [types.SimpleNamespace(**meta) for meta in METAS]
+IGNORED = LABELS.clone().masked_fill_(torch.arange(13) % 3 == 0, -100)
+CREATES, WRITES, BACKWARD = "creates the parameter", "writes the parameter", "backward"
+PICKS = {"targets": {"labels": IGNORED}, "prepare": lambda _: Picks()}
+SUM = {"prepare": lambda _: nn.MSELoss(reduction="sum")}
+
+TABLE = {
+    "plain": Program(net),
+    "a loss that is a sum": Program(net, **SUM),
+    "labels that are ignored": Program(
+        net, targets=IGNORED, prepare=lambda _: nn.CrossEntropyLoss()
+    ),
+    "tied weights": Program(Tied),
+    "checkpointed": Program(of(checkpointed)),
+    "frozen": Program(lambda: net(nn.Linear(3, 3).requires_grad_(False))),
+    "a criterion with a network": Program(net, prepare=with_head),
+    "heads made in forward": Program(
+        of(makes_heads, body=lambda: nn.Linear(6, 8), heads=nn.ModuleDict),
+        *(REFUSED, REFUSED, CREATES),
+    ),
+    "heads appended in forward": Program(
+        of(appends_heads, heads=nn.ModuleList), REFUSED, REFUSED, CREATES
+    ),
+    "a parameter made in forward": Program(
+        of(makes_a_parameter), REFUSED, REFUSED, CREATES
+    ),
+    "a lazy module": Program(
+        lambda: nn.Sequential(nn.LazyLinear(3)), REFUSED, REFUSED, "lazy"
+    ),
+    "writes through data": Program(of(writes_through_data), REFUSED, REFUSED, WRITES),
+    "synchronised statistics": Program(
+        lambda: net(nn.SyncBatchNorm(3)), EXACT, REFUSED, "SyncBatchNorm.*pair", accum=1
+    ),
+    "synchronised, evaluated": Program(lambda: net(nn.SyncBatchNorm(3)).eval()),
+    "backward of a head in forward": Program(
+        of(trains_aside, aside=lambda: nn.Linear(8, 2)), REFUSED, REFUSED, BACKWARD
+    ),
+    "backward of itself in forward": Program(
+        of(trains_itself), REFUSED, REFUSED, BACKWARD
+    ),
+    "backward in the criterion": Program(
+        net, REFUSED, REFUSED, BACKWARD, prepare=trains_in_the_criterion
+    ),
+    "backward of the criterion's head": Program(
+        net,
+        *(REFUSED, REFUSED, BACKWARD),
+        prepare=functools.partial(with_head, is_trained_inside=True),
+    ),
+    "backward to a detached leaf": Program(of(caches_gradients)),
+    "a hook fills a dict": Program(
+        of(lambda m, x: m.net(x)), TOLD, TOLD, "hook", prepare=reads_a_dict
+    ),
+    "a hook fills a list": Program(
+        of(lambda m, x: m.net(x)), TOLD, TOLD, "hook", prepare=reads_a_list
+    ),
+    "a hook fills an object": Program(
+        of(lambda m, x: m.net(x)), TOLD, TOLD, "hook", prepare=reads_an_object
+    ),
+    "an attribute that the criterion reads": Program(
+        of(keeps_its_output), REFUSED, TOLD, "aux", prepare=reads_the_module
+    ),
+    "a counter": Program(of(counts, calls=int), TOLD, TOLD, "calls"),
+    "a switch": Program(
+        of(switches, is_warm=bool), TOLD, TOLD, "is_warm|another result"
+    ),
+    "a centre that begins late": Program(
+        of(centres, centre=lambda: None), TOLD, TOLD, "centre"
+    ),
+    "a table of numbers": Program(
+        of(fills_a_table, table=dict), TOLD, TOLD, "table|another result"
+    ),
+    "a mask that is kept": Program(of(keeps_a_mask, mask=lambda: None)),
+    "a dict per row": Program(
+        of(with_metas), REFUSED, REFUSED, r"Rows\(dicts\)", inputs=(INPUTS, METAS)
+    ),
+    "an object per row": Program(
+        of(with_metas), REFUSED, REFUSED, r"Rows\(objects\)", inputs=(INPUTS, OBJECTS)
+    ),
+    "a text per row": Program(
+        of(with_texts),
+        *(REFUSED, REFUSED, r"Rows\(texts\)"),
+        inputs=(INPUTS, ["ab"[: 1 + row % 2] for row in range(13)]),
+    ),
+    "rows of dicts": Program(of(with_metas), inputs=(INPUTS, Rows(METAS))),
+    "a row per token": Program(
+        Words,
+        *(EXACT, REFUSED, "unflatten.*ScatterOnceParallel"),
+        inputs=TOKENS,
+        targets=FOLLOWING,
+        prepare=of_tokens,
+    ),
+    "tokens by row": Program(
+        Rowwise, inputs=TOKENS, targets=FOLLOWING, prepare=of_tokens
+    ),
+    "time first": Program(
+        of(time_first),
+        *(EXACT, REFUSED, "transpose"),
+        prepare=lambda _: lambda output, y: F.mse_loss(output[1], y),
+    ),
+    "nodes of graphs": Program(
+        net,
+        *(EXACT, REFUSED, "ScatterOnceParallel"),
+        inputs=Rows(GRAPHS, torch.cat),
+        targets=Rows(OF_NODES, torch.cat),
+        prepare=lambda _: nn.CrossEntropyLoss(),
+    ),
+    "selected rows": Program(
+        of(selected),
+        *(EXACT, REFUSED, "one entry per row"),
+        prepare=lambda _: lambda output, _: output.square().sum(),
+        options={"reduction": "sum"},
+    ),
+    "labels in a dict": Program(net, REFUSED, REFUSED, "count=", **PICKS),
+    "labels in a dict, counted": Program(
+        net, **PICKS, options={"count": count_labels()}
+    ),
+    "a scripted module": Program(
+        lambda: torch.jit.script(nn.Linear(6, 3)), REFUSED, REFUSED, "TorchScript"
+    ),
+    "inputs with gradients": Program(
+        net, REFUSED, EXACT, "requires grad", inputs=INPUTS.clone().requires_grad_()
+    ),
+}
+
+
+def plain_inputs(values):
+    """What plain torch gets: rows joined, as ``collate`` does."""
+    if isinstance(values, tuple):
+        return tuple(value for each in values for value in plain_inputs(each))
+    if isinstance(values, Rows):
+        contents = values.contents
+        return (torch.cat(contents) if torch.is_tensor(contents[0]) else contents,)
+    return (values,)
+
+
+def trained(program, how, devices):
+    """The state, gradients and losses after some steps; and the model, for errors."""
+    model = build(program.make)
+    criterion = program.prepare(model)
+    modules = [m for m in (model, criterion) if isinstance(m, nn.Module)]
+    before = [
+        None if isinstance(p, nn.UninitializedParameter) else p.detach().clone()
+        for module in modules
+        for p in (*module.parameters(), *module.buffers())
+    ]
+    losses = []
+    try:
+        step = steps_of(program, how, model, criterion, devices)
+        for _ in range(STEPS):
+            for module in modules:
+                module.zero_grad()
+            losses.append(step())
+            with torch.no_grad():
+                for module in modules:
+                    for parameter in module.parameters():
+                        if parameter.grad is not None:
+                            parameter.sub_(parameter.grad, alpha=0.05)
+    except (TypeError, ValueError, RuntimeError) as error:
+        if how == "plain":
+            raise
+        after = [p for m in modules for p in (*m.parameters(), *m.buffers())]
+        for value, earlier in zip(after, before, strict=True):
+            is_written = program.words == WRITES  # the one value that is lost
+            assert earlier is None or is_written or torch.equal(value, earlier)
+        assert all(p.grad is None for m in modules for p in m.parameters())
+        return str(error)
+    named = {str(n): module for n, module in enumerate(modules)}
+    return nn.ModuleDict(named), torch.stack(losses)
+
+
+def steps_of(program, how, model, criterion, devices):
+    inputs, targets = program.inputs, program.targets
+    if how == "engine":
+        engine = ScatterOnceParallel(model, program.accum, devices)
+        return lambda: engine.forward_backward(
+            inputs, targets, criterion, **program.options
+        )
+    call, loss_of, options = model, criterion, {}
+    arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+    if how == "pair":
+        call, loss_of = (
+            DataParallelModel(model, devices),
+            DataParallelCriterion(criterion),
+        )
+        options = program.options
+    else:
+        arguments, (targets,) = plain_inputs(inputs), plain_inputs(targets)
+
+    def step():
+        loss = loss_of(call(*arguments), targets, **options)
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def answer_of(name, how, devices):
+    """What became of a program, and the words."""
+    program = TABLE[name]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = trained(program, how, devices)
+    if isinstance(found, str):
+        return REFUSED, found
+    texts = [
+        str(warning.message)
+        for warning in caught
+        if "docs/" in str(warning.message) or "replicas" in str(warning.message)
+    ]
+    if texts:
+        return TOLD, "\n".join(texts)
+    module, losses = found
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected, expected_losses = trained(program, "plain", None)
+    assert torch.allclose(losses, expected_losses, rtol=1e-9)
+    assert_gradients(module, gradients(expected))
+    return EXACT, ""
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize(
+    "devices", [["cpu"] * 2, ["cpu:0", "cpu:1"]], ids=["shared", "apart"]
+)
+@pytest.mark.parametrize("how", ["engine", "pair"])
+@pytest.mark.parametrize("name", TABLE)
+def test_engine_and_pair_answer(name, how, devices):
+    program = TABLE[name]
+    answer, words = answer_of(name, how, devices)
+    assert answer == getattr(program, how), words
+    if answer != EXACT:
+        assert re.search(program.words, words, re.DOTALL), words

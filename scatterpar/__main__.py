@@ -13,16 +13,16 @@ from typing import NoReturn
 import scatterpar
 
 _USAGE = (
-    "usage: python -m scatterpar {train, predict, test, export, doctor, splitcheck, "
-    "demo} [options] (each has a --help); --version"
+    "usage: python -m scatterpar {train, predict, export, doctor, splitcheck, demo} "
+    "[options] (each has a --help); --version"
 )
 _HELP = f"""{_USAGE}
 
   train    train a network on images, with all GPUs of this machine; without options
            on the included ones, half a minute on two cores
-  predict  write the classes of images, with what a run of train has learned, as CSV
-  test     accuracy of a run on other labelled images, by class, and what is mistaken
-  export   the model of a run as files that need no scatterpar: torch.export, ONNX
+  predict  write the classes of images, with what a run of train has learned, as CSV;
+           of folders of classes the accuracy, too
+  export   the model of a run as a file that classifies images without scatterpar
   doctor   what this machine has, whether copies between its devices arrive intact, and
            whether a step is exact
   splitcheck
@@ -30,16 +30,15 @@ _HELP = f"""{_USAGE}
            the whole batch? FILE:FUNCTION returns step, model, batch
   demo     one batch, accumulated by hand, refused, and counted"""
 _MODULES = {
-    "train": "train.tool_run",
+    "train": "train.training",
     "predict": "train.predict",
-    "test": "train.accuracy",
     "export": "train.export",
     "doctor": "checkup.doctor",
     "splitcheck": "splitting.command",
     "demo": "checkup.demo",
 }
-_TOOL = ("train", "predict", "test", "export")
-_NEEDED_BY_TOOL = ("filelock", "matplotlib", "PIL", "tqdm", "tyro")
+_TOOL = ("train", "predict", "export")
+_NEEDED_BY_TOOL = ("filelock", "matplotlib", "PIL", "tqdm")
 
 
 def main(arguments: list[str]) -> int:

@@ -72,7 +72,6 @@ EXTRAS = {
     "tqdm",
     "transformers",
     "trl",
-    "tyro",
 }
 
 

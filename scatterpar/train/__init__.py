@@ -1,5 +1,5 @@
 """A small training tool on the engine, and the example to read: start at
-``model_training.py``.
+``training.py``.
 
 Imports the engine, like any user of it.
 

@@ -1,7 +1,13 @@
-"""Images to train and to test on: the included ones, and pictures in files.
+"""Images to train and to test on: the included ones, and those that timm lists.
 
-The random variation of a picture depends only on the seed, the epoch and its row: any
-worker reads the same picture, also after a resume within an epoch.
+photos/train/cat/1.jpg        photos/cat/1.jpg      with --val 0.1
+photos/val/cat/2.jpg          photos/dog/2.jpg
+photos/test/cat/3.jpg
+
+timm finds files and labels, and makes the transforms. Opening a picture is this
+package's (`pictures.py`). The random variation of a picture depends only on the seed,
+the epoch and its row: any worker reads the same picture, also after a resume within an
+epoch.
 """
 
 from __future__ import annotations
@@ -9,42 +15,56 @@ from __future__ import annotations
 import contextlib
 import functools
 import gzip
+import hashlib
+import os
 import random
 import re
 import statistics
-from collections.abc import Callable, Sequence
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from scatterpar.train.command_line import (
     EMBEDDED,
+    LOCK_FILE,
+    METRICS_FILE,
     Options,
     UsageError,
     option_of,
     words_of,
 )
-from scatterpar.train.csv_files import read_table
-from scatterpar.train.data_parts import (
-    TEST,
-    TRAIN,
-    VAL,
-    Listing,
-    Pictures,
-    first_names,
-    make_parts,
-)
-from scatterpar.train.folders import read_folders
-from scatterpar.train.hub import PARQUET, is_saved, read_hub
-from scatterpar.train.libraries import library, suggestion
+from scatterpar.train.libraries import installed, library, suggestion
 from scatterpar.train.pictures import as_pixels, as_rgb, open_picture
 
 Shape = tuple[int, int, int]  # channels, height, width
+TRAIN = "train"
+VAL = "val"
+TEST = "test"
+# The folders of each part, as timm's search finds them.
+_FOLDERS = {
+    TRAIN: ("train", "training"),
+    VAL: ("val", "valid", "validation", "eval", "evaluation"),
+    TEST: ("test",),
+}
+_SPLITS = {TRAIN: "train", VAL: "validation", TEST: "test"}  # of Hugging Face's sets
+_LAYOUT = (
+    "a data set is train/CLASS/1.jpg with val/CLASS/2.jpg, or CLASS/1.jpg with --val "
+    "0.1"
+)
+_STREAMS = ("wds", "hfids", "tfds")  # timm's sets without names and numbers
+_MAC_COPY = "__MACOSX"  # a folder that macOS adds to its archives
+_ENDINGS = (  # of files that are read: timm's, and others that Pillow opens
+    *(".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"),
+)
 _FASHION = (
     "T-shirt/top, Trouser, Pullover, Dress, Coat, Sandal, Shirt, Sneaker, Bag, "
     "Ankle boot"
@@ -53,16 +73,11 @@ _EMBEDDED_TRAIN = 8192  # of its 10,000 images; the others are for testing
 # ImageNet's mean and standard deviation, for pixels from 0 to 255.
 _MEAN = torch.tensor([123.675, 116.28, 103.53])
 _STD = torch.tensor([58.395, 57.12, 57.375])
-_OF_FILES = ("val", "image_size", "augment", "erase", "mixup", "cutmix")  # options
-_LARGEST_SIDE = 224  # by default; what timm's models take
+_LARGEST_SIDE = 224  # by default; what most of timm's models take
 _SMALLEST_SIDE = 32  # by default; networks for pictures halve the sides five times
 _SAMPLE = 100  # pictures whose size is looked at
-_SHOWN_CLASSES = 20
-_READERS: dict[str, Callable[..., Listing]] = {
-    ".csv": read_table,
-    ".tsv": read_table,
-    PARQUET: read_hub,
-}
+_SHOWN = 20  # names of classes in a line
+_MOST_COMPARED = 10_000  # files to train on, whose bytes are compared with others
 _PURPOSES = {
     TRAIN: "images to train on",
     VAL: "to choose the best epoch",
@@ -83,8 +98,7 @@ class BatchRequest(NamedTuple):
 class Images(NamedTuple):
     """Images that were read, and the names of unreadable ones, each with the reason.
 
-    Images are uint8 (rows, channels, height, width). Labels are int64 (rows,), or
-    float32 (rows, classes) if images were mixed with each other.
+    Images are uint8 (rows, channels, height, width). Labels are int64 (rows,).
     """
 
     images: Tensor
@@ -92,23 +106,61 @@ class Images(NamedTuple):
     broken: Sequence[tuple[str, str]] = ()
 
 
+class Broken(NamedTuple):
+    """A picture that cannot be read: its part, its name there, its file, and why."""
+
+    part: str
+    name: str
+    file: str
+    reason: str
+
+
+class Part(NamedTuple):
+    """Pictures of one purpose.
+
+    Attributes:
+        pictures: images in memory (a tensor), names of files, or a data set of timm's.
+        rows: their rows in `pictures`.
+        labels: the number of the class of each of them.
+        names: the name of each of them, below the folder of the set.
+    """
+
+    pictures: Any
+    rows: Tensor
+    labels: Tensor
+    names: Sequence[str]
+
+    def selected(self, is_chosen: Tensor) -> Part:
+        """Return the chosen pictures of the part."""
+        names = [
+            name for name, chosen in zip(self.names, is_chosen, strict=True) if chosen
+        ]
+        return Part(self.pictures, self.rows[is_chosen], self.labels[is_chosen], names)
+
+
 @dataclass(kw_only=True)
-class Source(Pictures):
-    """Images to train and to test on, with the mean and deviation of their pixels per
-    channel.
+class Source:
+    """Images to train and to test on.
 
     Attributes:
         name: what `--data` names.
+        parts: the pictures of `TRAIN` and `TEST`; and of `VAL`, if it chooses the best
+            epoch, and `TEST` is tested once, at the end.
+        class_names: the names of the classes, by label.
         image_shape: channels, height and width of each image.
         mean: the mean of the pixels, per channel.
         std: the standard deviation of the pixels, per channel.
+        notes: what else a reader of the results has to know, a line each.
         options: the options that say how pictures are read and varied.
     """
 
     name: str
-    image_shape: Shape
-    mean: Tensor = _MEAN
-    std: Tensor = _STD
+    parts: dict[str, Part]
+    class_names: Sequence[str]
+    image_shape: Shape = (3, 0, 0)
+    mean: Tensor = field(default_factory=lambda: _MEAN)
+    std: Tensor = field(default_factory=lambda: _STD)
+    notes: list[str] = field(default_factory=list)
     options: Options = field(default_factory=Options)
 
     @property
@@ -119,46 +171,100 @@ class Source(Pictures):
     @property
     def in_memory(self) -> bool:
         """Whether images are tensors, which need neither workers nor transforms."""
-        return isinstance(self.sources, Tensor)
+        return isinstance(self.parts[TEST].pictures, Tensor)
+
+    @property
+    def class_counts(self) -> dict[str, list[int]]:
+        """The number of images of each class, by part."""
+        classes = len(self.class_names)
+        counts = {}
+        for name, part in self.parts.items():
+            counts[name] = part.labels.bincount(minlength=classes).tolist()
+        return counts
+
+    @property
+    def digest(self) -> str:
+        """A digest of the names of all pictures, with their parts and classes."""
+        digest = hashlib.sha256()
+        for part, (_, _, labels, names) in self.parts.items():
+            for name, label in zip(names, labels.tolist(), strict=True):
+                line = f"{part} {self.class_names[label]} {name}\n"
+                digest.update(line.encode(errors="surrogateescape"))
+        return digest.hexdigest()
 
     def __getitem__(self, request: BatchRequest) -> Images:
         """Read the images of a request, or of a piece of one."""
-        part, rows, epoch = request
-        places = self.parts[part][rows]
-        labels = self.labels[places]
+        part_name, rows, epoch = request
+        part = self.parts[part_name]
+        labels = part.labels[rows]
         if self.in_memory:
-            return Images(self.sources[places], labels)
+            return Images(part.pictures[part.rows[rows]], labels)
         size = self.image_shape[1]
-        classes = len(self.class_names)
-        transform, mix = _transforms(part == TRAIN, size, self.options, classes)
+        transform = _transform(part_name == TRAIN, size, self.options.augment)
         # Bytes are a fourth of the memory of floats, on the way to the device, too.
         images = torch.empty(len(rows), *self.image_shape, dtype=torch.uint8)
         readable = list[int]()
         broken = list[tuple[str, str]]()
-        for number, place in enumerate(places.tolist()):
-            row = int(rows[number])
-            name = f"{self.name} ({part}), image {row}"
+        for number, row in enumerate(map(int, rows)):
             try:
-                source = self.sources[place]
-                name = source if isinstance(source, str) else name
-                picture = as_rgb(_open(source))
+                picture = as_rgb(_open(part, row))
             except Exception as error:  # Pillow's decoders raise many kinds
-                broken.append((name, words_of(error)))
+                broken.append((self.name_of(part_name, row), words_of(error)))
                 continue
             # timm draws from Python's generator, and torchvision from torch's.
             seed_host("image", self.options.seed, epoch, row)
             images[number] = transform(picture)
             readable.append(number)
-        images = images[readable]
-        labels = labels[readable]
-        if mix is not None and readable:
-            seed_host("piece", self.options.seed, epoch, int(rows[0]))
-            mixed, labels = mix(images.float(), labels)
-            images = mixed.round_().to(torch.uint8)
-        return Images(images, labels, broken)
+        return Images(images[readable], labels[readable], broken)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Worker processes read by number.
+        parts = {name: part._replace(names=()) for name, part in self.parts.items()}
+        return vars(self) | {"parts": parts}
+
+    def name_of(self, part_name: str, row: int) -> str:
+        """Return the name of a picture in an error: that of its file, if it has one."""
+        part = self.parts[part_name]
+        if isinstance(part.pictures, list):
+            return str(part.pictures[int(part.rows[row])])
+        return f"{self.name} ({part_name}), image {row}"
+
+    def broken_pictures(self, workers: int | None) -> Iterator[Broken | None]:
+        """Decode each picture once. Yields None for each readable one."""
+        places = [
+            (name, row)
+            for name, part in self.parts.items()
+            for row in range(len(part.rows))
+        ]
+        # Pillow decodes without the GIL.
+        with ThreadPoolExecutor(max(1, workers or os.cpu_count() or 1)) as threads:
+            yield from threads.map(lambda place: self._problem(*place), places)
+
+    def _problem(self, part_name: str, row: int) -> Broken | None:
+        try:
+            picture = _open(self.parts[part_name], row)
+            # A JPEG file is decoded at an eighth of its size, which is faster.
+            picture.draft(None, (1, 1))
+            as_rgb(picture)
+        except Exception as error:  # Pillow's decoders raise many kinds
+            name = self.parts[part_name].names[row]
+            file = self.name_of(part_name, row)
+            return Broken(part_name, name, file, words_of(error))
+        return None
+
+    def leave_out(self, pictures: Sequence[Broken]) -> None:
+        """Remove pictures."""
+        absent = {(picture.part, picture.name) for picture in pictures}
+        if not absent:
+            return
+        for part_name, part in self.parts.items():
+            are_left = [(part_name, name) not in absent for name in part.names]
+            self.parts[part_name] = part.selected(torch.tensor(are_left))
 
     def __str__(self) -> str:
-        counts = [f"{len(self.parts[part]):,} {_PURPOSES[part]}" for part in self.parts]
+        counts = []
+        for name, part in self.parts.items():
+            counts.append(f"{len(part.rows):,} {_PURPOSES[name]}")
         counts.append(f"{len(self.class_names)} classes")
         shape = " x ".join(map(str, self.image_shape))
         counts.append(shape if self.in_memory else f"brought to {shape}")
@@ -170,7 +276,15 @@ class Source(Pictures):
         texts = []
         for name, *numbers in per_class:
             texts.append(f"{name} {' + '.join(f'{number:,}' for number in numbers)}")
-        return f"images of each class: {first_names(texts, _SHOWN_CLASSES)}"
+        return f"images of each class: {first_names(texts)}"
+
+
+def first_names(names: Sequence[str]) -> str:
+    """Return a list of names as text: the first ones, and how many follow."""
+    text = ", ".join(names[:_SHOWN])
+    if len(names) > _SHOWN:
+        text += f", and {len(names) - _SHOWN:,} more"
+    return text
 
 
 def seed_of(*parts: object) -> int:
@@ -197,12 +311,13 @@ def load() -> Source:
     images, labels = split.tensors
     train, test = torch.arange(len(images)).split(_EMBEDDED_TRAIN)
     std, mean = torch.std_mean(images[train].float(), (0, 2, 3), correction=0)
+    parts = {}
+    for name, rows in ((TRAIN, train), (TEST, test)):
+        parts[name] = Part(images, rows, labels[rows], [*map(str, rows.tolist())])
     return Source(
-        images,
-        labels,
-        {TRAIN: train, TEST: test},
-        tuple(_FASHION.split(", ")),
         name="embedded Fashion-MNIST",
+        parts=parts,
+        class_names=tuple(_FASHION.split(", ")),
         image_shape=(1, 28, 28),
         mean=mean,
         std=std,
@@ -223,33 +338,431 @@ def _read_bytes(path: Path, header: int) -> Tensor:
     return torch.frombuffer(content, dtype=torch.uint8, offset=header)
 
 
-# Kept in each worker, because every piece of 64 images asks for them.
-@functools.cache
-def _transforms(
-    is_varied: bool, size: int, options: Options, classes: int
-) -> tuple[Callable[[Any], Tensor], Callable[..., Any] | None]:
-    """Build what turns a picture into a tensor of uint8; and what mixes the pictures of
-    a piece, or None. Pictures to train on are varied at random.
+def open_data(options: Options) -> Source:
+    """Open the data that `--data` names."""
+    try:
+        if options.data == EMBEDDED:
+            for name in ("val", "image_size"):
+                if getattr(options, name) is not None:
+                    raise UsageError(
+                        f"it is used as it is: {option_of(name)} is for pictures in "
+                        "files"
+                    )
+            source = load()
+            source.options = options
+            return source
+        source = _opened(options)
+    except (UsageError, OSError) as error:
+        raise UsageError(f"--data {options.data}: {words_of(error)}") from error
+    size = options.image_size or _default_size(options.model, source)
+    source.image_shape = (3, size, size)
+    # The error of a missing library or a wrong policy comes now, not from a worker.
+    _transform(True, size, options.augment)
+    return source
+
+
+def of_files(names: Sequence[str], size: int, workers: int | None) -> Source:
+    """Return files as a source of pictures without labels, to test on."""
+    rows = torch.arange(len(names))
+    return Source(
+        name="pictures",
+        parts={TEST: Part(list(names), rows, torch.zeros_like(rows), names)},
+        class_names=("",),
+        image_shape=(3, size, size),
+        options=Options(augment="none", workers=workers),
+    )
+
+
+def _opened(options: Options) -> Source:
+    """Open a folder, or a library's set, and choose what is tested when."""
+    path = Path(options.data)
+    prefix = options.data.partition("/")[0].lower()
+    if path.is_dir():
+        source = _of_folders(path)
+    elif prefix in _STREAMS:
+        raise UsageError(
+            f"{prefix}/ is a stream, whose pictures have no names and no numbers, so "
+            "that a run could not be resumed; unpack it into folders of classes, or "
+            "use hfds/NAME"
+        )
+    elif prefix == "hfds":
+        source = _of_hugging_face(options)
+    elif prefix == "torch":
+        source = _of_torchvision(options)
+    else:
+        # A misspelt path looks like the name of a library's set.
+        near = suggestion(path.name, [entry.name for entry in path.parent.glob("*")])
+        remedy = f"known by name are {EMBEDDED}, torch/NAME and hfds/NAME; {_LAYOUT}"
+        if options.resume is not None:
+            remedy = "--data FOLDER names where it is now"
+        kind = "it is no folder" if path.exists() else "there is no such folder"
+        raise UsageError(f"{kind}{near}; {remedy}")
+    source.name = options.data
+    source.options = options
+    _choose_parts(source, options.val)
+    return source
+
+
+def _choose_parts(source: Source, val: float | None) -> None:
+    """Choose what is tested when, and hold out the part `val` of the training pictures
+    if there are none that choose the best epoch.
     """
-    v2 = library("torchvision.transforms.v2")
-    transform: Any = functools.partial(as_pixels, size=size)
-    if not is_varied:
-        return transform, None
-    if options.augment != "none":
-        transform = _augmentation(size, options.augment)
-    if options.erase:
-        grey = _MEAN.round().int().tolist()  # zero, once standardised
-        transform = v2.Compose([transform, v2.RandomErasing(options.erase, value=grey)])
-    mixing = []
-    if options.mixup:
-        mixing.append(v2.MixUp(alpha=options.mixup, num_classes=classes))
-    if options.cutmix:
-        mixing.append(v2.CutMix(alpha=options.cutmix, num_classes=classes))
-    return transform, v2.RandomChoice(mixing) if mixing else None
+    parts = source.parts
+    if VAL in parts and val is not None:
+        raise UsageError("it has images to test on; leave out --val")
+    if val is not None:
+        is_held_out = hold_out(parts[TRAIN], val)
+        parts[VAL] = parts[TRAIN].selected(is_held_out)
+        parts[TRAIN] = parts[TRAIN].selected(~is_held_out)
+    elif VAL not in parts and TEST in parts:
+        source.notes.append(
+            "warning: there is no val/, so that test/ chooses the best epoch, whose "
+            "accuracy is a little too high for new images; --val 0.1 holds out a tenth "
+            "of train/ for that"
+        )
+    elif VAL not in parts:
+        raise UsageError(
+            "there are no images to test on: --val 0.1 tests on a tenth of them; or "
+            "make folders train/ and val/ with the classes in each"
+        )
+    # A single part is tested after each epoch, whatever it is called.
+    if TEST not in parts:
+        parts[TEST] = parts.pop(VAL)
+    source.parts = {name: parts[name] for name in (TRAIN, VAL, TEST) if name in parts}
+    counts = source.class_counts
+    empty = _of_zero(source.class_names, counts.pop(TRAIN))
+    if empty:
+        raise UsageError(f"there are no images to train on of {first_names(empty)}")
+    for name, numbers in counts.items():
+        untested = _of_zero(source.class_names, numbers)
+        if untested:
+            source.notes.append(
+                "warning: not tested, as there is no picture for it: "
+                f"{first_names(untested)}"
+            )
+        repeated = _repeated(source.parts[TRAIN], source.parts[name])
+        if repeated:
+            tested = len(source.parts[name].rows)
+            source.notes.append(
+                f"warning: {repeated:,} of {tested:,} pictures to test on are to train "
+                "on, too: the accuracy is not that of new pictures"
+            )
 
 
-def _augmentation(size: int, augment: str) -> Any:
-    """Build timm's transform of a random crop, and its policy if one is named."""
+def _of_zero(class_names: Sequence[str], counts: Sequence[int]) -> list[str]:
+    """Return the classes without pictures."""
+    return [name for name, count in zip(class_names, counts, strict=True) if not count]
+
+
+def hold_out(part: Part, val: float) -> Tensor:
+    """Return which pictures are to test on: those for which a hash of the name is below
+    `val`, the same ones in every run. A new or renamed picture moves no other.
+
+    One picture of each class is left to train on.
+    """
+    places = torch.tensor([_place_of(name) for name in part.names], dtype=torch.float64)
+    is_held_out = places < val
+    for label in part.labels.unique():
+        rows = (part.labels == label).nonzero().flatten()
+        if bool(is_held_out[rows].all()):
+            is_held_out[rows[places[rows].argmax()]] = False
+    if not is_held_out.any():
+        raise UsageError(f"it has too few pictures ({len(places)}) for --val {val}")
+    return is_held_out
+
+
+def _place_of(name: str) -> float:
+    """Return a number from 0 to 1 that is a hash of a name.
+
+    >>> f"{_place_of('cat/1.jpg'):.4f}"
+    '0.7845'
+    """
+    digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()
+    return int.from_bytes(digest[:8], "little") / 2**64
+
+
+def _repeated(train: Part, tested: Part) -> int:
+    """Return the number of files to test on that have the same bytes as one to train
+    on.
+    """
+    if not isinstance(train.pictures, list) or len(train.rows) > _MOST_COMPARED:
+        return 0
+    names = [train.pictures[row] for row in train.rows]
+    tested_names = [tested.pictures[row] for row in tested.rows]
+    # Few photographs have the same size: reading all would take minutes.
+    sizes = set(map(_size, names)) & set(map(_size, tested_names)) - {0}
+    digests = {_digest(name) for name in names if _size(name) in sizes}
+    suspects = [name for name in tested_names if _size(name) in sizes]
+    return sum(_digest(name) in digests for name in suspects)
+
+
+def _size(name: str) -> int:
+    """Return the number of bytes of a file; 0 if it cannot be read, which is told
+    later.
+    """
+    try:
+        return os.path.getsize(name)
+    except OSError:
+        return 0
+
+
+def _digest(name: str) -> bytes:
+    """Return a digest of the bytes of a file, or its name if it cannot be read."""
+    try:
+        return hashlib.sha256(Path(name).read_bytes()).digest()
+    except OSError:
+        return os.fsencode(name)
+
+
+def visible_folders(path: Path) -> list[Path]:
+    """Return the folders in a folder, sorted, without hidden ones and those that
+    contain runs of this tool.
+    """
+    folders = []
+    for entry in sorted(path.iterdir()):
+        if entry.is_dir() and not is_hidden(entry.name) and not _has_run(entry):
+            folders.append(entry)
+    return folders
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a file or a folder is hidden, by its name."""
+    return name.startswith(".") or name == _MAC_COPY
+
+
+def _has_run(folder: Path) -> bool:
+    for _, _, names in os.walk(folder):
+        if METRICS_FILE in names or LOCK_FILE in names:
+            return True
+    return False
+
+
+def _of_folders(path: Path) -> Source:
+    """List the pictures in train/CLASS, val/CLASS and test/CLASS, or in CLASS."""
+    folders = visible_folders(path)
+    roots = {}
+    for part, names in _FOLDERS.items():
+        # A folder without folders is a class: trains beside buses.
+        of_part = [
+            folder
+            for folder in folders
+            if folder.name in names and visible_folders(folder)
+        ]
+        if len(of_part) > 1:
+            names_found = " and ".join(f"{folder.name}/" for folder in of_part)
+            raise UsageError(f"{names_found} are the same part; {_LAYOUT}")
+        if of_part:
+            roots[part] = of_part[0]
+    if TRAIN not in roots:
+        roots = {TRAIN: path}
+        folders = []
+    source = Source(name=str(path), parts={}, class_names=())
+    others = [folder.name for folder in folders if folder not in roots.values()]
+    for name in others:
+        if any(name in names for names in _FOLDERS.values()):
+            raise UsageError(
+                f"{path / name} has no folders of classes: move it elsewhere (predict "
+                f"takes such pictures), or pass --data {roots[TRAIN]} --val 0.1; "
+                f"{_LAYOUT}"
+            )
+    if others:
+        source.notes.append(f"not read: other folders, {first_names(others)}")
+    for part, root in roots.items():
+        _list_folder(source, part, root)
+    return source
+
+
+def _list_folder(source: Source, part: str, root: Path) -> None:
+    """Add the part whose classes are the folders of `root`."""
+    classes = [folder.name for folder in visible_folders(root)]
+    if len(classes) < 2:
+        tables = [table.name for table in root.glob("*.csv")]
+        hint = f" (a table such as {tables[0]} is not read)" if tables else ""
+        raise UsageError(
+            f"{root} has {len(classes)} folders of classes, and two are needed{hint}; "
+            f"{_LAYOUT}"
+        )
+    try:
+        listed = library("timm.data").create_dataset(
+            "",
+            root=str(root),
+            search_split=False,
+            input_key=";".join(_ENDINGS),
+        )
+        files = [name for name, _ in listed.reader.samples]
+    except RuntimeError:  # timm finds none
+        files = []
+    # By the name in one normal form: a Mac writes another one than Linux.
+    pictures = {}
+    for file in files:
+        place = PurePath(os.path.relpath(file, root)).parts
+        name = unicodedata.normalize("NFC", "/".join(place))
+        if place[0] not in classes or any(map(is_hidden, place)):
+            if len(place) == 1 and not is_hidden(name):
+                raise UsageError(f"{file} is beside the folders of classes; {_LAYOUT}")
+            continue
+        if len(place) > 2:
+            raise UsageError(
+                f"{root / place[0]} has folders, such as {place[1]}/, where a class "
+                f"has pictures; {_LAYOUT}"
+            )
+        pictures[name] = file
+    names = sorted(pictures)
+    of_classes = [name.partition("/")[0] for name in names]
+    unread = _unread_in_words(root, classes, set(files))
+    lacking = [
+        name
+        for name in classes
+        if unicodedata.normalize("NFC", name) not in set(of_classes)
+    ]
+    if lacking:
+        raise UsageError(
+            f"{root} lacks pictures of {first_names(lacking)}: it is searched for "
+            f"files that end in {', '.join(_ENDINGS)}; convert other files, and remove "
+            f"folders without any (not read: {unread or 'nothing'})"
+        )
+    if part == TRAIN:
+        # As timm numbers them.
+        natural = library("timm.utils.misc").natural_key
+        source.class_names = tuple(sorted(set(of_classes), key=natural))
+    strange = sorted(set(of_classes) - set(source.class_names))
+    if strange:
+        raise UsageError(
+            f"{root} has classes that there are no images to train on for: "
+            f"{first_names(strange)}"
+        )
+    if unread:
+        source.notes.append(f"not read in {root.name}/: {unread}")
+    numbers = {name: number for number, name in enumerate(source.class_names)}
+    labels = torch.tensor([numbers[name] for name in of_classes])
+    rows = torch.arange(len(names))
+    source.parts[part] = Part([pictures[name] for name in names], rows, labels, names)
+
+
+def _unread_in_words(root: Path, classes: Sequence[str], listed: set[str]) -> str:
+    """Return how many files in the folders of classes are not read, by ending."""
+    counts = Counter[str]()
+    for name in classes:
+        for file in os.scandir(root / name):
+            if not is_hidden(file.name) and file.path not in listed and file.is_file():
+                counts[os.path.splitext(file.name)[1] or "without an ending"] += 1
+    texts = [f"{number:,} files {ending}" for ending, number in counts.items()]
+    return first_names(texts)
+
+
+def _of_hugging_face(options: Options) -> Source:
+    """Open a data set of Hugging Face's hub, or a folder that its library reads."""
+    if not options.download:
+        # The library reads this variable when it is imported.
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    installed("datasets", "datasets")
+    create_dataset = library("timm.data").create_dataset
+    source = Source(name=options.data, parts={}, class_names=())
+    for part, split in _SPLITS.items():
+        try:
+            dataset = create_dataset(
+                options.data,
+                root=None if options.data_dir is None else str(options.data_dir),
+                split=split,
+                input_key=options.input_key,
+                target_key=options.target_key,
+            )
+        except Exception as error:  # of timm, datasets, and the hub
+            words = words_of(error)
+            if part != TRAIN and "nknown split" in words:
+                continue
+            raise UsageError(
+                f"{words:.300} (--download fetches it; --input-key and --target-key "
+                "name its columns)"
+            ) from error
+        reader = dataset.reader
+        class_names = tuple(reader.class_to_idx)
+        labels = list(reader.iter_targets())
+        if not class_names or not all(isinstance(label, int) for label in labels):
+            raise UsageError(
+                f"its column {options.target_key} is not one class of several by name "
+                "(ClassLabel); --target-key names another"
+            )
+        if part == TRAIN:
+            source.class_names = class_names
+        if class_names != source.class_names:
+            raise UsageError(f"the classes of its split {split} are others")
+        # The hub's sets number an unknown label as -1.
+        known = [row for row, label in enumerate(labels) if label >= 0]
+        if not known:
+            source.notes.append(f"not read: {split}, which has no labels")
+            continue
+        source.parts[part] = _numbered(dataset, [labels[row] for row in known], known)
+    return source
+
+
+def _of_torchvision(options: Options) -> Source:
+    """Open a data set of torchvision by timm's name."""
+    create_dataset = library("timm.data").create_dataset
+    root = str(options.data_dir or "data")
+    source = Source(name=options.data, parts={}, class_names=())
+    try:
+        for part, split in ((TRAIN, "train"), (VAL, "validation")):
+            pairs = create_dataset(options.data, root, split, download=options.download)
+            source.class_names = tuple(map(str, pairs.classes))
+            labels = torch.as_tensor(pairs.targets).tolist()
+            source.parts[part] = _numbered(pairs, labels, range(len(labels)))
+    except Exception as error:
+        raise UsageError(
+            f"{words_of(error):.300} (looked in --data-dir {root}; --download fetches "
+            "it)"
+        ) from error
+    return source
+
+
+def _numbered(pictures: Any, labels: Sequence[int], rows: Sequence[int]) -> Part:
+    """Return the part of a library's set, whose pictures have numbers for names."""
+    names = [*map(str, rows)]
+    return Part(pictures, torch.tensor(rows), torch.tensor(labels), names)
+
+
+def _open(part: Part, row: int) -> Any:
+    """Open a picture of a part."""
+    place = int(part.rows[row])
+    pictures = part.pictures
+    if isinstance(pictures, list):
+        return open_picture(pictures[place])
+    # timm's readers return an open file with its label, torchvision's sets a picture.
+    picture, _ = (
+        pictures.reader[place] if hasattr(pictures, "reader") else pictures[place]
+    )
+    return open_picture(picture)
+
+
+def _default_size(model: str, source: Source) -> int:
+    """Return the side of timm's configuration for timm's models, else the median of the
+    shorter sides of a sample, from 32 to 224.
+    """
+    place, _, name = model.partition(":")
+    if place == "timm":
+        configuration = library("timm.models").get_pretrained_cfg(name)
+        shape = getattr(configuration, "input_size", None)
+        return int(shape[-1]) if shape else _LARGEST_SIDE
+    sides = list[int]()
+    part = source.parts[TRAIN]
+    number = len(part.rows)
+    # Over all classes, as pictures are sorted by class.
+    for row in range(0, number, -(-number // _SAMPLE)):
+        # A picture that cannot be read is told later.
+        with contextlib.suppress(Exception):
+            sides.append(min(_open(part, row).size))
+    median = round(statistics.median(sides or [_LARGEST_SIDE]))
+    return max(_SMALLEST_SIDE, min(median, _LARGEST_SIDE))
+
+
+# Kept in each worker, because every piece of 64 images asks for it.
+@functools.cache
+def _transform(is_varied: bool, size: int, augment: str) -> Callable[[Any], Tensor]:
+    """Build what turns a picture into a tensor of uint8. Pictures to train on are
+    varied at random, by timm.
+    """
+    if augment == "none" or not is_varied:
+        return functools.partial(as_pixels, size=size)
     policy = None if augment == "crop" else augment
     for section in augment.split("-")[1:]:
         # timm ignores a section without a number, such as the end of rand-m9-mst.
@@ -260,7 +773,7 @@ def _augmentation(size: int, augment: str) -> Any:
             )
     # Not normalised: the model does it on the device, to which bytes are copied.
     try:
-        varied = library("timm.data").create_transform(
+        varied: Any = library("timm.data").create_transform(
             size,
             is_training=True,
             color_jitter=None,
@@ -279,7 +792,7 @@ def _augmentation(size: int, augment: str) -> Any:
                 operation.level_fn = functools.partial(
                     _at_least_one_bit, operation.level_fn
                 )
-    return varied
+    return varied  # type: ignore[no-any-return]
 
 
 def _at_least_one_bit(level: Callable[..., tuple[int]], *arguments: Any) -> tuple[int]:
@@ -288,107 +801,3 @@ def _at_least_one_bit(level: Callable[..., tuple[int]], *arguments: Any) -> tupl
     """
     (bits,) = level(*arguments)
     return (max(1, bits),)
-
-
-def open_data(options: Options) -> Source:
-    """Open the data that `--data` names."""
-    try:
-        if options.data == EMBEDDED:
-            _refuse_options_of_files(options)
-            return load()
-        if options.data.startswith("torch/") and not Path(options.data).exists():
-            pictures = _of_torchvision(options)
-        else:
-            pictures = make_parts(_listing(options), options.val)
-    except (UsageError, OSError) as error:
-        raise UsageError(f"--data {options.data}: {words_of(error)}") from error
-    return make_source(options, pictures)
-
-
-def _listing(options: Options) -> Listing:
-    """List the pictures of a folder, a table, or a data set of Hugging Face."""
-    path = Path(options.data).expanduser()
-    if path.is_dir():
-        reader = read_hub if is_saved(path) else read_folders
-        return reader(path, options)
-    if path.is_file():
-        ending = path.suffix.lower()
-        if ending not in _READERS:
-            raise UsageError(f"it is no folder and no table ({', '.join(_READERS)})")
-        return _READERS[ending](path, options)
-    if options.data.startswith("hfds/"):
-        return read_hub(options.data.removeprefix("hfds/"), options)
-    # A misspelt path looks like the name of a library's set.
-    near = suggestion(path.name, [entry.name for entry in path.parent.glob("*")])
-    remedy = f"known by name are {EMBEDDED}, torch/NAME and hfds/NAME"
-    if options.resume:
-        remedy = "--data FOLDER names where it is now"
-    raise UsageError(f"there is no such folder{near}; {remedy}")
-
-
-def _refuse_options_of_files(options: Options) -> None:
-    for name in _OF_FILES:
-        if getattr(options, name) not in (None, 0.0, "crop", "none"):
-            raise UsageError(
-                f"it is used as it is: {option_of(name)} is for pictures in files"
-            )
-
-
-def make_source(options: Options, pictures: Pictures) -> Source:
-    """Make a source of pictures, all brought to one size."""
-    size = options.image_size or _default_size(options.model, pictures)
-    # The error of a missing library comes now, and not from a worker.
-    _transforms(True, size, options, len(pictures.class_names))
-    return Source(
-        **vars(pictures),
-        name=options.data,
-        image_shape=(3, size, size),
-        options=options,
-    )
-
-
-def _open(source: Any) -> Any:
-    """Open a file, or return a library's picture."""
-    if isinstance(source, tuple):  # torchvision's sets have the label beside it
-        source, _ = source
-    return open_picture(source)
-
-
-def _default_size(model: str, pictures: Pictures) -> int:
-    """Return 224 for timm's models, else the median of the shorter sides of a sample,
-    from 32 to 224.
-    """
-    if model.startswith("timm:"):
-        return _LARGEST_SIDE
-    sides = list[int]()
-    rows = pictures.parts[TRAIN]
-    # Over all classes, as pictures are sorted by class.
-    for row in rows[:: -(-len(rows) // _SAMPLE)].tolist():
-        # The feed reports a picture that cannot be read.
-        with contextlib.suppress(Exception):
-            sides.append(min(_open(pictures.sources[row]).size))
-    median = round(statistics.median(sides or [_LARGEST_SIDE]))
-    return max(_SMALLEST_SIDE, min(median, _LARGEST_SIDE))
-
-
-def _of_torchvision(options: Options) -> Pictures:
-    """Open a data set of torchvision by timm's name."""
-    if options.val is not None:
-        raise UsageError("it has images to test on; leave out --val")
-    create_dataset = library("timm.data").create_dataset
-    root = str(options.data_root)
-    sets = []
-    try:
-        for part in (TRAIN, TEST):
-            pairs = create_dataset(options.data, root, part, download=options.download)
-            sets.append(pairs)
-        class_names = [str(name) for name in sets[0].classes]
-    except Exception as error:
-        raise UsageError(
-            f"{words_of(error):.300} (looked in --data-root {root}; --download fetches "
-            "it)"
-        ) from error
-    labels = torch.cat([torch.as_tensor(pairs.targets) for pairs in sets])
-    train, test = torch.arange(len(labels)).split([len(pairs) for pairs in sets])
-    parts = {TRAIN: train, TEST: test}
-    return Pictures(ConcatDataset(sets), labels, parts, tuple(class_names))

@@ -15,7 +15,6 @@ import multiprocessing
 import os
 import signal
 import time
-from collections import Counter
 from collections.abc import Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice, tee
@@ -24,13 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 
-from scatterpar.train.command_line import UsageError, printable, words_of
+from scatterpar.train.command_line import UsageError, words_of
 from scatterpar.train.data import BatchRequest, Images, Source
-from scatterpar.train.processes import ALONE, Processes
 
-PIECE = 64  # images that a worker reads at once; mixup mixes images of one piece
+PIECE = 64  # images that a worker reads at once
 _MOST_WORKERS = 16  # by default
 
 _Batches = Generator[tuple[BatchRequest, Images], None, None]
@@ -40,19 +37,13 @@ class FeedError(UsageError):
     """A request cannot be read: an image is broken, or a worker process has ended."""
 
 
-class BrokenError(FeedError):
-    """More images are broken than may be left out."""
-
-
 class Feed(contextlib.AbstractContextManager["Feed"]):
     """Reads the requested batches, in order, with as many workers as the source's
     options say.
 
     Attributes:
         source: what it reads.
-        limit: how many broken images may be left out; all, if it is None.
-        processes: those that divide the rows of each request.
-        broken: how often each broken image was left out.
+        are_all_readable: whether an image that cannot be read is an error.
         waited: the seconds that the last `take` took.
     """
 
@@ -60,15 +51,12 @@ class Feed(contextlib.AbstractContextManager["Feed"]):
         self,
         source: Source,
         requests: Iterable[BatchRequest] = (),
-        limit: int | None = None,
-        processes: Processes = ALONE,
+        are_all_readable: bool = True,
     ) -> None:
         self.source = source
-        self.limit = limit
-        self.processes = processes
-        self.broken = Counter[str]()
+        self.are_all_readable = are_all_readable
         self.waited = 0.0
-        self._workers = _workers_of(source, processes)
+        self._workers = _workers_of(source)
         self._batches = self._read(())
         self.request(requests)
 
@@ -80,9 +68,7 @@ class Feed(contextlib.AbstractContextManager["Feed"]):
         self._batches = self._ahead(batches) if self._workers else batches
 
     def take(self) -> tuple[BatchRequest, Images]:
-        """Return the next request, and this process's images of it, without unreadable
-        ones.
-        """
+        """Return the next request, and its images, without unreadable ones."""
         start = time.perf_counter()
         try:
             request, images = next(self._batches)
@@ -92,13 +78,9 @@ class Feed(contextlib.AbstractContextManager["Feed"]):
                 "less memory)"
             ) from error
         self.waited = time.perf_counter() - start
-        for name, reason in images.broken:
-            if self.limit is not None and name not in self.broken:
-                line = f"{name} cannot be read as an image: {reason}"
-                if len(self.broken) >= self.limit:
-                    raise BrokenError(line)
-                tqdm.write(printable(f"left out: {line}"))
-            self.broken[name] += 1
+        if images.broken and self.are_all_readable:
+            name, reason = images.broken[0]
+            raise FeedError(f"{name} cannot be read any more: {reason}")
         return request, images
 
     def __exit__(self, *_: object) -> None:
@@ -121,7 +103,7 @@ class Feed(contextlib.AbstractContextManager["Feed"]):
 
     def _read(self, requests: Iterable[BatchRequest]) -> _Batches:
         """Copy the pieces of each batch out of shared memory, each as it arrives."""
-        batches, batches_of_workers = tee(map(self._cut, requests))
+        batches, batches_of_workers = tee(map(_cut, requests))
         loader = DataLoader[Any](
             self.source,  # type: ignore[arg-type]
             batch_size=None,
@@ -155,21 +137,20 @@ class Feed(contextlib.AbstractContextManager["Feed"]):
                 start = stop
             yield request, Images(images[:start], torch.cat(labels), broken)
 
-    def _cut(self, request: BatchRequest) -> tuple[BatchRequest, list[BatchRequest]]:
-        """Return a request, and the pieces of this process's part of it, for
-        workers.
-        """
-        pieces = []
-        for rows in self.processes.part_of(request.rows).split(PIECE):
-            # As lists: tensors would go to a worker through shared memory, each by a
-            # thread.
-            pieces.append(request._replace(rows=rows.tolist()))
-        return request, pieces
+
+def _cut(request: BatchRequest) -> tuple[BatchRequest, list[BatchRequest]]:
+    """Return a request, and the pieces of it, for workers."""
+    pieces = []
+    for rows in request.rows.split(PIECE):
+        # As lists: tensors would go to a worker through shared memory, each by a
+        # thread.
+        pieces.append(request._replace(rows=rows.tolist()))
+    return request, pieces
 
 
-def _workers_of(source: Source, processes: Processes) -> int:
+def _workers_of(source: Source) -> int:
     """Return the number of worker processes: by default one per core that this process
-    may use, and at most 16, which several processes divide.
+    may use, and at most 16.
     """
     workers = source.options.workers
     if source.in_memory:
@@ -178,7 +159,7 @@ def _workers_of(source: Source, processes: Processes) -> int:
         return workers
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    return max(1, min(_MOST_WORKERS, cores) // processes.size)
+    return min(_MOST_WORKERS, cores)
 
 
 def _process_context() -> Any:

@@ -1,21 +1,23 @@
-"""The models that `--model` names, and their weights in a checkpoint."""
+"""The models that `--model` names, their initial weights, and those of a run."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 import inspect
 import operator
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from scatterpar.train.command_line import UsageError, words_of
-from scatterpar.train.data import Shape
+from scatterpar.train.command_line import Options, UsageError, words_of
+from scatterpar.train.data import Shape, Source
 from scatterpar.train.libraries import (
     library,
     stay_offline_without_network,
@@ -56,7 +58,8 @@ class OnPixels(nn.Module):
     there.
 
     Grey images are repeated for a network that takes coloured ones; coloured images are
-    averaged for a network that takes grey ones.
+    averaged for a network that takes grey ones. Of a network with several outputs the
+    first one counts, as of torchvision's GoogLeNet in training.
     """
 
     mean: Tensor
@@ -87,7 +90,8 @@ class OnPixels(nn.Module):
         images = (images - self.mean) / self.std
         if self.takes_colour:
             images = images.expand(-1, 3, -1, -1)
-        return self.network(images)
+        outputs = self.network(images)
+        return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
 def _input_channels(network: nn.Module) -> int | None:
@@ -105,58 +109,164 @@ def build_model(
     std: Any = 1,
     pretrained: bool = False,
 ) -> OnPixels:
-    """Build the model that `--model` names, on the CPU, and test it with one image.
+    """Build the model that `--model` names, on the CPU, and try it on one image.
 
-    With `pretrained` it has its library's weights, and uses the mean and deviation of
-    their training data. Raises a `UsageError` if there is no such model, or if these
-    weights are neither cached nor can be fetched.
+    With `pretrained` it has its library's weights, and standardises pixels as the
+    library did for them. Raises a `UsageError` if there is no such model, or no such
+    weights.
     """
-    try:
+    with _named_in_errors(name, shape):
         network = _find_network(name, shape, classes, pretrained)
-        if pretrained:
-            mean, std = _statistics_of_weights(network, shape)
+        if pretrained and getattr(network, "pretrained_cfg", None):
+            mean, std = _statistics_of_weights(network.pretrained_cfg, shape)
         model = OnPixels(network, mean, std)
-        if pretrained:
-            # The new head starts from zero. Random weights would send a large random
-            # gradient through the layers before them, in the first steps (as in the
-            # fine-tuning of arXiv:2010.11929, B.1.1).
-            for parameter in nn.ModuleList(head_of(model, classes)).parameters():
-                nn.init.zeros_(parameter)
-        # An error of its forward comes now, and not after the first batch was read.
         # Lazy layers get their shapes. In eval mode, because one row has no statistics.
-        with torch.no_grad():
-            scores = model.eval()(torch.zeros(1, *shape, dtype=torch.uint8))
-        if scores.ndim != 2 or scores.shape[1] < classes:
-            raise UsageError(
-                f"it should make a score for each of {classes} classes; of one image "
-                f"it makes {tuple(scores.shape)}"
-            )
-    except Exception as error:
-        kind = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
-        words = f"{kind}{words_of(error)} (with an image {shape})"
-        raise UsageError(f"--model {name}: {words}") from error
+        _try(model.eval(), shape, classes, rows=1)
     return model.train()
 
 
-def _statistics_of_weights(network: Any, shape: Shape) -> tuple[Tensor, Tensor]:
+def start_model(options: Options, source: Source) -> OnPixels:
+    """Build the model of a new run with its initial weights, and try a training step's
+    forward pass. The notes of the source get a line about its weights.
+    """
+    name = options.model
+    shape = source.image_shape
+    classes = len(source.class_names)
+    starts = options.pretrained, options.weights is not None, options.from_scratch
+    if sum(starts) > 1:
+        raise UsageError("--pretrained, --weights and --from-scratch exclude each other")
+    model = build_model(
+        name, shape, classes, source.mean, source.std, options.pretrained
+    )
+    with _named_in_errors(name, shape):
+        if options.pretrained:
+            _start_from_zero(model, classes)
+            source.notes.append(f"{name} starts from its library's weights")
+        if options.weights is not None:
+            line = _load_weights(model, classes, shape, options.weights)
+            source.notes.append(line)
+        outputs = _training_outputs(model, shape, classes)
+    if isinstance(outputs, tuple):
+        source.notes.append(
+            f"warning: in training {name} has {len(outputs)} outputs "
+            f"({type(outputs).__name__}), and the first one is trained alone"
+        )
+    return model
+
+
+@contextlib.contextmanager
+def _named_in_errors(name: str, shape: Shape) -> Iterator[None]:
+    """Turn an error in the body into a `UsageError` that names the model and the size
+    of the images.
+    """
+    try:
+        yield
+    except Exception as error:  # of anybody's network
+        kind = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
+        size = f"with an image {shape}"
+        if shape[0] == 3:  # in files
+            size += "; --image-size N sets its side"
+        raise UsageError(f"--model {name}: {kind}{words_of(error)} ({size})") from error
+
+
+def _training_outputs(model: OnPixels, shape: Shape, classes: int) -> Any:
+    """Compute two images in training mode, in which a network may have other outputs
+    and smallest sizes. Returns what the network returned.
+    """
+    outputs = []
+    hook = model.network.register_forward_hook(lambda *call: outputs.append(call[2]))
+    # Running statistics.
+    saved = copy.deepcopy(model.state_dict())
+    _try(model, shape, classes, rows=2)
+    model.load_state_dict(saved)
+    hook.remove()
+    return outputs[-1]
+
+
+@torch.no_grad()
+def _try(model: OnPixels, shape: Shape, classes: int, rows: int) -> None:
+    """Compute black images: an error comes now, not after the first batch was read."""
+    scores = model(torch.zeros(rows, *shape, dtype=torch.uint8))
+    if not isinstance(scores, Tensor):
+        raise UsageError(
+            f"it should return a tensor of scores, and returns {type(scores).__name__}"
+        )
+    if scores.ndim != 2 or scores.shape[1] < classes:
+        raise UsageError(
+            f"it should make a score for each of {classes} classes; of {rows} images "
+            f"it makes {tuple(scores.shape)}"
+        )
+
+
+def _start_from_zero(model: OnPixels, classes: int) -> None:
+    """Let the layers that make the scores start from zero.
+
+    Random weights would send a large random gradient through the layers before them,
+    in the first steps (as in the fine-tuning of arXiv:2010.11929, B.1.1).
+    """
+    for layer in head_of(model, classes):
+        for parameter in layer.parameters():
+            nn.init.zeros_(parameter)
+
+
+def _load_weights(model: OnPixels, classes: int, shape: Shape, path: Path) -> str:
+    """Load a file of weights, except those of the last layer if they are for other
+    classes. Returns a line about it.
+    """
+    if not path.is_file():
+        raise UsageError(f"--weights: there is no file {path}")
+    try:
+        state = library("timm.models").load_state_dict(str(path))
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"--weights: {path} cannot be read: {words_of(error):.200}"
+        ) from error
+    own = model.network.state_dict()
+    fitting = {}
+    if isinstance(state, Mapping):
+        for name, value in state.items():
+            if name in own and getattr(value, "shape", None) == own[name].shape:
+                fitting[name] = value
+    head = set[str]()
+    for layer in head_of(model, classes):
+        prefix = next(
+            key for key, part in model.network.named_modules() if part is layer
+        )
+        head |= {f"{prefix}.{name}" for name in layer.state_dict()}
+    absent = [name for name in own if name not in fitting]
+    strange = [name for name in absent if name not in head]
+    if strange:
+        raise UsageError(
+            f"--weights: {path} lacks {len(strange)} of the {len(own)} tensors of this "
+            f"network, or they have other shapes; the first one is {strange[0]}"
+        )
+    if absent:
+        _start_from_zero(model, classes)
+    model.network.load_state_dict(fitting, strict=False)
+    config = getattr(model.network, "pretrained_cfg", None)
+    if config:
+        mean, std = _statistics_of_weights(config, shape)
+        model.mean.copy_(mean.view(-1, 1, 1))
+        model.std.copy_(std.view(-1, 1, 1))
+    line = f"starts from the weights in {path}"
+    return f"{line}, except {', '.join(absent)}, which are zero" if absent else line
+
+
+def _statistics_of_weights(config: Any, shape: Shape) -> tuple[Tensor, Tensor]:
     """Return mean and deviation of the pixels that a library's weights were made
     with.
     """
-    config = network.pretrained_cfg
     statistics = torch.tensor([config["mean"], config["std"]])
     # The channels are averaged for grey images.
     mean, std = 255 * statistics.view(2, shape[0], -1).mean(2)
     return mean, std
 
 
-def has_library_weights(name: str) -> bool:
-    """Whether `--model` names a model of a library that has weights for it."""
-    return name.startswith(("timm:", _TORCHVISION))
-
-
 def head_of(model: OnPixels, classes: int) -> list[nn.Module]:
-    """Return the layers that make the scores, which `--freeze` trains alone: those that
-    timm names, or the last one with an output per class.
+    """Return the layers that make the scores: those that timm names, or the last one
+    with an output per class.
     """
     network: Any = model.network
     if hasattr(network, "get_classifier"):
@@ -169,16 +279,20 @@ def head_of(model: OnPixels, classes: int) -> list[nn.Module]:
             last = module
     if last is None:
         raise UsageError(
-            f"--freeze: the model has no layer with {classes} outputs, one per class"
+            f"the model has no layer with {classes} outputs, one per class, that could "
+            "start anew"
         )
     return [last]
 
 
 def _find_network(name: str, shape: Shape, classes: int, pretrained: bool) -> Any:
     place, _, attribute = name.partition(":")
-    if pretrained and not has_library_weights(name):
-        raise UsageError(f"--pretrained is for timm:NAME and {_TORCHVISION}NAME")
     if name == BUILT_IN:
+        if pretrained:
+            raise UsageError(
+                f"--pretrained is for timm:NAME and {_TORCHVISION}NAME; --weights FILE "
+                "loads a file"
+            )
         return SmallCNN(shape, classes)
     if not (place and attribute):
         raise UsageError(
@@ -187,7 +301,7 @@ def _find_network(name: str, shape: Shape, classes: int, pretrained: bool) -> An
         )
     if place == "timm":
         return _create_timm_model(attribute, shape, classes, pretrained)
-    if pretrained:
+    if pretrained and name.startswith(_TORCHVISION):
         return _pretrained_of_torchvision(attribute, classes)
     if place.startswith("torchvision"):
         library("torchvision.models")  # even if it was built for another torch
@@ -196,14 +310,28 @@ def _find_network(name: str, shape: Shape, classes: int, pretrained: bool) -> An
     except (ModuleNotFoundError, AttributeError) as error:
         module = sys.modules.get(place)
         near = _near_model(name)
-        if module is not None and not has_library_weights(name):
+        if module is not None and not name.startswith(_TORCHVISION):
             near = suggestion(attribute, vars(module), f"{place}:") or near
         raise UsageError(f"{words_of(error)}{near}") from error
+    keywords: dict[str, Any] = {}
+    if pretrained:
+        if not _has_parameter(factory, "pretrained"):
+            raise UsageError(
+                f"--pretrained is for timm:NAME, {_TORCHVISION}NAME, and functions "
+                "with a parameter `pretrained`; --weights FILE loads a file"
+            )
+        keywords["pretrained"] = True
+    if _has_parameter(factory, "num_classes"):
+        keywords["num_classes"] = classes
+    return factory(**keywords)
+
+
+def _has_parameter(factory: Any, name: str) -> bool:
     try:
-        inspect.signature(factory).bind_partial(num_classes=classes)
-    except TypeError:  # it has no such parameter
-        return factory()
-    return factory(num_classes=classes)
+        inspect.signature(factory).bind_partial(**{name: None})
+    except TypeError:
+        return False
+    return True
 
 
 def _near_model(name: str) -> str:

@@ -21,7 +21,11 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 # The largest value of greyscale of more than 8 bits, by Pillow's modes.
-_LARGEST = dict.fromkeys(("I", "I;16", "I;16L", "I;16B", "I;16N"), 65535) | {"F": 1}
+_LARGEST_OF_16_BITS = 65535
+_LARGEST = dict.fromkeys(("I", "I;16", "I;16L", "I;16B", "I;16N"), _LARGEST_OF_16_BITS)
+_LARGEST["F"] = 1
+# The largest values of 8, 12 and 16 bits.
+_DEPTHS = (255, 4095, _LARGEST_OF_16_BITS)
 _SCALED_TO_16 = "PPM", "PNG"  # formats whose pixels Pillow scales to 16 bits in mode I
 _CROPPED_SIDE = 128  # smaller pictures have no edges that a crop could leave out
 
@@ -44,18 +48,26 @@ def as_rgb(picture: Image.Image) -> Image.Image:
         )
     upright = ImageOps.exif_transpose(picture)
     if upright.mode in _LARGEST:
-        upright = _with_8_bits(upright, _LARGEST[upright.mode])
+        # Of a PGM file, which says its largest value, Pillow has scaled the pixels.
+        has_range = picture.format == "PPM"
+        upright = _with_8_bits(upright, _LARGEST[upright.mode], has_range)
     if upright.has_transparency_data:
         upright = _on_white(upright)
     return upright.convert("RGB")
 
 
-def _with_8_bits(picture: Image.Image, largest: int) -> Image.Image:
-    """Scale greyscale from 0 to the largest value to 8 bits."""
+def _with_8_bits(picture: Image.Image, largest: float, has_range: bool) -> Image.Image:
+    """Scale greyscale from 0 to the largest value to 8 bits.
+
+    A file of 16 bits without a larger value than one of 12 bits, or of 8, has as many:
+    cameras and scanners write them so. As 16 bits it would be nearly black.
+    """
     pixels = np.asarray(picture).astype(np.float32)
     transparent = picture.info.get("transparency")
+    is_transparent = np.zeros_like(pixels, dtype=bool)
     if transparent is not None:
-        pixels[pixels == transparent] = largest  # on white
+        is_transparent = pixels == transparent
+        pixels[is_transparent] = 0
     lowest = float(pixels.min())
     highest = float(pixels.max())
     if not (lowest >= 0 and highest <= largest):  # also if one is NaN
@@ -63,6 +75,9 @@ def _with_8_bits(picture: Image.Image, largest: int) -> Image.Image:
             f"its pixels are floats from {lowest:g} to {highest:g}, and are read from "
             "0 to 1 only; divide them, or save it with 8 or 16 bits"
         )
+    if largest == _LARGEST_OF_16_BITS and not has_range:
+        largest = min(size for size in _DEPTHS if highest <= size)
+    pixels[is_transparent] = largest  # on white
     return Image.fromarray(np.rint(pixels * (255 / largest)).astype(np.uint8))
 
 

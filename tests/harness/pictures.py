@@ -1,11 +1,8 @@
 """Folders of pictures, made of the Fashion-MNIST images that are included."""
 
-from pathlib import Path
-
 from PIL import Image
 
-from scatterpar.train.command_line import Options
-from scatterpar.train.data import load, open_data
+from scatterpar.train.data import load
 
 CLASSES = ("Trouser", "Bag", "Sandal")
 
@@ -17,17 +14,16 @@ def write_folder(
     ending="png",
     size=(28, 28),
     classes=CLASSES,
-    held_out="test",
+    held_out="val",
 ):
-    """Write train/CLASS and test/CLASS, with so many pictures of each class."""
+    """Write train/CLASS and val/CLASS, with so many pictures of each class."""
     data = load()
     parts = (
         ("train", data.parts["train"], train),
         (held_out, data.parts["test"], test),
     )
-    for part, rows_of_part, number in parts:
-        images = data.sources[rows_of_part]
-        labels = data.labels[rows_of_part]
+    for part, (pictures, rows_of_part, labels, _), number in parts:
+        images = pictures[rows_of_part]
         for name in classes:
             place = folder / part / name
             place.mkdir(parents=True)
@@ -44,14 +40,3 @@ def truncate(file):
     content = file.read_bytes()
     length = 2 * len(content) // 3
     file.write_bytes(content[:length])
-
-
-def broken_folder(folder):
-    """A data set of JPEG files, the second of which is truncated, and
-    that file's name.
-    """
-    write_folder(folder, ending="jpg", size=(60, 60))
-    data = open_data(Options(data=str(folder)))
-    name = data.sources[data.parts["train"][1]]
-    truncate(Path(name))
-    return data, name

@@ -4,16 +4,13 @@ for them.
 
 import contextlib
 import json
-import os
 import time
 
 import torch
-import torch.distributed as dist
 from faults.processes import SILENCE
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
-from scatterpar.train.feed import FeedError
 from scatterpar.train.models import build_model
 from scatterpar.train.records import Metrics, save
 
@@ -34,57 +31,6 @@ class Small(nn.Module):
 
     def forward(self, images):
         return self.head(self.body(images[:, :1]))
-
-
-class Steady(Small):
-    """Draws no random numbers, which differ between the processes of a run."""
-
-    def __init__(self, num_classes):
-        super().__init__(num_classes)
-        self.body[4].p = 0.0
-
-    def forward(self, images):
-        # A test that interrupts a run sets the variable.
-        time.sleep(float(os.environ.get("STEADY_SECONDS", 0)) * self.training)
-        return super().forward(images)
-
-
-class Stuck(Steady):
-    """Its third step takes longer than anyone waits."""
-
-    def forward(self, images):
-        if self.training and int(self.body[3].num_batches_tracked) == 2:
-            time.sleep(3600)
-        return super().forward(images)
-
-
-class Diverging(Small):
-    """Its scores are no numbers from the second step on, in the second process."""
-
-    def forward(self, images):
-        later = self.training and int(self.body[3].num_batches_tracked) > 0
-        is_second = dist.is_initialized() and dist.get_rank() == 1
-        return super().forward(images) * (torch.nan if later and is_second else 1.0)
-
-
-class FailsInSecondProcess(Steady):
-    """Raises an error in its second sub-step, in the second process."""
-
-    error = ValueError("only here")
-    calls_before = 0
-
-    def forward(self, images):
-        calls = int(self.body[3].num_batches_tracked) * self.training
-        if calls > self.calls_before and dist.get_rank() == 1:
-            raise self.error
-        return super().forward(images)
-
-
-class UnreadInSecondProcess(FailsInSecondProcess):
-    """As if the second process could not read its part of a later batch."""
-
-    error = FeedError("no worker")
-    calls_before = 2
 
 
 class Stop(Exception):

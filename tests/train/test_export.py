@@ -15,7 +15,6 @@ from PIL import Image
 from torch import nn
 
 from scatterpar.__main__ import main as command
-from scatterpar.train import export as export_module
 from scatterpar.train.libraries import library
 from scatterpar.train.models import load_model
 from scatterpar.train.pictures import read_picture
@@ -59,7 +58,7 @@ def test_exported_file_takes_any_number_of_rows(run, tmp_path):
 
 @pytest.mark.pictures
 def test_script_classifies_without_scatterpar(run, tmp_path):
-    pictures = write_folder(tmp_path / "new", train=1, test=1, size=(60, 45)) / "test"
+    pictures = write_folder(tmp_path / "new", train=1, test=1, size=(60, 45)) / "val"
     files = [str(path) for path in sorted(pictures.rglob("*.png"))]
     assert command(["export", str(run)]) == 0
     done = run_forked("-c", SCRIPT, str(run / "classify.py"), *files)
@@ -71,23 +70,6 @@ def test_script_classifies_without_scatterpar(run, tmp_path):
         expected.append(f"{file}: {about['class_names'][label]} {float(score):.4f}")
     assert done.out.splitlines() == expected
     assert json.loads((run / "model.json").read_text())["class_names"] == list(CLASSES)
-
-
-def test_onnx_only_if_its_packages_are_there(run, capsys, monkeypatch):
-    monkeypatch.setattr(export_module, "find_spec", lambda name: None)
-    assert command(["export", str(run)]) == 0
-    assert "no model.onnx: onnx and onnxscript not installed" in capsys.readouterr().out
-    monkeypatch.undo()
-    runtime = pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
-    assert command(["export", str(run)]) == 0
-    session = runtime.InferenceSession(run / "model.onnx")
-    model, _ = load_model(run)
-    for rows in (1, 5):
-        images = torch.randint(256, (rows, 3, 32, 32), dtype=torch.uint8)
-        (scores,) = session.run(None, {"images": images.numpy()})
-        expected = model(images).detach().numpy()
-        np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_model_that_varies_is_refused(run, capsys):

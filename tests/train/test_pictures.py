@@ -136,6 +136,25 @@ def test_saved_ways_keep_brightness(kind, name, way):
     assert found == pytest.approx((DARK, DARK, BRIGHT, BRIGHT), abs=4 if lossy else 2)
 
 
+@pytest.mark.parametrize("bits", [8, 12])
+@pytest.mark.parametrize("name", ["PNG", "TIFF"])
+def test_fewer_bits_in_16_have_their_range(name, bits):
+    """Cameras and microscopes write 12 bits into files of 16; they were nearly black."""
+    picture = grey("I;16", (2**bits - 1) / 255)
+    found = levels(as_rgb(stored(picture, name)))
+    assert found == pytest.approx((DARK, DARK, BRIGHT, BRIGHT), abs=1)
+    # A file of 16 bits that uses more than 12 keeps its brightness.
+    dark = levels(as_rgb(stored(grey("I;16", 32), name)))
+    assert dark == pytest.approx((7, 7, 25, 25), abs=1)
+
+
+def test_transparent_level_is_white_in_any_depth():
+    options = {"transparency": BRIGHT * 16}
+    found = levels(as_rgb(stored(grey("I;16", 16), "PNG", **options)))
+    assert found[2:] == (255, 255)
+    assert found[0] == pytest.approx(DARK * 16 / 4095 * 255, abs=1)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_one_bit_is_black_and_white(name):
     picture = Image.fromarray(GREY > 100)
@@ -150,6 +169,10 @@ def test_pgm_scaled_by_largest_value(largest):
     text = f"P5\n{GREY.shape[1]} {GREY.shape[0]}\n{largest}\n"
     picture = open_picture(io.BytesIO(text.encode() + array.tobytes()))
     assert levels(as_rgb(picture)) == pytest.approx((DARK, DARK, BRIGHT, BRIGHT), abs=1)
+    # The file says its largest value, so that a dark one stays dark.
+    dark = array // 32
+    picture = open_picture(io.BytesIO(text.encode() + dark.astype(">u2").tobytes()))
+    assert levels(as_rgb(picture))[3] < 10
 
 
 @pytest.mark.parametrize("name", ["JPEG", "PNG", "TIFF", "WEBP"])

@@ -2,6 +2,7 @@
 
 import csv
 import re
+import shutil
 import signal
 
 import pytest
@@ -25,17 +26,9 @@ def folder(tmp_path_factory):
 def finished(folder, tmp_path_factory):
     """A run that has learned its three classes."""
     out = tmp_path_factory.mktemp("out") / "run"
-    options = [
-        "--data",
-        str(folder),
-        "--batch",
-        "48",
-        "--epochs",
-        "6",
-        "--base-lr",
-        "0.1",
-    ]
-    options += ["--devices", "cpu:0,cpu:1", *ALONE, "--augment", "none", "--ema", "0.5"]
+    options = ["--data", str(folder), "--batch", "48", "--epochs", "6"]
+    options += ["--base-lr", "0.1", "--devices", "cpu", "--micro-batch-size", "48"]
+    options += [*ALONE, "--augment", "none", "--ema", "0.5"]
     with torch.random.fork_rng():
         assert command(["train", *options, "--out", str(out)]) == 0
     return out
@@ -53,7 +46,7 @@ def accuracy(found):
 
 def test_predict_writes_classes_and_scores(folder, finished, capsys, tmp_path):
     found = predicted(
-        capsys, finished / "best.pt", folder / "test", "--top", "2", *ALONE
+        capsys, finished / "best.pt", folder / "val", "--top", "2", *ALONE
     )
     assert [row["file"] for row in found] == sorted(row["file"] for row in found)
     assert len(found) == 24
@@ -61,28 +54,47 @@ def test_predict_writes_classes_and_scores(folder, finished, capsys, tmp_path):
     for row in found:
         assert 1 >= float(row["score"]) >= float(row["score_2"]) >= 0
     out = tmp_path / "found.csv"  # a folder of a run is its best.pt
-    options = [
-        "--devices",
-        "cpu:0,cpu:1",
-        "--micro-batch-size",
-        "2",
-        "--workers",
-        "1",
-        "--out",
-    ]
-    assert predicted(capsys, finished, folder / "test", *options, out) == []
+    options = ["--devices", "cpu:0,cpu:1", "--micro-batch-size", "2", "--workers", "1"]
+    options += ["--out"]
+    assert predicted(capsys, finished, folder / "val", *options, out) == []
     rows = list(csv.DictReader(out.read_text().splitlines()))
     assert [(r["file"], r["class"]) for r in rows] == [
         (r["file"], r["class"]) for r in found
     ]
-    one = folder / "test" / found[5]["file"]
+    one = folder / "val" / found[5]["file"]
     (alone,) = predicted(capsys, finished, one, "--top", "2", *ALONE)
     assert alone == found[5] | {"file": one.name}
 
 
+def test_folders_of_classes_have_an_accuracy(folder, finished, tmp_path, capsys):
+    """Of a new folder, too; files elsewhere have a line, and are not counted."""
+    place = tmp_path / "new"
+    shutil.copytree(folder / "val" / "Bag", place / "Bag")
+    shutil.copytree(folder / "val" / "Sandal", place / "unknown")
+    table = predicted(capsys, finished, place, "--out", tmp_path / "a.csv", *ALONE)
+    assert table == []
+    table = list(csv.DictReader((tmp_path / "a.csv").read_text().splitlines()))
+    bags = [row["class"] == "Bag" for row in table if row["file"].startswith("Bag/")]
+    assert (len(table), len(bags)) == (16, 8)
+    capsys.readouterr()
+    assert command(["predict", str(finished), str(place), *ALONE]) == 0
+    said = capsys.readouterr().err
+    share = sum(bags) / 8
+    assert f"accuracy: {share:.2%} of 8 pictures in folders of classes" in said
+    assert f"Bag {share:.1%}" in said
+    assert command(["predict", str(finished), str(place / "unknown"), *ALONE]) == 0
+    assert "accuracy" not in capsys.readouterr().err
+
+
+def test_several_pictures_keep_their_paths(folder, finished, capsys):
+    files = sorted((folder / "val" / "Bag").iterdir())[:2]
+    table = predicted(capsys, finished, *files, *ALONE)
+    assert [row["file"] for row in table] == [str(file) for file in files]
+
+
 def test_checkpoint_of_two_weights_refused(folder, finished, capsys):
     """The ones after --ema are those that were tested, and best.pt has them alone."""
-    words = ["predict", str(finished / "checkpoint.pt"), str(folder / "test"), *ALONE]
+    words = ["predict", str(finished / "checkpoint.pt"), str(folder / "val"), *ALONE]
     assert command(words) == 2
     assert "name the run's folder, whose best.pt has those" in capsys.readouterr().err
 
@@ -90,16 +102,8 @@ def test_checkpoint_of_two_weights_refused(folder, finished, capsys):
 @pytest.mark.slow
 def test_predict_reads_grey_images(folder, tmp_path, capsys):
     """The default run's model, of MNIST-family data, takes one channel."""
-    options = [
-        "--epochs",
-        "1",
-        "--devices",
-        "cpu",
-        "--base-lr",
-        "0.05",
-        "--batch",
-        "512",
-    ]
+    options = ["--epochs", "1", "--devices", "cpu", "--base-lr", "0.05"]
+    options += ["--batch", "512"]
     assert command(["train", *options, "--out", str(tmp_path)]) == 0
     found = predicted(capsys, tmp_path, folder / "train", *ALONE)
     assert accuracy(found) > 2 / 3
@@ -109,7 +113,7 @@ def test_lines_stay_and_resume_adds_the_others(folder, finished, tmp_path, capsy
     """A file that was broken off keeps its whole lines."""
     whole, out = tmp_path / "whole.csv", tmp_path / "part.csv"
     (tmp_path / "note.txt").touch()
-    words = ["predict", str(finished), str(folder / "test"), *ALONE, "--out"]
+    words = ["predict", str(finished), str(folder / "val"), *ALONE, "--out"]
     assert command([*words, str(whole)]) == 0
     lines = whole.read_text().splitlines(keepends=True)
     out.write_text("".join(lines[:9]) + lines[9][:7])
@@ -132,7 +136,7 @@ def test_ctrl_c_keeps_what_is_written(folder, finished, tmp_path, capsys, monkey
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr("scatterpar.train.predict._write", interrupted)
-    words = ["predict", str(finished), str(folder / "test"), *ALONE, "--out", str(out)]
+    words = ["predict", str(finished), str(folder / "val"), *ALONE, "--out", str(out)]
     assert command(words) == 130
     assert len(out.read_text().splitlines()) == 1 + 16
     said = capsys.readouterr().err
@@ -164,7 +168,7 @@ def test_wrong_arguments_told_in_words(folder, finished, tmp_path, capsys):
             other,
             folder,
         ),
-        (f"does not fit {name}", other, folder / "test", "--model", name),
+        (f"does not fit {name}", other, folder / "val", "--model", name),
         ("no picture can be read: cannot identify", best, broken, *ALONE),
     ):
         assert command(["predict", *map(str, arguments)]) == 2
@@ -176,7 +180,7 @@ def test_wrong_arguments_told_in_words(folder, finished, tmp_path, capsys):
 @pytest.mark.parametrize("workers", ["0", "1"])
 def test_one_line_per_file_with_its_error(folder, finished, tmp_path, capsys, workers):
     """Pictures of other kinds are read as in training."""
-    place = write_folder(tmp_path, train=1, test=3, ending="jpg") / "test"
+    place = write_folder(tmp_path, train=1, test=3, ending="jpg") / "val"
     first = min((place / "Bag").iterdir())
     with Image.open(first) as picture:
         bright = picture.convert("I").point(lambda value: value * 257)

@@ -26,11 +26,10 @@ from torch import Tensor, nn
 from benchmarks.timing import timed
 from scatterpar import ScatterOnceParallel
 from scatterpar.train.command_line import Options
-from scatterpar.train.data import BatchRequest, Source, open_data
-from scatterpar.train.data_parts import TRAIN
+from scatterpar.train.data import TRAIN, BatchRequest, Source, open_data
 from scatterpar.train.feed import Feed
-from scatterpar.train.model_training import choose_devices
 from scatterpar.train.models import build_model
+from scatterpar.train.training import choose_devices
 
 Step = Callable[[Tensor, Tensor], object]
 Times = tuple[float, float, float]  # of reading, of the step, of both together
@@ -48,11 +47,13 @@ def main() -> None:
     options = parser.parse_args()
     source = open_data(Options(data=options.folder))
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randperm(len(source.parts[TRAIN]), generator=generator)
+    rows = torch.randperm(len(source.parts[TRAIN].rows), generator=generator)
     batches = list(rows.split(options.batch))[: options.batches]
-    devices = choose_devices(None)
+    devices = choose_devices(())
     classes = len(source.class_names)
-    model = build_model(options.model, source.image_shape, classes).to(devices[0])
+    model = build_model(options.model, source.image_shape, classes).to(
+        torch.device(devices[0])
+    )
     criterion = nn.CrossEntropyLoss()
     with ScatterOnceParallel(model, accum=4, device_ids=devices) as engine:
 

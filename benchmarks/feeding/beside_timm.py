@@ -124,12 +124,11 @@ def table_of(speeds: Figures, memory: Figures) -> Table:
 
 
 def write_pictures(folder: Path, number: int, size: int) -> None:
-    """Make JPEG files in train/CLASS/ and test/CLASS/ of the included images."""
+    """Make JPEG files in train/CLASS/ and val/CLASS/ of the included images."""
     data = load()
-    rows = data.parts["train"]
-    images = data.sources[rows]
-    labels = data.labels[rows]
-    for part, count in (("train", number), ("test", TEST_PICTURES)):
+    pictures, rows, labels, _ = data.parts["train"]
+    images = pictures[rows]
+    for part, count in (("train", number), ("val", TEST_PICTURES)):
         for row in range(count):
             source = row % len(images)  # over and over
             name = data.class_names[int(labels[source])].replace("/", "-")
@@ -240,7 +239,7 @@ def their_arguments(options: argparse.Namespace, folder: Path, out: Path) -> lis
         "--data-dir": folder,
         "--model": options.model,
         "--train-split": "train",
-        "--val-split": "test",
+        "--val-split": "val",
         "--num-classes": 10,
         "--img-size": options.size,
         "-b": options.micro_batch,

@@ -77,7 +77,6 @@ _LARGEST_SIDE = 224  # by default; what most of timm's models take
 _SMALLEST_SIDE = 32  # by default; networks for pictures halve the sides five times
 _SAMPLE = 100  # pictures whose size is looked at
 _SHOWN = 20  # names of classes in a line
-_MOST_COMPARED = 10_000  # files to train on, whose bytes are compared with others
 _PURPOSES = {
     TRAIN: "images to train on",
     VAL: "to choose the best epoch",
@@ -440,13 +439,6 @@ def _choose_parts(source: Source, val: float | None) -> None:
                 "warning: not tested, as there is no picture for it: "
                 f"{first_names(untested)}"
             )
-        repeated = _repeated(source.parts[TRAIN], source.parts[name])
-        if repeated:
-            tested = len(source.parts[name].rows)
-            source.notes.append(
-                f"warning: {repeated:,} of {tested:,} pictures to test on are to train "
-                "on, too: the accuracy is not that of new pictures"
-            )
 
 
 def _of_zero(class_names: Sequence[str], counts: Sequence[int]) -> list[str]:
@@ -479,39 +471,6 @@ def _place_of(name: str) -> float:
     """
     digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()
     return int.from_bytes(digest[:8], "little") / 2**64
-
-
-def _repeated(train: Part, tested: Part) -> int:
-    """Return the number of files to test on that have the same bytes as one to train
-    on.
-    """
-    if not isinstance(train.pictures, list) or len(train.rows) > _MOST_COMPARED:
-        return 0
-    names = [train.pictures[row] for row in train.rows]
-    tested_names = [tested.pictures[row] for row in tested.rows]
-    # Few photographs have the same size: reading all would take minutes.
-    sizes = set(map(_size, names)) & set(map(_size, tested_names)) - {0}
-    digests = {_digest(name) for name in names if _size(name) in sizes}
-    suspects = [name for name in tested_names if _size(name) in sizes]
-    return sum(_digest(name) in digests for name in suspects)
-
-
-def _size(name: str) -> int:
-    """Return the number of bytes of a file; 0 if it cannot be read, which is told
-    later.
-    """
-    try:
-        return os.path.getsize(name)
-    except OSError:
-        return 0
-
-
-def _digest(name: str) -> bytes:
-    """Return a digest of the bytes of a file, or its name if it cannot be read."""
-    try:
-        return hashlib.sha256(Path(name).read_bytes()).digest()
-    except OSError:
-        return os.fsencode(name)
 
 
 def visible_folders(path: Path) -> list[Path]:

@@ -134,7 +134,9 @@ def start_model(options: Options, source: Source) -> OnPixels:
     classes = len(source.class_names)
     starts = options.pretrained, options.weights is not None, options.from_scratch
     if sum(starts) > 1:
-        raise UsageError("--pretrained, --weights and --from-scratch exclude each other")
+        raise UsageError(
+            "--pretrained, --weights and --from-scratch exclude each other"
+        )
     model = build_model(
         name, shape, classes, source.mean, source.std, options.pretrained
     )

@@ -81,7 +81,9 @@ def test_file_of_weights_is_fine_tuned_as_the_librarys(cache, folder, tmp_path, 
     assert train(folder, out, "--weights", str(file), "--epochs", "1") == 0
     printed = capsys.readouterr().out
     assert f"starts from the weights in {file}, except fc.weight, fc.bias" in printed
-    one, other = (torch.load(tmp_path / run / "best.pt")["model"] for run in ("one", "other"))
+    one, other = (
+        torch.load(tmp_path / run / "best.pt")["model"] for run in ("one", "other")
+    )
     assert all(torch.equal(other[name], value) for name, value in one.items())
     # A run's own best.pt has the head, too.
     again = ["--weights", str(out / "best.pt"), "--epochs", "1"]
@@ -90,7 +92,9 @@ def test_file_of_weights_is_fine_tuned_as_the_librarys(cache, folder, tmp_path, 
 
 
 @pytest.mark.parametrize("start", ["--pretrained", "--weights"])
-def test_resumed_run_needs_no_initial_weights(cache, folder, tmp_path, monkeypatch, start):
+def test_resumed_run_needs_no_initial_weights(
+    cache, folder, tmp_path, monkeypatch, start
+):
     weights = cache()
     file = tmp_path / "mine.pth"
     torch.save(weights, file)

@@ -99,7 +99,9 @@ def test_command_line_overrides_config(tmp_path, capsys):
 def test_home_folder_in_config_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     file = tmp_path / "run.toml"
-    lines = [f'{name} = "~/{name}"\n' for name in ("data", "out", "weights", "data_dir")]
+    lines = [
+        f'{name} = "~/{name}"\n' for name in ("data", "out", "weights", "data_dir")
+    ]
     file.write_text("".join(lines))
     options = parse(["--config", str(file)])
     assert options.data == str(tmp_path / "data")
@@ -125,7 +127,11 @@ def test_some_options_follow_from_others(tmp_path):
 def test_help_has_defaults_and_examples(capsys):
     assert command(["--help"]) == 0
     text = capsys.readouterr().out
-    for name in ("train    train a network", "predict  write the", "doctor   what this"):
+    for name in (
+        "train    train a network",
+        "predict  write the",
+        "doctor   what this",
+    ):
         assert name in text
     with pytest.raises(SystemExit) as caught:
         command(["train", "--help"])

@@ -34,9 +34,7 @@ def requests(batch=70, epochs=2):
     return made
 
 
-@pytest.mark.parametrize(
-    "workers", [0, 1, pytest.param(2, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("workers", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 def test_requests_may_be_replaced(folder, workers):
     data, rows = opened(folder, workers=workers), torch.arange(120)
     first, second = (
@@ -60,7 +58,10 @@ def test_unreadable_picture_is_an_error_or_left_out(tmp_path):
     truncate(Path(file))
     readable = data[BatchRequest(TRAIN, torch.cat([rows[:1], rows[2:]]))]
     request = [BatchRequest(TRAIN, rows), BatchRequest(TRAIN, rows[1:2])]
-    with Feed(data, request) as feed, pytest.raises(FeedError, match="cannot be read any") as caught:
+    with (
+        Feed(data, request) as feed,
+        pytest.raises(FeedError, match="cannot be read any") as caught,
+    ):
         feed.take()
     assert file in str(caught.value)
     with Feed(data, request, are_all_readable=False) as feed:

@@ -74,7 +74,10 @@ def source(shape=COLOUR, classes=3):
     part = Part(["a", "b"], rows, rows, ["a", "b"])
     names = [f"class {number}" for number in range(classes)]
     return Source(
-        name="x", parts={"train": part, "test": part}, class_names=names, image_shape=shape
+        name="x",
+        parts={"train": part, "test": part},
+        class_names=names,
+        image_shape=shape,
     )
 
 
@@ -103,7 +106,10 @@ def test_timm_model_takes_grey_images():
     [
         ("timm:resnet1", "timm has no model resnet1; did you mean .*timm:resnet18"),
         ("timm:qqqqqqqq", r"timm has no model qqqqqqqq \(with"),
-        ("torchvision.models:resnet-34", "no attribute .*; did you mean timm:resnet34,"),
+        (
+            "torchvision.models:resnet-34",
+            "no attribute .*; did you mean timm:resnet34,",
+        ),
         ("torchvision.models:alexnt", "did you mean torchvision.models:alexnet"),
         ("microsoft/ResNet-18", r"did you mean timm:resnet18,"),
         ("torchvision.resnet18", r"did you mean timm:resnet18,"),
@@ -155,7 +161,10 @@ def test_first_of_several_outputs_is_trained_and_told():
     ("name", "words"),
     [
         ("Mapped", "should return a tensor of scores, and returns dict"),
-        ("Fails", "kernel size is larger than the input .*--image-size N sets its side"),
+        (
+            "Fails",
+            "kernel size is larger than the input .*--image-size N sets its side",
+        ),
     ],
 )
 def test_untrainable_output_refused_before_data(name, words):
@@ -182,7 +191,7 @@ def test_torchvision_networks_with_auxiliary_heads(name):
 @pytest.mark.pictures
 @pytest.mark.slow
 def test_fixed_size_of_callable_names_option():
-    with pytest.raises(UsageError, match="224 .*--image-size N sets its side"):
+    with pytest.raises(UsageError, match=r"224 .*--image-size N sets its side"):
         started(source(), model="torchvision.models:vit_b_16")
 
 
@@ -223,7 +232,9 @@ def test_weights_of_a_file_except_the_last_layer(tmp_path, wrapped):
     for name, value in model.network.state_dict().items():
         expected = torch.zeros_like(value) if name.startswith("fc.") else state[name]
         assert torch.equal(value, expected), name
-    line = f"starts from the weights in {path}, except fc.weight, fc.bias, which are zero"
+    line = (
+        f"starts from the weights in {path}, except fc.weight, fc.bias, which are zero"
+    )
     assert images.notes == [line]
     images = source(classes=5)
     model = started(images, model="timm:test_resnet", weights=path)
@@ -235,7 +246,10 @@ def test_weights_of_a_file_except_the_last_layer(tmp_path, wrapped):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ({"a": torch.zeros(1)}, r"lacks \d+ of the \d+ tensors of this network.*first one"),
+        (
+            {"a": torch.zeros(1)},
+            r"lacks \d+ of the \d+ tensors of this network.*first one",
+        ),
         (b"<html>", "cannot be read"),
         (None, "there is no file"),
     ],

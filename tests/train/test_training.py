@@ -125,7 +125,9 @@ def train(folder, out, *options):
 
 def toy_data(rows=10):
     images = (torch.arange(rows * 4) % 251).to(torch.uint8).view(rows, 1, 2, 2)
-    part = Part(images, torch.arange(rows), torch.arange(rows) % 2, [*map(str, range(rows))])
+    part = Part(
+        images, torch.arange(rows), torch.arange(rows) % 2, [*map(str, range(rows))]
+    )
     return Source(
         name="toy",
         parts={"train": part, "test": part},
@@ -343,7 +345,11 @@ def test_unusable_optimizer_refused_before_data(name, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("gpus", "words", "chosen"),
-    [(0, (), ["cpu:0", "cpu:1"]), (2, (), [0, 1]), (2, ("cpu:1,", "cpu"), ["cpu:1", "cpu"])],
+    [
+        (0, (), ["cpu:0", "cpu:1"]),
+        (2, (), [0, 1]),
+        (2, ("cpu:1,", "cpu"), ["cpu:1", "cpu"]),
+    ],
 )
 def test_each_device_has_a_replica(monkeypatch, gpus, words, chosen):
     gpu = torch.device("cuda") if gpus else None
@@ -420,7 +426,9 @@ def is_running(process):
         return False  # it ended in between
 
 
-def test_run_that_ends_anywhere_resumes_bit_for_bit(folder, whole, tmp_path, monkeypatch):
+def test_run_that_ends_anywhere_resumes_bit_for_bit(
+    folder, whole, tmp_path, monkeypatch
+):
     """In an epoch, between its last step and its test, and after its test."""
     words = ["--data", str(folder), *OPTIONS, "--workers", "0", "--out", str(tmp_path)]
     words += ["--checkpoint-every", "1"]
@@ -440,7 +448,9 @@ def test_finished_run_stays_as_it_is(folder, whole, capsys):
     before = {file: file.read_bytes() for file in whole.iterdir()}
     words = ["--data", str(folder), *OPTIONS, "--out", str(whole)]
     finished = "finished before, after 4 epochs and 20 steps; --out starts a new run"
-    refused = "has a run of 20 steps: --resume goes on from its checkpoint.pt, if there is"
+    refused = (
+        "has a run of 20 steps: --resume goes on from its checkpoint.pt, if there is"
+    )
     other = "is of a run with --seed 0, not 1: pass --seed 0"
     for more, code, said in (
         (["--resume"], 0, finished),
@@ -536,7 +546,9 @@ def test_resume_with_other_images_refused(tmp_path, monkeypatch, capsys):
     refused("{'train': [39, 41, 40], 'test': [8, 8, 8]}; restore them")
     # As many, but another name: --val would hold out others.
     other.rename(bags / "zz.png")
-    refused("some have other names, so that images to test on may be among those to train")
+    refused(
+        "some have other names, so that images to test on may be among those to train"
+    )
     (bags / "zz.png").rename(first)
     for part in ("train", "val"):
         (folder / part / "Bag").rename(folder / part / "Hat")
@@ -553,7 +565,7 @@ def test_resume_with_other_images_refused(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.pictures
-def test_broken_pictures_end_a_run_before_its_first_step(tmp_path, capsys, monkeypatch):
+def test_broken_pictures_named_before_first_step(tmp_path, capsys, monkeypatch):
     """All are named and counted, of any part. With --skip-broken they are left out, after
     a resume, too.
     """
@@ -569,7 +581,10 @@ def test_broken_pictures_end_a_run_before_its_first_step(tmp_path, capsys, monke
         assert train(folder, out, *more) == 2
         printed = capsys.readouterr()
         for file in files:
-            assert f"{file} cannot be read as an image: image file is truncated" in printed.out
+            assert (
+                f"{file} cannot be read as an image: image file is truncated"
+                in printed.out
+            )
         assert f"2 of the images cannot be read, such as {files[0]}: " in printed.err
         assert "--skip-broken 2 leaves out so many" in printed.err
         assert not (out / "metrics.jsonl").exists()
@@ -588,7 +603,9 @@ def test_broken_pictures_end_a_run_before_its_first_step(tmp_path, capsys, monke
 
 
 @pytest.mark.pictures
-def test_picture_lost_in_a_run_keeps_a_checkpoint(folder, tmp_path, capsys, monkeypatch):
+def test_picture_lost_in_a_run_keeps_a_checkpoint(
+    folder, tmp_path, capsys, monkeypatch
+):
     take = Feed.take
     calls = []
 
@@ -602,7 +619,10 @@ def test_picture_lost_in_a_run_keeps_a_checkpoint(folder, tmp_path, capsys, monk
         patch.setattr(Feed, "take", taken)
         assert train(folder, tmp_path) == 2
     printed = capsys.readouterr().err
-    assert "1.jpg cannot be read any more: the disk is away; the checkpoint after " in printed
+    assert (
+        "1.jpg cannot be read any more: the disk is away; the checkpoint after "
+        in printed
+    )
     assert torch.load(tmp_path / "checkpoint.pt")["position"]["step"] == 2
     assert train(folder, tmp_path, "--resume") == 0
     assert len(steps(tmp_path)) == 9
@@ -695,7 +715,9 @@ def test_run_reports_and_opens_no_port(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(record_module, "draw_curves", drawn)
     monkeypatch.setattr("socket.socket.bind", opened)
     monkeypatch.setattr(record_module, "_LINE_SECONDS", 0.0)
-    words = f"--devices cpu:0,cpu:1 --batch 2048 --micro-batch-size 256 --out {tmp_path}"
+    words = (
+        f"--devices cpu:0,cpu:1 --batch 2048 --micro-batch-size 256 --out {tmp_path}"
+    )
     assert main([*EMBEDDED, *words.split(), "--epochs", "2"]) == 0
     printed, best = capsys.readouterr(), torch.load(tmp_path / "best.pt")
     accuracy = best["accuracy"]
@@ -746,7 +768,9 @@ def test_accuracies_of_the_summary_are_the_best_epochs(tmp_path, capsys):
         *[("train", "Bag", 10), ("train", "Trouser", 30)],
         *[("val", "Bag", 8), ("val", "Trouser", 2)],
     ):
-        other = write_folder(tmp_path / f"{part}{name}", train=count, test=0, classes=[name])
+        other = write_folder(
+            tmp_path / f"{part}{name}", train=count, test=0, classes=[name]
+        )
         shutil.copytree(other / "train" / name, folder / part / name)
     words = f"--model {__name__}:Swinging --batch 40 --base-lr 0.2 --epochs 4"
     assert train(folder, out, *words.split()) == 0
@@ -755,7 +779,9 @@ def test_accuracies_of_the_summary_are_the_best_epochs(tmp_path, capsys):
     (summary,) = records(out, "summary")
     per_class = summary["accuracy_per_class"]
     assert summary["test_accuracy"] == max(epochs)
-    assert 0.8 * per_class["Bag"] + 0.2 * per_class["Trouser"] == pytest.approx(max(epochs))
+    assert 0.8 * per_class["Bag"] + 0.2 * per_class["Trouser"] == pytest.approx(
+        max(epochs)
+    )
     assert f"\ntest accuracy: {max(epochs):.2%}\n" in capsys.readouterr().out
     assert torch.load(out / "best.pt")["accuracy"] == max(epochs)
 
@@ -799,7 +825,9 @@ def test_val_picks_best_epoch_test_runs_once(tmp_path, capsys, monkeypatch, ends
     lines = list(csv.DictReader(printed.out.splitlines()))
     right = sum(line["file"].split("/")[0] == line["class"] for line in lines)
     assert right / len(lines) == pytest.approx(accuracy)
-    assert f"accuracy: {accuracy:.2%} of 36 pictures in folders of classes" in printed.err
+    assert (
+        f"accuracy: {accuracy:.2%} of 36 pictures in folders of classes" in printed.err
+    )
 
 
 @pytest.mark.pictures
@@ -841,7 +869,7 @@ def test_averaged_weights_tested_and_kept(tmp_path):
 
 
 @pytest.mark.pictures
-def test_names_outside_of_the_consoles_letters_are_escaped(tmp_path, monkeypatch):
+def test_names_beyond_consoles_letters_are_escaped(tmp_path, monkeypatch):
     """As on Windows, in a file; the run ended at its third line."""
     folder = write_folder(tmp_path / "data", train=8, test=4)
     for part in ("train", "val"):

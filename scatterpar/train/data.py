@@ -432,7 +432,7 @@ def _choose_parts(source: Source, val: float | None) -> None:
     empty = _of_zero(source.class_names, counts.pop(TRAIN))
     if empty:
         raise UsageError(f"there are no images to train on of {first_names(empty)}")
-    for name, numbers in counts.items():
+    for numbers in counts.values():
         untested = _of_zero(source.class_names, numbers)
         if untested:
             source.notes.append(

@@ -63,3 +63,16 @@ def test_worker_begins_when_the_caller_has_handed_over():
     caller = record("library", 1), record("hand_over", 1, -1, address=5)
     worker = record("take_over", 2, -1, address=5), record("library", 2, device=1)
     assert end_of(*caller, *worker) == 14
+
+
+def test_workers_do_not_wait_for_each_other():
+    """A worker that began late in the trace once waited for one that had ended."""
+    begun = record("hand_over", 1, -1, address=5)
+    first = record("take_over", 2, -1, address=5), record("library", 2, device=1)
+    ended = record("hand_over", 2, -1, address=5)
+    slow = record("event_sync", 2, address=9)
+    second = record("take_over", 3, -1, address=5), record("library", 3, device=2)
+    recorded = record("event_record", 2, device=1, address=9)
+    end = end_of(begun, *first, recorded, slow, ended, *second)
+    # The first worker waits for its GPU until 12, the second one launches at 3.
+    assert end == pytest.approx(13, abs=1e-3)

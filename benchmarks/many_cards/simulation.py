@@ -120,29 +120,44 @@ class Trace:
             for record in trace.records
             if record.kind in ("hand_over", "take_over")
         } or {trace.records[0].thread}
-        last_on_device: dict[int, int] = {}
+        last_on_device: dict[tuple[int, bool], int] = {}
         last_event: dict[int, int] = {}
-        handed_over: defaultdict[int, list[int]] = defaultdict(list)
+        caller = trace.caller
+        # By key, and whether the caller hands work over, or a worker its results.
+        handed_over: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
         for number, record in enumerate(trace.records):
             predecessors: list[int] = []
             if record.device >= 0 and record.kind in _ON_STREAM:
-                # Autograd's thread of a device goes on with what a worker began.
-                last = last_on_device.get(record.device)
-                if last is not None and trace.records[last].thread != record.thread:
+                # Autograd's thread of a device goes on with what a worker began, and
+                # the worker with what that thread did. Python's own threads hand over.
+                is_of_python = record.thread in trace.python_threads
+                last = last_on_device.get((record.device, not is_of_python))
+                if last is not None:
                     predecessors.append(last)
-                last_on_device[record.device] = number
+                last_on_device[record.device, is_of_python] = number
             if record.kind == "event_record":
                 last_event[record.address] = number
             waits = record.kind in ("event_wait", "event_sync")
             if waits and record.address in last_event:
                 predecessors.append(last_event[record.address])
+            is_caller = record.thread == caller
             if record.kind == "hand_over":
-                handed_over[record.address].append(number)
+                handed_over[record.address, is_caller].append(number)
             if record.kind == "take_over":
-                predecessors += handed_over[record.address]
+                # A worker may begin when another one has ended, and does not wait for
+                # it.
+                predecessors += handed_over[record.address, not is_caller]
             trace.predecessors.append(predecessors)
             trace.by_thread.setdefault(record.thread, []).append(number)
         return trace
+
+    @property
+    def caller(self) -> int:
+        """The thread that hands work over first: the caller's."""
+        for record in self.records:
+            if record.kind == "hand_over":
+                return record.thread
+        return self.records[0].thread
 
     @property
     def captured(self) -> bool:

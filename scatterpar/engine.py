@@ -581,8 +581,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                 if verifier is not None and verifier.check(attempt, tasks, self.loop):
                     # Other weights, and perhaps other inputs.
                     tasks = make_tasks(attempt, self._scattered(attempt))
-                check_join = None if verifier is None else verifier.joins.check
-                computed = schedule.run(attempt, tasks, check_join)
+                computed = schedule.run(attempt, tasks)
             with attempt.phase("reduce"):  # 5
                 return reduce(attempt, computed)
 
@@ -775,7 +774,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
     ) -> Mapped:
         """Call a function for all rows: all except the plan and the commit."""
         with self._attempt(request, plan, extent) as attempt:
-            return map_rows(attempt, self.module, work, self._verifier)
+            return map_rows(attempt, self.module, work)
 
     def batch_groups(self, function: Callable[[Any, Any], Any]) -> BatchGroups:
         """For an evaluation of another library: calls of ``function(replica, batch)``

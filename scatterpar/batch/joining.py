@@ -2,12 +2,15 @@
 
 An atom of the pieces is one of these, told by what all pieces have there::
 
-    0-dim tensors                    their weighted mean
-    tensors with k entries per row   concatenated
-    equal tensors of another size    the first one
-    lists with one entry per row     concatenated, if asked for
-    equal plain values               the first one
-    anything else                    a list with one entry per piece
+    0-dim tensors                     their weighted mean
+    tensors with one entry per row    concatenated
+    equal tensors of another size     the first one
+    other tensors                     refused
+    lists with one entry per row      concatenated, if asked for
+    equal plain values                the first one
+    anything else                     a list with one entry per piece
+
+A single piece is returned as it is.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from scatterpar.batch import nested
+from scatterpar.devices.device_ids import HOST
 from scatterpar.devices.fingerprints import same_bits
+from scatterpar.devices.transfers import to_device
 
 # Whether lists may have one entry per row.
 Lists = Literal["never", "if clear", "always"]
@@ -38,20 +43,20 @@ def join_rows(
     *,
     lists: Lists = "never",
     pad: float | None = None,
-    constants: Collection[int] | None = None,
+    constants: Collection[int] = (),
 ) -> Any:
     """Join pieces of the same nested types, each of consecutive rows, into one value.
 
     0-dim tensors are averaged with ``weights``, one per piece; pieces with weight zero
     are ignored. ``rows`` has the number of rows of each piece. Tensors with that size
-    along ``dim``, or with one and the same multiple of it, are concatenated along
-    ``dim``. A tensor with another size and the same bits in all pieces, such as a
-    codebook, is returned once. ``constants`` has the positions of the tensors, among
-    those of a piece, that are known to have no rows, and are returned once whatever
-    their size is. If it is ``None``, those count as constants that have a multiple of
-    the rows and the same bits in all pieces. Other tensors are refused by a
-    ``ValueError``. Without ``rows`` all tensors are concatenated. With ``pad`` tensors
-    get equal sizes in the other dimensions: they are padded at the end with this value.
+    along ``dim`` are concatenated along ``dim``. A tensor with another size and the
+    same bits in all pieces, such as a codebook, is returned once. Other tensors are
+    refused by a ``ValueError``. Without ``rows`` all tensors are concatenated. With
+    ``pad`` tensors get equal sizes in the other dimensions: they are padded at the end
+    with this value.
+
+    ``constants`` has the positions of the tensors, among those of a piece, that are
+    known to have no rows, and are returned once whatever their size is.
 
     Any other atom is returned once if all pieces have the same, and otherwise becomes a
     list with one entry per piece. ``lists`` says whether lists that have one entry per
@@ -63,10 +68,8 @@ def join_rows(
     if len(pieces) == 1:
         return pieces[0]
 
-    ids_of_constants: set[int] = set()
-    if constants:
-        tensors = nested.tensors(pieces[0])
-        ids_of_constants.update(id(tensors[position]) for position in constants)
+    tensors = nested.tensors(pieces[0]) if constants else []
+    ids_of_constants = {id(tensors[position]) for position in constants}
 
     def are_entries(values: Sequence[Any], lists: Lists = lists) -> bool:
         return _are_entries(values, rows or (), dim, lists)
@@ -91,8 +94,7 @@ def join_rows(
             return _average(atoms, weights)
         if pad is not None:
             atoms = _padded(atoms, dim, pad)
-        joins_equal = constants is not None
-        if rows is not None and not _have_rows(atoms, rows, dim, joins_equal):
+        if rows is not None and not _have_rows(atoms, rows, dim):
             return atoms[0]
         return torch.cat(atoms, dim)
 
@@ -149,46 +151,66 @@ def rows_at(places: Tensor, tensor: Tensor, dim: int) -> Tensor:
     return tensor.index_select(dim, places)
 
 
-def _have_rows(
-    atoms: Sequence[Tensor], rows: Sequence[int], dim: int, joins_equal: bool
-) -> bool:
-    """Whether tensors have one and the same number of entries per row along ``dim``.
+def require_same_or_rows(pieces: Sequence[Any], rows: Sequence[int], dim: int) -> None:
+    """Refuse pieces that cannot be joined, which may be in several memories.
 
-    Else they are the same in all pieces. So are several entries per row with the same
-    bits in all pieces, unless ``joins_equal``. Raises ``ValueError`` if the tensors
-    cannot be joined.
+    Raises ``ValueError``. ``pieces`` and ``rows`` are those of ``join_rows``.
     """
-    ratios: set[float] = set()  # of entries to rows
-    other_sizes: set[tuple[int, ...]] = set()  # in the other dimensions
-    for atom, num_rows in zip(atoms, rows, strict=True):
-        # A tensor without the dimension has no rows, and may still be equal in all.
-        size = atom.size(dim) if -atom.ndim <= dim < atom.ndim else 0
-        ratios.add(size / num_rows)
-        other_sizes.add(atom.shape[:dim] + atom.shape[dim:][1:])
-    entries = 0.0
-    # One and the same whole number in all pieces, else nothing tells the rows.
-    if len(ratios) == len(other_sizes) == 1 and min(ratios) % 1 == 0:
-        (entries,) = ratios
-    if entries == 1 or (entries and joins_equal):
+    for tensors in zip(*map(nested.tensors, pieces), strict=False):
+        if tensors[0].ndim and not _have_one_per_row(tensors, rows, dim):
+            on_host = [to_device(tensor.detach(), HOST) for tensor in tensors]
+            _have_rows(on_host, rows, dim)
+
+
+def _have_rows(atoms: Sequence[Tensor], rows: Sequence[int], dim: int) -> bool:
+    """Whether tensors have one entry per row along ``dim``.
+
+    Else they are the same in all pieces. Raises ``ValueError`` if they are neither.
+    """
+    if _have_one_per_row(atoms, rows, dim):
         return True
     first = atoms[0]
-    # A head that starts at zero gives every row the same entries: that pieces are equal
-    # is no sign that they have no rows.
-    are_rows = entries and same_bits(
+    num_entries = entries_per_row(first, rows[0], dim)
+    # A head that starts at zero gives every row the same entries, so that pieces are
+    # equal is no sign that they have no rows.
+    are_alike = num_entries > 1 and same_bits(
         first, first.narrow(dim, 0, 1).expand_as(first).contiguous()
     )
-    if not are_rows and all(same_bits(first, atom) for atom in atoms[1:]):
+    if not are_alike and all(same_bits(first, atom) for atom in atoms[1:]):
         return False
-    if not entries:
-        shapes = " and ".join([str(tuple(atom.shape)) for atom in atoms])
-        raise ValueError(
-            f"outputs of shapes {shapes}, which are those of "
-            f"{' and '.join(map(str, rows))} rows, cannot be joined along dim={dim}; "
-            f"return the rows along that dimension, such as torch.stack([a, b], 1) in "
-            f"the place of torch.cat([a, b]), or select with return_outputs=function, "
-            f"or pad them to one size with engine.map(…, pad=value)"
-        )
-    return True
+    kinds = zip(atoms, rows, strict=True)
+    shapes = dict.fromkeys(
+        f"{tuple(atom.shape)} for {num_rows} row{'s' * (num_rows != 1)}"
+        for atom, num_rows in kinds
+    )
+    k = num_entries if num_entries > 1 else "k"
+    raise ValueError(
+        f"outputs of shape {' and '.join(shapes)} cannot be joined along dim={dim}, "
+        f"since they have not one entry per row there, nor the same values in all "
+        f"micro-batches; return {k} entries per row as .reshape(rows, {k}, …), and "
+        f"torch.stack([a, b], 1) in the place of torch.cat([a, b]); or select with "
+        f"return_outputs=function, or pad other dimensions to one size with "
+        f"engine.map(…, pad=value)"
+    )
+
+
+def _have_one_per_row(tensors: Sequence[Tensor], rows: Sequence[int], dim: int) -> bool:
+    """Whether all tensors have one entry per row, and are equal in other sizes."""
+    other_sizes: set[tuple[int, ...]] = set()
+    for tensor, num_rows in zip(tensors, rows, strict=True):
+        # A tensor without the dimension has no rows, and may still be equal in all.
+        if not -tensor.ndim <= dim < tensor.ndim or tensor.size(dim) != num_rows:
+            return False
+        other_sizes.add(tensor.shape[:dim] + tensor.shape[dim:][1:])
+    return len(other_sizes) == 1
+
+
+def entries_per_row(tensor: Tensor, num_rows: int, dim: int) -> int:
+    """The number of entries along ``dim`` per row; 0 if it is no integer."""
+    if not -tensor.ndim <= dim < tensor.ndim:
+        return 0
+    entries, remainder = divmod(tensor.size(dim), num_rows)
+    return 0 if remainder else entries
 
 
 def _are_all_same(atoms: list[Any]) -> bool:

@@ -201,7 +201,6 @@ class Ranks:
         targets: Any,
         dim: int,
         seed: int,
-        constants: frozenset[int],
     ) -> tuple[list[Any], list[int], Any, int]:
         """The outputs and targets of all ranks, for a criterion with
         ``whole_batch=True``.
@@ -215,7 +214,7 @@ class Ranks:
         # computes the criterion for all rows, and keeps the gradient of its own.
         detached = [detached_output(piece, True) for piece in pieces]
         values_here = (
-            join_rows(detached, dim, rows, rows, constants=constants),
+            join_rows(detached, dim, rows, rows),
             unwrap_markers(targets),
         )
         bytes_here = pack(nested.tensors(values_here), seed, sum(rows))

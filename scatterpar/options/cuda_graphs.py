@@ -55,7 +55,6 @@ from scatterpar.step.loss import forward, require_trainable
 from scatterpar.step.replica_threads import Proceed
 from scatterpar.step.request import EngineOptions
 from scatterpar.step.substeps import (
-    CheckJoin,
     Computed,
     Schedule,
     ShareResult,
@@ -255,19 +254,14 @@ class Captured(Schedule):
         plan = self._sub_steps.of(task.share.replica)
         return GraphedSubsteps(graphs, task, attempt, plan, self._decision)
 
-    def run(
-        self,
-        attempt: Attempt,
-        tasks: Sequence[ReplicaTask],
-        check_join: CheckJoin | None = None,
-    ) -> Computed:
+    def run(self, attempt: Attempt, tasks: Sequence[ReplicaTask]) -> Computed:
         """Run all sub-steps, as the plain schedule does; graphs launch some of them."""
         self._sub_steps = None
         self._waits = []
         why = self._why_eager(attempt)
         if why:
             self.graphs = f"eager: {why}"
-            computed = super().run(attempt, tasks, check_join)
+            computed = super().run(attempt, tasks)
             if not attempt.extent.is_trial and attempt.request.backward:
                 self._see_waits(attempt)
             if self._has_given_up:  # and there is enough memory without them
@@ -280,7 +274,7 @@ class Captured(Schedule):
         self._sub_steps = sub_steps = _StepPlan(
             tasks, attempt, self._by_replica, self._decision.steps
         )
-        computed = super().run(attempt, tasks, check_join)
+        computed = super().run(attempt, tasks)
         self._decision.confirm()
         count = sub_steps.replays
         total = sum(len(task.weights) for task in tasks)

@@ -33,7 +33,6 @@ from scatterpar.step.scatter import scatter
 from scatterpar.step.substeps import detached, save_referents
 from scatterpar.step.task import ReplicaTask, make_tasks
 from scatterpar.step.turns import Scope
-from scatterpar.verify.verifier import Verifier
 
 
 @dataclass
@@ -78,7 +77,6 @@ def map_rows(
     attempt: Attempt,
     module: nn.Module,
     row_function: RowFunction,
-    verifier: Verifier | None,
 ) -> Mapped:
     """The function's results for the whole batch, joined on the master.
 
@@ -102,8 +100,6 @@ def map_rows(
         outputs = attempt.threads.run(work.of_share, tasks)
         if attempt.extent.is_trial:
             return Mapped(attempt)
-        if verifier is not None:
-            verifier.joins.check(attempt, tasks[0], outputs, work, work.function)
     lists: Lists = "always"
     if function is module:
         (batch,) = request.batches

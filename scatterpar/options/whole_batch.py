@@ -48,7 +48,6 @@ from scatterpar.step.replica_threads import Proceed
 from scatterpar.step.request import Call
 from scatterpar.step.scatter import moved
 from scatterpar.step.substeps import (
-    CheckJoin,
     Computed,
     Gradient,
     Schedule,
@@ -92,12 +91,7 @@ class TwoPasses(Schedule):
                     f"whole_batch=True has one loss, of all rows; leave {name}= out"
                 )
 
-    def run(
-        self,
-        attempt: Attempt,
-        tasks: Sequence[ReplicaTask],
-        check_join: CheckJoin | None = None,
-    ) -> Computed:
+    def run(self, attempt: Attempt, tasks: Sequence[ReplicaTask]) -> Computed:
         """Run both passes, and the master's criterion between them."""
         # A trial is of this process alone: other ranks would wait for it.
         is_trial = attempt.extent.is_trial
@@ -106,10 +100,6 @@ class TwoPasses(Schedule):
         with parameter_writes_refused(replica_sets):
             meeting = meeting_of(attempt)
             passes = attempt.threads.run(partial(Passes, attempt), tasks, meeting)
-        if check_join is not None:
-            # Before the criterion: an error of the join shall not be one of the loss.
-            outputs = [passes_of_replica.outputs for passes_of_replica in passes]
-            check_join(attempt, tasks[0], outputs, output_at)
         try:
             with parameter_writes_refused(replica_sets, second_pass=True):
                 batch = WholeBatch(attempt, passes, ranks)
@@ -122,8 +112,6 @@ class TwoPasses(Schedule):
                 add_note(error, f"more sub-steps do not help in this step: {why}")
             raise
         returned = [passes_of_replica.returned for passes_of_replica in passes]
-        if callable(attempt.request.return_outputs):
-            attempt.constants = frozenset()  # what it returns are other tensors
         # One read, after all work is launched.
         value = to_numbers(loss) if batch.counts else 0.0  # ranks add it up
         return Computed(value, loss.dtype, returned, batch.gradients)
@@ -369,7 +357,6 @@ class WholeBatch:
             self._targets,
             self._request.dim,
             seed,
-            self._attempt.constants,
         )
         return seed
 
@@ -383,7 +370,6 @@ class WholeBatch:
             weights=self._rows,
             rows=self._rows,
             lists="if clear" if self._lists else "never",
-            constants=self._attempt.constants,
         )
         return nested.map_tensors(_not_a_leaf, joined)
 

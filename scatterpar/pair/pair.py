@@ -399,12 +399,17 @@ class DataParallelCriterion(_OfPair[Criterion]):
                     "criterion the model's device_ids, or none"
                 )
             if sizes and share.rows not in sizes:
+                shapes = [
+                    str(tuple(tensor.shape))
+                    for tensor in nested.tensors(outputs[share.replica])
+                ]
                 raise ValueError(
-                    f"output {share.replica} has {sizes[0]} entries along "
-                    f"dim={self.dim}, but its share of the targets has {share.rows} "
-                    "rows; pass outputs and targets of one batch. The model has to "
-                    "return one entry per row along that dimension: "
-                    "output.unflatten(0, (rows, -1)) where it has several, "
+                    f"output {share.replica} of shape {' and '.join(shapes)} has "
+                    f"{sizes[0]} entries along dim={self.dim}, but its share of the "
+                    f"targets has {share.rows} rows; pass outputs and targets of one "
+                    "batch. The model has to return one entry per row along that "
+                    "dimension: output.reshape(rows, k, …) where it has k, "
+                    "torch.stack([a, b], 1) in the place of torch.cat([a, b]), "
                     "output.transpose(0, 1) where rows come second, which the "
                     "criterion may undo. ScatterOnceParallel takes any output, because "
                     "its criterion sees that of a micro-batch as it is"

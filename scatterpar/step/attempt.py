@@ -69,7 +69,6 @@ class Attempt:
         is_profiled: whether a profiler of torch is to show the parts of the step.
         seconds: wall time by phase.
         weights: the factors of the micro-batches' losses, as soon as they are known.
-        constants: the positions of tensors without rows in the outputs that are joined.
         user_leaves: leaves that user code reaches, where no gradient may arrive.
         retries: earlier tries of the same step that ran out of memory.
         garbage_is_collected: whether that was done for captures of graphs.
@@ -101,7 +100,6 @@ class Attempt:
         self.is_profiled = torch_private.profiler_is_on()
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.weights: LossWeights
-        self.constants: frozenset[int] = frozenset()
         self.user_leaves: Sequence[Tensor] = ()
         self.retries = 0
         self.garbage_is_collected = False

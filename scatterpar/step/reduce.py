@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from scatterpar.batch import nested
-from scatterpar.batch.joining import Lists, join_rows
+from scatterpar.batch.joining import Lists, join_rows, require_same_or_rows
 from scatterpar.devices import coalescing
 from scatterpar.devices.coalescing import has_foreach, is_part, iter_copies, tree_pairs
 from scatterpar.devices.device_ids import physical
@@ -303,7 +303,6 @@ def join_on_master(
         rows=plan.by_rows(share.substep_rows for share in plan.shares),
         lists=lists,
         pad=pad,
-        constants=attempt.constants,
     )
 
 
@@ -327,8 +326,10 @@ def returned_outputs(
         rows = share.substep_rows
         # The join may refuse outputs: the error names the replica.
         with ReplicaNote(share):
-            output = join_rows(
-                outputs_of_share, dim, weights, rows, constants=attempt.constants
-            )
+            output = join_rows(outputs_of_share, dim, weights, rows)
         joined.append(output)
+    # What each share alone may return, such as two entries per row of its only
+    # micro-batch, must not depend on how many shares there are.
+    rows_by_share = [share.rows for share in attempt.plan.shares]
+    require_same_or_rows(joined, rows_by_share, dim)
     return tuple(joined)

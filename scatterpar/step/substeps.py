@@ -73,13 +73,6 @@ class Computed(NamedTuple):
     external_gradients: Sequence[Gradient] = ()
 
 
-# Refuses the outputs of the shares; the last argument computes them for a few rows.
-CheckJoin = Callable[
-    [Attempt, ReplicaTask, Sequence[Sequence[Any]], Callable[[ReplicaTask, Any], Any]],
-    None,
-]
-
-
 class Substeps:
     """The sub-steps of one replica in one step, run eagerly.
 
@@ -216,16 +209,8 @@ class Schedule:
         """Whether an attempt that has raised this error may run again as it is."""
         return False
 
-    def run(
-        self,
-        attempt: Attempt,
-        tasks: Sequence[ReplicaTask],
-        check_join: CheckJoin | None = None,
-    ) -> Computed:
-        """Run all sub-steps. Afterwards the replicas have the gradients.
-
-        ``check_join`` refuses outputs that cannot be joined in the order of the rows.
-        """
+    def run(self, attempt: Attempt, tasks: Sequence[ReplicaTask]) -> Computed:
+        """Run all sub-steps. Afterwards the replicas have the gradients."""
 
         def train(task: ReplicaTask, proceed: Proceed) -> ShareResult:
             return self.substeps(attempt, task).train(
@@ -239,8 +224,6 @@ class Schedule:
         # Not sum(): from Python 3.12 on it compensates, and so rounds in another way.
         loss = functools.reduce(operator.add, [result.loss for result in results])
         outputs = [result.outputs for result in results]
-        if check_join is not None and attempt.request.return_outputs:
-            check_join(attempt, tasks[0], outputs, returned_part(attempt))
         return Computed(loss, results[0].dtype, outputs)
 
 
@@ -265,15 +248,6 @@ def meeting_of(attempt: Attempt) -> Meeting | None:
         ),
     }
     return attempt.replicas.meeting(shares, attempt.transfers, obstacles)
-
-
-def returned_part(attempt: Attempt) -> Callable[[ReplicaTask, Any], Any]:
-    """A function of a task and rows: the part of the output that the user asked for."""
-
-    def compute(task: ReplicaTask, rows: Any) -> Any:
-        return detached_output(task.output_of(rows[0]), attempt.request.return_outputs)
-
-    return compute
 
 
 @contextlib.contextmanager

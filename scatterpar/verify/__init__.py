@@ -16,7 +16,6 @@ rounding, it refuses before anything changes, and says what would be right::
         user_code       restores what runs have changed     dropped_records
         look_losses     results, and further runs on demand output_differences
         verdicts        words for the cause, which is of the list in ``causes``
-      join_check        the order of entries in outputs
     output_looks        the pair's looks: rows of its outputs in the place of a module's
     gradient_check      ``engine.check``: the same question over all rows of a step
 

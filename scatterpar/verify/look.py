@@ -56,6 +56,7 @@ from scatterpar.verify.verdicts import (
     Verdict,
     error_of_replica,
     gradient_of_no_loss,
+    taken_for_rows,
     verdict_of,
 )
 
@@ -286,6 +287,8 @@ class ReplicaLook:
                 return error_of_replica(name, len(rows), expected.loss, error)
             # It computes the rows at once: it needs more rows than a part has.
             raise
+        if runs.taken_for_rows is not None:
+            return taken_for_rows(runs.taken_for_rows, request.dim)
         _require_gradients(expected, run)
         moved = moved_between(run.states)
         # A criterion of all rows has one call, too.

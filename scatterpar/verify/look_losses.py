@@ -42,7 +42,7 @@ from scatterpar.replicas.references import read_attribute
 from scatterpar.step.loss_weights import is_smoothed, term_counts
 from scatterpar.step.request import Request
 from scatterpar.verify.measurements import losses_of_parts, outputs_of
-from scatterpar.verify.output_differences import compare_outputs
+from scatterpar.verify.output_differences import difference_by_rows
 from scatterpar.verify.rows import Part, Parts, positions_of, unbound
 from scatterpar.verify.runs import Runs
 
@@ -234,8 +234,7 @@ class LookResults(SplitEvidence):
     def difference_of_outputs(self) -> float:
         """How far entries of the outputs depend on the other rows, relatively."""
         whole, *pieces = self.outputs
-        of_rows, _ = compare_outputs(whole, pieces, self.parts, self.request.dim)
-        return of_rows
+        return difference_by_rows(whole, pieces, self.parts, self.request.dim)
 
     @property
     def shapes(self) -> Sequence[tuple[int, ...]]:

@@ -7,7 +7,7 @@ that calls move, memory. Each measurement begins in the state of the step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,29 +17,18 @@ from scatterpar.batch import nested
 from scatterpar.numerics.comparison import Result
 from scatterpar.state.reports import moved_between, state_of
 from scatterpar.step.loss import loss_of
-from scatterpar.step.task import ReplicaTask
 from scatterpar.verify.output_differences import cut_by_parts
 from scatterpar.verify.rows import Part, Parts
 from scatterpar.verify.runs import Runs, copy_of_leaf
 
-Compute = Callable[[ReplicaTask, Any], Any]  # the output for inputs and targets
 
-
-def outputs_of(runs: Runs, parts: Parts, compute: Compute | None = None) -> list[Any]:
-    """The replica's output for each part, without its graph, from one state.
-
-    Or what else ``compute`` gives for inputs, without targets.
-    """
+def outputs_of(runs: Runs, parts: Parts) -> list[Any]:
+    """The replica's output for each part, without its graph, from one state."""
     task = runs.replica_task
     outputs = []
     for rows in parts:
         with runs.surroundings(task):
-            inputs = runs.inputs_of(rows)
-            # A join is asked of what the engine's user gets, such as ``map``'s results.
-            if compute is None:
-                output = task.output_of(inputs)
-            else:
-                output = compute(task, (inputs, None))
+            output = task.output_of(runs.inputs_of(rows))
             outputs.append(nested.map_tensors(_as_leaf, output))
             del output  # with its graph
     return outputs

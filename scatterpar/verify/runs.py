@@ -84,6 +84,7 @@ class Runs:
         leaves: those whose gradients are compared.
         takes_turns: whether replicas call functions of the user one at a time.
         backward_calls: the modules that the replica's backward passes have called.
+        taken_for_rows: the shape of an output without rows that the step would join.
     """
 
     def __init__(
@@ -130,6 +131,10 @@ class Runs:
         self.takes_turns = attempt.threads.scope in (Scope.LOSS, Scope.FUNCTION)
         self.backward_calls = BackwardCalls(modules_of_user)
         self._shapes_at_once: list[torch.Size] = []
+        self.taken_for_rows: torch.Size | None = None
+        # Of each micro-batch of the step; ``None`` if they differ.
+        sizes = attempt.plan.substep_rows
+        self._rows_of_substeps = sizes[0] if len(set(sizes)) == 1 < len(sizes) else None
 
     def at_once(
         self, rows: Part, task: ReplicaTask | None = None, *, scale: float = 1.0
@@ -270,14 +275,16 @@ class Runs:
         if len(outputs) == 1:
             self._shapes_at_once = [tensor.shape for tensor in tensors]
             return outputs[0]
-        # The number of rows tells what has none, also if it divides a tensor's size.
+        # The number of rows tells what has none, also if each part has as many.
+        constants: list[int] = []
         shapes = enumerate(zip(tensors, self._shapes_at_once, strict=False))
-        constants = [
-            position
-            for position, (tensor, shape) in shapes
-            if tensor.ndim and tensor.shape == shape
-        ]
+        for position, (tensor, shape) in shapes:
+            if tensor.ndim and tensor.shape == shape:
+                constants.append(position)
         is_marked = any(batch.has_marked_rows for batch in self.request.batches)
+        # Lists of tensors may be those of rows.
+        if not is_marked:
+            self._note_taken_for_rows([tensors[position] for position in constants])
         sizes = [len(part) for part in parts]
         # By the sizes of these parts, not of the step's, which join in the same way.
         return join_rows(
@@ -288,6 +295,16 @@ class Runs:
             lists="if clear" if is_marked else "never",
             constants=constants,
         )
+
+    def _note_taken_for_rows(self, constants: Sequence[Tensor]) -> None:
+        """Note tensors without rows that the step joins, since they have as many
+        entries as each micro-batch has rows.
+        """
+        dim = self.request.dim
+        for tensor in constants:
+            has_dimension = -tensor.ndim <= dim < tensor.ndim
+            if has_dimension and tensor.size(dim) == self._rows_of_substeps:
+                self.taken_for_rows = tensor.shape
 
     def nudge(self, number: int) -> None:
         """Nudge the replica's parameters in new memory: others do not see it."""

@@ -126,14 +126,13 @@ def error_of_replica(
     return replace(verdict, error=error)
 
 
-def refused_order(misplaced: int, num_rows: int) -> Verdict:
-    """The verdict on entries that cannot be joined."""
+def taken_for_rows(shape: Sequence[int], dim: int) -> Verdict:
+    """The verdict on an output that a join would take for rows."""
     return _refused(
-        f"the module's output has {misplaced} entries for {num_rows} rows, not in the "
-        f"order of the rows, or computed from other rows, too, so those of "
-        f"micro-batches cannot be joined.",
-        "Return one entry per row, such as torch.stack([a, b], 1) in the place of "
-        "torch.cat([a, b]), or .view(rows, k, -1) of k samples.",
+        f"an output of shape {tuple(shape)} has no rows, but as many entries along "
+        f"dim={dim} as each micro-batch has rows, so that those of all micro-batches "
+        f"would be joined.",
+        f"Return it as .unsqueeze({dim}), or pass another number of sub-steps.",
     )
 
 

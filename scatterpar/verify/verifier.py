@@ -24,7 +24,6 @@ from scatterpar.tables import shown
 from scatterpar.threads.process_settings import SETTINGS_KEPT
 from scatterpar.verify.choice import alike
 from scatterpar.verify.compared_leaves import MAX_ELEMENTS
-from scatterpar.verify.join_check import JoinCheck
 from scatterpar.verify.look import look
 from scatterpar.verify.look_losses import name_of
 from scatterpar.verify.ranges import (
@@ -65,14 +64,12 @@ class Verifier:
     Warnings wait until the step has succeeded: one that fails says its error alone.
 
     Attributes:
-        joins: checks how outputs are joined.
         kinds: the kinds of steps, and the looks at each.
     """
 
     def __init__(self, is_distributed: bool = False) -> None:
         self._is_distributed = is_distributed
         self.kinds = Kinds()
-        self.joins = JoinCheck(is_distributed)
         # The words of a loop's candidates, which makes new ones in each step.
         self._not_refuted: list[str] = []
         # The texts, and the names of state in them.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from scatterpar.batch.joining import join_rows
+from scatterpar.batch.joining import entries_per_row, join_rows, require_same_or_rows
 
 ROWS = [2, 1]  # of the two pieces
 TWO, ONE = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[5.0, 6.0]])
@@ -26,7 +26,6 @@ def as_lists(value):
     [
         ((TWO, ONE), [[1, 2], [3, 4], [5, 6]]),
         (({"y": TWO}, {"y": ONE}), {"y": [[1, 2], [3, 4], [5, 6]]}),
-        ((TWO.repeat(2, 1), ONE.repeat(2, 1)), [*TWO.tolist() * 2, *ONE.tolist() * 2]),
         ((torch.tensor(3.0), torch.tensor(6.0)), 4),
         ((torch.tensor(3), torch.tensor(6)), 4),
         ((CODEBOOK, CODEBOOK.clone()), CODEBOOK.tolist()),
@@ -55,10 +54,42 @@ def test_other_dimensions_padded_at_end():
     assert joined.shape == (5, 4)
 
 
+def test_single_piece_is_returned_as_it_is():
+    piece = torch.ones(3, 2)
+    assert join_rows([piece], 0, [1], [2]) is piece
+
+
+def test_constant_returned_once_whatever_its_size():
+    """Twice as many entries as rows, and values that rows would not have."""
+    assert join_rows([CODEBOOK, CODEBOOK.clone()], 0, [2, 2], [2, 2]) is CODEBOOK
+
+
+def test_equal_entries_of_rows_are_no_constant():
+    """A head that starts at zero: two entries per row, the same bits in all pieces."""
+    zeros = torch.zeros(4, 3)
+    with pytest.raises(ValueError, match=r"\.reshape\(rows, 2, …\)"):
+        join_rows([zeros, zeros.clone()], 0, [2, 2], [2, 2])
+    zeros = torch.zeros(2, 2, 3)
+    assert join_rows([zeros, zeros.clone()], 0, [2, 2], [2, 2]).shape == (4, 2, 3)
+
+
+def test_pieces_of_other_memories_compared():
+    pieces = [{"y": TWO}, {"y": ONE}]
+    require_same_or_rows(pieces, ROWS, 0)
+    require_same_or_rows([CODEBOOK, CODEBOOK.clone()], ROWS, 0)
+    with pytest.raises(ValueError, match="cannot be joined"):
+        require_same_or_rows([CODEBOOK, CODEBOOK + 1], ROWS, 0)
+
+
 @pytest.mark.parametrize(
     ("pieces", "words"),
     [
-        ((torch.ones(3, 2), torch.ones(2, 2)), r"\(3, 2\) and \(2, 2\).*2 and 1 rows"),
+        (
+            (torch.ones(3, 2), torch.ones(2, 2)),
+            r"shape \(3, 2\) for 2 rows and \(2, 2\) for 1 row cannot .* k entries per",
+        ),
+        ((TWO.repeat(2, 1), ONE.repeat(2, 1)), r"2 entries per .*\(rows, 2, …\)"),
+        ((CODEBOOK, CODEBOOK + 1), r"\(4, 3\) for 2 rows and \(4, 3\) for 1 row"),
         (({"a": TWO}, {"b": ONE}), "mappings with different keys"),
         (
             (pack_sequence([TWO[0], TWO[1]]), pack_sequence([ONE[0]])),
@@ -74,3 +105,18 @@ def test_unjoinable_pieces_refused(pieces, words):
 def test_pieces_of_weight_zero_left_out():
     numbers = (torch.tensor(float("nan")), torch.tensor(6.0))
     assert join_rows(numbers, 0, [0, 3], ROWS) == 6
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "entries"),
+    [
+        ((6, 2), 0, 2),
+        ((3,), 0, 1),
+        ((4, 3), 1, 1),
+        ((4,), 0, 0),
+        ((), 0, 0),
+        ((3,), 1, 0),
+    ],
+)
+def test_entries_per_row_of_three_rows(shape, dim, entries):
+    assert entries_per_row(torch.zeros(shape), 3, dim) == entries

@@ -383,7 +383,7 @@ TABLE = {
     "rows of dicts": Program(of(with_metas), inputs=(INPUTS, Rows(METAS))),
     "a row per token": Program(
         Words,
-        *(EXACT, REFUSED, "unflatten.*ScatterOnceParallel"),
+        *(EXACT, REFUSED, "reshape.*ScatterOnceParallel"),
         inputs=TOKENS,
         targets=FOLLOWING,
         prepare=of_tokens,

@@ -4,6 +4,7 @@ engine.
 
 import pytest
 import torch
+from harness.models import Of
 from harness.oracle import assert_alike, assert_close, assert_step, build, randint
 from harness.tiny_transformers import tiny_config
 from torch import nn
@@ -88,15 +89,36 @@ def test_key_value_cache_is_joined(devices):
 
 
 def test_router_loss_over_whole_batch_exact(devices):
-    """The router's logits have the tokens of all rows in one dimension."""
+    """The router's logits have the tokens of all rows in one dimension: a module around
+    the model gives them one per row, as the error says.
+    """
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     def criterion(output, labels):
-        balance = load_balancing_loss_func(output.router_logits, 4, 2)
-        return causal_loss(output.logits, labels, None) + 0.1 * balance
+        logits, router_logits = output
+        flat = tuple(layer.flatten(0, 1) for layer in router_logits)
+        balance = load_balancing_loss_func(flat, 4, 2)
+        return causal_loss(logits, labels, None) + 0.1 * balance
+
+    def forward(module, input_ids):
+        output = module.model(input_ids)
+        rows = len(input_ids)
+        layers = [layer.reshape(rows, -1, 4) for layer in output.router_logits]
+        return output.logits, tuple(layers)
 
     ids, config = token_ids(7), tiny_config("Mixtral")
     config.output_router_logits = True
-    model = build(lambda: transformers.MixtralForCausalLM(config)).train()
+    model = build(
+        lambda: Of(forward, model=transformers.MixtralForCausalLM(config))
+    ).train()
+    with ScatterOnceParallel(model.model, 2, devices(2)) as engine:
+        refused = pytest.raises(ValueError, match=r"\.reshape\(rows, 7, …\)")
+        with refused:
+            engine.forward_backward(
+                {"input_ids": ids},
+                ids,
+                lambda output, _: output.router_logits[0].mean(),
+                whole_batch=True,
+            )
     with ScatterOnceParallel(model, 2, devices(2)) as engine:
         assert_step(engine, {"input_ids": ids}, ids, criterion, whole_batch=True)

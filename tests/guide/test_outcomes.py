@@ -488,12 +488,11 @@ REFUSED: dict[str, tuple[Case, str]] = {
         ),
         r"shape \(\d+, 1\) and the targets \(\d+,\).*all pairs",
     ),
-    # Its gradient was off by a factor of 12: each row's entries were joined as rows.
     "experts' entries of micro-batches of one row": (
         case_of(
             net(with_router), accum=ROWS, criterion=balanced_at_once, whole_batch=True
         ),
-        "not in the order of the rows.*one entry per row",
+        r"cannot be joined.*\.reshape\(rows",
     ),
     "a number that forward computes from its rows": (
         case_of(

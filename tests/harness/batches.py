@@ -52,9 +52,7 @@ class Tagger(Reader):
 
 
 class Quantizer(nn.Module):
-    """Gives the code of every row, a flat list of tokens of every row, and its
-    codebook.
-    """
+    """Gives the code of every row, the tokens of every row, and its codebook."""
 
     def __init__(self):
         super().__init__()
@@ -63,12 +61,12 @@ class Quantizer(nn.Module):
 
     def forward(self, rows):
         codes = self.encode(rows)
-        tokens = codes.repeat_interleave(3, 0)
+        tokens = codes.repeat_interleave(3, 0).reshape(len(rows), 3, -1)
         return {"codes": codes, "tokens": tokens, "codebook": self.codebook * 1.0}
 
 
 def of_codes(outputs, _):
-    products = outputs["tokens"] @ outputs["codebook"].T
+    products = outputs["tokens"].flatten(0, 1) @ outputs["codebook"].T
     distances = products.logsumexp(1)
     codes = outputs["codes"].square().mean()
     spread = outputs["codebook"].std(0).sum()

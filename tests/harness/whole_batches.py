@@ -44,14 +44,11 @@ def normed():
 
 
 def frozen_views():
-    """Two entries per row, and statistics that the backward pass reads: to look at the
-    order of the entries once wrote these, and the step was refused.
-    """
+    """Two entries per row, and statistics that the backward pass reads."""
 
     def forward(model, inputs):
         rows = model.linear(inputs)
-        entries = torch.stack([model.norm(rows), model.norm(-rows)], 1)
-        return entries.flatten(0, 1)
+        return torch.stack([model.norm(rows), model.norm(-rows)], 1)
 
     norm = nn.BatchNorm1d(FEATURES)
     norm.eval().requires_grad_(False)
@@ -89,7 +86,7 @@ def everything():
             "scale": model.log_scale.exp(),
             "itself": model.log_scale,
             "unused": rows * 3,
-            "doubled": doubled.flatten(0, 1),
+            "doubled": doubled,
             "constant": torch.ones(len(inputs), 2),
         }
 
@@ -102,7 +99,7 @@ def of_everything(outputs, _):
     square, (classes, text, nothing) = outputs["nested"]
     assert (text, nothing) == ("text", None)
     assert classes.dtype == torch.long
-    doubled = outputs["doubled"]
+    doubled = outputs["doubled"].flatten(0, 1)
     assert doubled.shape[0] == 2 * len(classes)
     total = pairs(outputs["rows"] + outputs["again"], None) * outputs["scale"]
     of_classes = square * classes[:, None]
@@ -164,6 +161,10 @@ for entries in (ENTRIES[:4], ENTRIES[4:8], ENTRIES[8:]):
 SEVERAL = Rows.from_batches(ROWS[0][:11].split(4)), Rows.from_batches(PARTS)
 
 
+def pairs_of_views(outputs, targets):
+    return pairs(outputs.flatten(0, 1), targets)
+
+
 def of_pairs(make, **columns):
     return Case(make, ROWS, lambda _: pairs, **columns)
 
@@ -174,7 +175,9 @@ def of_pairs_by_share(make, accum):
 
 WHOLE = {
     "outputs of all kinds": Case(everything, ROWS, lambda _: of_everything),
-    "two entries per row, frozen statistics": of_pairs(frozen_views),
+    "two entries per row, frozen statistics": Case(
+        frozen_views, ROWS, lambda _: pairs_of_views
+    ),
     "a criterion that writes": Case(
         linear, (ROWS[0], torch.arange(19) - 1), lambda _: in_place
     ),

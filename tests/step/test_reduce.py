@@ -113,9 +113,7 @@ INPUTS = randn(11, FEATURES)
 def test_one_ratio_for_all_micro_batches(devices):
     """Rows that have two entries each were joined with rows that have one."""
     ragged = Of(lambda _, rows: rows.repeat(2, 1) if len(rows) > 4 else rows).eval()
-    refused = pytest.raises(
-        ValueError, match="those of 5 and 4 rows, cannot be joined along dim=0"
-    )
+    refused = pytest.raises(ValueError, match=r"for 5 rows and .* joined along dim=0")
     with ScatterOnceParallel(ragged, 1, devices(2)) as engine, refused:
         engine(randn(9, FEATURES))
 
@@ -170,9 +168,7 @@ def test_outputs_without_rows_not_joined(devices):
         return output.unflatten(0, (4, -1)).argmax(-1)
 
     with ScatterOnceParallel(model, 2, devices(2), dim=1) as engine:
-        words = (
-            r"outputs of shapes \(8, 4\).* of 2 .*rows, cannot be joined along dim=1.*"
-        )
+        words = r"outputs of shape \(8, 4\) for 2 rows .*joined along dim=1.*"
         with pytest.raises(ValueError, match=words + "return_outputs=function"):
             engine.forward_backward(rows, targets, loss, return_outputs=True)
         assert all(p.grad is None for p in model.parameters())

@@ -4,7 +4,6 @@ computes it.
 
 from __future__ import annotations
 
-from functools import partial
 from types import FunctionType
 
 import pytest
@@ -161,19 +160,13 @@ def note_flags(net, inputs):
 
 @torch.backends.cudnn.flags(enabled=True, benchmark=True)
 def test_looks_need_no_cudnn_search():
-    """In a step, and in inference."""
     rows = ROWS // 4
     with ScatterOnceParallel(build(net(note_flags)), 2, ["cpu"] * 2) as engine:
-        for use in (partial(step, engine, mean, None), partial(engine.eval(), INPUTS)):
-            calls().sizes = set()
-            use()
-            assert torch.backends.cudnn.benchmark
-            assert {size for size, is_searched in calls().sizes if is_searched} == {
-                rows
-            }
-            assert {size for size, is_searched in calls().sizes if not is_searched} - {
-                rows
-            }
+        calls().sizes = set()
+        step(engine, mean, None)
+        assert torch.backends.cudnn.benchmark
+        assert {size for size, is_searched in calls().sizes if is_searched} == {rows}
+        assert {size for size, is_searched in calls().sizes if not is_searched} - {rows}
 
 
 # --- errors of the look's own code ---

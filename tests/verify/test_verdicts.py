@@ -144,12 +144,6 @@ def test_text_has_problem_remedy_notes():
     assert verdicts.in_lines("A.", "B.", "C.", "D.") == "A.\nB.\n\nC. D."
 
 
-def test_order_refused_with_both_numbers():
-    text = verdicts.refused_order(8, 4).text
-    assert text.startswith("the module's output has 8 entries for 4 rows, not in the")
-    assert "torch.stack([a, b], 1)" in text
-
-
 def test_replica_error_told_beside_loss():
     error = KeyError("auxiliary")
     verdict = verdicts.error_of_replica("the criterion loss", 3, 0.25, error)

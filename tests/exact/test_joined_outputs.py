@@ -1,0 +1,209 @@
+"""One rule joins outputs in all calls: one entry per row, or the same values everywhere.
+
+Anything else is refused before anything changes, and what the error says to return is
+exact.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from faults.state import nothing_changes
+from harness.models import CLASSES, FEATURES, Of, linear
+from harness.oracle import (
+    assert_close,
+    assert_gradients,
+    build,
+    randint,
+    randn,
+    whole_batch,
+)
+from torch import nn
+
+from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
+
+ROWS, LABELS = randn(10, FEATURES), randint(CLASSES, 10)
+
+
+def view_by_view(m, rows):
+    return torch.cat([m.linear(rows), m.linear(-rows)])
+
+
+def row_by_row(m, rows):
+    return torch.stack([m.linear(rows), m.linear(-rows)], 1).flatten(0, 1)
+
+
+def stacked(m, rows):
+    return torch.stack([m.linear(rows), m.linear(-rows)], 1)
+
+
+def reshaped(m, rows):
+    return row_by_row(m, rows).reshape(len(rows), 2, -1)
+
+
+# Two entries per row, beside what the error says to return.
+REMEDIES = [(view_by_view, stacked), (row_by_row, reshaped)]
+
+
+def views_apart(output, labels):
+    """A loss of rows, of outputs in any of the forms."""
+    first, second = output.reshape(len(labels), 2, -1).unbind(1)
+    return nn.functional.cross_entropy(first, labels) + second.square().mean()
+
+
+def rows_apart(output, labels):
+    """A loss that compares rows."""
+    first, second = output.unbind(1)
+    scores = first @ second.T
+    return nn.functional.cross_entropy(scores, torch.arange(len(labels)))
+
+
+def returned(engine):
+    loss, outputs = engine.forward_backward(
+        ROWS, LABELS, views_apart, return_outputs=True
+    )
+    return loss, torch.cat(outputs)
+
+
+def compared(engine):
+    return engine.forward_backward(ROWS, LABELS, rows_apart, whole_batch=True), None
+
+
+def inferred(engine):
+    with torch.no_grad():
+        return None, engine(ROWS)
+
+
+def mapped(engine):
+    return None, engine.map(lambda replica, rows: replica(rows), ROWS)
+
+
+LOSSES = {returned: views_apart, compared: rows_apart}
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("accum", [1, 3])
+@pytest.mark.parametrize("call", [returned, compared, inferred, mapped])
+@pytest.mark.parametrize(("wrong", "right"), REMEDIES)
+def test_two_entries_per_row_refused(devices, wrong, right, call, accum, verify):
+    model = Of(wrong, linear=linear())
+    words = (
+        r"\(\d+, 4\) for \d rows.*\.reshape\(rows, 2, …\).*torch\.stack\(\[a, b\], 1"
+    )
+    with (
+        ScatterOnceParallel(model, accum, devices(2), verify=verify) as engine,
+        nothing_changes(model),
+        pytest.raises(ValueError, match=words),
+    ):
+        call(engine)
+    model = Of(right, linear=linear())
+    with ScatterOnceParallel(model, accum, devices(2), verify=verify) as engine:
+        loss, outputs = call(engine)
+    if outputs is not None:
+        assert_close(outputs, model(ROWS).detach(), "outputs")
+    if loss is not None:
+        expected, its = whole_batch(model, ROWS, LABELS, LOSSES[call])
+        assert_close(loss, expected, "loss")
+        assert_gradients(model, its)
+
+
+@pytest.mark.parametrize(("wrong", "right"), REMEDIES)
+def test_pair_refuses_two_entries_per_row(devices, wrong, right):
+    model = Of(wrong, linear=linear())
+    criterion = DataParallelCriterion(views_apart)
+    outputs = DataParallelModel(model, devices(2))(ROWS)
+    words = r"\(10, 4\) has 10 entries along dim=0.* 5 rows.*\.reshape\(rows, k, …\)"
+    with nothing_changes(model), pytest.raises(ValueError, match=words):
+        criterion(outputs, LABELS)
+    model = Of(right, linear=linear())
+    loss = criterion(DataParallelModel(model, devices(2))(ROWS), LABELS)
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    expected, its = whole_batch(model, ROWS, LABELS, views_apart)
+    assert_close(loss.detach(), expected, "loss")
+    for name, gradient in found.items():
+        assert_close(gradient, its[name], name)
+
+
+@pytest.mark.parametrize("call", [returned, inferred, mapped])
+def test_one_micro_batch_returns_any_size(call):
+    """There is nothing to join."""
+    model = Of(view_by_view, linear=linear())
+    with ScatterOnceParallel(model, 1, ["cpu"]) as engine:
+        _, outputs = call(engine)
+    assert_close(outputs, model(ROWS).detach(), "outputs")
+
+
+def test_loss_of_rows_takes_any_size(devices):
+    """Without a join the criterion gets what the module returns."""
+    model = Of(row_by_row, linear=linear())
+    expected, its = whole_batch(model, ROWS, LABELS, views_apart)
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        loss = engine.forward_backward(ROWS, LABELS, views_apart)
+    assert_close(loss, expected, "loss")
+    assert_gradients(model, its)
+
+
+# --- what has no rows ---
+
+
+class WithTable(nn.Module):
+    """The rows' outputs, and a table."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES)
+        self.table = nn.Parameter(torch.randn(size, CLASSES))
+
+    def forward(self, rows):
+        return self.linear(rows), self.table * 1.0
+
+
+def beside_table(outputs, labels):
+    scores, table = outputs
+    distances = torch.cdist(scores, table)
+    return distances.std() + table.std() + nn.functional.cross_entropy(scores, labels)
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("accum", [1, 2])
+@pytest.mark.parametrize("size", [3, 4, 6, 8, 16])
+def test_table_is_returned_once(devices, size, accum):
+    """Micro-batches have four or two rows; as many entries would be taken for rows."""
+    rows, labels = ROWS[:8], LABELS[:8]
+    model = build(lambda: WithTable(size))
+    expected, its = whole_batch(model, rows, labels, beside_table)
+    with ScatterOnceParallel(model, accum, devices(2)) as engine:
+        if size * accum == 4:
+            words = rf"\({size}, 4\) has no rows, but as many .*each micro-batch"
+            with nothing_changes(model), pytest.raises(ValueError, match=words):
+                engine.forward_backward(rows, labels, beside_table, whole_batch=True)
+            return
+        for _ in range(4):
+            model.zero_grad()
+            loss = engine.forward_backward(rows, labels, beside_table, whole_batch=True)
+            assert_close(loss, expected, "loss")
+            assert_gradients(model, its)
+        _, outputs = engine.forward_backward(
+            rows, labels, lambda o, t: o[0].square().mean(), return_outputs=True
+        )
+        assert [len(table) for _, table in outputs] == [size, size]
+        _, table = engine.eval()(rows)
+    assert torch.equal(table, model.table)
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+def test_value_of_micro_batch_refused(devices, accum):
+    """A histogram or a covariance has no rows, and is another in each micro-batch."""
+    model = Of(lambda m, rows: (m.linear(rows), (rows.T @ rows)[:4]), linear=linear())
+    with ScatterOnceParallel(model, accum, devices(2)) as engine:
+        for call in (returned_mean, inferred):
+            with pytest.raises(ValueError, match=r"cannot be joined along dim=0"):
+                call(engine)
+
+
+def returned_mean(engine):
+    return engine.forward_backward(
+        ROWS, None, lambda o, _: o[0].square().mean(), return_outputs=True
+    )

@@ -240,6 +240,58 @@ def test_tensors_that_collate_keeps_are_not_written(two_places):
     assert_same(run, model, two_places, 2)
 
 
+# --- what people run ---
+
+
+def test_loss_replays_too(two_places):
+    model, inputs, targets = problem(rows=64)
+
+    def run(engine):
+        for _ in range(4):
+            engine.module.zero_grad()
+            loss = engine.loss(inputs, targets, LOSS)
+            (3 * loss).backward()
+        if engine.graphs:
+            assert engine.last_step.graphs == "15 of 16 sub-steps replayed"
+        return [loss.detach(), *(p.grad for p in engine.module.parameters())]
+
+    assert_same(run, model, two_places, 8)
+
+
+def test_ragged_micro_batches_replay(two_places):
+    """Micro-batches of two sizes are two graphs."""
+    model, inputs, targets = problem(rows=37)
+    with graphed(model, 8, two_places) as engine:
+        for _ in range(4):
+            assert_step(engine, inputs, targets, LOSS)
+        assert engine.last_step.graphs == "14 of 16 sub-steps replayed"
+
+
+def mean_of_steps(model, x):
+    return model.body(x).mean(1)
+
+
+def test_many_shapes_replay(two_places, monkeypatch):
+    """As of texts that are padded to another length in each step."""
+    _, _, targets = problem(rows=64)
+    model = of_body(mean_of_steps)
+    lengths = [*range(2, 14), *range(2, 14)]
+    with graphed(model, 8, two_places) as engine:
+        for number, length in enumerate(lengths):
+            inputs = randn(64, length, FEATURES).to(home())
+            assert_step(engine, inputs, targets, LOSS)
+            count = 7 if number < 12 else 15
+            assert engine.last_step.graphs == f"{count} of 16 sub-steps replayed"
+        monkeypatch.setattr(cuda_graphs, "_SHAPES", 2)
+        for graphs in engine._one_pass._by_replica:
+            graphs.forget()
+        for length in (2, 3, 2, 3, 4, 3, 4, 2):  # 4 drops 2, and 2 drops 3
+            inputs = randn(64, length, FEATURES).to(home())
+            assert_step(engine, inputs, targets, LOSS)
+        assert engine.last_step.graphs == "7 of 16 sub-steps replayed"
+        assert {len(g.by_shape) for g in engine._one_pass._by_replica} == {2}
+
+
 # --- what has changed is captured anew ---
 
 

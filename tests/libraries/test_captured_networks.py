@@ -1,0 +1,128 @@
+"""Networks of libraries: captured, and never found to have changed."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from scatterpar import ScatterOnceParallel
+
+pytestmark = [pytest.mark.cuda, pytest.mark.nullcuda, pytest.mark.draws]
+STEPS, ACCUM = 20, 6
+CLASSES = 5
+
+
+def of_vision(make):
+    try:
+        from torchvision import models
+    except (ImportError, RuntimeError) as error:  # of another build of torch
+        pytest.skip(f"torchvision: {error}")
+    images = torch.randn(12, 3, 32, 32)
+    return make(models), images, torch.arange(12) % CLASSES, nn.CrossEntropyLoss()
+
+
+def convnext(models):
+    block = models.convnext.CNBlockConfig
+    blocks = [block(8, 16, 1), block(16, None, 1)]
+    return models.ConvNeXt(blocks, 0.2, num_classes=CLASSES)
+
+
+def of_language(config, model, **options):
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, config)(vocab_size=64, **options)
+    network = getattr(transformers, model)(config)
+    words = torch.randint(2, 64, (12, 8))
+    return network, {"input_ids": words, "labels": words}, None, None
+
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+NETWORKS = {
+    "ResNet-18": lambda: of_vision(lambda m: m.resnet18(num_classes=CLASSES)),
+    "MobileNetV3": lambda: of_vision(
+        lambda m: m.mobilenet_v3_small(num_classes=CLASSES)
+    ),
+    "ViT": lambda: of_vision(
+        lambda m: m.VisionTransformer(
+            32, 8, 2, 2, 16, 32, dropout=0.1, num_classes=CLASSES
+        )
+    ),
+    "ConvNeXt": lambda: of_vision(convnext),
+    "DenseNet": lambda: of_vision(
+        lambda m: m.DenseNet(4, (1, 2), 8, drop_rate=0.1, num_classes=CLASSES)
+    ),
+    "GPT-2": lambda: of_language(
+        "GPT2Config", "GPT2LMHeadModel", n_layer=2, n_embd=16, n_head=2
+    ),
+    "BERT": lambda: of_language(
+        "BertConfig", "BertForMaskedLM", intermediate_size=16, **SMALL
+    ),
+    "Llama": lambda: of_language(
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        intermediate_size=16,
+        attention_dropout=0.1,
+        **SMALL,
+    ),
+    "T5": lambda: of_language(
+        "T5Config",
+        "T5ForConditionalGeneration",
+        decoder_start_token_id=0,
+        pad_token_id=0,
+        d_model=16,
+        num_layers=2,
+        d_ff=16,
+        num_heads=2,
+        d_kv=8,
+    ),
+}
+
+
+def device():
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else f"{accelerator.type}:0"
+
+
+def trained(name, graphs, autocast, steps):
+    """Losses and parameters after some steps, and what was said of graphs in each."""
+    torch.manual_seed(1)
+    network, inputs, targets, criterion = NETWORKS[name]()
+    network.to(device()).train()
+    optimizer = torch.optim.SGD(network.parameters(), 0.01)
+    losses, reports = [], []
+    kind = torch.device(device()).type
+    options = {"verify": False, "graphs": graphs}
+    with ScatterOnceParallel(network, ACCUM, [device()], **options) as engine:
+        for step in range(steps):
+            optimizer.zero_grad()
+            # Other rows in each step.
+            rows = copy.deepcopy(inputs)
+            if isinstance(rows, dict):
+                rows = {key: value.roll(step, 1) for key, value in rows.items()}
+            with torch.autocast(kind, torch.bfloat16, enabled=autocast):
+                losses.append(engine.forward_backward(rows, targets, criterion))
+            optimizer.step()
+            reports.append(engine.last_step.graphs)
+    return losses, [*network.parameters(), *network.buffers()], reports
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_network_is_captured_and_stays(name, autocast):
+    """With dropout: the bits are those without graphs, except on real GPUs' draws."""
+    try:
+        expected, expected_state, _ = trained(name, False, autocast, STEPS)
+    except RuntimeError as error:  # an operator that a simulated device has not
+        pytest.skip(f"without graphs: {error}")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="graphs=True")
+        losses, state, reports = trained(name, True, autocast, STEPS)
+    assert reports[1:] == [f"{ACCUM - 1} of {ACCUM} sub-steps replayed"] * (STEPS - 1)
+    if device().startswith("cuda"):
+        return  # the null GPUs draw other numbers in a graph
+    assert all(map(torch.equal, losses, expected))
+    assert all(map(torch.equal, state, expected_state))

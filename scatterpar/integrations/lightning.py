@@ -42,7 +42,6 @@ from scatterpar.batch import nested
 from scatterpar.batch.joining import join_rows
 from scatterpar.batch.markers import Rows
 from scatterpar.devices.device_ids import DeviceLike, physical, resolve
-from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.transfers import to_device
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import Told, warn
@@ -323,25 +322,25 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     def _joined(self, calls: Sequence[_Call]) -> Any:
         """What calls returned beside their losses, with their rows joined."""
-        outputs = [loop.moved(call.output, self.root_device) for call in calls]
+        outputs = []
+        for call in calls:
+            output = loop.moved(call.output, self.root_device)
+            outputs.append(nested.map_atoms(_marked, output))
         # Averages of outputs are weighted like the loss.
         weights = [float(call.weight) for call in calls]
         rows = [call.num_rows for call in calls]
 
         def joined(entries: list[Any]) -> Any:
-            first = entries[0]
-            is_number = isinstance(first, Tensor) and not first.ndim
-            if is_number and not first.is_floating_point():
-                # Their mean would be no integer.
-                are_equal = all(same_bits(first, entry) for entry in entries)
-                return first if are_equal else entries
             try:
                 return join_rows(entries, 0, weights, rows, lists="if clear")
             except ValueError:  # such as tensors without rows
                 return entries
 
         return {
-            name: joined([output[name] for output in outputs]) for name in outputs[0]
+            name: nested.map_atoms(
+                _unmarked, joined([output[name] for output in outputs])
+            )
+            for name in outputs[0]
         }
 
     # Calls of step functions on replicas.
@@ -501,6 +500,32 @@ class _Call:
         # A step may log a name more than once: each time is a value of its own.
         times = sum(name == other for other, _ in self.logged)
         self.logged[name, times] = value, options
+
+
+class _UnjoinedNumber:
+    """A number that is not averaged, such as of right rows.
+
+    Joined, it is an entry of a list: calls that return equal numbers by chance must not
+    look like one call.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _marked(atom: Any) -> Any:
+    """An atom of a call's output, and marked if it is a number.
+
+    A tensor of floats is averaged, and not marked.
+    """
+    is_tensor = isinstance(atom, Tensor)
+    if is_tensor and not atom.ndim and not atom.is_floating_point():
+        return _UnjoinedNumber(atom)
+    return _UnjoinedNumber(atom) if isinstance(atom, Number) else atom
+
+
+def _unmarked(atom: Any) -> Any:
+    return atom.value if isinstance(atom, _UnjoinedNumber) else atom
 
 
 class _Logged(NamedTuple):

@@ -305,7 +305,43 @@ def test_run_equals_one_device(name, devices, recwarn):
     for mine, other in zip(ours.ended, stock.ended, strict=True):
         assert mine.keys() == other.keys()
         for name, value in mine.items():
-            torch.testing.assert_close(value, other[name], msg=name)
+            expected = other[name]
+            if name == "batch_idx":  # one number per micro-batch
+                expected = expected.expand_as(value)
+            torch.testing.assert_close(value, expected, msg=name)
+
+
+class ReturnsNumbers(Plain):
+    """Numbers that are equal for some batches by chance."""
+
+    def __init__(self):
+        super().__init__()
+        self.ended = []
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        right = len(batch[0]) + (batch_idx and batch[1].sum())
+        numbers = {"right": torch.as_tensor(right), "number": int(right)}
+        return {"loss": loss, **numbers, "inside": dict(numbers), "text": "x"}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.ended.append(outputs)
+
+
+def test_returned_numbers_are_a_list():
+    """Also if they are equal by chance, as in the first batch."""
+    module = made(ReturnsNumbers).double()
+    strategy = ScatterOnceStrategy(["cpu:0", "cpu:1"], 2)
+    trainer(strategy, max_epochs=1).fit(module, loader(12, 24))
+    for number, outputs in enumerate(module.ended):
+        for numbers in (outputs, outputs["inside"]):
+            assert len(numbers["right"]) == len(numbers["number"]) == 4
+            assert [int(right) for right in numbers["right"]] == numbers["number"]
+        assert outputs["text"] == "x"
+        assert (outputs["number"] == [3] * 4) == (number == 0)
+    alone = made(ReturnsNumbers).double()
+    trainer(ScatterOnceStrategy(["cpu"]), max_epochs=1).fit(alone, loader(12, 24))
+    assert alone.ended[0]["number"] == 12
 
 
 def test_trainer_devices_become_replicas():

@@ -99,6 +99,9 @@ class ShardedOptimizer(Optimizer):
         {device(type='cpu', index=0): 20, device(type='cpu', index=1): 68}
     """
 
+    # Asked by ``replicas/fused_writes.py``: no version has to tell of its writes.
+    sends_new_values = True
+
     def __init__(
         self,
         engine: ScatterOnceParallel,

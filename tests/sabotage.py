@@ -453,6 +453,15 @@ SABOTAGES = [
         seen_by="test_engine_and_pair_answer",
     ),
     Sabotage(
+        name="what a fused optimizer has written stays at the master",
+        promise="never stale",
+        file="replicas/fused_writes.py",
+        place="_count_writes",
+        text="increment_version(written)",
+        replacement="pass",
+        seen_by="test_rows_of_a_large_embedding_arrive",
+    ),
+    Sabotage(
         name="an owner's new values of a sharded optimizer reach no other device",
         promise="exact",
         file="sharded.py",

@@ -38,6 +38,7 @@ KINDS = {
     "SGD": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
     "AdamW": (optim.AdamW, {"lr": 0.1, "amsgrad": True}),
     "AdamW, foreach": (optim.AdamW, {"lr": 0.1, "foreach": True}),
+    "AdamW, fused": (optim.AdamW, {"lr": 0.1, "fused": True}),
     "Adagrad": (optim.Adagrad, {"lr": 0.1}),
     "Adafactor": (optim.Adafactor, {"lr": 0.1}),
     "Muon": (optim.Muon, {"lr": 0.1}),

@@ -25,6 +25,7 @@ from scatterpar.devices.fingerprints import Fingerprints
 from scatterpar.devices.memory import empty
 from scatterpar.devices.transfers import Transfers, to_numbers
 from scatterpar.look_steps import is_look_step
+from scatterpar.replicas.fused_writes import CopiedParameters
 from scatterpar.replicas.large_tensors import Freshness, Reading, is_large, sample
 from scatterpar.replicas.module_contents import ModuleContents
 from scatterpar.replicas.refused_modules import refuse_uncopied
@@ -73,7 +74,8 @@ class Broadcast:
         the same, of a large tensor           fingerprints of a sample, see
                                               ``large_tensors``
 
-    An optimizer step changes the version. Writes through ``.data``, a NumPy view or
+    An optimizer step changes the version, for fused ones with a hook
+    (``fused_writes``). Writes through ``.data``, a NumPy view or
     another storage do not. So the fingerprints of the other parameters are compared
     with those of the copies on another device. So are the fingerprints of buffers,
     whose versions every commit changes.
@@ -100,6 +102,9 @@ class Broadcast:
             for number, key in enumerate(contents.tensors)
             if key in contents.weights
         ]
+        if len(self.memories) > 1:
+            parameters = [self._tensors[number] for number in self.parameters]
+            self._copied = CopiedParameters(parameters)
         self._layout = _layout(contents)
         # Aliases, to see later whether a tensor's storage, shape or strides were
         # exchanged.

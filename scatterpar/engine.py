@@ -615,6 +615,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             extent=extent,
             replica_offset=self._ranks.rank * _MAX_REPLICAS if self._ranks else None,
         )
+        self._replicas.ignores_data = self.loop.lends
         # Replicas that take turns leave cores idle, which the one in turn may use.
         if self.loop.takes_turns:
             attempt.threads.widen(self.loop.turn)

@@ -1,17 +1,22 @@
-"""Lend the owner of a step function the parts of a replica, for one call.
+"""Lend the owner of a step function, and its modules, the tensors of a replica, for one
+call.
 
-A step function of the user's runs on the user's own object, such as a Trainer, one
-call at a time::
+A step function of the user's runs on the user's own object, such as a Trainer, and
+calls the user's own modules, one call at a time::
 
-    with lending.lent(parts, device):       # in a turn of the engine
+    with lending.lent(loan, device):        # in a turn of the engine
         loss = step(owner, micro_batch)     # writes stay where the user wrote them
     lending.end_step()
 
-In the body, whatever the owner leads to refers to the replica's modules, parameters and
-buffers in the place of the user's. Its other tensors on accelerators are lent as copies
-on the replica's device, which are written back if the call has written them. Afterwards
-all references are as before. What the call has left on another device is moved to the
-user's own.
+In the body the registries of the user's modules hold the replica's parameters and
+buffers, and so does all else to which the owner and the modules lead. Their other
+tensors on accelerators are lent as copies on the replica's device, which are written
+back if the call has written them. Afterwards all references are as before. What the
+call has left on another device is moved to the user's own.
+
+Modules, containers and hooks stay the user's: a call finds and writes what it finds and
+writes with gradient accumulation on one device. What calls write to buffers, and to
+``requires_grad``, is handed on from call to call (``replicas/handed_on.py``).
 
 A call of a library's function needs no turn, and gets a copy of the owner
 (``copy_on_replica``).
@@ -23,7 +28,6 @@ import contextlib
 import contextvars
 import copy
 import functools
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -33,12 +37,16 @@ from torch import Tensor, nn
 
 from scatterpar.batch import nested
 from scatterpar.devices.transfers import to_device, write
+from scatterpar.integrations.kept_places import KeptPlaces
+from scatterpar.replicas.batch_statistics import recorded_in
 from scatterpar.replicas.broadcast import version
 from scatterpar.replicas.references import MAX_ENTRIES, parts_of
-from scatterpar.replicas.snapshot import is_same
-from scatterpar.state.walk import UNSET, Place, PlaceKind, Walk
+from scatterpar.replicas.refused_modules import parameters_of
+from scatterpar.replicas.replicas import Replica, ReplicaSet
+from scatterpar.state.walk import Place, PlaceKind, Walk
 from scatterpar.state.whose import attributes_of
 from scatterpar.torch_private import is_compiled_module, unwrapped
+from scatterpar.verify.dropped_records import is_look
 
 
 class Parts:
@@ -46,11 +54,10 @@ class Parts:
 
     Args:
         pairs: a module of the user's and the replica's, for each module that a step
-            function may call. A look pairs modules with themselves.
-        tensors: pairs of parameters, whose modules stay the user's.
+            function may call.
+        tensors: pairs of tensors, whose modules stay the user's.
 
     Attributes:
-        modules: the pairs that differ, also of the modules inside of these.
         tensors: pairs of all parameters and buffers.
     """
 
@@ -59,10 +66,9 @@ class Parts:
         pairs: Iterable[tuple[nn.Module, nn.Module]],
         tensors: Iterable[tuple[Tensor, Tensor]] = (),
     ) -> None:
-        self.modules: list[tuple[nn.Module, nn.Module]] = []
         self.tensors: list[tuple[Tensor, Tensor]] = [*tensors]
-        # Other values, such as a module of torch.compile and what a hook binds.
-        self._values: list[tuple[Any, Any]] = []
+        # Modules, and those of torch.compile around them.
+        self._modules: list[tuple[nn.Module, nn.Module]] = []
         self._seen: set[int] = set()
         for module, replica in pairs:
             self._add(module, replica)
@@ -72,36 +78,23 @@ class Parts:
             return
         # Tied modules are met more than once, and a pair has one replica.
         self._seen.add(id(module))
-        self._values.append((module, replica))
+        self._modules.append((module, replica))
         if is_compiled_module(module):  # a replica of the original runs compiled
             self._add(unwrapped(module)[0], replica)
             return
-        self.modules.append((module, replica))
         for child, copied in _pairs_in("_modules", module, replica):
             self._add(child, copied)
-        for registry in ("_forward_hooks", "_forward_pre_hooks"):
-            for hook, copied in _pairs_in(registry, module, replica):
-                self._add_bound(hook, copied)
         for registry in ("_parameters", "_buffers"):
             self.tensors += _pairs_in(registry, module, replica)
 
-    def _add_bound(self, hook: Any, copied: Any) -> None:
-        """Add what a hook binds, such as a dict: a replica's hook binds a copy."""
-        if type(hook) is functools.partial and type(copied) is functools.partial:
-            values = parts_of(hook).bound.values()
-            copies = parts_of(copied).bound.values()
-            for pair in zip(values, copies, strict=True):
-                if pair[0] is not pair[1]:
-                    self._values.append(pair)
-
     def of_replica(self) -> dict[int, Any]:
         """The replica's parts, by the ``id`` of the user's."""
-        pairs = [*self._values, *self.tensors]
+        pairs = [*self._modules, *self.tensors]
         return {id(original): part for original, part in pairs}
 
     def of_user(self) -> dict[int, Any]:
         """The user's parts, by the ``id`` of the replica's."""
-        pairs = [*self._values, *self.tensors]
+        pairs = [*self._modules, *self.tensors]
         return {id(part): original for original, part in pairs}
 
 
@@ -116,6 +109,44 @@ def _pairs_in(
             yield value, copied
 
 
+class Loan:
+    """The tensors of a replica in a turn of the engine, beside the user's.
+
+    Attributes:
+        replica_set: that of the replica.
+        replica: whose turn it is.
+    """
+
+    def __init__(self, replica_set: ReplicaSet, replica: Replica) -> None:
+        self.replica_set = replica_set
+        self.replica = replica
+        tensors = replica_set.tensors
+        lent = replica_set.handed_on.lent
+        self._pairs = [(tensors[number], replica.tensors[number]) for number in lent]
+        # Parameters that hold other tensors, or consist of them.
+        for holder, _ in replica_set.contents.holders.values():
+            self._pairs.append((holder, replica.copy_of(holder)))
+
+    def of_replica(self) -> dict[int, Any]:
+        """The replica's tensors, by the ``id`` of the user's."""
+        return {id(original): copied for original, copied in self._pairs}
+
+    def of_user(self) -> dict[int, Any]:
+        """The user's tensors, by the ``id`` of the replica's."""
+        return {id(copied): original for original, copied in self._pairs}
+
+
+def loan_of(engine: Any, root: Any) -> Loan | Parts:
+    """The loan of the engine's replica whose modules are ``root``; nothing for the
+    user's own, which looks call.
+    """
+    replica_set = engine._replicas.of_model
+    for replica in replica_set.replicas:
+        if replica.root is root:
+            return Loan(replica_set, replica)
+    return Parts(())
+
+
 class Lending:
     """Lends what ``roots`` lead to, call by call.
 
@@ -124,6 +155,7 @@ class Lending:
             called once per step.
         excluded: names of attributes of roots that stay as they are.
         home: the device of the user's modules.
+        optimizers: returns those whose state answers for a replica's parameters.
     """
 
     def __init__(
@@ -131,63 +163,170 @@ class Lending:
         roots: Callable[[], Iterable[Any]],
         excluded: Collection[str],
         home: torch.device,
+        optimizers: Callable[[], Iterable[Any]] = tuple,
     ) -> None:
         self.roots = roots
-        self._roots: list[Any] = []  # of this step
         self._excluded = excluded
         self._home = home
-        # The last call's walk. The next call of the step needs no other.
-        self._walk: Walk | None = None
-        # Plain attributes of the user's modules that calls of this step have rebound.
-        self._rebound: defaultdict[nn.Module, dict[str, Any]] = defaultdict(dict)
+        self._optimizers = optimizers
+        self._owners: KeptPlaces | None = None  # of this step
+        # Searched once: modules change seldom, and are many.
+        self._modules = KeptPlaces(())
+        # The replicas of the present step, if calls take turns.
+        self._replica_set: ReplicaSet | None = None
+        # The containers of modules that calls of this step have written, in order, and
+        # how many of them each replica has followed.
+        self._changed: list[int] = []
+        self._followed: dict[Replica, int] = {}
+        # On parameters that calls of this step have created.
+        self._hooks: list[Any] = []
         # Context variables that calls of this step have set. Each replica's thread has
         # a context of its own, a copy of the caller's.
         self._variables: dict[ContextVar[Any], Any] = {}
 
     @contextlib.contextmanager
-    def lent(self, parts: Parts, device: torch.device) -> Iterator[None]:
-        """In the body, roots refer to the replica's ``parts``, and to ``device``."""
-        # First: what earlier calls have rebound is none of this call's.
-        for module, replica in parts.modules:
-            vars(replica).update(self._rebound.get(module, {}))
-        attributes = [dict(vars(replica)) for _, replica in parts.modules]
-        exchange = _Exchange(parts.of_replica(), device)
-        if self._walk is None:
-            self._roots = list(self.roots())
-            self._walk = self._searched()
-        exchange.apply(self._walk)
-        self._set_variables()
-        # A copy of a context is cheap, and says which variables a call has set.
-        variables = contextvars.copy_context()
+    def lent(self, loan: Loan | Parts, device: torch.device) -> Iterator[None]:
+        """In the body, roots and modules refer to the tensors of ``loan``, and to
+        ``device``.
+        """
+        exchange = _Exchange(loan.of_replica(), device)
+        places = self._present_places(loan)
+        with contextlib.ExitStack() as stack:
+            if isinstance(loan, Loan):
+                stack.enter_context(self._in_turn(loan))
+            exchange.apply(places)
+            self._set_variables()
+            # A copy of a context is cheap, and says which variables a call has set.
+            variables = contextvars.copy_context()
+            try:
+                yield
+            finally:
+                self._note_variables(variables)
+                # First, so that what the call has left is found by its difference.
+                exchange.undo(loan.of_user())
+                created = self._take_home(loan, places)
+                if isinstance(loan, Loan) and not is_look():
+                    self._refuse_gradients(loan, created)
+
+    def _present_places(self, loan: Loan | Parts) -> list[KeptPlaces]:
+        """The places that lead to tensors, as they are now."""
+        if self._owners is None:
+            optimizers = [*self._optimizers()]
+            groups = [getattr(each, "param_groups", ()) for each in optimizers]
+            keyed = [getattr(each, "state", None) for each in optimizers]
+            self._owners = KeptPlaces(
+                [*self.roots(), *groups], self._excluded, keyed=keyed
+            )
+        if not isinstance(loan, Loan):
+            self._owners.update()
+            return [self._owners]
+        modules = loan.replica_set.modules
+        # Before the search: this is no change of a call.
+        loan.replica_set.calls_in_backward.begin()
+        self._replica_set = loan.replica_set
+        if self._modules.roots is not modules:
+            self._modules = KeptPlaces(modules)
+        self._owners.update()
+        self._modules.update()
+        return [self._owners, self._modules]
+
+    @contextlib.contextmanager
+    def _in_turn(self, loan: Loan) -> Iterator[None]:
+        """In the body it is the turn of a replica, which gets what the last one has
+        left.
+        """
+        replica = loan.replica
+        handed_on = loan.replica_set.handed_on
+        if not is_look():
+            handed_on.begin(replica.tensors, replica.device)
+        calls = loan.replica_set.calls_in_backward
+        calls.present = replica
         try:
-            yield
+            with recorded_in(loan.replica_set.modules, replica.records):
+                yield
         finally:
-            self._note_variables(variables)
-            # Before the search, so that it meets the user's own parts.
-            exchange.undo()
-            # A call may have stored parts of the replica, or tensors of its device.
-            self._walk = self._searched()
-            home = _Exchange(parts.of_user(), self._home, trained=True)
-            home.apply(self._walk)
-            self._note_rebound(parts, attributes)
+            calls.present = None
+
+    def _take_home(
+        self, loan: Loan | Parts, places: Sequence[KeptPlaces]
+    ) -> list[nn.Parameter]:
+        """Let what a call has left refer to the user's tensors, on their device.
+
+        Returns the parameters that the call has created.
+        """
+        if isinstance(loan, Loan):
+            self._note_tensors(loan)
+        created: list[nn.Parameter] = []
+        changed = [kept.update() for kept in places]  # each of them
+        if any(changed):
+            home = _Exchange(loan.of_user(), self._home, trained=True)
+            home.apply(places)
+            for kept in places:
+                kept.update()
+                created += kept.created
+                kept.created.clear()
+        if isinstance(loan, Loan):
+            self._follow(loan)
+        # A call may have tied weights.
+        known = loan.of_replica().keys() | loan.of_user().keys()
+        return [parameter for parameter in created if id(parameter) not in known]
+
+    def _note_tensors(self, loan: Loan) -> None:
+        """Note what the call has written to buffers and ``requires_grad``."""
+        replica = loan.replica
+        handed_on = loan.replica_set.handed_on
+        # First: replicas would be made again for new tensors in their places.
+        rebound = handed_on.put_back(replica.tensors)
+        if is_look():
+            return
+        begun = handed_on.end(replica.tensors, replica.device, rebound)
+        loan.replica_set.add_trained(begun)
+
+    def _refuse_gradients(self, loan: Loan, created: Sequence[nn.Parameter]) -> None:
+        """Refuse gradients of parameters that calls create, in several memories.
+
+        In one memory they get their gradients from all calls, as in plain torch.
+        """
+        if not created or len(loan.replica_set.broadcast.memories) == 1:
+            return
+        names = {id(p): repr(name) for name, p in parameters_of(loan.replica_set.root)}
+        for parameter in created:
+            name = names.get(id(parameter), f"of shape {tuple(parameter.shape)}")
+            refuse = functools.partial(_refuse_gradient, name)
+            self._hooks.append(parameter.register_hook(refuse))
 
     def end_step(self) -> None:
-        """Set what calls have set elsewhere: plain attributes of modules on the user's,
-        context variables in the caller's thread.
-        """
-        for module, values in self._rebound.items():
-            vars(module).update(values)
+        """Set the context variables of calls in the caller's thread."""
         self._set_variables()
         self.forget()
-        # They hold modules and callbacks, which the user may drop before the next step.
-        self._roots = []
 
     def forget(self) -> None:
         """Drop what calls of a look have set."""
-        self._rebound.clear()
         self._variables.clear()
-        # The look's journal has restored what the walk's places refer to.
-        self._walk = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if self._replica_set is not None:
+            self._replica_set.calls_in_backward.end()
+            self._replica_set = None
+        self._modules.changed.clear()
+        self._followed.clear()
+        # They hold modules and callbacks, which the user may drop before the next step.
+        # The look's journal has restored what they refer to.
+        self._owners = None
+
+    def _follow(self, loan: Loan) -> None:
+        """Let the replica's modules have what calls have written in the user's.
+
+        Its backward pass may call them.
+        """
+        replica = loan.replica
+        changed = self._modules.changed
+        start = self._followed.get(replica, 0)
+        self._followed[replica] = len(changed)
+        numbers = loan.replica_set.numbers_of(changed[start:])
+        for number in numbers:
+            replica.refill(number)
 
     def _set_variables(self) -> None:
         """Set the context variables of earlier calls in this thread."""
@@ -199,27 +338,9 @@ class Lending:
             if variable not in before or before[variable] is not value:
                 self._variables[variable] = value
 
-    def _searched(self) -> Walk:
-        return Walk(self._roots, excluded=self._excluded, enters_modules=False)
-
-    def _note_rebound(
-        self, parts: Parts, attributes: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Note the plain attributes that the call has rebound.
-
-        Only plain ones: replicas are made again if another one changes.
-        """
-        for (module, replica), before in zip(parts.modules, attributes, strict=True):
-            after = vars(replica)
-            if is_same(after, before):
-                continue
-            for name, value in after.items():
-                if type(value) in nested.PLAIN and value is not before.get(name, UNSET):
-                    self._rebound[module][name] = value
-
 
 class _Exchange:
-    """Values in the place of others, at all places of a walk.
+    """Values in the place of others, at all places that lead to them.
 
     Args:
         values: what stands for an original, by its ``id``.
@@ -230,27 +351,35 @@ class _Exchange:
     def __init__(
         self, values: Mapping[int, Any], device: torch.device, *, trained: bool = False
     ) -> None:
+        self._lent = values
         self._values = dict(values)
         self._device = device
         self._trained = trained
         self._written: list[tuple[Place, Any]] = []
+        self._keyed: list[Any] = []
         # Originals with their copies, and the versions of these.
         self._tensors: list[tuple[Tensor, Tensor, int]] = []
 
-    def apply(self, walk: Walk) -> None:
+    def apply(self, all_places: Iterable[KeptPlaces]) -> None:
         """Write the values at all places that can be written."""
-        # From the innermost: a tuple is made again after what it consists of.
-        for place in reversed(walk.places):
-            if place.kind is PlaceKind.PART and self.has(place.value):
-                self._remake(walk.values[place.parent])
-        for place in walk.places:
-            if place.is_writable and self.has(place.value):
-                value = self._values[id(place.value)]
-                place.write(value)
-                self._written.append((place, value))
+        for places in all_places:
+            for place in places.places:
+                value = self._value_for(place.value, places.made_of_others)
+                if value is not place.value:
+                    place.write(value)
+                    self._written.append((place, value))
+            # Last: places are read and written by the keys that containers had.
+            for container in places.keyed:
+                if _rekey(container, self._lent):
+                    self._keyed.append(container)
 
-    def undo(self) -> None:
-        """Write the originals again, except where there is something else now."""
+    def undo(self, originals: Mapping[int, Any]) -> None:
+        """Write the originals again, except where there is something else now.
+
+        ``originals`` are those of the values that are keys, by their ``id``.
+        """
+        for container in self._keyed:
+            _rekey(container, originals)
         for place, value in self._written:
             # The call may have bound the place again, and that value stays.
             if place.read() is value:
@@ -259,19 +388,35 @@ class _Exchange:
             if version(copied) != before:
                 write(tensor, copied.detach())
 
-    def has(self, value: Any) -> bool:
-        """Whether another value stands for ``value``."""
+    def _value_for(self, value: Any, made_of_others: Mapping[int, Any]) -> Any:
+        """What stands for ``value``; ``value`` itself if nothing does."""
         if id(value) in self._values:
-            return True
-        if not isinstance(value, Tensor) or not self._is_elsewhere(value):
-            return False
-        # Kept: each place that refers to the tensor gets the same copy.
-        # An inference tensor has no version, which tells that the call has written it.
-        with torch.inference_mode(False):
-            copied = to_device(value.detach(), self._device)
-        self._values[id(value)] = copied
-        self._tensors.append((value, copied, version(copied)))
-        return True
+            return self._values[id(value)]
+        if isinstance(value, Tensor):
+            if not self._is_elsewhere(value):
+                return value
+            if isinstance(value, nn.Parameter) and self._trained:
+                # As ``module.to`` does: a copy would be no parameter.
+                value.data = to_device(value.detach(), self._device)
+                return value
+            # Kept: each place that refers to the tensor gets the same copy. An
+            # inference tensor has no version, which tells that it was written.
+            with torch.inference_mode(False):
+                copied = to_device(value.detach(), self._device)
+            self._values[id(value)] = copied
+            self._tensors.append((value, copied, version(copied)))
+            return copied
+        if id(value) not in made_of_others:
+            return value
+        # A tuple, method or partial is made again, with other parts.
+        self._values[id(value)] = value  # it may lead to itself
+        parts = parts_of(value)
+        if parts.make is not None:
+            originals = parts.made_of()
+            values = [self._value_for(part, made_of_others) for part in originals]
+            if any(new is not old for new, old in zip(values, originals, strict=True)):
+                self._values[id(value)] = parts.make(*values)
+        return self._values[id(value)]
 
     def _is_elsewhere(self, tensor: Tensor) -> bool:
         """Whether a tensor is on another accelerator, and may be copied."""
@@ -279,13 +424,38 @@ class _Exchange:
             return False
         return tensor.device.type != "cpu" and tensor.device != self._device
 
-    def _remake(self, value: Any) -> None:
-        """Make a tuple, method or partial again, with other parts."""
-        parts = parts_of(value)
-        if parts.make is not None:
-            originals = parts.made_of()
-            values = [self._values.get(id(part), part) for part in originals]
-            self._values[id(value)] = parts.make(*values)
+
+def _refuse_gradient(name: str, _: Tensor) -> None:
+    raise ValueError(
+        f"a call has created the parameter {name}, which is trained, and which "
+        "replicas on other devices do not have; no gradient was added. Create it "
+        "before the training begins, where the optimizer finds it, too: call the step "
+        "function once, or the module once, for one micro-batch"
+    )
+
+
+def _rekey(container: Any, values: Mapping[int, Any]) -> bool:
+    """Put values in the place of keys: of tensors, and of numbers that are their
+    ``id``. Returns whether there were any.
+    """
+
+    def key_for(key: Any) -> Any:
+        if type(key) is int and key in values:
+            return id(values[key])
+        return values.get(id(key), key)
+
+    keys = [key_for(key) for key in container]
+    if all(new is old for new, old in zip(keys, container, strict=True)):
+        return False
+    # The order stays, which a loop over the container sees.
+    if isinstance(container, set):
+        container.clear()
+        container.update(keys)
+    else:
+        entries = dict(zip(keys, container.values(), strict=True))
+        container.clear()
+        dict.update(container, entries)  # a counter's own method would add
+    return True
 
 
 def modules_of(owner: Any, excluded: Collection[str] = ()) -> list[nn.Module]:

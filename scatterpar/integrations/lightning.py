@@ -47,12 +47,13 @@ from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import Told, warn
 from scatterpar.integrations import loop
 from scatterpar.integrations.evaluation import Turns, brought_home
-from scatterpar.integrations.lending import Lending, Parts, roots_of
+from scatterpar.integrations.lending import Lending, Parts, loan_of, roots_of
 from scatterpar.state.journal import Journal
 from scatterpar.state.savers import Silent
 from scatterpar.state.walk import Walk
 from scatterpar.step.request import Accum, Reduction
 from scatterpar.step.substeps import detached
+from scatterpar.step.turns import lasting_a_turn
 from scatterpar.verify.dropped_records import is_look
 
 __all__ = ["ScatterOnceStrategy"]
@@ -183,12 +184,18 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         )
         # In turns calls have the user's own module, so what they write is its own.
         engine.loop.takes_turns = True
+        engine.loop.lends = True
         engine.loop.loss_name = "training_step"
         engine.loop.remedies = _REMEDIES
         engine.loop.around_looks = self._around_look
         engine.loop.journal = self._saved
         self._engine = self._until_teardown.enter_context(engine)
-        self._lending = Lending(self._lent_roots, _OF_LOOP, self.root_device)
+        self._lending = Lending(
+            self._lent_roots,
+            _OF_LOOP,
+            self.root_device,
+            lambda: module.trainer.optimizers,
+        )
 
     def _lent_roots(self) -> list[Any]:
         """The LightningModule, and modules to which it refers by plain containers.
@@ -272,7 +279,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             call.weight = self._count(batch)
         if is_look():
             self._functions.restart_look()
-        with self._in_call(work[0], call) as module:
+        with self._in_call(work, call) as module:
             output = module.training_step(batch, *arguments)
         # Raises Lightning's own error if it is no loss.
         result = ClosureResult.from_training_step_output(output)
@@ -358,17 +365,17 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             yield metrics
 
     @contextlib.contextmanager
-    def _in_call(self, replica: Any, call: _Call) -> Iterator[LightningModule]:
+    def _in_call(self, work: Any, call: _Call) -> Iterator[LightningModule]:
         """In the body the call runs. Yields the module whose step function to call."""
-        device = loop.device_of(replica, self.root_device)
+        device = loop.device_of(work[0], self.root_device)
         copies = {}
         for place, metric in self._empty_metrics.items():
             copies[place] = _emptied(metric).to(device)
         call.places = {id(metric): at for at, metric in _single(copies).items()}
         module = self.lightning_module
         with contextlib.ExitStack() as stack:
-            parts = _lent_parts(module, replica)
-            stack.enter_context(self._lending.lent(parts, device))
+            lent = self._lending.lent(loan_of(self._engine, work), device)
+            stack.enter_context(lasting_a_turn(lent))
             stack.enter_context(_placed(module, copies))
             for part in module.modules():
                 if isinstance(part, LightningModule):
@@ -685,19 +692,12 @@ class _PartsOf(nn.Module):
     def __init__(self, module: LightningModule) -> None:
         super().__init__()
         # The same dictionaries, so that later changes are seen here, too.
-        vars(self).update(_modules=module._modules, _parameters=module._parameters)
-
-
-def _lent_parts(module: LightningModule, replica: LightningModule) -> Parts:
-    """The parts of a LightningModule and its replica, except its own buffers.
-
-    Calls write these, so they stay the user's.
-    """
-    # Not Parts of the pair itself: these would have the buffers, too.
-    children = zip(module.children(), replica.children(), strict=True)
-    parameters_of = partial(nn.Module.parameters, recurse=False)
-    parameters = zip(parameters_of(module), parameters_of(replica), strict=True)
-    return Parts(children, parameters)
+        vars(self).update(
+            _modules=module._modules,
+            _parameters=module._parameters,
+            _buffers=module._buffers,
+            _non_persistent_buffers_set=module._non_persistent_buffers_set,
+        )
 
 
 def _zero(work: nn.Module) -> Tensor:

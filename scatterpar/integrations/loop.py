@@ -220,7 +220,7 @@ def warn_of_batch_norm(module: nn.Module) -> None:
             warn(
                 "the model has batch normalisation, which sees one micro-batch at a "
                 'time; pass buffers="batch" for running statistics of all rows of a '
-                'batch, or "master" for those of replica 0'
+                'batch, or "master" for those of micro-batches'
             )
             return
 

@@ -36,6 +36,7 @@ from scatterpar.integrations.lending import (
     Lending,
     Parts,
     copy_on_replica,
+    loan_of,
     modules_of,
     roots_of,
 )
@@ -161,7 +162,9 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         """
         _refuse(self.args, self.model)
         self._devices = self._resolved_devices()
-        self._lending = Lending(self._roots, _NOT_LENT, physical(self._devices[0]))
+        home = physical(self._devices[0])
+        optimizers = lambda: filter(None, [self.optimizer])  # noqa: E731
+        self._lending = Lending(self._roots, _NOT_LENT, home, optimizers)
         attributes = self.args.__dict__
         # Each trial of a search of hyperparameters calls this method again.
         attributes.update(_with_user_values(attributes))
@@ -458,6 +461,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         functions_of_user = [*filter(is_user_function, self._functions(steps))]
         self._takes_turns = bool(functions_of_user)
         engine.loop.takes_turns = self._takes_turns
+        engine.loop.lends = self._takes_turns
         for function in functions_of_user:
             self._user_functions.tell_turns(function)
 
@@ -499,7 +503,8 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             record.batch = batch
             # A copy, because compute_loss may take labels out of the batch.
             inputs = trainer._prepare_inputs(copy.copy(batch))
-            loss = trainer.compute_loss(trainer.model, inputs, num_items_in_batch=items)
+            model = self._model_of(work) if self._takes_turns else trainer.model
+            loss = trainer.compute_loss(model, inputs, num_items_in_batch=items)
         return {"loss": loss, "beside": record}
 
     @contextlib.contextmanager
@@ -510,7 +515,6 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         In a turn it is this Trainer, otherwise a copy.
         """
         device = loop.device_of(work[0], self.args.device)
-        parts = Parts(zip(self._parts, work.children(), strict=True))
         record = _CallRecord()
         attributes = self._attributes_on_replica(work, device, record)
         with contextlib.ExitStack() as stack:
@@ -519,11 +523,13 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
                 # Else numbers that calls write would differ with the rows of a look.
                 if is_look():
                     self._user_functions.restart_look()
-                lent = self._lending.lent(parts, device)
+                loan = loan_of(self._engine, work)
+                lent = self._lending.lent(loan, device)
                 stack.enter_context(lasting_a_turn(lent))
                 # what ``args.device`` reads, a cached property
                 stack.enter_context(loop.overridden(self.args, _setup_devices=device))
             else:
+                parts = Parts(zip(self._parts, work.children(), strict=True))
                 trainer = copy_on_replica(self, parts, _NOT_LENT)
                 args = object.__new__(type(self.args))  # with this Trainer's numbers
                 vars(args).update(vars(self.args), _setup_devices=device)
@@ -537,6 +543,14 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             # look count tokens, too.
             record.tokens = vars(trainer).get(_TOKENS, 0) - attributes.get(_TOKENS, 0)
 
+    def _model_of(self, work: Any) -> Any:
+        """The model that a call on a replica gets: in turns the user's own, which may
+        be compiled.
+        """
+        assert self._engine is not None
+        module: Any = self._engine.module
+        return module[0] if self._takes_turns else work[0]
+
     def _attributes_on_replica(
         self, work: Any, device: torch.device, record: _CallRecord
     ) -> dict[str, Any]:
@@ -545,7 +559,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         attributes = {
             "accelerator": _Recording(self.accelerator, device, record.logs, gather),
             "log": partial(_record, record.logs, self.log),
-            "model_wrapped": work[0],
+            "model_wrapped": self._model_of(work),
         }
         if self._is_of_trl:
             record.metrics = {mode: defaultdict(list) for mode in self._metrics}

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.batch.nested import PLAIN
+from scatterpar.replicas.calls_in_backward import RoutedCall
 from scatterpar.replicas.quantised import is_composite, is_state, tensors_in
 from scatterpar.replicas.references import (
     DEPTH,
@@ -117,8 +118,9 @@ class ModuleContents:
     def _visit_module(self, module: nn.Module) -> None:
         self.modules[id(module)] = module
         self._replicated.add(id(module))
-        if module._compiled_call_impl is not None:
-            compile_fn = compile_fn_of(module._compiled_call_impl)
+        call = module._compiled_call_impl
+        if call is not None and not isinstance(call, RoutedCall):
+            compile_fn = compile_fn_of(call)
             self.compiled[id(module)] = module, compile_fn
         self._visit_container(vars(module))
 

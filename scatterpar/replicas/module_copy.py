@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from scatterpar.batch.nested import PLAIN
 from scatterpar.errors import warn
 from scatterpar.replicas import references
+from scatterpar.replicas.calls_in_backward import RoutedCall
 from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.module_contents import (
     CONTAINERS,
@@ -105,8 +106,29 @@ class ModuleCopy:
             return self._container(value)
         return self._fill(value, copy.copy(value))  # a state of a quantised weight
 
+    def refill(self, number: int) -> None:
+        """Write copies of what a container refers to now into the container's copy.
+
+        What has no copy is shared.
+        """
+        container = self._contents.containers[number]
+        copied = self.containers[number]
+        if not isinstance(container, dict):
+            copied.clear()
+            refill(copied, map(self.copy_of, list(container)))
+            return
+        entries = {self.copy_of(key): self.copy_of(v) for key, v in container.items()}
+        for key in copied.keys() - entries.keys():
+            del copied[key]
+        for key, value in entries.items():
+            # A copy runs by itself whatever runs the calls of the original.
+            if key != "_compiled_call_impl" and copied.get(key, container) is not value:
+                copied[key] = value
+
     def _module(self, module: nn.Module) -> nn.Module:
         replica: nn.Module = self._fill(module, new_like(module))
+        if isinstance(replica._compiled_call_impl, RoutedCall):  # of another engine
+            del vars(replica)["_compiled_call_impl"]
         if self._compiler is not None and id(module) in self._contents.compiled:
             _, compile_fn = self._contents.compiled[id(module)]
             call = self._compiler.compiled_call(module, replica, compile_fn)

@@ -29,8 +29,10 @@ from scatterpar.replicas.batch_statistics import (
 )
 from scatterpar.replicas.broadcast import Broadcast, CopyComparison
 from scatterpar.replicas.buffers import RUNNING, BufferValue, values_after
+from scatterpar.replicas.calls_in_backward import CallsInBackward
 from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.computed_weights import computing_hooks, set_computed
+from scatterpar.replicas.handed_on import HandedOn
 from scatterpar.replicas.large_tensors import LargeCopy, may_stay
 from scatterpar.replicas.module_contents import (
     ModuleContents,
@@ -53,6 +55,10 @@ from scatterpar.torch_private import CompileFn, version_counters_kept
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _TRAINING = attrgetter("training")
+# The names of torch's containers in a module: parameters, hooks and the like.
+_REGISTRIES = [
+    name for name, value in vars(nn.Module()).items() if isinstance(value, (dict, set))
+]
 
 
 class ReplicaOptions(NamedTuple):
@@ -78,6 +84,8 @@ class Replicas:
         of_model: the replicas of the module.
         replica_sets: ``of_model``, and the replicas of the criterion if it needs any.
         criteria: the criterion of each replica, during a step.
+        ignores_data: whether replicas may lack data that the module keeps, because
+            calls are those of the user's own modules.
     """
 
     def __init__(
@@ -85,6 +93,7 @@ class Replicas:
     ) -> None:
         self._device_ids = tuple(device_ids)
         self.options = options
+        self.ignores_data = False
         self.discard()
 
     def discard(self) -> None:
@@ -112,7 +121,9 @@ class Replicas:
         self.replica_sets = [self.of_model]
         # Tensors that are made in inference mode could not be trained later.
         with torch.inference_mode(False), torch.no_grad():
-            self.of_model.follow(module, self._device_ids)
+            self.of_model.follow(
+                module, self._device_ids, ignores_data=self.ignores_data
+            )
             # A criterion that is a part of the model has its replicas there.
             if root is not None and not self.of_model.contains_all_of(root):
                 self._of_criterion.follow(root, self._device_ids[:number])
@@ -236,6 +247,8 @@ class ReplicaSet:
         synchronised: the user's ``nn.SyncBatchNorm`` layers.
         computed: the user's modules with weights that hooks compute, and the hooks.
         leaves: the user's tensors among them that were not computed from parameters.
+        handed_on: what calls in turn hand on to each other.
+        calls_in_backward: of the user's modules, while replicas take turns.
         guard: refuses forward passes that write parameters.
     """
 
@@ -254,11 +267,28 @@ class ReplicaSet:
         # How often values were sent since the replicas were made, or a mode changed.
         self._sends = 0
         self._state: Snapshot | None = None
+        self.handed_on = HandedOn((), (), set())
+        self.calls_in_backward = CallsInBackward((), ())
+        # Data that calls in turn have written: replicas do not have it.
+        self._lacks_data = False
 
-    def follow(self, root: Any, device_ids: tuple[torch.device, ...]) -> None:
-        """Make the replicas match ``root``, except in values of tensors."""
+    def follow(
+        self,
+        root: Any,
+        device_ids: tuple[torch.device, ...],
+        *,
+        ignores_data: bool = False,
+    ) -> None:
+        """Make the replicas match ``root``, except in values of tensors.
+
+        With ``ignores_data`` also except in data that the modules keep as attributes,
+        such as a list of losses: for calls of the user's own modules.
+        """
+        self.calls_in_backward.end()  # of a try that has failed
         # By identity: an equal module has other parameters.
         is_new = root is not self.root or device_ids != self.device_ids
+        is_new |= self._lacks_data and not ignores_data
+        self._ignores_data = ignores_data
         self.root = root
         self.device_ids = device_ids
         if is_new or not self._update_in_place():
@@ -282,6 +312,9 @@ class ReplicaSet:
         # Before the replicas refresh their buffers from these copies.
         self.broadcast.update(transfers, comparison)
         self._sends += 1
+        handing_on = Transfers()
+        transfers.follow(handing_on)  # calls in turn copy in threads of their own
+        self.handed_on.begin_step(self.flags, handing_on)
         reads_all = is_look_step(self._sends)
         for replica in self.replicas:
             for large in replica.large:
@@ -332,11 +365,12 @@ class ReplicaSet:
             return False
         if not self._state.unchanged():
             changes = self._state.value_changes()
-            if changes is None:
+            if changes is not None:
+                self._state.apply_changes(changes)
+                for replica in self.replicas:
+                    replica.apply_changes(changes)
+            elif not (self._ignores_data and self._follow_data()):
                 return False
-            self._state.apply_changes(changes)
-            for replica in self.replicas:
-                replica.apply_changes(changes)
             # Switches such as ``training`` change what a forward pass writes; a rate
             # does not.
             flags = self._state.flags()
@@ -347,6 +381,24 @@ class ReplicaSet:
             self._count_change()
         if list(map(_REQUIRES_GRAD, self.tensors)) != self._required:
             self._set_requires_grad()
+        return True
+
+    def _follow_data(self) -> bool:
+        """Let the replicas share data that was written in the modules.
+
+        Returns ``False`` if anything else was written.
+        """
+        assert self._state is not None
+        numbers = self._state.new_data(self._registries)
+        if numbers is None:
+            return False
+        for replica in self.replicas:
+            replica.state.restore()  # of what calls in turn have written
+            for number in numbers:
+                replica.refill(number)
+            replica.state.accept()
+        self._state.accept()
+        self._lacks_data = True
         return True
 
     def _set_requires_grad(self) -> None:
@@ -364,6 +416,20 @@ class ReplicaSet:
         self._count_change()
         for replica in self.replicas:
             replica.set_requires_grad(self.trained)
+
+    def add_trained(self, numbers: Iterable[int]) -> None:
+        """From now on in this step, these tensors are trained, too."""
+        for number in numbers:
+            tensor = self.tensors[number]
+            self.trained[number] = sum_dtype(tensor, self.options.accumulate_dtype)
+            self.leaves[number] = tensor
+
+    def numbers_of(self, containers: Iterable[Any]) -> list[int]:
+        """The numbers of those of the user's containers that replicas have copies of,
+        each once.
+        """
+        numbers = {self._container_numbers.get(id(each)): None for each in containers}
+        return [number for number in numbers if number is not None]
 
     def _count_change(self) -> None:
         self.changes += 1
@@ -392,6 +458,20 @@ class ReplicaSet:
             self.compiler = Compiler()
         self.replicas = [Replica(self, device) for device in self.device_ids]
         self._sends = 0
+        self._lacks_data = False
+        weights = self.contents.weights
+        self.handed_on = HandedOn(self.modules, self.tensors, weights)
+        compiled_modules: set[nn.Module] = set()
+        for module, _ in self.contents.compiled.values():
+            compiled_modules.update(module.modules())
+        self.calls_in_backward = CallsInBackward(self.modules, compiled_modules)
+        self._container_numbers = {
+            id(container): number
+            for number, container in enumerate(self.contents.containers)
+        }
+        self._registries: set[int] = set()
+        for module in self.modules:
+            self._registries.update(id(vars(module)[name]) for name in _REGISTRIES)
         copies = [(replica.device, replica.tensors) for replica in self.replicas]
         # New ones have passed no check in any mode.
         self.guard = ParameterGuard(self.broadcast, copies)
@@ -401,15 +481,29 @@ class ReplicaSet:
         self.flags = self._state.flags()
 
     def _refuse_created(self) -> None:
+        # Calls in turn create them in the user's module.
+        if self.handed_on.was_lent:
+            return
         for replica in self.replicas:
             refuse_created(replica.root, replica.tensors)
 
-    def buffers_after(self) -> list[BufferValue]:
-        """Replica 0's buffers.
+    def buffers_after(self, transfers: Transfers) -> list[BufferValue]:
+        """Replica 0's buffers; after calls in turn those that the last one has left.
 
         Without running statistics that are updated once per step.
         """
         first = self.replicas[0]
+        if self.handed_on.was_lent:
+            once_per_step = {
+                id(self.modules[number]._buffers) for number in first.records
+            }
+            return [
+                (registry, name, value)
+                for registry, name, value in self.handed_on.values(
+                    first.device, transfers
+                )
+                if id(registry) not in once_per_step or name not in RUNNING
+            ]
         # Running statistics of layers that record come from ``recorded``.
         values = values_after(self.modules, first.modules, first.copy_of)
         return [

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from itertools import chain, islice, starmap
 from operator import is_
 from typing import Any
 
+from torch import Tensor, nn
+
 from scatterpar.batch.nested import PLAIN
 
+_OF_DATA = {dict, list, tuple, set, OrderedDict, defaultdict, Counter, deque}
 _SWITCHES = {bool, str, bytes, types.NoneType}
 
 # The number of a container, the position of a key, the value there. Not the key: in a
@@ -133,6 +137,36 @@ class Snapshot:
                 changes.append((number, position, value))
         return changes if self._facts() == self._known else None
 
+    def new_data(self, registries: Container[int]) -> list[int] | None:
+        """The numbers of the containers in which data was written.
+
+        Returns ``None`` if anything else was written, such as a module, or something in
+        ``registries``, by ``id``.
+        """
+        if self._facts() != self._known:
+            return None
+        numbers: list[int] = []
+        for number, container, saved in self.changed():
+            if id(container) in registries:
+                return None
+            before = dict(entries_of(saved))
+            after = dict(entries_of(container))
+            for entries, others in ((before, after), (after, before)):
+                for key, value in entries.items():
+                    is_same_value = key in others and others[key] is value
+                    if not is_same_value and not is_data(value):
+                        return None
+            numbers.append(number)
+        return numbers
+
+    def accept(self) -> None:
+        """Remember the present contents."""
+        for number, container, _ in list(self.changed()):
+            is_dict = isinstance(container, dict)
+            self._saved[number] = dict(container) if is_dict else list(container)
+        self._known = self._facts()
+        self._remember()
+
     def apply_changes(self, changes: Iterable[ValueChange]) -> None:
         """Replace plain values in the containers and in their remembered contents."""
         for number, position, value in changes:
@@ -140,6 +174,18 @@ class Snapshot:
             self._containers[number][key] = value
             self._saved[number][key] = value
         self._remember()
+
+
+def is_data(value: Any) -> bool:
+    """Whether a value consists of plain values and tensors, without parameters."""
+    if type(value) in PLAIN:
+        return True
+    if isinstance(value, Tensor):
+        return not isinstance(value, nn.Parameter)
+    if type(value) not in _OF_DATA:
+        return False
+    entries = value.values() if isinstance(value, dict) else value
+    return all(map(is_data, entries))
 
 
 def is_same(container: Any, saved: Any) -> bool:

@@ -166,10 +166,14 @@ class _ReturnGradients(torch.autograd.Function):
         make_root: Callable[[], Tensor],
         gradients: list[Tensor],
         scale: float | None,
-        *_: Tensor,
+        *leaves: Tensor,
     ) -> Tensor:
         ctx.gradients = gradients
         ctx.scale = scale
+        # A call of the step has frozen them: the gradients of earlier calls count.
+        ctx.frozen = {
+            number: leaf for number, leaf in enumerate(leaves) if not leaf.requires_grad
+        }
         # Made here: a returned input would be a view, which cannot be written.
         return make_root()
 
@@ -192,6 +196,10 @@ class _ReturnGradients(torch.autograd.Function):
             if factor_of_gradients != 1:
                 for gradient in gradients:
                     gradient.mul_(factor_of_gradients)
+        for number, leaf in ctx.frozen.items():
+            earlier = leaf.grad
+            gradient = gradients[number]
+            leaf.grad = gradient if earlier is None else earlier + gradient
         return (None, None, None, *gradients)
 
 

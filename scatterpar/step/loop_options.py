@@ -23,6 +23,8 @@ class LoopOptions:
         is_checked: whether a step may have looks. Not if its criterion reads more than
             the outputs and targets that it gets.
         takes_turns: whether replicas call the user's function one at a time.
+        lends: whether calls in turn are those of the user's own modules, which have a
+            replica's tensors meanwhile.
         turn: the part of a sub-step that is the user's function. By default the
             module's forward pass and the criterion, or the function of ``engine.map``.
         loss_name: the user's function that computes the loss, for texts; empty if it is
@@ -45,6 +47,7 @@ class LoopOptions:
 
     is_checked: bool = True
     takes_turns: bool = False
+    lends: bool = False
     turn: Scope = Scope.FUNCTION
     loss_name: str = ""
     remedies: str = ""

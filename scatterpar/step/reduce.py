@@ -176,7 +176,7 @@ def reduce_buffers(
     """
     buffers: list[BufferValue] = []
     for replica_set in attempt.replicas.replica_sets:
-        buffers += replica_set.buffers_after()
+        buffers += replica_set.buffers_after(attempt.transfers)
     # Mostly none: only networks that the criterion closes over were saved.
     for tensor in attempt.undo.written():
         buffers = [

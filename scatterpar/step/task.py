@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from scatterpar.batch.markers import Marker
 from scatterpar.errors import restored
 from scatterpar.plan import Share
+from scatterpar.replicas.calls_in_backward import backward_of
 from scatterpar.replicas.references import read_attribute
 from scatterpar.replicas.replicas import Replica
 from scatterpar.step.attempt import Attempt, profiler_block
@@ -104,7 +105,7 @@ class ReplicaTask:
         try:
             # Activation checkpoints draw again in the backward pass, in autograd's
             # thread.
-            with generator_for_backward(roots):
+            with generator_for_backward(roots), backward_of(self.replicas[0], roots):
                 backward(roots, gradients)
         finally:
             for device_type in self.autocast:

@@ -7,15 +7,21 @@ replica, in two cases:
 - the module is the user's own: it was reached by an object that has a replica's modules
   during calls, and has them no longer, or another replica's;
 - it has hooks, which may write what a call reads.
+
+So may one that writes the replica's buffers or attributes: calls hand these on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+
+from scatterpar.replicas.broadcast import versions
+from scatterpar.replicas.replicas import Replica
+from scatterpar.replicas.snapshot import Snapshot
 
 
 class BackwardCalls:
@@ -28,7 +34,10 @@ class BackwardCalls:
         disturbs: whether it has called one in a way that may disturb another replica.
     """
 
-    def __init__(self, modules_of_user: Iterable[nn.Module]) -> None:
+    def __init__(
+        self, modules_of_user: Iterable[nn.Module], replicas: Sequence[Replica]
+    ) -> None:
+        self._replicas = replicas
         self.calls_modules = False
         self.disturbs = False
         # By id: the class of a module may define what is equal.
@@ -43,11 +52,23 @@ class BackwardCalls:
         self.calls_modules = True
         # A hook may write an object that all replicas share.
         has_hooks = bool(module._forward_hooks or module._forward_pre_hooks)
-        self.disturbs |= has_hooks or id(module) in self._modules_of_user
+        # A kernel writes running statistics, and no version counts it.
+        writes = False
+        if isinstance(module, nn.modules.batchnorm._NormBase):
+            writes = bool(module.track_running_stats)
+        self.disturbs |= has_hooks or writes or id(module) in self._modules_of_user
 
     def __enter__(self) -> None:
         # A global hook, because checkpoints call modules that nobody has listed.
         self._handle = register_module_forward_pre_hook(self._note)
+        containers = [each for replica in self._replicas for each in replica.containers]
+        self._contents = Snapshot(containers)
+        self._versions = self._versions_now()
 
     def __exit__(self, *_: object) -> None:
         self._handle.remove()
+        is_same = self._contents.unchanged() and self._versions == self._versions_now()
+        self.disturbs |= self.calls_modules and not is_same
+
+    def _versions_now(self) -> list[int]:
+        return [v for replica in self._replicas for v in versions(replica.tensors)]

@@ -290,10 +290,7 @@ class ReplicaLook:
         if runs.taken_for_rows is not None:
             return taken_for_rows(runs.taken_for_rows, request.dim)
         _require_gradients(expected, run)
-        moved = moved_between(run.states)
-        # A criterion of all rows has one call, too.
-        if has_one_call or request.whole_batch:
-            moved += attributes_that_calls_move(runs, rows)
+        moved = self._moved(run, rows)
         evidence = Evidence(
             request,
             parts,
@@ -330,6 +327,19 @@ class ReplicaLook:
             runs.draws_constants = True
             run = runs.run([rows], runs.own_task)
         return run
+
+    def _moved(self, run: RunResult, rows: Part) -> list[str]:
+        """The names of state that calls have moved."""
+        runs = self.runs
+        # Each call finds what the last one has left, as with gradient accumulation.
+        if runs.lends:
+            return run.numbers
+        moved = moved_between(run.states)
+        has_one_call = len(runs.replica_task.share.micro_batches) == 1
+        # A criterion of all rows has one call, too.
+        if has_one_call or runs.request.whole_batch:
+            moved += attributes_that_calls_move(runs, rows)
+        return moved
 
     def _scope(self, run: RunResult) -> Scope:
         """The part of a sub-step that one replica at a time must run."""

@@ -30,6 +30,7 @@ from scatterpar.numerics.constant_numbers import ConstantNumbers
 from scatterpar.numerics.nudges import nudged
 from scatterpar.numerics.rounding import HALF_IN_KERNELS, SINGLE_IN_DOUBLE, Rounding
 from scatterpar.numerics.wider_precision import Precision, WiderCasts
+from scatterpar.replicas.calls_in_backward import backward_of
 from scatterpar.replicas.replicas import Replica, ReplicaSet
 from scatterpar.state.reports import State, state_of
 from scatterpar.step.attempt import Attempt
@@ -52,6 +53,8 @@ class RunResult:
         result: the sum of the results of the parts, times their weights.
         num_with_gradient: the number of parts of which a gradient is not zero.
         states: the state of the replicas after each part.
+        numbers: the names of numbers that calls of the user's own modules have
+            written.
         random_calls: the number of random operators, if these give constants.
         shares_state: whether the first forward pass has changed what the criterion
             refers to.
@@ -60,6 +63,7 @@ class RunResult:
     result: Result = NOTHING
     num_with_gradient: int = 0
     states: list[State] = field(default_factory=list)
+    numbers: list[str] = field(default_factory=list)
     random_calls: int = 0
     shares_state: bool = False
 
@@ -83,6 +87,7 @@ class Runs:
         rounding: the formats that runs have rounded to.
         leaves: those whose gradients are compared.
         takes_turns: whether replicas call functions of the user one at a time.
+        lends: whether these are calls of the user's own modules, in replicas, too.
         backward_calls: the modules that the replica's backward passes have called.
         taken_for_rows: the shape of an output without rows that the step would join.
     """
@@ -129,7 +134,8 @@ class Runs:
         for replica_set in replica_sets:
             modules_of_user += replica_set.contents.modules.values()
         self.takes_turns = attempt.threads.scope in (Scope.LOSS, Scope.FUNCTION)
-        self.backward_calls = BackwardCalls(modules_of_user)
+        self.lends = attempt.replicas.ignores_data
+        self.backward_calls = BackwardCalls(modules_of_user, task.replicas)
         self._shapes_at_once: list[torch.Size] = []
         self.taken_for_rows: torch.Size | None = None
         # Of each micro-batch of the step; ``None`` if they differ.
@@ -170,9 +176,12 @@ class Runs:
         outputs: list[Any] = []
         weights = weights or [1.0] * len(parts)
         with self.surroundings(task) as numbers:
-            for rows, weight in zip(parts, weights, strict=True):
+            for number, (rows, weight) in enumerate(zip(parts, weights, strict=True)):
                 # Between parts: a call that runs cannot be ended.
                 self.user_code.require_time()
+                if self.lends and number:
+                    # Calls write the user's modules, and others read these.
+                    self.user_code.restart()
                 if prepare is not None:
                     prepare()
                 outputs.append(task.output_of(self.inputs_of(rows)))
@@ -185,6 +194,8 @@ class Runs:
                     # gradients before the next part's.
                     run.add(self._result(outputs.pop(), rows, task, weight, scale))
                 run.states.append(state_of(task.replicas))
+                if self.lends:
+                    run.numbers += self.user_code.changed_numbers()
             if joins:
                 all_rows = list(chain(*parts))
                 joined = self._joined(outputs, parts)
@@ -254,7 +265,11 @@ class Runs:
         is_watched = task is self.replica_task
         watch = self.backward_calls if is_watched else contextlib.nullcontext()
         try:
-            with watch:
+            of_replica: contextlib.AbstractContextManager[object]
+            of_replica = contextlib.nullcontext()
+            if is_watched:
+                of_replica = backward_of(task.replicas[0], [loss])
+            with watch, of_replica:
                 return torch.autograd.grad(loss, leaves, allow_unused=True)
         except RuntimeError as error:
             # Reentrant checkpoints refuse autograd.grad: only losses are compared.

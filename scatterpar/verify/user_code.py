@@ -20,7 +20,7 @@ from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from scatterpar.errors import restored
 from scatterpar.numerics.comparison import Inconclusive
@@ -74,6 +74,8 @@ class UserCode:
         # A refusal needs runs of its own: the second half of the time is for these.
         self._halfway = (time.monotonic() + deadline) / 2
         self._fixed_layers: list[nn.Module] = []
+        # Which of the user's parameters require grad.
+        self._flags: list[tuple[Tensor, bool]] = []
         halves = WiderLayers(self._layers(), Precision.SINGLE.formats)
         dtypes = {tensor.dtype for tensor in request.batches[0].tensors()}
         has_half_inputs = not dtypes.isdisjoint(HALF_PRECISION)
@@ -107,6 +109,12 @@ class UserCode:
             self._undo.callback(self._wider.narrow)
             self._wider.widen()
             self._undo.callback(self.refresh)  # after the user's values are back
+            self._flags = [
+                (leaf, leaf.requires_grad)
+                for leaf in self._own_leaves()
+                if leaf.is_leaf
+            ]
+            self._undo.callback(self._restore_flags)
             self._save()
             yield
 
@@ -127,6 +135,10 @@ class UserCode:
             if journal.unsaved:
                 why = f"a look could not put back {', '.join(journal.unsaved)}"
                 raise Inconclusive(why, patience=1, is_final=True, remedy=_UNSAVED)
+
+    def changed_numbers(self) -> list[str]:
+        """The names of numbers in the user's modules that calls have written."""
+        return self.journals[-1].changed_numbers()
 
     @property
     def of_criterion(self) -> Journal:
@@ -172,10 +184,22 @@ class UserCode:
         """The shapes of large tensors that user code has written."""
         return [shape for journal in self.journals for shape in journal.lost()]
 
+    def _own_leaves(self) -> Iterator[Tensor]:
+        """Yield the parameters of the user's module."""
+        if isinstance(self._own_module, nn.Module):
+            yield from self._own_module.parameters()
+
+    def _restore_flags(self) -> None:
+        """Set which of the user's parameters require grad."""
+        for leaf, flag in self._flags:
+            if leaf.requires_grad is not flag:
+                leaf.requires_grad_(flag)
+
     def restart(self) -> None:
         """Undo what user code has changed, in replicas, too."""
         for journal in self.journals:
             journal.restore()
+        self._restore_flags()
         self.refresh()
 
     @torch.no_grad()

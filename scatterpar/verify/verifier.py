@@ -350,6 +350,12 @@ class Question:
 
     def text_of_moved(self, names: Sequence[str]) -> str:
         """The warning for state that sub-steps move."""
+        if self.loop.lends:
+            return in_lines(
+                f"{self._name} writes {shown(', '.join(names))} in each call, once per "
+                "micro-batch, as with gradient accumulation.",
+                "Count steps where the loop counts them.",
+            )
         return in_lines(
             f"forward passes move {shown(', '.join(names))}: at each sub-step, and on "
             "each replica apart; attributes have your values in the next step.",

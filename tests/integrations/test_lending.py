@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import operator
 import types
 from collections import deque
 
@@ -12,10 +14,13 @@ from harness.models import FEATURES
 from harness.oracle import seeded
 from torch import nn
 
+from scatterpar import ScatterOnceParallel
+from scatterpar.integrations import loop
 from scatterpar.integrations.lending import (
     Lending,
     Parts,
     copy_on_replica,
+    loan_of,
     modules_of,
 )
 
@@ -77,7 +82,7 @@ REFERENCES = {  # how an owner refers to its model, and how a call reads the ref
 COPIED = {"attribute", "a part", "a parameter", "list", "tuple"}
 
 
-def pair():
+def copied_pair():
     """An owner, and its modules with those of a replica."""
     owner = Owner()
     replica = nn.Sequential(nn.Linear(FEATURES, 2), nn.Linear(2, 1))
@@ -85,97 +90,133 @@ def pair():
     return owner, Parts([(owner.model, replica), (TEACHER, teacher)])
 
 
-def lending_of(owner):
-    return Lending(lambda: [owner], (), HOME)
+def lent_pair(owner=None):
+    """An owner, and the loan of the second replica of its modules."""
+    owner = Owner() if owner is None else owner
+    modules = loop.Modules([("Model", owner.model), ("Teacher", TEACHER)])
+    engine = ScatterOnceParallel(modules, device_ids=["cpu"] * 2)
+    second = engine.replicas[1]
+    return owner, loan_of(engine, second)
+
+
+def lending_of(owner, **options):
+    return Lending(lambda: [owner], (), HOME, **options)
+
+
+def tensors_of(value):
+    return [*value.parameters()] if isinstance(value, nn.Module) else [value]
 
 
 @pytest.mark.parametrize("name", REFERENCES)
-def test_reference_leads_to_replica_in_call(name):
+def test_reference_leads_to_replicas_tensors_in_call(name):
+    """A module stays the user's, and has the replica's parameters."""
     refer, read = REFERENCES[name]
-    owner, parts = pair()
+    owner, loan = lent_pair()
     owner.reference = refer(owner.model)
-    original = read(owner.reference)
-    expected = parts.of_replica()[id(original)]
+    referent = read(owner.reference)
+    originals = tensors_of(referent)
+    copies = [loan.of_replica()[id(original)] for original in originals]
     lending = lending_of(owner)
     for _ in range(2):
-        with lending.lent(parts, HOME):
-            assert read(owner.reference) is expected
-            assert owner.model is parts.of_replica()[id(parts.modules[0][0])]
-        assert read(owner.reference) is original
+        with lending.lent(loan, HOME):
+            found = read(owner.reference)
+            assert isinstance(found, nn.Parameter) or found is referent
+            assert all(map(operator.is_, tensors_of(found), copies))
+        assert read(owner.reference) is referent
+        assert all(map(operator.is_, tensors_of(referent), originals))
     if name in COPIED:
+        owner, parts = copied_pair()
+        owner.reference = refer(owner.model)
+        expected = parts.of_replica()[id(read(owner.reference))]
         assert read(copy_on_replica(owner, parts).reference) is expected
-        assert read(owner.reference) is original
 
 
-def test_global_variable_leads_to_replica_in_call():
-    owner, parts = pair()
-    with lending_of(owner).lent(parts, HOME):
-        assert (
-            owner.step()
-            is owner.teacher
-            is parts.of_replica()[id(parts.modules[-1][0])]
-        )
-    assert owner.step() is owner.teacher
-    assert TEACHER is parts.modules[-1][0]
+def test_global_variable_leads_to_replicas_tensors():
+    owner, loan = lent_pair()
+    weight = TEACHER.weight
+    with lending_of(owner).lent(loan, HOME):
+        assert owner.step() is owner.teacher is TEACHER
+        assert TEACHER.weight is loan.of_replica()[id(weight)]
+    assert TEACHER.weight is weight
 
 
-def test_writes_stay_and_parts_of_replica_do_not():
-    owner, parts = pair()
+def test_writes_stay_and_tensors_of_replica_do_not():
+    owner, loan = lent_pair()
     owner.losses = []
     owner.helper = Helper(None)
     model = owner.model
-    with lending_of(owner).lent(parts, HOME):
+    weights = [model[0].weight, model[1].weight]
+    with lending_of(owner).lent(loan, HOME):
         owner.losses.append(1.0)
         owner.best = owner.model
         owner.helper.model = [owner.model[0], owner.model[1].weight]
+        owner.by_weight = {owner.model[0].weight: 1}
         owner.teacher = None
+        model.bound = [model[0].weight, (model[1].weight,)]
     assert owner.losses == [1.0]
     assert owner.best is owner.model is model
     assert owner.helper.model[0] is model[0]
-    assert owner.helper.model[1] is model[1].weight
+    assert owner.helper.model[1] is weights[1]
+    assert [*owner.by_weight] == [weights[0]]
+    assert model.bound[0] is weights[0]
+    assert model.bound[1][0] is weights[1]
     assert owner.teacher is None
 
 
 def test_references_restored_if_call_raises():
-    owner, parts = pair()
-    model = owner.model
+    owner, loan = lent_pair()
+    weight = owner.model[0].weight
 
     def call():
-        with lending_of(owner).lent(parts, HOME):
+        with lending_of(owner).lent(loan, HOME):
             owner.calls = 1
             raise KeyError
 
     with pytest.raises(KeyError):
         call()
-    assert owner.model is model
+    assert owner.model[0].weight is weight
     assert owner.calls == 1
 
 
-def test_rebound_attributes_reach_users_modules():
-    """``model.tau`` was set on a replica, and the user's module kept the old value."""
-    owner = Owner()
-    owner.model.tau = 5.0
-    owner.model[1].scale = 1
-    replicas = []
-    for _ in range(2):
-        replica = nn.Sequential(nn.Linear(FEATURES, 2), nn.Linear(2, 1))
-        replica.tau = 5.0
-        replica[1].scale = 1
-        replicas.append(Parts([(owner.model, replica)]))
+def test_optimizer_answers_for_replicas_parameters():
+    owner, loan = lent_pair()
+    optimizer = torch.optim.SGD(owner.model.parameters(), 0.1, momentum=0.9)
+    owner.model(torch.ones(2, FEATURES)).sum().backward()
+    optimizer.step()
+    before = [*optimizer.state]
+    lending = lending_of(owner, optimizers=lambda: [optimizer])
+    with lending.lent(loan, HOME):
+        for parameter in owner.model.parameters():
+            assert "momentum_buffer" in optimizer.state[parameter]
+            parameters = optimizer.param_groups[0]["params"]
+            assert any(parameter is other for other in parameters)
+    assert all(map(operator.is_, optimizer.state, before))
+    assert all(map(operator.is_, optimizer.param_groups[0]["params"], before))
+
+
+def test_module_is_called_as_before_after_the_step():
+    owner, loan = lent_pair()
+    before = {*vars(owner.model[0])}
     lending = lending_of(owner)
-    for parts in replicas * 2:
-        with lending.lent(parts, HOME):
+    with lending.lent(loan, HOME):
+        copied = copy.deepcopy(owner.model)
+    lending.end_step()
+    assert {*vars(owner.model[0])} == {*vars(copied[0])} == before
+
+
+def test_rebound_attributes_are_the_users():
+    owner, loan = lent_pair()
+    model = owner.model
+    model.tau = 4.0
+    lending = lending_of(owner)
+    for _ in range(2):
+        with lending.lent(loan, HOME):
             owner.model.tau *= 0.5
-            owner.model[1].scale += 1
-            owner.model[0].features = torch.zeros(2)  # no plain value
-    assert (owner.model.tau, owner.model[1].scale) == (5.0, 1)
-    lending.end_step()
-    # as with gradient accumulation: each call reads what the one before has set
-    assert (owner.model.tau, owner.model[1].scale) == (5.0 / 16, 5)
-    assert not hasattr(owner.model[0], "features")
-    owner.model.tau = 3.0
-    lending.end_step()
-    assert owner.model.tau == 3.0
+            model[0].features = torch.zeros(2)
+            model[1] = nn.Linear(2, 1).requires_grad_(False)
+    assert model.tau == 1.0
+    assert len(model[0].features) == 2
+    assert not model[1].weight.requires_grad
 
 
 def test_modules_of_owner_without_those_of_globals():
@@ -187,14 +228,14 @@ def test_modules_of_owner_without_those_of_globals():
 
 
 def test_copy_shares_what_leads_to_no_part():
-    owner, parts = pair()
+    owner, parts = copied_pair()
     owner.losses = [1.0]
     owner.models = {"one": owner.model}
     owner.kept = owner.model
     owner.data = [owner.model] * 2000
-    copy = copy_on_replica(owner, parts, {"kept"})
-    assert copy.losses is owner.losses
-    assert copy.data is owner.data
-    assert copy.models == {"one": copy.model} != owner.models
-    assert copy.kept is owner.model
-    assert copy_on_replica(owner.model, parts) is copy.model
+    copied = copy_on_replica(owner, parts, {"kept"})
+    assert copied.losses is owner.losses
+    assert copied.data is owner.data
+    assert copied.models == {"one": copied.model} != owner.models
+    assert copied.kept is owner.model
+    assert copy_on_replica(owner.model, parts) is copied.model

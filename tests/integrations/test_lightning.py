@@ -14,7 +14,9 @@ import pytest
 import torch
 from harness.optional import needed
 from harness.oracle import randint, randn, seeded
+from harness.own_modules import IN, OUT, PROGRAMS, assert_same_net
 from harness.pages import blocks, read
+from harness.pairwise import few_of
 from harness.writes import (
     IRREVOCABLE,
     NETWORKS,
@@ -768,6 +770,49 @@ def test_writes_of_an_evaluation_equal_stock(verb, kinds, layout):
         getattr(one, verb)(module, datamodule=data)
         values.append(module.values())
     assert_same_writes(*values)
+
+
+class OfProgram(pl.LightningModule):
+    """``training_step`` is a program's step."""
+
+    def __init__(self, program):
+        super().__init__()
+        self.program = program
+        self.net = program.net()
+        program.prepare(self, self.net)
+
+    def training_step(self, batch, batch_idx):
+        return self.program.step(self, self.net, *batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+QUICK_PROGRAMS = [
+    *("a centre in place", "instance normalisation", "a module on first use"),
+    *("attributes of parts", "a hook that fills a dict", "frozen in the fifth call"),
+    *("an attribute under a checkpoint", "batch normalisation under a checkpoint"),
+]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("layout", [["cpu:0", "cpu:1"], SHARED])
+@pytest.mark.parametrize("name", few_of(PROGRAMS, QUICK_PROGRAMS))
+def test_own_modules_equal_gradient_accumulation(name, layout):
+    """Calls had a replica's modules: what they did to these was lost, or refused."""
+    program = PROGRAMS[name]
+    data = TensorDataset(randn(36, IN), torch.arange(36) % OUT)
+    modules = []
+    for strategy, size in ((ScatterOnceStrategy(layout, 2), 12), (None, 3)):
+        module = made(partial(OfProgram, program))
+        options = {"max_epochs": 1, "logger": False}
+        if strategy is None:
+            options["accumulate_grad_batches"] = 4
+        trainer(strategy, **options).fit(module, DataLoader(data, size))
+        modules.append(module)
+    ours, stock = modules
+    values = [program.read(module, module.net) for module in modules]
+    assert_same_net(ours.net, stock.net, *values)
 
 
 class WritesNumbers(Plain):

@@ -22,6 +22,7 @@ from harness import oracle
 from harness.isolation import guarded
 from harness.models import Of
 from harness.oracle import assert_close, randn, seeded
+from harness.own_modules import IN, OUT, PROGRAMS, assert_same_net
 from harness.pairwise import few_of
 from harness.trainers import (
     LAYOUTS,
@@ -1220,6 +1221,61 @@ def test_writes_equal_gradient_accumulation(tmp_path, kinds, own, layout):
         quietly(trainer.train if own is WritesOfTrainer else trainer.evaluate)
         values.append(trainer.values())
     assert_same_writes(*values)
+
+
+QUICK_PROGRAMS = [
+    *("a new centre", "batch normalisation", "an activation in a container"),
+    *(
+        "attributes of parts",
+        "parts and parameters as keys",
+        "frozen in the sixth call",
+    ),
+    *("an activation under a checkpoint", "counts under a checkpoint"),
+]
+
+
+class OfProgram:
+    """``compute_loss`` is a program's step."""
+
+    def compute_loss(
+        self, model, inputs, return_outputs=False, num_items_in_batch=None
+    ):
+        return self.program.step(self, model, inputs["x"], inputs["labels"])
+
+
+def rows_of_program(count):
+    return [{"x": randn(IN, seed=n), "labels": n % OUT} for n in range(count)]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("layout", few_of(["virtual", "shared"], ["virtual"]))
+@pytest.mark.parametrize("name", few_of(PROGRAMS, QUICK_PROGRAMS))
+def test_own_modules_equal_gradient_accumulation(tmp_path, name, layout):
+    """Calls had a replica's modules: what they did to these was lost, or refused."""
+    program = PROGRAMS[name]
+    results = []
+    for cls in with_and_without(type("Own", (OfProgram,), {"program": program})):
+        is_ours = issubclass(cls, ScatterOnceMixin)
+        with seeded():
+            net = program.net()
+        trainer = cls(
+            net,
+            arguments(
+                tmp_path,
+                **sizes(3, 2 if is_ours else 4),
+                optim="sgd",
+                learning_rate=0.1,
+                max_grad_norm=0.0,
+                remove_unused_columns=False,
+            ),
+            train_dataset=rows_of_program(36),
+            **({"device_ids": LAYOUTS[layout]} if is_ours else {}),
+        )
+        program.prepare(trainer, net)
+        quietly(trainer.train)
+        results.append((net, program.read(trainer, net)))
+    (ours, read), (stock, expected) = results
+    assert_same_net(ours, stock, read, expected)
 
 
 class WritesInHelper:

@@ -1,0 +1,472 @@
+"""Step functions that write their own modules, which two loops' tests compare with the
+stock loop's with gradient accumulation.
+
+``prepare`` is called before the training, ``step`` once per micro-batch with the
+owner, such as a Trainer, its network, and the rows. ``read`` returns what is compared
+beside the network's ``state_dict``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+IN, HIDDEN, OUT = 5, 7, 3
+
+
+class Net(nn.Module):
+    """A network with state of all kinds."""
+
+    def __init__(self, norm=None):
+        super().__init__()
+        norm = nn.Identity() if norm is None else norm
+        self.body = nn.Sequential(nn.Linear(IN, HIDDEN), nn.Tanh(), norm)
+        self.head = nn.Linear(HIDDEN, OUT)
+        self.spare = nn.Identity()
+        self.register_buffer("centre", torch.zeros(OUT))
+        self.register_buffer("bank", torch.zeros(5, OUT))
+        self.register_buffer("place", torch.zeros((), dtype=torch.long))
+        self.calls = 0
+        self.losses = []
+        self.double()
+
+    def forward(self, x, labels=None):
+        return self.head(self.body(x))
+
+
+class Recomputed(Net):
+    """Its body runs again in the backward pass."""
+
+    reentrant = False
+    scale = 1.0
+
+    def hidden(self, x):
+        return checkpoint(self.body, x, use_reentrant=self.reentrant)
+
+    def forward(self, x, labels=None):
+        return self.head(self.hidden(x.requires_grad_(self.reentrant)))
+
+
+class Reentrant(Recomputed):
+    reentrant = True
+
+
+class Scaled(nn.Module):
+    """Reads an attribute that step functions set."""
+
+    scale = 1.0
+
+    def forward(self, x):
+        return (x * self.scale).sin() * x
+
+
+class RecomputedScale(Recomputed):
+    def __init__(self):
+        super().__init__(Scaled())
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.number = 0
+
+    def forward(self, x):
+        self.calls += 1
+        self.number += 1
+        return x
+
+
+class RecomputedCounts(Recomputed):
+    """Stock: the recomputation counts, too."""
+
+    def __init__(self):
+        super().__init__(Counts())
+
+
+class Recurrent(Net):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(IN, IN, batch_first=True).double()
+
+    def forward(self, x, labels=None):
+        outputs, _ = self.lstm(x[:, None])
+        return super().forward(outputs[:, 0])
+
+
+class Program(NamedTuple):
+    step: Callable[..., Any]
+    net: Callable[[], Net] = Net
+    prepare: Callable[[Any, Any], Any] = lambda owner, net: None
+    read: Callable[[Any, Any], list[Any]] = lambda owner, net: []
+
+
+PROGRAMS: dict[str, Program] = {}
+
+
+def program(name, **options):
+    def add(step):
+        PROGRAMS[name] = Program(step, **options)
+        return step
+
+    return add
+
+
+def loss_of(scores, labels):
+    return functional.cross_entropy(scores, labels)
+
+
+def attributes(**makers):
+    """Prepares attributes of the owner, each made from the network."""
+
+    def prepare(owner, net):
+        owner.calls = 0
+        for name, make in makers.items():
+            setattr(owner, name, make(net))
+
+    return prepare
+
+
+def number_of(owner):
+    """The number of the call, from 1."""
+    owner.calls += 1
+    return owner.calls
+
+
+# --- buffers ---
+
+
+@program("a centre in place")
+def _(owner, net, x, y):
+    scores = net(x)
+    loss = loss_of(scores - net.centre, y)
+    with torch.no_grad():
+        net.centre.mul_(0.9).add_(0.1 * scores.mean(0))
+    return loss
+
+
+@program("a new centre")
+def _(owner, net, x, y):
+    scores = net(x)
+    loss = loss_of(scores * (1 + net.centre), y)
+    net.centre = 0.9 * net.centre + 0.1 * scores.mean(0).detach()
+    return loss
+
+
+@program("a factor that the backward pass needs")
+def _(owner, net, x, y):
+    scores = net(x)
+    loss = loss_of(scores * (1 + net.centre.clone()), y)
+    net.centre.data.add_(0.1 * scores.mean(0).detach())  # no version counts it
+    return loss
+
+
+@program("a bank with a place")
+def _(owner, net, x, y):
+    scores = net(x)
+    loss = loss_of(scores, y) + 0.1 * (scores @ net.bank.clone().T).logsumexp(1).mean()
+    with torch.no_grad():
+        net.bank[int(net.place) % 5] = scores[0]
+        net.place.add_(1)
+    return loss
+
+
+@program(
+    "averages of a weight",
+    prepare=lambda o, net: net.register_buffer(
+        "slow", torch.zeros(OUT, HIDDEN).double()
+    ),
+)
+def _(owner, net, x, y):
+    loss = loss_of(net(x), y) + (net.head.weight - net.slow).pow(2).sum()
+    with torch.no_grad():
+        net.slow.lerp_(net.head.weight, 0.1)
+    return loss
+
+
+class Across(nn.Module):
+    """Normalises each row, and keeps running statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(1, track_running_stats=True)
+
+    def forward(self, x):
+        return self.norm(x[:, None])[:, 0]
+
+
+NORMS = {"batch": partial(nn.BatchNorm1d, HIDDEN), "instance": Across}
+for name, norm in NORMS.items():
+
+    @program(f"{name} normalisation", net=lambda norm=norm: Net(norm()))
+    def _(owner, net, x, y):
+        return loss_of(net.head(net.body(x)), y)
+
+
+@program(
+    "spectral normalisation",
+    prepare=lambda o, net: nn.utils.parametrizations.spectral_norm(net.head),
+)
+def _(owner, net, x, y):
+    return loss_of(net(x), y)
+
+
+# --- modules and what they hold ---
+
+
+@program("an activation in a container", prepare=attributes())
+def _(owner, net, x, y):
+    if number_of(owner) == 6:
+        net.body[1] = nn.ReLU()
+    return loss_of(net(x), y)
+
+
+@program("a module on first use", prepare=attributes())
+def _(owner, net, x, y):
+    if not hasattr(net, "act"):
+        net.act = nn.Softplus()
+    return loss_of(net.act(net(x)), y)
+
+
+@program("a teacher on first use", prepare=attributes(teachers=lambda net: []))
+def _(owner, net, x, y):
+    if not owner.teachers:
+        owner.teachers.append(copy.deepcopy(net).requires_grad_(False))
+    scores = net(x)
+    return loss_of(scores, y) + (scores - owner.teachers[0](x)).pow(2).mean()
+
+
+@program(
+    "attributes of parts",
+    read=lambda o, net: [net.calls, net.head.last, net.losses, net.mean.tolist()],
+)
+def _(owner, net, x, y):
+    scores = net(x)
+    loss = loss_of(scores, y) * (1 + 0.01 * len(net.losses) + 0.01 * net.calls)
+    if hasattr(net, "mean"):
+        loss = loss + (scores.mean() - net.mean).pow(2) * 0.0
+    net.calls += 1
+    net.head.last = float(loss.detach())
+    net.losses.append(net.head.last)
+    net.mean = scores.mean().detach()
+    return loss
+
+
+@program("a list that is made again", read=lambda o, net: [net.losses])
+def _(owner, net, x, y):
+    loss = loss_of(net(x), y) * (1 + 0.01 * len(net.losses))
+    net.losses = [*net.losses, float(loss.detach())]
+    return loss
+
+
+@program("forward replaced", prepare=attributes())
+def _(owner, net, x, y):
+    if number_of(owner) == 2:
+        forward = net.head.forward
+        net.head.forward = lambda hidden: forward(hidden) * 2
+    return loss_of(net(x), y)
+
+
+@program(
+    "parts swapped",
+    prepare=lambda o, net: net.add_module("other", nn.Linear(HIDDEN, OUT).double()),
+)
+def _(owner, net, x, y):
+    net.head, net.other = net.other, net.head
+    return loss_of(net(x), y)
+
+
+@program(
+    "a layer in evaluation",
+    net=lambda: Net(nn.BatchNorm1d(HIDDEN)),
+    prepare=attributes(),
+    read=lambda o, net: [net.body[2].training],
+)
+def _(owner, net, x, y):
+    if number_of(owner) >= 5:
+        net.body[2].eval()
+    return loss_of(net(x), y)
+
+
+def keep(kept, module, args, output):
+    kept["output"] = output
+
+
+@program(
+    "a hook that fills a dict",
+    prepare=lambda o, net: (
+        attributes(kept=lambda net: {})(o, net),
+        net.body[0].register_forward_hook(partial(keep, o.kept)),
+    ),
+)
+def _(owner, net, x, y):
+    scores = net(x)
+    return loss_of(scores, y) + 0.1 * owner.kept["output"].pow(2).mean()
+
+
+@program(
+    "a hook on first use",
+    prepare=attributes(seen=lambda net: []),
+    read=lambda o, net: [len(o.seen)],
+)
+def _(owner, net, x, y):
+    if number_of(owner) == 1:
+        net.body[0].register_forward_hook(
+            lambda module, args, output: (owner.seen.append(1), output * 1.5)[1]
+        )
+    return loss_of(net(x), y)
+
+
+@program("recurrent", net=Recurrent)
+def _(owner, net, x, y):
+    return loss_of(net(x), y)
+
+
+# --- identities ---
+
+
+@program(
+    "parts and parameters as keys",
+    prepare=attributes(
+        of_parts=lambda net: {net.head: 0.3},
+        of_parameters=lambda net: dict.fromkeys(net.body.parameters(), 0.2),
+        of_ids=lambda net: {id(net.head.weight): 0.1, id(net.head): 0.2},
+        decayed=lambda net: {*net.head.parameters()},
+    ),
+)
+def _(owner, net, x, y):
+    loss = loss_of(net(x), y)
+    for module in net.modules():
+        rate = owner.of_parts.get(module, 0.0) + owner.of_ids.get(id(module), 0.0)
+        loss = loss + sum(rate * p.pow(2).sum() for p in module.parameters())
+    for parameter in net.parameters():
+        rate = owner.of_parameters.get(parameter, 0.0)
+        rate += owner.of_ids.get(id(parameter), 0.0)
+        rate += 0.05 * (parameter in owner.decayed)
+        loss = loss + rate * parameter.pow(2).sum()
+    for parameter, rate in owner.of_parameters.items():
+        loss = loss + rate * parameter.sum()
+    return loss
+
+
+# --- requires_grad ---
+
+
+@program(
+    "frozen in the fifth call",
+    prepare=attributes(),
+    read=lambda o, net: [net.head.weight.requires_grad],
+)
+def _(owner, net, x, y):
+    if number_of(owner) == 5:
+        net.head.requires_grad_(False)
+    return loss_of(net(x), y)
+
+
+@program(
+    "frozen in the sixth call",
+    prepare=attributes(),
+    read=lambda o, net: [net.head.weight.requires_grad],
+)
+def _(owner, net, x, y):
+    if number_of(owner) == 6:
+        net.head.requires_grad_(False)
+    return loss_of(net(x), y)
+
+
+@program(
+    "trained from the seventh call on",
+    prepare=lambda o, net: (attributes()(o, net), net.head.requires_grad_(False)),
+    read=lambda o, net: [net.head.weight.requires_grad],
+)
+def _(owner, net, x, y):
+    if number_of(owner) == 7:
+        net.head.requires_grad_(True)
+    return loss_of(net(x), y)
+
+
+@program(
+    "frozen in every other step",
+    prepare=attributes(),
+    read=lambda o, net: [net.head.weight.requires_grad],
+)
+def _(owner, net, x, y):
+    step = (number_of(owner) - 1) // 4
+    net.head.requires_grad_(step % 2 == 1)
+    return loss_of(net(x), y)
+
+
+@program("frozen for a part of a call")
+def _(owner, net, x, y):
+    net.head.requires_grad_(False)
+    loss = loss_of(net(x), y)
+    net.head.requires_grad_(True)
+    return loss + 0.5 * loss_of(net(2 * x), y)
+
+
+# --- calls in backward passes ---
+
+
+@program("a checkpoint", net=Recomputed)
+def _(owner, net, x, y):
+    return loss_of(net(x), y)
+
+
+@program("a reentrant checkpoint", net=Reentrant)
+def _(owner, net, x, y):
+    return loss_of(net(x), y)
+
+
+@program("an activation under a checkpoint", net=Recomputed, prepare=attributes())
+def _(owner, net, x, y):
+    if number_of(owner) == 6:
+        net.body[1] = nn.SiLU()
+    return loss_of(net(x), y)
+
+
+@program("an attribute under a checkpoint", net=RecomputedScale, prepare=attributes())
+def _(owner, net, x, y):
+    net.body[2].scale = 1 + 0.1 * number_of(owner)
+    return loss_of(net(x), y)
+
+
+@program(
+    "counts under a checkpoint",
+    net=RecomputedCounts,
+    read=lambda o, net: [net.body[2].number],
+)
+def _(owner, net, x, y):
+    return loss_of(net(x), y)
+
+
+@program(
+    "batch normalisation under a checkpoint",
+    net=lambda: Recomputed(nn.BatchNorm1d(HIDDEN)),
+)
+def _(owner, net, x, y):
+    return loss_of(net(x), y)
+
+
+def assert_same_net(net, expected, values, expected_values):
+    """Assert that two trainings have left the same."""
+    assert plain(values) == plain(expected_values)
+    state, expected_state = net.state_dict(), expected.state_dict()
+    assert list(state) == list(expected_state)
+    for name, value in expected_state.items():
+        torch.testing.assert_close(
+            state[name], value, rtol=1e-9, atol=1e-12, msg=lambda text, n=name: n + text
+        )
+
+
+def plain(value):
+    """Values with rounded numbers."""
+    if isinstance(value, (list, tuple)):
+        return [plain(entry) for entry in value]
+    return round(value, 9) if isinstance(value, float) else value

@@ -35,7 +35,7 @@ class BackwardCalls:
     """
 
     def __init__(
-        self, modules_of_user: Iterable[nn.Module], replicas: Sequence[Replica]
+        self, modules_of_user: Iterable[nn.Module], replicas: Sequence[Replica] = ()
     ) -> None:
         self._replicas = replicas
         self.calls_modules = False

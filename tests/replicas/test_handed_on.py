@@ -1,0 +1,116 @@
+"""Buffers and flags from call to call, on replicas in one memory and in two."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness.models import FEATURES
+from torch import nn
+
+from scatterpar import ScatterOnceParallel
+from scatterpar.devices.transfers import Transfers
+
+pytestmark = pytest.mark.draws
+LAYOUTS = pytest.mark.parametrize("devices", [["cpu"] * 2, ["cpu:0", "cpu:1"]])
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, 2)
+        self.norm = nn.BatchNorm1d(2)
+        self.register_buffer("centre", torch.zeros(2))
+        self.register_buffer("large", torch.zeros(2**19))  # a message of its own
+        self.register_buffer("same", torch.ones(3))
+
+
+def engine_of(devices):
+    engine = ScatterOnceParallel(Net(), device_ids=devices)
+    assert len(engine.replicas) == 2
+    return engine._replicas.of_model
+
+
+class Turn:
+    """A call in which the user's module has a replica's tensors."""
+
+    def __init__(self, replica_set, number):
+        self.replica_set = replica_set
+        self.replica = replica_set.replicas[number]
+        self.net = replica_set.root
+        self.centre = self.replica.copy_of(self.net.centre)
+        self.large = self.replica.copy_of(self.net.large)
+        self.weight = self.replica.copy_of(self.net.layer.weight)
+
+    def __enter__(self):
+        handed_on = self.replica_set.handed_on
+        handed_on.begin(self.replica.tensors, self.replica.device)
+        return self
+
+    def __exit__(self, *_):
+        handed_on = self.replica_set.handed_on
+        tensors, device = self.replica.tensors, self.replica.device
+        self.rebound = handed_on.put_back(tensors)
+        self.begun = handed_on.end(tensors, device, self.rebound)
+
+
+@LAYOUTS
+def test_latest_values_reach_the_next_call(devices):
+    replica_set = engine_of(devices)
+    for call in range(4):
+        with Turn(replica_set, call % 2) as turn:
+            assert turn.centre.tolist() == [call, call]
+            assert turn.large[-1] == 2 * call
+            turn.centre += 1
+            turn.large.data.add_(2)  # no version counts it
+    net = replica_set.root
+    assert not net.centre.any()
+    values = {
+        name: value
+        for _, name, value in replica_set.handed_on.values(
+            torch.device(devices[0]), Transfers()
+        )
+    }
+    assert values["centre"].tolist() == [4, 4]
+    assert values["large"][0] == 8
+    assert "same" not in values
+    # kernels of normalisations write without a version
+    assert "running_mean" in values
+
+
+def test_rebound_buffer_keeps_its_tensor():
+    replica_set = engine_of(["cpu"] * 2)
+    net = replica_set.root
+    buffer = net.centre
+    with Turn(replica_set, 0) as turn:
+        new = torch.full((2,), 3.0)
+        net.centre = new
+    assert net.centre is buffer
+    assert [value.data_ptr() for value in turn.rebound.values()] == [new.data_ptr()]
+    with Turn(replica_set, 1) as turn:
+        assert turn.centre.tolist() == [3, 3]
+        net.centre = torch.zeros(5)  # of another shape: it stays
+    assert len(net.centre) == 5
+    assert not turn.rebound
+
+
+def test_flags_reach_the_next_call_and_the_user():
+    replica_set = engine_of(["cpu"] * 2)
+    net = replica_set.root
+    with Turn(replica_set, 0) as turn:
+        turn.weight.requires_grad_(False)
+    assert not net.layer.weight.requires_grad
+    with Turn(replica_set, 1) as turn:
+        assert not turn.weight.requires_grad
+        turn.weight.requires_grad_(True)
+    assert [replica_set.tensors[n] is net.layer.weight for n in turn.begun] == [True]
+    assert net.layer.weight.requires_grad
+
+
+def test_step_begins_without_values():
+    replica_set = engine_of(["cpu"] * 2)
+    with Turn(replica_set, 0) as turn:
+        turn.centre += 1
+    assert replica_set.handed_on.was_lent
+    replica_set.handed_on.begin_step("mode", Transfers())
+    assert not replica_set.handed_on.was_lent
+    assert not [*replica_set.handed_on.values(torch.device("cpu"), Transfers())]

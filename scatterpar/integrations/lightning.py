@@ -47,7 +47,7 @@ from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import Told, warn
 from scatterpar.integrations import loop
 from scatterpar.integrations.evaluation import Turns, brought_home
-from scatterpar.integrations.lending import Lending, Parts, loan_of, roots_of
+from scatterpar.integrations.lending import Lending, loan_of, roots_of
 from scatterpar.state.journal import Journal
 from scatterpar.state.savers import Silent
 from scatterpar.state.walk import Walk

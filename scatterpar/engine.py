@@ -282,7 +282,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         self._one_pass = self._made_schedule(self._options)
         self._loss_watch = LossWatch(self.module)
         self._step_ended = math.inf  # the first step has not waited
-        self.loop = LoopOptions()
+        self.loop = LoopOptions(replicas=self._replicas)
 
     def _init_verifier(self) -> None:
         self._verifier = Verifier(self._ranks is not None) if self.verify else None

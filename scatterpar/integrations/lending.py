@@ -42,7 +42,7 @@ from scatterpar.replicas.batch_statistics import recorded_in
 from scatterpar.replicas.broadcast import version
 from scatterpar.replicas.references import MAX_ENTRIES, parts_of
 from scatterpar.replicas.refused_modules import parameters_of
-from scatterpar.replicas.replicas import Replica, ReplicaSet
+from scatterpar.replicas.replicas import Replica, Replicas, ReplicaSet
 from scatterpar.state.walk import Place, PlaceKind, Walk
 from scatterpar.state.whose import attributes_of
 from scatterpar.torch_private import is_compiled_module, unwrapped
@@ -136,11 +136,12 @@ class Loan:
         return {id(copied): original for original, copied in self._pairs}
 
 
-def loan_of(engine: Any, root: Any) -> Loan | Parts:
-    """The loan of the engine's replica whose modules are ``root``; nothing for the
-    user's own, which looks call.
+def loan_of(replicas: Replicas | None, root: Any) -> Loan | Parts:
+    """The loan of the replica whose modules are ``root``; nothing for the user's own,
+    which looks call.
     """
-    replica_set = engine._replicas.of_model
+    assert replicas is not None  # of an engine
+    replica_set = replicas.of_model
     for replica in replica_set.replicas:
         if replica.root is root:
             return Loan(replica_set, replica)

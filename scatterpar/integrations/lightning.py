@@ -374,7 +374,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         call.places = {id(metric): at for at, metric in _single(copies).items()}
         module = self.lightning_module
         with contextlib.ExitStack() as stack:
-            lent = self._lending.lent(loan_of(self._engine, work), device)
+            lent = self._lending.lent(loan_of(self._engine.loop.replicas, work), device)
             stack.enter_context(lasting_a_turn(lent))
             stack.enter_context(_placed(module, copies))
             for part in module.modules():

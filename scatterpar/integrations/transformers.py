@@ -523,7 +523,8 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
                 # Else numbers that calls write would differ with the rows of a look.
                 if is_look():
                     self._user_functions.restart_look()
-                loan = loan_of(self._engine, work)
+                assert self._engine is not None
+                loan = loan_of(self._engine.loop.replicas, work)
                 lent = self._lending.lent(loan, device)
                 stack.enter_context(lasting_a_turn(lent))
                 # what ``args.device`` reads, a cached property

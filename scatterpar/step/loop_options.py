@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from scatterpar.replicas.replicas import Replicas
 from scatterpar.state.journal import Journal
 from scatterpar.step.request import LossCandidate
 from scatterpar.step.turns import Scope
@@ -20,6 +21,7 @@ class LoopOptions:
     too, because a loop makes its own engine.
 
     Attributes:
+        replicas: those of the engine, which sets it.
         is_checked: whether a step may have looks. Not if its criterion reads more than
             the outputs and targets that it gets.
         takes_turns: whether replicas call the user's function one at a time.
@@ -45,6 +47,7 @@ class LoopOptions:
             loop's loggers are silent, and after which its owner is as before.
     """
 
+    replicas: Replicas | None = None
     is_checked: bool = True
     takes_turns: bool = False
     lends: bool = False

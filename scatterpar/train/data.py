@@ -474,14 +474,9 @@ def _place_of(name: str) -> float:
 
 
 def visible_folders(path: Path) -> list[Path]:
-    """Return the folders in a folder, sorted, without hidden ones and those that
-    contain runs of this tool.
-    """
-    folders = []
-    for entry in sorted(path.iterdir()):
-        if entry.is_dir() and not is_hidden(entry.name) and not _has_run(entry):
-            folders.append(entry)
-    return folders
+    """Return the folders in a folder, sorted, without hidden ones."""
+    entries = [entry for entry in sorted(path.iterdir()) if not is_hidden(entry.name)]
+    return [entry for entry in entries if entry.is_dir()]
 
 
 def is_hidden(name: str) -> bool:
@@ -490,6 +485,7 @@ def is_hidden(name: str) -> bool:
 
 
 def _has_run(folder: Path) -> bool:
+    """Whether a folder is that of a run, or contains one."""
     for _, _, names in os.walk(folder):
         if METRICS_FILE in names or LOCK_FILE in names:
             return True
@@ -533,7 +529,12 @@ def _of_folders(path: Path) -> Source:
 
 def _list_folder(source: Source, part: str, root: Path) -> None:
     """Add the part whose classes are the folders of `root`."""
-    classes = [folder.name for folder in visible_folders(root)]
+    classes = []
+    for folder in visible_folders(root):
+        if _has_run(folder):
+            source.notes.append(f"left aside: {folder}/, which has runs of this tool")
+        else:
+            classes.append(folder.name)
     if len(classes) < 2:
         tables = [table.name for table in root.glob("*.csv")]
         hint = f" (a table such as {tables[0]} is not read)" if tables else ""
@@ -626,6 +627,7 @@ def _of_hugging_face(options: Options) -> Source:
                 input_key=options.input_key,
                 target_key=options.target_key,
             )
+            _ = dataset.reader[0]  # an absent column is an error now
         except Exception as error:  # of timm, datasets, and the hub
             words = words_of(error)
             if part != TRAIN and "nknown split" in words:

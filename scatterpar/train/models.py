@@ -70,9 +70,10 @@ class OnPixels(nn.Module):
         self.network = network
         self.takes_colour = _input_channels(network) == 3
         for name, values in (("mean", mean), ("std", std)):
-            per_channel = torch.as_tensor(values, dtype=torch.float32).view(-1, 1, 1)
+            # A copy: the values may be those of all sources of images.
+            per_channel = torch.as_tensor(values, dtype=torch.float32).clone()
             # Not among the weights: those in best.pt fit the network alone.
-            self.register_buffer(name, per_channel, persistent=False)
+            self.register_buffer(name, per_channel.view(-1, 1, 1), persistent=False)
 
     def forward(self, images: Tensor) -> Any:
         """Compute the network's output for pixels: (rows, channels, height, width).

@@ -211,7 +211,11 @@ def test_other_files_change_nothing(tmp_path):
 def test_folder_with_a_run_is_no_class(tmp_path):
     write(tmp_path, [*classes_of(), "runs/a/curves.png", "runs/a/confusion.png"])
     (tmp_path / "runs" / "a" / "metrics.jsonl").touch()
-    assert opened(tmp_path, val=0.25).class_names == ("cat", "dog")
+    data = opened(tmp_path, val=0.25)
+    assert data.class_names == ("cat", "dog")
+    assert (
+        f"left aside: {tmp_path / 'runs'}/, which has runs of this tool" in data.notes
+    )
     (tmp_path / "runs" / "a" / "metrics.jsonl").rename(
         tmp_path / "runs" / "a" / ".lock"
     )

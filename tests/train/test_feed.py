@@ -34,7 +34,7 @@ def requests(batch=70, epochs=2):
     return made
 
 
-@pytest.mark.parametrize("workers", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_requests_may_be_replaced(folder, workers):
     data, rows = opened(folder, workers=workers), torch.arange(120)
     first, second = (

@@ -228,7 +228,10 @@ def test_weights_of_a_file_except_the_last_layer(tmp_path, wrapped):
     else:
         torch.save(state if wrapped == "plain" else {wrapped: state}, path)
     images = source()
+    mean = images.mean.clone()
     model = started(images, model="timm:test_resnet", weights=path)
+    assert torch.equal(images.mean, mean)  # that of other runs, too
+    assert not torch.equal(model.mean.flatten(), mean)  # timm's for this network
     for name, value in model.network.state_dict().items():
         expected = torch.zeros_like(value) if name.startswith("fc.") else state[name]
         assert torch.equal(value, expected), name

@@ -117,6 +117,14 @@ def folder(tmp_path_factory):
     return write_folder(tmp_path_factory.mktemp("pictures"), train=40, test=8)
 
 
+@pytest.fixture(autouse=True)
+def quick_figures(monkeypatch, request):
+    """Figures are drawn in test_records.py, and by one run here."""
+    if "reports" not in request.node.name:
+        touch = lambda figure, path: path.touch()  # noqa: E731
+        monkeypatch.setattr(record_module, "_save_figure", touch)
+
+
 @pytest.fixture
 def included(monkeypatch):
     """Some of the included images, in the place of all."""
@@ -409,7 +417,8 @@ def test_stopped_run_resumes_bit_for_bit(folder, whole, tmp_path, capsys, number
     ended = finish(process)
     wait_until(lambda: not any(map(is_running, others)), tmp_path)
     assert ended.code == (-number if number == signal.SIGKILL else 128 + number)
-    assert "Traceback" not in ended.err
+    # A worker whose main process is killed may say so.
+    assert "Traceback" not in ended.err or number == signal.SIGKILL
     again = ["train", "--out", str(out), "--resume"]
     if number != signal.SIGKILL:
         made, name = len(steps(out)), signal.Signals(number).name
@@ -543,9 +552,9 @@ def test_resumed_run_keeps_its_options(included, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.pictures
 def test_resume_with_other_images_refused(tmp_path, monkeypatch, capsys):
-    folder, out = write_folder(tmp_path / "data", train=40, test=8), tmp_path / "out"
-    with stop_after(monkeypatch, 3):
-        train(folder, out)
+    folder, out = write_folder(tmp_path / "data", train=16, test=8), tmp_path / "out"
+    with stop_after(monkeypatch, 1):
+        train(folder, out, "--epochs", "2")
     checkpoint = (out / "checkpoint.pt").read_bytes()
     again = ["--out", str(out), "--resume"]
     bags = folder / "train" / "Bag"
@@ -556,7 +565,7 @@ def test_resume_with_other_images_refused(tmp_path, monkeypatch, capsys):
         assert words in capsys.readouterr().err
 
     other = first.rename(folder / "train" / "Sandal" / first.name)
-    refused("{'train': [39, 41, 40], 'test': [8, 8, 8]}; restore them")
+    refused("{'train': [15, 17, 16], 'test': [8, 8, 8]}; restore them")
     # As many, but another name: --val would hold out others.
     other.rename(bags / "zz.png")
     refused(
@@ -641,7 +650,9 @@ def test_picture_lost_in_a_run_keeps_a_checkpoint(
     assert len(steps(tmp_path)) == 9
 
 
-@pytest.mark.parametrize("where", ["checkpoint.pt", "metrics.jsonl"])
+@pytest.mark.parametrize(
+    "where", ["checkpoint.pt", pytest.param("metrics.jsonl", marks=pytest.mark.slow)]
+)
 def test_full_disk_leaves_old_checkpoint(
     included, tmp_path, capsys, monkeypatch, where
 ):
@@ -800,7 +811,7 @@ def test_accuracies_of_the_summary_are_the_best_epochs(tmp_path, capsys):
 
 
 @pytest.mark.pictures
-@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("ends", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_val_picks_best_epoch_test_runs_once(tmp_path, capsys, monkeypatch, ends):
     """Also by a run that ends before that test, and goes on."""
     folder, out = write_folder(tmp_path / "data", train=40, test=8), tmp_path / "out"

@@ -38,7 +38,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,6 +65,9 @@ CARDS = (
     "tests/devices/cards/test_accelerator.py",
     "tests/devices/cards/test_draws.py",
 )
+NAMES = ("old", "new")
+MOST_CRASHES = 40
+ENDED = (0, 1, 5)  # exit codes of pytest: passed, failed, nothing to run
 PLACES = ("cpu", "cards", "null", "scripts")
 CARD = ("--devices", "cpu:0,cpu:1", "--only", "gradient", "looks", "dropout")
 NULL_CARD = ("--under", "nullcuda.values", "--only", "gradient", "looks", "dropout")
@@ -114,72 +117,92 @@ class Versions:
     def __init__(self, old, new, folder):
         self.folder = folder
         self.programs = folder / "programs"
-        self._packages = []
-        for name, ref in (("old", old), ("new", new)):
-            package = folder / name
-            _check_out(ref, package, ["scatterpar"])
-            self._packages.append(package)
+        for name, ref in zip(NAMES, (old, new), strict=True):
+            _check_out(ref, folder / name, ["scatterpar"])
         _check_out(new, self.programs, [])
         # A program would find it beside itself, in the place of either version.
         (self.programs / "scatterpar").rename(folder / "unused")
 
     def run(self, command, variables=None):
         """Run a command with each version at the same time. Returns what they print."""
-        processes = []
-        for package in self._packages:
-            path = [package, self.programs, self.programs / "tests"]
-            env = {
-                **os.environ,
-                "OMP_NUM_THREADS": "1",  # and so the same bits
-                "PYTHONHASHSEED": "0",
-                **{name: str(value) for name, value in (variables or {}).items()},
-            }
-            env["PYTHONPATH"] = os.pathsep.join(map(str, path))
-            env["OUTCOMES"] = str(package / "outcomes.json")
-            Path(env["OUTCOMES"]).unlink(missing_ok=True)
-            arguments = [part.replace("{version}", package.name) for part in command]
-            # Files in the place of pipes, which nobody reads while both run.
-            with (
-                open(package / "printed.txt", "w", encoding="utf-8") as printed,
-                open(package / "errors.txt", "w", encoding="utf-8") as errors,
-            ):
-                process = subprocess.Popen(
-                    arguments, cwd=self.programs, env=env, stdout=printed, stderr=errors
-                )
-            processes.append(process)
-        for process in processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(LIMIT_SECONDS)
-            process.kill()
-            process.wait()
-        codes = [process.returncode for process in processes]
-        texts = [(package / "printed.txt").read_text() for package in self._packages]
+        processes = [self._start(name, command, variables) for name in NAMES]
+        codes = [_code_of(process) for process in processes]
+        texts = [(self.folder / name / "printed.txt").read_text() for name in NAMES]
         return list(zip(codes, texts, strict=True))
+
+    def run_tests(self, command, variables=None):
+        """Run pytest with each version, again after each crash of its process."""
+        for name in NAMES:
+            self._outcomes_of(name).unlink(missing_ok=True)
+        names = NAMES
+        for _ in range(MOST_CRASHES):
+            processes = {name: self._start(name, command, variables) for name in names}
+            codes = {name: _code_of(process) for name, process in processes.items()}
+            names = [name for name, code in codes.items() if code not in ENDED]
+            if not names:
+                return
+        print(
+            f"{' and '.join(names)}: more than {MOST_CRASHES} crashes; the rest is left"
+        )
+
+    def _start(self, name, command, variables):
+        package = self.folder / name
+        path = [package, self.programs, self.programs / "tests"]
+        env = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",  # and so the same bits
+            "PYTHONHASHSEED": "0",
+            "PYTHONPATH": os.pathsep.join(map(str, path)),
+            "OUTCOMES": str(self._outcomes_of(name)),
+            **{key: str(value) for key, value in (variables or {}).items()},
+        }
+        # Files in the place of pipes, which nobody reads while both run.
+        with (
+            open(package / "printed.txt", "w", encoding="utf-8") as printed,
+            open(package / "errors.txt", "w", encoding="utf-8") as errors,
+        ):
+            return subprocess.Popen(
+                [part.replace("{version}", name) for part in command],
+                cwd=self.programs,
+                env=env,
+                stdout=printed,
+                stderr=errors,
+            )
+
+    def _outcomes_of(self, name):
+        return self.folder / name / "outcomes.json"
 
     def outcomes(self):
         """Of the tests that have run: by version, and by program."""
         by_version = []
-        for package in self._packages:
-            file = package / "outcomes.json"
+        for name in NAMES:
+            file = self._outcomes_of(name)
             lines = file.read_text().splitlines() if file.exists() else []
             programs = {}
             for line in map(json.loads, lines):
-                # An error of the teardown follows the call's line.
-                programs.setdefault(line["program"], line)
-                if line["test"] == "failed":
+                earlier = programs.get(line["program"], {"test": "crashed"})
+                # An error of the teardown follows the line of the test.
+                if earlier["test"] == "crashed" or line["test"] == "failed":
                     programs[line["program"]] = line
             by_version.append(programs)
         return by_version
 
     def errors(self):
-        """The last lines that each version wrote to stderr, or printed."""
+        """The last lines that each version printed."""
         texts = []
-        for package in self._packages:
-            both = [
-                (package / name).read_text() for name in ("printed.txt", "errors.txt")
+        for name in NAMES:
+            files = [
+                self.folder / name / file for file in ("printed.txt", "errors.txt")
             ]
-            texts.append("".join(both)[-2000:])
+            texts.append("".join(file.read_text() for file in files)[-2000:])
         return texts
+
+
+def _code_of(process):
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(LIMIT_SECONDS)
+    process.kill()
+    return process.wait()
 
 
 def _check_out(ref, folder, paths):
@@ -279,9 +302,11 @@ def _pytest(versions, place, python, paths, extra, variables=None, plugins=()):
     existing = [
         path for path in paths if (versions.programs / path.split("::")[0]).exists()
     ]
-    versions.run([*command, *existing], variables)
+    versions.run_tests([*command, *existing], variables)
     old, new = versions.outcomes()
-    print(f"{place}: {len(old)} and {len(new)} programs", flush=True)
+    for name, programs in zip(NAMES, (old, new), strict=True):
+        counts = Counter(line["test"] for line in programs.values())
+        print(f"{place}, {name}: {dict(counts)}", flush=True)
     if not old or not new:
         for text in versions.errors():
             print(text)
@@ -292,7 +317,8 @@ def _pytest(versions, place, python, paths, extra, variables=None, plugins=()):
         return []
     # Whole functions, because ids may have any signs.
     files = sorted({program.split("::")[0] for program in again})
-    versions.run([*command, *(files if len(again) > 200 else again)], variables)
+    chosen = files if len(again) > 200 else again
+    versions.run_tests([*command, *chosen], variables)
     second = set(differences_of(place, *versions.outcomes()))
     return [found for found in first if found in second]
 

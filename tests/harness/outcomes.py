@@ -5,7 +5,8 @@ The calls are those that a user makes. Of each: whether it returned or what it r
 in which words, and what was told; the bits of its result, of the module and of its
 gradients; the states of all random generators afterwards; and the report of the step.
 Calls inside of others, as a look's, are not recorded. The file that ``OUTCOMES`` names
-gets one line of JSON per test.
+gets one line of JSON when a test begins and when it has ended: what a crash of the
+process leaves is not run again, and the other tests are.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import re
 import threading
 import warnings
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ import torch
 from harness import leak_checks
 
 FILE = "OUTCOMES"
+CRASHED = "crashed"
 # By the module that has the class or function, its methods or itself.
 METHODS = {
     "ScatterOnceParallel": ("forward_backward", "loss", "forward", "map", "check"),
@@ -158,6 +161,26 @@ def in_general(text):
     return re.sub(r"\d+(\.\d+)? ?(ms|s|seconds|minutes|GiB|MiB|KiB)\b", "… \\2", text)
 
 
+def pytest_collection_modifyitems(config, items):
+    """Leave out what an earlier process has begun."""
+    file = Path(os.environ[FILE])
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    begun = {json.loads(line)["program"] for line in lines}
+    rest = [item for item in items if item.nodeid not in begun]
+    left_out = [item for item in items if item.nodeid in begun]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = rest
+
+
+def pytest_runtest_logstart(nodeid):
+    _write({"program": nodeid, "test": CRASHED, "why": "", "calls": []})
+
+
+def _write(line):
+    with open(os.environ[FILE], "a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield
@@ -170,8 +193,7 @@ def pytest_runtest_makereport(item, call):
             "why": in_general(message.strip())[:300],
             "calls": [*_entries],
         }
-        with open(os.environ[FILE], "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        _write(line)
     if call.when == "teardown":
         _entries.clear()
     return report
@@ -182,5 +204,4 @@ def pytest_collectreport(report):
         lines = str(report.longrepr).strip().splitlines()
         line = {"program": report.nodeid, "test": "not collected", "calls": []}
         line["why"] = in_general(lines[-1] if lines else "")[:300]
-        with open(os.environ[FILE], "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        _write(line)

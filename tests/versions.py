@@ -6,7 +6,7 @@
     python -m tests.versions OLD NEW --null .venv-nullcuda/bin/python
 
 ``OLD`` and ``NEW`` are refs of git. Both are checked out into temporary folders, and
-both run what ``NEW`` has of programs: its tests as they are, among them the table of
+both run what ``NEW``, or ``--programs REF``, has of programs: its tests as they are, among them the table of
 cases and all right, wrong and adversarial steps; the table of cases and the tests of
 accelerators on the simulated accelerator, and on null GPUs where there are some; its
 examples and notebooks; and the page of ``benchmarks card``.
@@ -87,13 +87,15 @@ def main(arguments):
     parser.add_argument("old", metavar="OLD")
     parser.add_argument("new", metavar="NEW")
     parser.add_argument("--on", nargs="+", default=PLACES, choices=PLACES)
+    parser.add_argument("--programs", metavar="REF", help="default: NEW")
     parser.add_argument("--tests", nargs="+", default=TESTS, help="on the CPU")
     parser.add_argument("--only", default="", help="tests, as pytest's -k names them")
     parser.add_argument("--null", default=str(ROOT / ".venv-nullcuda/bin/python"))
     parser.add_argument("--json", type=Path, help="all differences, for a program")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="versions-") as folder:
-        versions = Versions(options.old, options.new, Path(folder))
+        refs = options.old, options.new, options.programs or options.new
+        versions = Versions(*refs, Path(folder))
         differences = []
         for place in options.on:
             differences += RUNS[place](versions, options)
@@ -107,19 +109,19 @@ def main(arguments):
 
 
 class Versions:
-    """Two versions of the package, and the programs of the newer one.
+    """Two versions of the package, and the programs that both run.
 
     Attributes:
         folder: where everything is.
-        programs: the newer version's files without its package.
+        programs: the files of a version without its package.
     """
 
-    def __init__(self, old, new, folder):
+    def __init__(self, old, new, programs, folder):
         self.folder = folder
         self.programs = folder / "programs"
         for name, ref in zip(NAMES, (old, new), strict=True):
             _check_out(ref, folder / name, ["scatterpar"])
-        _check_out(new, self.programs, [])
+        _check_out(programs, self.programs, [])
         # A program would find it beside itself, in the place of either version.
         (self.programs / "scatterpar").rename(folder / "unused")
 

@@ -6,10 +6,10 @@
     python -m tests.versions OLD NEW --null .venv-nullcuda/bin/python
 
 ``OLD`` and ``NEW`` are refs of git. Both are checked out into temporary folders, and
-both run what ``NEW``, or ``--programs REF``, has of programs: its tests as they are, among them the table of
-cases and all right, wrong and adversarial steps; the table of cases and the tests of
-accelerators on the simulated accelerator, and on null GPUs where there are some; its
-examples and notebooks; and the page of ``benchmarks card``.
+both run what ``NEW``, or ``--programs REF``, has of programs: its tests as they are,
+among them the table of cases and all right, wrong and adversarial steps; the table of
+cases and the tests of accelerators on the simulated accelerator, and on null GPUs where
+there are some; its examples and notebooks; and the page of ``benchmarks card``.
 
 Of each call of the package (``harness/outcomes.py``) these are compared:
 

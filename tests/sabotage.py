@@ -909,6 +909,15 @@ SABOTAGES = [
         seen_by=("test_same_seed_same_bits_and_random_state"),
     ),
     Sabotage(
+        name="devices of the CPU ask whether there is an accelerator",
+        promise="as in plain torch",
+        file="devices/device_ids.py",
+        place="resolve",
+        text="return tuple(map(_resolve_one, device_ids))",
+        replacement="_accelerator(); return tuple(map(_resolve_one, device_ids))",
+        seen_by="test_cpu_devices_ask_for_no_accelerator",
+    ),
+    Sabotage(
         name="a look does not save an accelerator's generator",
         promise="a look leaves no trace",
         file="state/savers.py",

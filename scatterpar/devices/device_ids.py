@@ -29,9 +29,8 @@ def resolve(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]
     >>> resolve(["cpu:0", "cpu:1"])
     (device(type='cpu', index=0), device(type='cpu', index=1))
     """
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if device_ids is None:
-        device_ids = _all_devices(accelerator)
+        device_ids = _all_devices()
     # A string is a sequence, too: of letters.
     is_single = isinstance(device_ids, (str, int, torch.device))
     if is_single or not isinstance(device_ids, Sequence):
@@ -43,13 +42,22 @@ def resolve(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]
         raise ValueError(
             "device_ids is empty; pass at least one device, or None for all of them"
         )
-    return tuple(_resolve_one(entry, accelerator) for entry in device_ids)
+    return tuple(map(_resolve_one, device_ids))
 
 
-def _all_devices(accelerator: torch.device | None) -> Sequence[DeviceLike]:
-    if accelerator is None:
+def _all_devices() -> Sequence[DeviceLike]:
+    if _accelerator() is None:
         return ["cpu"]
     return _part_of_process(torch.accelerator.device_count())
+
+
+def _accelerator() -> torch.device | None:
+    """The kind of accelerator that is available here.
+
+    The question initialises the driver, and afterwards a forked child cannot use CUDA.
+    So nobody asks who has named devices of the CPU alone.
+    """
+    return torch.accelerator.current_accelerator(check_available=True)
 
 
 def _part_of_process(count: int) -> range:
@@ -102,13 +110,14 @@ def identity_of(device: torch.device) -> str | None:
     return f"{uuid}/{visible}" if visible.startswith("MIG-") else str(uuid)
 
 
-def _resolve_one(entry: DeviceLike, accelerator: torch.device | None) -> torch.device:
+def _resolve_one(entry: DeviceLike) -> torch.device:
     # A bool is an int in Python, and no ordinal.
     if isinstance(entry, bool) or not isinstance(entry, (int, str, torch.device)):
         raise TypeError(
             f"device_ids: expected an int, a string or a torch.device, got {entry!r}"
         )
     if isinstance(entry, int):
+        accelerator = _accelerator()
         if accelerator is None:
             raise ValueError(
                 f"device_ids: {entry} is the ordinal of an accelerator, and none is "
@@ -122,7 +131,7 @@ def _resolve_one(entry: DeviceLike, accelerator: torch.device | None) -> torch.d
         raise ValueError(f"device_ids: {entry!r} is not a device: {error}") from error
     if device.type == "cpu":
         return device
-    _require_visible(device, accelerator)
+    _require_visible(device, _accelerator())
     # A name without a number, such as "cuda", means the current device.
     has_number = device.index is not None
     index = device.index if has_number else torch.accelerator.current_device_index()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from scatterpar.devices.device_ids import physical
+from scatterpar.devices.streams import accelerator_in_use
 
 CAPTURE = threading.RLock()  # held by a thread that captures a graph, on any device
 
@@ -51,7 +52,7 @@ def empty_cache() -> None:
 
     Does nothing while another thread captures a graph: torch refuses to free then.
     """
-    if not torch.accelerator.is_available():
+    if not accelerator_in_use():
         return
     if not CAPTURE.acquire(blocking=False):
         return

@@ -28,7 +28,7 @@ def current_streams() -> tuple[torch.Stream, ...]:
     an unused device. Nor has an accelerator others that nobody has used: to ask for its
     streams would initialise it, and a forked child could not use it any more.
     """
-    if not _is_in_use():
+    if not accelerator_in_use():
         return ()
     count = torch.accelerator.device_count()
     streams = [torch.accelerator.current_stream(index) for index in range(count)]
@@ -36,14 +36,18 @@ def current_streams() -> tuple[torch.Stream, ...]:
     return tuple(stream for stream in streams if stream.stream_id)
 
 
-def _is_in_use() -> bool:
+def accelerator_in_use() -> bool:
     """Whether this process has an accelerator, and has initialised it."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    # Without the question whether it is available: that initialises its driver, and a
+    # forked child could not use it any more.
+    accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return False
     module = torch.get_device_module(accelerator)
-    is_initialized = getattr(module, "is_initialized", None)  # not every backend has it
-    return is_initialized is None or bool(is_initialized())
+    is_initialized = getattr(module, "is_initialized", None)
+    if is_initialized is None:  # not every backend has it
+        return torch.accelerator.is_available()
+    return bool(is_initialized())
 
 
 @contextlib.contextmanager

@@ -48,6 +48,18 @@ def test_names_with_two_accelerators(two_accelerators, name):
     assert resolve(entries) == tuple(map(torch.device, expected))
 
 
+def test_cpu_devices_ask_for_no_accelerator(monkeypatch):
+    """The question alone takes CUDA from children that are forked later."""
+
+    def initialises(*_, **__):
+        raise AssertionError("the driver was initialised")
+
+    for name in ("current_accelerator", "is_available", "device_count"):
+        monkeypatch.setattr(device_ids.torch.accelerator, name, initialises)
+    entries = ["cpu", "cpu:1", torch.device("cpu")]
+    assert resolve(entries) == tuple(map(torch.device, entries))
+
+
 @pytest.mark.parametrize(
     ("count", "processes", "parts"),
     [

@@ -119,7 +119,7 @@ def test_malloc_tuned_unless_user_set_it(monkeypatch, variable):
 
 def test_cache_not_emptied_during_capture(monkeypatch):
     emptied = mock.Mock()
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(memory, "accelerator_in_use", lambda: True)
     monkeypatch.setattr(torch.accelerator, "empty_cache", emptied)
     with memory.CAPTURE:
         thread = threading.Thread(target=memory.empty_cache)

@@ -218,15 +218,27 @@ os._exit(0)
 """
 
 
-def test_engine_on_the_cpu_leaves_cuda_alone():
-    """A process that has initialised CUDA cannot use it in forked children."""
-    code = """
-from scatterpar import ScatterOnceParallel
-with ScatterOnceParallel(nn.Linear(4, 2), 2, ["cpu", "cpu"]) as engine:
-    engine.forward_backward(torch.randn(8, 4), torch.randn(8, 2), nn.MSELoss())
-print(torch.cuda.is_initialized())
+@pytest.mark.parametrize("layout", [["cpu"], ["cpu:0", "cpu:1"]])
+def test_engine_on_the_cpu_leaves_cuda_alone(layout):
+    """A forked child can use CUDA only if its parent has not even asked for it."""
+    code = f"""
+import os
+from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
+batch = torch.randn(8, 4), torch.randn(8, 2), nn.MSELoss()
+net = nn.Linear(4, 2)
+with ScatterOnceParallel(net, 2, {layout}) as engine:
+    engine.forward_backward(*batch)
+    engine.check(*batch)
+    engine.eval()(batch[0])
+model, criterion = DataParallelModel(net, {layout}), DataParallelCriterion(batch[2])
+criterion(model(batch[0]), batch[1]).backward()
+child = os.fork()
+if not child:
+    print(torch.zeros(2, device="cuda").device, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
 """
-    assert script(code) == ["False"]
+    assert script(code) == ["cuda:0"]
 
 
 def test_no_context_on_other_gpus():

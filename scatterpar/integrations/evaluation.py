@@ -143,6 +143,11 @@ class BatchesAhead:
         result, device = self._ready_results.popleft()
         return brought_home(result, device, self._devices[0])
 
+    def begin_groups(self, groups: BatchGroups) -> None:
+        """From the batch on at which the loop is, ``groups`` computes the results."""
+        self.groups = groups
+        self._ready_results.clear()
+
     @property
     def is_at_group(self) -> bool:
         """Whether the batch at which the loop is begins a group."""

@@ -192,6 +192,17 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         self._engine.loop.around_looks = self._looking
         self._engine.loop.journal = self._saved
 
+    def _follow_model(self) -> None:
+        """Replicate another model, which a callback has put into the Learner, such as
+        averaged weights that are validated.
+        """
+        ahead = self._ahead
+        self._begin()
+        if ahead is not None:
+            ahead.begin_groups(self._engine.batch_groups(_prediction))
+            self._places.clear()
+            self._ahead = ahead
+
     def _close(self) -> None:
         if self._engine is not None:
             self._engine.close()
@@ -210,6 +221,8 @@ class ScatterOnce(Callback):  # type: ignore[misc]
             del vars(learn)["_do_one_batch"]
             learn._do_one_batch()
             return
+        if self._engine.module is not learn.model:
+            self._follow_model()
         trains = learn.training and len(learn.yb) > 0
         loss = None
         if trains:

@@ -141,7 +141,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         # How losses combine, as options of the engine.
         self._combination: dict[str, Any] = {"reduction": reduction}
         if count is not None:
-            self._combination["count"] = lambda inputs, _: count(inputs["batch"])
+            self._combination["count"] = partial(_terms_of_call, count)
         self._functions = loop.UserFunctions()
         self._logged = _LoggedValues()
         # Whether calls of the present step have returned None: one answer, or both.
@@ -155,6 +155,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         # Of an evaluation: the turns of its batches; the device of the batch that was
         # transferred last.
         self._turns: Any = None
+        self._lending: Any = None
         self._device_of_batch: torch.device | None = None
 
     @property
@@ -194,8 +195,11 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             self._lent_roots,
             _OF_LOOP,
             self.root_device,
-            lambda: module.trainer.optimizers,
+            self._keyed_optimizers,
         )
+
+    def _keyed_optimizers(self) -> Sequence[Any]:
+        return self.lightning_module.trainer.optimizers  # type: ignore[no-any-return]
 
     def _lent_roots(self) -> list[Any]:
         """The LightningModule, and modules to which it refers by plain containers.
@@ -209,7 +213,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """Close the engine, and do what ``SingleDeviceStrategy`` does."""
         # Before the module goes to the host: replicas read its tensors.
         self._until_teardown.close()
-        self._engine = self._turns = None
+        # A Trainer may be saved, and none of these can be.
+        self._engine = self._turns = self._lending = self._replicated = None
         super().teardown()
 
     def batch_to_device(
@@ -249,13 +254,13 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             finally:
                 self._lending.end_step()
         calls = sorted(nested.atoms(records), key=attrgetter("first_row"))
-        # As the stock loop, which then makes no backward pass.
-        if True in self._skips:
-            return None
         self._functions.tell_numbers(
             "training_step", len(calls), _ONCE_PER_BATCH, module
         )
         self._log(calls, metrics)
+        # As the stock loop, which then makes no backward pass.
+        if True in self._skips:
+            return None
         outputs = self._joined(calls)
         outputs["loss"] = loss
         return outputs
@@ -535,6 +540,15 @@ def _unmarked(atom: Any) -> Any:
     return atom.value if isinstance(atom, _UnjoinedNumber) else atom
 
 
+def _terms_of_call(count: Callable[[Any], Any], inputs: Any, _: Any) -> Any:
+    """The user's ``count``, of the inputs of the engine."""
+    return count(inputs["batch"])
+
+
+def _two_sets() -> tuple[set[Any], set[Any]]:
+    return set(), set()
+
+
 class _Logged(NamedTuple):
     """A value that a call has logged, with the options of ``self.log``."""
 
@@ -550,7 +564,7 @@ class _LoggedValues:
         # By the name of a logged value: numbers of rows, and batch_size=. Calls of
         # looks count too: they have other numbers of rows.
         self._seen: defaultdict[str, tuple[set[int], set[Any]]]
-        self._seen = defaultdict(lambda: (set(), set()))
+        self._seen = defaultdict(_two_sets)
         # Of a look: the call for all its rows, and those for parts of them.
         self._whole: _Call | None = None
         self._parts: list[_Call] = []

@@ -966,3 +966,49 @@ def test_loss_of_hooked_features(layout, tmp_path):
         return fitted(learn)
 
     assert_same(run(ScatterOnce(layout, 2)), run())
+
+
+class Averages(Callback):
+    """The mean of the weights so far is what is validated."""
+
+    def __init__(self, order, event):
+        self.order = order
+        self.event = event
+
+    def before_fit(self):
+        self.average = copy.deepcopy(self.learn.model)
+
+    def after_step(self):
+        with torch.no_grad():
+            for mean, weight in zip(
+                self.average.parameters(), self.learn.model.parameters(), strict=True
+            ):
+                mean.lerp_(weight, 0.2)
+
+    def swap(self, event):
+        """In the second batch of a validation, or before it."""
+        is_due = event == self.event and not self.learn.training
+        if is_due and not hasattr(self, "trained"):
+            self.trained, self.learn.model = self.learn.model, self.average
+
+    def before_validate(self):
+        self.swap("before_validate")
+
+    def before_batch(self):
+        if self.learn.iter:
+            self.swap("before_batch")
+
+    def after_validate(self):
+        self.learn.model = self.trained
+        del self.trained
+
+
+@pytest.mark.parametrize("devices", [["cpu:0", "cpu:1"], ["cpu"] * 2])
+@pytest.mark.parametrize("event", ["before_validate", "before_batch"])
+def test_swapped_model_is_validated(tmp_path, event, devices):
+    """By replicas of the model that was there before."""
+    learners = []
+    for own in ([ScatterOnce(devices)], []):
+        callbacks = [Averages(60, event), *own]
+        learners.append(fitted(learner(tmp_path, *callbacks)))
+    assert_same(*learners)

@@ -1515,3 +1515,51 @@ def test_evaluation_by_an_iterator_as_stock(verb):
         own, module = trainer(strategy), made(Fetches).double()
         results.append(getattr(own, verb)(module, loader(), verbose=False))
     near(*results)
+
+
+class SkipsAndLogs(Plain):
+    """Skips every other batch, and says so; a metric counts all rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.double()
+        self.rows = MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        is_skipped = batch_idx % 2 == 1
+        size = len(batch[1])
+        self.log("skipped", float(is_skipped), on_epoch=True, batch_size=size)
+        self.rows.update(batch[0][:, 0])
+        self.log("rows", self.rows, on_epoch=True, on_step=False)
+        return None if is_skipped else super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_skipped_batches_are_logged(layout):
+    """What a step logs and measures before it returns None was dropped."""
+    results = []
+    for strategy in (ScatterOnceStrategy(layout, 2), None):
+        module = made(SkipsAndLogs)
+        own = trainer(strategy)
+        own.fit(module, loader(12, 48))
+        logged = {name: float(value) for name, value in own.callback_metrics.items()}
+        results.append((module, logged))
+    (ours, logged), (stock, expected) = results
+    assert expected["skipped_epoch"] == 0.5
+    assert logged == pytest.approx(expected, rel=1e-6)
+    assert_same(ours, stock)
+
+
+def terms_of(batch):
+    return len(batch[1])
+
+
+def test_trainer_is_saved_after_training(tmp_path):
+    """Functions of the strategy could not be pickled."""
+    module = made(Plain).double()
+    strategy = ScatterOnceStrategy(["cpu"] * 2, count=terms_of)
+    own = trainer(strategy, logger=False)
+    own.fit(module, loader(12, 48))
+    torch.save(own, tmp_path / "trainer.pt")
+    loaded = torch.load(tmp_path / "trainer.pt", weights_only=False)
+    assert loaded.global_step == own.global_step == 8

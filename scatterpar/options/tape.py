@@ -105,6 +105,9 @@ class Tape(torch_private.OperatorMode):
         self._origins: dict[int, int] = {}
         self._num_results = 0
         self._places = 0
+        # Addresses on the host of what operators of the device have left there, such as
+        # the seed of an attention's dropout: in a capture it is on the device.
+        self._of_device: set[int] = set()
         # What is known by its address or id.
         self._memory: dict[int, Tensor] = {}
         self._generators: list[torch.Generator] = []
@@ -155,12 +158,17 @@ class Tape(torch_private.OperatorMode):
             result = function(*args, **kwargs) if kwargs else function(*args)
         if type(result) is Tensor:
             self._num_results = number = self._num_results + 1
-            try:  # noqa: SIM105 - faster than suppress
-                self._origins[result.data_ptr()] = number
+            try:
+                address = result.data_ptr()
+                self._origins[address] = number
+                if self._of_device:
+                    self._of_device.discard(address)
             except RuntimeError:  # sparse
                 pass
         else:
             self._add_results(result)
+            if self._has_host:
+                self._note_device_results(result)
         if operator.draws and not self._is_captured:
             self._state = self._state_of_generator()
         return result
@@ -234,7 +242,7 @@ class Tape(torch_private.OperatorMode):
             return tensor.layout
         is_elsewhere = self._has_host and tensor.is_cpu
         # A kernel gets the value of a 0-dim tensor, whoever has computed it.
-        if is_elsewhere and not tensor.dim():
+        if is_elsewhere and not tensor.dim() and address not in self._of_device:
             return _content(tensor)
         origin = self._origins.get(address)
         if origin is not None:
@@ -259,6 +267,15 @@ class Tape(torch_private.OperatorMode):
             self._add_values((result,))
 
     # --- what a graph cannot repeat ---
+
+    def _note_device_results(self, result: Any) -> None:
+        """Note the tensors on the host among results that the device has computed."""
+        tensors = _tensors([result])
+        on_host = {tensor.data_ptr() for tensor in tensors if tensor.is_cpu}
+        if len(on_host) < len(tensors):
+            self._of_device |= on_host
+        else:
+            self._of_device -= on_host
 
     def _refuse_value(self, function: Any, args: Sequence[Any]) -> None:
         """See whether an operator waits for values of the device."""

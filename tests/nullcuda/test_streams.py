@@ -15,6 +15,7 @@ import torch
 from devices.cards.test_accelerator import LOSS, streams_of_the_users
 from harness.models import Of
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from nullcuda import card
 from nullcuda.test_the_path import batch, network
@@ -399,3 +400,77 @@ def test_garbage_collected_once_per_capture(monkeypatch):
         assert sum(collections) == 1
         engine.forward_backward(*batch(), LOSS)
         assert sum(collections) == 1
+
+
+class Attention(nn.Module):
+    def __init__(self, rate):
+        super().__init__()
+        self.rate = rate
+        self.into = nn.Linear(16, 48)
+        self.out = nn.Linear(16, 5)
+
+    def forward(self, x):
+        heads = self.into(x).view(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
+        read = nn.functional.scaled_dot_product_attention(*heads, dropout_p=self.rate)
+        return self.out(read.transpose(1, 2).flatten(2).mean(1))
+
+
+@pytest.fixture
+def fused_attention():
+    """Its kernels have no values here, but results as on a card."""
+    flags = torch.backends.cuda
+    before = [
+        flags.flash_sdp_enabled(),
+        flags.mem_efficient_sdp_enabled(),
+        flags.math_sdp_enabled(),
+    ]
+    switches = flags.enable_flash_sdp, flags.enable_mem_efficient_sdp
+    for switch in switches:
+        switch(True)
+    flags.enable_math_sdp(False)
+    yield
+    for switch, is_on in zip((*switches, flags.enable_math_sdp), before, strict=True):
+        switch(is_on)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_fused_attention_is_captured(fused_attention, rate, autocast):
+    """Eagerly, one of its kernels leaves the state of its draws on the host."""
+    model = Attention(rate).to(CARD)
+    inputs, targets = torch.randn(24, 8, 16), torch.arange(24) % 5
+    engine = ScatterOnceParallel(model, 6, [0], graphs=True, verify=False)
+    with engine, warnings.catch_warnings():
+        warnings.filterwarnings("error", message="graphs=True")
+        for _ in range(4):
+            with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+                engine.forward_backward(inputs, targets, LOSS)
+        assert engine.last_step.graphs == "5 of 6 sub-steps replayed"
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints_that_draw_run_eagerly(use_reentrant, rate):
+    """In the backward pass they set the generator back, which no graph repeats."""
+
+    def recomputed(model, x):
+        def part(y):
+            return nn.functional.dropout(model.inner(y), rate).tanh()
+
+        return model.outer(
+            checkpoint(part, model.inner(x), use_reentrant=use_reentrant)
+        )
+
+    inputs, targets = torch.randn(24, 8), torch.arange(24) % 5
+    results = []
+    for graphs in (True, False):
+        torch.manual_seed(1)
+        model = Of(recomputed, inner=nn.Linear(8, 8), outer=nn.Linear(8, 5)).to(CARD)
+        engine = ScatterOnceParallel(model, 6, [0], graphs=graphs, verify=False)
+        with engine, warnings.catch_warnings(action="ignore"):
+            losses = [engine.forward_backward(inputs, targets, LOSS) for _ in range(3)]
+            if graphs:
+                has_graphs = "replayed" in engine.last_step.graphs
+                assert has_graphs == (not rate)
+        results.append([*losses, *(p.grad for p in model.parameters())])
+    assert all(map(torch.equal, *results))

@@ -74,8 +74,8 @@ FIRST = 256  # images; `--base-lr` is the rate for them
 _SMALLEST_BATCH = 32  # by default
 _STEPS_PER_EPOCH = 50  # by default, at least
 _MOMENTUM = 0.9  # of SGD
-# Rates for 256 images, one run each on the included images: sgd reaches 85.4 %, nadam, at
-# torch's default, 85.1 %, adam 82.6 %, and adamw and rmsprop, at adam's rate, 82.5 and
+# Rates for 256 images. One run each on the included images: sgd reaches 85.4 %, nadam,
+# at torch's default, 85.1 %, adam 82.6 %, adamw and rmsprop, at adam's rate, 82.5 and
 # 82.0 %. The rate of another class or name is not known, and asked for.
 _RATES = {
     "sgd": 0.0125,
@@ -93,8 +93,8 @@ _RATES = {
     "lion": 0.0003,
     "lamb": 0.005,
 }
-# Pretrained weights need few steps: twice adam's rate was better on two of two small sets
-# (68.7 % beside 61.0 %, and 60.0 % beside 44.7 %).
+# Pretrained weights need few steps: twice adam's rate was better on two of two small
+# sets (68.7 % beside 61.0 %, and 60.0 % beside 44.7 %).
 _FINE_TUNING_RATES = {"adamw": 0.002}
 _WRITTEN = (METRICS_FILE, CURVES_FILE, CONFUSION_FILE, MISTAKES_FILE, FIRST_BATCH_FILE)
 # Packages whose versions are recorded, because other ones may give other results.

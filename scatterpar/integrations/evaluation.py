@@ -35,7 +35,7 @@ from scatterpar.devices.device_ids import physical
 from scatterpar.devices.streams import use_device
 from scatterpar.devices.transfers import Prefetcher, write
 from scatterpar.engine import ScatterOnceParallel
-from scatterpar.integrations.lending import Lending, Parts
+from scatterpar.integrations.lending import Lending, LentCopies, Parts
 from scatterpar.options.batch_groups import BatchGroups
 from scatterpar.replicas.broadcast import version, versions
 from scatterpar.threads.generators import drawing_as
@@ -183,6 +183,7 @@ class Turns:
         self._modules = modules
         self._roots = roots
         self._excluded = excluded
+        self._copies = LentCopies()  # of the evaluation
         self._number = 0  # of the next batch
         self.devices = list(dict.fromkeys(engine.device_ids))
         self._replicas: dict[torch.device, nn.Module] = {}
@@ -220,7 +221,12 @@ class Turns:
         """In the body, ``parts`` have the copies in ``pairs``."""
         home = physical(self.devices[0])
         away = physical(device)
-        lending = Lending(lambda: [*self._roots(), *parts], self._excluded, home)
+        lending = Lending(
+            lambda: [*self._roots(), *parts],
+            self._excluded,
+            home,
+            copies=self._copies,
+        )
         copies = [copied for _, copied in pairs]
         before = versions(copies)
         try:
@@ -231,7 +237,7 @@ class Turns:
             ):
                 yield
         finally:
-            lending.end_step()
+            lending.forget()
             with torch.no_grad():
                 for (tensor, copied), earlier in zip(pairs, before, strict=True):
                     if version(copied) != earlier:

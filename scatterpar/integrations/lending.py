@@ -39,7 +39,7 @@ from scatterpar.batch import nested
 from scatterpar.devices.transfers import to_device, write
 from scatterpar.integrations.kept_places import KeptPlaces
 from scatterpar.replicas.batch_statistics import recorded_in
-from scatterpar.replicas.broadcast import version
+from scatterpar.replicas.broadcast import version, versions
 from scatterpar.replicas.references import MAX_ENTRIES, parts_of
 from scatterpar.replicas.refused_modules import parameters_of
 from scatterpar.replicas.replicas import Replica, Replicas, ReplicaSet
@@ -157,6 +157,7 @@ class Lending:
         excluded: names of attributes of roots that stay as they are.
         home: the device of the user's modules.
         optimizers: returns those whose state answers for a replica's parameters.
+        copies: those of other tensors, if more than this object lends them.
     """
 
     def __init__(
@@ -165,11 +166,13 @@ class Lending:
         excluded: Collection[str],
         home: torch.device,
         optimizers: Callable[[], Iterable[Any]] = tuple,
+        copies: LentCopies | None = None,
     ) -> None:
         self.roots = roots
         self._excluded = excluded
         self._home = home
         self._optimizers = optimizers
+        self._copies = LentCopies() if copies is None else copies
         self._owners: KeptPlaces | None = None  # of this step
         # Searched once: modules change seldom, and are many.
         self._modules = KeptPlaces(())
@@ -190,7 +193,7 @@ class Lending:
         """In the body, roots and modules refer to the tensors of ``loan``, and to
         ``device``.
         """
-        exchange = _Exchange(loan.of_replica(), device)
+        exchange = _Exchange(loan.of_replica(), device, self._copies)
         places = self._present_places(loan)
         with contextlib.ExitStack() as stack:
             if isinstance(loan, Loan):
@@ -299,6 +302,7 @@ class Lending:
     def end_step(self) -> None:
         """Set the context variables of calls in the caller's thread."""
         self._set_variables()
+        self._copies.clear()
         self.forget()
 
     def forget(self) -> None:
@@ -340,21 +344,72 @@ class Lending:
                 self._variables[variable] = value
 
 
+class LentCopies:
+    """Copies of tensors on other devices, each kept until one of both is written.
+
+    To copy a tensor, its device and the other one wait for each other.
+    """
+
+    def __init__(self) -> None:
+        # By ``id`` of a tensor and device: the tensor, its copy, and their versions.
+        self._kept: dict[
+            tuple[int, torch.device], tuple[Tensor, Tensor, list[int]]
+        ] = {}
+
+    def of(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """The copy of ``tensor`` on ``device``, without its graph."""
+        kept = self._kept.get((id(tensor), device))
+        if kept is not None and versions(kept[:2]) == kept[2]:
+            return kept[1]
+        # An inference tensor has no version, which tells that it was written.
+        with torch.inference_mode(False):
+            copied = to_device(tensor.detach(), device)
+        if not tensor.is_inference():
+            self.keep(tensor, copied)
+        return copied
+
+    def keep(self, tensor: Tensor, copied: Tensor) -> None:
+        """Keep a copy that has the same values."""
+        both = tensor, copied
+        self._kept[id(tensor), copied.device] = *both, versions(both)
+
+    def drop_others(self, tensors: Iterable[Tensor], device: torch.device) -> None:
+        """Drop the copies on ``device`` of all tensors except these.
+
+        Calls may leave a new tensor each, and refer to it no longer.
+        """
+        ids = set(map(id, tensors))
+        for key in list(self._kept):
+            if key[1] == device and key[0] not in ids:
+                del self._kept[key]
+
+    def clear(self) -> None:
+        """Drop all copies."""
+        self._kept.clear()
+
+
 class _Exchange:
     """Values in the place of others, at all places that lead to them.
 
     Args:
         values: what stands for an original, by its ``id``.
         device: where tensors of other accelerators are copied, without their graphs.
+        copies: those that are kept.
         trained: whether tensors that require grad are copied, too.
     """
 
     def __init__(
-        self, values: Mapping[int, Any], device: torch.device, *, trained: bool = False
+        self,
+        values: Mapping[int, Any],
+        device: torch.device,
+        copies: LentCopies | None = None,
+        *,
+        trained: bool = False,
     ) -> None:
         self._lent = values
         self._values = dict(values)
         self._device = device
+        self._copies = LentCopies() if copies is None else copies
         self._trained = trained
         self._written: list[tuple[Place, Any]] = []
         self._keyed: list[Any] = []
@@ -373,6 +428,9 @@ class _Exchange:
             for container in places.keyed:
                 if _rekey(container, self._lent):
                     self._keyed.append(container)
+        self._copies.drop_others(
+            [tensor for tensor, _, _ in self._tensors], self._device
+        )
 
     def undo(self, originals: Mapping[int, Any]) -> None:
         """Write the originals again, except where there is something else now.
@@ -388,6 +446,7 @@ class _Exchange:
         for tensor, copied, before in self._tensors:
             if version(copied) != before:
                 write(tensor, copied.detach())
+                self._copies.keep(tensor, copied)
 
     def _value_for(self, value: Any, made_of_others: Mapping[int, Any]) -> Any:
         """What stands for ``value``; ``value`` itself if nothing does."""
@@ -400,10 +459,8 @@ class _Exchange:
                 # As ``module.to`` does: a copy would be no parameter.
                 value.data = to_device(value.detach(), self._device)
                 return value
-            # Kept: each place that refers to the tensor gets the same copy. An
-            # inference tensor has no version, which tells that it was written.
-            with torch.inference_mode(False):
-                copied = to_device(value.detach(), self._device)
+            # Each place that refers to the tensor gets the same copy.
+            copied = self._copies.of(value, self._device)
             self._values[id(value)] = copied
             self._tensors.append((value, copied, version(copied)))
             return copied

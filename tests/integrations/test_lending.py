@@ -18,6 +18,7 @@ from scatterpar import ScatterOnceParallel
 from scatterpar.integrations import loop
 from scatterpar.integrations.lending import (
     Lending,
+    LentCopies,
     Parts,
     copy_on_replica,
     loan_of,
@@ -239,3 +240,47 @@ def test_copy_shares_what_leads_to_no_part():
     assert copied.models == {"one": copied.model} != owner.models
     assert copied.kept is owner.model
     assert copy_on_replica(owner.model, parts) is copied.model
+
+
+ELSEWHERE = torch.device("meta")
+
+
+def write_original(tensor, copied):
+    tensor.add_(1)
+
+
+def write_copy(tensor, copied):
+    copied.add_(1)
+
+
+@pytest.mark.parametrize("change", [write_original, write_copy])
+def test_lent_copy_is_kept_until_written(change):
+    """Each copy between GPUs makes both wait for each other."""
+    copies = LentCopies()
+    tensor = torch.ones(2)
+    copied = copies.of(tensor, ELSEWHERE)
+    assert copies.of(tensor, ELSEWHERE) is copied
+    assert copies.of(torch.ones(2), ELSEWHERE) is not copied
+    change(tensor, copied)
+    again = copies.of(tensor, ELSEWHERE)
+    assert again is not copied
+    assert copies.of(tensor, ELSEWHERE) is again
+
+
+def test_lent_copy_is_dropped_with_its_place():
+    """A call may leave a new tensor in each turn: memory would grow."""
+    copies = LentCopies()
+    tensors = [torch.ones(2), torch.ones(2)]
+    first, second = [copies.of(tensor, ELSEWHERE) for tensor in tensors]
+    copies.drop_others(tensors[1:], ELSEWHERE)
+    assert copies.of(tensors[1], ELSEWHERE) is second
+    assert copies.of(tensors[0], ELSEWHERE) is not first
+
+
+def test_lent_copies_of_inference_tensors_are_not_kept():
+    """No version tells that they were written."""
+    copies = LentCopies()
+    with torch.inference_mode():
+        tensor = torch.ones(2)
+    copied = copies.of(tensor, ELSEWHERE)
+    assert copies.of(tensor, ELSEWHERE) is not copied

@@ -23,7 +23,7 @@ from scatterpar import ScatterOnceParallel
 from scatterpar.devices.coalescing import to_host
 from scatterpar.devices.transfers import Prefetcher
 from scatterpar.integrations.evaluation import BatchesAhead, Turns, brought_home
-from scatterpar.integrations.lending import Lending, Parts
+from scatterpar.integrations.lending import Lending, loan_of
 from scatterpar.step.turns import lasting_a_turn
 
 pytestmark = [pytest.mark.nullcuda, pytest.mark.draws]
@@ -71,8 +71,8 @@ def test_lent_tensors_come_home_in_order(is_on_side_stream):
             self.model = model
 
         def forward(self, rows):
-            parts = Parts([(model, self.model)])
-            with lasting_a_turn(lending.lent(parts, rows.device)):
+            loan = loan_of(engine.loop.replicas, self)
+            with lasting_a_turn(lending.lent(loan, rows.device)):
                 return owner.step(rows)
 
     inputs = torch.randn(32, 8)
@@ -82,6 +82,7 @@ def test_lent_tensors_come_home_in_order(is_on_side_stream):
     stream = torch.cuda.Stream(CARD) if is_on_side_stream else None
     engine = ScatterOnceParallel(Calls(), 4, TWO, verify=False)
     engine.loop.takes_turns = True
+    engine.loop.lends = True
     with engine, torch.cuda.stream(stream):
         if stream is not None:
             stream.wait_stream(torch.cuda.default_stream(CARD))
@@ -208,6 +209,29 @@ def test_values_read_by_host_have_arrived():
 
 
 # --- lifetimes ---
+
+
+@pytest.mark.skipif(TWO == [0, 0], reason="needs two cards")
+def test_lent_tensor_is_sent_to_a_card_once():
+    """A copy per call made each card wait for the first one's batch."""
+    model = nn.Linear(8, 8).to(CARD).eval()
+    scale = [torch.full((32,), 2.0, device=CARD)]
+    with ScatterOnceParallel(Steps(model), 1, TWO, verify=False) as engine:
+        turns = Turns(engine, [model], lambda: [scale], ())
+
+        def evaluate():
+            for _ in range(6):
+                device = turns.next_device()
+                with turns.turn(device):
+                    assert scale[0].device == device
+                    scale[0] * 2
+
+        evaluate()
+        records = traced(evaluate)
+    assert not [
+        r for r in records if r.kind == "copy_peer" and r.bytes == scale[0].nbytes
+    ]
+    assert scale[0].device == CARD
 
 
 @pytest.mark.skipif(TWO == [0, 0], reason="needs two cards")

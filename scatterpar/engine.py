@@ -82,7 +82,7 @@ from scatterpar.step.scatter import (
 from scatterpar.step.substeps import Schedule, user_state_guarded
 from scatterpar.step.task import call_inputs, make_tasks
 from scatterpar.threads.workers import Workers, threads_of
-from scatterpar.torch_private import unwrapped
+from scatterpar.torch_private import never_compiled, unwrapped
 from scatterpar.verify.gradient_check import GradientCheck, compare
 from scatterpar.verify.verifier import Verifier
 from scatterpar.wrapper import ModuleT, Wrapper
@@ -336,6 +336,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         whole_batch: bool = False,
     ) -> Tensor | tuple[Tensor, tuple[Any, ...]]: ...
 
+    @never_compiled
     @explaining_keywords
     def forward_backward(
         self,
@@ -415,6 +416,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         )
         return self._step(call, deferred=False)
 
+    @never_compiled
     @same_arguments(forward_backward)
     def loss(
         self, inputs: Any, targets: Any = None, criterion: Any = None, **options: Any
@@ -659,6 +661,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         """The replicas' threads, to which micro-batches are dealt in turns; or none."""
         return threads_of(self.device_ids) if self.loop.takes_turns else ()
 
+    @never_compiled
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Inference: scatter once, run in micro-batches without a graph, gather to the
         master.
@@ -697,6 +700,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             )
         return self._map(self.module, inputs, kwargs)
 
+    @never_compiled
     def map(
         self,
         function: Callable[..., Any],
@@ -785,6 +789,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             function, self._attempt, self.module, self.device_ids, self._workers
         )
 
+    @never_compiled
     @explaining_keywords
     def check(
         self,

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 _PACKAGE = str(Path(__file__).parent)
-# torch's optimizer calls the package before a step.
-_PACKAGES = (_PACKAGE, str(Path(torch.optim.__file__).parent))
+# torch's optimizer calls the package before a step, and torch's compiler what it leaves
+# uncompiled.
+_TORCH = Path(torch.optim.__file__).parents[1]
+_PACKAGES = (_PACKAGE, str(_TORCH / "optim"), str(_TORCH / "_dynamo"))
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:

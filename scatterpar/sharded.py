@@ -31,7 +31,12 @@ from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import add_note
 from scatterpar.replicas.broadcast import Broadcast, version, versions
 from scatterpar.replicas.snapshot import is_same
-from scatterpar.torch_private import loading_hooks, saving_hooks, step_without_hooks
+from scatterpar.torch_private import (
+    loading_hooks,
+    never_compiled,
+    saving_hooks,
+    step_without_hooks,
+)
 
 
 class _Copies(NamedTuple):
@@ -189,6 +194,7 @@ class ShardedOptimizer(Optimizer):
             sizes[owner] += sum(tensor.nbytes for tensor in nested.tensors(state))
         return sizes
 
+    @never_compiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of all parameters that have a gradient.
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
 from types import FrameType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -663,6 +663,30 @@ _eager = ForAllThreads(lambda: torch.compiler.set_stance("force_eager"))
 def is_uncompiled() -> bool:
     """Whether a body of ``uncompiled`` runs, in any thread."""
     return bool(_eager.bodies)
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """``function`` runs as it is, also if ``torch.compile`` traces its caller.
+
+    As ``torch.compiler.disable``, which would import torch's compiler.
+    """
+    disabled: list[Callable[P, R]] = []
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        if _DYNAMO not in sys.modules:
+            return function(*args, **kwargs)
+        # A list, because torch's compiler warns of a cache of ``functools``.
+        if not disabled:
+            disabled.append(importlib.import_module("torch._dynamo").disable(function))
+        return disabled[0](*args, **kwargs)
+
+    vars(called)["_torchdynamo_disable"] = True
+    return called
 
 
 def uncompiled() -> contextlib.AbstractContextManager[None]:

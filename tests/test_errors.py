@@ -136,7 +136,8 @@ def test_few_frames_between_step_and_users_line(replicas):
     assert isinstance(error, KeyError)
     (step, *between, line) = traceback.extract_tb(error.__traceback__)
     assert (step.name, line.line) == ("error_of", 'raise KeyError("mine")')
-    assert len(between) <= 9  # two of them are torch's
+    # two of them are torch's, one keeps torch's compiler away
+    assert len(between) <= 10
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

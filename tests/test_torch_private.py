@@ -4,10 +4,20 @@ tries.
 
 import re
 import runpy
+import subprocess
+import sys
 
 import pytest
 import torch
+from harness.oracle import assert_close, build, randn
+from torch import nn
 
+from scatterpar import (
+    DataParallelCriterion,
+    DataParallelModel,
+    ScatterOnceParallel,
+    ShardedOptimizer,
+)
 from scatterpar import torch_private as private
 
 pytestmark = pytest.mark.core
@@ -49,3 +59,87 @@ def test_compile_options_are_repeated(options, records):
     )
     assert private.compile_fn_of(compiled)(lambda x: x * 3)(torch.ones(1)).item() == 3.0
     assert runs == [1]
+
+
+# ---- calls in compiled functions ----
+
+
+def net():
+    return build(
+        lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    ).float()
+
+
+def batch():
+    return randn(13, 6, dtype=torch.float32), randn(13, 3, seed=2, dtype=torch.float32)
+
+
+def of_pair(model, devices):
+    compute = DataParallelModel(model, devices)
+    criterion = DataParallelCriterion(nn.MSELoss())
+
+    def step(inputs, targets):
+        loss = criterion(compute(inputs), targets) + 0.0
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def of_engine(model, devices):
+    engine = ScatterOnceParallel(model, 2, devices)
+    return lambda *data: engine.forward_backward(*data, nn.MSELoss())
+
+
+def of_returned_loss(model, devices):
+    engine = ScatterOnceParallel(model, 2, devices)
+
+    def step(inputs, targets):
+        loss = engine.loss(inputs, targets, nn.MSELoss())
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+@pytest.mark.parametrize("make", [of_pair, of_engine, of_returned_loss])
+def test_calls_in_a_compiled_step_run_as_written(make):
+    model, plain = net(), net()
+    step = torch.compile(make(model, ["cpu:0", "cpu:1"]), backend="eager")
+    loss = step(*batch())
+    expected = nn.functional.mse_loss(plain(batch()[0]), batch()[1])
+    expected.backward()
+    assert_close(loss, expected.detach(), "loss", relative=1e-5)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_close(one.grad, other.grad, "gradient", relative=1e-4)
+
+
+def test_compiled_wrappers_and_sharded_step():
+    model = net()
+    inputs, targets = batch()
+    devices = ["cpu:0", "cpu:1"]
+    with ScatterOnceParallel(model, 2, devices) as engine:
+        optimizer = ShardedOptimizer(engine, torch.optim.AdamW)
+        engine.forward_backward(inputs, targets, nn.MSELoss())
+        before = model[0].weight.detach().clone()
+        torch.compile(optimizer.step, backend="eager")()
+        assert not torch.equal(model[0].weight, before)
+        engine.eval()
+        compiled = torch.compile(engine, backend="eager")
+        with torch.no_grad():
+            assert_close(compiled(inputs), model(inputs), "output", relative=1e-5)
+        outputs = torch.compile(DataParallelModel(model, devices), backend="eager")
+        joined = torch.cat(outputs(inputs))
+        assert_close(joined, model(inputs), "output", relative=1e-5)
+
+
+def test_never_compiled_imports_no_compiler():
+    """And it is the function itself for all who ask."""
+    program = """
+import sys
+from scatterpar import torch_private
+called = torch_private.never_compiled(lambda value: value + 1)
+assert called(1) == 2
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -67,7 +67,7 @@ from scatterpar.step.turns import Scope
 from scatterpar.step.undo import Undo
 from scatterpar.threads.generators import Generators
 from scatterpar.threads.workers import Workers
-from scatterpar.torch_private import saved_tensors_hooks
+from scatterpar.torch_private import never_compiled, saved_tensors_hooks
 from scatterpar.verify.output_looks import OutputLooks
 from scatterpar.wrapper import ModuleT, WrappedT, Wrapper
 
@@ -208,6 +208,7 @@ class DataParallelModel(_OfPair[ModuleT]):
             )
         check_placement(module, self.device_ids, lazy=True)
 
+    @never_compiled
     def forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
         """The module's outputs, each on the device that computed it.
 
@@ -301,6 +302,7 @@ class DataParallelCriterion(_OfPair[Criterion]):
         super()._init_transient()
         self._looks = OutputLooks()
 
+    @never_compiled
     def forward(
         self,
         outputs: Sequence[Any],

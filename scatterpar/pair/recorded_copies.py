@@ -35,7 +35,12 @@ from scatterpar.step.inner_backward import inner_backward_at
 from scatterpar.step.reduce import sum_in_order
 from scatterpar.step.scatter import Values, moved_rows
 from scatterpar.step.substeps import set_aside
-from scatterpar.torch_private import is_compiled_module, leaves_of, nodes_reached
+from scatterpar.torch_private import (
+    is_compiled_module,
+    leaves_of,
+    never_compiled,
+    nodes_reached,
+)
 
 _APART = (
     "the pair, whose replicas compute apart (ScatterOnceParallel synchronises them)"
@@ -324,6 +329,7 @@ class _ConnectCopies(torch.autograd.Function):
         return tuple(copy.detach() for copy in copies)
 
     @staticmethod
+    @never_compiled  # a compiled function may call ``backward()``
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         # As sums of replicas have them: by number of the tensor.
         by_replica: list[dict[int, Tensor]] = []
@@ -354,6 +360,7 @@ class _CopyInGraph(torch.autograd.Function):
         return copy(tensor, device, "compute")
 
     @staticmethod
+    @never_compiled  # a compiled function may call ``backward()``
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         with use_device(ctx.device, ctx.streams):

@@ -25,6 +25,7 @@ from scatterpar.torch_private import (
     are_observed,
     backward,
     has_gradient_hooks,
+    never_compiled,
     of_class,
 )
 
@@ -178,6 +179,7 @@ class _ReturnGradients(torch.autograd.Function):
         return make_root()
 
     @staticmethod
+    @never_compiled  # a compiled function may call ``backward()``
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(_NO_GRAPH)

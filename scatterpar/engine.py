@@ -53,8 +53,10 @@ from scatterpar.replicas.compiled import compile_fn_from
 from scatterpar.replicas.refused_modules import check_placement
 from scatterpar.replicas.replicas import ReplicaOptions, Replicas, ReplicaSet
 from scatterpar.report import StepReport
+from scatterpar.state.journal import Journal
 from scatterpar.state.walk import register_wrapper
 from scatterpar.step.attempt import WHOLE_STEP, Attempt, Extent
+from scatterpar.step.call_state import journal_of_call
 from scatterpar.step.commit import commit
 from scatterpar.step.loop_options import LoopOptions
 from scatterpar.step.loss_weights import compute_loss_weights
@@ -476,7 +478,8 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                     outcome = self._compute(schedule, request, plan, WHOLE_STEP)
                 else:
                     compute = partial(self._compute, schedule)  # 2 to 5
-                    outcome = search.run(compute, self.loop.journal)
+                    journal = self.loop.journal or partial(self._journal, request)
+                    outcome = search.run(compute, journal)
                 undo = outcome.attempt.undo
                 with undo:
                     # Later interrupts wait until every rank has committed.
@@ -769,10 +772,15 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                 plan = self.plan(rows)
                 mapped = self._mapped(work, request, plan, WHOLE_STEP)
             else:
-                mapped = search.run(partial(self._mapped, work))
+                journal = partial(self._journal, request, function)
+                mapped = search.run(partial(self._mapped, work), journal)
             with mapped.attempt.undo:
                 mapped.commit()
             return mapped.output
+
+    def _journal(self, request: Request, function: Any = None) -> Journal:
+        """What tries that run out of memory may move."""
+        return journal_of_call(self.module, request, self.device_ids, function)
 
     def _mapped(
         self, work: RowFunction, request: Request, plan: Plan, extent: Extent
@@ -837,9 +845,13 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                     f"check takes one batch, got {len(request.sizes)}; pass one"
                 )
             plan = self.plan(request.sizes)
-            # A trial is of this rank only.
-            outcome = self._compute(schedule, request, plan, Extent(is_trial=True))
-            return compare(self.module, outcome, master)
+            # With weights, because a forward pass may write these, as one that clips
+            # does.
+            state = journal_of_call(self.module, request, [master], saves_weights=True)
+            with state.restored():
+                # A trial is of this rank only.
+                outcome = self._compute(schedule, request, plan, Extent(is_trial=True))
+                return compare(self.module, outcome, master, state)
 
     @property
     def replicas(self) -> tuple[nn.Module, ...]:

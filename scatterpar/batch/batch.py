@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from scatterpar.batch import nested
+from scatterpar.batch.classes import copy_of, like
 from scatterpar.batch.joining import rows_at
 from scatterpar.batch.markers import Batches, Marker, count_rows, unwrapped
 
@@ -97,7 +98,7 @@ class Batch:
             # Replicas must not share a number: a module may write it. Markers without
             # rows go to every share as they are.
             if isinstance(atoms[position], Tensor):
-                atoms[position] = atoms[position].clone()
+                atoms[position] = copy_of(atoms[position])
         return Batch(atoms, structure, len(rows))
 
     def map_rows(self, function: Callable[[Any], Any]) -> Batch:
@@ -154,8 +155,8 @@ def _select(atom: Any, rows: Sequence[int], dim: int) -> Any:
         return atom.select(rows)
     if type(rows) is range:
         # A view: the transfer to the device is the one copy of these bytes.
-        return atom.narrow(dim, rows.start, rows.stop - rows.start)
-    return rows_at(torch.tensor(rows, device=atom.device), atom, dim)
+        return like(atom, atom.narrow(dim, rows.start, rows.stop - rows.start))
+    return like(atom, rows_at(torch.tensor(rows, device=atom.device), atom, dim))
 
 
 def batch_of(

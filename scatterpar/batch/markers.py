@@ -6,9 +6,10 @@ What cannot be split into rows is refused where they are counted.
 from __future__ import annotations
 
 import copy as copying
+import dataclasses
 from collections.abc import (
     Callable,
-    Container,
+    Collection,
     Iterable,
     Iterator,
     Mapping,
@@ -25,9 +26,13 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
 from scatterpar.batch import nested
+from scatterpar.batch.classes import attribute_with_rows, copy_of
 from scatterpar.batch.objects import remedy_for, unsplit_rows
 
 _SHOWN_SIZES = 3  # in the error for a batch that disagrees in its rows
+_NAMES_OF_ENTRIES = {str: "texts", Mapping: "dicts", (list, tuple): "lists"}
+_MAX_NUMBERS = 4  # of a size, such as (height, width)
+_MAX_VIEWS = 16  # of a row; more are crops or tokens
 
 
 class Marker:
@@ -75,7 +80,7 @@ class Marker:
         """
         value = self.contents
         if copy:  # before ``collate``, which may return the entries themselves
-            value = nested.map_tensors(Tensor.clone, value)
+            value = nested.map_tensors(copy_of, value)
         return value if self.collate is None else self.collate(value)
 
     def atoms(self) -> list[Any]:
@@ -260,7 +265,7 @@ def unwrapped(atom: Any, *, copy: bool = False) -> Any:
     """
     if isinstance(atom, Marker):
         return atom.unwrap(copy=copy)
-    return atom.clone() if copy and isinstance(atom, Tensor) else atom
+    return copy_of(atom) if copy and isinstance(atom, Tensor) else atom
 
 
 def unwrap_markers(value: Any, *, copy: bool = False) -> Any:
@@ -311,7 +316,8 @@ def count_rows(
         if len(sizes) > _SHOWN_SIZES:
             listed += f" and {len(sizes) - _SHOWN_SIZES} more"
         raise ValueError(
-            f"the batch disagrees in its rows along dim={dim}: {listed}; transpose "
+            f"the batch disagrees in its rows along dim={dim}: {listed}; "
+            f"{_views_of(sizes)}transpose "
             "what has its rows along another dimension, as states of recurrent layers "
             "(state.transpose(0, 1)), mark what has no rows as Replicated(value), and "
             "a list with one entry per row as Rows(entries)"
@@ -320,6 +326,24 @@ def count_rows(
     if rows == 0:
         raise ValueError(f"the batch is empty: {sizes[rows]} along dim={dim}")
     return rows
+
+
+def _views_of(sizes: Collection[int]) -> str:
+    """What to pass if one tensor has several views of each row; else nothing.
+
+    Of two views ``torch.cat([first, second])`` has twice as many rows as the labels.
+    """
+    if len(sizes) != 2:
+        return ""
+    few, many = sorted(sizes)
+    views, remainder = divmod(many, few) if few else (0, 1)
+    if remainder or views > _MAX_VIEWS:
+        return ""
+    return (
+        f"{many} = {views} * {few}: if these are {views} views of each row, pass them "
+        f"in a tuple of {views} tensors, as arguments of the module, or repeat the "
+        f"targets, targets.repeat({views}); otherwise "
+    )
 
 
 def _shown(value: Any) -> str:
@@ -340,7 +364,7 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_nested
 
 
-def _problem(value: Any, dim: int, sizes: Container[int], refuse_grad: bool) -> str:
+def _problem(value: Any, dim: int, sizes: Collection[int], refuse_grad: bool) -> str:
     """Why an atom or container is refused, and what to pass; empty if it is not.
 
     Refused is what cannot be split, what would silently be split along something other
@@ -357,6 +381,13 @@ def _problem(value: Any, dim: int, sizes: Container[int], refuse_grad: bool) -> 
             )
         if is_whole and isinstance(atom, Iterator):
             value = atom
+        attribute = attribute_with_rows(atom, sizes) if isinstance(atom, Tensor) else ""
+        if attribute:
+            return (
+                f"a {type(atom).__name__} of shape {tuple(atom.shape)} has an "
+                f"attribute {attribute!r} that would go whole to every micro-batch; "
+                "pass it beside the tensor, and delete the attribute"
+            )
     if isinstance(value, Tensor) and _is_dense(value):
         # A 0-dim tensor goes whole to every replica.
         if not value.ndim or -value.ndim <= dim < value.ndim:
@@ -384,12 +415,13 @@ def _problem(value: Any, dim: int, sizes: Container[int], refuse_grad: bool) -> 
         )
     # One entry beside one row says nothing: it may be an argument in a list.
     may_be_entries = isinstance(value, (list, tuple)) and 1 < len(value) in sizes
-    entries = _kind_of_entries(value) if may_be_entries else ""
+    entries = _kind_of_entries(value, dim) if may_be_entries else ""
     if entries:
+        kind = type(value).__name__
         return (
-            f"a {type(value).__name__} of {len(value)} {entries}, or lists of them, "
-            f"beside {len(value)} rows would go whole to every micro-batch; pass "
-            f"Rows({entries}) for one per row, or Replicated({entries})"
+            f"a {kind} of {len(value)} {entries} beside {len(value)} rows is neither "
+            f"divided nor repeated: pass Rows({entries}) if each is of one row, or "
+            f"Replicated({entries}) if every micro-batch gets all"
         )
     # Of a cache the attributes are split, and a marker's contents by its ``select``.
     is_split = isinstance(value, (Marker, Batches)) or nested.is_cache(value)
@@ -438,46 +470,29 @@ def _remedy(value: Any) -> str:
     return ""
 
 
-def _kind_of_entries(value: list[Any] | tuple[Any, ...]) -> str:
-    """What the entries are if there may be one per row, and nothing splits them."""
-    is_flat = True
-    entries: list[Any] = []  # also those of lists in it
-    for item in value:
-        if isinstance(item, (list, tuple)):
-            is_flat = False
-            entries += item
-        else:
-            entries.append(item)
-    if not entries:
-        return ""
-    if isinstance(value, list) and all(isinstance(entry, str) for entry in entries):
-        return "texts"
-    # Up to four numbers are taken for a size, such as (height, width).
-    is_size = is_flat and len(value) < 5
-    if all(map(_is_number, entries)):
-        return "" if is_size else "numbers"
-    # Dicts or objects that describe a row each; tensors in them are split.
-    is_described = is_flat and not any(map(_has_tensors, entries))
-    kinds = set(map(type, entries))
-    if is_described and all(isinstance(entry, Mapping) for entry in entries):
-        return "dicts"
-    if is_described and len(kinds) == 1 and all(map(_is_object, entries)):
-        return "objects"
-    return ""
+def _kind_of_entries(value: list[Any] | tuple[Any, ...], dim: int) -> str:
+    """What the entries are if each may be of one row; else nothing.
 
-
-def _has_tensors(entry: Any) -> bool:
-    return bool(nested.tensors(entry))
-
-
-def _is_object(entry: Any) -> bool:
-    """Whether a value is an object with attributes, and no module, class or function.
-
-    A tensor in one of its attributes is found by ``unsplit_rows``.
+    Nothing for arguments, or levels of a pyramid: their tensors have rows themselves.
+    Nothing for up to four numbers, which are a size, such as (height, width), and for
+    a named tuple, whose fields are no rows.
     """
-    if callable(entry) or isinstance(entry, Marker):
-        return False
-    return hasattr(entry, "__dict__")
+    if hasattr(value, "_fields"):
+        return ""
+    if all(map(_is_number, value)):
+        return "numbers" if len(value) > _MAX_NUMBERS else ""
+    names = "entries"
+    for kind, name in _NAMES_OF_ENTRIES.items():
+        if all(isinstance(entry, kind) for entry in value):
+            names = name
+    # Of a list of dicts a tensor has as many entries as there are rows by chance.
+    are_records = isinstance(value, list) and all(map(_is_record, value))
+    has_rows = any(_size(atom, dim) is not None for atom in nested.atoms(value))
+    return names if are_records or not has_rows else ""
+
+
+def _is_record(entry: Any) -> bool:
+    return isinstance(entry, Mapping) or dataclasses.is_dataclass(entry)
 
 
 def _is_number(entry: Any) -> bool:

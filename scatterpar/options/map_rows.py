@@ -26,7 +26,7 @@ from scatterpar.replicas.references import module_of, named_values
 from scatterpar.replicas.replicas import ReplicaSet, parameter_writes_refused
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss_weights import compute_loss_weights
-from scatterpar.step.misfits import misfit_of_inputs
+from scatterpar.step.misfits import misfit_of_dataclass, misfit_of_inputs
 from scatterpar.step.reduce import join_on_master, reduce_buffers
 from scatterpar.step.replica_threads import Proceed
 from scatterpar.step.scatter import scatter
@@ -189,9 +189,14 @@ class _Work:
         try:
             with torch.no_grad():
                 output = call(*args, **kwargs)
-        except TypeError as error:
-            inputs = args[0] if len(args) == 1 and not kwargs else args
-            misfit = misfit_of_inputs(call, inputs, args, kwargs)
+        except (TypeError, AttributeError) as error:
+            of_dataclass = misfit_of_dataclass(error, task.module, args, kwargs)
+            if of_dataclass is not None:
+                raise of_dataclass from error
+            misfit = None
+            if isinstance(error, TypeError):
+                inputs = args[0] if len(args) == 1 and not kwargs else args
+                misfit = misfit_of_inputs(call, inputs, args, kwargs)
             if misfit is None:
                 raise
             if self.function is not None:

@@ -48,6 +48,34 @@ def misfit_of_inputs(
     return TypeError(f"inputs: {name} does not take {passed}; {remedy}")
 
 
+def misfit_of_dataclass(
+    error: Exception,
+    module: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> TypeError | None:
+    """The error for a dataclass that ``module`` uses as a tensor; ``None`` if it does
+    not.
+    """
+    text = str(error)
+    for value in (*args, *kwargs.values()):
+        kind = type(value).__name__
+        if isinstance(value, type) or not dataclasses.is_dataclass(value):
+            continue
+        words = f"not {kind}", f"got ({kind}", f"'{kind}' object has no attribute"
+        if any(phrase in text for phrase in words):
+            fields = ", ".join(
+                f"batch.{field.name}" for field in dataclasses.fields(value)
+            )
+            return TypeError(
+                f"inputs: {type(module).__name__} gets a {kind}, a dataclass, as one "
+                "argument, and uses it as a tensor; pass the tensors that it takes, in "
+                f"a tuple by position, of {fields}, or in a dict by name, such as "
+                "vars(batch)"
+            )
+    return None
+
+
 def misfit_of_criterion(criterion: Callable[..., Any]) -> TypeError | None:
     """The error for a ``criterion`` that does not take an output and targets."""
     signature = _misfit(criterion, (None, None), {})

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from scatterpar.batch import nested
 from scatterpar.batch.batch import Batch
+from scatterpar.batch.classes import copy_of, like
 from scatterpar.batch.markers import Marker
 from scatterpar.devices.coalescing import iter_copies
 from scatterpar.devices.transfers import Prefetcher, Transfers
@@ -149,7 +150,8 @@ class Values:
         # Shares on one device, and tensors that appear twice, need one copy.
         key = (id(tensor), device)
         if key not in self._arrived:
-            self._arrived[key] = self._transfers.copy(tensor, device, "scatter")
+            arrived = self._transfers.copy(tensor, device, "scatter")
+            self._arrived[key] = like(tensor, arrived)
         return self._arrived[key]
 
 
@@ -165,7 +167,7 @@ def moved_rows(transfers: Transfers, device: torch.device, leaf: Any) -> Any:
         return leaf.map(partial(moved_together, transfers, device))
     if leaf.device == device:
         return leaf
-    return transfers.copy(leaf, device, "scatter")
+    return like(leaf, transfers.copy(leaf, device, "scatter"))
 
 
 def moved_together(
@@ -184,18 +186,21 @@ def moved_together(
     for tensor in nested.tensors(contents):
         if tensor.device == device:
             if copies_all:
-                arrived[id(tensor)] = tensor.clone()
+                arrived[id(tensor)] = copy_of(tensor)
         elif _is_small(tensor):
             small[id(tensor)] = tensor
         elif id(tensor) not in arrived:
-            arrived[id(tensor)] = transfers.copy(tensor, device, "scatter")
+            copy = transfers.copy(tensor, device, "scatter")
+            arrived[id(tensor)] = like(tensor, copy)
     for message in iter_copies(small, device, transfers, "scatter"):
         arrived |= message
     return nested.map_atoms(lambda leaf: arrived.get(id(leaf), leaf), contents)
 
 
 def _is_small(tensor: Tensor) -> bool:
-    if type(tensor) is not Tensor or tensor.layout != torch.strided:
+    # A class and attributes are kept by a copy of its own.
+    is_plain = type(tensor) is Tensor and not vars(tensor)
+    if not is_plain or tensor.layout != torch.strided:
         return False
     # Packing a GPU's tensors would queue work there for which the copying stream does
     # not wait.

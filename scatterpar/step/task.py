@@ -20,7 +20,7 @@ from scatterpar.replicas.calls_in_backward import backward_of
 from scatterpar.replicas.references import read_attribute
 from scatterpar.replicas.replicas import Replica
 from scatterpar.step.attempt import Attempt, profiler_block
-from scatterpar.step.misfits import misfit_of_inputs
+from scatterpar.step.misfits import misfit_of_dataclass, misfit_of_inputs
 from scatterpar.step.replica_threads import Context, ReplicaThreads
 from scatterpar.step.scatter import ShareLoader
 from scatterpar.step.turns import Scope
@@ -83,8 +83,11 @@ class ReplicaTask:
         args, kwargs = as_call(inputs)
         try:
             return self.module(*args, **kwargs)
-        except TypeError as error:
-            misfit = misfit_of_inputs(self.module, inputs, args, kwargs)
+        except (TypeError, AttributeError) as error:
+            misfit = None
+            if isinstance(error, TypeError):
+                misfit = misfit_of_inputs(self.module, inputs, args, kwargs)
+            misfit = misfit or misfit_of_dataclass(error, self.module, args, kwargs)
             if misfit is None:
                 raise
             raise misfit from error

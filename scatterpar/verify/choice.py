@@ -29,6 +29,8 @@ def alike(
     If the parts are those of a look, it has not told these candidates apart. If they
     are the micro-batches of a step, it does not matter there which one holds.
     """
+    if len(candidates) < 2:  # counts are the user's, and may keep what they see
+        return [*candidates]
     first, *_ = ways = [
         _combination(request, parts, candidate) for candidate in candidates
     ]

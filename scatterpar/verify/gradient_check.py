@@ -21,7 +21,6 @@ from scatterpar.numerics.comparison import (
 from scatterpar.numerics.rounding import Rounding
 from scatterpar.replicas.references import module_of
 from scatterpar.state.journal import Journal
-from scatterpar.state.walk import Walk
 from scatterpar.step.loss import loss_of
 from scatterpar.step.reduce import Outcome
 from scatterpar.step.request import Request
@@ -86,16 +85,19 @@ _NO_MEAN = (
 )
 
 
-def compare(module: nn.Module, outcome: Outcome, device: torch.device) -> GradientCheck:
+def compare(
+    module: nn.Module, outcome: Outcome, device: torch.device, state: Journal
+) -> GradientCheck:
     """Undo a step that is not committed, and compare it with a plain one.
 
-    The plain step changes nothing.
+    ``state`` is from before the step. Its caller restores what the plain step changes.
     """
     attempt = outcome.attempt
     request = attempt.request
     drew_numbers = attempt.generators.drawn
     # Before the plain step, which starts from the same buffers and generators.
     attempt.undo.restore()
+    state.restore()
     # The gradients of the step wait in its outcome: nothing is committed yet.
     leaves = [leaf for leaf, _ in outcome.gradients]
     actual = [gradient for _, gradient in outcome.gradients]
@@ -104,13 +106,11 @@ def compare(module: nn.Module, outcome: Outcome, device: torch.device) -> Gradie
     if criterion_module is not None:
         roots["criterion."] = criterion_module
     rounding = Rounding(device)
-    walk = Walk([*roots.values(), request.criterion])
-    # With weights, because a forward pass may write these, as one that clips does.
-    state = Journal(walk, [device], guarded=(), max_bytes=math.inf)
     plain = partial(_plain, module, request, device, leaves, rounding)
     # Without hooks, which have seen the gradients of the step already.
-    with state.restored(), uncompiled(), hooks_taken_off(leaves):
+    with uncompiled(), hooks_taken_off(leaves):
         expected = attempt.threads.call(device, plain)
+    state.rewind()  # which sees whether numbers were drawn
     differences = relative_differences(actual, expected)
     worst = max(differences, default=0.0)
     # The surest reason first: later ones are guesses.

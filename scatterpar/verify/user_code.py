@@ -29,6 +29,7 @@ from scatterpar.numerics.wider_precision import Precision, WiderLayers
 from scatterpar.replicas.references import module_of
 from scatterpar.state.journal import Journal
 from scatterpar.state.walk import Walk
+from scatterpar.step.call_state import roots_of_batches
 from scatterpar.step.criterion_closure import closure_contents
 from scatterpar.step.replica_threads import ReplicaNote
 from scatterpar.step.request import Request
@@ -120,9 +121,8 @@ class UserCode:
 
     def _save(self) -> None:
         request = self._request
-        markers = [marker for batch in request.batches for marker in batch.markers]
         criteria = self._task.criterion, request.criterion, request.count
-        modules = [self._own_module, *(marker.collate for marker in markers)]
+        modules = [self._own_module, *roots_of_batches(request.batches)]
         device = self._task.share.device
         for roots, devices in ((criteria, [device]), (modules, [])):
             # The second walk finds the substitutes of the first: a file that both name

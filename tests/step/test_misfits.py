@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import pytest
@@ -34,6 +35,59 @@ class OfTwo(nn.Module):
 
     def forward(self, a, b):
         return self.linear(a + b)
+
+
+@dataclasses.dataclass
+class Sample:
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+class Reshapes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, rows):
+        return self.linear(rows.view(-1, FEATURES))
+
+
+WAYS = {
+    "step": lambda engine, batch: engine.forward_backward(batch, LABELS, LOSS),
+    "inference": lambda engine, batch: engine.eval()(batch),
+    "map": lambda engine, batch: engine.map(lambda replica, rows: replica(rows), batch),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("make", [linear, Reshapes])
+def test_dataclass_in_the_place_of_a_tensor(devices, make, way):
+    """torch's own text was "linear(): argument 'input' must be Tensor, not Sample"."""
+    batch = Sample(ROWS, ROWS)
+    with ScatterOnceParallel(build(make), 2, devices(2)) as engine:
+        with pytest.raises(
+            TypeError, match=r"a Sample, a dataclass.*batch\.a, batch\.b"
+        ):
+            WAYS[way](engine, batch)
+        WAYS[way](engine, (batch.a,))
+    with ScatterOnceParallel(build(OfTwo), 2, devices(2)) as engine:
+        engine.forward_backward(vars(batch), LABELS, LOSS)
+
+
+def contrast(output, labels):
+    first, second = output[: len(labels)], output[len(labels) :]
+    return (first - second).square().mean()
+
+
+def test_two_views_in_one_tensor(devices):
+    """The error's two remedies are followed."""
+    views = torch.cat([ROWS, ROWS + 1])
+    with ScatterOnceParallel(linear(), 2, devices(2)) as engine:
+        with pytest.raises(ValueError, match=r"18 = 2 \* 9: if these are 2 views"):
+            engine.forward_backward(views, LABELS, contrast, whole_batch=True)
+        engine.forward_backward(views, LABELS.repeat(2), LOSS)
+    with ScatterOnceParallel(build(OfTwo), 2, devices(2)) as engine:
+        engine.forward_backward((ROWS, ROWS + 1), LABELS, LOSS)
 
 
 @pytest.mark.parametrize(

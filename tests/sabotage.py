@@ -1165,6 +1165,15 @@ SABOTAGES = [
         seen_by="test_tries_that_run_out_of_memory_leave_no_trace",
     ),
     Sabotage(
+        name="state that begins in a forward pass is lost, silently",
+        promise="exact",
+        file="verify/look.py",
+        place="ReplicaLook.verdict_for",
+        text="moved += self._measured(state_that_begins, rows)",
+        replacement="pass",
+        seen_by="test_state_that_begins_is_told",
+    ),
+    Sabotage(
         name="a closed engine steps on",
         promise="clear errors",
         file="threads/workers.py",

@@ -144,6 +144,17 @@ def moved_between(states: Sequence[State]) -> list[str]:
     ]
 
 
+def new_in(before: State, after: State) -> list[str]:
+    """The names of state that is not there before, or has other contents after."""
+    return [
+        name
+        for name, contents in after.items()
+        if name not in before
+        or before[name].keys() != contents.keys()
+        or _is_moved(before[name], contents)
+    ]
+
+
 def _is_moved(contents: Mapping[Any, Any], later: Mapping[Any, Any]) -> bool:
     """Whether a content that both have is another one later."""
     for key, content in contents.items():

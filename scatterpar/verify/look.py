@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -41,7 +41,12 @@ from scatterpar.threads.process_settings import FULL_FLOAT32
 from scatterpar.threads.workers import Overdue
 from scatterpar.verify.dropped_warnings import warnings_dropped
 from scatterpar.verify.look_losses import Evidence, name_of, weighted_parts
-from scatterpar.verify.measurements import attributes_that_calls_move, bytes_per_row
+from scatterpar.verify.measurements import (
+    attributes_that_calls_move,
+    bytes_per_row,
+    draws_are_seeded,
+    state_that_begins,
+)
 from scatterpar.verify.rows import (
     MAX_BYTES,
     MIN_ROWS,
@@ -290,7 +295,19 @@ class ReplicaLook:
         if runs.taken_for_rows is not None:
             return taken_for_rows(runs.taken_for_rows, request.dim)
         _require_gradients(expected, run)
+<<<<<<< HEAD
         moved = self._moved(run, rows)
+=======
+        moved = moved_between(run.states)
+        # A criterion of all rows has one call, too.
+        if has_one_call or request.whole_batch:
+            moved += attributes_that_calls_move(runs, rows)
+        is_seeded = False
+        if not self.choice.number:
+            # The next steps begin without it, too.
+            moved += self._measured(state_that_begins, rows)
+            is_seeded = bool(self._measured(draws_are_seeded, rows))
+>>>>>>> bad85fdc (look: state that begins in a forward pass, and seeds)
         evidence = Evidence(
             request,
             parts,
@@ -307,12 +324,25 @@ class ReplicaLook:
         return replace(
             _verdict_of(evidence, run),
             moved=evidence.moved,
+            is_seeded=is_seeded,
             lost=runs.user_code.lost(),
             scope=self._scope(run),
             difference=evidence.difference,
             tolerance=evidence.tolerance,
             parts=chosen,
         )
+
+    def _measured(
+        self, measure: Callable[[Runs, Part], list[str]], rows: Part
+    ) -> list[str]:
+        """What a measurement names; nothing if user code fails in it."""
+        try:
+            return measure(self.runs, rows)
+        except Exception as error:
+            # With other weights, or another seed: the step has neither.
+            if _is_mistake(error):
+                defect(f"in a look: {error!r}")
+            return []
 
     def _at_once(self, rows: Part) -> RunResult:
         """The rows at once, by the user's own module and criterion.

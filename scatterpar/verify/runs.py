@@ -321,9 +321,9 @@ class Runs:
             if has_dimension and tensor.size(dim) == self._rows_of_substeps:
                 self.taken_for_rows = tensor.shape
 
-    def nudge(self, number: int) -> None:
+    def nudge(self, number: int, eps: float | None = None) -> None:
         """Nudge the replica's parameters in new memory: others do not see it."""
-        eps = self.rounding.coarsest_eps
+        eps = self.rounding.coarsest_eps if eps is None else eps
         for leaf in self.leaves.copies():
             leaf.data = nudged(leaf.data, number, eps)
 

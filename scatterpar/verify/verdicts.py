@@ -47,6 +47,7 @@ class Verdict:
         problem: the first line of the text, if losses do not combine.
         cause: why not, and what to pass, if one count or reduction explains it.
         moved: the names of state that each part moves.
+        is_seeded: whether the module seeds the default generator, and draws from it.
         lost: the shapes of large tensors that user code has written.
         scope: the part of a sub-step that one replica at a time must run.
         difference: the relative difference between the results, which the GPUs' page
@@ -60,6 +61,7 @@ class Verdict:
     problem: str = ""
     cause: str = ""
     moved: Sequence[str] = ()
+    is_seeded: bool = False
     lost: Sequence[tuple[int, ...]] = ()
     scope: Scope = Scope.NOTHING
     difference: float = math.inf

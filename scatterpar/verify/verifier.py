@@ -54,6 +54,14 @@ _WAYS = (
 )
 
 
+_TEXT_OF_SEED = in_lines(
+    "forward passes seed the random generator themselves, so each micro-batch draws "
+    "the numbers of the first one.",
+    "Draw the numbers before the step, and pass them among the inputs, with one entry "
+    "per row; or seed outside of forward.",
+)
+
+
 # A candidate, and why the look at it is inconclusive.
 _Unclear = tuple[LossCandidate, Inconclusive]
 
@@ -226,6 +234,8 @@ class Verifier:
         moved = [name for name in verdict.moved if name not in self._told]
         if moved:
             self.warn(question.text_of_moved(moved), moved)
+        if verdict.is_seeded:
+            self.warn(_TEXT_OF_SEED)
         if verdict.lost:
             self.warn(_text_of_lost(verdict.lost[0]))
         if verdict.action is Action.WARN:

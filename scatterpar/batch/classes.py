@@ -24,13 +24,17 @@ def like(source: Tensor, result: Tensor) -> Tensor:
     if type(source) is Tensor and not vars(source):  # nearly all
         return result
     kind = type(source)
-    if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+    if _consists_of_others(source):
         return result
     if kind not in _PLAIN and type(result) is not kind:
         result = result.as_subclass(kind)
     if result is not source:
         vars(result).update(vars(source))
     return result
+
+
+def _consists_of_others(tensor: Tensor) -> bool:
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def copy_of(tensor: Tensor) -> Tensor:
@@ -44,6 +48,8 @@ def attribute_with_rows(tensor: Tensor, sizes: Container[int]) -> str:
     It would go whole to every micro-batch. ``sizes`` are the numbers of rows in the
     batch.
     """
+    if _consists_of_others(tensor):  # its own attributes are these
+        return ""
     for name, value in vars(tensor).items():
         is_list = isinstance(value, (list, tuple)) and 1 < len(value) in sizes
         if is_list or any(inner.ndim for inner in nested.tensors(value)):

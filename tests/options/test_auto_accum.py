@@ -8,11 +8,11 @@ import gc
 import math
 import pickle
 import warnings
-from typing import ClassVar
 
 import pytest
 import torch
 from faults.state import nothing_changes, values_differ
+from harness.looks import calls
 from harness.models import Of
 from harness.notes import beginning_of_note
 from harness.oracle import build, randint, randn
@@ -206,13 +206,15 @@ def test_other_errors_end_the_search(room):
 
 def test_trial_gradients_freed_before_retry(devices):
     """The search exists because memory is short."""
-    alive = []  # tensors of a weight's size at the start of each try
+    alive = calls().seen  # tensors of a weight's size at the start of each try
+    alive.clear()
 
     def forward(model, inputs):
         weight = model.enter.weight
         if weight.grad is None:
             tensors = [each for each in gc.get_objects() if type(each) is Tensor]
-            alive.append(sum(tensor.shape == weight.shape for tensor in tensors))
+            number = sum(tensor.shape == weight.shape for tensor in tensors)
+            calls().seen.append(number)
         return within_budget(model, inputs)
 
     model = budget(3)
@@ -251,8 +253,6 @@ ROWS = 64
 class Budgets(nn.Module):
     """Has memory for so many rows with gradients, and for so many without."""
 
-    sizes: ClassVar = []  # of the micro-batches that replicas have begun
-
     def __init__(self, training=10**9, evaluation=10**9, error=None):
         super().__init__()
         self.body = build(
@@ -264,6 +264,11 @@ class Budgets(nn.Module):
         self.training_rows, self.evaluation_rows = training, evaluation
         self.error = error or FORMS["torch"]
         self.sizes.clear()
+
+    @property
+    def sizes(self):
+        """Of the micro-batches that replicas have begun, where no try restores them."""
+        return calls().seen
 
     def forward(self, inputs):
         room = self.training_rows if torch.is_grad_enabled() else self.evaluation_rows
@@ -515,12 +520,13 @@ def test_copied_engine_knows_its_accum():
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_trial_results_freed_before_retry(devices, mode):
-    alive = []
+    alive = calls().seen
+    alive.clear()
 
     def wide(replica, x):
-        if len(alive) < 7 and not torch.is_grad_enabled():
+        if len(calls().seen) < 7 and not torch.is_grad_enabled():
             tensors = [each for each in gc.get_objects() if type(each) is Tensor]
-            alive.append(sum(tensor.shape[1:] == (77,) for tensor in tensors))
+            calls().seen.append(sum(tensor.shape[1:] == (77,) for tensor in tensors))
         if len(x) > 3:
             raise FORMS["torch"]()
         return torch.zeros(len(x), 77)

@@ -1174,6 +1174,15 @@ SABOTAGES = [
         seen_by="test_state_that_begins_is_told",
     ),
     Sabotage(
+        name="each step searches a vocabulary in the module",
+        promise="fast",
+        file="replicas/module_contents.py",
+        place="ModuleContents._visit",
+        text="if not is_data(value):",
+        replacement="if True:",
+        seen_by="test_long_containers_of_plain_values_are_shared",
+    ),
+    Sabotage(
         name="a closed engine steps on",
         promise="clear errors",
         file="threads/workers.py",

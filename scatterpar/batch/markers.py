@@ -30,7 +30,11 @@ from scatterpar.batch.classes import attribute_with_rows, copy_of
 from scatterpar.batch.objects import remedy_for, unsplit_rows
 
 _SHOWN_SIZES = 3  # in the error for a batch that disagrees in its rows
-_NAMES_OF_ENTRIES = {str: "texts", Mapping: "dicts", (list, tuple): "lists"}
+_NAMES_OF_ENTRIES: dict[type | tuple[type, ...], str] = {
+    str: "texts",
+    Mapping: "dicts",
+    (list, tuple): "lists",
+}
 _MAX_NUMBERS = 4  # of a size, such as (height, width)
 _MAX_VIEWS = 16  # of a row; more are crops or tokens
 

@@ -11,6 +11,7 @@ import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -37,6 +38,7 @@ from scatterpar.torch_private import (
 CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
 _REGISTRIES = {dict, OrderedDict, set}  # of a module's parameters, hooks and the like
 _GRAD_DTYPE = attrgetter("grad_dtype")
+_OF_DATA = PLAIN | {tuple, list}  # the classes of a long container's entries
 
 
 class ModuleContents:
@@ -101,7 +103,8 @@ class ModuleContents:
         elif isinstance(value, nn.Module):
             self._visit_module(value)
         elif type(value) in CONTAINERS:
-            self._visit_container(value)
+            if not is_data(value):
+                self._visit_container(value)
         elif is_state(value):
             self._visit_parts([value])
         elif isinstance(value, types.FunctionType):
@@ -242,6 +245,50 @@ class ModuleContents:
         for item in items:
             if type(item) not in PLAIN:
                 self._visit(item)
+
+
+# Containers that were found to be data, by ``id``: their length, and the ``id`` of the
+# first and last entry.
+_known_data: dict[int, tuple[int, int, int]] = {}
+_MAX_KNOWN = 1000
+
+
+def is_data(container: Any) -> bool:
+    """Whether a long container holds plain values, or tuples and the like of these.
+
+    A vocabulary, or the files of a data set: replicas share it, so that no step copies
+    it, or searches it for what was rebound. The pair asks in each call, and so answers
+    are remembered.
+    """
+    if len(container) <= MAX_ENTRIES:
+        return False
+    first = last = next(iter(container))
+    if not isinstance(container, set):
+        last = next(reversed(container))
+    if not {type(first), type(last)} <= _OF_DATA:
+        return False
+    outline = len(container), id(first), id(last)
+    if _known_data.get(id(container)) == outline:
+        return True
+    entries: Iterable[Any] = container
+    if isinstance(container, dict):
+        entries = chain(container, container.values())
+    # In C: such a container may have millions of entries.
+    kinds = set(map(type, entries))
+    if not kinds <= PLAIN:
+        if not kinds <= _OF_DATA or isinstance(container, dict):
+            return False
+        inner = chain.from_iterable(filter(_is_nested, container))
+        if not set(map(type, inner)) <= PLAIN:
+            return False
+    if len(_known_data) >= _MAX_KNOWN:
+        _known_data.clear()
+    _known_data[id(container)] = outline
+    return True
+
+
+def _is_nested(entry: Any) -> bool:
+    return type(entry) in (tuple, list)
 
 
 def is_leaf(tensor: Tensor) -> bool:

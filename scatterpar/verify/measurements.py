@@ -28,6 +28,7 @@ from scatterpar.verify.runs import Runs, copy_of_leaf
 _OTHER_WEIGHTS = 0.1  # how much other they are, relatively
 _MAX_DRAWS = 64  # of a call that are compared
 
+
 def outputs_of(runs: Runs, parts: Parts) -> list[Any]:
     """The replica's output for each part, without its graph, from one state."""
     task = runs.replica_task

@@ -7,13 +7,18 @@ import weakref
 
 import pytest
 import torch
-from harness.models import linear
+from harness.models import CLASSES, FEATURES, linear
+from harness.oracle import assert_step, build, randn
 from torch import nn
+from torch.nn import functional as F
 
+from scatterpar import ScatterOnceParallel
 from scatterpar.replicas.module_contents import (
     ModuleContents,
+    is_data,
     root_to_replicate,
 )
+from scatterpar.replicas.module_copy import ModuleCopy
 
 pytestmark = pytest.mark.core
 
@@ -62,3 +67,61 @@ def test_criteria_with_state_are_replicated():
     bound = functools.partial(print, net=net)
     assert root_to_replicate(bound) is bound
     assert root_to_replicate(functools.partial(print, end="")) is None
+
+
+LONG = 1001
+
+
+class Looks(nn.Module):
+    """Looks a factor up in long containers."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES)
+        self.words = [f"w{number}" for number in range(LONG)]
+        self.numbers = {word: number for number, word in enumerate(self.words)}
+        self.files = [(word, 1) for word in self.words]
+        self.layers = [nn.Linear(CLASSES, CLASSES) for _ in range(LONG)]
+
+    def forward(self, rows):
+        factor = self.numbers[self.words[-1]] / LONG + self.files[3][1]
+        return self.linear(rows) * factor
+
+
+def test_long_containers_of_plain_values_are_shared():
+    """Each step searched them: 1.8 times plain torch's time, and 6 with the pair."""
+    module = build(Looks)
+    contents = ModuleContents((module,))
+    found = list(map(id, contents.containers))
+    for container in (module.words, module.numbers, module.files):
+        assert id(container) not in found
+        assert is_data(container)
+    assert id(module.layers) in found
+    assert len(contents.modules) == LONG + 2
+    replica = ModuleCopy(contents, list(contents.tensors.values())).copy_of(module)
+    assert replica.words is module.words
+    assert replica.layers is not module.layers
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [*[0] * LONG, torch.zeros(1), 0],
+        [("a", torch.zeros(1))] * LONG,
+        {number: [nn.Linear(1, 1)] for number in range(LONG)},
+        [{"a": 1}] * LONG,
+        ["a"] * 5,
+    ],
+)
+def test_what_may_hold_tensors_is_no_data(entries):
+    assert not is_data(entries)
+
+
+def test_change_of_a_long_container_reaches_next_step(devices):
+    module = build(Looks)
+    with ScatterOnceParallel(module, 2, devices(2)) as engine:
+        for number in range(3):
+            module.numbers[module.words[-1]] = number * LONG
+            if number == 2:
+                module.files = [(word, 5) for word in module.words]
+            assert_step(engine, randn(9, FEATURES), randn(9, CLASSES), F.mse_loss)

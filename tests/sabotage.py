@@ -1169,7 +1169,7 @@ SABOTAGES = [
         promise="exact",
         file="verify/look.py",
         place="ReplicaLook.verdict_for",
-        text="moved += self._measured(state_that_begins, rows)",
+        text="moved += self._measured(state_that_begins, few)",
         replacement="pass",
         seen_by="test_state_that_begins_is_told",
     ),

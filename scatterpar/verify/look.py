@@ -70,6 +70,7 @@ PATIENCE_SECONDS = 40.0  # a look that takes longer is inconclusive
 _WORKERS_PATIENCE = 1.1
 _PATIENCE = 4  # with code that fails for a few rows
 _MAX_ROWS_OF_BATCH = 256
+_FEW_ROWS = 8  # whatever they are, calls read state or draw
 _OF_MISTAKES = (AttributeError, LookupError, NameError, TypeError, AssertionError)
 _MAX_PARTS_OF_STEP = 16  # a look at all of them costs as much as a step
 # The second look: in the first one, chosen rows tell more than the step's own parts.
@@ -295,19 +296,13 @@ class ReplicaLook:
         if runs.taken_for_rows is not None:
             return taken_for_rows(runs.taken_for_rows, request.dim)
         _require_gradients(expected, run)
-<<<<<<< HEAD
         moved = self._moved(run, rows)
-=======
-        moved = moved_between(run.states)
-        # A criterion of all rows has one call, too.
-        if has_one_call or request.whole_batch:
-            moved += attributes_that_calls_move(runs, rows)
         is_seeded = False
         if not self.choice.number:
+            few = rows[:_FEW_ROWS]
             # The next steps begin without it, too.
-            moved += self._measured(state_that_begins, rows)
-            is_seeded = bool(self._measured(draws_are_seeded, rows))
->>>>>>> bad85fdc (look: state that begins in a forward pass, and seeds)
+            moved += self._measured(state_that_begins, few)
+            is_seeded = bool(self._measured(draws_are_seeded, few))
         evidence = Evidence(
             request,
             parts,

@@ -152,11 +152,12 @@ def draws_are_seeded(runs: Runs, rows: Part) -> list[str]:
     Then each micro-batch draws the same numbers.
     """
     task = runs.replica_task
-    generator = default_of(physical(task.share.device))
+    device = physical(task.share.device)
+    generator = default_of(device)
     states: list[list[Tensor]] = []
-    for seed in (1, 2):
+    for number_of_draws in (0, 1):
         with runs.surroundings(task):
-            torch.manual_seed(seed)  # those of all devices, which are put back
+            torch.rand(number_of_draws, device=device)  # another state
             with _Seeds(generator.get_state) as seeds:
                 task.output_of(runs.inputs_of(rows))
         if not seeds.states:

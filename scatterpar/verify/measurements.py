@@ -14,12 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.batch import nested
-from scatterpar.devices.device_ids import physical
 from scatterpar.devices.transfers import write
 from scatterpar.numerics.comparison import SMALLEST_SCALE, Result
 from scatterpar.state.reports import moved_between, new_in, state_of
 from scatterpar.step.loss import loss_of
-from scatterpar.threads.generators import default_of
 from scatterpar.torch_private import OperatorMode
 from scatterpar.verify.output_differences import cut_by_parts
 from scatterpar.verify.rows import Part, Parts
@@ -152,12 +150,12 @@ def draws_are_seeded(runs: Runs, rows: Part) -> list[str]:
     Then each micro-batch draws the same numbers.
     """
     task = runs.replica_task
-    device = physical(task.share.device)
-    generator = default_of(device)
+    # ``torch.manual_seed`` seeds that of the host, too, if others draw on a device.
+    generator = torch.default_generator
     states: list[list[Tensor]] = []
-    for number_of_draws in (0, 1):
+    for seed in (1, 2):
         with runs.surroundings(task):
-            torch.rand(number_of_draws, device=device)  # another state
+            generator.manual_seed(seed)
             with _Seeds(generator.get_state) as seeds:
                 task.output_of(runs.inputs_of(rows))
         if not seeds.states:

@@ -39,13 +39,12 @@ from scatterpar.step.task import ReplicaTask
 from scatterpar.step.turns import Scope
 from scatterpar.threads.process_settings import FULL_FLOAT32
 from scatterpar.threads.workers import Overdue
+from scatterpar.verify.beginning_state import draws_are_seeded, state_that_begins
 from scatterpar.verify.dropped_warnings import warnings_dropped
 from scatterpar.verify.look_losses import Evidence, name_of, weighted_parts
 from scatterpar.verify.measurements import (
     attributes_that_calls_move,
     bytes_per_row,
-    draws_are_seeded,
-    state_that_begins,
 )
 from scatterpar.verify.rows import (
     MAX_BYTES,

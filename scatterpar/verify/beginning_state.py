@@ -1,0 +1,106 @@
+"""State that begins in the first call of a module or criterion, and seeds in it.
+
+A replica begins each step with the user's attributes, so such state is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scatterpar.devices.transfers import write
+from scatterpar.numerics.comparison import SMALLEST_SCALE
+from scatterpar.state.reports import new_in, state_of
+from scatterpar.step.loss import loss_of
+from scatterpar.torch_private import OperatorMode
+from scatterpar.verify.rows import Part
+from scatterpar.verify.runs import Runs
+
+_OTHER_WEIGHTS = 0.1  # how much other they are, relatively
+_MAX_DRAWS = 64  # of a call that are compared
+
+
+def state_that_begins(runs: Runs, rows: Part) -> list[str]:
+    """The names of attributes that the first call makes and later ones read.
+
+    ::
+
+        call 1    the state of the step    makes an attribute, or fills one
+        call 2    other weights            with what call 1 has left
+        call 3    other weights            the state of the step
+
+    If calls 2 and 3 give the same loss, the attribute is no state: it is not read, or
+    computed again, or the same for all weights. Buffers are the state of the step in
+    all three, because the engine commits them.
+    """
+    task = runs.replica_task
+
+    def loss_of_rows() -> float:
+        runs.user_code.require_time()
+        output = task.output_of(runs.inputs_of(rows))
+        return float(loss_of(output, runs.targets_of(rows), task.criterion).detach())
+
+    with runs.surroundings(task):
+        buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+        for replica in task.replicas:
+            if isinstance(replica.root, nn.Module):
+                for module in replica.root.modules():
+                    for name, buffer in module.named_buffers(recurse=False):
+                        buffers.append((module, name, buffer, buffer.clone()))
+        before = state_of(task.replicas, has_same_rows=True)
+        loss_of_rows()
+        names = new_in(before, state_of(task.replicas, has_same_rows=True))
+        if not names:
+            return []
+        for module, name, buffer, value in buffers:
+            module._buffers[name] = buffer
+            with torch.no_grad():
+                write(buffer, value)
+        runs.nudge(0, _OTHER_WEIGHTS)
+        with_state = loss_of_rows()
+    with runs.surroundings(task):
+        runs.nudge(0, _OTHER_WEIGHTS)
+        without_state = loss_of_rows()
+    scale = max(abs(with_state), abs(without_state), SMALLEST_SCALE)
+    difference = abs(with_state - without_state) / scale
+    return names if difference > runs.rounding.limit else []
+
+
+class _Seeds(OperatorMode):
+    """Records the state of a generator before each operator that draws from it."""
+
+    def __init__(self, get_state: Callable[[], Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.states: list[Tensor] = []
+        self._get_state = get_state
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if is_random and len(self.states) < _MAX_DRAWS:
+            self.states.append(self._get_state())
+        return func(*args, **(kwargs or {}))
+
+
+def draws_are_seeded(runs: Runs, rows: Part) -> list[str]:
+    """Names the default generator if a call draws from it after it has seeded it.
+
+    Then each micro-batch draws the same numbers.
+    """
+    task = runs.replica_task
+    # ``torch.manual_seed`` seeds that of the host, too, if others draw on a device.
+    generator = torch.default_generator
+    states: list[list[Tensor]] = []
+    for seed in (1, 2):
+        with runs.surroundings(task):
+            generator.manual_seed(seed)
+            with _Seeds(generator.get_state) as seeds:
+                task.output_of(runs.inputs_of(rows))
+        if not seeds.states:
+            return []
+        states.append(seeds.states)
+    return [str(generator)] if any(map(torch.equal, *states)) else []

@@ -28,11 +28,7 @@ from torch import Tensor, nn
 
 from scatterpar.devices.coalescing import messages, pack
 from scatterpar.devices.fingerprints import Fingerprints
-from scatterpar.devices.streams import (
-    has_streams,
-    record_event,
-    stream_for,
-)
+from scatterpar.devices.streams import has_streams, stream_for
 from scatterpar.devices.transfers import Transfers, write
 from scatterpar.look_steps import is_look_step
 from scatterpar.replicas.broadcast import versions
@@ -175,7 +171,8 @@ class HandedOn:
             self._comparison = None
         event = None
         if has_streams(device) and (written or rebound):
-            event = record_event(device)
+            # Not ``record_event``, whose event a ``torch.Stream`` does not wait for.
+            event = torch.accelerator.current_stream(device).record_event()
         for number in written:
             self._latest[number] = _Value(tensors[number], device, event)
         for number, value in rebound.items():

@@ -92,6 +92,55 @@ def test_lent_tensors_come_home_in_order(is_on_side_stream):
         torch.testing.assert_close(owner.average, expected)
 
 
+class Centred:
+    """The owner of a step function that reads and writes a buffer of its module."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def step(self, rows):
+        outputs = self.model(rows)
+        loss = (outputs - self.model.centre).square().mean()
+        with torch.no_grad():
+            self.model.centre.mul_(0.5).add_(outputs.mean(0))
+        return loss
+
+
+def test_buffers_are_handed_on_in_order():
+    """A call on the other card finds what the last one has left, beside its backward
+    pass.
+    """
+    model = nn.Linear(8, 1)
+    model.register_buffer("centre", torch.zeros(1))
+    model.to(CARD)
+    owner = Centred(model)
+    lending = Lending(lambda: [owner], (), CARD)
+
+    class Calls(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, rows):
+            loan = loan_of(engine.loop.replicas, self)
+            with lasting_a_turn(lending.lent(loan, rows.device)):
+                return owner.step(rows)
+
+    inputs = torch.randn(32, 8)
+    expected = torch.zeros(1, device=CARD)
+    for rows in inputs.to(CARD).split(4):
+        expected = 0.5 * expected + model(rows).detach().mean(0)
+    engine = ScatterOnceParallel(Calls(), 4, TWO, verify=False)
+    engine.loop.takes_turns = engine.loop.lends = True
+    with engine:
+        for _ in range(2):  # the first one compares bits
+            model.centre.zero_()
+            engine.forward_backward(inputs)
+            lending.end_step()
+            torch.testing.assert_close(model.centre, expected)
+    assert model.centre.device == CARD
+
+
 @pytest.mark.parametrize("place", ["pinned", "cuda:0"])
 def test_engines_take_their_streams_once(place):
     model = network()

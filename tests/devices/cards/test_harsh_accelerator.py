@@ -502,7 +502,9 @@ def test_rows_arrive_while_gpus_compute(place, monkeypatch):
     model, inputs, targets, _ = wide_problem()
     size, speed = inputs.nbytes // 2, 1e9
     inputs, targets = moved(place, inputs, targets)
-    with ScatterOnceParallel(model, 16, [FIRST, SECOND], verify=False) as engine:
+    with ScatterOnceParallel(
+        model, 16, [FIRST, SECOND], verify=False, graphs=False
+    ) as engine:
 
         def seconds(link, memory):
             synchronize()

@@ -635,6 +635,18 @@ def records_cuda_graphs(compile_fn: Callable[..., Any]) -> bool:
     return getattr(backend, "compiler_name", None) == "cudagraphs"
 
 
+# The setting that a user may have switched on, as an error names it.
+INDUCTOR_GRAPHS = "torch._inductor.config.triton.cudagraphs"
+
+
+def inductor_records_graphs() -> bool:
+    """Whether torch's compiler records CUDA graphs unless a call says otherwise."""
+    config = sys.modules.get("torch._inductor.config")
+    if config is None:  # it reads this variable when it is imported
+        return os.environ.get("TORCHINDUCTOR_CUDAGRAPHS") == "1"
+    return bool(config.triton.cudagraphs)
+
+
 def many_graphs() -> contextlib.AbstractContextManager[Any]:
     """In the body, torch.compile keeps up to 64 graphs of a function.
 

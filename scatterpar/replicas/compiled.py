@@ -143,8 +143,10 @@ def compile_fn_from(compile: bool | Mapping[str, Any]) -> CompileFn | None:
     """The compile function for the option ``compile=``, which is checked; ``None`` if
     it is off.
     """
-    if isinstance(compile, bool):
-        return torch.compile if compile else None
+    if compile is False:
+        return None
+    if compile is True:
+        compile = {}
     if not isinstance(compile, Mapping):
         raise TypeError(
             "compile must be True, False or a dict of torch.compile's keywords, got "
@@ -155,4 +157,13 @@ def compile_fn_from(compile: bool | Mapping[str, Any]) -> CompileFn | None:
     with_graphs = is_by_mode or compile.get("backend") == "cudagraphs"
     if is_asked or (with_graphs and torch.accelerator.is_available()):
         raise ValueError(f"compile={dict(compile)!r} asks for {_CUDA_GRAPHS}")
+    is_left_open = "triton.cudagraphs" not in (compile.get("options") or {})
+    by_inductor = compile.get("backend", "inductor") == "inductor"
+    is_on = is_left_open and by_inductor and torch_private.inductor_records_graphs()
+    if is_on and torch.accelerator.is_available():
+        raise ValueError(
+            f"{torch_private.INDUCTOR_GRAPHS} is on, so that compile= asks for "
+            "CUDA graphs, which replicas in threads have not been tried with; switch "
+            'it off, or pass compile={"options": {"triton.cudagraphs": False}}'
+        )
     return partial(torch.compile, **compile)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from harness.oracle import (
 from harness.pairwise import few_of
 from torch import nn
 
-from scatterpar import DataParallelModel, ScatterOnceParallel
+from scatterpar import DataParallelModel, ScatterOnceParallel, torch_private
 
 DEVICES = [["cpu"], ["cpu"] * 2, ["cpu:0", "cpu:1"]]
 WAYS = ["option", "torch.compile", "method", "method, later", "a block", "a part"]
@@ -239,6 +240,36 @@ def test_compiled_cuda_graphs_refused(way, monkeypatch):
         ):
             step(engine)
         assert model[0].weight.grad is None
+
+
+@pytest.mark.parametrize("option", [True, {}, {"dynamic": True}])
+def test_graphs_switched_on_for_all_refused(option, monkeypatch):
+    """Torch's graphs then failed by an assertion in replicas' threads."""
+    from torch._inductor import config  # slow to import
+
+    def make(compile):
+        ScatterOnceParallel(nn.Linear(6, 3), 1, ["cpu"], compile=compile).close()
+
+    refusal = pytest.raises(
+        ValueError, match=r"triton\.cudagraphs is on.*switch it off"
+    )
+    with config.patch({"triton.cudagraphs": True}):
+        make(option)  # on the CPU torch's compiler records none
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+        with refusal:
+            make(option)
+        # The remedy, and another compiler.
+        make({"options": {"triton.cudagraphs": False}})
+        make({"backend": "eager"})
+
+
+def test_graphs_switched_on_by_the_environment(monkeypatch):
+    """Before torch's compiler is imported, which reads the variable then."""
+    for value in ("0", "1"):
+        monkeypatch.setenv("TORCHINDUCTOR_CUDAGRAPHS", value)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch_private, "sys", SimpleNamespace(modules={}))
+            assert torch_private.inductor_records_graphs() == (value == "1")
 
 
 def test_pair_refuses_compiled_module(graphs):

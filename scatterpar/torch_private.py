@@ -359,6 +359,37 @@ def clip_to(parameters: Any, limit: Any) -> None:
     _clips[-1]([parameters] if is_single else list(parameters))
 
 
+# What the names of modules begin with that write compiled code into caches.
+COMPILERS = (
+    "torch._dynamo.",
+    "torch._functorch.",
+    "torch._inductor.",
+    "torch.utils.cpp_extension.",
+)
+
+
+@ForAllThreads
+@contextlib.contextmanager
+def files_of_torch_audited() -> Iterator[None]:
+    """In the body, ``torch.save`` tells audit hooks of a file, as Python's ``open``.
+
+    Torch's C++ opens it.
+    """
+    saving: Any = _find("torch.serialization", "_open_zipfile_writer_file")
+    init = saving.__init__
+
+    @functools.wraps(init)
+    def audited(self: Any, name: str) -> None:
+        sys.audit("open", name, "w", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        init(self, name)
+
+    saving.__init__ = audited
+    try:
+        yield
+    finally:
+        saving.__init__ = init
+
+
 def import_compiler() -> None:
     """Import torch's compiler, which DDP imports at its first use, in seconds.
 

@@ -49,12 +49,11 @@ from scatterpar.integrations import loop
 from scatterpar.integrations.evaluation import Turns, brought_home
 from scatterpar.integrations.lending import Lending, loan_of, roots_of
 from scatterpar.state.journal import Journal
-from scatterpar.state.savers import Silent
 from scatterpar.state.walk import Walk
 from scatterpar.step.request import Accum, Reduction
 from scatterpar.step.substeps import detached
 from scatterpar.step.turns import lasting_a_turn
-from scatterpar.verify.dropped_records import is_look
+from scatterpar.verify.dropped_records import Silent, is_look
 
 __all__ = ["ScatterOnceStrategy"]
 

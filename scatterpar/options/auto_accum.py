@@ -161,7 +161,7 @@ class Search:
             # need.
             self._workers.release()
             if journal is not None:
-                journal.end()
+                journal.restore()
             accum, extent = candidates.send(fits)
         with result.attempt.undo:  # warnings may be errors
             self._keep(accum)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator
 from itertools import chain, islice, starmap
 from operator import is_
 from typing import Any
@@ -106,17 +106,6 @@ class Snapshot:
             refill(container, saved)
         self._known = self._facts()
         self._remember()
-
-    def exchange(self, substitutes: Mapping[int, Any]) -> None:
-        """Put other values, by the ``id`` of those that they stand for, until
-        ``restore``.
-        """
-        for container in self._containers:
-            if isinstance(container, set):
-                continue
-            for key, value in list(entries_of(container)):
-                if id(value) in substitutes:
-                    container[key] = substitutes[id(value)]
 
     def value_changes(self) -> list[ValueChange] | None:
         """The plain values that were replaced by plain values.

@@ -60,7 +60,6 @@ class ProcessState:
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Restore everything after the body. Ctrl-C waits until this is done."""
-        self._user.begin()
         # The mode is of this thread alone, so it is no setting of the process.
         with torch.set_grad_enabled(torch.is_grad_enabled()):
             try:
@@ -75,7 +74,7 @@ class ProcessState:
             torch.set_num_threads(self._num_threads)
         for tensor in self.tensors:
             tensor.grad = None  # of another dtype than the restored values
-        self._user.end()
+        self._user.restore()
         for leaf, gradient, requires_grad, saved_hooks in self._leaves:
             leaf.requires_grad_(requires_grad)
             pairs = zip(_hook_dictionaries(leaf), saved_hooks, strict=True)

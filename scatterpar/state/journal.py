@@ -33,7 +33,6 @@ from scatterpar.errors import defect, restored
 from scatterpar.replicas.broadcast import version
 from scatterpar.replicas.snapshot import Snapshot, entries_of
 from scatterpar.state.savers import (
-    CannotSaveError,
     Saved,
     TensorStorage,
     TensorValues,
@@ -84,9 +83,9 @@ class Journal:
 
     Attributes:
         walk: the walk.
-        unsaved: the names of values that calls may move, and that can neither be
-            restored nor substituted: sockets, generators, iterators of libraries, files
-            that are both read and written, objects with threads.
+        unsaved: the names of values that calls may move, and that cannot be restored:
+            iterators, generators, sockets, writers, files that are written, objects
+            with threads.
         drawn: whether a generator had moved at a ``rewind`` or ``restore``.
     """
 
@@ -103,9 +102,6 @@ class Journal:
         self.drawn = False
         self._generators: list[Saved] = []
         self._values: list[Saved] = []
-        # Values that cannot be set back, and where substitutes take their places.
-        self._substituted: list[tuple[Saved, list[Place]]] = []
-        self._substitutes: dict[int, Any] = {}
         # Tensors whose values are not saved, with their versions.
         self._large: list[tuple[Tensor, int]] = []
         # Names alone, because the values are places of the walk.
@@ -114,8 +110,6 @@ class Journal:
         self._save_values()
         self._save_tensors(guarded, max_bytes)
         self._references = _SavedReferences(walk)
-        # These differ from the user's while substitutes are in the places.
-        self._present_references = self._references
 
     def _save_default_generators(self, devices: Sequence[torch.device]) -> None:
         for device in {HOST, *map(physical, devices)}:
@@ -158,13 +152,7 @@ class Journal:
         if saver is None or saver.size(value) > _MAX_BYTES:
             return
         saved = saver(value)
-        if saved.substitute() is not None:
-            places = [place for place in self.walk.places if place.value is value]
-            # A substitute in some of the places would move apart from the original.
-            if not places or not all(place.is_writable for place in places):
-                raise CannotSaveError
-            self._substituted.append((saved, places))
-        elif saved.state is not None:
+        if saved.state is not None:
             values = self._generators if saver.draws else self._values
             values.append(saved)
 
@@ -193,7 +181,7 @@ class Journal:
 
     def refers_to_same(self) -> bool:
         """Whether containers and variables refer to the same objects."""
-        return self._present_references.is_same()
+        return self._references.is_same()
 
     def changed_numbers(self) -> list[str]:
         """The names of variables, attributes and entries with another number now.
@@ -224,8 +212,7 @@ class Journal:
         What they take from an iterator or write to a file cannot be told, so each of
         these counts.
         """
-        substituted = [type(saved.value).__name__ for saved, _ in self._substituted]
-        names = [*self.unsaved, *substituted, *self.changed_numbers()]
+        names = [*self.unsaved, *self.changed_numbers()]
         for saved in (*self._values, *self._generators):
             is_tensor = isinstance(saved, (TensorStorage, TensorValues))
             # The state of a generator of torch, which replays move, is a tensor.
@@ -248,44 +235,19 @@ class Journal:
         # Noted here, because afterwards no state shows that numbers were drawn.
         self.drawn |= _restore(self._generators)
 
-    def restore(self) -> None:
-        """Restore everything that has changed. Calls may go on."""
-        self.end()
-        self.begin()
-
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """In the body user code is called; afterwards everything is restored.
-
-        The calls get copies of iterators, and files in memory. Others may refer to the
-        user's, too, so these stay as they are.
-        """
-        self.begin()
-        with restored(self.end):
+        """In the body user code is called; afterwards everything is restored."""
+        with restored(self.restore):
             yield
 
-    def begin(self) -> None:
-        """Until ``end`` calls get substitutes of what cannot be set back."""
-        for saved, places in self._substituted:
-            substitute = saved.substitute()
-            self._substitutes[id(saved.value)] = substitute
-            for place in places:
-                place.write(substitute)
-        if self._substitutes:
-            self._present_references = _SavedReferences(self.walk)
-
     @torch.no_grad()
-    def end(self) -> None:
-        """Restore everything, and put the user's values into their places."""
+    def restore(self) -> None:
+        """Restore everything that has changed. Calls may go on."""
         self.rewind()
         self._references.restore()
         self._restore_classes()
         _restore(self._values)
-        self._substitutes = {}
-
-    def substitutes(self) -> dict[int, Any]:
-        """What is in the places of values that cannot be set back, by their ``id``."""
-        return self._substitutes
 
     def _restore_classes(self) -> None:
         """Remove attributes that calls have given to classes."""

@@ -1,8 +1,8 @@
 """How values that are written in place are saved, compared and restored.
 
-``SAVERS`` has the rows of the table, by class, except those of tensors. For values that
-cannot be set back a row makes substitutes, such as a copy of an iterator, and for a
-file an object that does nothing.
+``SAVERS`` has the rows of the table, by class, except those of tensors. Values that
+cannot be set back, such as iterators, files that are written, and writers, have rows
+that refuse them.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ from __future__ import annotations
 import array
 import functools
 import io
-import os
 import pickle
 import queue
 import random
 import sys
 import types
-import warnings
 from typing import Any
 
 import torch
@@ -74,23 +72,16 @@ class Saved:
         """Make the value what was saved."""
         raise NotImplementedError
 
-    def substitute(self) -> Any:
-        """What calls get in the place of a value that cannot be set back.
-
-        ``None``: they get the value itself, which is restored.
-        """
-        return self.state if type(self.state) is Silent else None
-
 
 class _Writer(Saved):
-    """Calls get an object that does nothing."""
+    """What it has been given stays in its file."""
 
     @classmethod
     def fits(cls, kind: type) -> bool:
         return is_writer(kind)
 
     def read(self) -> Any:
-        return Silent(self.value)
+        raise CannotSaveError
 
 
 class _PythonRandom(Saved):
@@ -199,7 +190,7 @@ class _TextInMemory(Saved):
 
 
 class _File(Saved):
-    """The position of a file that is read. One that is written is as a writer."""
+    """The position of a file that is read. What is written into a file stays."""
 
     kinds = (io.IOBase,)
 
@@ -208,21 +199,16 @@ class _File(Saved):
         # What a terminal has shown stays, and has no position.
         if file.closed or file in (sys.stdin, sys.stdout, sys.stderr):
             return None
-        if not file.writable() and file.seekable():
-            return file.tell()
-        if not file.writable() or file.readable():
+        if file.writable() or not file.seekable():
             raise CannotSaveError
-        return Silent(file)
+        return file.tell()
 
     def restore(self) -> None:
         self.value.seek(self.state)
 
 
 class _Iterator(Saved):
-    """Calls get a copy at the same position.
-
-    Of coroutines, sockets and plain queues there is none.
-    """
+    """Nobody can set an iterator back, nor a coroutine, a socket or a plain queue."""
 
     @classmethod
     def fits(cls, kind: type) -> bool:
@@ -235,11 +221,8 @@ class _Iterator(Saved):
 
     def read(self) -> Any:
         # The position of the user's own is in its attributes.
-        return None if _is_of_user(self.value) else copy_of_iterator(self.value)
-
-    def substitute(self) -> Any:
-        # Nobody can ask an iterator for its position, so each call gets a copy.
-        return None if self.state is None else copy_of_iterator(self.state)
+        if not _is_of_user(self.value):
+            raise CannotSaveError
 
 
 class TensorStorage(Saved):
@@ -321,76 +304,5 @@ def saver_of(kind: Any) -> type[Saved] | None:
     return next((saver for saver in SAVERS if saver.fits(kind)), None)
 
 
-class Silent:
-    """A file, writer or logger, or an object of one, in a look: its methods do nothing.
-
-    Methods that return something, by their name, and attributes are the writer's.
-    """
-
-    def __init__(self, target: Any) -> None:
-        self._target = target
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:  # for isinstance(self.logger, TensorBoardLogger)
-        return type(self._target)
-
-    def __call__(self, *_: Any, **__: Any) -> None:
-        """Do nothing."""
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._target, name)
-        if callable(value) and name.startswith(("get", "is_", "has_")):
-            return value
-        if value is None or isinstance(value, (bool, int, float, str, os.PathLike)):
-            return value
-        return Silent(value)
-
-
 def _is_of_user(value: Any) -> bool:
     return whose(value) is Whose.USER
-
-
-def _is_iterator(value: Any) -> bool:
-    """Whether a value is an iterator whose position no attribute of the user's has."""
-    return hasattr(type(value), "__next__") and not _is_of_user(value)
-
-
-def copy_of_iterator(iterator: Any) -> Any:
-    """An iterator of Python at the same position, with copies of those inside it.
-
-    Raises:
-        CannotSaveError: it cannot be copied, as a generator, or another library's.
-    """
-    # As pickle would, but without a copy of the items.
-    make, args, *states = _position(iterator)
-    copied = make(*_copied(args))
-    for state in states:
-        if state is not None:
-            # A cycle appends its first round to a list in its state.
-            copied.__setstate__(_copied(state, lists=True))
-    return copied
-
-
-def _copied(state: Any, *, lists: bool = False) -> Any:
-    """A state with copies of the iterators in it, and of its lists."""
-    if isinstance(state, tuple):
-        return tuple(_copied(part, lists=lists) for part in state)
-    if lists and isinstance(state, list):
-        return list(state)
-    return copy_of_iterator(state) if _is_iterator(state) else state
-
-
-def _position(iterator: Any) -> tuple[Any, ...]:
-    """How to make an iterator of the same items, and the state that it then gets."""
-    is_of_python = type(iterator).__module__ in ("builtins", "itertools")
-    # A copy of a dictionary's or set's iterator is one of a list.
-    is_other = type(iterator).__name__.startswith(("dict", "odict", "set", "generator"))
-    if is_other or not is_of_python:
-        raise CannotSaveError
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of itertools, in 3.12
-        try:
-            position: tuple[Any, ...] = iterator.__reduce__()
-        except TypeError:  # as of itertools in Python 3.14
-            raise CannotSaveError from None
-    return position

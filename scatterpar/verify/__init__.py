@@ -13,7 +13,8 @@ rounding, it refuses before anything changes, and says what would be right::
         runs            loss and gradients of rows          compared_leaves,
                                                             backward_calls
         measurements    outputs, memory, state that moves
-        user_code       restores what runs have changed     dropped_records
+        user_code       restores what runs have changed     dropped_records,
+                                                            opened_files
         look_losses     results, and further runs on demand output_differences
         verdicts        words for the cause, which is of the list in ``causes``
     output_looks        the pair's looks: rows of its outputs in the place of a module's

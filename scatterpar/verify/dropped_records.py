@@ -1,23 +1,19 @@
 """What user code logs during a look is dropped, because the step logs it again.
 
-So is what it writes into files that it opens in its calls. A loop of another library
-asks ``is_look()``, and silences the loggers of its own.
+A loop of another library asks ``is_look()``, and silences the loggers of its own. Files
+are in ``opened_files.py``.
 """
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import functools
-import inspect
-import io
 import logging
 import os
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from scatterpar.state.whose import is_library
 from scatterpar.torch_private import ForAllThreads
 
 _is_look = ContextVar("is_look", default=False)
@@ -30,15 +26,14 @@ def is_look() -> bool:
 
 @contextlib.contextmanager
 def records_dropped() -> Iterator[None]:
-    """In the body, no handler of ``logging`` gets what this thread logs, and no file
-    that it opens gets what it writes.
+    """In the body, no handler of ``logging`` gets what this thread logs.
 
-    Other threads of the process log and write as ever.
+    Other threads of the process log as ever.
     """
     # A context variable: a look of one thread is none of another's.
     token = _is_look.set(True)
     try:
-        with _functions_exchanged:
+        with _handlers_called_by_steps_alone:
             yield
     finally:
         _is_look.reset(token)
@@ -46,21 +41,15 @@ def records_dropped() -> Iterator[None]:
 
 @ForAllThreads
 @contextlib.contextmanager
-def _functions_exchanged() -> Iterator[None]:
-    """In the body, user code of a look logs nothing, and a file that it opens gets
-    nothing.
-    """
+def _handlers_called_by_steps_alone() -> Iterator[None]:
+    """In the body, user code of a look logs nothing."""
     logger: Any = logging.Logger
     handle = logger.callHandlers
-    openers = builtins.open, io.open
     # All records pass this one, whatever handlers there are.
     logger.callHandlers = _handling_nothing(handle)
-    # ``pathlib`` calls the one of ``io``.
-    builtins.open = io.open = _opening_nothing(builtins.open)
     try:
         yield
     finally:
-        builtins.open, io.open = openers
         logger.callHandlers = handle
 
 
@@ -75,30 +64,26 @@ def _handling_nothing(handle: Callable[..., None]) -> Callable[..., None]:
     return handled
 
 
-def _opening_nothing(opener: Callable[..., Any]) -> Callable[..., Any]:
-    """``open``, which opens the null device if user code in a look opens a path to
-    write.
+class Silent:
+    """A loop's logger, or an object of one, in a look: its methods do nothing.
+
+    Methods that return something, by their name, and attributes are the logger's.
     """
 
-    @functools.wraps(opener)
-    def opened(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
-        writes = not {*mode}.isdisjoint("wax")
-        # A number is a file that is open already.
-        if writes and is_look() and not isinstance(file, int) and _is_asked_by_user():
-            file = os.devnull
-            mode = mode.replace("x", "w")
-        return opener(file, mode, *args, **options)
+    def __init__(self, target: Any) -> None:
+        self._target = target
 
-    return opened
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # for isinstance(self.logger, TensorBoardLogger)
+        return type(self._target)
 
+    def __call__(self, *_: Any, **__: Any) -> None:
+        """Do nothing."""
 
-def _is_asked_by_user() -> bool:
-    """Whether user code opens the file, itself or as a path of ``pathlib``.
-
-    A library may read again what it has written: a compiler its code.
-    """
-    frame = inspect.currentframe()
-    modules = __name__, "pathlib", "pathlib._local"  # the last one since Python 3.13
-    while frame is not None and frame.f_globals.get("__name__") in modules:
-        frame = frame.f_back
-    return frame is not None and not is_library(frame.f_globals.get("__name__"))
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._target, name)
+        if callable(value) and name.startswith(("get", "is_", "has_")):
+            return value
+        if value is None or isinstance(value, (bool, int, float, str, os.PathLike)):
+            return value
+        return Silent(value)

@@ -37,10 +37,11 @@ from scatterpar.step.task import ReplicaTask
 from scatterpar.torch_private import uncompiled
 from scatterpar.verify.dropped_records import records_dropped
 from scatterpar.verify.gradient_check import uses_batch_statistics
+from scatterpar.verify.opened_files import files_refused
 
 _UNSAVED = (
-    "Use it outside of forward and the criterion, and pass its values. verify=False "
-    "does not check."
+    "Such code is not looked at: use it outside of forward and the criterion, and pass "
+    "its values. verify=False does not check."
 )
 
 
@@ -98,7 +99,14 @@ class UserCode:
         with_graph = torch.inference_mode(False)  # also within no_grad
         # Uncompiled, because the sizes of a look would be compiled for it alone.
         where = ReplicaNote(self._task.share)
-        with where, restored(self.end), uncompiled(), with_graph, records_dropped():
+        with (
+            where,
+            restored(self.end),
+            uncompiled(),
+            with_graph,
+            records_dropped(),
+            files_refused(),
+        ):
             layers = filter(uses_batch_statistics, self._layers())
             self._fixed_layers = [
                 layer for layer in layers if layer.running_mean is not None
@@ -125,13 +133,9 @@ class UserCode:
         modules = [self._own_module, *roots_of_batches(request.batches)]
         device = self._task.share.device
         for roots, devices in ((criteria, [device]), (modules, [])):
-            # The second walk finds the substitutes of the first: a file that both name
-            # has one.
             journal = Journal(Walk(roots), devices, guarded=self._guarded)
             self.journals.append(journal)
-            # Before it begins, so that an error in the middle is undone.
-            self._undo.callback(journal.end)
-            journal.begin()
+            self._undo.callback(journal.restore)
             if journal.unsaved:
                 why = f"a look could not put back {', '.join(journal.unsaved)}"
                 raise Inconclusive(why, patience=1, is_final=True, remedy=_UNSAVED)
@@ -205,13 +209,8 @@ class UserCode:
     @torch.no_grad()
     def refresh(self) -> None:
         """Undo what user code has changed in replicas."""
-        substitutes: dict[int, Any] = {}
-        for journal in self.journals:
-            substitutes |= journal.substitutes()
         for replica in self._task.replicas:
             replica.refresh()
-            if substitutes:
-                replica.state.exchange(substitutes)
         self._wider.widen()  # a refresh puts a replica's tensors back
         self._switch_layers(False)  # a refresh copies the user's switches
         torch.clear_autocast_cache()  # it may hold parameters without a graph

@@ -145,6 +145,17 @@ def test_loss_of_rows_takes_any_size(devices):
     assert_gradients(model, its)
 
 
+@pytest.mark.parametrize("call", [inferred, mapped])
+def test_entries_alike_are_no_table(devices, call):
+    """Masks that are all background at first have the same bits in all micro-batches."""
+    model = Of(lambda m, rows: m.linear(rows).flatten(), linear=linear())
+    nn.init.zeros_(model.linear.weight)
+    nn.init.zeros_(model.linear.bias)
+    refused = pytest.raises(ValueError, match=r"\.reshape\(rows, 4, …\)")
+    with ScatterOnceParallel(model, 1, devices(2)) as engine, refused:
+        call(engine)
+
+
 # --- what has no rows ---
 
 

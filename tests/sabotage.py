@@ -1349,7 +1349,7 @@ SABOTAGES = [
         place="HandedOn.begin",
         text="if latest.tensor is not tensors[number]:",
         replacement="if False:",
-        seen_by="test_own_modules_equal_gradient_accumulation",
+        seen_by="test_own_modules_equal_the_stock_loop",
         needs="lightning",
     ),
     Sabotage(
@@ -1359,7 +1359,7 @@ SABOTAGES = [
         place="CallsInBackward.begin",
         text="if module._compiled_call_impl is None:",
         replacement="if False:",
-        seen_by="test_own_modules_equal_gradient_accumulation",
+        seen_by="test_own_modules_equal_the_stock_loop",
         needs="lightning",
     ),
     Sabotage(
@@ -1369,7 +1369,7 @@ SABOTAGES = [
         place="HandedOn._trained",
         text="original.requires_grad_(flag)",
         replacement="pass",
-        seen_by="test_own_modules_equal_gradient_accumulation",
+        seen_by="test_own_modules_equal_the_stock_loop",
         needs="lightning",
     ),
     Sabotage(

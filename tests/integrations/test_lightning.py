@@ -798,7 +798,7 @@ QUICK_PROGRAMS = [
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("layout", [["cpu:0", "cpu:1"], SHARED])
 @pytest.mark.parametrize("name", few_of(PROGRAMS, QUICK_PROGRAMS))
-def test_own_modules_equal_gradient_accumulation(name, layout):
+def test_own_modules_equal_the_stock_loop(name, layout):
     """Calls had a replica's modules: what they did to these was lost, or refused."""
     program = PROGRAMS[name]
     data = TensorDataset(randn(36, IN), torch.arange(36) % OUT)

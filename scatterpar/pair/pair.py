@@ -107,6 +107,8 @@ class _OfPair(Wrapper[WrappedT]):
         work: Callable[[Any, int], Any],
         transfers: AutogradTransfers,
         outputs: Sequence[Any] = (),
+        *,
+        tells_state: bool = True,
     ) -> list[Any]:
         """Call ``work(replica of module, its number)`` for each share, in parallel, or
         one at a time.
@@ -114,6 +116,8 @@ class _OfPair(Wrapper[WrappedT]):
         Then the module gets the buffers of replica 0. If a call raises, random state is
         restored. No call may run a backward pass that reaches a parameter of the
         module, or one that ``outputs`` were computed from.
+
+        With ``tells_state``, warns of what the calls leave behind.
         """
         module: Any = self.module
         devices = [share.device for share in plan.shares]
@@ -126,7 +130,8 @@ class _OfPair(Wrapper[WrappedT]):
             # In every call: the graph of the outputs keeps these copies.
             copies, guard = replicate(root, devices, self._checked_modes)
             modules = [copy.copy_of(module) for copy in copies]
-            self._lost_state.begin(module, copies)
+            if tells_state:
+                self._lost_state.begin(module, copies)
 
         def run(replica: int, _: Proceed) -> Any:
             with threads.turn(Scope.SUBSTEP, replica, 0):
@@ -348,7 +353,8 @@ class DataParallelCriterion(_OfPair[Criterion]):
             plan = self._plan(outputs, targets)
             batch = batch_of(None, targets, plan.rows, self.dim)
             request = Request([batch], self.dim, self.module, resolved, count)
-            if self.verify and num_replicas > 1:
+            is_looked_at = self.verify and num_replicas > 1
+            if is_looked_at:
                 # A backward pass of the criterion's own is refused later.
                 with set_aside(trained_by(root_to_replicate(self.module), ())):
                     self._looks.check_call(request, plan, outputs, self._workers)
@@ -361,7 +367,10 @@ class DataParallelCriterion(_OfPair[Criterion]):
                 loss = criterion(*calls[number])
                 return scalar_loss(loss, "the criterion")
 
-            losses = self._run(plan, loss_of, transfers, outputs)
+            # A look names what moves.
+            losses = self._run(
+                plan, loss_of, transfers, outputs, tells_state=not is_looked_at
+            )
             self._looks.tell()
         weight_by_share = [weight for (weight,) in weights.of_losses]
         return combine(losses, weight_by_share, plan)

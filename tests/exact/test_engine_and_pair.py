@@ -373,7 +373,7 @@ TABLE = {
         of(with_metas), REFUSED, REFUSED, r"Rows\(dicts\)", inputs=(INPUTS, METAS)
     ),
     "an object per row": Program(
-        of(with_metas), REFUSED, REFUSED, r"Rows\(objects\)", inputs=(INPUTS, OBJECTS)
+        of(with_metas), REFUSED, REFUSED, r"Rows\(entries\)", inputs=(INPUTS, OBJECTS)
     ),
     "a text per row": Program(
         of(with_texts),

@@ -108,8 +108,6 @@ class HandedOn:
         In the first step of each ``mode`` all buffers are compared by their bits.
         """
         self._latest: dict[int, _Value] = {}
-        # By the device of the values: copies that read them.
-        self._reads: dict[torch.device, torch.Event] = {}
         self.was_lent = False
         self._mode = mode
         self._transfers = transfers
@@ -129,8 +127,6 @@ class HandedOn:
             if latest.tensor is not tensors[number]:
                 stale[number] = latest
         if stale:
-            # Copies of large queues may still be read by another replica.
-            self._wait_for_reads(device)
             with torch.inference_mode(False), torch.no_grad():
                 self._copy(stale, tensors, device)
         for number in self._leaves:
@@ -260,17 +256,12 @@ class HandedOn:
         torch would let a copy wait for all that the source has been given.
         """
         staged: list[tuple[int, Tensor]] = []
-        if not has_streams(device):
+        # All replicas of a device compute on one stream.
+        if source == device or not has_streams(device):
             yield staged
             return
         computing = torch.accelerator.current_stream(device)
         events = {id(value.written): value.written for value in values.values()}
-        if source == device:
-            for event in events.values():
-                if event is not None:
-                    computing.wait_event(event)
-            yield staged
-            return
         sending = stream_for("handing on", source)
         arriving = stream_for("handed on", device)
         assert sending is not None
@@ -280,17 +271,12 @@ class HandedOn:
                 sending.wait_event(event)
         with sending, arriving:
             yield staged
-            self._reads[source] = sending.record_event()
+            # The source is written in the next step at the earliest: a replica's calls
+            # follow each other.
             arrived = arriving.record_event()
         computing.wait_event(arrived)
         for _, tensor in staged:
             tensor.record_stream(computing)
-
-    def _wait_for_reads(self, device: torch.device) -> None:
-        """Let this device's stream wait until no copy reads its buffers."""
-        event = self._reads.pop(device, None)
-        if event is not None:
-            torch.accelerator.current_stream(device).wait_event(event)
 
     # --- the step ---
 

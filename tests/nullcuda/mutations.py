@@ -89,6 +89,14 @@ copies do not wait for the rows that another card computes
 -sender.wait_stream(torch.accelerator.current_stream(source))
 test_batch_being_computed_is_waited_for
 
+a buffer is handed on to another card before its call has written it
+-sending.wait_event(event)
+test_buffers_are_handed_on_in_order
+
+a call does not wait for the buffers that are handed on to it
+-computing.wait_event(arrived)
+test_buffers_are_handed_on_in_order
+
 a step that fails does not wait for rows that are under way
 -copied.synchronize()
 test_pinned_batch_reusable_after_failure

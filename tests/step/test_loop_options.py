@@ -1,4 +1,5 @@
 import copy
+import dataclasses
 import pickle
 
 import pytest
@@ -23,7 +24,8 @@ def engine_of_a_loop():
 )
 def test_copies_of_an_engine_have_defaults(copied):
     engine = copied(engine_of_a_loop())
-    assert engine.loop == LoopOptions()
+    # The replicas are those of the copy.
+    assert dataclasses.replace(engine.loop, replicas=None) == LoopOptions()
     engine.forward_backward(torch.randn(8, 2), torch.randn(8, 1), nn.MSELoss())
 
 

@@ -26,6 +26,8 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from scatterpar.batch import nested
+from scatterpar.devices.device_ids import HOST
 from scatterpar.devices.transfers import Transfers, to_numbers, write
 from scatterpar.replicas.broadcast import versions
 from scatterpar.replicas.replicas import parameter_like
@@ -159,6 +161,11 @@ class _GroupTrial:
                 assert gradient is not None  # ``set_gradients`` has set it
                 stand_in.grad = self._transfers.copy(gradient, self._other, "compute")
                 stand_ins[parameter] = stand_in
+                # Some classes make it in their constructor.
+                if step == 0 and parameter in optimizer.state:
+                    optimizer.state[parameter] = moved_state(
+                        optimizer.state[parameter], self._other, self._transfers
+                    )
             with stepping_on(optimizer, stand_ins), torch.enable_grad():
                 step_without_hooks(optimizer)
             for parameter, stand_in in stand_ins.items():
@@ -356,6 +363,20 @@ def stand_in_for(parameter: Tensor, values: Tensor) -> Tensor:
     stand_in.grad_dtype = parameter.grad_dtype
     vars(stand_in).update(vars(parameter))  # attributes that optimizers may read
     return stand_in
+
+
+def moved_state(state: Any, device: torch.device, transfers: Transfers) -> Any:
+    """A copy of an optimizer's ``state`` on ``device``.
+
+    Host scalars (step counts) stay on the host.
+    """
+
+    def move(tensor: Tensor) -> Tensor:
+        if tensor.ndim == 0 and tensor.device == HOST:
+            return tensor.clone()
+        return transfers.copy(tensor, device, "reduce")
+
+    return nested.map_tensors(move, state)
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from scatterpar.batch import nested
 from scatterpar.devices.coalescing import is_part, is_unexpanded, iter_copies
 from scatterpar.devices.device_ids import HOST
 from scatterpar.devices.transfers import Transfers, write
-from scatterpar.dry_run import dry_run, stand_in_for, stepping_on
+from scatterpar.dry_run import dry_run, moved_state, stand_in_for, stepping_on
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import add_note
 from scatterpar.replicas.broadcast import Broadcast, version, versions
@@ -300,7 +300,8 @@ class ShardedOptimizer(Optimizer):
                 if can_have_owner:
                     owner = min(owned_bytes, key=owned_bytes.__getitem__)
                 if parameter in self.state:
-                    self.state[parameter] = self._moved(self.state[parameter], owner)
+                    state = self.state[parameter]
+                    self.state[parameter] = moved_state(state, owner, self._transfers)
                 self._owners[parameter] = owner
                 owned_bytes[owner] += parameter.nbytes
             owner = self._owners[parameter]
@@ -383,7 +384,9 @@ class ShardedOptimizer(Optimizer):
         for hook in before:
             hook(self)
         # In host memory: a checkpoint loads on a machine with other devices.
-        saved: dict[str, Any] = self._moved(self._plain.state_dict(), HOST)
+        saved: dict[str, Any] = moved_state(
+            self._plain.state_dict(), HOST, self._transfers
+        )
         for hook in after:
             saved = hook(self, saved) or saved
         return saved
@@ -405,22 +408,9 @@ class ShardedOptimizer(Optimizer):
             stand_ins = self._assign_owners(self._parameters(), copies)
             with stepping_on(self._plain, stand_ins):
                 # From the host, torch moves it to where each stand-in is.
-                self._plain.load_state_dict(self._moved(loaded, HOST))
+                self._plain.load_state_dict(moved_state(loaded, HOST, self._transfers))
         for hook in after:
             hook(self)
-
-    def _moved(self, state: Any, device: torch.device) -> Any:
-        """A copy of ``state`` on ``device``.
-
-        Host scalars (step counts) stay on the host.
-        """
-
-        def move(tensor: Tensor) -> Tensor:
-            if tensor.ndim == 0 and tensor.device == HOST:
-                return tensor.clone()
-            return self._transfers.copy(tensor, device, "reduce")
-
-        return nested.map_tensors(move, state)
 
 
 _nbytes = attrgetter("nbytes")

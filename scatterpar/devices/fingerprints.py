@@ -79,7 +79,11 @@ class Fingerprints:
 
     def differing_from(self, earlier: Fingerprints) -> set[int]:
         """The keys of the tensors whose ``earlier`` fingerprints are not these."""
-        return set(compress(self.owners, to_numbers(self.differences(earlier))))
+        if self.owners != earlier.owners:
+            return set(self.owners)
+        # As numbers: a worker compares no tensors that are in host memory.
+        pairs = zip(to_numbers(self.values), to_numbers(earlier.values), strict=True)
+        return set(compress(self.owners, (now != before for now, before in pairs)))
 
 
 def _words(tensor: Tensor, max_words: int) -> Sequence[Tensor]:

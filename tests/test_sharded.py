@@ -138,10 +138,11 @@ def kinds_and_places():
 
 @pytest.mark.parametrize(("kind", "options", "device_ids"), [*kinds_and_places()])
 def test_plain_bits_no_parameter_sent_again(kind, options, device_ids, monkeypatch):
-    """And no operation mixes memories; foreach takes tensors of virtual devices for
-    one's.
+    """And no operation mixes memories; foreach and fused kernels take tensors of virtual
+    devices for one's.
     """
-    is_guarded = device_ids is VIRTUAL and not options.get("foreach")
+    takes_lists = options.get("foreach") or options.get("fused")
+    is_guarded = device_ids is VIRTUAL and not takes_lists
     with Pair(matrices(), device_ids, kind, **options) as pair:
         with (
             guarded(monkeypatch, pair.model, pair.twin) if is_guarded else nullcontext()

@@ -291,7 +291,8 @@ def test_looks_of_the_pair_move_no_generator(name, layout):
         gradients = [parameter.grad.cpu() for parameter in module.parameters()]
         results.append(([loss.detach().cpu(), *gradients], states()))
     (expected, after), (found, _) = results
-    assert all(map(torch.equal, found, expected))
+    is_ordered = name not in OF_PROCESS or len(layout) == 1
+    assert not is_ordered or all(map(torch.equal, found, expected))
     assert moved(after) == []
 
 

@@ -654,15 +654,6 @@ SABOTAGES = [
         replacement="if False:",
         seen_by="test_training_and_evaluation_numbers_apart",
     ),
-    Sabotage(
-        name="generators that a function moved in an undone try stay moved",
-        promise="once",
-        file="options/map_rows.py",
-        place="map_rows",
-        text="save_referents(attempt, function)",
-        replacement="pass",
-        seen_by="test_undone_tries_restore_user_generators",
-    ),
     # --- never stale ---
     Sabotage(
         name="values count as sent before all devices have them",
@@ -813,15 +804,6 @@ SABOTAGES = [
         text="if self._request.check_finite and not math.isfinite(loss):",
         replacement="if False:",
         seen_by="test_non_finite_loss_named_no_change",
-    ),
-    Sabotage(
-        name="tries of an automatic accum leave what they wrote",
-        promise="all or nothing",
-        file="options/auto_accum.py",
-        place="Search.run",
-        text="result.attempt.undo.restore()",
-        replacement="pass",
-        seen_by="test_second_try_starts_from_same_state",
     ),
     Sabotage(
         name="the gradients of a trial stay while the next try runs",

@@ -137,7 +137,7 @@ def test_few_frames_between_step_and_users_line(replicas):
     (step, *between, line) = traceback.extract_tb(error.__traceback__)
     assert (step.name, line.line) == ("error_of", 'raise KeyError("mine")')
     # two of them are torch's, one keeps torch's compiler away
-    assert len(between) <= 10
+    assert len(between) <= 11  # of which one is torch's, once its compiler is there
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

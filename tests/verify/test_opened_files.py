@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import importlib
 import os
 import subprocess
 import sys
@@ -93,6 +94,18 @@ def test_look_touches_no_file(tmp_path, write, device_ids):
     opened = gzip.open if write is compressed else open
     with opened(path, "rt") as file:
         assert file.read() == "step" * calls
+
+
+def test_loaded_compiler_hides_no_file(tmp_path):
+    """Its frame around each step was once taken for a compiler that writes its cache."""
+    importlib.import_module("torch._dynamo")
+    told = r"(?s)opens 'losses.*' to write.*not looked at"
+    model = build(lambda: nn.Linear(3, 2))
+    with (
+        ScatterOnceParallel(model, 2, ["cpu"]) as engine,
+        pytest.warns(UserWarning, match=told),
+    ):
+        run_steps(engine, criterion_of(append, tmp_path / "losses.txt"))
 
 
 def reads(path):

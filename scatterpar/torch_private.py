@@ -360,6 +360,8 @@ def clip_to(parameters: Any, limit: Any) -> None:
 
 
 # What the names of modules begin with that write compiled code into caches.
+# What is only kept from the compiler runs below this file of it.
+NOT_COMPILING = "torch._dynamo.eval_frame."
 COMPILERS = (
     "torch._dynamo.",
     "torch._functorch.",

@@ -25,13 +25,11 @@ from types import FrameType
 from typing import Any
 
 from scatterpar.numerics.comparison import Inconclusive
-from scatterpar.torch_private import COMPILERS, files_of_torch_audited
+from scatterpar.torch_private import COMPILERS, NOT_COMPILING, files_of_torch_audited
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 # Whose files are caches: they are read again, and a second call finds them.
 _CACHING = ("importlib.", "numba.", "triton.", *COMPILERS)
-# What is only kept from the compiler runs below this file of it.
-_NOT_COMPILING = "torch._dynamo.eval_frame."
 _REMEDY = (
     "Such code is not looked at: write files outside of forward and the criterion, "
     "from what these return. verify=False does not check."
@@ -104,7 +102,7 @@ def _is_cached() -> bool:
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         module = f"{frame.f_globals.get('__name__')}."
-        if module.startswith(_CACHING) and module != _NOT_COMPILING:
+        if module.startswith(_CACHING) and module != NOT_COMPILING:
             return True
         frame = frame.f_back
     return False

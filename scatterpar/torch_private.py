@@ -359,9 +359,9 @@ def clip_to(parameters: Any, limit: Any) -> None:
     _clips[-1]([parameters] if is_single else list(parameters))
 
 
-# What the names of modules begin with that write compiled code into caches.
 # What is only kept from the compiler runs below this file of it.
 NOT_COMPILING = "torch._dynamo.eval_frame."
+# What the names of modules begin with that write compiled code into caches.
 COMPILERS = (
     "torch._dynamo.",
     "torch._functorch.",

@@ -95,9 +95,11 @@ def draws_are_seeded(runs: Runs, rows: Part) -> list[str]:
     # ``torch.manual_seed`` seeds that of the host, too, if others draw on a device.
     generator = torch.default_generator
     states: list[list[Tensor]] = []
-    for seed in (1, 2):
+    for is_other_seed in (False, True):
         with runs.surroundings(task):
-            generator.manual_seed(seed)
+            # Only for calls that draw: engines in other threads have this generator.
+            if is_other_seed:
+                generator.manual_seed(generator.initial_seed() ^ 1)
             with _Seeds(generator.get_state) as seeds:
                 task.output_of(runs.inputs_of(rows))
         if not seeds.states:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 
 import pytest
@@ -148,3 +149,23 @@ def test_seed_in_forward_is_told(devices, forward):
     """Every micro-batch drew the same numbers, off by 19 %, silently."""
     texts = told(model(forward), 2, devices(2))
     assert len([text for text in texts if "seed" in text]) == (forward is not draws)
+
+
+def test_calls_that_draw_nothing_find_the_generator_as_it_was(devices):
+    """Looks of engines in two threads once left it as one of them had seeded it: each
+    sought seeds, though nothing had been drawn.
+    """
+    before = torch.get_rng_state()
+    reader, writer = os.pipe()  # a look would put a list back
+
+    def forward(m, rows):
+        is_same = torch.equal(torch.default_generator.get_state(), before)
+        os.write(writer, b"same " if is_same else b"other ")
+        return m.linear(rows)
+
+    told(model(forward), 2, devices(2))
+    os.close(writer)
+    with open(reader) as calls:
+        found = calls.read().split()
+    assert len(found) > 4  # the looks' calls, too
+    assert {*found} == {"same"}

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from scatterpar.batch import nested
 from scatterpar.devices.device_ids import HOST
 from scatterpar.devices.transfers import Transfers, to_numbers, write
-from scatterpar.replicas.broadcast import versions
+from scatterpar.devices.write_counters import versions
 from scatterpar.replicas.replicas import parameter_like
 from scatterpar.replicas.snapshot import is_same
 from scatterpar.state.journal import Journal

@@ -26,10 +26,11 @@ from scatterpar.batch import nested
 from scatterpar.devices.coalescing import is_part, is_unexpanded, iter_copies
 from scatterpar.devices.device_ids import HOST
 from scatterpar.devices.transfers import Transfers, write
+from scatterpar.devices.write_counters import version, versions
 from scatterpar.dry_run import dry_run, moved_state, stand_in_for, stepping_on
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import add_note
-from scatterpar.replicas.broadcast import Broadcast, version, versions
+from scatterpar.replicas.broadcast import Broadcast
 from scatterpar.replicas.snapshot import is_same
 from scatterpar.torch_private import (
     loading_hooks,

@@ -34,10 +34,10 @@ from scatterpar.batch import nested
 from scatterpar.devices.device_ids import physical
 from scatterpar.devices.streams import use_device
 from scatterpar.devices.transfers import Prefetcher, write
+from scatterpar.devices.write_counters import version, versions
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.integrations.lending import Lending, LentCopies, Parts
 from scatterpar.options.batch_groups import BatchGroups
-from scatterpar.replicas.broadcast import version, versions
 from scatterpar.threads.generators import drawing_as
 
 

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from scatterpar.batch import nested
 from scatterpar.devices.device_ids import DeviceLike, physical
+from scatterpar.devices.write_counters import versions
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.integrations import loop
 from scatterpar.integrations.evaluation import BatchesAhead
@@ -41,7 +42,6 @@ from scatterpar.integrations.lending import (
 )
 from scatterpar.integrations.loop import refuse
 from scatterpar.pair.pair import gather
-from scatterpar.replicas.broadcast import versions
 from scatterpar.state.journal import Journal
 from scatterpar.state.walk import Walk
 from scatterpar.state.whose import is_user_function

@@ -37,9 +37,9 @@ from torch import Tensor, nn
 
 from scatterpar.batch import nested
 from scatterpar.devices.transfers import to_device, write
+from scatterpar.devices.write_counters import version, versions
 from scatterpar.integrations.kept_places import KeptPlaces
 from scatterpar.replicas.batch_statistics import recorded_in
-from scatterpar.replicas.broadcast import version, versions
 from scatterpar.replicas.references import MAX_ENTRIES, parts_of
 from scatterpar.replicas.refused_modules import parameters_of
 from scatterpar.replicas.replicas import Replica, Replicas, ReplicaSet

@@ -35,8 +35,9 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar import torch_private
+from scatterpar.devices.default_generators import default_of
 from scatterpar.devices.transfers import write
-from scatterpar.threads.generators import default_of, replica_generator
+from scatterpar.threads.generators import replica_generator
 
 # Launches nothing. Autograd detaches what it saves, and new tensors if somebody else
 # refers to them, which depends on when another thread has let go of them.

@@ -19,8 +19,9 @@ from scatterpar.batch.batch import batch_of
 from scatterpar.devices.device_ids import physical
 from scatterpar.devices.streams import current_streams, use_device
 from scatterpar.devices.transfers import Transfers, write
+from scatterpar.devices.write_counters import version
 from scatterpar.plan import Plan
-from scatterpar.replicas.broadcast import Broadcast, version
+from scatterpar.replicas.broadcast import Broadcast
 from scatterpar.replicas.buffers import BufferValue, values_after
 from scatterpar.replicas.module_contents import ModuleContents, is_leaf
 from scatterpar.replicas.module_copy import ModuleCopy

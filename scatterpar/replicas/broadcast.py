@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from itertools import compress
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -24,28 +23,15 @@ from scatterpar.devices.device_ids import HOST
 from scatterpar.devices.fingerprints import Fingerprints
 from scatterpar.devices.memory import empty
 from scatterpar.devices.transfers import Transfers, to_numbers
+from scatterpar.devices.write_counters import versions
 from scatterpar.look_steps import is_look_step
 from scatterpar.replicas.fused_writes import CopiedParameters
 from scatterpar.replicas.large_tensors import Freshness, Reading, is_large, sample
 from scatterpar.replicas.module_contents import ModuleContents
 from scatterpar.replicas.refused_modules import refuse_uncopied
 
-_VERSION = attrgetter("_version")
 # By number of the tensors that are compared: all of their words, or samples.
 _Compared = dict[int, Reading]
-
-
-def version(tensor: Tensor) -> int:
-    """How often ``tensor`` was written; 0 for inference tensors, which do not count."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def versions(tensors: Sequence[Tensor]) -> list[int]:
-    """The version of each tensor, as from ``version``."""
-    try:
-        return list(map(_VERSION, tensors))  # without a Python call per tensor
-    except RuntimeError:  # there are inference tensors
-        return list(map(version, tensors))
 
 
 class CopyComparison(NamedTuple):

@@ -30,8 +30,8 @@ from scatterpar.devices.coalescing import messages, pack
 from scatterpar.devices.fingerprints import Fingerprints
 from scatterpar.devices.streams import has_streams, stream_for
 from scatterpar.devices.transfers import Transfers, write
+from scatterpar.devices.write_counters import versions
 from scatterpar.look_steps import is_look_step
-from scatterpar.replicas.broadcast import versions
 from scatterpar.replicas.buffers import RUNNING, BufferDict, BufferValue
 from scatterpar.replicas.module_contents import is_leaf
 from scatterpar.torch_private import unflatten

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from scatterpar.devices.fingerprints import Fingerprints, same_bits
+from scatterpar.devices.write_counters import versions
 from scatterpar.errors import add_note, restore_after
-from scatterpar.replicas.broadcast import Broadcast, versions
+from scatterpar.replicas.broadcast import Broadcast
 from scatterpar.replicas.refused_modules import parameters_of
 
 # The positions of written parameters, by the memory in which they were written:

@@ -28,9 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scatterpar.devices.default_generators import default_of
 from scatterpar.devices.device_ids import HOST, physical
+from scatterpar.devices.write_counters import version
 from scatterpar.errors import defect, restored
-from scatterpar.replicas.broadcast import version
 from scatterpar.replicas.snapshot import Snapshot, entries_of
 from scatterpar.state.savers import (
     Saved,
@@ -41,7 +42,6 @@ from scatterpar.state.savers import (
     saver_of,
 )
 from scatterpar.state.walk import VARIABLES, Place, PlaceKind, Walk
-from scatterpar.threads.generators import default_of
 
 # Of tensors that are no buffers, and of arrays; larger ones are data.
 _MAX_BYTES = 2**26

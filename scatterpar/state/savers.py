@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scatterpar.devices.default_generators import AcceleratorGenerator
 from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.transfers import pieces_of, write
 from scatterpar.state.whose import Whose, is_writer, whose
-from scatterpar.threads.generators import AcceleratorGenerator
 
 
 class CannotSaveError(Exception):

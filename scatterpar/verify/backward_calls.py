@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from scatterpar.replicas.broadcast import versions
+from scatterpar.devices.write_counters import versions
 from scatterpar.replicas.replicas import Replica
 from scatterpar.replicas.snapshot import Snapshot
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from scatterpar.devices.transfers import Transfers
-from scatterpar.replicas.broadcast import Broadcast, version, versions
+from scatterpar.replicas.broadcast import Broadcast
 from scatterpar.replicas.module_contents import ModuleContents
 
 pytestmark = pytest.mark.core
@@ -167,15 +167,3 @@ def test_other_devices_are_other_broadcast(module, broadcast):
     contents = ModuleContents((module,))
     assert broadcast.adopt(contents, [*DEVICES, DEVICES[1]])
     assert not broadcast.adopt(contents, DEVICES[:2])
-
-
-def test_versions_count_writes():
-    """The version of an inference tensor is 0."""
-    tensor = torch.zeros(1)
-    tensor += 1
-    with torch.inference_mode():
-        inference_tensor = torch.zeros(1)
-        inference_tensor += 1
-    assert (version(tensor), version(inference_tensor)) == (1, 0)
-    assert versions([tensor, tensor]) == [1, 1]
-    assert versions([tensor, inference_tensor]) == [1, 0]

@@ -12,8 +12,8 @@ import time
 
 import torch
 
-from scatterpar.state.journal import Journal
-from scatterpar.state.walk import Walk
+from scatterpar.objects.journal import Journal
+from scatterpar.objects.walk import Walk
 
 ROUNDS = 15
 GROUPS = 20

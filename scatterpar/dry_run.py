@@ -30,10 +30,10 @@ from scatterpar.batch import nested
 from scatterpar.devices.device_ids import HOST
 from scatterpar.devices.transfers import Transfers, to_numbers, write
 from scatterpar.devices.write_counters import versions
+from scatterpar.objects.journal import Journal
+from scatterpar.objects.snapshot import is_same
+from scatterpar.objects.walk import Walk
 from scatterpar.replicas.replicas import parameter_like
-from scatterpar.replicas.snapshot import is_same
-from scatterpar.state.journal import Journal
-from scatterpar.state.walk import Walk
 from scatterpar.torch_private import optimizer_hooks_off, step_without_hooks
 from scatterpar.verify.dropped_records import records_dropped
 

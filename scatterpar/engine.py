@@ -37,6 +37,8 @@ from scatterpar.devices.links import check_links
 from scatterpar.devices.memory import clear_frames
 from scatterpar.devices.transfers import Transfers
 from scatterpar.distributed.ranks import Ranks
+from scatterpar.objects.journal import Journal
+from scatterpar.objects.walk import register_wrapper
 from scatterpar.options.assigned_options import fixed, option
 from scatterpar.options.auto_accum import AutoAccum, Search
 from scatterpar.options.batch_groups import BatchGroups
@@ -53,8 +55,6 @@ from scatterpar.replicas.compiled import compile_fn_from
 from scatterpar.replicas.refused_modules import check_placement
 from scatterpar.replicas.replicas import ReplicaOptions, Replicas, ReplicaSet
 from scatterpar.report import StepReport
-from scatterpar.state.journal import Journal
-from scatterpar.state.walk import register_wrapper
 from scatterpar.step.attempt import WHOLE_STEP, Attempt, Extent
 from scatterpar.step.call_state import journal_of_call
 from scatterpar.step.commit import commit

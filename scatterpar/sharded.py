@@ -30,8 +30,8 @@ from scatterpar.devices.write_counters import version, versions
 from scatterpar.dry_run import dry_run, moved_state, stand_in_for, stepping_on
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import add_note
+from scatterpar.objects.snapshot import is_same
 from scatterpar.replicas.broadcast import Broadcast
-from scatterpar.replicas.snapshot import is_same
 from scatterpar.torch_private import (
     loading_hooks,
     never_compiled,

@@ -97,7 +97,7 @@ SABOTAGES = [
     Sabotage(
         name="code that takes from an iterator is looked at",
         promise="a look leaves no trace",
-        file="state/savers.py",
+        file="objects/savers.py",
         place="_Iterator.read",
         text="if not _is_of_user(self.value):",
         replacement="if False:",
@@ -584,7 +584,7 @@ SABOTAGES = [
     Sabotage(
         name="a look restores nothing that user code has written",
         promise="a look leaves no trace",
-        file="state/journal.py",
+        file="objects/journal.py",
         place="Journal.restore",
         text="self.rewind()",
         replacement="return",
@@ -602,7 +602,7 @@ SABOTAGES = [
     Sabotage(
         name="every object is a library's, so that looks restore none",
         promise="a look leaves no trace",
-        file="state/whose.py",
+        file="objects/whose.py",
         place="is_user_class",
         text="not is_library(kind.__module__)",
         replacement="False",
@@ -920,7 +920,7 @@ SABOTAGES = [
     Sabotage(
         name="a look does not save an accelerator's generator",
         promise="a look leaves no trace",
-        file="state/savers.py",
+        file="objects/savers.py",
         place="_TorchRandom",
         text="kinds = (torch.Generator, AcceleratorGenerator)",
         replacement="kinds = (torch.Generator,)",
@@ -929,7 +929,7 @@ SABOTAGES = [
     Sabotage(
         name="a value that a journal is given is skipped if it has no row",
         promise="a look leaves no trace",
-        file="state/journal.py",
+        file="objects/journal.py",
         place="Journal._save_given",
         text="if saver_of(kind) is None:",
         replacement="if False:",

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from scatterpar.devices.transfers import as_bytes, to_device, to_numbers, write
-from scatterpar.replicas.quantised import is_quantised
+from scatterpar.objects.quantised import is_quantised
 
 # A status is ``number << 18 | checksum``; float64 is exact up to 53 bits.
 _CHECKSUM_BITS = 18

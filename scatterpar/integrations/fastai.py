@@ -41,10 +41,10 @@ from scatterpar.integrations.lending import (
     modules_of,
 )
 from scatterpar.integrations.loop import refuse
+from scatterpar.objects.journal import Journal
+from scatterpar.objects.walk import Walk
+from scatterpar.objects.whose import is_user_function
 from scatterpar.pair.pair import gather
-from scatterpar.state.journal import Journal
-from scatterpar.state.walk import Walk
-from scatterpar.state.whose import is_user_function
 from scatterpar.step.loss_weights import is_cross_entropy, terms_of_rows
 from scatterpar.step.request import Accum, Count, Reduction
 from scatterpar.step.turns import Scope

@@ -19,9 +19,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from scatterpar.replicas.references import MAX_ENTRIES
-from scatterpar.replicas.snapshot import Snapshot
-from scatterpar.state.walk import VARIABLES, Place, PlaceKind, Walk
+from scatterpar.objects.references import MAX_ENTRIES
+from scatterpar.objects.snapshot import Snapshot
+from scatterpar.objects.walk import VARIABLES, Place, PlaceKind, Walk
 
 _LEAST_ADDRESS = 2**16  # smaller numbers are no ``id``
 _SHARED = PlaceKind.GLOBAL, PlaceKind.CLASS  # variables to which many roots lead

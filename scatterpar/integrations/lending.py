@@ -39,12 +39,12 @@ from scatterpar.batch import nested
 from scatterpar.devices.transfers import to_device, write
 from scatterpar.devices.write_counters import version, versions
 from scatterpar.integrations.kept_places import KeptPlaces
+from scatterpar.objects.references import MAX_ENTRIES, parts_of
+from scatterpar.objects.walk import Place, PlaceKind, Walk
+from scatterpar.objects.whose import attributes_of
 from scatterpar.replicas.batch_statistics import recorded_in
-from scatterpar.replicas.references import MAX_ENTRIES, parts_of
 from scatterpar.replicas.refused_modules import parameters_of
 from scatterpar.replicas.replicas import Replica, Replicas, ReplicaSet
-from scatterpar.state.walk import Place, PlaceKind, Walk
-from scatterpar.state.whose import attributes_of
 from scatterpar.torch_private import is_compiled_module, unwrapped
 from scatterpar.verify.dropped_records import is_look
 

@@ -48,8 +48,8 @@ from scatterpar.errors import Told, warn
 from scatterpar.integrations import loop
 from scatterpar.integrations.evaluation import Turns, brought_home
 from scatterpar.integrations.lending import Lending, loan_of, roots_of
-from scatterpar.state.journal import Journal
-from scatterpar.state.walk import Walk
+from scatterpar.objects.journal import Journal
+from scatterpar.objects.walk import Walk
 from scatterpar.step.request import Accum, Reduction
 from scatterpar.step.substeps import detached
 from scatterpar.step.turns import lasting_a_turn

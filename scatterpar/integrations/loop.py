@@ -25,9 +25,9 @@ from scatterpar.errors import Told, warn
 from scatterpar.integrations.lending import Lending
 from scatterpar.log import logger
 from scatterpar.numerics.comparison import Inconclusive
-from scatterpar.state.journal import Journal
-from scatterpar.state.walk import Walk
-from scatterpar.state.whose import is_user_class
+from scatterpar.objects.journal import Journal
+from scatterpar.objects.walk import Walk
+from scatterpar.objects.whose import is_user_class
 from scatterpar.step.request import check_function
 from scatterpar.verify.dropped_records import records_dropped
 

@@ -50,10 +50,10 @@ from scatterpar.integrations.step_batches import (
     Step,
 )
 from scatterpar.integrations.trl_metrics import Gathered, metric_of_step
-from scatterpar.replicas.references import names_in
+from scatterpar.objects.references import names_in
+from scatterpar.objects.walk import function_of
+from scatterpar.objects.whose import is_user_function
 from scatterpar.sharded import ShardedOptimizer
-from scatterpar.state.walk import function_of
-from scatterpar.state.whose import is_user_function
 from scatterpar.step.request import Buffers, Reduction
 from scatterpar.step.substeps import detached
 from scatterpar.step.turns import lasting_a_turn

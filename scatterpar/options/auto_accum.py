@@ -33,10 +33,10 @@ from torch import nn
 from scatterpar.devices.memory import clear_frames, is_out_of_memory
 from scatterpar.errors import warn
 from scatterpar.log import logger
+from scatterpar.objects.journal import Journal
+from scatterpar.objects.references import read_attribute
 from scatterpar.options.map_rows import Mapped, RowFunction
 from scatterpar.plan import Plan
-from scatterpar.replicas.references import read_attribute
-from scatterpar.state.journal import Journal
 from scatterpar.step.attempt import Extent
 from scatterpar.step.reduce import Outcome
 from scatterpar.step.request import Request

@@ -47,9 +47,9 @@ from scatterpar.devices.memory import is_out_of_memory
 from scatterpar.devices.transfers import to_numbers, write
 from scatterpar.errors import Told, restored, warn
 from scatterpar.log import logger
+from scatterpar.objects.journal import Journal
+from scatterpar.objects.walk import Walk
 from scatterpar.options.tape import RepeatableTape, Tape, difference
-from scatterpar.state.journal import Journal
-from scatterpar.state.walk import Walk
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss import forward, require_trainable
 from scatterpar.step.replica_threads import Proceed

@@ -21,8 +21,8 @@ from scatterpar.batch import nested
 from scatterpar.batch.joining import Lists
 from scatterpar.devices.memory import is_out_of_memory
 from scatterpar.errors import add_note
+from scatterpar.objects.references import module_of, named_values
 from scatterpar.replicas.buffers import BufferWriter
-from scatterpar.replicas.references import module_of, named_values
 from scatterpar.replicas.replicas import ReplicaSet, parameter_writes_refused
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss_weights import compute_loss_weights

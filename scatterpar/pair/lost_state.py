@@ -17,7 +17,7 @@ from typing import Any
 from scatterpar.errors import Told, warn
 from scatterpar.look_steps import is_look_step
 from scatterpar.replicas.module_copy import ModuleCopy
-from scatterpar.state.reports import (
+from scatterpar.verify.moved_state import (
     SharedTensors,
     State,
     kept_graphs,

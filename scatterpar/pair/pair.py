@@ -30,6 +30,7 @@ from scatterpar.devices.links import check_links
 from scatterpar.devices.streams import has_streams, is_async
 from scatterpar.devices.transfers import to_device
 from scatterpar.errors import restored
+from scatterpar.objects.walk import register_wrapper
 from scatterpar.option_checks import check_int
 from scatterpar.pair.lost_state import LostState
 from scatterpar.pair.recorded_copies import (
@@ -48,7 +49,6 @@ from scatterpar.plan import Plan, make_plan
 from scatterpar.replicas.buffers import BufferWriter
 from scatterpar.replicas.module_contents import root_to_replicate
 from scatterpar.replicas.refused_modules import check_placement
-from scatterpar.state.walk import register_wrapper
 from scatterpar.step.loss import scalar_loss
 from scatterpar.step.loss_weights import as_sum, compute_loss_weights
 from scatterpar.step.replica_threads import Proceed, ReplicaThreads

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.batch.nested import PLAIN
-from scatterpar.replicas.calls_in_backward import RoutedCall
-from scatterpar.replicas.quantised import is_composite, is_state, tensors_in
-from scatterpar.replicas.references import (
+from scatterpar.objects.quantised import is_composite, is_state, tensors_in
+from scatterpar.objects.references import (
     DEPTH,
     MAX_ENTRIES,
     contents,
     module_of,
     parts_of,
 )
+from scatterpar.replicas.calls_in_backward import RoutedCall
 from scatterpar.torch_private import (
     CompileFn,
     compile_fn_of,

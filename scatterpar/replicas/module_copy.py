@@ -21,17 +21,17 @@ from torch import Tensor, nn
 
 from scatterpar.batch.nested import PLAIN
 from scatterpar.errors import warn
-from scatterpar.replicas import references
+from scatterpar.objects import references
+from scatterpar.objects.quantised import composite_like, is_composite
+from scatterpar.objects.references import parts_of
+from scatterpar.objects.snapshot import refill
 from scatterpar.replicas.calls_in_backward import RoutedCall
 from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.module_contents import (
     CONTAINERS,
     ModuleContents,
 )
-from scatterpar.replicas.quantised import composite_like, is_composite
-from scatterpar.replicas.references import parts_of
 from scatterpar.replicas.shallow_copy import new_like
-from scatterpar.replicas.snapshot import refill
 from scatterpar.torch_private import is_compiled_module, unwrapped
 
 

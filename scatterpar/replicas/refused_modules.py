@@ -9,7 +9,7 @@ What is refused or told of a module is one list, which the engine and the pair a
     ``forward`` makes a parameter               ``refuse_created``, after a call
     ``backward()`` that reaches a parameter     ``step/inner_backward.py``, after it
     an ``nn.SyncBatchNorm`` that cannot wait    ``refuse_to_wait``
-    what ``forward`` sets in attributes         ``state_of`` in ``state/reports.py``
+    what ``forward`` sets in attributes         ``verify/moved_state.py``
     a transform of ``torch.func``               ``Workers.exclusive``
 
 ``tests/exact/test_engine_and_pair.py`` has a row per program, and both answers.
@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 
 from scatterpar.devices.device_ids import physical
 from scatterpar.devices.transfers import pieces_of
-from scatterpar.replicas.quantised import is_composite, is_quantised, only_frozen
+from scatterpar.objects.quantised import is_composite, is_quantised, only_frozen
 
 SCRIPT = (
     "a TorchScript module, whose tensors live in C++: pass the nn.Module that "

@@ -17,6 +17,7 @@ from scatterpar.devices.streams import is_async
 from scatterpar.devices.transfers import Transfers
 from scatterpar.errors import restored
 from scatterpar.look_steps import is_look_step
+from scatterpar.objects.snapshot import Snapshot, ValueChange
 from scatterpar.plan import Share
 from scatterpar.replicas.batch_statistics import (
     Layer,
@@ -42,7 +43,6 @@ from scatterpar.replicas.module_contents import (
 from scatterpar.replicas.module_copy import ModuleCopy
 from scatterpar.replicas.parameter_guard import ParameterGuard
 from scatterpar.replicas.refused_modules import check_placement, refuse_created
-from scatterpar.replicas.snapshot import Snapshot, ValueChange
 from scatterpar.replicas.sync_batch_norm import (
     Meeting,
     Seat,

@@ -17,9 +17,9 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from scatterpar.replicas.references import reachable
-from scatterpar.state.journal import Journal
-from scatterpar.state.walk import Walk
+from scatterpar.objects.journal import Journal
+from scatterpar.objects.references import reachable
+from scatterpar.objects.walk import Walk
 from scatterpar.threads.interrupts import Interrupts
 from scatterpar.threads.process_settings import read_settings, restore_settings
 

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from scatterpar.batch import nested
+from scatterpar.objects.walk import Walk
 from scatterpar.splitting.clippings import Clippings
 from scatterpar.splitting.gradients import Gradients, whole
-from scatterpar.state.walk import Walk
 from scatterpar.torch_private import leaves_reached
 
 

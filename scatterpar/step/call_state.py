@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from scatterpar.batch import nested
 from scatterpar.batch.batch import Batch
 from scatterpar.batch.markers import Marker
-from scatterpar.replicas.references import module_of
-from scatterpar.state.journal import Journal
-from scatterpar.state.walk import Walk
+from scatterpar.objects.journal import Journal
+from scatterpar.objects.references import module_of
+from scatterpar.objects.walk import Walk
 from scatterpar.step.request import Request
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from scatterpar.batch.nested import PLAIN, walk
 from scatterpar.devices.coalescing import is_unexpanded
 from scatterpar.errors import add_note
-from scatterpar.replicas.references import (
+from scatterpar.objects.references import (
     DEPTH,
     children_of,
     module_of,

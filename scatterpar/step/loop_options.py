@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from scatterpar.objects.journal import Journal
 from scatterpar.replicas.replicas import Replicas
-from scatterpar.state.journal import Journal
 from scatterpar.step.request import LossCandidate
 from scatterpar.step.turns import Scope
 

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from scatterpar.devices.coalescing import to_host
 from scatterpar.devices.transfers import to_device, to_numbers
 from scatterpar.devices.write_counters import versions
+from scatterpar.objects.references import module_of
 from scatterpar.plan import Plan
-from scatterpar.replicas.references import module_of
 from scatterpar.step.request import Count, Request, option_of
 from scatterpar.torch_private import unwrapped
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.errors import Refusal, add_note
-from scatterpar.replicas.references import read_attribute
-from scatterpar.state.walk import Walk
+from scatterpar.objects.references import read_attribute
+from scatterpar.objects.walk import Walk
 from scatterpar.step.request import Request
 
 

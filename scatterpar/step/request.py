@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from scatterpar.batch.batch import Batch, batch_of, batches_of
 from scatterpar.devices.device_ids import physical
 from scatterpar.devices.transfers import to_numbers
+from scatterpar.objects.references import module_of, read_attribute
 from scatterpar.option_checks import (
     check_bool,
     check_int,
     check_shares,
 )
-from scatterpar.replicas.references import module_of, read_attribute
 from scatterpar.wrapper import Wrapper
 
 # Of an output, which is the user's, and of targets.

@@ -15,9 +15,9 @@ from torch.nn.utils.rnn import PackedSequence
 
 from scatterpar.batch.markers import Marker
 from scatterpar.errors import restored
+from scatterpar.objects.references import read_attribute
 from scatterpar.plan import Share
 from scatterpar.replicas.calls_in_backward import backward_of
-from scatterpar.replicas.references import read_attribute
 from scatterpar.replicas.replicas import Replica
 from scatterpar.step.attempt import Attempt, profiler_block
 from scatterpar.step.misfits import misfit_of_dataclass, misfit_of_inputs

@@ -12,7 +12,7 @@ rounding, it refuses before anything changes, and says what would be right::
       look              two runs, and the verdict
         runs            loss and gradients of rows          compared_leaves,
                                                             backward_calls
-        measurements    outputs, memory, state that moves
+        measurements    outputs, memory, state that moves     moved_state
         user_code       restores what runs have changed     dropped_records,
                                                             opened_files
         look_losses     results, and further runs on demand output_differences

@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from scatterpar.devices.write_counters import versions
+from scatterpar.objects.snapshot import Snapshot
 from scatterpar.replicas.replicas import Replica
-from scatterpar.replicas.snapshot import Snapshot
 
 
 class BackwardCalls:

@@ -19,8 +19,8 @@ from scatterpar.numerics.comparison import (
     relative_differences,
 )
 from scatterpar.numerics.rounding import Rounding
-from scatterpar.replicas.references import module_of
-from scatterpar.state.journal import Journal
+from scatterpar.objects.journal import Journal
+from scatterpar.objects.references import module_of
 from scatterpar.step.loss import loss_of
 from scatterpar.step.reduce import Outcome
 from scatterpar.step.request import Request

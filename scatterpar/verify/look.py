@@ -33,7 +33,6 @@ from scatterpar.numerics.comparison import Inconclusive, OnlyRounding, Result
 from scatterpar.numerics.rounding import formats_inside_operators
 from scatterpar.numerics.wider_precision import Precision
 from scatterpar.replicas.module_contents import root_to_replicate
-from scatterpar.state.reports import moved_between
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.task import ReplicaTask
 from scatterpar.step.turns import Scope
@@ -46,6 +45,7 @@ from scatterpar.verify.measurements import (
     attributes_that_calls_move,
     bytes_per_row,
 )
+from scatterpar.verify.moved_state import moved_between
 from scatterpar.verify.rows import (
     MAX_BYTES,
     MIN_ROWS,

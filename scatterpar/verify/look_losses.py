@@ -38,7 +38,7 @@ from scatterpar.numerics.comparison import (
     weighted_sum,
 )
 from scatterpar.numerics.nudges import NUM_NUDGES, rounding_limit
-from scatterpar.replicas.references import read_attribute
+from scatterpar.objects.references import read_attribute
 from scatterpar.step.loss_weights import is_smoothed, term_counts
 from scatterpar.step.request import Request
 from scatterpar.verify.measurements import losses_of_parts, outputs_of

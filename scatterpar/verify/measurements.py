@@ -15,8 +15,8 @@ from torch import Tensor
 
 from scatterpar.batch import nested
 from scatterpar.numerics.comparison import Result
-from scatterpar.state.reports import moved_between, state_of
 from scatterpar.step.loss import loss_of
+from scatterpar.verify.moved_state import moved_between, state_of
 from scatterpar.verify.output_differences import cut_by_parts
 from scatterpar.verify.rows import Part, Parts
 from scatterpar.verify.runs import Runs, copy_of_leaf

@@ -27,8 +27,8 @@ from scatterpar.batch.markers import Rows
 from scatterpar.devices.device_ids import physical
 from scatterpar.devices.transfers import to_device
 from scatterpar.numerics.comparison import magnitudes
+from scatterpar.objects.references import module_of
 from scatterpar.plan import Plan, make_plan
-from scatterpar.replicas.references import module_of
 from scatterpar.replicas.replicas import ReplicaOptions, Replicas
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loop_options import LoopOptions

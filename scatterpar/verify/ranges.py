@@ -15,7 +15,7 @@ from scatterpar.batch.batch import Batch
 from scatterpar.batch.markers import Marker
 from scatterpar.causes.counts import sizes_of_entries
 from scatterpar.devices.coalescing import to_host
-from scatterpar.replicas.references import module_of
+from scatterpar.objects.references import module_of
 from scatterpar.step.loss_weights import is_cross_entropy
 from scatterpar.step.request import Request
 

@@ -22,7 +22,7 @@ from scatterpar.batch.nested import WITHOUT_PARTS, walk
 from scatterpar.devices.streams import is_async
 from scatterpar.look_steps import is_look_step
 from scatterpar.numerics.comparison import Inconclusive
-from scatterpar.replicas.references import children_of, read_attribute
+from scatterpar.objects.references import children_of, read_attribute
 from scatterpar.step.request import Request
 from scatterpar.step.turns import Scope
 from scatterpar.verify.ranges import read_ranges

@@ -26,9 +26,9 @@ from scatterpar.errors import restored
 from scatterpar.numerics.comparison import Inconclusive
 from scatterpar.numerics.rounding import HALF_PRECISION
 from scatterpar.numerics.wider_precision import Precision, WiderLayers
-from scatterpar.replicas.references import module_of
-from scatterpar.state.journal import Journal
-from scatterpar.state.walk import Walk
+from scatterpar.objects.journal import Journal
+from scatterpar.objects.references import module_of
+from scatterpar.objects.walk import Walk
 from scatterpar.step.call_state import roots_of_batches
 from scatterpar.step.criterion_closure import closure_contents
 from scatterpar.step.replica_threads import ReplicaNote

@@ -14,7 +14,7 @@ from harness.models import mlp
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.state.walk import DEPTH, UNSET, PlaceKind, Walk
+from scatterpar.objects.walk import DEPTH, UNSET, PlaceKind, Walk
 
 TARGET = nn.Identity()
 

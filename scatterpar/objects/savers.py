@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from scatterpar.devices.default_generators import AcceleratorGenerator
 from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.transfers import pieces_of, write
-from scatterpar.state.whose import Whose, is_writer, whose
+from scatterpar.objects.whose import Whose, is_writer, whose
 
 
 class CannotSaveError(Exception):

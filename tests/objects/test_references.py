@@ -11,7 +11,7 @@ import pytest
 from harness.models import linear
 from torch import nn
 
-from scatterpar.replicas.references import (
+from scatterpar.objects.references import (
     contents,
     module_of,
     named_values,

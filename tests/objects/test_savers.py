@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import nn
 
-from scatterpar.state import savers
-from scatterpar.state.journal import Journal
-from scatterpar.state.walk import Walk
+from scatterpar.objects import savers
+from scatterpar.objects.journal import Journal
+from scatterpar.objects.walk import Walk
 
 pytestmark = pytest.mark.draws
 
@@ -164,7 +164,7 @@ def test_iterator_of_user_is_saved_by_its_attributes():
 
 
 def test_only_large_arrays_are_data(monkeypatch):
-    monkeypatch.setattr("scatterpar.state.journal._MAX_BYTES", 4)
+    monkeypatch.setattr("scatterpar.objects.journal._MAX_BYTES", 4)
     values = [np.zeros(2), bytearray(8), io.BytesIO(b"12345678")]
     journal = Journal(Walk([values]))
     assert [saved.value for saved in journal._values] == values[2:]

@@ -29,7 +29,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from scatterpar.batch.nested import PLAIN_CLASSES
-from scatterpar.replicas.references import read_attribute
+from scatterpar.objects.references import read_attribute
 
 
 class Whose(enum.Enum):

@@ -32,8 +32,7 @@ from scatterpar.devices.default_generators import default_of
 from scatterpar.devices.device_ids import HOST, physical
 from scatterpar.devices.write_counters import version
 from scatterpar.errors import defect, restored
-from scatterpar.replicas.snapshot import Snapshot, entries_of
-from scatterpar.state.savers import (
+from scatterpar.objects.savers import (
     Saved,
     TensorStorage,
     TensorValues,
@@ -41,7 +40,8 @@ from scatterpar.state.savers import (
     has_own_values,
     saver_of,
 )
-from scatterpar.state.walk import VARIABLES, Place, PlaceKind, Walk
+from scatterpar.objects.snapshot import Snapshot, entries_of
+from scatterpar.objects.walk import VARIABLES, Place, PlaceKind, Walk
 
 # Of tensors that are no buffers, and of arrays; larger ones are data.
 _MAX_BYTES = 2**26

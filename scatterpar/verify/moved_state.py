@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from scatterpar.batch import nested
 from scatterpar.devices.fingerprints import same_bits
+from scatterpar.objects.snapshot import Snapshot, entries_of
+from scatterpar.objects.walk import VARIABLES, Place, Walk
 from scatterpar.replicas.module_contents import CONTAINERS
 from scatterpar.replicas.module_copy import ModuleCopy
-from scatterpar.replicas.snapshot import Snapshot, entries_of
-from scatterpar.state.walk import VARIABLES, Place, Walk
 
 # Every module has these, such as hooks: no forward pass of the user's moves them.
 _OF_TORCH = vars(nn.Module()).keys()

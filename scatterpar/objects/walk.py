@@ -31,16 +31,16 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from scatterpar.batch.nested import PLAIN
-from scatterpar.replicas.quantised import is_composite, is_state, tensors_in
-from scatterpar.replicas.references import (
+from scatterpar.objects.quantised import is_composite, is_state, tensors_in
+from scatterpar.objects.references import (
     MAX_ENTRIES,
     globals_named_in,
     names_in,
     parts_of,
     read_attribute,
 )
-from scatterpar.replicas.snapshot import entries_of
-from scatterpar.state.whose import (
+from scatterpar.objects.snapshot import entries_of
+from scatterpar.objects.whose import (
     Whose,
     attributes_of,
     is_library,

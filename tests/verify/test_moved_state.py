@@ -15,9 +15,9 @@ from torch import nn
 
 from scatterpar import ScatterOnceParallel
 from scatterpar.batch.nested import PLAIN
-from scatterpar.replicas.snapshot import entries_of
-from scatterpar.state.reports import moved_between, state_of
-from scatterpar.state.walk import Place, Walk
+from scatterpar.objects.snapshot import entries_of
+from scatterpar.objects.walk import Place, Walk
+from scatterpar.verify.moved_state import moved_between, state_of
 
 
 class Queue(nn.Module):

@@ -42,9 +42,9 @@ from scatterpar import (
     errors,
     splitcheck,
 )
-from scatterpar.state.journal import Journal
-from scatterpar.state.walk import Walk
-from scatterpar.state.whose import Whose
+from scatterpar.objects.journal import Journal
+from scatterpar.objects.walk import Walk
+from scatterpar.objects.whose import Whose
 
 # --- what the criterion moves ---
 
@@ -338,7 +338,7 @@ def test_generators_of_all_devices_put_back(monkeypatch):
 @pytest.mark.parametrize("place", ["tests", "use"])
 def test_given_value_without_row_is_named(place, monkeypatch):
     namespace = SimpleNamespace(get_state=None, set_state=None)
-    monkeypatch.setattr("scatterpar.state.journal.default_of", lambda _: namespace)
+    monkeypatch.setattr("scatterpar.objects.journal.default_of", lambda _: namespace)
     name = r"the default generator of cpu \(SimpleNamespace\)"
     if place == "tests":
         with pytest.raises(errors.Defect, match=name):

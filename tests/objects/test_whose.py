@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
-from scatterpar.state.whose import (
+from scatterpar.objects.whose import (
     RULES,
     Whose,
     is_library,

@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 import pytest
 import torch
 
-from scatterpar.replicas.snapshot import Snapshot
+from scatterpar.objects.snapshot import Snapshot
 
 pytestmark = pytest.mark.core
 

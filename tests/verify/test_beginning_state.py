@@ -151,7 +151,7 @@ def test_seed_in_forward_is_told(devices, forward):
     assert len([text for text in texts if "seed" in text]) == (forward is not draws)
 
 
-def test_calls_that_draw_nothing_find_the_generator_as_it_was(devices):
+def test_calls_that_draw_nothing_find_same_generator(devices):
     """Looks of engines in two threads once left it as one of them had seeded it: each
     sought seeds, though nothing had been drawn.
     """

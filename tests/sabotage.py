@@ -334,6 +334,15 @@ SABOTAGES = [
         seen_by="test_two_entries_per_row_refused",
     ),
     Sabotage(
+        name="numbers of rows in a list are compared by their place",
+        promise="exact",
+        file="batch/joining.py",
+        place="tensors_by_place",
+        text="if _are_entries(values, rows, dim, lists):",
+        replacement="if False:",
+        seen_by="test_lists_of_rows_joined_in_a_step",
+    ),
+    Sabotage(
         name="outputs of shares with one micro-batch are returned whatever they are",
         promise="exact",
         file="step/reduce.py",

@@ -144,6 +144,30 @@ def _padded(atoms: list[Tensor], dim: int, value: float) -> list[Tensor]:
     return padded_atoms
 
 
+def tensors_by_place(
+    pieces: Sequence[Any], rows: Sequence[int], dim: int, lists: Lists
+) -> list[list[Tensor]]:
+    """The tensors that ``join_rows`` makes one of: per place, one of each piece.
+
+    Not those in lists with one entry per row, whose entries are of different rows.
+    """
+    # The outermost list, as in ``join_rows``.
+    if lists != "never" and _are_entries(pieces, rows, dim, "always"):
+        return []
+
+    def tensors_of(values: Sequence[Any]) -> list[list[Tensor]]:
+        if all(isinstance(value, Tensor) for value in values):
+            return [list(values)]
+        if _are_entries(values, rows, dim, lists):
+            return []
+        places: list[list[Tensor]] = []
+        for children in zip(*map(nested.children_of, values), strict=False):
+            places += tensors_of(children)
+        return places
+
+    return tensors_of(pieces)
+
+
 def rows_at(places: Tensor, tensor: Tensor, dim: int) -> Tensor:
     """The rows of ``tensor`` along ``dim`` in these places, as a copy."""
     if tensor.ndim == 1:  # where ``index_select`` lacks unsigned integers
@@ -151,12 +175,14 @@ def rows_at(places: Tensor, tensor: Tensor, dim: int) -> Tensor:
     return tensor.index_select(dim, places)
 
 
-def require_same_or_rows(pieces: Sequence[Any], rows: Sequence[int], dim: int) -> None:
+def require_same_or_rows(
+    pieces: Sequence[Any], rows: Sequence[int], dim: int, lists: Lists = "never"
+) -> None:
     """Refuse pieces that cannot be joined, which may be in several memories.
 
-    Raises ``ValueError``. ``pieces`` and ``rows`` are those of ``join_rows``.
+    Raises ``ValueError``. The arguments are those of ``join_rows``.
     """
-    for tensors in zip(*map(nested.tensors, pieces), strict=False):
+    for tensors in tensors_by_place(pieces, rows, dim, lists):
         if tensors[0].ndim and not _have_one_per_row(tensors, rows, dim):
             on_host = [to_device(tensor.detach(), HOST) for tensor in tensors]
             _have_rows(on_host, rows, dim)
@@ -183,14 +209,34 @@ def _have_rows(atoms: Sequence[Tensor], rows: Sequence[int], dim: int) -> bool:
         f"{tuple(atom.shape)} for {num_rows} row{'s' * (num_rows != 1)}"
         for atom, num_rows in kinds
     )
-    k = num_entries if num_entries > 1 else "k"
     raise ValueError(
         f"outputs of shape {' and '.join(shapes)} cannot be joined along dim={dim}, "
         f"since they have not one entry per row there, nor the same values in all "
-        f"micro-batches; return {k} entries per row as .reshape(rows, {k}, …), and "
+        f"micro-batches; {_join_remedy(atoms, rows, dim)}"
+    )
+
+
+def _join_remedy(atoms: Sequence[Tensor], rows: Sequence[int], dim: int) -> str:
+    """What to return or call instead, by how many entries the tensors have per row."""
+    entries: set[int] = set()
+    for tensor, num_rows in zip(atoms, rows, strict=True):
+        entries.add(entries_per_row(tensor, num_rows, dim))
+    # Texts whose micro-batches are padded each to its longest one.
+    if entries == {1}:
+        return "pad other dimensions to one size with engine.map(…, pad=value)"
+    k = max(entries) if len(entries) == 1 and max(entries) > 1 else "k"
+    in_rows = (
+        f"return {k} entries per row as .reshape(rows, {k}, …), and "
         f"torch.stack([a, b], 1) in the place of torch.cat([a, b]); or select with "
-        f"return_outputs=function, or pad other dimensions to one size with "
-        f"engine.map(…, pad=value)"
+        f"return_outputs=function"
+    )
+    # A fixed number per row is not that of the nodes of graphs.
+    if k != "k":
+        return in_rows
+    return (
+        f"{in_rows}; or, if a row has a varying number of entries, as a graph has "
+        f"nodes, return list(output.split(sizes)), one tensor per row, from forward "
+        f"for inputs in Rows(graphs), or from a function for engine.map"
     )
 
 

@@ -27,7 +27,7 @@ from scatterpar.replicas.replicas import ReplicaSet, parameter_writes_refused
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.misfits import misfit_of_dataclass, misfit_of_inputs
-from scatterpar.step.reduce import join_on_master, reduce_buffers
+from scatterpar.step.reduce import join_on_master, lists_in_outputs, reduce_buffers
 from scatterpar.step.replica_threads import Proceed
 from scatterpar.step.scatter import scatter
 from scatterpar.step.substeps import detached, save_referents
@@ -102,8 +102,7 @@ def map_rows(
             return Mapped(attempt)
     lists: Lists = "always"
     if function is module:
-        (batch,) = request.batches
-        lists = "if clear" if batch.has_marked_rows else "never"
+        lists = lists_in_outputs(request.batches)
     try:
         output = join_on_master(attempt, outputs, lists, row_function.pad)
     except Exception as error:

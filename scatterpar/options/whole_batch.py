@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from scatterpar.batch import nested
 from scatterpar.batch.batch import Batch, batch_of
-from scatterpar.batch.joining import join_rows
+from scatterpar.batch.joining import join_rows, tensors_by_place
 from scatterpar.batch.markers import Marker, unwrap_markers
 from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.memory import is_out_of_memory
@@ -44,6 +44,7 @@ from scatterpar.replicas.replicas import parameter_writes_refused
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.inner_backward import gradient_versions, inner_backward
 from scatterpar.step.loss import loss_of, require_trainable
+from scatterpar.step.reduce import lists_in_outputs
 from scatterpar.step.replica_threads import Proceed
 from scatterpar.step.request import Call
 from scatterpar.step.scatter import moved
@@ -296,7 +297,7 @@ class WholeBatch:
         self._rows = plan.by_rows(share.substep_rows for share in plan.shares)
         batches = self._request.batches
         self._targets = self._joined_targets(batches)
-        self._lists = any(batch.without_targets().has_marked_rows for batch in batches)
+        self._lists = lists_in_outputs(batches)
 
     def _on_master(self, device: torch.device, output: Tensor) -> Tensor:
         """``output`` in the master's memory, as a leaf that accumulates a gradient."""
@@ -343,7 +344,9 @@ class WholeBatch:
 
     def _join_ranks(self, ranks: Ranks, seed: int) -> int:
         """Add the other processes' rows. Returns the seed that all processes use."""
-        is_list = self._lists and any(isinstance(piece, list) for piece in self._pieces)
+        is_list = self._lists != "never" and any(
+            isinstance(piece, list) for piece in self._pieces
+        )
         targets = batch_of(None, self._targets, sum(self._rows), self._request.dim)
         if is_list or targets.has_marked_rows:
             values = "outputs that are lists" if is_list else "targets with a marker"
@@ -369,7 +372,7 @@ class WholeBatch:
             self._request.dim,
             weights=self._rows,
             rows=self._rows,
-            lists="if clear" if self._lists else "never",
+            lists=self._lists,
         )
         return nested.map_tensors(_not_a_leaf, joined)
 
@@ -386,7 +389,7 @@ class WholeBatch:
                 )
             if self._request.backward:
                 self._run_backward(loss, [*self._attempt.user_leaves, *hidden])
-                _require_one_value(self._pieces)
+                self._require_one_value()
         except BaseException as error:
             rows = sum(self._rows)
             add_note(
@@ -398,6 +401,21 @@ class WholeBatch:
                 note_lists_of_objects(error, self._pieces[0])
             raise
         return loss.detach()
+
+    def _require_one_value(self) -> None:
+        """Refuse 0-dim outputs that get a gradient and differ between micro-batches.
+
+        Raises ``ValueError``.
+        """
+        dim = self._request.dim
+        places = tensors_by_place(self._pieces, self._rows, dim, self._lists)
+        for first, *later in places:
+            uses_number = not first.ndim and first.grad is not None
+            if uses_number and not all(same_bits(first, piece) for piece in later):
+                raise ValueError(
+                    f"{NUMBER_PROBLEM}; {NUMBER_REMEDY}, which with whole_batch=True "
+                    "sees all rows. Nothing was changed"
+                )
 
     def _loss_and_hidden_leaves(self) -> tuple[Tensor, list[Tensor]]:
         """Call the criterion, and free the joined outputs that its graph has not."""
@@ -470,20 +488,6 @@ def note_lists_of_objects(error: BaseException, piece: Any) -> None:
 
 def _not_a_leaf(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.is_leaf else tensor
-
-
-def _require_one_value(pieces: Sequence[Any]) -> None:
-    """Refuse 0-dim outputs that get a gradient and differ between micro-batches.
-
-    Raises ``ValueError``.
-    """
-    for first, *later in zip(*map(nested.tensors, pieces), strict=True):
-        uses_number = not first.ndim and first.grad is not None
-        if uses_number and not all(same_bits(first, piece) for piece in later):
-            raise ValueError(
-                f"{NUMBER_PROBLEM}; {NUMBER_REMEDY}, which with whole_batch=True sees "
-                "all rows. Nothing was changed"
-            )
 
 
 def agreements(tensors: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from scatterpar.batch import nested
+from scatterpar.batch.batch import Batch
 from scatterpar.batch.joining import Lists, join_rows, require_same_or_rows
 from scatterpar.devices import coalescing
 from scatterpar.devices.coalescing import has_foreach, is_part, iter_copies, tree_pairs
@@ -306,6 +307,15 @@ def join_on_master(
     )
 
 
+def lists_in_outputs(batches: Sequence[Batch]) -> Lists:
+    """Whether lists that a module returns for ``batches`` may have one entry per row.
+
+    Of inputs that are tensors they may be lists of tensors, which are not joined.
+    """
+    are_marked = any(batch.without_targets().has_marked_rows for batch in batches)
+    return "if clear" if are_marked else "never"
+
+
 def returned_outputs(
     attempt: Attempt, outputs: Sequence[Sequence[Any]]
 ) -> tuple[Any, ...]:
@@ -316,8 +326,9 @@ def returned_outputs(
     if not attempt.request.return_outputs:
         return ()
     # Shares that are dealt lie between each other.
+    lists = lists_in_outputs(attempt.request.batches)
     if attempt.plan.is_dealt:
-        return (join_on_master(attempt, outputs),)
+        return (join_on_master(attempt, outputs, lists),)
     dim = attempt.request.dim
     joined: list[Any] = []
     for share, outputs_of_share, weights in zip(
@@ -326,10 +337,10 @@ def returned_outputs(
         rows = share.substep_rows
         # The join may refuse outputs: the error names the replica.
         with ReplicaNote(share):
-            output = join_rows(outputs_of_share, dim, weights, rows)
+            output = join_rows(outputs_of_share, dim, weights, rows, lists=lists)
         joined.append(output)
     # What each share alone may return, such as two entries per row of its only
     # micro-batch, must not depend on how many shares there are.
     rows_by_share = [share.rows for share in attempt.plan.shares]
-    require_same_or_rows(joined, rows_by_share, dim)
+    require_same_or_rows(joined, rows_by_share, dim, lists)
     return tuple(joined)

@@ -6,6 +6,8 @@ exact.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from faults.state import nothing_changes
@@ -20,7 +22,12 @@ from harness.oracle import (
 )
 from torch import nn
 
-from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
+from scatterpar import (
+    DataParallelCriterion,
+    DataParallelModel,
+    Rows,
+    ScatterOnceParallel,
+)
 
 ROWS, LABELS = randn(10, FEATURES), randint(CLASSES, 10)
 
@@ -218,3 +225,103 @@ def returned_mean(engine):
     return engine.forward_backward(
         ROWS, None, lambda o, _: o[0].square().mean(), return_outputs=True
     )
+
+
+# --- a row with a varying number of entries, as a graph with its nodes ---
+
+GRAPHS = [randn(nodes, FEATURES, seed=nodes) for nodes in (3, 5, 2, 7, 1, 4, 6)]
+
+
+def of_nodes(m, graphs):
+    return m.linear(torch.cat(graphs))
+
+
+def of_graphs(m, graphs):
+    """What the error says to return."""
+    output = m.linear(torch.cat(graphs))
+    return list(output.split([len(graph) for graph in graphs]))
+
+
+def with_numbers(m, graphs):
+    """A 0-dim tensor per graph, which is no mean over rows."""
+    nodes = of_graphs(m, graphs)
+    return {"nodes": nodes, "energies": [values.square().sum() for values in nodes]}
+
+
+def mean_of_graphs(nodes, _):
+    return torch.stack([values.square().mean() for values in nodes]).mean()
+
+
+def spread_of_graphs(nodes, _):
+    return torch.stack([values.square().mean() for values in nodes]).std()
+
+
+def spread_of_energies(output, _):
+    return torch.stack(output["energies"]).std() + spread_of_graphs(output["nodes"], _)
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+def test_remedy_for_nodes_of_graphs_works(devices, accum):
+    """The error named ``engine.map(…, pad=)``, which raised the same error."""
+    calls = [
+        lambda engine, model: engine(Rows(GRAPHS)),
+        lambda engine, model: engine.map(model.forward, Rows(GRAPHS), pad=0.0),
+    ]
+    refused = Of(of_nodes, linear=linear()).eval()
+    with ScatterOnceParallel(refused, accum, devices(2)) as engine:
+        for call in calls:
+            words = (
+                r"\(\d+, 4\) for . rows.*list\(output\.split\(sizes\)\).*engine\.map"
+            )
+            with pytest.raises(ValueError, match=words) as error:
+                call(engine, refused)
+            assert "pad=" not in str(error.value)
+        of_function = engine.map(of_graphs, Rows(GRAPHS))
+    model = Of(of_graphs, linear=linear()).eval()
+    expected = model(GRAPHS)
+    with ScatterOnceParallel(model, accum, devices(2)) as engine:
+        for outputs in [of_function, *(call(engine, model) for call in calls)]:
+            assert isinstance(outputs, list)
+            for actual, values in zip(outputs, expected, strict=True):
+                assert_close(actual, values.detach(), "nodes of a graph")
+
+
+@pytest.mark.parametrize("accum", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("forward", "criterion", "whole"),
+    [
+        (of_graphs, mean_of_graphs, False),
+        (of_graphs, spread_of_graphs, True),
+        (with_numbers, spread_of_energies, True),
+    ],
+)
+def test_lists_of_rows_joined_in_a_step(devices, forward, criterion, whole, accum):
+    """Micro-batches have unequal numbers of rows: a list is not joined by place."""
+    model = Of(forward, linear=linear())
+    expected, its = whole_batch(model, GRAPHS, None, criterion)
+    with ScatterOnceParallel(model, accum, devices(2)) as engine:
+        loss, outputs = engine.forward_backward(
+            Rows(GRAPHS), None, criterion, whole_batch=whole, return_outputs=True
+        )
+    assert_close(loss, expected, "loss")
+    assert_gradients(model, its)
+    if forward is of_graphs:
+        nodes = [values for of_replica in outputs for values in of_replica]
+        for actual, values in zip(nodes, of_graphs(model, GRAPHS), strict=True):
+            assert_close(actual, values.detach(), "returned nodes")
+
+
+def test_padding_named_for_other_sizes_works(devices):
+    """Texts of unequal lengths have one entry per row: padding joins these."""
+    texts = [randn(words, FEATURES, seed=words) for words in (3, 5, 2, 7)]
+    padded = nn.utils.rnn.pad_sequence(texts, batch_first=True)
+    model = linear().eval()
+    batch = Rows(texts, partial(nn.utils.rnn.pad_sequence, batch_first=True))
+    with ScatterOnceParallel(model, 1, devices(2)) as engine:
+        with pytest.raises(ValueError, match=r"; pad .*engine\.map\(…, pad=value\)$"):
+            engine(batch)
+        outputs = engine.map(model.forward, batch, pad=0.0)
+    expected = model(padded).detach()
+    for row, text in enumerate(texts):
+        words = len(text)
+        assert_close(outputs[row, :words], expected[row, :words], "words")

@@ -53,7 +53,7 @@ TESTS = (
     "tests/options",
     "tests/pair",
     "tests/replicas",
-    "tests/state",
+    "tests/objects",
     "tests/step",
     "tests/verify",
     "tests/test_engine.py",

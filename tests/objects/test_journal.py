@@ -30,7 +30,7 @@ from harness.models import CLASSES, Classifier, Of, mlp
 from harness.oracle import assert_step, build
 from harness.pairwise import pairwise
 from harness.writes import ThreadedMeter
-from state.test_whose import OBJECTS
+from objects.test_whose import OBJECTS
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader

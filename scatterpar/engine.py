@@ -37,6 +37,7 @@ from scatterpar.devices.links import check_links
 from scatterpar.devices.memory import clear_frames
 from scatterpar.devices.transfers import Transfers
 from scatterpar.distributed.ranks import Ranks
+from scatterpar.errors import Told
 from scatterpar.objects.journal import Journal
 from scatterpar.objects.walk import register_wrapper
 from scatterpar.options.assigned_options import fixed, option
@@ -218,6 +219,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         self.last_step: StepReport | None = None
         # What copies of the engine keep, unlike all that ``_init_transient`` makes.
         self._auto_accum = AutoAccum()
+        self._told = Told()
         self._ranks: Ranks | None = None
         if process_group is not None:
             self._ranks = Ranks(
@@ -492,6 +494,9 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                 # is written, since a program may make warnings errors.
                 if self._verifier is not None:
                     self._verifier.tell()
+                # The batches of a library's loop are of its loader.
+                if not self.loop.loss_name:
+                    outcome.attempt.writes.tell(self._told)
                 loss = commit(outcome, deferred=deferred)  # 6
             # A library's loop may skip a batch, and its backward pass, on purpose.
             if deferred and not self.loop.loss_name:
@@ -775,6 +780,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                 journal = partial(self._journal, request, function)
                 mapped = search.run(partial(self._mapped, work), journal)
             with mapped.attempt.undo:
+                mapped.attempt.writes.tell(self._told)
                 mapped.commit()
             return mapped.output
 

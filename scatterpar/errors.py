@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 _PACKAGE = str(Path(__file__).parent)
-# torch's optimizer calls the package before a step, and torch's compiler what it leaves
-# uncompiled.
+# torch's modules call the engine and the pair, its optimizers what runs before a step,
+# and its compiler what it leaves uncompiled.
 _TORCH = Path(torch.optim.__file__).parents[1]
-_PACKAGES = (_PACKAGE, str(_TORCH / "optim"), str(_TORCH / "_dynamo"))
+_CALLERS = ("nn/modules/module.py", "optim", "_dynamo")
+_PACKAGES = (_PACKAGE, *[str(_TORCH / caller) for caller in _CALLERS])
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:

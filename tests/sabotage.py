@@ -471,6 +471,15 @@ SABOTAGES = [
         seen_by="test_engine_and_pair_answer",
     ),
     Sabotage(
+        name="what user code writes into a batch is silent",
+        promise="clear errors",
+        file="step/row_writes.py",
+        place="RowWrites.watched",
+        text="if versions(tensors) != before:",
+        replacement="if False:",
+        seen_by="test_pair_tells_what_is_written",
+    ),
+    Sabotage(
         name="what a call of the pair leaves behind is silent",
         promise="clear errors",
         file="pair/lost_state.py",

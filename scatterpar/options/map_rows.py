@@ -8,6 +8,7 @@ It is the forward pass, or any function of a replica::
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -185,8 +186,10 @@ class _Work:
     def __call__(self, task: ReplicaTask, rows: Any) -> Any:
         (args, kwargs), _ = rows
         call = self._calls[task.share.replica]
+        writer = "forward" if self.function is None else "the function"
+        arguments = dict(enumerate(args)) | kwargs
         try:
-            with torch.no_grad():
+            with torch.no_grad(), task.writes.watched(writer, "inputs", arguments):
                 output = call(*args, **kwargs)
         except (TypeError, AttributeError) as error:
             of_dataclass = misfit_of_dataclass(error, task.module, args, kwargs)
@@ -211,12 +214,22 @@ class _Work:
         sub_steps = range(len(task.share.micro_batches))
         for sub_step in sub_steps[: self._max_substeps]:
             proceed(sub_step)
-            rows = task.loader.load(sub_step)
+            with _counting_writes():
+                rows = task.loader.load(sub_step)
             # A user's function may write what it closes over: in turns, in the order of
             # the rows.
             with task.turn(Scope.FUNCTION, sub_step):
                 outputs.append(self(task, rows))
         return outputs
+
+
+def _counting_writes() -> contextlib.AbstractContextManager[object]:
+    """In the body copies count how often they are written, as inference tensors do
+    not.
+    """
+    if not torch.is_inference_mode_enabled():
+        return contextlib.nullcontext()
+    return torch.inference_mode(False)
 
 
 def _is_of(value: Any, replica_set: ReplicaSet) -> bool:

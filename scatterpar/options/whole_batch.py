@@ -424,7 +424,9 @@ class WholeBatch:
         nodes = nodes_of(nested.tensors(joined))  # first: a criterion may write outputs
         # A copy: the criterion may write targets, which are the user's on the master.
         targets = unwrap_markers(self._targets, copy=True)
-        loss = loss_of(joined, targets, criterion)
+        writes = self._attempt.writes
+        with writes.watched("the criterion", "targets", targets):
+            loss = loss_of(joined, targets, criterion)
         return loss, self._hidden_leaves(loss, nodes)
 
     def _run_backward(self, loss: Tensor, leaves: Sequence[Tensor]) -> None:

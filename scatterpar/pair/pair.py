@@ -29,7 +29,7 @@ from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.links import check_links
 from scatterpar.devices.streams import has_streams, is_async
 from scatterpar.devices.transfers import to_device
-from scatterpar.errors import restored
+from scatterpar.errors import Told, restored
 from scatterpar.objects.walk import register_wrapper
 from scatterpar.option_checks import check_int
 from scatterpar.pair.lost_state import LostState
@@ -61,6 +61,7 @@ from scatterpar.step.request import (
     check_module,
     resolve_reduction,
 )
+from scatterpar.step.row_writes import RowWrites
 from scatterpar.step.substeps import set_aside
 from scatterpar.step.task import call_inputs, is_shared
 from scatterpar.step.turns import Scope
@@ -82,7 +83,12 @@ class _OfPair(Wrapper[WrappedT]):
 
     device_ids: tuple[torch.device, ...] | None
     dim: int
-    _transient: tuple[str, ...] = ("_workers", "_checked_modes", "_lost_state")
+    _transient: tuple[str, ...] = (
+        "_workers",
+        "_checked_modes",
+        "_lost_state",
+        "_told",
+    )
 
     def __init__(
         self, module: WrappedT, device_ids: tuple[torch.device, ...] | None, dim: int
@@ -100,6 +106,7 @@ class _OfPair(Wrapper[WrappedT]):
         # Those in which a forward pass wrote no parameter.
         self._checked_modes: set[Hashable] = set()
         self._lost_state = LostState()
+        self._told = Told()
 
     def _run(
         self,
@@ -250,13 +257,18 @@ class DataParallelModel(_OfPair[ModuleT]):
             arguments_of_call = call_inputs(inputs, kwargs)
             calls = scatter_owned(arguments_of_call, plan, self.dim, transfers)
 
+            writes = RowWrites()
+
             def output_of(replica: Any, number: int) -> Any:
                 args, kwargs = calls[number]
-                output = replica(*args, **kwargs)
+                arguments = dict(enumerate(args)) | kwargs
+                with writes.watched("forward", "inputs", arguments):
+                    output = replica(*args, **kwargs)
                 nested.refuse_generators(output)
                 return output
 
             outputs = tuple(self._run(plan, output_of, transfers))
+            writes.tell(self._told)
             note_rows(outputs, plan)
             return outputs
 
@@ -361,10 +373,13 @@ class DataParallelCriterion(_OfPair[Criterion]):
             pieces = scatter_owned(targets, plan, self.dim, transfers)
             calls = list(zip(outputs, pieces, strict=True))
             weights = compute_loss_weights(request, plan, calls)
+            writes = RowWrites()
 
             def loss_of(replica: Any, number: int) -> Tensor:
                 criterion = as_sum(replica) if weights.sums else replica
-                loss = criterion(*calls[number])
+                output, targets = calls[number]
+                with writes.watched("the criterion", "targets", targets):
+                    loss = criterion(output, targets)
                 return scalar_loss(loss, "the criterion")
 
             # A look names what moves.
@@ -372,6 +387,7 @@ class DataParallelCriterion(_OfPair[Criterion]):
                 plan, loss_of, transfers, outputs, tells_state=not is_looked_at
             )
             self._looks.tell()
+            writes.tell(self._told)
         weight_by_share = [weight for (weight,) in weights.of_losses]
         return combine(losses, weight_by_share, plan)
 

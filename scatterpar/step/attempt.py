@@ -17,6 +17,7 @@ from scatterpar.replicas.replicas import Replicas
 from scatterpar.step.loss_weights import LossWeights
 from scatterpar.step.replica_threads import ReplicaThreads
 from scatterpar.step.request import Request
+from scatterpar.step.row_writes import RowWrites
 from scatterpar.step.undo import Undo
 from scatterpar.threads.generators import Generators
 from scatterpar.threads.workers import Workers
@@ -71,6 +72,7 @@ class Attempt:
         weights: the factors of the micro-batches' losses, as soon as they are known.
         user_leaves: leaves that user code reaches, where no gradient may arrive.
         retries: earlier tries of the same step that ran out of memory.
+        writes: what user code has written into the rows.
         garbage_is_collected: whether that was done for captures of graphs.
     """
 
@@ -102,6 +104,7 @@ class Attempt:
         self.weights: LossWeights
         self.user_leaves: Sequence[Tensor] = ()
         self.retries = 0
+        self.writes = RowWrites()
         self.garbage_is_collected = False
 
     def span(self, name: str) -> contextlib.AbstractContextManager[object]:

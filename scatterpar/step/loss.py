@@ -60,7 +60,11 @@ def _loss_of_user(
     them. Leaves that are no parameters may be the criterion's own.
     """
     nodes = nodes_of(nested.tensors(output))  # first: a criterion may write outputs
-    with task.turn(Scope.CRITERION, sub_step), task.span("criterion", sub_step):
+    with (
+        task.turn(Scope.CRITERION, sub_step),
+        task.span("criterion", sub_step),
+        task.writes.watched("the criterion", "targets", targets),
+    ):
         loss = loss_of(output, targets, criterion)
     for leaf in leaves_reached(loss, nodes):
         if isinstance(leaf, nn.Parameter) and not any(

@@ -22,6 +22,7 @@ from scatterpar.replicas.replicas import Replica
 from scatterpar.step.attempt import Attempt, profiler_block
 from scatterpar.step.misfits import misfit_of_dataclass, misfit_of_inputs
 from scatterpar.step.replica_threads import Context, ReplicaThreads
+from scatterpar.step.row_writes import RowWrites
 from scatterpar.step.scatter import ShareLoader
 from scatterpar.step.turns import Scope
 from scatterpar.threads.caller_context import autocast_types
@@ -49,6 +50,7 @@ class ReplicaTask:
         is_loss_of_torch: whether the criterion is one of torch's own, or there is none.
         is_profiled: whether a profiler of torch is to show the parts of a sub-step.
         autocast: the device types for which the caller has enabled autocast.
+        writes: what user code has written into the rows.
     """
 
     share: Share
@@ -63,6 +65,7 @@ class ReplicaTask:
     is_loss_of_torch: bool
     is_profiled: bool
     autocast: Sequence[str]
+    writes: RowWrites
 
     def span(self, name: str, sub_step: int) -> Context:
         """In a profiler the body is a part of a sub-step."""
@@ -82,7 +85,8 @@ class ReplicaTask:
         # The signature is read after a failure only: it would cost each sub-step.
         args, kwargs = as_call(inputs)
         try:
-            return self.module(*args, **kwargs)
+            with self.writes.watched("forward", "inputs", inputs):
+                return self.module(*args, **kwargs)
         except (TypeError, AttributeError) as error:
             misfit = None
             if isinstance(error, TypeError):
@@ -171,6 +175,7 @@ def make_tasks(attempt: Attempt, loaders: Sequence[ShareLoader]) -> list[Replica
             is_loss_of_torch=is_loss_of_torch,
             is_profiled=attempt.is_profiled,
             autocast=autocast,
+            writes=attempt.writes,
         )
         tasks.append(task)
     return tasks

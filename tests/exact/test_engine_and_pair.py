@@ -155,6 +155,12 @@ def fills_a_table(module, rows):
     return module.net(rows) * module.table["scale"]
 
 
+def carries_a_state(module, rows, state):
+    output = module.net(rows) + state
+    state.copy_(output.detach())
+    return output
+
+
 def keeps_a_mask(module, rows):
     if module.mask is None:
         module.mask = torch.arange(3).to(rows) > 0
@@ -265,6 +271,14 @@ def trains_in_the_criterion(_):
     return criterion
 
 
+def writes_targets(_):
+    def criterion(output, targets):
+        targets["seen"].add_(1)
+        return F.mse_loss(output, targets["y"])
+
+    return criterion
+
+
 class Head(nn.Module):
     """A criterion with a network."""
 
@@ -367,6 +381,21 @@ TABLE = {
     ),
     "a table of numbers": Program(
         of(fills_a_table, table=dict), TOLD, TOLD, "table|another result"
+    ),
+    "a state among the inputs": Program(
+        of(carries_a_state),
+        TOLD,
+        TOLD,
+        r"inputs\[1\]",
+        inputs=(INPUTS, TARGETS.clone()),
+    ),
+    "a criterion that writes targets": Program(
+        net,
+        TOLD,
+        TOLD,
+        r"the criterion writes targets\['seen'\]",
+        targets={"y": TARGETS, "seen": torch.zeros(13)},
+        prepare=writes_targets,
     ),
     "a mask that is kept": Program(of(keeps_a_mask, mask=lambda: None)),
     "a dict per row": Program(

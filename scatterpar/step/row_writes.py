@@ -18,8 +18,8 @@ from typing import Any
 from torch import Tensor
 
 from scatterpar.batch import nested
+from scatterpar.devices.write_counters import versions
 from scatterpar.errors import Told, warn
-from scatterpar.replicas.broadcast import versions
 
 
 class RowWrites:

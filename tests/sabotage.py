@@ -1047,7 +1047,7 @@ SABOTAGES = [
     Sabotage(
         name="what an evaluation step writes into a buffer stays on its device",
         promise="as in plain torch",
-        file="integrations/evaluation.py",
+        file="loops/evaluation.py",
         place="Turns._lent",
         text="write(tensor, copied)",
         replacement="pass",
@@ -1057,7 +1057,7 @@ SABOTAGES = [
     Sabotage(
         name="weights that a callback writes in an evaluation reach one device",
         promise="as in plain torch",
-        file="integrations/evaluation.py",
+        file="loops/evaluation.py",
         place="Turns._refreshed",
         text="write(copied, tensor)",
         replacement="pass",
@@ -1325,7 +1325,7 @@ SABOTAGES = [
     Sabotage(
         name="looks leave what their calls wrote inside of networks in a list",
         promise="Lightning",
-        file="integrations/lending.py",
+        file="loops/lending.py",
         place="roots_of",
         text="for part in module.modules():",
         replacement="for part in [module]:",

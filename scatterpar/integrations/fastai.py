@@ -32,15 +32,16 @@ from scatterpar.batch import nested
 from scatterpar.devices.device_ids import DeviceLike, physical
 from scatterpar.devices.write_counters import versions
 from scatterpar.engine import ScatterOnceParallel
-from scatterpar.integrations import loop
-from scatterpar.integrations.evaluation import BatchesAhead
-from scatterpar.integrations.lending import (
+from scatterpar.loops.arguments import check_count, refuse
+from scatterpar.loops.evaluation import BatchesAhead
+from scatterpar.loops.lending import (
     Lending,
     Parts,
     copy_on_replica,
     modules_of,
 )
-from scatterpar.integrations.loop import refuse
+from scatterpar.loops.modules import overridden
+from scatterpar.loops.user_functions import UserFunctions, hooks_in
 from scatterpar.objects.journal import Journal
 from scatterpar.objects.walk import Walk
 from scatterpar.objects.whose import is_user_function
@@ -122,7 +123,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         whole_batch: bool = False,
         **options: Any,
     ) -> None:
-        loop.check_count(count, ["inputs", "targets"], "targets[0]")
+        check_count(count, ["inputs", "targets"], "targets[0]")
         if whole_batch:
             terms = {"count": count is not None, "reduction": reduction is not None}
             refuse("whole_batch=True", terms, "the loss is that of all rows; drop it")
@@ -130,7 +131,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         self._count = count
         self._reduction = reduction
         self._whole_batch = whole_batch
-        self._functions = loop.UserFunctions()
+        self._functions = UserFunctions()
         # Of an evaluation: whether the model gets the loader's batches; the places of
         # a group's inputs, from the batch on at which the loop is.
         self._reads_ahead = True
@@ -336,7 +337,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
     def _inputs_of(self, learn: Any, batch: Any) -> tuple[Any, ...]:
         """The inputs of a batch that the loop has not reached."""
         # fastai knows how many of a batch's entries are inputs.
-        with loop.overridden(learn, xb=None, yb=None):
+        with overridden(learn, xb=None, yb=None):
             learn._split(batch)
             return tuple(learn.xb)
 
@@ -344,7 +345,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
 def _hooks_of_user(model: nn.Module) -> list[Any]:
     """The hooks on a model that may write what others read: all except torch's own."""
     hooks: list[Any] = []
-    for hook in loop.hooks_in([model]):
+    for hook in hooks_in([model]):
         if not str(getattr(hook, "__module__", "")).startswith("torch."):
             hooks.append(hook)
     return hooks

@@ -45,9 +45,12 @@ from scatterpar.devices.device_ids import DeviceLike, physical, resolve
 from scatterpar.devices.transfers import to_device
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import Told, warn
-from scatterpar.integrations import loop
-from scatterpar.integrations.evaluation import Turns, brought_home
-from scatterpar.integrations.lending import Lending, loan_of, roots_of
+from scatterpar.loops.arguments import check_count, refuse, warn_of_batch_norm
+from scatterpar.loops.evaluation import Turns, brought_home
+from scatterpar.loops.lending import Lending, loan_of, roots_of
+from scatterpar.loops.modules import Modules, device_of, moved, overridden
+from scatterpar.loops.rows import as_rows, num_rows
+from scatterpar.loops.user_functions import UserFunctions, groups_of, of_user
 from scatterpar.objects.journal import Journal
 from scatterpar.objects.walk import Walk
 from scatterpar.step.request import Accum, Reduction
@@ -125,13 +128,13 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         super().__init__()
-        loop.refuse(
+        refuse(
             "ScatterOnceStrategy",
             {"graphs=True": options.get("graphs")},
             "it replays kernels without Python, and so without self.log; leave "
             "graphs out",
         )
-        loop.check_count(count, ["batch"], "batch[1]")
+        check_count(count, ["batch"], "batch[1]")
         # The Trainer sets this to the devices that its devices= names.
         self.parallel_devices: list[torch.device] | None = None
         self._device_ids = device_ids
@@ -141,7 +144,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._combination: dict[str, Any] = {"reduction": reduction}
         if count is not None:
             self._combination["count"] = partial(_terms_of_call, count)
-        self._functions = loop.UserFunctions()
+        self._functions = UserFunctions()
         self._logged = _LoggedValues()
         # Whether calls of the present step have returned None: one answer, or both.
         self._skips: set[bool] = set()
@@ -169,7 +172,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         if trainer.training:
             _refuse(trainer, module)
             if "buffers" not in self._options:
-                loop.warn_of_batch_norm(module)
+                warn_of_batch_norm(module)
             self._functions.tell_turns(module.training_step)
         # Replicas are made of the module where it is from now on: on its device.
         super().setup(trainer)
@@ -177,7 +180,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             self._until_teardown.enter_context(_replicas_compiled(module))
         self._replicated = _PartsOf(module)
         engine = ScatterOnceParallel(
-            loop.Modules([(type(module).__name__, self._replicated)]),
+            Modules([(type(module).__name__, self._replicated)]),
             device_ids=self._device_ids or self.parallel_devices,
             # A replay runs no Python, and so no ``self.log``.
             **{"graphs": False, **self._options},
@@ -242,9 +245,9 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         options["return_outputs"] = itemgetter("call")
         inputs: dict[str, Any] = {"work": self._training_call}
         inputs["arguments"] = list(arguments)
-        inputs["batch"] = loop.as_rows(batch)
+        inputs["batch"] = as_rows(batch)
         # Calls end in any order of the replicas, and are sorted by their first rows.
-        inputs["rows"] = Rows(range(loop.num_rows(batch)))
+        inputs["rows"] = Rows(range(num_rows(batch)))
         self._skips.clear()
         with precision.train_step_context(), self._without_metrics() as metrics:
             self._empty_metrics = _all_emptied(metrics)
@@ -310,11 +313,11 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         module = self.lightning_module
         trainer = module.trainer
         roots = [module, trainer, trainer.datamodule]
-        roots += map(loop.groups_of, trainer.optimizers)
+        roots += map(groups_of, trainer.optimizers)
         roots += [config.scheduler for config in trainer.lr_scheduler_configs]
         loaders = trainer.fit_loop._combined_loader.flattened
         data_sets = [getattr(loader, "dataset", None) for loader in loaders]
-        roots += loop.of_user([*trainer.callbacks, *data_sets])
+        roots += of_user([*trainer.callbacks, *data_sets])
         return roots_of(roots, module.modules(), _OF_LOOP)
 
     def _check_skips(self, skips: bool) -> None:
@@ -335,7 +338,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """What calls returned beside their losses, with their rows joined."""
         outputs = []
         for call in calls:
-            output = loop.moved(call.output, self.root_device)
+            output = moved(call.output, self.root_device)
             outputs.append(nested.map_atoms(_marked, output))
         # Averages of outputs are weighted like the loss.
         weights = [float(call.weight) for call in calls]
@@ -364,14 +367,14 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         module = self.lightning_module
         metrics = _metrics_of(module)
         # Lightning notes the names of metrics, which is no change of the module.
-        names = loop.overridden(module, _metric_attributes=None)
+        names = overridden(module, _metric_attributes=None)
         with names, _placed(module, dict.fromkeys(metrics, _NO_METRIC)):
             yield metrics
 
     @contextlib.contextmanager
     def _in_call(self, work: Any, call: _Call) -> Iterator[LightningModule]:
         """In the body the call runs. Yields the module whose step function to call."""
-        device = loop.device_of(work[0], self.root_device)
+        device = device_of(work[0], self.root_device)
         copies = {}
         for place, metric in self._empty_metrics.items():
             copies[place] = _emptied(metric).to(device)
@@ -383,8 +386,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             stack.enter_context(_placed(module, copies))
             for part in module.modules():
                 if isinstance(part, LightningModule):
-                    stack.enter_context(loop.overridden(part, _device=device))
-            stack.enter_context(loop.overridden(module, log=call.log))
+                    stack.enter_context(overridden(part, _device=device))
+            stack.enter_context(overridden(module, log=call.log))
             yield module
         # Not in a finally: what a failed call has measured is dropped.
         call.metrics = _updated(copies)
@@ -440,7 +443,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         log = partial(_called_at_home, module.log, device, home)
         with (
             turn,
-            loop.overridden(module, _device=physical(device), log=log),
+            overridden(module, _device=physical(device), log=log),
             _updated_at_home(metrics, device, home),
         ):
             yield
@@ -461,7 +464,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         silent["_loggers"] = [Silent(logger) for logger in trainer.loggers]
         with (
             # First: each call of the look begins with what the journal saves.
-            loop.overridden(trainer, **silent),
+            overridden(trainer, **silent),
             self._functions.looking(
                 [self.lightning_module], self._lending, self._written_in_calls()
             ),
@@ -724,7 +727,7 @@ def _replicas_compiled(module: Any) -> contextlib.AbstractContextManager[None]:
     # Lightning replaces methods of the module, which replicas would call on it.
     compiled = module._compiler_ctx
     methods = {name: compiled[f"original_{name}"] for name in _STEPS}
-    return loop.overridden(
+    return overridden(
         module,
         **methods,
         _compiler_ctx=None,
@@ -740,14 +743,14 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
     is_manual = not module.automatic_optimization
     kinds = {type(parameter).__name__ for parameter in module.parameters()}
     manual = {"manual optimization (automatic_optimization=False)": is_manual}
-    loop.refuse("ScatterOnceStrategy", manual, _MANUAL)
+    refuse("ScatterOnceStrategy", manual, _MANUAL)
     unsupported: dict[str, object] = {}
     unsupported["sharded parameters"] = "DTensor" in kinds
     unsupported["sync_batchnorm=True"] = settings._layer_sync is not None
     unsupported["num_nodes above 1"] = settings._num_nodes_flag > 1
     takes_loader = is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
     unsupported["training_step(dataloader_iter)"] = takes_loader
-    loop.refuse("ScatterOnceStrategy", unsupported, _UNSUPPORTED)
+    refuse("ScatterOnceStrategy", unsupported, _UNSUPPORTED)
 
 
 # Metrics of torchmetrics: each call updates empty copies, whose states are merged in
@@ -820,7 +823,7 @@ def _updated_at_home(
         for metric in _single(metrics).values():
             # Their states stay, because lists of what they have seen may be long.
             update = partial(_called_at_home, metric.update, device, home)
-            stack.enter_context(loop.overridden(metric, update=update))
+            stack.enter_context(overridden(metric, update=update))
         yield
 
 

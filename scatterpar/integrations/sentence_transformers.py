@@ -25,16 +25,11 @@ from transformers import Trainer
 
 from scatterpar.batch.markers import Rows
 from scatterpar.devices.device_ids import DeviceLike
-from scatterpar.integrations.loop import (
-    check_rows,
-    moved,
-    num_rows,
-    overridden,
-    refuse,
-    replaced,
-)
 from scatterpar.integrations.step_batches import ROWS
 from scatterpar.integrations.transformers import ScatterOnceMixin
+from scatterpar.loops.arguments import refuse
+from scatterpar.loops.modules import moved, overridden, replaced
+from scatterpar.loops.rows import check_rows, num_rows
 
 __all__ = ["ScatterOnceCrossEncoderTrainer", "ScatterOnceTrainer"]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from scatterpar.batch.markers import Rows
-from scatterpar.integrations.loop import num_rows
+from scatterpar.loops.rows import num_rows
 from scatterpar.step.request import LossCandidate
 
 # How losses of batches combine into that of all: as means over these numbers, or as a

@@ -30,16 +30,7 @@ from scatterpar.batch.markers import Rows
 from scatterpar.devices.device_ids import DeviceLike, physical, resolve
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import warn
-from scatterpar.integrations import loop, step_batches
-from scatterpar.integrations.evaluation import BatchesAhead, Turns, brought_home
-from scatterpar.integrations.lending import (
-    Lending,
-    Parts,
-    copy_on_replica,
-    loan_of,
-    modules_of,
-    roots_of,
-)
+from scatterpar.integrations import step_batches
 from scatterpar.integrations.step_batches import (
     FIRST,
     LABELS,
@@ -50,6 +41,19 @@ from scatterpar.integrations.step_batches import (
     Step,
 )
 from scatterpar.integrations.trl_metrics import Gathered, metric_of_step
+from scatterpar.loops.arguments import check_count, refuse, warn_of_batch_norm
+from scatterpar.loops.evaluation import BatchesAhead, Turns, brought_home
+from scatterpar.loops.lending import (
+    Lending,
+    Parts,
+    copy_on_replica,
+    loan_of,
+    modules_of,
+    roots_of,
+)
+from scatterpar.loops.modules import Modules, device_of, moved, overridden
+from scatterpar.loops.rows import as_rows, check_rows
+from scatterpar.loops.user_functions import UserFunctions, groups_of, hooks_in, of_user
 from scatterpar.objects.references import names_in
 from scatterpar.objects.walk import function_of
 from scatterpar.objects.whose import is_user_function
@@ -142,7 +146,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         self._is_of_trl = _loss_class(self, "trl.") is not None
         self._buffers = buffers
         self._takes_turns = False  # in the present step
-        self._user_functions = loop.UserFunctions()
+        self._user_functions = UserFunctions()
         # The user may pass the same arguments to a stock Trainer, too.
         copied_args = [_own_arguments(value) for value in args]
         copied_kwargs = {name: _own_arguments(v) for name, v in kwargs.items()}
@@ -214,8 +218,8 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         collator = self._step_collator(self.data_collator)
         # On its device a batch would be copied to replicas from there: a byte twice.
         with (
-            loop.overridden(self.accelerator, device_placement=False),
-            loop.overridden(self, data_collator=collator),
+            overridden(self.accelerator, device_placement=False),
+            overridden(self, data_collator=collator),
         ):
             return super().get_train_dataloader(*args, **kwargs)
 
@@ -268,7 +272,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             mode = self.args.torch_compile_mode
             model = torch.compile(model, backend=backend, mode=mode)
         names = [type(part).__name__ for part in parts]
-        work = loop.Modules(zip(names, [model, *parts[1:]], strict=True))
+        work = Modules(zip(names, [model, *parts[1:]], strict=True))
         self._engine = ScatterOnceParallel(
             work, 1, self._devices, buffers=self._buffers, graphs=False
         )
@@ -299,7 +303,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does, and close the engine at the end."""
         if self._buffers == "master" and self._num_batches > 1:
-            loop.warn_of_batch_norm(self.model)
+            warn_of_batch_norm(self.model)
         prepare = type(self)._prepare_inputs
         if is_user_function(prepare):
             warn(
@@ -337,7 +341,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         returns_outputs = options.get("return_outputs", args[:1] == (True,))
         conflicts = {"return_outputs=True in training_step": returns_outputs}
         reason = "the outputs stay on the replicas; compute what needs them there"
-        loop.refuse("ScatterOnceMixin", conflicts, reason)
+        refuse("ScatterOnceMixin", conflicts, reason)
         return self._loss_of_step(inputs)
 
     def _loss_of_step(self, step: Any) -> Any:
@@ -410,10 +414,10 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         """In the body, which is a look, calls of functions leave nothing."""
         # The Trainer's own objects, which a user's function may write, too.
         owners = [self, self.args, self.state, self.control]
-        owners.append(loop.groups_of(self.optimizer))
+        owners.append(groups_of(self.optimizer))
         # Data sets may have statistics.
         data_sets = [self.train_dataset, self.eval_dataset]
-        owners += loop.of_user([*self.callback_handler.callbacks, *data_sets])
+        owners += of_user([*self.callback_handler.callbacks, *data_sets])
         roots = roots_of(owners, self._parts, _NOT_LENT)
         return self._user_functions.looking(
             self._parts, self._lending, roots, _NOT_LENT
@@ -423,8 +427,8 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         """A batch whose rows can be divided, or ``ValueError``."""
         if self._has_pairs():
             batch = _divided_by_pairs(batch)
-        rows = loop.as_rows(batch)
-        loop.check_rows(
+        rows = as_rows(batch)
+        check_rows(
             rows,
             "let the Trainer's loader make the batches (its collator makes one for "
             "each replica, which is not divided), with per_device_train_batch_size=1 "
@@ -471,7 +475,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         A method of a library may call one that a class of the user's overrides, so the
         search follows all names in the code of methods.
         """
-        functions = loop.hooks_in(self._parts)
+        functions = hooks_in(self._parts)
         names = [*steps]
         for name in names:  # which grow
             value = vars(self).get(name)  # such as compute_loss_func
@@ -488,17 +492,17 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
 
     def _roots(self) -> list[Any]:
         """What a function of the user's may write: this Trainer, and callbacks."""
-        callbacks = loop.of_user(self.callback_handler.callbacks)
+        callbacks = of_user(self.callback_handler.callbacks)
         return roots_of([self, *callbacks], self._parts, _NOT_LENT)
 
     def _on_replica(self, work: Any, batch: Any, items: Any) -> Any:
         """The loss of a Trainer that refers to a replica's modules."""
         if items is None:
-            device = loop.device_of(work[0], self.args.device)
+            device = device_of(work[0], self.args.device)
             items = self._get_num_items_in_batch([batch], device)
         with (
             self._standing_in(work) as (trainer, record),
-            loop.overridden(trainer, _get_num_items_in_batch=lambda *_: items),
+            overridden(trainer, _get_num_items_in_batch=lambda *_: items),
         ):
             record.batch = batch
             # A copy, because compute_loss may take labels out of the batch.
@@ -514,7 +518,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
 
         In a turn it is this Trainer, otherwise a copy.
         """
-        device = loop.device_of(work[0], self.args.device)
+        device = device_of(work[0], self.args.device)
         record = _CallRecord()
         attributes = self._attributes_on_replica(work, device, record)
         with contextlib.ExitStack() as stack:
@@ -528,7 +532,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
                 lent = self._lending.lent(loan, device)
                 stack.enter_context(lasting_a_turn(lent))
                 # what ``args.device`` reads, a cached property
-                stack.enter_context(loop.overridden(self.args, _setup_devices=device))
+                stack.enter_context(overridden(self.args, _setup_devices=device))
             else:
                 parts = Parts(zip(self._parts, work.children(), strict=True))
                 trainer = copy_on_replica(self, parts, _NOT_LENT)
@@ -538,7 +542,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             for step in _STEPS:  # in the place of the methods of this step
                 method = getattr(type(self), step)
                 attributes[step] = types.MethodType(method, trainer)
-            stack.enter_context(loop.overridden(trainer, **attributes))
+            stack.enter_context(overridden(trainer, **attributes))
             yield trainer, record
             # In a turn it is this Trainer's number, which stays as it was: calls of a
             # look count tokens, too.
@@ -610,7 +614,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             if call.tokens:
                 self._total_train_tokens += call.tokens
             for log, *arguments in call.logs:
-                args, options = loop.moved(arguments, self.args.device)
+                args, options = moved(arguments, self.args.device)
                 log(*args, **options)
 
     # Evaluation and prediction: each replica computes a batch of the stock loop.
@@ -627,8 +631,8 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         try:
             # Batches stay on the host: the engine copies each to its replica.
             with (
-                loop.overridden(dataloader, device=None),
-                loop.overridden(self, prediction_step=step),
+                overridden(dataloader, device=None),
+                overridden(self, prediction_step=step),
             ):
                 return super().evaluation_loop(ahead, *args, **kwargs)
         finally:
@@ -676,8 +680,8 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             stack.enter_context(turns.turn(device))
             if device != turns.devices[0]:
                 placed = _Placed(self.accelerator, physical(device))
-                stack.enter_context(loop.overridden(self, accelerator=placed))
-                here = loop.overridden(self.args, _setup_devices=physical(device))
+                stack.enter_context(overridden(self, accelerator=placed))
+                here = overridden(self.args, _setup_devices=physical(device))
                 stack.enter_context(here)
             output = type(self).prediction_step(self, model, inputs, *args, **kwargs)
         return brought_home(output, device, turns.devices[0])
@@ -845,7 +849,7 @@ def _check_combination(count: Any, reduction: Any) -> None:
     """Refuse invalid ``count=`` and ``reduction=``."""
     if reduction not in (None, "mean", "sum"):
         raise ValueError(f'reduction must be "mean" or "sum", got {reduction!r}')
-    loop.check_count(count, ["batch"], 'batch["labels"]')
+    check_count(count, ["batch"], 'batch["labels"]')
     if count is not None and reduction == "sum":
         raise ValueError(
             'count= is the number of terms of a mean; leave it out with reduction="sum"'
@@ -899,7 +903,7 @@ def _refuse(args: Any, model: Any) -> None:
         ),
     }
     reason = "it trains one whole model in one process; use the stock Trainer"
-    loop.refuse("ScatterOnceTrainer", conflicts, reason)
+    refuse("ScatterOnceTrainer", conflicts, reason)
 
 
 def _refuse_losses(trainer: Any) -> None:
@@ -919,7 +923,7 @@ def _refuse_losses(trainer: Any) -> None:
     )
     name = _loss_class(trainer).__name__
     conflicts = {f"{name} here: {words}": is_so for words, is_so in problems.items()}
-    loop.refuse("ScatterOnceMixin", conflicts, "use the stock class on one device")
+    refuse("ScatterOnceMixin", conflicts, "use the stock class on one device")
 
 
 def _loss_class(trainer: Any, module: str = "") -> Any:

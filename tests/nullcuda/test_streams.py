@@ -22,8 +22,8 @@ from nullcuda.test_the_path import batch, network
 from scatterpar import ScatterOnceParallel
 from scatterpar.devices.coalescing import to_host
 from scatterpar.devices.transfers import Prefetcher
-from scatterpar.integrations.evaluation import BatchesAhead, Turns, brought_home
-from scatterpar.integrations.lending import Lending, loan_of
+from scatterpar.loops.evaluation import BatchesAhead, Turns, brought_home
+from scatterpar.loops.lending import Lending, loan_of
 from scatterpar.step.turns import lasting_a_turn
 
 pytestmark = [pytest.mark.nullcuda, pytest.mark.draws]

@@ -36,7 +36,7 @@ from scatterpar.devices.streams import use_device
 from scatterpar.devices.transfers import Prefetcher, write
 from scatterpar.devices.write_counters import version, versions
 from scatterpar.engine import ScatterOnceParallel
-from scatterpar.integrations.lending import Lending, LentCopies, Parts
+from scatterpar.loops.lending import Lending, LentCopies, Parts
 from scatterpar.options.batch_groups import BatchGroups
 from scatterpar.threads.generators import drawing_as
 

@@ -24,8 +24,8 @@ from harness.trainers import (
 )
 from torch import nn
 
-from scatterpar.integrations.evaluation import BatchesAhead
 from scatterpar.integrations.transformers import ScatterOnceMixin, ScatterOnceTrainer
+from scatterpar.loops.evaluation import BatchesAhead
 
 pytestmark = [pytest.mark.trainers, pytest.mark.draws]
 

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from scatterpar.batch import nested
 from scatterpar.devices.transfers import to_device, write
 from scatterpar.devices.write_counters import version, versions
-from scatterpar.integrations.kept_places import KeptPlaces
+from scatterpar.loops.kept_places import KeptPlaces
 from scatterpar.objects.references import MAX_ENTRIES, parts_of
 from scatterpar.objects.walk import Place, PlaceKind, Walk
 from scatterpar.objects.whose import attributes_of

@@ -1,4 +1,4 @@
-"""Which lists of a batch are rows, for each training loop's integration."""
+"""The rows of a library's batch, and the modules of a loop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from scatterpar.batch.markers import Rows
-from scatterpar.integrations.loop import Modules, as_rows, num_rows
+from scatterpar.loops.modules import Modules
+from scatterpar.loops.rows import as_rows, num_rows
 
 IMAGES = torch.zeros(3, 5)
 BOXES = [{"boxes": torch.zeros(n, 4)} for n in (2, 0, 3)]

@@ -15,8 +15,7 @@ from harness.oracle import seeded
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.integrations import loop
-from scatterpar.integrations.lending import (
+from scatterpar.loops.lending import (
     Lending,
     LentCopies,
     Parts,
@@ -24,6 +23,7 @@ from scatterpar.integrations.lending import (
     loan_of,
     modules_of,
 )
+from scatterpar.loops.modules import Modules
 
 pytestmark = pytest.mark.draws
 HOME = torch.device("cpu")
@@ -94,7 +94,7 @@ def copied_pair():
 def lent_pair(owner=None):
     """An owner, and the loan of the second replica of its modules."""
     owner = Owner() if owner is None else owner
-    modules = loop.Modules([("Model", owner.model), ("Teacher", TEACHER)])
+    modules = Modules([("Model", owner.model), ("Teacher", TEACHER)])
     engine = ScatterOnceParallel(modules, device_ids=["cpu"] * 2)
     second = engine.replicas[1]
     return owner, loan_of(engine.loop.replicas, second)

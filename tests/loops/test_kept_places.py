@@ -10,7 +10,7 @@ import torch
 from harness.models import FEATURES
 from torch import nn
 
-from scatterpar.integrations.kept_places import KeptPlaces
+from scatterpar.loops.kept_places import KeptPlaces
 
 pytestmark = pytest.mark.draws
 

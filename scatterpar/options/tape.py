@@ -63,12 +63,14 @@ class _Operator(NamedTuple):
         number_of_kinds: their number.
         draws: whether it draws random numbers.
         reads_values: whether its result, or the size of it, depends on values.
+        is_profiled_block: whether it begins or ends a block of a profiler.
     """
 
     kinds: tuple[type | None, ...]
     number_of_kinds: int
     draws: bool
     reads_values: bool
+    is_profiled_block: bool
 
 
 _OPERATORS: dict[Any, _Operator] = {}
@@ -147,6 +149,9 @@ class Tape(torch_private.OperatorMode):
         operator = _OPERATORS.get(function)
         if operator is None:
             operator = _OPERATORS[function] = _described(function)
+        # It launches nothing, and its name may have the number of the sub-step.
+        if operator.is_profiled_block:
+            return function(*args, **(kwargs or {}))
         self._add(function, operator, args, kwargs)
         if operator.draws:
             self._watch_generator()
@@ -435,6 +440,7 @@ def _described(function: Any) -> _Operator:
         len(kinds),
         draws=torch.Tag.nondeterministic_seeded in tags,
         reads_values=bool(_READS_VALUES & tags),
+        is_profiled_block=function.namespace == "profiler",
     )
 
 

@@ -241,6 +241,16 @@ def test_difference_in_words(first, second, words):
     assert not difference(before, tape_of(first, X.clone()))
 
 
+def test_blocks_of_a_profiler_are_left_out():
+    """``torch.profiler.record_function``, with another name in each sub-step."""
+    tapes = [RepeatableTape(HOST), RepeatableTape(HOST)]
+    for number, tape in enumerate(tapes):
+        with tape, torch.profiler.record_function(f"sub-step {number}"):
+            torch.ones(2).mul(2.0)
+    assert difference(*tapes) == ""
+    tapes[0].replay()
+
+
 def test_nan_equals_itself():
     first, second = (
         tape_of(lambda x: x.masked_fill(x > 1, float("nan")), X.clone())

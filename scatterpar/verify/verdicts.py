@@ -293,9 +293,8 @@ def _unknown(evidence: Evidence) -> Verdict:
     if not evidence.request.is_mean:
         return _refused_combination(
             evidence,
-            "If it seems to add something that does not depend on the rows, such as a "
-            "penalty on weights: multiply that by len(output) / the number of all "
-            "rows.",
+            "If it adds something that does not depend on the rows, such as a penalty "
+            "on weights, multiply that by len(output) / the number of all rows.",
         )
     return _refused_combination(
         evidence,

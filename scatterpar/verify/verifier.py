@@ -392,7 +392,7 @@ class Question:
         ways = " or ".join(candidate.words for candidate in candidates)
         return in_lines(
             f"the rows of this step do not show whether {self._name} is {ways}.",
-            f"The engine assumes {candidates[0].words} until rows show it. "
+            f"It is taken for {candidates[0].words} until rows show it. "
             f"{self.loop.remedies}",
         )
 
@@ -415,8 +415,9 @@ class Question:
         # A generator in user code is no question of count=.
         ways = error.remedy or self.loop.remedies or _WAYS
         return in_lines(
-            f"could not check how {self._name} combines micro-batches: {error.shown}.",
-            f"The engine assumes {assumed.words}. {ways}",
+            f"could not check how {self._name} combines the parts of a batch: "
+            f"{error.shown}.",
+            f"It is taken for {assumed.words}. {ways}",
         )
 
 

@@ -177,7 +177,7 @@ def test_undividable_rows_are_assumed_and_told(devices):
                 engine.forward_backward(batch(padded(ROWS)))
     (told,) = [str(warning.message) for warning in caught]
     assert "5 images of 4 rows" in told
-    assert "The engine assumes a mean over labels. Pass count=" in told
+    assert "It is taken for a mean over labels. Pass count=" in told
 
 
 class Divides(nn.Module):

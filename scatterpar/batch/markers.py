@@ -340,8 +340,11 @@ def _views_of(sizes: Collection[int]) -> str:
     if len(sizes) != 2:
         return ""
     few, many = sorted(sizes)
-    views, remainder = divmod(many, few) if few else (0, 1)
-    if remainder or views > _MAX_VIEWS:
+    # A size of one is that of states, or of a value for all rows.
+    if few < 2 or many % few:
+        return ""
+    views = many // few
+    if views > _MAX_VIEWS:
         return ""
     return (
         f"{many} = {views} * {few}: if these are {views} views of each row, pass them "

@@ -54,6 +54,111 @@ def test_tests_are_compared(change):
     assert len(differences(LINE | change)) == 1
 
 
+def test_first_difference_of_each_part_counts():
+    """Draws that differ do not hide other words in a later call."""
+    drawn = CALL | CHANGES["generators"]
+    found = differences(LINE | {"calls": [drawn, CALL | CHANGES["words"]]})
+    calls = {difference.part: difference.call[-1] for difference in found}
+    assert calls == {"generators": "0", "words": "1"}
+
+
+def test_calls_after_another_outcome_are_not_compared():
+    returned = CALL | CHANGES["outcome"] | CHANGES["bits"]
+    found = differences(LINE | {"calls": [returned, CALL | CHANGES["told"]]})
+    assert [difference.part for difference in found] == ["outcome"]
+
+
+def test_file_that_cannot_be_imported_is_told_once():
+    fails = {"program": "x.py", "test": "not collected", "why": "ImportError: no y"}
+    old = {"x.py": fails | {"calls": []}}
+    new = {f"x.py::test_{n}": LINE for n in range(3)}
+    (found,) = versions.differences_of("cpu", old, new)
+    kind = versions.kind_of(found)
+    assert (kind.section, kind.call) == (versions.GAINED, "x.py")
+    (found,) = versions.differences_of("cpu", new, old)
+    assert versions.kind_of(found).section == versions.LOST
+
+
+def found_in(part, old, new, program="test_x", call="check, call 0"):
+    return versions.Difference("cpu", program, part, call, old, new)
+
+
+@pytest.mark.parametrize(
+    ("part", "again", "is_lasting"),
+    [
+        ("words", ("off by 0.5", "off by 7.25, of 3"), True),
+        ("words", ("off by 0.5", "refused"), False),
+        ("bits", ("1a", "2b"), True),
+        ("bits", ("1a", "2c"), False),
+    ],
+)
+def test_differences_of_one_run_are_left_out(part, again, is_lasting):
+    first = ("1a", "2b") if part == "bits" else ("off by 0.25", "off by 1.5, of 3")
+    found = found_in(part, *first)
+    kept = versions.lasting([found], [found_in(part, *again)])
+    assert kept == ([found] if is_lasting else [])
+
+
+def test_programs_with_the_same_change_are_one_kind():
+    """Whatever names and numbers are in the words, and whichever call says them."""
+    kinds = {
+        versions.kind_of(found_in("words", *words, call=call))
+        for words, call in [
+            (("'mask' moves 3 times; stop", "'mask' moves; stop"), "check, call 0"),
+            (("'seen' moves 12 times; stop", "'seen' moves; stop"), "loss, call 4"),
+        ]
+    }
+    assert len(kinds) == 1
+    other = versions.kind_of(found_in("words", "'mask' moves; stop", "'mask'; stop"))
+    assert other not in kinds
+
+
+@pytest.mark.parametrize(
+    ("part", "old", "new", "section"),
+    [
+        ("outcome", "returned", "ValueError", versions.LOST),
+        ("outcome", "ValueError", "returned", versions.ACCEPTED),
+        ("test", "passed", "failed assert", versions.LOST),
+        ("test", "failed assert", "passed", versions.GAINED),
+        ("program", "is there", "is missing", versions.LOST),
+        ("told", "a", "b", versions.SAID),
+        ("bits", "1a", "2b", versions.COMPUTED),
+    ],
+)
+def test_kinds_are_listed_by_what_they_mean(part, old, new, section):
+    assert versions.kind_of(found_in(part, old, new)).section == section
+
+
+KNOWN_KIND = {"part": "words", "old": "costs", "reason": "the argument has gone"}
+
+
+@pytest.mark.parametrize(
+    ("entry", "num_news"),
+    [
+        (KNOWN_KIND, 0),
+        (KNOWN_KIND | {"old": "accum"}, 1),
+        (KNOWN_KIND | {"part": "told"}, 1),
+        (KNOWN_KIND | {"program": "tests/pair/*"}, 1),
+        (KNOWN_KIND | {"program": "test_*", "place": "cpu"}, 0),
+    ],
+)
+def test_known_kinds_are_not_printed(entry, num_news, monkeypatch, capsys):
+    found = [found_in("words", "only count, costs, dim", "only count, dim")]
+    monkeypatch.setattr(versions, "known_kinds", lambda: [entry])
+    assert versions.print_kinds(found) == num_news
+    assert ("costs" in capsys.readouterr().out) == bool(num_news)
+    versions.print_kinds(found, show_known=True)
+    assert "costs" in capsys.readouterr().out
+
+
+def test_known_kinds_are_told_in_the_changelog():
+    changelog = " ".join((ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split())
+    for entry in versions.known_kinds():
+        assert entry["reason"]
+        assert {"part", "section"} & entry.keys()
+        assert entry.get("changelog", "") in changelog, entry
+
+
 def test_missing_program_is_a_difference():
     (found,) = versions.differences_of("cpu", {"test_x": LINE}, {})
     assert (found.old, found.new) == ("is there", "is missing")

@@ -3,7 +3,10 @@
     python -m tests.versions OLD NEW                    before a release
     python -m tests.versions v0.4.0 HEAD --only verify  programs with such a name
     python -m tests.versions OLD NEW --on cpu cards     some of the places
+    python -m tests.versions OLD NEW --programs OLD     what the old version's tests saw
     python -m tests.versions OLD NEW --null .venv-nullcuda/bin/python
+    python -m tests.versions OLD NEW --json FILE        and then, at once:
+    python -m tests.versions OLD NEW --read FILE        the list of that run again
 
 ``OLD`` and ``NEW`` are refs of git. Both are checked out into temporary folders, and
 both run what ``NEW``, or ``--programs REF``, has of programs: its tests as they are,
@@ -21,13 +24,19 @@ Of each call of the package (``harness/outcomes.py``) these are compared:
     generators  the states of all random generators after it
     bits        of its result, of gradients, parameters and buffers
 
-A difference is printed if it is there again in a second run of both versions: draws
-of several threads and times differ from run to run. Differences that several programs
-share are one line. The exit code is 1 if there is one: each is either in the changelog,
-or mended with a test.
+Of each program the first difference of each of them counts, if it is there again in a
+second run of both versions: draws of several threads and times differ from run to run.
+
+A difference is printed as a kind, with the number of programs that have it, and one of
+them. Programs whose words differ in the same places have one kind, whatever names and
+numbers stand in them. Kinds that ``versions.toml`` has, beside this file, are known:
+each has its reason there, and the line of the changelog that tells it. New kinds are
+printed, what was lost first, and the exit code is 1 if there is one. ``--all`` prints
+the known ones, too.
 
 A release must see it, and so must any round of rewriting: tests hold what somebody
-thought of, and a version that ran holds everything else.
+thought of, and a version that ran holds everything else. A new difference is mended
+with a test, or gets its entry.
 """
 
 import argparse
@@ -38,8 +47,11 @@ import re
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from difflib import SequenceMatcher
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -74,10 +86,13 @@ NULL_CARD = ("--under", "nullcuda.values", "--only", "gradient", "looks", "dropo
 LIMIT_SECONDS = 7200
 # The environment variable with the built simulated accelerator.
 LIBRARY = "SIMULATED_ACCELERATOR"
-# In this order: the first one that differs is told, because others follow from it.
 PARTS = ("call", "outcome", "words", "told", "report", "generators", "bits")
-_SHOWN = 6  # programs of a line
-_WIDTH = 240  # of an outcome
+# After the first two, a program does something else in each version.
+ENDS = ("call", "outcome")
+DIGESTS = ("generators", "bits")
+KNOWN = Path(__file__).with_name("versions.toml")
+_WIDTH = 300  # of an outcome
+_SHORT = 120  # of the reason why a test failed with the old version
 
 
 def main(arguments):
@@ -91,18 +106,22 @@ def main(arguments):
     parser.add_argument("--tests", nargs="+", default=TESTS, help="on the CPU")
     parser.add_argument("--only", default="", help="tests, as pytest's -k names them")
     parser.add_argument("--null", default=str(ROOT / ".venv-nullcuda/bin/python"))
-    parser.add_argument("--json", type=Path, help="all differences, for a program")
+    parser.add_argument("--json", type=Path, help="a new file for all differences")
+    parser.add_argument("--read", type=Path, help="a file of --json: nothing is run")
+    parser.add_argument("--all", action="store_true", help="known kinds, too")
     options = parser.parse_args(arguments)
+    if options.read:
+        lines = json.loads(options.read.read_text())
+        return print_kinds([Difference(**line) for line in lines], options.all)
     with tempfile.TemporaryDirectory(prefix="versions-") as folder:
         refs = options.old, options.new, options.programs or options.new
         versions = Versions(*refs, Path(folder))
         differences = []
         for place in options.on:
             differences += RUNS[place](versions, options)
-    print_differences(differences)
     if options.json:
-        options.json.write_text(json.dumps([vars(found) for found in differences]))
-    return int(bool(differences))
+        options.json.write_text(json.dumps([asdict(found) for found in differences]))
+    return print_kinds(differences, options.all)
 
 
 # --- both versions ---
@@ -124,6 +143,8 @@ class Versions:
         _check_out(programs, self.programs, [])
         # A program would find it beside itself, in the place of either version.
         (self.programs / "scatterpar").rename(folder / "unused")
+        plugin = Path("tests/harness/outcomes.py")
+        (self.programs / plugin).write_text((ROOT / plugin).read_text())
 
     def run(self, command, variables=None):
         """Run a command with each version at the same time. Returns what they print."""
@@ -239,37 +260,95 @@ class Difference:
 
 
 def differences_of(place, old, new):
-    """The first difference of each program."""
+    """The differences of all programs."""
     found = []
+    # Files that a version cannot import: they use names that it has not.
+    failed = [_not_collected(lines) for lines in (old, new)]
+    for file in sorted({*failed[0]} ^ {*failed[1]}):
+        verdicts = [lines.get(file, "passed") for lines in failed]
+        found.append(Difference(place, file, "test", "collection", *verdicts))
     for program in sorted({*old, *new}):
-        if program not in old or program not in new:
-            values = [
-                "is there" if program in each else "is missing" for each in (old, new)
-            ]
-            found.append(Difference(place, program, "program", "", *values))
+        if any(program.split("::")[0] in files for files in failed):
             continue
-        difference = _first_difference(old[program], new[program])
-        if difference is not None:
-            found.append(Difference(place, program, *difference))
+        if program in old and program in new:
+            for difference in _differences_of(old[program], new[program]):
+                found.append(Difference(place, program, *difference))
+            continue
+        values = [
+            "is there" if program in each else "is missing" for each in (old, new)
+        ]
+        found.append(Difference(place, program, "program", "", *values))
     return found
 
 
-def _first_difference(old, new):
-    if "not collected" in (old["test"], new["test"]) and old["test"] != new["test"]:
-        return "test", "collection", *map(_verdict, (old, new))
-    pairs = zip(old["calls"], new["calls"], strict=False)
-    for number, (before, after) in enumerate(pairs):
+def _not_collected(lines):
+    """The files that could not be imported, each with the error."""
+    return {
+        program: _verdict(line)
+        for program, line in lines.items()
+        if line["test"] == "not collected"
+    }
+
+
+def _differences_of(old, new):
+    """Of each part the first difference: part, call, and both outcomes.
+
+    Of a test that passes with one version alone only that, with its first difference.
+    """
+    differences = {}
+    for number, calls in enumerate(zip(old["calls"], new["calls"], strict=False)):
         for part in PARTS:
-            values = [_part_of(entry, part) for entry in (before, after)]
-            if values[0] != values[1]:
-                call = f"{before['call']}, call {number}"
-                return part, call, *(_shown(value) for value in values)
-    if old["test"] != new["test"] or old["why"] != new["why"]:
-        return "test", "", *map(_verdict, (old, new))
-    if len(old["calls"]) != len(new["calls"]):
+            values = [_part_of(call, part) for call in calls]
+            if values[0] != values[1] and part not in differences:
+                call = f"{calls[0]['call']}, call {number}"
+                shown = [_shown(value) for value in values]
+                differences[part] = part, call, *shown
+                if part in ENDS:
+                    break
+        if differences.keys() & {*ENDS}:
+            break
+    ended = bool(differences.keys() & {*ENDS})
+    verdicts = [_verdict(line) for line in (old, new)]
+    if old["test"] != new["test"]:
+        return [("test", _named_call(differences), *verdicts)]
+    if len(old["calls"]) != len(new["calls"]) and not ended:
         counts = [f"{len(each['calls'])} calls" for each in (old, new)]
-        return "call", "", *counts
-    return None
+        differences["call"] = "call", "number of calls", *counts
+    # Of a test that fails with both, numbers are those of memory that nobody wrote.
+    if without_values(verdicts[0]) != without_values(verdicts[1]) and not ended:
+        differences["test"] = "test", "", *verdicts
+    return [*differences.values()]
+
+
+def _named_call(differences):
+    """The call of the first difference, in general."""
+    for part in PARTS:
+        if part in differences and part not in DIGESTS:
+            return f"{part} of {differences[part][1].split(',')[0]}"
+    return ""
+
+
+def lasting(first, second):
+    """The differences of the first run that the second one has, too.
+
+    Digests must be the same in both: others differ from run to run. In words, numbers
+    may be others.
+    """
+    both = {_identity(found) for found in second}
+    return [found for found in first if _identity(found) in both]
+
+
+def _identity(found):
+    values = found.old, found.new
+    if found.part not in DIGESTS:
+        values = map(without_values, values)
+    return found.place, found.program, found.part, found.call, *values
+
+
+def without_values(text):
+    """A text with a sign in the place of names and numbers."""
+    text = re.sub(r"'[^'\n]*'|`[^`\n]*`", "'…'", text)
+    return re.sub(r"-?\b(\d+(\.\d+)?(e[-+]?\d+)?|nan|inf)\b", "#", text)
 
 
 def _part_of(entry, part):
@@ -278,6 +357,8 @@ def _part_of(entry, part):
         return entry.get("outcome")
     if part == "bits":
         return [entry.get(name) for name in ("bits", "module", "gradients")]
+    if part == "told":
+        return [*dict.fromkeys(entry["told"])]
     return entry.get(part)
 
 
@@ -314,15 +395,15 @@ def _pytest(versions, place, python, paths, extra, variables=None, plugins=()):
             print(text)
         raise SystemExit(f"{place}: nothing was run")
     first = differences_of(place, old, new)
-    again = sorted({found.program.split("[")[0] for found in first})
+    again = {found.program for found in first}
     if not again:
         return []
-    # Whole functions, because ids may have any signs.
+    # A file, because of the signs in names of tests, and of their number.
+    chosen = versions.folder / "chosen.json"
+    chosen.write_text(json.dumps(sorted(again)))
     files = sorted({program.split("::")[0] for program in again})
-    chosen = files if len(again) > 200 else again
-    versions.run_tests([*command, *chosen], variables)
-    second = set(differences_of(place, *versions.outcomes()))
-    return [found for found in first if found in second]
+    versions.run_tests([*command, *files], {**(variables or {}), "CHOSEN": chosen})
+    return lasting(first, differences_of(place, *versions.outcomes()))
 
 
 def on_cpu(versions, options):
@@ -457,24 +538,170 @@ RUNS = {"cpu": on_cpu, "cards": on_simulated, "null": on_null_gpus, "scripts": s
 
 # --- what is printed ---
 
+LOST = "lost, or refused now"
+ACCEPTED = "accepted now, or refused otherwise"
+SAID = "said otherwise"
+COMPUTED = "computed otherwise"
+GAINED = "passes with the new version alone"
+SECTIONS = (LOST, ACCEPTED, SAID, COMPUTED, GAINED)
 
-def print_differences(differences):
-    """A line per kind of difference, with some of the programs that have it."""
-    programs = defaultdict(list)
+
+@dataclass(frozen=True)
+class Kind:
+    """What programs with the same difference share.
+
+    Attributes:
+        section: one of ``SECTIONS``.
+        place, part, call: those of the difference.
+        old: what only the old outcome says, without names and numbers.
+        new: what only the new one says.
+    """
+
+    section: str
+    place: str
+    part: str
+    call: str
+    old: str
+    new: str
+
+
+def kind_of(found):
+    """The kind of a difference."""
+    section = _section_of(found)
+    call = re.sub(r", call \d+", "", found.call)
+    if found.part in DIGESTS:
+        return Kind(section, found.place, found.part, call, "", "")
+    if found.part in ("test", "program"):
+        # A function of tests is one kind, whatever its parameters.
+        function = found.program.split("[")[0]
+        verdicts = [_first_word(text) for text in (found.old, found.new)]
+        if section == GAINED and _LACKS.search(found.old):
+            function = function.split("::")[0]
+            verdicts[0] = "lacks a name that the test uses"
+        return Kind(section, found.place, found.part, function, *verdicts)
+    said = _only_in_each(*map(without_values, (found.old, found.new)))
+    # The same words, whichever call says them.
+    call = call if found.part in ENDS else ""
+    return Kind(section, found.place, found.part, call, *said)
+
+
+# An error of a test that uses what the version has not: a name or an argument.
+_LACKS = re.compile(
+    r"has no attribute|ImportError|ModuleNotFoundError|unexpected keyword argument"
+    r"|required positional argument|not collected"
+)
+
+
+def _section_of(found):
+    if found.part in ("test", "program"):
+        if _first_word(found.old) in ("passed", "is"):
+            return LOST
+        return GAINED if _first_word(found.new) == "passed" else SAID
+    if found.part == "outcome":
+        return LOST if found.old == "returned" else ACCEPTED
+    if found.part in ("report", "call", *DIGESTS):
+        return COMPUTED
+    return SAID
+
+
+def _first_word(text):
+    return text.split(" ", 1)[0]
+
+
+def _only_in_each(old, new):
+    """The words that only one of two texts has, with ``…`` for those of both."""
+    words = old.split(), new.split()
+    only = [], []
+    # Without the heuristics, which leave out frequent words.
+    matcher = SequenceMatcher(None, *words, autojunk=False)
+    for operation, *ends in matcher.get_opcodes():
+        for number, (start, stop) in enumerate((ends[:2], ends[2:])):
+            part = ["…"] if operation == "equal" else words[number][start:stop]
+            only[number].extend(part)
+    return [" ".join(text) for text in only]
+
+
+def known_kinds(file=KNOWN):
+    """The entries of the file: each names a part, what its text has, and a reason."""
+    return tomllib.loads(file.read_text(encoding="utf-8"))["known"]
+
+
+def is_known(entry, kind, program):
+    """Whether an entry is about this kind. What it does not say may be anything."""
+    said = {
+        "place": kind.place,
+        "part": kind.part,
+        "section": kind.section,
+        "program": program,
+    }
+    return all(
+        fnmatchcase(said[name], entry[name]) for name in said if name in entry
+    ) and all(
+        entry[name] in text
+        for name, text in (("call", kind.call), ("old", kind.old), ("new", kind.new))
+        if name in entry
+    )
+
+
+def print_kinds(differences, show_known=False):
+    """Print each kind with its number of programs and one of them. Returns the code."""
+    kinds = defaultdict(list)
     for found in differences:
-        call = re.sub(r", call \d+", "", found.call)
-        values = (found.old, found.new)
-        if found.part in ("bits", "generators"):
-            values = ("", "")  # digests
-        programs[found.place, found.part, call, *values].append(found.program)
-    for kind, names in sorted(programs.items(), key=lambda item: -len(item[1])):
-        place, part, call, old, new = kind
-        print(f"\n{place}: {part} differs, {call}: {len(names)} programs")
-        for name in names[:_SHOWN]:
-            print(f"    {name}")
-        if old or new:
-            print(f"  old: {_in_short(old, new)}\n  new: {_in_short(new, old)}")
-    print(f"\n{len(differences)} differences of {len(programs)} kinds")
+        kinds[kind_of(found)].append(found)
+    entries = known_kinds()
+    news = 0
+    num_known = 0
+    for section in SECTIONS:
+        chosen = [kind for kind in kinds if kind.section == section]
+        chosen.sort(key=lambda kind: (-len(kinds[kind]), kind.part, kind.call))
+        heading = f"\n== {section} =="
+        for kind in chosen:
+            found = kinds[kind]
+            reasons = {_reason_of(kind, each.program, entries) for each in found}
+            if None not in reasons:
+                num_known += 1
+                if not show_known:
+                    continue
+            else:
+                news += 1
+            if heading:
+                print(heading)
+                heading = ""
+            print_kind(kind, found, reasons - {None})
+    print(
+        f"\n{len(differences)} differences of {len(kinds)} kinds: {num_known} kinds are "
+        f"in {KNOWN.name}, {news} are new"
+    )
+    return int(bool(news))
+
+
+def _reason_of(kind, program, entries):
+    for entry in entries:
+        if is_known(entry, kind, program):
+            return entry["reason"]
+    return None
+
+
+def print_kind(kind, found, reasons):
+    """Print a kind, one program that has it, and what that says in both versions."""
+    example = found[0]
+    if kind.section == GAINED:
+        why = example.old.removeprefix("failed ").replace("\n", " / ")[:_SHORT]
+        print(f"{kind.place}: {kind.call}: {len(found)}: {why}")
+        return
+    title = f"{kind.place}: {kind.part}"
+    if kind.call:
+        title += f", {kind.call}"
+    print(f"\n{title}: {len(found)}")
+    program = example.program
+    if example.part == "test" and example.call:
+        program += f" ({example.call})"
+    print(f"    {program}")
+    if example.part not in DIGESTS:
+        print(f"  - {_in_short(example.old, example.new)}")
+        print(f"  + {_in_short(example.new, example.old)}")
+    for reason in sorted(reasons):
+        print(f"  known: {reason}")
 
 
 def _in_short(text, other):

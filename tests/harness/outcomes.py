@@ -6,7 +6,8 @@ in which words, and what was told; the bits of its result, of the module and of 
 gradients; the states of all random generators afterwards; and the report of the step.
 Calls inside of others, as a look's, are not recorded. The file that ``OUTCOMES`` names
 gets one line of JSON when a test begins and when it has ended: what a crash of the
-process leaves is not run again, and the other tests are.
+process leaves is not run again, and the other tests are. ``CHOSEN`` may name a file
+with a list of tests.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import functools
 import hashlib
 import json
 import os
+import random
 import re
+import sys
 import threading
 import warnings
 from importlib import import_module
@@ -27,6 +30,7 @@ import torch
 from harness import leak_checks
 
 FILE = "OUTCOMES"
+CHOSEN = "CHOSEN"  # names a file with the programs that are run; all if there is none
 CRASHED = "crashed"
 # By the module that has the class or function, its methods or itself.
 METHODS = {
@@ -70,7 +74,8 @@ def _telling(warn):
 def _recorded(name, called):
     @functools.wraps(called)
     def recording(*args, **kwargs):
-        if getattr(_calls, "depth", 0):
+        # Also of a call in a replica's thread, which is inside of a step.
+        if getattr(_calls, "depth", 0) or threading.current_thread().daemon:
             return called(*args, **kwargs)
         _told.clear()
         _calls.depth = 1
@@ -162,14 +167,26 @@ def in_general(text):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what an earlier process has begun."""
+    """Leave out what an earlier process has begun, and what is not asked for."""
     file = Path(os.environ[FILE])
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     begun = {json.loads(line)["program"] for line in lines}
-    rest = [item for item in items if item.nodeid not in begun]
-    left_out = [item for item in items if item.nodeid in begun]
+    chosen = {item.nodeid for item in items} - begun
+    if CHOSEN in os.environ:
+        chosen &= {*json.loads(Path(os.environ[CHOSEN]).read_text(encoding="utf-8"))}
+    left_out = [item for item in items if item.nodeid not in chosen]
     config.hook.pytest_deselected(items=left_out)
-    items[:] = rest
+    items[:] = [item for item in items if item.nodeid in chosen]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """The same draws in each run, whatever the tests before have drawn."""
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(0)
 
 
 def pytest_runtest_logstart(nodeid):
@@ -184,7 +201,8 @@ def _write(line):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield
-    if call.when == "call" or report.outcome == "failed":
+    # A test may be skipped, or fail, before it is called.
+    if call.when == "call" or report.outcome != "passed":
         crash = getattr(report.longrepr, "reprcrash", None)
         message = crash.message if crash and report.failed else ""
         line = {

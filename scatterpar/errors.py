@@ -11,25 +11,25 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
+from scatterpar.libraries import is_library_file
 
 _PACKAGE = str(Path(__file__).parent)
-# torch's modules call the engine and the pair, its optimizers what runs before a step,
-# and its compiler what it leaves uncompiled.
-_TORCH = Path(torch.optim.__file__).parents[1]
-_CALLERS = ("nn/modules/module.py", "optim", "_dynamo")
-_PACKAGES = (_PACKAGE, *[str(_TORCH / caller) for caller in _CALLERS])
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn; the location is the line of the user's code that called the package."""
+    """Warn; the location is the line of the user's code that called the package.
+
+    In a thread without one, as a worker's, it is the line outside of the package.
+    """
+    files: list[str] = []
     frame = inspect.currentframe()
-    level = 1
-    # Up to the first frame of the user's.
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
+    while frame is not None:
+        files.append(frame.f_code.co_filename)
         frame = frame.f_back
-        level += 1
-    warnings.warn(text, category, stacklevel=level)
+    levels_of_user = [k for k, file in enumerate(files) if not is_library_file(file)]
+    levels = [k for k, file in enumerate(files) if not file.startswith(_PACKAGE)]
+    level = [*levels_of_user, *levels, 0][0]
+    warnings.warn(text, category, stacklevel=level + 1)
 
 
 class Defect(BaseException):

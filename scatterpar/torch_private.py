@@ -35,6 +35,8 @@ from torch.optim import Optimizer
 from torch.overrides import has_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from scatterpar.libraries import package_of
+
 
 class Missing(RuntimeError):
     """The version of torch lacks a private entry point that the package needs."""
@@ -537,8 +539,7 @@ def is_function_of_user(node: Any) -> bool:
         return False
     # Torch makes a class of its own for the node, in a module of torch.
     class_of_node: Any = type(node)
-    library, _, _ = class_of_node._forward_cls.__module__.partition(".")
-    return library not in ("torch", "scatterpar")
+    return package_of(class_of_node._forward_cls) not in ("torch", "scatterpar")
 
 
 def backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:

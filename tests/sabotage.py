@@ -626,6 +626,15 @@ SABOTAGES = [
         replacement="False",
         seen_by="test_look_leaves_no_count",
     ),
+    Sabotage(
+        name="a user's class is a library's if its name ends like one",
+        promise="a look leaves no trace",
+        file="objects/whose.py",
+        place="_rule_for",
+        text="if is_user_class(base):",
+        replacement="if False:",
+        seen_by="test_name_of_a_helper_decides_nothing",
+    ),
     # --- once ---
     Sabotage(
         name="a copy is counted twice",

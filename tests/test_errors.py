@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import traceback
 import weakref
 from pathlib import Path
@@ -95,6 +96,18 @@ def test_warning_points_to_users_line(recwarn):
     warn("a text")
     (warning,) = recwarn.list
     assert (str(warning.message), warning.filename) == ("a text", __file__)
+
+
+def test_warning_passes_over_a_library(recwarn):
+    """A library's loop that calls the package is no line of the user's."""
+    loop = compile("def fit(step):\n    step()", "/venv/site-packages/loop.py", "exec")
+    library = {}
+    exec(loop, library)
+    library["fit"](lambda: functools.reduce(lambda *_: warn("a text"), [0, 1]))
+    (warning,) = recwarn.list
+    assert warning.filename == __file__
+    library["fit"](functools.partial(warn, "a text"))
+    assert recwarn.list[-1].filename == __file__
 
 
 def test_told_is_new_once_per_subject_and_copy():

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from scatterpar.libraries import package_of
+
 # The files of the classes ``QuantState`` and ``MatmulLtState``.
 _STATES = {"bitsandbytes.functional", "bitsandbytes.autograd._functions"}
 
@@ -27,7 +29,7 @@ def is_quantised(tensor: Tensor) -> bool:
     It consists of other tensors, or is one of bitsandbytes.
     """
     state = getattr(tensor, "quant_state", None)
-    is_of_bitsandbytes = type(tensor).__module__.startswith("bitsandbytes.")
+    is_of_bitsandbytes = package_of(type(tensor)) == "bitsandbytes"
     return state is not None or is_of_bitsandbytes or is_composite(tensor)
 
 

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from scatterpar.batch.nested import sequence_like, walk
+from scatterpar.libraries import package_of
 
 DEPTH = 4  # a function, another one in its file, an object there, a list in the object
 MAX_ENTRIES = 1000  # of a container; longer ones are data
@@ -276,7 +277,7 @@ def children_of(value: Any) -> Collection[Any]:
         return value.values() if isinstance(value, dict) else value
     if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
         return value.__self__, value.__func__
-    if (read_attribute(value, "__module__") or "").startswith("torch."):
+    if package_of(value) == "torch":
         return ()
     return named_values(value).values()
 

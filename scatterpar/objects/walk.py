@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from scatterpar.batch.nested import PLAIN
+from scatterpar.libraries import is_library
 from scatterpar.objects.quantised import is_composite, is_state, tensors_in
 from scatterpar.objects.references import (
     MAX_ENTRIES,
@@ -43,7 +44,6 @@ from scatterpar.objects.snapshot import entries_of
 from scatterpar.objects.whose import (
     Whose,
     attributes_of,
-    is_library,
     is_user_class,
     whose,
 )

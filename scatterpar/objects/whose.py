@@ -8,7 +8,8 @@ and steps of other libraries' loops, ask the same question::
     bag = SimpleNamespace(calls=0)      user's      it has what user code gave it
     meter = timm.utils.AverageMeter()   user's      it holds values alone
     accelerator = Accelerator()         library's   a package has defined its class
-    pairs = PairDataset()               data        its class is a ``Dataset``
+    pairs = PairDataset()               data        a base of its class is ``Dataset``
+    helper = NegativeSampler()          user's      no base of its class is a library's
     meter = LockedMeter()               user's      a lock in it is left alone
     writer = SummaryWriter()            writer's    what it is given goes to a file
     meter = ThreadedMeter()             threads'    a thread in it writes at any time
@@ -18,7 +19,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import sys
 import threading
 import types
 from collections import deque
@@ -29,6 +29,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from scatterpar.batch.nested import PLAIN_CLASSES
+from scatterpar.libraries import is_library
 from scatterpar.objects.references import read_attribute
 
 
@@ -44,10 +45,10 @@ class Whose(enum.Enum):
 
 @dataclass(frozen=True)
 class ClassRule:
-    """Classes for which a rule holds, whoever has defined them.
+    """A library's classes for which a rule holds, and the user's that derive from them.
 
     Attributes:
-        ending: how the name of a class, or of one of its bases, ends.
+        ending: how a library's class, or a library's base of a class, is named.
         whose: whose objects of these classes are.
         reason: why the rule holds.
     """
@@ -74,6 +75,7 @@ RULES = (
     ClassRule("Namespace", Whose.USER, "its attributes are those that user code sets"),
 )
 
+_TORCHS_LOSSES = ("torch.nn.functional", "torch.nn.modules.loss")
 _THREADS = (threading.Thread, Executor)
 _VALUES = (*PLAIN_CLASSES, Tensor, dict, list, tuple, set, frozenset, deque)
 
@@ -94,8 +96,12 @@ def whose(value: Any) -> Whose:
 
 @functools.lru_cache(maxsize=1024)
 def _rule_for(kind: type) -> ClassRule | None:
-    """The rule for a class, or for the first of its bases that has one."""
+    """The rule for the first of a library's classes, among a class and its bases, that
+    has one.
+    """
     for base in kind.__mro__:
+        if is_user_class(base):  # a user's ``NegativeSampler`` may be anything
+            continue
         for rule in RULES:
             if base.__name__.endswith(rule.ending):
                 return rule
@@ -138,20 +144,6 @@ def _is_record(value: Any) -> bool:
     return all(isinstance(attribute, _VALUES) for attribute in attributes.values())
 
 
-@functools.lru_cache(maxsize=4096)
-def is_library(module: str | None) -> bool:
-    """Whether a module, given by its name, is torch's, Python's, or in a package."""
-    name = str(module)
-    root = name.partition(".")[0]
-    if root == "__main__":
-        return False
-    if root in sys.stdlib_module_names or root in ("torch", "scatterpar"):
-        return True
-    file = getattr(sys.modules.get(name), "__file__", None)
-    # ``site-packages``, and Debian's ``dist-packages``.
-    return "-packages" in str(file)
-
-
 def is_user_class(kind: type) -> bool:
     """Whether the user has defined a class."""
     return not is_library(kind.__module__)
@@ -186,3 +178,10 @@ def is_user_function(function: Any) -> bool:
 def _is_user_layer(layer: nn.Module) -> bool:
     # A forward pass may be replaced in a library's layer.
     return is_user_class(type(layer)) or is_user_function(layer.forward)
+
+
+def is_loss_of_torch(criterion: Any) -> bool:
+    """Whether a criterion is one of torch's own losses, a module or a function."""
+    is_module = isinstance(criterion, nn.Module)
+    definition = type(criterion) if is_module else criterion
+    return read_attribute(definition, "__module__") in _TORCHS_LOSSES

@@ -27,6 +27,7 @@ from scatterpar.objects.references import (
     module_of,
     parts_of,
 )
+from scatterpar.objects.whose import is_loss_of_torch
 from scatterpar.replicas.calls_in_backward import RoutedCall
 from scatterpar.torch_private import (
     CompileFn,
@@ -316,7 +317,7 @@ def _is_stateless(module: nn.Module) -> bool:
 
     Its calls change nothing.
     """
-    if type(module).__module__ != "torch.nn.modules.loss":
+    if not is_loss_of_torch(module):
         return False
     for value in vars(module).values():
         if type(value) in PLAIN:

@@ -14,7 +14,6 @@ import pickle
 import signal
 import socket
 import sys
-import sysconfig
 import tempfile
 import time
 import traceback
@@ -29,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from scatterpar.libraries import is_library_file
 from scatterpar.splitting.process_state import ProcessState, reset_accelerate
 from scatterpar.splitting.step_run import Settings, StepFunction, StepResult, run_step
 from scatterpar.threads.interrupts import Interrupts
@@ -39,8 +39,6 @@ from scatterpar.torch_private import import_compiler
 # one that waits for threads which did not survive the fork, says nothing.
 _GRACE_SECONDS = 10.0
 _MOST_LINES = 5  # of the user's code, of a step that failed
-# In the paths of files of installed packages, of Python, and of this package.
-_LIBRARIES = "-packages", sysconfig.get_path("stdlib"), str(Path(__file__).parents[1])
 
 
 @dataclass(frozen=True)
@@ -218,7 +216,7 @@ def _failure(error: BaseException) -> _Failure:
     notes = getattr(error, "__notes__", ())
     lines = []
     for file, number, name, line in traceback.extract_tb(error.__traceback__):
-        if not any(library in file for library in _LIBRARIES):
+        if not is_library_file(file):
             lines.append(f"{file}:{number} in {name}: {line}")
     text = "\n  ".join([last.strip(), *notes, *lines[-_MOST_LINES:]])
     return _Failure(text, time.monotonic(), *lines[-1:])

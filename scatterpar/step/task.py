@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from scatterpar.batch.markers import Marker
 from scatterpar.errors import restored
-from scatterpar.objects.references import read_attribute
+from scatterpar.objects.whose import is_loss_of_torch
 from scatterpar.plan import Share
 from scatterpar.replicas.calls_in_backward import backward_of
 from scatterpar.replicas.replicas import Replica
@@ -30,7 +30,6 @@ from scatterpar.threads.generators import Generators, generator_for_backward
 from scatterpar.torch_private import backward
 
 _NO_BLOCK = contextlib.nullcontext()
-_TORCHS_LOSSES = ("torch.nn.functional", "torch.nn.modules.loss")
 
 
 @dataclass(frozen=True)
@@ -183,10 +182,7 @@ def make_tasks(attempt: Attempt, loaders: Sequence[ShareLoader]) -> list[Replica
 
 def is_of_torch(criterion: Callable[..., Any] | None) -> bool:
     """Whether the criterion is one of torch's losses, or there is none."""
-    is_module = isinstance(criterion, nn.Module)
-    definition = type(criterion) if is_module else criterion
-    module_name = read_attribute(definition, "__module__")
-    return criterion is None or module_name in _TORCHS_LOSSES
+    return criterion is None or is_loss_of_torch(criterion)
 
 
 def is_shared(criterion: Callable[..., Any] | None) -> bool:

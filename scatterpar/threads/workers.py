@@ -31,6 +31,7 @@ from scatterpar import torch_private
 from scatterpar.devices import memory, streams
 from scatterpar.devices.device_ids import physical
 from scatterpar.errors import Refusal, add_note, leave_out_own_frames
+from scatterpar.libraries import is_library_file
 from scatterpar.threads.caller_context import CallerContext, no_autocast_cache
 from scatterpar.threads.interrupts import Interrupts
 from scatterpar.threads.process_settings import SETTINGS_KEPT
@@ -503,10 +504,7 @@ def threads_of(devices: Sequence[torch.device]) -> list[int]:
 def _line_of_user(frame: FrameType) -> str:
     """The innermost line of a thread that is no library's, or else the innermost."""
     lines = traceback.extract_stack(frame)
-    paths = sysconfig.get_paths()
-    package = os.path.dirname(os.path.dirname(__file__))
-    folders = (paths["stdlib"], paths["purelib"], paths["platlib"], package)
-    of_user = [line for line in lines if not line.filename.startswith(folders)]
+    of_user = [line for line in lines if not is_library_file(line.filename)]
     line = [*lines, *of_user][-1]
     return f"{line.filename}:{line.lineno} {line.name}"
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from scatterpar.batch.nested import WITHOUT_PARTS, walk
 from scatterpar.devices.streams import is_async
+from scatterpar.libraries import package_of
 from scatterpar.look_steps import is_look_step
 from scatterpar.numerics.comparison import Inconclusive
 from scatterpar.objects.references import children_of, read_attribute
@@ -146,7 +147,7 @@ def names_and_numbers(functions: Sequence[Any]) -> tuple[frozenset[Hashable], st
 def _children(value: Any) -> Collection[Any]:
     """What a value refers to, as far as it tells programs apart."""
     if isinstance(value, nn.Module):
-        if type(value).__module__.startswith("scatterpar."):  # it counts its steps
+        if package_of(value) == "scatterpar":  # it counts its steps
             return ()
         attributes = vars(value)
         plain = [

@@ -44,7 +44,7 @@ from scatterpar import (
 )
 from scatterpar.objects.journal import Journal
 from scatterpar.objects.walk import Walk
-from scatterpar.objects.whose import Whose
+from scatterpar.objects.whose import RULES, Whose
 
 # --- what the criterion moves ---
 
@@ -692,6 +692,24 @@ def test_look_and_step_agree_on_whose_it_is(name):
     is_restored = value.number_of_test == 0
     del value.number_of_test, value.nets_of_test
     assert is_restored == is_lent == (owner is Whose.USER)
+
+
+@pytest.mark.parametrize("ending", [rule.ending for rule in RULES])
+def test_name_of_a_helper_decides_nothing(ending):
+    """It counted 10 calls with a look, and 4 without."""
+
+    def calls_of_a_step(verify):
+        helper = type(f"Negative{ending}", (), {"__module__": __name__, "calls": 0})()
+
+        def criterion(output, targets):
+            helper.calls += 1
+            return F.mse_loss(output, targets)
+
+        with ScatterOnceParallel(mlp(), 4, ["cpu"], verify=verify) as engine:
+            engine.forward_backward(INPUTS, VALUES, criterion)
+        return helper.calls
+
+    assert calls_of_a_step(verify=True) == calls_of_a_step(verify=False) == 4
 
 
 def test_look_leaves_no_count():

@@ -23,9 +23,9 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 from scatterpar.objects.whose import (
     RULES,
     Whose,
-    is_library,
     is_user_class,
     is_user_function,
+    is_writer,
     whose,
 )
 
@@ -40,10 +40,6 @@ class Meter:
 
 class Pairs(Dataset):
     pass
-
-
-class PairTrainer:
-    """Named as a loop is."""
 
 
 class Stage(enum.Enum):
@@ -82,7 +78,8 @@ OBJECTS = {
     "a data set": (Pairs(), Whose.DATA),
     "a loader": (DataLoader(Pairs(), sampler=[0]), Whose.DATA),
     "a sampler": (RandomSampler([1]), Whose.DATA),
-    "a trainer": (PairTrainer(), Whose.DATA),
+    "a trainer": (of_library("PairTrainer"), Whose.DATA),
+    "a module of data": (of_library("LightningDataModule"), Whose.DATA),
     "an optimizer": (torch.optim.SGD([torch.zeros(1)], 0.1), Whose.DATA),
     "a constant": (Stage.FIRST, Whose.DATA),
     "csv's writer": (csv.writer(io.StringIO()), Whose.WRITER),
@@ -110,10 +107,22 @@ def test_each_rule_has_a_reason_and_an_object():
     names = [
         base.__name__ for value, _ in OBJECTS.values() for base in type(value).__mro__
     ]
-    names.append("DataModule")
     assert all(rule.reason for rule in RULES)
     for ending in endings:
         assert any(name.endswith(ending) for name in names), ending
+
+
+@pytest.mark.parametrize("ending", [rule.ending for rule in RULES])
+def test_rules_are_for_classes_of_libraries(ending):
+    """A user's class of such a name is the user's, unless it derives from a
+    library's.
+    """
+    users = type(f"My{ending}", (), {"__module__": "of_a_user"})
+    derived = type("Derived", (type(of_library(ending)),), {"__module__": "of_a_user"})
+    (rule,) = [rule for rule in RULES if rule.ending == ending]
+    assert whose(users()) is Whose.USER
+    assert not is_writer(users)
+    assert whose(derived()) is rule.whose
 
 
 def users(output, targets):
@@ -161,11 +170,5 @@ def test_function_is_users(name):
     function, expected = FUNCTIONS[name]
     assert is_user_function(function) is expected
 
-
-def test_modules_of_libraries():
-    for name in ("torch.nn", "scatterpar.engine", "collections", "numpy.random"):
-        assert is_library(name), name
-    assert not is_library("__main__")
-    assert not is_library("of_a_user.models")
     assert is_user_class(Meter)
     assert not is_user_class(nn.Linear)

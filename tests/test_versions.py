@@ -154,8 +154,8 @@ def test_known_kinds_are_not_printed(entry, num_news, monkeypatch, capsys):
 def test_known_kinds_are_told_in_the_changelog():
     changelog = " ".join((ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split())
     for entry in versions.known_kinds():
-        assert entry["reason"]
-        assert {"part", "section"} & entry.keys()
+        assert {"reason", "changelog"} & entry.keys(), entry
+        assert {"part", "section"} & entry.keys(), entry
         assert entry.get("changelog", "") in changelog, entry
 
 

@@ -622,25 +622,30 @@ def _only_in_each(old, new):
 
 
 def known_kinds(file=KNOWN):
-    """The entries of the file: each names a part, what its text has, and a reason."""
+    """The entries of the file, of which each says which differences are meant, and why."""
     return tomllib.loads(file.read_text(encoding="utf-8"))["known"]
 
 
-def is_known(entry, kind, program):
-    """Whether an entry is about this kind. What it does not say may be anything."""
-    said = {
-        "place": kind.place,
-        "part": kind.part,
+def is_known(entry, found):
+    """Whether an entry is about this difference. What it does not say may be anything.
+
+    A name may have ``*``; of outcomes the entry has a part.
+    """
+    kind = kind_of(found)
+    names = {
+        "place": found.place,
+        "part": found.part,
         "section": kind.section,
-        "program": program,
+        "program": found.program,
+    }
+    texts = {
+        "call": f"{kind.call} {found.call}",
+        "old": f"{kind.old} {found.old}",
+        "new": f"{kind.new} {found.new}",
     }
     return all(
-        fnmatchcase(said[name], entry[name]) for name in said if name in entry
-    ) and all(
-        entry[name] in text
-        for name, text in (("call", kind.call), ("old", kind.old), ("new", kind.new))
-        if name in entry
-    )
+        fnmatchcase(name, entry.get(key, "*")) for key, name in names.items()
+    ) and all(entry.get(key, "") in text for key, text in texts.items())
 
 
 def print_kinds(differences, show_known=False):
@@ -657,7 +662,7 @@ def print_kinds(differences, show_known=False):
         heading = f"\n== {section} =="
         for kind in chosen:
             found = kinds[kind]
-            reasons = {_reason_of(kind, each.program, entries) for each in found}
+            reasons = {_reason_of(each, entries) for each in found}
             if None not in reasons:
                 num_known += 1
                 if not show_known:
@@ -675,10 +680,11 @@ def print_kinds(differences, show_known=False):
     return int(bool(news))
 
 
-def _reason_of(kind, program, entries):
+def _reason_of(found, entries):
+    """Why a difference is right: a reason, or a line of the changelog."""
     for entry in entries:
-        if is_known(entry, kind, program):
-            return entry["reason"]
+        if is_known(entry, found):
+            return entry.get("reason") or f"changelog: {entry['changelog']}"
     return None
 
 

@@ -52,8 +52,9 @@ from scatterpar.verify.verifier import Question, Verifier, candidate_of
 
 _MAX_ROWS = 16
 _REMEDIES = (
-    "Pass count= for a mean over other terms, reduction= for a sum, or call the plain "
-    "criterion on gather(outputs, device). verify=False does not check."
+    "Pass count= for a mean over other terms, reduction= for a sum; if it compares "
+    "rows with each other, or is a ratio of sums, call the plain criterion on "
+    "gather(outputs, device). verify=False does not check."
 )
 
 _NORMALISES = in_lines(

@@ -86,7 +86,12 @@ from scatterpar.step.substeps import Schedule, user_state_guarded
 from scatterpar.step.task import call_inputs, make_tasks
 from scatterpar.threads.workers import Workers, threads_of
 from scatterpar.torch_private import never_compiled, unwrapped
-from scatterpar.verify.gradient_check import GradientCheck, compare
+from scatterpar.verify.gradient_check import (
+    Comparison,
+    GradientCheck,
+    compare,
+    in_double,
+)
 from scatterpar.verify.verifier import Verifier
 from scatterpar.wrapper import ModuleT, Wrapper
 
@@ -850,14 +855,26 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                 raise ValueError(
                     f"check takes one batch, got {len(request.sizes)}; pass one"
                 )
-            plan = self.plan(request.sizes)
-            # With weights, because a forward pass may write these, as one that clips
-            # does.
-            state = journal_of_call(self.module, request, [master], saves_weights=True)
-            with state.restored():
-                # A trial is of this rank only.
-                outcome = self._compute(schedule, request, plan, Extent(is_trial=True))
-                return compare(self.module, outcome, master, state)
+            comparison = self._compared(schedule, request)
+            if comparison.may_be_rounding:
+                # User code may need the step's formats, or memory may run out.
+                with (
+                    contextlib.suppress(Exception),
+                    in_double(self.module, request) as wider,
+                ):
+                    return comparison.beside(self._compared(schedule, wider))
+            return comparison.report
+
+    def _compared(self, schedule: Schedule, request: Request) -> Comparison:
+        """A step that is not committed, beside a plain backward pass on the master."""
+        master = self.device_ids[0]
+        plan = self.plan(request.sizes)
+        # With weights, because a forward pass may write these, as one that clips does.
+        state = journal_of_call(self.module, request, [master], saves_weights=True)
+        with state.restored():
+            # A trial is of this rank only.
+            outcome = self._compute(schedule, request, plan, Extent(is_trial=True))
+            return compare(self.module, outcome, master, state)
 
     @property
     def replicas(self) -> tuple[nn.Module, ...]:

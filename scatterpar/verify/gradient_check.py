@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from scatterpar.batch import nested
 from scatterpar.batch.batch import Batch
+from scatterpar.batch.markers import Marker
 from scatterpar.devices.transfers import Transfers
 from scatterpar.numerics.comparison import (
+    Inconclusive,
     LeafGradients,
     magnitudes,
     relative_differences,
 )
-from scatterpar.numerics.rounding import Rounding
+from scatterpar.numerics.rounding import FLOAT64, Rounding
+from scatterpar.numerics.wider_precision import Precision, WiderLayers
 from scatterpar.objects.journal import Journal
 from scatterpar.objects.references import module_of
 from scatterpar.step.loss import loss_of
 from scatterpar.step.reduce import Outcome
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import moved
+from scatterpar.step.substeps import set_aside
 from scatterpar.step.task import as_call
 from scatterpar.tables import Printed
 from scatterpar.threads.caller_context import autocast_types
@@ -46,6 +52,9 @@ class GradientCheck(Printed):
         limit: the largest difference that rounding explains, given the coarsest format
             that the step rounds to.
         meaning: possible reasons of a difference.
+        in_double: whether both were computed in float64. They are if they differ by
+            more than the limit in the step's own format, and what differs is rounding
+            there, too, because gradients of rows nearly cancel.
     """
 
     rows: int
@@ -53,6 +62,7 @@ class GradientCheck(Printed):
     parameter: str
     limit: float
     meaning: str
+    in_double: bool = False
 
     @property
     def passed(self) -> bool:
@@ -62,10 +72,14 @@ class GradientCheck(Printed):
     def __str__(self) -> str:
         """One sentence, and a second one if something differs."""
         verdict = "only rounding differs" if self.passed else "NOT the same"
+        format_of_both = ""
+        if self.in_double:
+            format_of_both = ", both in float64 because gradients nearly cancel"
         sentence = (
             f"gradients of {self.rows:,} rows beside those of a plain whole-batch "
-            f"backward: largest relative difference {self.worst:.2e}, in "
-            f"{self.parameter}: {verdict} (limit {self.limit:.0e})."
+            f"backward{format_of_both}: largest relative difference "
+            f"{self.worst:.2e}, in {self.parameter}: {verdict} "
+            f"(limit {self.limit:.0e})."
         )
         return sentence if self.passed else f"{sentence} {self.meaning}"
 
@@ -85,9 +99,81 @@ _NO_MEAN = (
 )
 
 
+# Rounding differs from one way of computing to another by less than this factor.
+_FACTOR_OF_ROUNDING = 100
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A report, and the gradients of the plain backward pass.
+
+    Attributes:
+        report: of the step beside the plain backward pass.
+        expected: the gradients of the plain backward pass.
+    """
+
+    report: GradientCheck
+    expected: LeafGradients
+
+    @property
+    def may_be_rounding(self) -> bool:
+        """Whether a computation in float64 may show that only rounding differs."""
+        is_narrow = self.report.limit > FLOAT64.limit
+        return is_narrow and not self.report.passed and math.isfinite(self.report.worst)
+
+    def beside(self, in_double: Comparison) -> GradientCheck:
+        """The report, given a comparison of the same step in float64.
+
+        Gradients of rows nearly cancel if the plain pass itself is as far from its
+        result in float64 as the step is from the plain pass.
+        """
+        own = max(relative_differences(self.expected, in_double.expected), default=0.0)
+        is_rounding = own * _FACTOR_OF_ROUNDING >= self.report.worst
+        if in_double.report.worst > self.report.limit or not is_rounding:
+            return self.report
+        return replace(in_double.report, limit=self.report.limit, in_double=True)
+
+
+@contextlib.contextmanager
+def in_double(module: nn.Module, request: Request) -> Iterator[Request]:
+    """In the body the module and the criterion are in float64. Yields the request so.
+
+    Afterwards their tensors are as they were. Raises ``Inconclusive`` if there is no
+    memory for them.
+    """
+    precision = Precision.DOUBLE
+    roots = [module, module_of(request.criterion)]
+    modules = [part for root in roots if root is not None for part in root.modules()]
+    layers = WiderLayers(modules, precision.formats)
+    if layers.size > precision.max_bytes:
+        raise Inconclusive("the module is large")
+    widen = partial(nested.map_tensors, precision.widened)
+
+    def widened(atom: Any) -> Any:
+        return atom.map(widen) if isinstance(atom, Marker) else widen(atom)
+
+    batches = [
+        replace(batch, atoms=[widened(atom) for atom in batch.atoms])
+        for batch in request.batches
+    ]
+    leaves: dict[int, Tensor] = {}
+    for part in modules:
+        for tensor in (*part._parameters.values(), *part._buffers.values()):
+            if tensor is not None and tensor.is_leaf:
+                leaves[id(tensor)] = tensor
+    with contextlib.ExitStack() as stack:
+        for device_type in autocast_types():
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        # A tensor in float64 has no gradient in another format.
+        stack.enter_context(set_aside(list(leaves.values())))
+        stack.callback(layers.narrow)
+        layers.widen()
+        yield replace(request, batches=batches)
+
+
 def compare(
     module: nn.Module, outcome: Outcome, device: torch.device, state: Journal
-) -> GradientCheck:
+) -> Comparison:
     """Undo a step that is not committed, and compare it with a plain one.
 
     ``state`` is from before the step. Its caller restores what the plain step changes.
@@ -125,13 +211,14 @@ def compare(
     parameter = "nothing"
     if leaves:
         parameter = _name_of(leaves[differences.index(worst)], roots)
-    return GradientCheck(
+    report = GradientCheck(
         rows=request.rows,
         worst=worst,
         parameter=parameter,
         limit=rounding.limit,
         meaning=meaning,
     )
+    return Comparison(report, expected)
 
 
 def _name_of(leaf: Tensor, roots: dict[str, nn.Module]) -> str:

@@ -133,3 +133,67 @@ def checks_its_own_rows(group):
 
 def test_rank_compares_its_own_rows():
     assert all(run_on_ranks(2, checks_its_own_rows))
+
+
+def at_its_optimum(dtype=torch.float32):
+    """Equal rows, each class three times: the gradients of rows cancel."""
+    inputs, labels = torch.ones(9, 5), torch.arange(9) // 3
+    torch.manual_seed(0)
+    net = nn.Linear(5, 3)
+    optimizer = torch.optim.SGD(net.parameters(), 0.5)
+    for _ in range(40):
+        optimizer.zero_grad()
+        LOSS(net(inputs), labels).backward()
+        optimizer.step()
+    return net.to(dtype), inputs.to(dtype), labels
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("accum", [1, 2, 3])
+def test_gradients_that_cancel_differ_by_rounding_alone(devices, accum, dtype):
+    net, inputs, labels = at_its_optimum(dtype)
+    with ScatterOnceParallel(net, accum, devices(2)) as engine:
+        with nothing_changes(engine):
+            report = engine.check(inputs, labels, LOSS)
+        assert report.passed, report
+        assert net.weight.dtype == dtype
+        # The step finds the parameters as they were.
+        engine.forward_backward(inputs, labels, LOSS)
+        assert net.weight.grad.dtype == dtype
+        for wrong in ({"reduction": "sum"}, {"count": lambda rows, _: len(rows) ** 2}):
+            report = engine.check(inputs, labels, lam, **wrong)
+            assert not report.passed
+            assert not report.in_double
+
+
+@pytest.mark.draws
+def test_gradients_that_cancel_are_compared_in_float64():
+    net, inputs, labels = at_its_optimum()
+    with ScatterOnceParallel(net, 2, ["cpu"]) as engine:
+        report = engine.check(inputs, labels, LOSS)
+        assert report.in_double
+        assert report.worst < 1e-6
+        assert "both in float64 because gradients nearly cancel" in str(report)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert engine.check(inputs, labels, LOSS).passed
+
+
+def test_difference_that_vanishes_in_float64_alone_is_no_rounding(devices):
+    """The plain pass is as exact in the step's format as in float64."""
+
+    class Wrong(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(FEATURES, 3)
+
+        def forward(self, rows):
+            is_part = rows.dtype == torch.float32 and len(rows) < ROWS
+            return self.linear(rows) * (2 if is_part else 1)
+
+    labels = torch.arange(ROWS) % 3
+    model = build(Wrong).float()
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        report = engine.check(INPUTS.float(), labels, LOSS)
+    assert not report.passed
+    assert not report.in_double

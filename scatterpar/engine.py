@@ -87,8 +87,8 @@ from scatterpar.step.task import call_inputs, make_tasks
 from scatterpar.threads.workers import Workers, threads_of
 from scatterpar.torch_private import never_compiled, unwrapped
 from scatterpar.verify.gradient_check import (
-    Comparison,
     GradientCheck,
+    PlainComparison,
     compare,
     in_double,
 )
@@ -865,7 +865,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                     return comparison.beside(self._compared(schedule, wider))
             return comparison.report
 
-    def _compared(self, schedule: Schedule, request: Request) -> Comparison:
+    def _compared(self, schedule: Schedule, request: Request) -> PlainComparison:
         """A step that is not committed, beside a plain backward pass on the master."""
         master = self.device_ids[0]
         plan = self.plan(request.sizes)

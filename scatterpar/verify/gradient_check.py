@@ -104,7 +104,7 @@ _FACTOR_OF_ROUNDING = 100
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PlainComparison:
     """A report, and the gradients of the plain backward pass.
 
     Attributes:
@@ -121,7 +121,7 @@ class Comparison:
         is_narrow = self.report.limit > FLOAT64.limit
         return is_narrow and not self.report.passed and math.isfinite(self.report.worst)
 
-    def beside(self, in_double: Comparison) -> GradientCheck:
+    def beside(self, in_double: PlainComparison) -> GradientCheck:
         """The report, given a comparison of the same step in float64.
 
         Gradients of rows nearly cancel if the plain pass itself is as far from its
@@ -173,7 +173,7 @@ def in_double(module: nn.Module, request: Request) -> Iterator[Request]:
 
 def compare(
     module: nn.Module, outcome: Outcome, device: torch.device, state: Journal
-) -> Comparison:
+) -> PlainComparison:
     """Undo a step that is not committed, and compare it with a plain one.
 
     ``state`` is from before the step. Its caller restores what the plain step changes.
@@ -218,7 +218,7 @@ def compare(
         limit=rounding.limit,
         meaning=meaning,
     )
-    return Comparison(report, expected)
+    return PlainComparison(report, expected)
 
 
 def _name_of(leaf: Tensor, roots: dict[str, nn.Module]) -> str:

@@ -151,7 +151,7 @@ def at_its_optimum(dtype=torch.float32):
 @pytest.mark.draws
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("accum", [1, 2, 3])
-def test_gradients_that_cancel_differ_by_rounding_alone(devices, accum, dtype):
+def test_gradients_that_cancel_pass(devices, accum, dtype):
     net, inputs, labels = at_its_optimum(dtype)
     with ScatterOnceParallel(net, accum, devices(2)) as engine:
         with nothing_changes(engine):
@@ -168,7 +168,7 @@ def test_gradients_that_cancel_differ_by_rounding_alone(devices, accum, dtype):
 
 
 @pytest.mark.draws
-def test_gradients_that_cancel_are_compared_in_float64():
+def test_cancelling_gradients_compared_in_double():
     net, inputs, labels = at_its_optimum()
     with ScatterOnceParallel(net, 2, ["cpu"]) as engine:
         report = engine.check(inputs, labels, LOSS)
@@ -179,7 +179,7 @@ def test_gradients_that_cancel_are_compared_in_float64():
             assert engine.check(inputs, labels, LOSS).passed
 
 
-def test_difference_that_vanishes_in_float64_alone_is_no_rounding(devices):
+def test_difference_in_single_precision_alone_fails(devices):
     """The plain pass is as exact in the step's format as in float64."""
 
     class Wrong(nn.Module):

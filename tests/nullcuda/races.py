@@ -25,7 +25,7 @@ from nullcuda.card import Record
 __all__ = ["Race", "races"]
 
 _HOST = -1  # what the caller does to memory of the host, told by ``card.host_writes``
-_PAGE = 21  # bits: accesses are looked up by pages of 2 MB
+_PAGE = 12  # bits: accesses are looked up by pages of 4 KiB
 _Stream = tuple[int, int]
 _Clock = dict[_Stream, int]
 

@@ -268,7 +268,7 @@ def test_graphs_switched_on_by_the_environment(monkeypatch):
     for value in ("0", "1"):
         monkeypatch.setenv("TORCHINDUCTOR_CUDAGRAPHS", value)
         with monkeypatch.context() as patch:
-            patch.setattr(torch_private, "sys", SimpleNamespace(modules={}))
+            patch.setattr(torch_private.compiler, "sys", SimpleNamespace(modules={}))
             assert torch_private.inductor_records_graphs() == (value == "1")
 
 

@@ -19,6 +19,7 @@ from scatterpar import (
     ShardedOptimizer,
 )
 from scatterpar import torch_private as private
+from scatterpar.torch_private import entry_points, random_key
 
 pytestmark = pytest.mark.core
 
@@ -31,14 +32,14 @@ WORDS = (
 def test_missing_name_told_at_import(name, monkeypatch):
     monkeypatch.delattr(f"torch.{name}")
     with pytest.raises(RuntimeError, match=WORDS.format(re.escape(f"torch.{name}"))):
-        runpy.run_path(private.__file__)
+        runpy.run_path(entry_points.__file__)
 
 
 def test_imports_without_the_dispatch_key(monkeypatch):
     """``threads/test_generators.py`` says what replicas then do."""
     monkeypatch.setattr("torch._C._dispatch_key_parse", lambda name: torch.device(name))
     assert private.HAS_RANDOM_KEY
-    assert not runpy.run_path(private.__file__)["HAS_RANDOM_KEY"]
+    assert not runpy.run_path(random_key.__file__)["HAS_RANDOM_KEY"]
 
 
 @pytest.mark.parametrize(

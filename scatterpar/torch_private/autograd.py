@@ -1,0 +1,126 @@
+"""Autograd: its graph, the leaves and hooks in it, and what this thread runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import get_gradient_edge
+from torch.overrides import has_torch_function
+
+from scatterpar.libraries import package_of
+
+_Hooks = tuple[Callable[..., Any], Callable[..., Any]]
+# The innermost pair of saved-tensor hooks of this thread, or ``None``.
+saved_tensors_hooks: Callable[[], _Hooks | None]
+saved_tensors_hooks = partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
+
+# The number of the backward pass that this thread runs; -1 outside of a backward pass.
+current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+
+_USE_COUNT: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]  # no stub
+_HOOKS_BEFORE = attrgetter("_backward_hooks")
+_HOOKS_AFTER = attrgetter("_post_accumulate_grad_hooks")
+_GRAPH: Any = torch.autograd.graph
+
+
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Whether the leaf has hooks that run after its gradient was accumulated."""
+    return bool(tensor._post_accumulate_grad_hooks)
+
+
+def are_observed(leaves: Sequence[Tensor]) -> bool:
+    """Whether a hook may run when these leaves get gradients.
+
+    On a leaf, or on its AccumulateGrad node. The node refers to the leaf, so a node
+    that somebody keeps raises the leaf's use count.
+    """
+    if max(map(_USE_COUNT, leaves), default=0) > 1:
+        return True
+    return any(map(_HOOKS_BEFORE, leaves)) or any(map(_HOOKS_AFTER, leaves))
+
+
+@contextlib.contextmanager
+def hooks_taken_off(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """In the body, no hook that the user registered on one of these leaves runs."""
+    dictionaries = [*map(_HOOKS_BEFORE, tensors), *map(_HOOKS_AFTER, tensors)]
+    saved = [(hooks, dict(hooks)) for hooks in dictionaries if hooks]
+    try:
+        for hooks, _ in saved:
+            hooks.clear()  # torch keeps the dictionary even if another one is assigned
+        yield
+    finally:
+        for hooks, earlier in saved:
+            hooks.update(earlier)
+
+
+def nodes_of(tensors: Iterable[Tensor]) -> list[Any]:
+    """The autograd nodes that computed the tensors, without leaves."""
+    return [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+
+
+def nodes_reached(loss: Tensor, without: Sequence[Any] = ()) -> list[Any]:
+    """The nodes, leaves too, that a backward pass from ``loss`` reaches.
+
+    Not those of ``without``, nor what is reached through them alone.
+    """
+    seen = {None, *without}
+    reached: list[Any] = []
+    pending: list[Any] = []
+    if loss.requires_grad:
+        pending.append(get_gradient_edge(loss).node)
+    while pending:
+        node = pending.pop()
+        if node not in seen:
+            seen.add(node)
+            reached.append(node)
+            pending += [next_node for next_node, _ in node.next_functions]
+    return reached
+
+
+def leaves_reached(loss: Tensor, nodes: Sequence[Any]) -> list[Tensor]:
+    """The leaves that a backward pass from ``loss`` reaches, not through ``nodes``."""
+    return leaves_of(nodes_reached(loss, nodes))
+
+
+def leaves_of(nodes: Iterable[Any]) -> list[Tensor]:
+    """The leaves among the nodes of a graph, each once."""
+    leaves: dict[int, Tensor] = {}
+    for node in nodes:
+        if type(node).__name__ == "AccumulateGrad":
+            leaves[id(node.variable)] = node.variable
+    return list(leaves.values())
+
+
+def is_function_of_user(node: Any) -> bool:
+    """Whether a node of a graph is of an ``autograd.Function`` that neither torch nor
+    this package defines.
+    """
+    if not isinstance(node, BackwardCFunction):
+        return False
+    # Torch makes a class of its own for the node, in a module of torch.
+    class_of_node: Any = type(node)
+    return package_of(class_of_node._forward_cls) not in ("torch", "scatterpar")
+
+
+def backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """``torch.autograd.backward`` without its checks of the arguments.
+
+    The checks take as long as the backward pass of a small operator, and hold the GIL.
+    All arguments come from the package, and autograd's engine still refuses wrong
+    shapes.
+    """
+    if has_torch_function(tuple(roots)):
+        torch.autograd.backward(roots, gradients)
+        return
+    options = {"allow_unreachable": True, "accumulate_grad": True}
+    # Neither retain_graph nor create_graph; the inputs are all leaves.
+    _GRAPH._engine_run_backward(
+        tuple(roots), tuple(gradients), False, False, (), **options
+    )

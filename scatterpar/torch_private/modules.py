@@ -1,0 +1,152 @@
+"""Parametrized modules, optimizers within others, and gradients that are clipped."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.nn.utils import parametrize
+from torch.optim import Optimizer
+
+from scatterpar.torch_private.entry_points import find
+from scatterpar.torch_private.settings import ForAllThreads
+
+# --- parametrizations ---
+
+
+@ForAllThreads
+@contextlib.contextmanager
+def parametrized_in_threads() -> Iterator[None]:
+    """In the body, modules may be parametrized in forward passes of several threads.
+
+    PEFT does so for parameters of fused experts. Two things would be wrong:
+
+    - ``parametrize.cached()`` clears its cache when all threads have left it. While
+      others are inside, a replica's weights would stay, with the last sub-step's graph.
+    - a parameter is set to the memory that it has. That counts as a write of it, and a
+      forward pass must not write parameters.
+    """
+    names = vars(parametrize)
+    cached = names["cached"]
+    set_to = names["_maybe_set"]
+
+    @contextlib.contextmanager
+    def cached_and_cleared() -> Iterator[None]:
+        with cached():
+            try:
+                yield
+            finally:
+                names["_cache"].clear()
+
+    def set_if_elsewhere(tensor: Tensor, source: Tensor) -> None:
+        if not tensor.is_set_to(source):
+            set_to(tensor, source)
+
+    names |= {"cached": cached_and_cleared, "_maybe_set": set_if_elsewhere}
+    try:
+        yield
+    finally:
+        names |= {"cached": cached, "_maybe_set": set_to}
+
+
+# --- an optimizer within another: the outer one runs the hooks, once ---
+
+
+def step_without_hooks(optimizer: Optimizer, *args: Any) -> Any:
+    """Run ``optimizer.step(*args)`` without hooks and the profiler's annotation."""
+    step: Any = type(optimizer).step
+    if getattr(step, "hooked", False):  # torch has replaced it by ``profile_hook_step``
+        step = step.__wrapped__
+    return step(optimizer, *args)
+
+
+_HOOKS_OF_ALL_OPTIMIZERS: tuple[dict[int, Any], ...] = (
+    find("torch.optim.optimizer", "_global_optimizer_pre_hooks"),
+    find("torch.optim.optimizer", "_global_optimizer_post_hooks"),
+)
+
+
+@contextlib.contextmanager
+def optimizer_hooks_off() -> Iterator[None]:
+    """In the body, no hook that is registered for all optimizers runs."""
+    saved = [dict(hooks) for hooks in _HOOKS_OF_ALL_OPTIMIZERS]
+    try:
+        for hooks in _HOOKS_OF_ALL_OPTIMIZERS:
+            hooks.clear()
+        yield
+    finally:
+        for hooks, earlier in zip(_HOOKS_OF_ALL_OPTIMIZERS, saved, strict=True):
+            hooks.update(earlier)
+
+
+def saving_hooks(optimizer: Optimizer) -> list[list[Callable[..., Any]]]:
+    """The hooks that run before and after ``optimizer.state_dict``."""
+    hooks: Any = optimizer
+    before = list(hooks._optimizer_state_dict_pre_hooks.values())
+    after = list(hooks._optimizer_state_dict_post_hooks.values())
+    return [before, after]
+
+
+def loading_hooks(optimizer: Optimizer) -> list[list[Callable[..., Any]]]:
+    """The hooks that run before and after ``optimizer.load_state_dict``."""
+    hooks: Any = optimizer
+    before = list(hooks._optimizer_load_state_dict_pre_hooks.values())
+    after = list(hooks._optimizer_load_state_dict_post_hooks.values())
+    return [before, after]
+
+
+# --- a training step that is only looked at ---
+
+
+# Gets the parameters whose gradients are limited.
+Clip = Callable[[list[Tensor]], None]
+_clips: list[Clip] = []  # the last one is called in the place of torch's functions
+
+
+@contextlib.contextmanager
+def clipping_replaced(clip: Clip) -> Iterator[None]:
+    """In the body, torch's functions that clip gradients call ``clip`` in their place.
+
+    Their code is exchanged, not a name in a module: others may have imported them by
+    name.
+    """
+    name = "torch.nn.utils.clip_grad"
+    exchanged = (
+        (inspect.unwrap(find(name, "_clip_grads_with_norm_")), _by_norm),
+        (inspect.unwrap(find(name, "clip_grad_value_")), _by_value),
+    )
+    codes = [function.__code__ for function, _ in exchanged]
+    _clips.append(clip)
+    try:
+        for function, replacement in exchanged:
+            function.__code__ = replacement.__code__
+        yield
+    finally:
+        for (function, _), code in zip(exchanged, codes, strict=True):
+            function.__code__ = code
+        _clips.pop()
+
+
+def _by_norm(
+    parameters: Any, max_norm: Any, total_norm: Any, foreach: Any = None
+) -> None:
+    """Runs with the globals of ``torch.nn.utils.clip_grad``."""
+    sys.modules["scatterpar.torch_private.modules"].clip_to(parameters, max_norm)
+
+
+def _by_value(parameters: Any, clip_value: Any, foreach: Any = None) -> None:
+    """Runs with the globals of ``torch.nn.utils.clip_grad``."""
+    sys.modules["scatterpar.torch_private.modules"].clip_to(parameters, clip_value)
+
+
+def clip_to(parameters: Any, limit: Any) -> None:
+    """Call the function that ``clipping_replaced`` got."""
+    if not math.isfinite(float(limit)):
+        return  # the caller only asks for the norm
+    is_single = isinstance(parameters, Tensor)
+    _clips[-1]([parameters] if is_single else list(parameters))

@@ -1,0 +1,50 @@
+"""Tensors: flat ones, versions that stay, subclasses."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from scatterpar.torch_private.entry_points import find
+
+_preserve_version_counters = find("torch.autograd", "_unsafe_preserve_version_counter")
+# Dense tensors as one 1-D tensor, and its parts with the shapes of given tensors. In
+# C++, for DDP.
+flatten: Callable[[Sequence[Tensor]], Tensor] = find(
+    "torch._utils", "_flatten_dense_tensors"
+)
+unflatten: Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, ...]]
+unflatten = find("torch._utils", "_unflatten_dense_tensors")
+
+
+@contextlib.contextmanager
+def version_counters_kept(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """In the body, writes to ``tensors`` are not counted.
+
+    The body leaves the values as they were: a graph that has saved them stays valid,
+    and a changed counter would refuse its backward pass.
+    """
+    with _preserve_version_counters(tuple(tensors)):
+        yield
+
+
+def of_class(tensor: Tensor, cls: type[Tensor]) -> Tensor:
+    """The values of ``tensor``, without a graph, as a tensor of a subclass.
+
+    Not by ``as_subclass``, whose result is a view, which keeps ``tensor`` alive.
+    """
+    result: Tensor = Tensor._make_subclass(cls, tensor)
+    return result
+
+
+def plain_functions() -> contextlib.AbstractContextManager[object]:
+    """In the body, torch's functions treat a subclass as a plain tensor.
+
+    ``super().__torch_function__`` makes every result one of the subclass.
+    """
+    context: contextlib.AbstractContextManager[object]
+    context = torch._C.DisableTorchFunctionSubclass()
+    return context

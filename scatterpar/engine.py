@@ -37,6 +37,7 @@ from scatterpar.devices.links import check_links
 from scatterpar.devices.memory import clear_frames
 from scatterpar.devices.transfers import Transfers
 from scatterpar.distributed.ranks import Ranks
+from scatterpar.distributed.visible_accelerators import accelerators_of_rank
 from scatterpar.errors import Told
 from scatterpar.objects.journal import Journal
 from scatterpar.objects.walk import register_wrapper
@@ -118,9 +119,8 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             or ``torch.device``. Replicas with equal entries share one memory: ``["cpu"]
             * 4`` are four in host memory, ``["cpu:0", "cpu:1"]`` two virtual devices
             with separate memories. Default: every visible accelerator, or a single CPU
-            replica if there is none; in one of several processes that a launcher
-            started on this machine (``torchrun --nproc-per-node 2``) its even part of
-            the accelerators.
+            replica if there is none; in one of several processes that see the same ones
+            (``torchrun --nproc-per-node 2``) its even part of them.
         micro_batch_size: maximal number of rows per sub-step, instead of ``accum``: one
             number, or one per replica for devices of unequal memory.
         dim: the dimension along which the batch is split into rows.
@@ -208,6 +208,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         # behind.
         check_module(self.module)
         check_synchronised(self.module)
+        device_ids = accelerators_of_rank(process_group, device_ids)
         self._options = EngineOptions(
             resolve(device_ids),
             accum,

@@ -471,6 +471,15 @@ SABOTAGES = [
         seen_by="test_engine_and_pair_answer",
     ),
     Sabotage(
+        name="ranks divide accelerators that nobody else sees",
+        promise="several processes",
+        file="distributed/visible_accelerators.py",
+        place="accelerators_of_rank",
+        text="if set(names) == set(own):",
+        replacement="if names:",
+        seen_by="test_rank_has_its_part_of_what_it_sees",
+    ),
+    Sabotage(
         name="what user code writes into a batch is silent",
         promise="clear errors",
         file="step/row_writes.py",

@@ -24,7 +24,7 @@ def resolve(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]
 
     ``None`` means all accelerators, or one CPU replica on a machine without any. In one
     of several processes of a launcher such as ``torchrun --nproc-per-node 2`` it means
-    this process's part of them.
+    this process's part of them, by the launcher's variables.
 
     >>> resolve(["cpu:0", "cpu:1"])
     (device(type='cpu', index=0), device(type='cpu', index=1))
@@ -64,20 +64,25 @@ def _part_of_process(count: int) -> range:
     """The numbers of this process's accelerators, of the ``count`` that are visible.
 
     Each process that a launcher started on this machine has an even part, in order.
-
-    Raises ``ValueError`` if there are fewer accelerators than processes.
     """
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if processes < 2 or "LOCAL_RANK" not in os.environ:
         return range(count)
+    return even_part(count, int(os.environ["LOCAL_RANK"]), processes)
+
+
+def even_part(count: int, number: int, processes: int) -> range:
+    """The part of ``count`` accelerators that one of several processes has, in order.
+
+    Raises ``ValueError`` if there are fewer accelerators than processes.
+    """
     if count < processes:
         raise ValueError(
-            f"device_ids: {processes} processes run on this machine "
-            f"(LOCAL_WORLD_SIZE), and {count} accelerators are visible here, so that "
-            "two processes would have the same one; start fewer processes, or pass "
-            "device_ids="
+            f"device_ids: {processes} processes run on this machine, and {count} "
+            "accelerators are visible here, so that two processes would have the same "
+            "one; start fewer processes, or pass device_ids=. If each process sees "
+            "accelerators of its own, pass process_group=, with which they are compared"
         )
-    number = int(os.environ["LOCAL_RANK"])
     part = range(count * number // processes, count * (number + 1) // processes)
     if count % processes:
         warn(
@@ -88,6 +93,20 @@ def _part_of_process(count: int) -> range:
             "that divides, or give each process rows in proportion"
         )
     return part
+
+
+def visible_identities() -> list[str]:
+    """The names of all accelerators that this process sees; none if one has no name."""
+    accelerator = _accelerator()
+    names: list[str] = []
+    if accelerator is None:
+        return names
+    for number in range(torch.accelerator.device_count()):
+        name = identity_of(torch.device(accelerator.type, number))
+        if name is None:
+            return []
+        names.append(name)
+    return names
 
 
 def identity_of(device: torch.device) -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -136,11 +135,15 @@ def _by_norm(
     parameters: Any, max_norm: Any, total_norm: Any, foreach: Any = None
 ) -> None:
     """Runs with the globals of ``torch.nn.utils.clip_grad``."""
+    import sys
+
     sys.modules["scatterpar.torch_private.modules"].clip_to(parameters, max_norm)
 
 
 def _by_value(parameters: Any, clip_value: Any, foreach: Any = None) -> None:
     """Runs with the globals of ``torch.nn.utils.clip_grad``."""
+    import sys
+
     sys.modules["scatterpar.torch_private.modules"].clip_to(parameters, clip_value)
 
 

@@ -117,6 +117,36 @@ def test_no_package_imports_a_higher_one():
         assert not [name for name in imported if level_of(name) > level], path
 
 
+def test_splitcheck_needs_no_engine():
+    """It is for anybody's loop, and could be released by itself."""
+    engines = {"replicas", "step", "verify", "options", "distributed", "engine"}
+    assert all(LEVELS["splitting"] < LEVELS[name] for name in engines)
+    imported = imports_of_imports(PACKAGE / "splitting" / "__init__.py")
+    names = {path.relative_to(PACKAGE).parts[0] for path in imported}
+    assert names & PACKAGES == {
+        *("splitting", "causes", "threads", "objects"),
+        *("batch", "numerics", "devices", "torch_private"),
+    }
+
+
+def imports_of_imports(path):
+    """The files that an import of a file runs, but for ``scatterpar/__init__.py``."""
+    found = set()
+    waiting = [path]
+    while waiting:
+        path = waiting.pop()
+        if path in found or path == PACKAGE / "__init__.py":
+            continue
+        found.add(path)
+        waiting.append(path.parent / "__init__.py")
+        for name in imports(path):
+            child = PACKAGE.joinpath(*name.split(".")[1:])
+            waiting.append(
+                child / "__init__.py" if child.is_dir() else child.with_suffix(".py")
+            )
+    return found
+
+
 def test_page_names_all_schedules():
     found = {
         node.name: path

@@ -13,5 +13,6 @@ Runs in the caller's thread.
 - ``counts`` has what a loss may divide by: rows, labels, masks;
 - ``vectors`` finds factors, and weights with which parts add up to the whole;
 - ``evidence`` is the record, and has the kinds of causes in their order;
-- ``cause_list`` finds the first that fits.
+- ``cause_list`` finds the first that fits;
+- ``batch_normalisation`` names layers that tie the rows of a part to each other.
 """

@@ -2,7 +2,7 @@
 
 The engine has no part in it.
 
-Imports ``verify``, ``causes`` and the packages below them.
+Imports ``causes`` and the packages below it: neither steps nor replicas.
 
 Runs in the caller's thread, or in processes of its own.
 

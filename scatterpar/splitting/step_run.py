@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.batch import nested
+from scatterpar.causes.batch_normalisation import uses_batch_statistics
 from scatterpar.splitting.gradients import Gradients, as_double, whole
 from scatterpar.splitting.operator_modes import (
     Numbers,
@@ -24,7 +25,6 @@ from scatterpar.splitting.operator_modes import (
 from scatterpar.splitting.terms import Terms
 from scatterpar.splitting.trained_leaves import TrainedGradients, leaves_outside
 from scatterpar.torch_private import clipping_replaced
-from scatterpar.verify.gradient_check import uses_batch_statistics
 
 # As an initial weight: outputs stay of the size that they have.
 _SMALL = 0.1

@@ -22,7 +22,7 @@ rounding, it refuses before anything changes, and says what would be right::
 
 How numbers are compared, and how far rounding may bring them apart, is in ``numerics``.
 
-Imports ``causes`` and the packages below it.
+Imports ``step``, ``causes`` and the packages below them.
 
 The engine asks in the caller's thread; the rows are computed in the workers' threads.
 """

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from scatterpar.batch import nested
 from scatterpar.batch.batch import Batch
 from scatterpar.batch.markers import Marker
+from scatterpar.causes.batch_normalisation import uses_batch_statistics
 from scatterpar.devices.transfers import Transfers
 from scatterpar.numerics.comparison import (
     Inconclusive,
@@ -248,12 +249,6 @@ def _plain(
         loss = loss_of(module(*args, **kwargs), targets, request.criterion)
         rounding.watch(loss)
         return torch.autograd.grad(loss, leaves, allow_unused=True)
-
-
-def uses_batch_statistics(layer: nn.Module) -> bool:
-    """Whether a layer is a batch normalisation that uses its input's statistics."""
-    is_norm = isinstance(layer, nn.modules.batchnorm._BatchNorm)
-    return is_norm and (layer.training or layer.running_mean is None)
 
 
 def moved_to(device: torch.device, batch: Batch) -> tuple[Any, Any]:

@@ -24,6 +24,7 @@ from scatterpar.batch import nested
 from scatterpar.batch.batch import batch_of
 from scatterpar.batch.joining import join_rows
 from scatterpar.batch.markers import Rows
+from scatterpar.causes.batch_normalisation import uses_batch_statistics
 from scatterpar.devices.device_ids import physical
 from scatterpar.devices.transfers import to_device
 from scatterpar.numerics.comparison import magnitudes
@@ -43,7 +44,6 @@ from scatterpar.torch_private import (
     leaves_of,
     nodes_reached,
 )
-from scatterpar.verify.gradient_check import uses_batch_statistics
 from scatterpar.verify.output_differences import cut_rows
 from scatterpar.verify.ranges import informative_tensors, ranges_of_step
 from scatterpar.verify.rows import RowChoice, affordable_rows, ignored_values

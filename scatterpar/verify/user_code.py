@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scatterpar.causes.batch_normalisation import uses_batch_statistics
 from scatterpar.errors import restored
 from scatterpar.numerics.comparison import Inconclusive
 from scatterpar.numerics.rounding import HALF_PRECISION
@@ -36,7 +37,6 @@ from scatterpar.step.request import Request
 from scatterpar.step.task import ReplicaTask
 from scatterpar.torch_private import uncompiled
 from scatterpar.verify.dropped_records import records_dropped
-from scatterpar.verify.gradient_check import uses_batch_statistics
 from scatterpar.verify.opened_files import files_refused
 
 _UNSAVED = (

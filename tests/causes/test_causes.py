@@ -6,9 +6,11 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 from scatterpar import Rows
 from scatterpar.causes import vectors
+from scatterpar.causes.batch_normalisation import uses_batch_statistics
 from scatterpar.causes.cause_list import (
     first_finding,
     kind_of_weights,
@@ -272,3 +274,13 @@ def test_term_of_each_part_grows_as_expected(factor, expected, cosine, is_found)
 def test_weights_of_parts_are_named(computed, right, kind):
     numbers = torch.tensor(computed, dtype=torch.float64), torch.tensor(right)
     assert kind_of_weights(*numbers, num_parts=4) is kind
+
+
+def test_layers_that_use_statistics_of_a_part():
+    """In training mode, or without running statistics."""
+    training = nn.BatchNorm1d(2)
+    without = nn.BatchNorm1d(2, track_running_stats=False).eval()
+    assert uses_batch_statistics(training)
+    assert uses_batch_statistics(without)
+    assert not uses_batch_statistics(training.eval())
+    assert not uses_batch_statistics(nn.LayerNorm(2))

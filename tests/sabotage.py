@@ -1461,6 +1461,16 @@ SABOTAGES = [
         needs="timm",
     ),
     Sabotage(
+        name="test/ chooses the best epoch, without val/",
+        promise="the tool: held out",
+        file="train/data.py",
+        place="_choose_parts",
+        text="elif VAL not in parts:",
+        replacement="elif VAL not in parts and TEST not in parts:",
+        seen_by="test_test_never_chooses_the_best_epoch",
+        needs="timm",
+    ),
+    Sabotage(
         name="12 bits in a file of 16 are nearly black",
         promise="the tool: pixels",
         file="train/pictures.py",

@@ -102,6 +102,7 @@ def measure(
             out = place / f"{word}-{number}"
             command = command_of(name, options, folder, out)
             seconds, megabytes = command.run(options.steps)
+            shutil.rmtree(out, ignore_errors=True)
             # The first step's end is where the clock starts.
             speed = options.batch * (options.steps - 1) / seconds
             speeds[name].append(speed)
@@ -157,8 +158,8 @@ class Command:
         """The file for all that it prints."""
         return self.out.with_suffix(".log")
 
-    def run(self, steps: int) -> tuple[float, float]:
-        """Run until so many steps are done.
+    def run(self, number: int) -> tuple[float, float]:
+        """Run until so many steps are done, or what else ``count`` counts.
 
         Returns the seconds from the first step's end to the last one's, and the most
         memory in MB. Raises ``RuntimeError`` if the program ends before, or is silent.
@@ -170,28 +171,26 @@ class Command:
         ):
             program = psutil.Process(process.pid)
             try:
-                figures = self._watch(process, program, steps)
+                return self._watch(process, program, number)
             finally:
                 for member in family(program):
                     with contextlib.suppress(psutil.NoSuchProcess):
                         member.kill()
-        shutil.rmtree(self.out, ignore_errors=True)
-        return figures
 
     def _watch(
-        self, process: subprocess.Popen[bytes], program: psutil.Process, steps: int
+        self, process: subprocess.Popen[bytes], program: psutil.Process, number: int
     ) -> tuple[float, float]:
         """Wait for the steps, and look at the memory of the program's processes."""
         times: list[float] = []  # when each step was seen
         most = 0.0
         last_look = 0.0
         last_step = time.perf_counter()
-        while len(times) < steps:
+        while len(times) < number:
             now = time.perf_counter()
             if process.poll() is not None or now - last_step > SILENCE:
                 printed = self.output.read_text()[-3000:]
-                raise RuntimeError(f"no {steps} steps: {printed}")
-            num_new = self._steps_done() - len(times)
+                raise RuntimeError(f"{len(times)} of {number}: {printed}")
+            num_new = self.count() - len(times)
             if num_new:
                 times += [now] * num_new
                 last_step = now
@@ -199,10 +198,10 @@ class Command:
                 most = max(most, megabytes(program))
                 last_look = now
             time.sleep(POLL)
-        return times[steps - 1] - times[0], most
+        return times[number - 1] - times[0], most
 
-    def _steps_done(self) -> int:
-        """By what was written: the tool's metrics, or timm's log."""
+    def count(self) -> int:
+        """The steps that are done, by the tool's metrics, or timm's log."""
         if self.name == OURS:
             lines = lines_of(self.out / "metrics.jsonl")
             return sum(json.loads(line)["kind"] == "step" for line in lines)

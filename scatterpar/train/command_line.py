@@ -28,8 +28,8 @@ LOCK_FILE = ".lock"
 # The options that a resumed run may change, because they do not decide the result.
 # Data may have moved: it is compared by a digest of its names.
 _CHANGEABLE = (
-    "data data_dir download workers devices micro_batch_size compile channels_last "
-    "config out checkpoint_every draw resume"
+    "data download workers devices micro_batch_size compile channels_last config out "
+    "checkpoint_every resume"
 )
 # Ranges of numbers: in words, as a test, and the options of all commands that they
 # apply to.
@@ -47,6 +47,12 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 # instead.
 _FOLDERS = "a data set is train/CLASS and val/CLASS, or CLASS with --val 0.1"
 _MORE_VARIED = "--augment rand-m9-mstd0.5 varies pictures more"
+_STORED = (
+    "--data FOLDER names the pictures; sets of torchvision are stored in data/, the "
+    "hub's in $HF_HOME"
+)
+_COSINE = "the learning rate warms up, and a cosine to zero follows"
+_SUB_STEPS = "--micro-batch-size N sets the images of a sub-step"
 _ONE_PROCESS = "one process uses all GPUs (for several: docs/several-machines.md)"
 _INSTEAD = {
     "bs": "the images of a step are --batch N",
@@ -58,12 +64,15 @@ _INSTEAD = {
     "device": "--devices cuda:0,cuda:1 names them (default: every GPU)",
     "amp": "--autocast bfloat16 (or float16) computes in that precision",
     "dataset": "--data hfds/NAME or --data torch/NAME is a data set of a library",
-    "dataroot": "--data-dir FOLDER is where the sets of libraries are stored",
+    "dataroot": _STORED,
+    "datadir": _STORED,
     "noaug": "--augment none",
     "arch": "--model timm:resnet18 names the network",
     "wd": "--weight-decay X",
     "valsplit": "--val 0.1 tests on a tenth of the pictures",
-    "accum": "--micro-batch-size N sets the images of a sub-step",
+    "accum": _SUB_STEPS,
+    "gradaccumsteps": _SUB_STEPS,
+    "fromscratch": "weights are random without --pretrained and --weights",
     "wandb": "wandb.init(sync_tensorboard=True) before scatterpar.__main__.main logs "
     "the same curves, with tensorboard installed",
     "processes": _ONE_PROCESS,
@@ -72,7 +81,9 @@ _INSTEAD = {
     "testfolder": _FOLDERS,
     "columnimage": "--input-key NAME is the column of the pictures",
     "columnlabel": "--target-key NAME is the column of the classes",
-    "dropat": "--decay-milestones 30 60 80 are the epochs of the drops",
+    "dropat": _COSINE,
+    "decaymilestones": _COSINE,
+    "sched": _COSINE,
     "patience": "the best epoch is kept in best.pt, and Ctrl-C ends a run",
     "freeze": "all layers are trained",
     "momentum": "SGD has a momentum of 0.9",
@@ -163,15 +174,9 @@ by SIGTERM; both keep the run."""
     )
     val: float | None = option(
         None,
-        "part of the pictures to test on, such as 0.1, if there is no val/",
+        "part of the pictures that is held out as val, such as 0.1, if there is no "
+        "val/",
         kind=float,
-    )
-    data_dir: Path | None = option(
-        None,
-        "where the sets of libraries are stored (default: data, for torch/NAME; the "
-        "cache of datasets, for hfds/NAME)",
-        kind=_folder,
-        metavar="FOLDER",
     )
     download: bool = option(
         False, "fetch the library's set if it is missing", "--dataset-download"
@@ -196,7 +201,7 @@ by SIGTERM; both keep the run."""
         "--aa",
         metavar="NAME",
     )
-    workers: int | None = option(None, WORKERS, kind=int)
+    workers: int | None = option(None, WORKERS, "-j", kind=int)
     skip_broken: int = option(
         0, "pictures that may be left out because they cannot be read", kind=int
     )
@@ -217,13 +222,12 @@ by SIGTERM; both keep the run."""
         metavar="FILE",
     )
 
-    from_scratch: bool = option(False, "start from random weights (default)")
-
     batch: int | None = option(
         None,
         "images of a step (default: 4096 of the included images; of others as many as "
         "leave 50 steps an epoch, from 32 to 4096)",
         "--batch-size",
+        "-b",
         kind=int,
     )
     epochs: int | None = option(
@@ -243,12 +247,6 @@ by SIGTERM; both keep the run."""
         "epochs until the rate is reached; a cosine follows (default: a fifth of all, "
         "at most 5)",
         kind=int,
-    )
-    decay_milestones: tuple[int, ...] = option(
-        (),
-        "epochs after which the rate is a tenth, in place of the cosine: 30 60 80",
-        kind=int,
-        nargs="+",
     )
     optimizer: str | None = option(
         None,
@@ -297,6 +295,7 @@ by SIGTERM; both keep the run."""
     config: Path | None = option(
         None,
         "options from a TOML file; those of the command line override it",
+        "-c",
         kind=_folder,
         metavar="FILE",
     )
@@ -308,9 +307,11 @@ by SIGTERM; both keep the run."""
         metavar="FOLDER",
     )
     checkpoint_every: int = option(
-        100, "steps between checkpoints; each epoch ends with one", kind=int
+        100,
+        "steps between checkpoints; each epoch ends with one",
+        "--recovery-interval",
+        kind=int,
     )
-    draw: bool = option(False, "draw the curves after each epoch, too")
     resume: str | None = option(
         None,
         "go on with the run in this folder, or in --out, with its options, bit for bit "
@@ -327,6 +328,7 @@ def parse(arguments: Sequence[str], saved: Sequence[str] = ()) -> Options:
     With the `saved` words of a run that goes on, these come before the command line.
     A passed option that decides the result must be the saved one.
     """
+    # Read once for the file of --config, and again with its words before these.
     options: Options = read(Options, arguments, "train")
     first_words = list(saved)
     if options.config is not None:
@@ -344,13 +346,12 @@ def parse(arguments: Sequence[str], saved: Sequence[str] = ()) -> Options:
     if warmup is None:
         warmup = min(5, epochs // 5)
     options = dataclasses.replace(options, epochs=epochs, warmup_epochs=warmup)
+    # After the defaults are filled in, as the saved words have them.
     if saved:
         _refuse_other_options(options, read(Options, (), "train", saved))
-    milestones = [warmup, *options.decay_milestones, epochs]
-    if milestones != sorted(set(milestones)):
+    if warmup >= epochs:
         raise UsageError(
-            "--warmup-epochs, --decay-milestones and --epochs must rise, and are "
-            f"{milestones}"
+            f"--warmup-epochs: {warmup} is not below the {epochs} of --epochs"
         )
     return options
 
@@ -425,15 +426,18 @@ def read(
         first_words: options that come before those of the command line.
     """
     words = [*first_words, *arguments]
+    # As timm's train.py takes the folder.
     if command == "train" and words and not words[0].startswith("-"):
         raise UsageError(f"{words[0]}: --data {words[0]} names the images")
     for word in words:
         name = word.partition("=")[0]
+        # --batch_size and --batchSize of other tools, too.
         letters = re.sub("[-_]", "", name).lower()
         if name.startswith("--") and letters in _INSTEAD:
             raise UsageError(f"there is no {name}: {_INSTEAD[letters]}")
     values = vars(_parser_of(kind, command).parse_args(words))
     for name, value in values.items():
+        # Options are frozen, and compared with those of a run that goes on.
         if isinstance(value, list):
             values[name] = tuple(value)
     options = kind(**values)
@@ -451,6 +455,7 @@ def _parser_of(kind: type[Any], command: str) -> argparse.ArgumentParser:
         description=inspect.cleandoc(kind.__doc__ or ""),
         epilog=kind.examples,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        # The words of a run are saved: a new option could make one ambiguous.
         allow_abbrev=False,
     )
     for item in dataclasses.fields(kind):
@@ -467,6 +472,7 @@ def _parser_of(kind: type[Any], command: str) -> argparse.ArgumentParser:
         text = metadata["text"]
         if default not in (None, (), False) and "(default" not in text:
             text += f" (default: {default})"
+        # argparse formats the help with %.
         more |= {"default": default, "help": text.replace("%", "%%"), "dest": item.name}
         parser.add_argument(option_of(item.name), *names, **more)
     return parser

@@ -61,6 +61,7 @@ _LAYOUT = (
     "0.1"
 )
 _STREAMS = ("wds", "hfids", "tfds")  # timm's sets without names and numbers
+_TORCHVISION_ROOT = "data"  # as in the examples of its documentation
 _MAC_COPY = "__MACOSX"  # a folder that macOS adds to its archives
 _ENDINGS = (  # of files that are read: timm's, and others that Pillow opens
     *(".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"),
@@ -79,7 +80,7 @@ _SAMPLE = 100  # pictures whose size is looked at
 _SHOWN = 20  # names of classes in a line
 _PURPOSES = {
     TRAIN: "images to train on",
-    VAL: "to choose the best epoch",
+    VAL: "to test each epoch",
     TEST: "to test",
 }
 
@@ -143,8 +144,9 @@ class Source:
 
     Attributes:
         name: what `--data` names.
-        parts: the pictures of `TRAIN` and `TEST`; and of `VAL`, if it chooses the best
-            epoch, and `TEST` is tested once, at the end.
+        parts: the pictures of `TRAIN`; of `VAL`, which chooses the best epoch; and of
+            `TEST`, if it is tested once, at the end. The included images have no
+            `VAL`.
         class_names: the names of the classes, by label.
         image_shape: channels, height and width of each image.
         mean: the mean of the pixels, per channel.
@@ -170,7 +172,7 @@ class Source:
     @property
     def in_memory(self) -> bool:
         """Whether images are tensors, which need neither workers nor transforms."""
-        return isinstance(self.parts[TEST].pictures, Tensor)
+        return isinstance(self.parts[self.tested].pictures, Tensor)
 
     @property
     def class_counts(self) -> dict[str, list[int]]:
@@ -188,6 +190,7 @@ class Source:
         for part, (_, _, labels, names) in self.parts.items():
             for name, label in zip(names, labels.tolist(), strict=True):
                 line = f"{part} {self.class_names[label]} {name}\n"
+                # Of names that are no Unicode, Python has the bytes as surrogates.
                 digest.update(line.encode(errors="surrogateescape"))
         return digest.hexdigest()
 
@@ -235,7 +238,7 @@ class Source:
             for name, part in self.parts.items()
             for row in range(len(part.rows))
         ]
-        # Pillow decodes without the GIL.
+        # Threads suffice: Pillow decodes without the GIL.
         with ThreadPoolExecutor(max(1, workers or os.cpu_count() or 1)) as threads:
             yield from threads.map(lambda place: self._problem(*place), places)
 
@@ -308,6 +311,7 @@ def load() -> Source:
     """Load the images that are included; a part of them is for testing."""
     split = read_split(Path(__file__).parent / "embedded", "t10k")
     images, labels = split.tensors
+    # The images are in random order, so that both parts have all classes.
     train, test = torch.arange(len(images)).split(_EMBEDDED_TRAIN)
     std, mean = torch.std_mean(images[train].float(), (0, 2, 3), correction=0)
     parts = {}
@@ -403,8 +407,8 @@ def _opened(options: Options) -> Source:
 
 
 def _choose_parts(source: Source, val: float | None) -> None:
-    """Choose what is tested when, and hold out the part `val` of the training pictures
-    if there are none that choose the best epoch.
+    """Hold out the part `val` of the training pictures if there are none that choose
+    the best epoch.
     """
     parts = source.parts
     if VAL in parts and val is not None:
@@ -413,20 +417,14 @@ def _choose_parts(source: Source, val: float | None) -> None:
         is_held_out = hold_out(parts[TRAIN], val)
         parts[VAL] = parts[TRAIN].selected(is_held_out)
         parts[TRAIN] = parts[TRAIN].selected(~is_held_out)
-    elif VAL not in parts and TEST in parts:
-        source.notes.append(
-            "warning: there is no val/, so that test/ chooses the best epoch, whose "
-            "accuracy is a little too high for new images; --val 0.1 holds out a tenth "
-            "of train/ for that"
-        )
     elif VAL not in parts:
+        purpose = "test on"
+        if TEST in parts:
+            purpose = "choose the best epoch on (test is used once, at the end)"
         raise UsageError(
-            "there are no images to test on: --val 0.1 tests on a tenth of them; or "
-            "make folders train/ and val/ with the classes in each"
+            f"there are no images to {purpose}: --val 0.1 holds out a tenth of those "
+            "to train on; or make folders train/ and val/ with the classes in each"
         )
-    # A single part is tested after each epoch, whatever it is called.
-    if TEST not in parts:
-        parts[TEST] = parts.pop(VAL)
     source.parts = {name: parts[name] for name in (TRAIN, VAL, TEST) if name in parts}
     counts = source.class_counts
     empty = _of_zero(source.class_names, counts.pop(TRAIN))
@@ -452,11 +450,13 @@ def hold_out(part: Part, val: float) -> Tensor:
 
     One picture of each class is left to train on.
     """
+    # In double precision: a rounded hash could be on the other side of `val`.
     places = torch.tensor([_place_of(name) for name in part.names], dtype=torch.float64)
     is_held_out = places < val
     for label in part.labels.unique():
         rows = (part.labels == label).nonzero().flatten()
         if bool(is_held_out[rows].all()):
+            # The one of the largest hash: new pictures seldom change which it is.
             is_held_out[rows[places[rows].argmax()]] = False
     if not is_held_out.any():
         raise UsageError(f"it has too few pictures ({len(places)}) for --val {val}")
@@ -508,6 +508,7 @@ def _of_folders(path: Path) -> Source:
             raise UsageError(f"{names_found} are the same part; {_LAYOUT}")
         if of_part:
             roots[part] = of_part[0]
+    # Without train/ all folders are classes, also one that is called test.
     if TRAIN not in roots:
         roots = {TRAIN: path}
         folders = []
@@ -544,9 +545,9 @@ def _list_folder(source: Source, part: str, root: Path) -> None:
         )
     try:
         listed = library("timm.data").create_dataset(
-            "",
+            "",  # a folder
             root=str(root),
-            search_split=False,
+            search_split=False,  # timm would read train/ below a part
             input_key=";".join(_ENDINGS),
         )
         files = [name for name, _ in listed.reader.samples]
@@ -622,7 +623,6 @@ def _of_hugging_face(options: Options) -> Source:
         try:
             dataset = create_dataset(
                 options.data,
-                root=None if options.data_dir is None else str(options.data_dir),
                 split=split,
                 input_key=options.input_key,
                 target_key=options.target_key,
@@ -660,18 +660,19 @@ def _of_hugging_face(options: Options) -> Source:
 def _of_torchvision(options: Options) -> Source:
     """Open a data set of torchvision by timm's name."""
     create_dataset = library("timm.data").create_dataset
-    root = str(options.data_dir or "data")
     source = Source(name=options.data, parts={}, class_names=())
     try:
         for part, split in ((TRAIN, "train"), (VAL, "validation")):
-            pairs = create_dataset(options.data, root, split, download=options.download)
+            pairs = create_dataset(
+                options.data, _TORCHVISION_ROOT, split, download=options.download
+            )
             source.class_names = tuple(map(str, pairs.classes))
             labels = torch.as_tensor(pairs.targets).tolist()
             source.parts[part] = _numbered(pairs, labels, range(len(labels)))
     except Exception as error:
         raise UsageError(
-            f"{words_of(error):.300} (looked in --data-dir {root}; --download fetches "
-            "it)"
+            f"{words_of(error):.300} (looked in {_TORCHVISION_ROOT}/; --download "
+            "fetches it)"
         ) from error
     return source
 
@@ -708,7 +709,7 @@ def _default_size(model: str, source: Source) -> int:
     part = source.parts[TRAIN]
     number = len(part.rows)
     # Over all classes, as pictures are sorted by class.
-    for row in range(0, number, -(-number // _SAMPLE)):
+    for row in range(0, number, -(-number // _SAMPLE)):  # rounded up
         # A picture that cannot be read is told later.
         with contextlib.suppress(Exception):
             sides.append(min(_open(part, row).size))

@@ -68,7 +68,7 @@ def export(options: ExportOptions) -> int:
     model, about = load_model(options.run, options.model)
     run_folder = options.run if options.run.is_dir() else options.run.parent
     folder = options.out or run_folder
-    model.requires_grad_(False)
+    model.requires_grad_(False)  # else each call of the file would record a graph
     shape = about["image_shape"]
     images = torch.randint(256, (_ROWS, *shape), dtype=torch.uint8)
     program = _exported(model, images)
@@ -105,6 +105,7 @@ def _exported(model: Any, images: Tensor) -> torch.export.ExportedProgram:
         raise UsageError(
             f"torch.export cannot export this model: {words_of(error):.300}"
         ) from error
+    # The tolerance of float32 in another order of sums.
     if not torch.allclose(scores, expected, rtol=1e-4, atol=1e-5):
         raise UsageError(
             "the exported model has other scores than the model: its forward depends "

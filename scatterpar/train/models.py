@@ -40,6 +40,7 @@ class SmallCNN(nn.Sequential):
         channels, height, width = image_shape
         super().__init__()
         for outputs in (16, 32, 64):
+            # Without a bias: the normalisation would subtract it.
             self.append(nn.Conv2d(channels, outputs, 3, padding=1, bias=False))
             self.append(nn.BatchNorm2d(outputs))
             self.append(nn.ReLU())
@@ -86,7 +87,9 @@ class OnPixels(nn.Module):
                 "0 to 255, which it standardises; read files with about['transform'], "
                 "or convert floats from 0 to 1 by (255 * images).round().byte()"
             )
+        # Pictures in files are coloured, also for a model of the included images.
         if images.shape[1] > len(self.mean) == 1:
+            # To whole levels, as the model has seen them.
             images = images.float().mean(1, keepdim=True).round_()
         images = (images - self.mean) / self.std
         if self.takes_colour:
@@ -133,11 +136,8 @@ def start_model(options: Options, source: Source) -> OnPixels:
     name = options.model
     shape = source.image_shape
     classes = len(source.class_names)
-    starts = options.pretrained, options.weights is not None, options.from_scratch
-    if sum(starts) > 1:
-        raise UsageError(
-            "--pretrained, --weights and --from-scratch exclude each other"
-        )
+    if options.pretrained and options.weights is not None:
+        raise UsageError("--pretrained and --weights exclude each other")
     model = build_model(
         name, shape, classes, source.mean, source.std, options.pretrained
     )
@@ -194,6 +194,7 @@ def _try(model: OnPixels, shape: Shape, classes: int, rows: int) -> None:
         raise UsageError(
             f"it should return a tensor of scores, and returns {type(scores).__name__}"
         )
+    # More scores than classes are fine: a function may know no number of classes.
     if scores.ndim != 2 or scores.shape[1] < classes:
         raise UsageError(
             f"it should make a score for each of {classes} classes; of {rows} images "
@@ -378,6 +379,7 @@ def _pretrained_of_torchvision(name: str, classes: int) -> nn.Module:
     if name not in models.list_models():
         raise UsageError(f"torchvision has no weights for {name}{_near_model(name)}")
     weights = models.get_model_weights(name).DEFAULT
+    # Not by the model's own `weights=`, which insists on ImageNet's 1000 classes.
     state = weights.get_state_dict(progress=False)
     network: Any = models.get_model(name, num_classes=classes)
     fitting = {}

@@ -107,6 +107,7 @@ def predict(options: PredictOptions) -> int:
         for start, scores, broken in _scored(options, files, places, model, about):
             reasons |= broken
             best = scores.softmax(1).topk(top)
+            # Of readable pictures only, in the order of their lines.
             predictions = zip(best.values.tolist(), best.indices.tolist(), strict=True)
             lines = []
             for place in places[start : start + _ROWS]:
@@ -132,6 +133,7 @@ def predict(options: PredictOptions) -> int:
             line += f" in {options.out}; {command} writes the others"
         print(line, file=sys.stderr)
         return 128 + signals[0]
+    # A folder of other files, such as a wrong one, is an error.
     if reasons and len(reasons) == len(places):
         raise UsageError(f"no picture can be read: {reasons[files[places[0]]]}")
     if reasons:

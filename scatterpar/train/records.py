@@ -146,6 +146,7 @@ def locked(folder: Path, goes_on: bool = True) -> Any:
 
 def refuse_earlier_run(folder: Path) -> None:
     """Raise a `UsageError` if a run has left results in the folder."""
+    # A run that ended before its first step has left nothing to lose.
     steps = [record for record in read_records(folder) if record["kind"] == "step"]
     if steps or (folder / BEST_FILE).exists() or (folder / FILE).exists():
         raise UsageError(
@@ -295,6 +296,7 @@ class Tally:
         self.mistakes: list[Mistake] = []
         # Images, their loss, and those whose class has the highest score, or one of the
         # five highest ones.
+        # Single precision would lose images beyond 2^24.
         self._sums = torch.zeros(4, dtype=torch.float64)
 
     def add(self, scores: Tensor, labels: Tensor, images: Tensor) -> None:
@@ -308,8 +310,10 @@ class Tally:
         self._sums += torch.tensor(sums, dtype=torch.float64)
         if self.confusion is not None:
             places = (labels, predicted)
+            # Accumulated, because a place may come several times in a batch.
             self.confusion.index_put_(places, torch.tensor(1), accumulate=True)
         confidence = scores.softmax(1).amax(1).masked_fill(is_right, 0)
+        # Right ones, which are zero now, are behind all wrong ones.
         wrong = min(_MISTAKES, int((~is_right).sum()))
         values, rows = confidence.topk(wrong)
         classes = labels[rows].tolist(), predicted[rows].tolist()
@@ -350,6 +354,7 @@ def accuracy_per_class(
     """
     measured = confusion.diagonal() / confusion.sum(1)  # NaN without images
     accuracies: dict[str, float | None] = {}
+    # Sorting has NaN at the end.
     for row in measured.argsort(stable=True).tolist():
         accuracy = float(measured[row])
         accuracies[class_names[row]] = None if math.isnan(accuracy) else accuracy
@@ -428,6 +433,7 @@ def draw_confusion(
     if classes <= _COUNTED_CLASSES:
         for row, column in confusion.nonzero().tolist():
             number = str(confusion[row, column].item())
+            # Cells of more than a half are dark.
             colour = "white" if parts[row, column] > 0.5 else "black"
             axes.text(column, row, number, color=colour, ha="center", va="center")
     _save_figure(figure, path)
@@ -474,7 +480,7 @@ def _draw_images(images: Sequence[Tensor], texts: Sequence[str], path: Path) -> 
         axes.imshow(pixels, cmap="gray", vmin=0, vmax=255, extent=place, aspect="auto")
         style: dict[str, Any] = {"parse_math": False, "ha": "center", "va": "bottom"}
         axes.text(column + 0.5, line + 0.15, text, fontsize=6, **style)
-    axes.set(xlim=(0, columns), ylim=(lines, 0))
+    axes.set(xlim=(0, columns), ylim=(lines, 0))  # `imshow` has changed them
     _save_figure(figure, path)
 
 

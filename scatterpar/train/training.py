@@ -101,6 +101,8 @@ _WRITTEN = (METRICS_FILE, CURVES_FILE, CONFUSION_FILE, MISTAKES_FILE, FIRST_BATC
 _RECORDED = ("scatterpar", "torch", "torchvision", "timm", "numpy", "PIL")
 _FEW_IMAGES = 5000  # to train on: fewer than CIFAR's, from which networks learn alone
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Between drawings before the last one, of which each takes half a second.
+_SECONDS_OF_DRAWINGS = 60.0
 _SHOWN_FILES = 20  # that cannot be read
 
 
@@ -295,6 +297,7 @@ class Training(Position):
         seed = seed_of("order", self.options.seed, epoch)
         generator = torch.Generator().manual_seed(seed)
         rows = torch.randperm(self.images, generator=generator)
+        # A small last batch would have a noisy gradient at the same rate.
         return rows.tensor_split(self.steps_per_epoch)
 
     def requests(self) -> Iterator[BatchRequest]:
@@ -302,6 +305,7 @@ class Training(Position):
         start = self.consumed
         tested = self.tested
         for epoch in range(self.epoch, self.epochs + 1):
+            # The test of an epoch comes when the next one begins.
             if epoch > tested:
                 yield from self.test_requests(self.source.tested)
             if epoch == self.epochs:
@@ -349,8 +353,8 @@ class Training(Position):
         return words
 
     def rate(self) -> float:
-        """Return the learning rate of the next step: warm-up, then a cosine to zero or
-        drops.
+        """Return the learning rate of the next step: warm-up, then a cosine to
+        zero.
         """
         epochs = self.consumed / self.images
         epochs_per_step = 1 / self.steps_per_epoch
@@ -358,16 +362,13 @@ class Training(Position):
         peak = self.peak_rate()
         if epochs < warmup:
             return peak * (epochs + epochs_per_step) / (warmup + epochs_per_step)
-        milestones = self.options.decay_milestones
-        if milestones:
-            drops = sum(epochs >= milestone for milestone in milestones)
-            return float(peak * 0.1**drops)
         progress = (epochs - warmup) / (self.epochs - warmup)
         return peak * 0.5 * (1 + math.cos(math.pi * progress))
 
     def train(self, batch: Images) -> Any:
         """Make a step of the optimizer on a batch. Returns the engine's report."""
         torch.manual_seed(seed_host("step", self.options.seed, self.consumed))
+        # Not by a scheduler, which would be state that a checkpoint has to hold.
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate()
         self.engine.train()
@@ -477,6 +478,7 @@ def scores_of(engine: Any, images: Tensor, classes: int) -> Tensor:
     if not len(images):
         return torch.empty(0, classes)
     scores: Tensor = engine(images).float().cpu()
+    # A network may make more scores than there are classes.
     return scores[:, :classes]
 
 
@@ -493,8 +495,9 @@ def choose_devices(words: Sequence[str]) -> list[str | int]:
         return list(range(torch.accelerator.device_count()))
     devices: list[str | int] = []
     for name in names:
-        device = int(name) if name.isdecimal() else name
+        device = int(name) if name.isdecimal() else name  # of an accelerator
         try:
+            # The only way to ask that all kinds of devices have.
             torch.empty(0, device=torch.device(device))
         except (AssertionError, RuntimeError) as error:
             raise UsageError(
@@ -645,8 +648,7 @@ class Run:
         feed: the images.
         progress: the bar.
         options: the options of the run.
-        tested: the part that each epoch is tested on: ``"val"`` if ``test`` comes at
-            the end, else ``"test"``.
+        tested: the part that each epoch is tested on, such as ``"val"``.
     """
 
     training: Training
@@ -662,6 +664,7 @@ class Run:
         self.tested = training.source.tested
         self.progress: Progress
         self._saved = training.step
+        self._drawn = time.perf_counter()  # when a drawing ended
         # What is drawn: the test of the best epoch, or the one at the end.
         self._shown = Tally(training.classes, self.tested)
         if training.tested:
@@ -770,7 +773,7 @@ class Run:
             while training.epoch == training.tested:
                 self._train_step()
             self._end_epoch()
-        if self.tested == VAL:
+        if training.source.parts.keys() >= {VAL, TEST}:
             best = records.load(self.options.out / BEST_FILE)
             self.feed.request(training.test_requests(TEST))
             self._shown = training.test(self.feed, TEST, best["model"], self._check)
@@ -838,7 +841,7 @@ class Run:
                 confusion=tally.confusion,
                 about=training.about,
             )
-        if self.options.draw:
+        if time.perf_counter() - self._drawn >= _SECONDS_OF_DRAWINGS:
             self._draw()
         self._save()
 
@@ -930,6 +933,7 @@ class Run:
         if shown.images:  # None, if an earlier session has tested and drawn them.
             path = out / MISTAKES_FILE
             records.draw_mistakes(shown.mistakes, class_names, path)
+        self._drawn = time.perf_counter()
 
     def _finish(self, ending: str) -> None:
         """Draw, record and print the results, even if the run ended early. The last

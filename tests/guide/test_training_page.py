@@ -18,7 +18,7 @@ PAGE = read("docs/training-tool.md")
 SMALL = ["--epochs", "1", "--image-size", "32", "--workers", "0"]
 SMALL += ["--devices", "cpu:0,cpu:1"]
 # A smaller network, whose weights are not fetched.
-OTHER = {"timm:resnet18": "timm:test_resnet", "--pretrained": "--from-scratch"}
+OTHER = {"timm:resnet18": "timm:test_resnet"}
 PLACES = {"runs/RUN": "runs/photos", "PICTURES": "photos/Bag"}
 
 
@@ -43,6 +43,7 @@ def run(photos, monkeypatch):
     monkeypatch.chdir(photos)
 
     def run_line(line):
+        line = line.replace("--pretrained ", "")
         _, *words = [PLACES.get(word, OTHER.get(word, word)) for word in line.split()]
         if words[0] != "-m":
             ended = run_process(*words)

@@ -75,14 +75,15 @@ def test_included_images_in_two_parts():
 @pytest.mark.pictures
 def test_folder_gives_parts_and_classes(folder):
     data = opened(folder)
-    counts = "180 images to train on, 12 to test, 3 classes, brought to 3 x 32 x 32"
+    counts = "180 images to train on, 12 to test each epoch, 3 classes, brought to "
+    counts += "3 x 32 x 32"
     assert str(data) == f"{folder}: {counts}"
     assert data.class_names == tuple(sorted(CLASSES))
     said = "images of each class: Bag 60 + 4, Sandal 60 + 4, Trouser 60 + 4"
     assert data.classes_in_words() == said
-    batch = read(data, [0, 5, 11], part=TEST)
+    batch = read(data, [0, 5, 11], part=VAL)
     assert batch.labels.tolist() == [0, 1, 2]
-    file = Path(data.parts[TEST].pictures[5])
+    file = Path(data.parts[VAL].pictures[5])
     assert file.parent.name == "Sandal"
     grey = torch.frombuffer(bytearray(Image.open(file).tobytes()), dtype=torch.uint8)
     assert torch.equal(batch.images[1, 0].flatten(), grey)
@@ -95,23 +96,23 @@ def test_val_chooses_and_test_is_last(tmp_path, val):
     for part, number in (("train", 3), (val, 2), ("test", 1)):
         write(tmp_path / part, classes_of(number=number))
     data = opened(tmp_path)
-    words = "6 images to train on, 4 to choose the best epoch, 2 to test"
+    words = "6 images to train on, 4 to test each epoch, 2 to test"
     assert words in str(data)
     assert data.tested == VAL
     assert len(read(data, [0, 3], part=VAL).images) == 2
 
 
 @pytest.mark.pictures
-def test_test_alone_is_told_val_keeps_it_apart(tmp_path):
+def test_test_never_chooses_the_best_epoch(tmp_path):
     write(tmp_path / "train", classes_of())
     write(tmp_path / "test", classes_of(number=4))
-    data = opened(tmp_path)
-    assert (data.tested, len(data.parts[TEST].rows)) == (TEST, 8)
-    assert any("test/ chooses the best epoch" in note for note in data.notes)
-    data = opened(tmp_path, val=0.2)
+    refused(
+        r"best epoch on \(test is used once, at the end\): --val 0.1 holds", tmp_path
+    )
+    data = opened(tmp_path, val=0.1)
     assert (data.tested, len(data.parts[TEST].rows)) == (VAL, 8)
     assert len(data.parts[TRAIN].rows) + len(data.parts[VAL].rows) == 80
-    assert not any("chooses" in note for note in data.notes)
+    refused("there are no images to test on: --val 0.1", tmp_path / "train")
 
 
 def layout(tmp_path, kind):
@@ -249,7 +250,7 @@ def test_untested_classes_told(tmp_path):
 def test_new_or_renamed_picture_moves_no_other(tmp_path):
     names = classes_of(number=100)
     data = opened(write(tmp_path, names), val=0.2)
-    held_out = files(data, TEST)
+    held_out = files(data, VAL)
     assert 20 <= len(held_out) <= 60
     assert {name.split("/")[0] for name in held_out} == {"cat", "dog"}
     # Other classes, places and orders of names change nothing, too.
@@ -257,9 +258,9 @@ def test_new_or_renamed_picture_moves_no_other(tmp_path):
     (tmp_path / "dog" / "7.png").rename(tmp_path / "dog" / "renamed.png")
     again = opened(tmp_path, val=0.2)
     kept = set(names) - {"dog/7.png"}
-    assert files(again, TEST) & kept == held_out & kept
-    more = files(opened(tmp_path, val=0.3), TEST)
-    assert more > files(again, TEST)
+    assert files(again, VAL) & kept == held_out & kept
+    more = files(opened(tmp_path, val=0.3), VAL)
+    assert more > files(again, VAL)
 
 
 @pytest.mark.pictures
@@ -276,7 +277,7 @@ def test_held_out_is_the_same_on_a_mac(tmp_path):
     first, second = found
     assert first.class_names == second.class_names
     assert first.digest == second.digest
-    assert first.parts[TEST].names == second.parts[TEST].names
+    assert first.parts[VAL].names == second.parts[VAL].names
 
 
 @pytest.mark.pictures
@@ -383,41 +384,45 @@ def test_augmentation_varies_by_epoch(folder):
 
 
 @pytest.mark.pictures
-def test_torchvision_sets_found_by_name(tmp_path):
+def test_torchvision_sets_found_by_name(tmp_path, monkeypatch):
     """Fashion-MNIST, of which only the included test images are there, as both parts."""
-    raw = tmp_path / "FashionMNIST" / "raw"
+    raw = tmp_path / "data" / "FashionMNIST" / "raw"
     included = load().parts[TRAIN]
-    words = rf"Dataset not found.*--data-dir {tmp_path}; --download fetches it"
-    refused(f"torch/fashion_mnist: {words}", "torch/fashion_mnist", data_dir=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    words = (
+        "torch/fashion_mnist: Dataset not found.*looked in data/; --download fetches"
+    )
+    refused(words, "torch/fashion_mnist")
     raw.mkdir(parents=True)
     for file in EMBEDDED.glob("*.gz"):
         for part in ("train", "t10k"):
             target = raw / file.name.replace("t10k", part).removesuffix(".gz")
             target.write_bytes(gzip.decompress(file.read_bytes()))
-    data = opened(
-        "torch/fashion_mnist", augment="none", data_dir=tmp_path, image_size=28
-    )
+    data = opened("torch/fashion_mnist", augment="none", image_size=28)
     assert [len(part.rows) for part in data.parts.values()] == [10_000, 10_000]
     assert data.class_names[0] == "T-shirt/top"
     batch = read(data, range(6))
     assert torch.equal(batch.labels, included.labels[:6])
     assert torch.equal(batch.images[:, :1], included.pictures[:6])
-    assert data.class_counts["train"] == data.class_counts["test"]
+    assert data.class_counts[TRAIN] == data.class_counts[VAL]
     assert data.name_of(TRAIN, 5) == "torch/fashion_mnist (train), image 5"
     assert [*data.broken_pictures(1)][:3] == [None] * 3
 
 
 @pytest.mark.pictures
 def test_hugging_face_reads_same_folder(folder, tmp_path, monkeypatch):
-    pytest.importorskip("datasets", reason="Hugging Face's datasets is not installed")
+    datasets = pytest.importorskip(
+        "datasets", reason="Hugging Face's datasets is not installed"
+    )
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # no thread of its own
     ours = opened(folder, augment="none")
-    options = {"augment": "none", "data_dir": tmp_path, "image_size": 32}
+    options = {"augment": "none", "image_size": 32}
     data = opened(f"hfds/{folder}", **options)
     assert data.class_names == ours.class_names
     assert [len(part.rows) for part in data.parts.values()] == [180, 12]
-    one, other = (read(source, [0, 5, 11], part=TEST) for source in (data, ours))
+    one, other = (read(source, [0, 5, 11], part=VAL) for source in (data, ours))
     assert one.broken == other.broken == []
     assert all(map(torch.equal, one[:2], other[:2]))
     refused(

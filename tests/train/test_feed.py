@@ -10,7 +10,7 @@ import torch
 from harness.pictures import truncate, write_folder
 
 from scatterpar.train.command_line import Options
-from scatterpar.train.data import TEST, TRAIN, BatchRequest, open_data
+from scatterpar.train.data import TRAIN, VAL, BatchRequest, open_data
 from scatterpar.train.feed import Feed, FeedError
 
 pytestmark = [pytest.mark.pictures, pytest.mark.draws]
@@ -30,7 +30,7 @@ def requests(batch=70, epochs=2):
     for epoch in range(epochs):
         order = torch.randperm(180, generator=torch.Generator().manual_seed(epoch))
         made += [BatchRequest(TRAIN, rows, epoch) for rows in order.split(batch)]
-        made += [BatchRequest(TEST, torch.arange(12))]
+        made += [BatchRequest(VAL, torch.arange(12))]
     return made
 
 

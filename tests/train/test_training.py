@@ -10,6 +10,7 @@ import csv
 import errno
 import io
 import json
+import math
 import os
 import re
 import shlex
@@ -17,6 +18,7 @@ import shutil
 import signal
 import time
 from importlib.util import find_spec
+from pathlib import Path
 from unittest import mock
 
 import psutil
@@ -33,7 +35,7 @@ from harness.runs import (
     wait_until,
 )
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from scatterpar.__main__ import main as command
 from scatterpar.recipe import gradual_warmup
@@ -120,9 +122,14 @@ def folder(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def quick_figures(monkeypatch, request):
     """Figures are drawn in test_records.py, and by one run here."""
+
+    def touch(*arguments, **_):
+        (path,) = (value for value in arguments if isinstance(value, Path))
+        path.touch()
+
     if "reports" not in request.node.name:
-        touch = lambda figure, path: path.touch()  # noqa: E731
-        monkeypatch.setattr(record_module, "_save_figure", touch)
+        for name in ("curves", "confusion", "mistakes", "first_batch"):
+            monkeypatch.setattr(record_module, f"draw_{name}", touch)
 
 
 @pytest.fixture
@@ -243,19 +250,13 @@ def test_interrupted_test_puts_weights_back(toy):
 
 
 @pytest.mark.parametrize("warmup", [0, 2])
-@pytest.mark.parametrize("milestones", [(), (3, 4)])
-def test_rate_equals_torch_schedulers(toy, warmup, milestones):
+def test_rate_equals_torch_schedulers(toy, warmup):
     """They count steps; the tool counts images."""
     epochs, a_step = 6, 4  # updates of an epoch
     words = f"--batch 256 --epochs {epochs} --warmup-epochs {warmup} --base-lr 0.1"
-    if milestones:
-        words += " --decay-milestones 3 4"
     training = toy(*words.split(), rows=1024)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     scheduler = CosineAnnealingLR(optimizer, (epochs - warmup) * a_step)
-    if milestones:
-        numbers = [(milestone - warmup) * a_step for milestone in milestones]
-        scheduler = MultiStepLR(optimizer, numbers)
     if warmup:
         number = warmup * a_step
         scheduler = gradual_warmup(optimizer, number, 0.1 / (number + 1), scheduler)
@@ -425,7 +426,7 @@ def test_stopped_run_resumes_bit_for_bit(folder, whole, tmp_path, capsys, number
         assert f"{name}: saving at the end of this step; again: ending now" in ended.err
         said = "interrupted" if number == signal.SIGINT else f"ended by {name}"
         assert re.search(rf"{said} after [12] of 4 epochs, {made} steps", ended.out)
-        assert re.search(r"test accuracy: \d", ended.out)
+        assert re.search(r"(val|test) accuracy: \d", ended.out)
         assert (out / "curves.png").exists()
         assert records(out, "summary")[0]["ending"] == said
         line = r"saved after step (\d+); this goes on from there:\n  (.*)\n"
@@ -530,8 +531,8 @@ def test_folder_of_a_run_refused(included, tmp_path, capsys, monkeypatch):
 
 
 def test_resumed_run_keeps_its_options(included, tmp_path, monkeypatch, capsys):
-    words = "--epochs 2 --batch 256 --seed 3 --channels-last --decay-milestones 1 "
-    words += f"--warmup-epochs 0 --out {tmp_path}"
+    words = "--epochs 2 --batch 256 --seed 3 --channels-last --label-smoothing 0.1 "
+    words += f"--out {tmp_path}"
     with stop_after(monkeypatch, 2):
         main([*EMBEDDED, *words.split()])
     position = torch.load(tmp_path / "checkpoint.pt")["position"]
@@ -565,7 +566,7 @@ def test_resume_with_other_images_refused(tmp_path, monkeypatch, capsys):
         assert words in capsys.readouterr().err
 
     other = first.rename(folder / "train" / "Sandal" / first.name)
-    refused("{'train': [15, 17, 16], 'test': [8, 8, 8]}; restore them")
+    refused("{'train': [15, 17, 16], 'val': [8, 8, 8]}; restore them")
     # As many, but another name: --val would hold out others.
     other.rename(bags / "zz.png")
     refused(
@@ -741,6 +742,7 @@ def test_run_reports_and_opens_no_port(included, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(record_module, "draw_curves", drawn)
     monkeypatch.setattr("socket.socket.bind", opened)
     monkeypatch.setattr(record_module, "_LINE_SECONDS", 0.0)
+    monkeypatch.setattr(training_module, "_SECONDS_OF_DRAWINGS", math.inf)
     words = f"--devices cpu:0,cpu:1 --batch 128 --micro-batch-size 16 --out {tmp_path}"
     assert main([*EMBEDDED, *words.split(), "--epochs", "2"]) == 0
     printed, best = capsys.readouterr(), torch.load(tmp_path / "best.pt")
@@ -776,11 +778,12 @@ def test_run_reports_and_opens_no_port(included, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.pictures
-def test_curves_are_drawn_each_epoch_if_asked(folder, tmp_path, monkeypatch):
+def test_long_run_is_drawn_meanwhile(folder, tmp_path, monkeypatch):
     drawn = mock.Mock()
     for name in ("draw_curves", "draw_confusion", "draw_mistakes"):
         monkeypatch.setattr(record_module, name, drawn)
-    assert train(folder, tmp_path, "--draw", "--epochs", "1") == 0
+    monkeypatch.setattr(training_module, "_SECONDS_OF_DRAWINGS", 0.0)
+    assert train(folder, tmp_path, "--epochs", "1") == 0
     assert drawn.call_count == 3 * 2  # after the epoch, and at the end
 
 
@@ -798,15 +801,16 @@ def test_accuracies_of_the_summary_are_the_best_epochs(tmp_path, capsys):
         shutil.copytree(other / "train" / name, folder / part / name)
     words = f"--model {__name__}:Swinging --batch 40 --base-lr 0.2 --epochs 4"
     assert train(folder, out, *words.split()) == 0
-    epochs = [epoch["test_accuracy"] for epoch in records(out, "epoch")]
+    epochs = [epoch["val_accuracy"] for epoch in records(out, "epoch")]
     assert max(epochs) > epochs[-1]  # else this shows nothing
     (summary,) = records(out, "summary")
     per_class = summary["accuracy_per_class"]
-    assert summary["test_accuracy"] == max(epochs)
+    assert summary["val_accuracy"] == max(epochs)
+    assert summary["test_accuracy"] is None
     assert 0.8 * per_class["Bag"] + 0.2 * per_class["Trouser"] == pytest.approx(
         max(epochs)
     )
-    assert f"\ntest accuracy: {max(epochs):.2%}\n" in capsys.readouterr().out
+    assert f"\nval accuracy: {max(epochs):.2%}\n" in capsys.readouterr().out
     assert torch.load(out / "best.pt")["accuracy"] == max(epochs)
 
 
@@ -857,12 +861,12 @@ def test_val_picks_best_epoch_test_runs_once(tmp_path, capsys, monkeypatch, ends
 @pytest.mark.pictures
 def test_training_options_reach_the_run(folder, tmp_path, capsys):
     words = "--optimizer adamw --autocast float16 --channels-last --base-lr 0.003 "
-    words += "--decay-milestones 1 2 --warmup-epochs 0 --micro-batch-size 12"
+    words += "--warmup-epochs 1 --micro-batch-size 12"
     assert train(folder, tmp_path, *words.split(), "--devices", "cpu:0,cpu:1") == 0
     printed = capsys.readouterr().out
     rates = [r["learning_rate"] for r in steps(tmp_path)]
     peak = 0.003 * (40 / 256) ** 0.5  # 120 images in three steps
-    assert rates == pytest.approx([peak] * 3 + [peak / 10] * 3 + [peak / 100] * 3)
+    assert rates[:4] == pytest.approx([peak * part / 4 for part in (1, 2, 3, 4)])
     state, best = (torch.load(tmp_path / name) for name in ("checkpoint.pt", "best.pt"))
     assert state["scaler"]["scale"] > 0
     assert "cpu:0   0:20" in printed

@@ -71,8 +71,8 @@ def main() -> None:
     parser.add_argument("--model", default="resnet18")
     parser.add_argument("--pictures", type=int, default=2000, help="to train on")
     parser.add_argument("--held-out", type=int, default=1000, help="to test on")
-    parser.add_argument("--size", type=int, default=64)
-    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--size", type=int, default=48)
+    parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--warmup-epochs", type=int, default=2)
     parser.add_argument("--batch", type=int, default=100)
     parser.add_argument("--micro-batch", type=int, default=50)
@@ -125,7 +125,8 @@ def measure(options: argparse.Namespace, place: Path) -> tuple[Figures, Figures]
             speed = options.pictures * (options.epochs - 1) / seconds
             accuracies[name].append(accuracy)
             speeds[name].append(speed)
-            print(f"seed {seed}, {name}: {accuracy:.2%}, {speed:.1f} images/s")
+            said = f"{accuracy:.2%}, {speed:.1f} images/s"
+            print(f"seed {seed}, {name}: {said}", flush=True)
         order.reverse()
     return accuracies, speeds
 

@@ -18,7 +18,6 @@ import gzip
 import hashlib
 import os
 import random
-import re
 import statistics
 import unicodedata
 from collections import Counter
@@ -726,13 +725,6 @@ def _transform(is_varied: bool, size: int, augment: str) -> Callable[[Any], Tens
     if augment == "none" or not is_varied:
         return functools.partial(as_pixels, size=size)
     policy = None if augment == "crop" else augment
-    for section in augment.split("-")[1:]:
-        # timm ignores a section without a number, such as the end of rand-m9-mst.
-        if not re.match("t|[a-z]+[0-9]", section):
-            raise UsageError(
-                f"--augment {policy}: its section {section} has no number; one of "
-                "timm's policies is rand-m9-mstd0.5"
-            )
     # Not normalised: the model does it on the device, to which bytes are copied.
     try:
         varied: Any = library("timm.data").create_transform(

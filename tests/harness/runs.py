@@ -68,7 +68,7 @@ def wait_until(reached, folder):
             last_change = time.monotonic()
         is_silent = time.monotonic() - last_change >= SILENCE
         assert not is_silent, f"silent for {SILENCE:g} s: {sizes}"
-        time.sleep(0.02)
+        time.sleep(0.1)
 
 
 def records(out, kind):

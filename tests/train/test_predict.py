@@ -4,6 +4,7 @@ import csv
 import re
 import shutil
 import signal
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from PIL import Image
 
 from scatterpar.__main__ import main as command
 from scatterpar.train import predict as predict_module
+from scatterpar.train import records as record_module
 
 pytestmark = [pytest.mark.pictures, pytest.mark.draws]
 ALONE = ["--workers", "0"]
@@ -29,7 +31,9 @@ def finished(folder, tmp_path_factory):
     options = ["--data", str(folder), "--batch", "48", "--epochs", "6"]
     options += ["--base-lr", "0.1", "--devices", "cpu", "--micro-batch-size", "48"]
     options += [*ALONE, "--augment", "none", "--ema", "0.5"]
-    with torch.random.fork_rng():
+    figures = "draw_curves", "draw_confusion", "draw_mistakes", "draw_first_batch"
+    undrawn = mock.patch.multiple(record_module, **dict.fromkeys(figures, mock.DEFAULT))
+    with torch.random.fork_rng(), undrawn:
         assert command(["train", *options, "--out", str(out)]) == 0
     return out
 

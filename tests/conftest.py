@@ -187,12 +187,22 @@ def one_thread_an_operation():
 def simulated_accelerator(tmp_path_factory):
     """What the environment of a process needs to load it; nothing where there is no
     compiler.
+
+    Compiled once per run: processes of pytest-xdist share the folder above theirs.
     """
     if shutil.which("g++") is None:
         return {}
-    return {
-        simulated.LIBRARY: str(simulated.build(tmp_path_factory.mktemp("simulated")))
-    }
+    import fcntl  # where there is no g++, on Windows, there is none either
+
+    folder = tmp_path_factory.getbasetemp()
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        folder = folder.parent
+    with (folder / "simulated.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+        library = simulated.library_in(folder)
+        if not library.exists():
+            simulated.build(folder)
+    return {simulated.LIBRARY: str(library)}
 
 
 _SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("shared", "virtual")]

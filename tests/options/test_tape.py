@@ -34,6 +34,9 @@ HOST = torch.device("cpu")
 ROWS, FEATURES, ACCUM, STEPS = 24, 4, 6, 6
 CHANGE = 4  # the step before which a value changes
 PLACES = {"one": ["cpu"], "two": ["cpu:0", "cpu:1"]}
+in_places = pytest.mark.parametrize(
+    "places", [pytest.param("one", marks=pytest.mark.slow), "two"]
+)
 # The host waits for the device in them: no graph repeats that.
 NEVER_CAPTURED = {"a_number_read_from_a_tensor"}
 # Captured again before the step: flags of torch choose kernels.
@@ -120,7 +123,7 @@ def assert_found(found, expected, is_captured=True, is_undone=True):
 
 
 @pytest.mark.draws
-@pytest.mark.parametrize("places", PLACES)
+@in_places
 @pytest.mark.parametrize("name", CHANGED)
 @pytest.mark.filterwarnings("ignore:graphs=True")
 def test_changed_value_is_found(name, places):
@@ -134,7 +137,7 @@ def test_changed_value_is_found(name, places):
 
 
 @pytest.mark.draws
-@pytest.mark.parametrize("places", PLACES)
+@in_places
 @pytest.mark.parametrize("name", CHANGED_MODULES)
 def test_changed_module_is_found(name, places):
     found = []

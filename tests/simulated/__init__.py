@@ -43,13 +43,20 @@ _SOURCE = Path(__file__).with_name("accelerator.cpp")
 
 def build(folder: Path) -> Path:
     """Compile the library into ``folder``; takes some seconds on an idle machine."""
-    library = folder / "accelerator.so"
+    library = library_in(folder)
+    under_way = library.with_suffix(".part")  # a stopped compiler leaves no library
     command = ["g++", "-shared", "-fPIC", "-std=c++20", "-O0", "-w", str(_SOURCE)]
     command += [f"-I{path}" for path in include_paths()]
     command += [f"-L{path}" for path in library_paths()]
-    command += ["-ltorch", "-ltorch_cpu", "-lc10", "-o", str(library)]
+    command += ["-ltorch", "-ltorch_cpu", "-lc10", "-o", str(under_way)]
     subprocess.run(command, check=True, timeout=1800)
+    under_way.rename(library)
     return library
+
+
+def library_in(folder: Path) -> Path:
+    """Where ``build`` leaves the library."""
+    return folder / "accelerator.so"
 
 
 def load(library: Path) -> None:

@@ -486,8 +486,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                     outcome = self._compute(schedule, request, plan, WHOLE_STEP)
                 else:
                     compute = partial(self._compute, schedule)  # 2 to 5
-                    journal = self.loop.journal or partial(self._journal, request)
-                    outcome = search.run(compute, journal)
+                    outcome = search.run(compute, partial(self._journal, request))
                 undo = outcome.attempt.undo
                 with undo:
                     # Later interrupts wait until every rank has committed.
@@ -792,6 +791,9 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
 
     def _journal(self, request: Request, function: Any = None) -> Journal:
         """What tries that run out of memory may move."""
+        # A function that is mapped is none of the loop's.
+        if self.loop.written is not None and function is None:
+            return Journal(self.loop.written(), self.device_ids)
         return journal_of_call(self.module, request, self.device_ids, function)
 
     def _mapped(

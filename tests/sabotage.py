@@ -1192,12 +1192,21 @@ SABOTAGES = [
         seen_by="test_look_leaves_argument",
     ),
     Sabotage(
+        name="generators that a function moved stay moved if it fails",
+        promise="all or nothing",
+        file="options/map_rows.py",
+        place="map_rows",
+        text="save_referents(attempt, function)",
+        replacement="pass",
+        seen_by="test_failed_function_leaves_generators",
+    ),
+    Sabotage(
         name="tries that run out of memory draw from a module's generator",
         promise="exact",
         file="options/auto_accum.py",
         place="Search.run",
-        text="if journal is not None:",
-        replacement="if False:",
+        text="            journal.restore()\n",
+        replacement="            pass\n",
         seen_by="test_tries_that_run_out_of_memory_leave_no_trace",
     ),
     Sabotage(

@@ -42,7 +42,6 @@ from scatterpar.loops.lending import (
 )
 from scatterpar.loops.modules import overridden
 from scatterpar.loops.user_functions import UserFunctions, hooks_in
-from scatterpar.objects.journal import Journal
 from scatterpar.objects.walk import Walk
 from scatterpar.objects.whose import is_user_function
 from scatterpar.pair.pair import gather
@@ -191,7 +190,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         self._engine = ScatterOnceParallel(learn.model, **self._options)
         self._engine.loop.remedies = _REMEDIES
         self._engine.loop.around_looks = self._looking
-        self._engine.loop.journal = self._saved
+        self._engine.loop.written = self._written
 
     def _follow_model(self) -> None:
         """Replicate another model, which a callback has put into the Learner, such as
@@ -296,9 +295,9 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         parts = [self._engine.module]
         return self._functions.looking(parts, lending, lending.roots())
 
-    def _saved(self) -> Journal:
-        """All that calls may write, saved before the tries of a step."""
-        return Journal(Walk(self._criterion.lending.roots(), enters_modules=False))
+    def _written(self) -> Walk:
+        """Finds all that calls may write, before the tries of a step."""
+        return Walk(self._criterion.lending.roots(), enters_modules=False)
 
     def _criterion_of(self, loss_func: Any, mixes: bool) -> _Criterion:
         """The criterion of the present loss function."""

@@ -51,7 +51,6 @@ from scatterpar.loops.lending import Lending, loan_of, roots_of
 from scatterpar.loops.modules import Modules, device_of, moved, overridden
 from scatterpar.loops.rows import as_rows, num_rows
 from scatterpar.loops.user_functions import UserFunctions, groups_of, of_user
-from scatterpar.objects.journal import Journal
 from scatterpar.objects.walk import Walk
 from scatterpar.step.request import Accum, Reduction
 from scatterpar.step.substeps import detached
@@ -191,7 +190,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         engine.loop.loss_name = "training_step"
         engine.loop.remedies = _REMEDIES
         engine.loop.around_looks = self._around_look
-        engine.loop.journal = self._saved
+        engine.loop.written = self._written
         self._engine = self._until_teardown.enter_context(engine)
         self._lending = Lending(
             self._lent_roots,
@@ -302,9 +301,9 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             loss = _zero(work)
         return {"loss": loss, "call": call}
 
-    def _saved(self) -> Journal:
-        """All that calls may write, saved before the tries of a step."""
-        return Journal(Walk(self._written_in_calls()))
+    def _written(self) -> Walk:
+        """Finds all that calls may write, before the tries of a step."""
+        return Walk(self._written_in_calls())
 
     def _written_in_calls(self) -> list[Any]:
         """What calls may write: the LightningModule, the Trainer, its optimizers'

@@ -122,15 +122,16 @@ class Search:
     def run(
         self,
         compute: Callable[[Request, Plan, Extent], ResultT],
-        make_journal: Callable[[], Journal] | None = None,
+        make_journal: Callable[[], Journal],
     ) -> ResultT:
         """The result of the first candidate that is a whole step and fits.
 
-        A journal is made before the first candidate, and restored before each other.
+        A journal is made before the first candidate, and restored before each other. It
+        alone undoes a trial that fits; one that fails is undone as any failed step.
 
         Raises the error of the last candidate if there is none.
         """
-        journal = None if make_journal is None else make_journal()
+        journal = make_journal()
         candidates = self._candidates()
         accum, extent = next(candidates)
         while True:
@@ -153,15 +154,11 @@ class Search:
                 if not extent.is_trial:
                     break
                 logger.debug('accum="auto": a trial with %d fits', accum)
-                # A trial has run two of its sub-steps: buffers and random state have
-                # moved.
-                result.attempt.undo.restore()
                 del result  # the next try needs the memory of its gradients
             # The failed try's cached memory is cut to sizes that the next one does not
             # need.
             self._workers.release()
-            if journal is not None:
-                journal.restore()
+            journal.restore()
             accum, extent = candidates.send(fits)
         with result.attempt.undo:  # warnings may be errors
             self._keep(accum)

@@ -100,6 +100,7 @@ def map_rows(
     with parameter_writes_refused(replicas.replica_sets):
         outputs = attempt.threads.run(work.of_share, tasks)
         if attempt.extent.is_trial:
+            transfers.synchronize()
             return Mapped(attempt)
     lists: Lists = "always"
     if function is module:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scatterpar.objects.journal import Journal
+from scatterpar.objects.walk import Walk
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.step.request import LossCandidate
 from scatterpar.step.turns import Scope
@@ -40,9 +40,9 @@ class LoopOptions:
         divided: returns the inputs of a look, whose rows can be divided, for those of a
             step whose rows are whole micro-batches. It raises ``ValueError`` if they
             cannot be divided. ``None``: the step's own inputs.
-        journal: saves what calls of the user's function may write, before the first try
+        written: finds what calls of the user's function may write, before the first try
             of ``accum="auto"`` at a step. It is restored after each try that ran out of
-            memory, and after trials.
+            memory, and after trials. ``None``: what the arguments of the step lead to.
         around_looks: makes a context manager for the calls of a look, in which the
             loop's loggers are silent, and after which its owner is as before.
     """
@@ -57,7 +57,7 @@ class LoopOptions:
     candidates: Sequence[LossCandidate] = ()
     chosen: LossCandidate | None = None
     divided: Callable[[Any], Any] | None = None
-    journal: Callable[[], Journal] | None = None
+    written: Callable[[], Walk] | None = None
     around_looks: Callable[[], contextlib.AbstractContextManager[object]] = (
         contextlib.nullcontext
     )

@@ -524,6 +524,32 @@ def test_tries_out_of_memory_leave_no_calls(tmp_path, recwarn):
     assert "12 rows with accum=1 ran out of memory; accum=3 is the smallest" in told[0]
 
 
+class Teaching(Hungry):
+    """Draws, and moves the statistics of a network that is not trained."""
+
+    def __init__(self, room):
+        super().__init__(room)
+        self.teacher = nn.BatchNorm1d(CLASSES)
+
+    def __call__(self, pred, target):
+        # Two values per channel, also of one row.
+        self.teacher(pred.detach().float().unsqueeze(2).repeat(1, 1, 2))
+        return super().__call__(nn.functional.dropout(pred, 0.3), target)
+
+
+def test_tries_out_of_memory_leave_no_draws(tmp_path):
+    """Nor statistics: all is as with the number that fits."""
+    found = []
+    for accum, room in (("auto", 2), (3, 10**9)):
+        loss = Teaching(room)
+        learn = learner(
+            tmp_path, ScatterOnce(["cpu:0", "cpu:1"], accum), loss_func=loss
+        )
+        fitted(learn)
+        found.append([*learn.model.parameters(), *loss.teacher.buffers()])
+    assert all(map(torch.equal, *found))
+
+
 STEPS, ROWS_OF_CALL, PARTS = 3, 3, 4
 
 

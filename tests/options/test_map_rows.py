@@ -136,6 +136,30 @@ def test_errors_arrive_as_they_are(devices):
         assert torch.equal(engine(INPUTS[:10]), INPUTS[:10])
 
 
+def test_failed_function_leaves_generators(devices):
+    """And the statistics of a network that it refers to; no try of ``accum="auto"``."""
+    generator = torch.Generator().manual_seed(3)
+    teacher = build(lambda: nn.BatchNorm1d(FEATURES))
+    before = [generator.get_state(), *map(torch.clone, teacher.buffers())]
+
+    def fails(replica, inputs):
+        noise = torch.rand(len(inputs), 1, generator=generator)
+        outputs = replica(teacher(inputs)) + noise
+        if (inputs == INPUTS[10]).all(1).any():
+            raise KeyError("mine")
+        return outputs
+
+    model = build(lambda: nn.Linear(FEATURES, 3)).eval()
+    with ScatterOnceParallel(model, 1, devices(3)) as engine:
+        with pytest.raises(KeyError, match="mine"):
+            engine.map(fails, INPUTS)
+        assert all(
+            map(torch.equal, before, [generator.get_state(), *teacher.buffers()])
+        )
+        engine.map(fails, INPUTS[:10])
+    assert not torch.equal(before[0], generator.get_state())
+
+
 @pytest.mark.parametrize("accum", [2, 5])
 def test_lists_of_rows_in_outputs_joined(devices, accum):
     """Where the inputs have ``Rows``; a list of tensors that hold the rows is joined as

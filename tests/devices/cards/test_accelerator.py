@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from harness import leak_checks
 from harness.models import Of
 from harness.oracle import assert_step, seeded
 from nullcuda import card
@@ -417,6 +418,31 @@ def test_out_of_memory_adds_sub_steps(device_ids, where, error, monkeypatch):
     assert_close(gradients(model), expected)
     assert max(report.plan.substep_rows) <= 4
     assert released.call_count >= report.retries > 0
+
+
+@pytest.mark.draws
+@pytest.mark.filterwarnings('ignore:accum="auto"')
+def test_tries_leave_no_draws(device_ids):
+    """Trials draw from the devices' generators, and the step draws as without them."""
+    found, accum = [], "auto"
+    for room in (4, ROWS):
+
+        def criterion(scores, labels, room=room):
+            if len(labels) > room:
+                raise torch.OutOfMemoryError("pretended")
+            return LOSS(scores, labels)
+
+        model, *batch = problem(nn.Dropout(0.3))
+        torch.manual_seed(1)
+        with ScatterOnceParallel(model, accum, device_ids) as engine:
+            engine.forward_backward(*batch, criterion)
+            shares = engine.last_step.plan.shares
+            accum = max(len(share.micro_batches) for share in shares)
+        states = leak_checks.random_states()
+        found.append(([gradient.cpu() for gradient in gradients(model)], states))
+    gradients_found, states = zip(*found, strict=True)
+    assert all(map(torch.equal, *gradients_found))
+    assert states[0] == states[1]
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])

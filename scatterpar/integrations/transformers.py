@@ -274,7 +274,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         names = [type(part).__name__ for part in parts]
         work = Modules(zip(names, [model, *parts[1:]], strict=True))
         self._engine = ScatterOnceParallel(
-            work, 1, self._devices, buffers=self._buffers, graphs=False
+            work, 1, self._devices, buffers=self._buffers
         )
         self._engine.loop.loss_name = "compute_loss"
         self._engine.loop.remedies = _REMEDIES
@@ -358,7 +358,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         loop_options.candidates = list(candidates)
         select = itemgetter("beside")
         loss, outputs = self._engine_loss(inputs, accum, return_outputs=select)
-        calls = nested.atoms(outputs)
+        calls = [call for call in nested.atoms(outputs) if call is not None]
         self._collect(calls, candidates[loop_options.chosen])
         if self._takes_turns:
             remedy = "self.state.global_step counts steps"
@@ -509,7 +509,9 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             inputs = trainer._prepare_inputs(copy.copy(batch))
             model = self._model_of(work) if self._takes_turns else trainer.model
             loss = trainer.compute_loss(model, inputs, num_items_in_batch=items)
-        return {"loss": loss, "beside": record}
+        # A captured sub-step returns tensors alone.
+        is_needed = self._takes_turns or record.has_entries()
+        return {"loss": loss, "beside": record if is_needed else None}
 
     @contextlib.contextmanager
     def _standing_in(self, work: Any) -> Iterator[tuple[Any, _CallRecord]]:
@@ -751,6 +753,11 @@ class _CallRecord:
         self.metrics: dict[str, Any] = {}
         self.tokens = 0
         self.components: dict[str, dict[str, Any]] = {}
+
+    def has_entries(self) -> bool:
+        """Whether the call has logged or measured anything, or may have."""
+        has_components = any(self.components.values())
+        return bool(self.logs or self.metrics or self.tokens or has_components)
 
 
 class _Placed:

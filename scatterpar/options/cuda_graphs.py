@@ -29,6 +29,7 @@ import gc
 import random
 import threading
 import time
+import types
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -147,6 +148,7 @@ class _Graph:
         with tape:
             output, loss = forward(task, self.rows, number)
         if self.has_output:
+            tape.add_returned(output)
             self.output = detached_output(output, True)
         write(self.loss, loss.detach())
         if isinstance(tape, RepeatableTape):  # a replay writes these
@@ -455,6 +457,23 @@ class _StepPlan:
                 if key not in keys_of_others or is_own:
                     self._checked[replica].add(number)
             keys_of_others |= last.keys()
+        self._leave_out_unreplayed()
+
+    def _leave_out_unreplayed(self) -> None:
+        """Drop the keys of shapes that no other sub-step has: nothing is proved by
+        them.
+        """
+        replayed: set[Hashable] = set()
+        for replica, keys in self._keys.items():
+            checked = self._checked[replica]
+            replayed |= {
+                key for number, key in enumerate(keys) if number not in checked
+            }
+        for replica, keys in self._keys.items():
+            for number in sorted(self._checked[replica]):
+                if keys[number] not in replayed:
+                    keys[number] = None
+                    self._checked[replica].remove(number)
 
     def of(self, replica: int) -> _SharePlan:
         """The part of one replica."""
@@ -592,7 +611,9 @@ class GraphedSubsteps(Substeps):
         is_last = len(graph.tapes) == _RUNS - 1
         journal = None
         if is_last and not self._task.share.replica:  # whose Python all replicas share
-            roots = [self._task.criterion, self._task.module]
+            rows = self._task.loader.at_source(number).unwrapped()
+            functions = filter(_is_function, nested.atoms(rows))
+            roots = [self._task.criterion, self._task.module, *functions]
             journal = Journal(Walk(roots), max_bytes=0)
         state = self._host_state()
         tape, loss, output = self._taped(number, weight)
@@ -634,6 +655,7 @@ class GraphedSubsteps(Substeps):
             output, loss = forward(task, rows, number)
         returned = None
         if request.return_outputs:
+            tape.add_returned(output)
             returned = detached_output(output, request.return_outputs)
         del output
         if not loss.requires_grad:
@@ -669,8 +691,8 @@ class GraphedSubsteps(Substeps):
         """
         if not streams.is_async(self._task.share.device):
             return random.getstate(), None
-        states = self._attempt.generators.get_state(self._task.share.replica)
-        of_torch = states.get(HOST)
+        generators = self._attempt.generators
+        of_torch = generators.state_after_draws(self._task.share.replica, HOST)
         numbers = None if of_torch is None else to_numbers(of_torch)
         return random.getstate(), numbers
 
@@ -871,11 +893,26 @@ def _graph_key(rows: Any) -> Hashable:
     for atom in nested.atoms(rows):
         is_dense = type(atom) is Tensor and atom.layout == torch.strided
         # An object may hold anything, and no tape knows a number among the rows.
-        if not is_dense and not isinstance(atom, nested.PLAIN_CLASSES):
+        is_known = isinstance(atom, nested.PLAIN_CLASSES) or _is_function(atom)
+        if not is_dense and not is_known:
             return None
-    return repr(
-        nested.map_tensors(lambda t: (tuple(t.shape), t.stride(), t.dtype), rows)
-    )
+    return repr(nested.map_atoms(_kind_of_atom, rows))
+
+
+def _is_function(value: Any) -> bool:
+    """Whether a value among the rows is code, such as the step function of a loop.
+
+    A tape tells what it computes, as it does of the module.
+    """
+    return isinstance(value, (types.FunctionType, types.MethodType))
+
+
+def _kind_of_atom(atom: Any) -> Any:
+    if isinstance(atom, Tensor):
+        return tuple(atom.shape), atom.stride(), atom.dtype
+    if _is_function(atom):
+        return "function", atom.__qualname__
+    return atom
 
 
 class _ReplicaGraphs:

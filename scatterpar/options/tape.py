@@ -24,7 +24,6 @@ Work that does not reach torch's dispatcher is on no tape.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -35,6 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar import torch_private
+from scatterpar.batch import nested
 from scatterpar.devices.default_generators import default_of
 from scatterpar.devices.transfers import write
 from scatterpar.threads.generators import replica_generator
@@ -100,6 +100,7 @@ class Tape(torch_private.OperatorMode):
         """
         super().__init__()  # type: ignore[no-untyped-call]  # no stub
         self.entries: list[Any] = []
+        self._append = self.entries.append
         self.obstacle = ""
         self._device = device
         # Whether tensors of the host are something else than the device's.
@@ -129,6 +130,17 @@ class Tape(torch_private.OperatorMode):
         self._places += 1
         self._origins[tensor.data_ptr()] = -self._places
 
+    def add_returned(self, output: Any) -> None:
+        """Write down what a call returns beside tensors: a replay returns it again."""
+        for value in nested.atoms(output):
+            if type(value) in nested.PLAIN:
+                self._add_values((value,))
+            elif not isinstance(value, Tensor):
+                self.obstacle = (
+                    f"returns a {type(value).__name__}, which a replay would return "
+                    "again"
+                )
+
     def end(self) -> None:
         """After the run: see whether it has set a generator."""
         self._watch_generator()
@@ -141,7 +153,10 @@ class Tape(torch_private.OperatorMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run an operator, and write it down."""
+        """Run an operator, and write it down.
+
+        Few calls and attributes of its own, because each operator runs it.
+        """
         if types and not all(map(_is_plain, types)):
             return NotImplemented  # a subclass first takes itself apart
         if function is _DETACH:
@@ -152,75 +167,74 @@ class Tape(torch_private.OperatorMode):
         # It launches nothing, and its name may have the number of the sub-step.
         if operator.is_profiled_block:
             return function(*args, **(kwargs or {}))
-        self._add(function, operator, args, kwargs)
-        if operator.draws:
-            self._watch_generator()
-        elif operator.reads_values and not self.obstacle:
-            self._refuse_value(function, args)
-        if operator.draws:
-            with torch_private.random_key_as_outside():
-                result = function(*args, **(kwargs or {}))
+        append = self._append
+        append(function)
+        has_host = self._has_host
+        origins = self._origins
+        memory = self._memory
+        if function is _LIFT and args[0].is_cpu:
+            # Each call has new memory, and its content comes from Python.
+            append(_content(args[0]))
         else:
+            for kind, value in zip(operator.kinds, args, strict=False):
+                class_of_value = type(value)
+                if class_of_value is Tensor or class_of_value is nn.Parameter:
+                    try:
+                        address = value.data_ptr()
+                    except RuntimeError:  # sparse
+                        append(value.layout)
+                        continue
+                    if has_host and value.is_cpu:
+                        append(self._origin(value))
+                    elif address in origins:
+                        append(origins[address])
+                    else:
+                        if address not in memory:
+                            memory[address] = value.detach()
+                        append(address)
+                        append(value.shape)
+                        append(value.stride())
+                        append(value.dtype)
+                elif kind is None or value is None:
+                    append(value)
+                elif class_of_value is float:
+                    # Not the number: 0.0 equals -0.0, and NaN does not equal NaN.
+                    append(value.hex())
+                else:
+                    self._add_values((value,))
+            self.entries += args[operator.number_of_kinds :]
+            if kwargs:
+                self.entries += kwargs
+                self._add_values(kwargs.values())
+        if operator.draws:
+            result = self._draw(function, args, kwargs)
+        else:
+            if operator.reads_values and not self.obstacle:
+                self._refuse_value(function, args)
             result = function(*args, **kwargs) if kwargs else function(*args)
         if type(result) is Tensor:
             self._num_results = number = self._num_results + 1
             try:
                 address = result.data_ptr()
-                self._origins[address] = number
-                if self._of_device:
-                    self._of_device.discard(address)
             except RuntimeError:  # sparse
-                pass
-        else:
+                return result
+            origins[address] = number
+            if self._of_device:
+                self._of_device.discard(address)
+        elif result is not None:
             self._add_results(result)
-            if self._has_host:
-                self._note_device_results(result)
-        if operator.draws and not self._is_captured:
-            self._state = self._state_of_generator()
         return result
 
-    def _add(
-        self,
-        function: Any,
-        operator: _Operator,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any] | None,
-    ) -> None:
-        """Append an operator and what is compared of its arguments.
-
-        One loop with few calls, because each operator runs it.
-        """
-        entries = self.entries
-        append = entries.append
-        append(function)
-        if function is _LIFT and args[0].is_cpu:
-            # Each call has new memory, and its content comes from Python.
-            append(_content(args[0]))
-            return
-        has_host = self._has_host
-        origins = self._origins
-        for kind, value in zip(operator.kinds, args, strict=False):
-            class_of_value = type(value)
-            if class_of_value is Tensor or class_of_value is nn.Parameter:
-                try:
-                    origin = origins.get(value.data_ptr())
-                except RuntimeError:  # sparse
-                    origin = None
-                if origin is None or (has_host and value.is_cpu):
-                    append(self._origin(value))
-                else:
-                    append(origin)
-            elif kind is None or value is None:
-                append(value)
-            elif class_of_value is float:
-                # Not the number: 0.0 equals -0.0, and NaN does not equal NaN.
-                append(value.hex())
-            else:
-                self._add_values((value,))
-        entries += args[operator.number_of_kinds :]
-        if kwargs:
-            entries += kwargs
-            self._add_values(kwargs.values())
+    def _draw(
+        self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> Any:
+        """Run an operator that draws random numbers."""
+        self._watch_generator()
+        with torch_private.random_key_as_outside():
+            result = function(*args, **(kwargs or {}))
+        if not self._is_captured:
+            self._state = self._state_of_generator()
+        return result
 
     def _add_values(self, values: Iterable[Any]) -> None:
         """Append what is compared of arguments of any kind."""
@@ -262,20 +276,28 @@ class Tape(torch_private.OperatorMode):
 
     def _add_results(self, result: Any) -> None:
         """Number the tensors of a result; append other values."""
-        if isinstance(result, Tensor):
-            self._num_results += 1
-            with contextlib.suppress(RuntimeError):  # sparse
-                self._origins[result.data_ptr()] = self._num_results
-        elif type(result) is tuple or type(result) is list:
-            for value in result:
+        is_on_host = False
+        for value in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(value, Tensor):
+                self._num_results = number = self._num_results + 1
+                try:
+                    self._origins[value.data_ptr()] = number
+                except RuntimeError:  # sparse
+                    continue
+                is_on_host = is_on_host or value.is_cpu
+            elif isinstance(value, (tuple, list)):
                 self._add_results(value)
-        elif result is not None:
-            self._add_values((result,))
+            elif value is not None:
+                self._add_values((value,))
+        if is_on_host and self._has_host:
+            self._note_device_results(result)
 
     # --- what a graph cannot repeat ---
 
     def _note_device_results(self, result: Any) -> None:
-        """Note the tensors on the host among results that the device has computed."""
+        """Note tensors on the host, unless all results are there: the device has
+        computed them.
+        """
         tensors = _tensors([result])
         on_host = {tensor.data_ptr() for tensor in tensors if tensor.is_cpu}
         if len(on_host) < len(tensors):
@@ -328,8 +350,8 @@ class RepeatableTape(Tape):
     it.
     """
 
-    def __init__(self, device: torch.device, places: Iterable[Tensor] = ()) -> None:
-        super().__init__(device, places)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._calls: list[_RecordedCall] = []
 
     def __torch_dispatch__(

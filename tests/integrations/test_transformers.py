@@ -46,8 +46,9 @@ from harness.writes import IRREVOCABLE, RESTORABLE, Written, assert_same_writes
 from torch import nn
 from transformers import TrainerCallback, default_data_collator
 
-from scatterpar import count_labels, splitcheck
+from scatterpar import ScatterOnceParallel, count_labels, splitcheck
 from scatterpar.integrations.transformers import ScatterOnceMixin, ScatterOnceTrainer
+from scatterpar.options import cuda_graphs
 
 pytestmark = [pytest.mark.trainers, pytest.mark.draws]
 
@@ -606,6 +607,122 @@ def test_bf16_autocast_as_stock(tmp_path):
     losses = [[log["loss"] for log in log if "loss" in log] for log in logs]
     assert losses[0] == pytest.approx(losses[1], rel=2e-2)
     assert len(losses[0]) == len(losses[1]) == 3
+
+
+# --- captured sub-steps ---
+
+
+def without_reads(make, *args, half=False):
+    """The model with attention that does not read its mask on the host."""
+    model = make(*args)
+    model.set_attn_implementation("eager")
+    return model.float() if half else model
+
+
+# The case, the model, and options; float64 and no draws: as the stock Trainer.
+REPLAYED = {
+    "images": (CASES["image classifier"], image_classifier(), {}),
+    "padded text": (LANGUAGE, without_reads(language_model), {}),
+    "smoothing": (
+        LANGUAGE,
+        without_reads(language_model),
+        {"label_smoothing_factor": 0.1},
+    ),
+    "dropout": (LANGUAGE, without_reads(language_model, 0.3), {}),
+    "autocast": (
+        LANGUAGE,
+        without_reads(language_model, 0.3, half=True),
+        {"bf16": True},
+    ),
+}
+AS_STOCK = ("images", "padded text", "smoothing")
+
+
+def reported(monkeypatch, *, is_captured):
+    """What is said of graphs in each step of engines, on devices that wait."""
+    monkeypatch.setattr(cuda_graphs, "_captures", lambda _: is_captured)
+    monkeypatch.setattr(cuda_graphs, "_BUSY", 1e9)
+    reports = []
+    loss = ScatterOnceParallel.loss
+
+    def reporting(engine, *args, **options):
+        result = loss(engine, *args, **options)
+        reports.append(engine.last_step.graphs)
+        return result
+
+    monkeypatch.setattr(ScatterOnceParallel, "loss", reporting)
+    return reports
+
+
+def run_of(monkeypatch, folder, name, cls=ScatterOnceTrainer, **extra):
+    """A trainer of two micro-batches of 2 rows per replica and window, trained.
+
+    Of 17 rows, in windows of 16 the last one is one row.
+    """
+    case, model, options = REPLAYED[name]
+    rows = 2 if cls is ScatterOnceTrainer else 16
+    number = 4 if cls is ScatterOnceTrainer else 1
+    options = {"num_train_epochs": 7, "max_steps": -1, **options}
+    trainer = build(
+        cls, folder, case, copy.deepcopy(model), extra, **sizes(rows, number), **options
+    )
+    with seeded():
+        quietly(trainer.train)
+    return trainer
+
+
+@pytest.mark.parametrize("layout", few_of(LAYOUTS, ["virtual"]))
+@pytest.mark.parametrize("name", REPLAYED)
+def test_stock_loss_is_replayed(tmp_path, monkeypatch, name, layout):
+    """The bits are those without graphs, and the losses those of the stock Trainer."""
+    runs, reports = [], []
+    for is_captured in (True, False):
+        with monkeypatch.context() as patched:
+            reports.append(reported(patched, is_captured=is_captured))
+            devices = LAYOUTS[layout]
+            runs.append(run_of(patched, tmp_path, name, device_ids=devices))
+    assert len(reports[0]) == 14
+    counts = [int(report.split()[0]) for report in reports[0] if "replayed" in report]
+    assert max(counts) >= 3, reports[0]
+    assert not any("replayed" in report for report in reports[1])
+    assert_same_bits(*[trainer.model for trainer in runs])
+    assert_same_run(*runs, 0.0)
+    if name in AS_STOCK:
+        stock = run_of(monkeypatch, tmp_path, name, transformers.Trainer)
+        assert_same_run(runs[0], stock)
+
+
+@pytest.mark.parametrize("function", ["compute_loss", "log"])
+def test_replays_keep_nothing_of_a_call(tmp_path, monkeypatch, function):
+    """A library's class that logs in its calls, or a function of yours: no graphs."""
+    values = []
+
+    def compute_loss(trainer, model, inputs, *args, **options):
+        loss = transformers.Trainer.compute_loss(
+            trainer, model, inputs, *args, **options
+        )
+        if function == "log":
+            trainer.accelerator.log({"rows": len(inputs["pixel_values"])})
+        return loss
+
+    monkeypatch.setattr(
+        "accelerate.Accelerator.log", lambda _, logs, **__: values.append(logs["rows"])
+    )
+    cls = type("Own", (ScatterOnceTrainer,), {"compute_loss": compute_loss})
+    if function == "log":
+        monkeypatch.setattr(
+            "scatterpar.integrations.transformers.is_user_function", lambda _: False
+        )
+    reports = reported(monkeypatch, is_captured=True)
+    case, model, _ = REPLAYED["images"]
+    extra = {"device_ids": VIRTUAL}
+    options = {"max_steps": 6, **sizes(2, 4)}
+    trainer = build(cls, tmp_path, case, copy.deepcopy(model), extra, **options)
+    quietly(trainer.train)
+    words = "returns a _CallRecord" if function == "log" else "take turns"
+    assert words in reports[-1], reports
+    # By the look, and in three epochs by each micro-batch.
+    assert not values or sum(values[-27:]) == 3 * ROWS
 
 
 @pytest.mark.slow

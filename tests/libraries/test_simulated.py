@@ -17,8 +17,9 @@ CHOSEN = {
         "trainers",
         "integrations/test_transformers.py",
         "(count_and_reduction and class and virtual) or (once_per_batch and virtual) "
-        "or (hooked_features and virtual) or (equals_one_device and drop)",
-        4,
+        "or (hooked_features and virtual) or (equals_one_device and drop) "
+        "or (stock_loss_is_replayed and virtual)",
+        9,
     ),
     "lightning": (
         "loops",

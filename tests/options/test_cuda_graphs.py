@@ -164,12 +164,19 @@ def test_draws_and_buffers_as_without_graphs(places):
     )
     model, inputs, targets = problem(cnn, *layers)
 
+    reports = []
+
     def run(engine):
-        losses = [engine.forward_backward(inputs, targets, LOSS) for _ in range(5)]
+        losses = []
+        for _ in range(5):
+            losses.append(engine.forward_backward(inputs, targets, LOSS))
+            reports.append(engine.last_step.graphs)
         return [*losses, torch.rand(3)]
 
     *losses, _ = assert_same(run, model, places, 3, draws=True)
     assert torch.stack(losses).unique().numel() == 5
+    # A device's draws are none on the host, which would end the replays.
+    assert all(report.endswith("replayed") for report in reports[:5]), reports
 
 
 def test_outputs_scaler_and_masks_exact(places):
@@ -240,7 +247,124 @@ def test_tensors_that_collate_keeps_are_not_written(two_places):
     assert_same(run, model, two_places, 2)
 
 
+def of_rows(model, work, x):
+    return work(model, x)
+
+
+def test_function_among_rows_replays(two_places):
+    """As the step function of a library's loop; the tape tells what it reads."""
+    scale = 2.0
+
+    def work(model, x):
+        return model.body(x) * scale
+
+    _, inputs, targets = problem(rows=48)
+    with graphed(of_body(of_rows), 4, two_places) as engine:
+        reports = []
+        for step in range(6):
+            scale += step == 4
+            expected = work(engine.module, inputs)
+            loss = engine.forward_backward((work, inputs), targets, LOSS)
+            assert loss.item() == pytest.approx(LOSS(expected, targets).item())
+            reports.append(engine.last_step.graphs)
+    assert reports[3] == "7 of 8 sub-steps replayed"
+    assert reports[4].startswith("eager: aten.mul.Tensor gets 3.0, and got 2.0")
+
+
+def test_function_that_counts_its_calls_is_not_captured(two_places):
+    calls = []
+
+    def work(model, x):
+        calls.append(len(x))
+        return model.body(x)
+
+    _, inputs, targets = problem(rows=48)
+    with graphed(of_body(of_rows), 4, two_places) as engine:
+        with pytest.warns(UserWarning, match="writes or takes from"):
+            engine.forward_backward((work, inputs), targets, LOSS)
+        for _ in range(3):
+            engine.forward_backward((work, inputs), targets, LOSS)
+    assert len(calls) == 4 * 8
+
+
+def test_returned_number_is_not_frozen(two_places):
+    def named(model, x):
+        return {"y": model.body(x), "number": model.number}
+
+    def loss(output, targets):
+        return LOSS(output["y"], targets)
+
+    _, inputs, targets = problem(rows=48)
+    model = of_body(named, number=1.0)
+    numbers, reports = [], []
+    with graphed(model, 4, two_places) as engine:
+        for step in range(6):
+            model.number = 1.0 + (step >= 4)
+            _, outputs = engine.forward_backward(
+                inputs, targets, loss, return_outputs=True
+            )
+            numbers += [output["number"] for output in outputs]
+            reports.append(engine.last_step.graphs)
+    assert numbers == [1.0] * 8 + [2.0] * 4
+    assert reports[3] == "7 of 8 sub-steps replayed"
+
+
+def test_objects_are_returned_by_each_call(two_places):
+    """Else a replay would return that of the capture."""
+
+    def with_object(model, x):
+        return {"y": model.body(x), "object": Made()}
+
+    class Made:
+        pass
+
+    def loss(output, targets):
+        return LOSS(output["y"], targets)
+
+    _, inputs, targets = problem(rows=48)
+    with graphed(of_body(with_object), 4, two_places) as engine:
+
+        def step():
+            results = engine.forward_backward(
+                inputs, targets, loss, return_outputs=True
+            )
+            return results[1]
+
+        with pytest.warns(UserWarning, match="returns a Made"):
+            step()
+        returned = [made for output in step() for made in output["object"]]
+    assert len(set(returned)) == 8
+
+
 # --- what people run ---
+
+
+def test_shapes_without_replays_are_not_on_tape(two_places, monkeypatch):
+    """Where each micro-batch has a shape of its own, there is nothing to prove."""
+    tapes = []
+
+    class Counted(cuda_graphs.Tape):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            tapes.append(self)
+
+    monkeypatch.setattr(cuda_graphs, "Tape", Counted)
+    model = of_body(mean_of_steps)
+    targets = randint(CLASSES, 8).to(home())
+
+    def step(lengths):
+        rows = [randn(length, FEATURES).to(home()) for length in lengths]
+        inputs = Rows(rows, lambda rows: rows[0][None])
+        tapes.clear()
+        engine.forward_backward(inputs, targets, LOSS)
+        return engine.last_step.graphs, len(tapes)
+
+    with graphed(model, 4, two_places) as engine:
+        for _ in range(5):
+            report = step([2, 3, 2, 3, 2, 3, 2, 3])
+        assert report == ("6 of 8 sub-steps replayed", 2)
+        assert step([2, 4, 5, 6, 7, 8, 9, 3]) == ("0 of 8 sub-steps replayed", 0)
+        assert step([2, 4, 5, 6, 7, 8, 2, 3]) == ("1 of 8 sub-steps replayed", 1)
 
 
 def test_loss_replays_too(two_places):

@@ -303,6 +303,21 @@ def test_values_read_are_an_obstacle(function):
     assert not tape_of(lambda x: x[torch.tensor([0, 1])], X).obstacle
 
 
+def test_returned_values_are_compared():
+    """A replay returns those of the capture; tensors are on the tape already."""
+
+    def returning(value):
+        tape = Tape(HOST, [X])
+        tape.add_returned({"y": X, "beside": [value]})
+        return tape
+
+    for value, other in ((1, 2), (1, True), (0.0, -0.0), ("a", None)):
+        assert difference(returning(value), returning(other))
+        assert not difference(returning(value), returning(value))
+        assert not returning(value).obstacle
+    assert "returns a object" in returning(object()).obstacle
+
+
 @pytest.mark.draws
 def test_recording_repeats_with_other_rows():
     """The backward pass, views, draws and writes in place, too."""

@@ -271,7 +271,7 @@ def test_function_among_rows_replays(two_places):
     assert reports[4].startswith("eager: aten.mul.Tensor gets 3.0, and got 2.0")
 
 
-def test_function_that_counts_its_calls_is_not_captured(two_places):
+def test_counting_function_not_captured(two_places):
     calls = []
 
     def work(model, x):
@@ -309,7 +309,7 @@ def test_returned_number_is_not_frozen(two_places):
     assert reports[3] == "7 of 8 sub-steps replayed"
 
 
-def test_objects_are_returned_by_each_call(two_places):
+def test_objects_returned_by_each_call(two_places):
     """Else a replay would return that of the capture."""
 
     def with_object(model, x):
@@ -339,7 +339,7 @@ def test_objects_are_returned_by_each_call(two_places):
 # --- what people run ---
 
 
-def test_shapes_without_replays_are_not_on_tape(two_places, monkeypatch):
+def test_lone_shapes_not_on_tape(two_places, monkeypatch):
     """Where each micro-batch has a shape of its own, there is nothing to prove."""
     tapes = []
 

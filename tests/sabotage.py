@@ -636,6 +636,15 @@ SABOTAGES = [
         seen_by="test_look_leaves_no_count",
     ),
     Sabotage(
+        name="a search for what a criterion trains enters every log",
+        promise="fast",
+        file="objects/reach.py",
+        place="_to_search_in",
+        text="if is_long and not any(issubclass(kind, _REFERENTS) for kind in kinds):",
+        replacement="if False:",
+        seen_by="test_each_question_follows",
+    ),
+    Sabotage(
         name="a user's class is a library's if its name ends like one",
         promise="a look leaves no trace",
         file="objects/whose.py",

@@ -24,6 +24,7 @@ from torch import Tensor
 # Classes of values that are told apart by ``==``, and refer to nothing.
 PLAIN_CLASSES = (bool, int, float, complex, str, bytes, types.NoneType)
 PLAIN = frozenset(PLAIN_CLASSES)  # a set, since most atoms are asked
+MAX_ENTRIES = 1000  # of a container that a walk enters; longer ones are data
 WITHOUT_PARTS = (*PLAIN_CLASSES, type, types.ModuleType)  # a walk passes these over
 
 

@@ -20,7 +20,6 @@ from scatterpar.batch import nested
 
 _DEPTH = 3  # an object, an object or list in it, and what that holds
 _DEPTH_OF_OUTPUTS = 5  # a distribution of another one, in a dict of an object
-_MAX_ENTRIES = 1000  # of a container; longer ones are tables, not a batch
 _WITHOUT_ROWS = (*nested.PLAIN_CLASSES, type, nn.Module)
 
 
@@ -105,4 +104,4 @@ def _children(value: Any) -> Sequence[Any]:
     elif isinstance(value, (list, tuple)):
         children += value
     # A batch is asked in each step.
-    return children if len(children) <= _MAX_ENTRIES else ()
+    return children if len(children) <= nested.MAX_ENTRIES else ()

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from scatterpar.objects.references import MAX_ENTRIES
+from scatterpar.batch.nested import MAX_ENTRIES
 from scatterpar.objects.snapshot import Snapshot
 from scatterpar.objects.walk import VARIABLES, Place, PlaceKind, Walk
 

@@ -36,10 +36,11 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.batch import nested
+from scatterpar.batch.nested import MAX_ENTRIES
 from scatterpar.devices.transfers import to_device, write
 from scatterpar.devices.write_counters import version, versions
 from scatterpar.loops.kept_places import KeptPlaces
-from scatterpar.objects.references import MAX_ENTRIES, parts_of
+from scatterpar.objects.references import parts_of
 from scatterpar.objects.walk import Place, PlaceKind, Walk
 from scatterpar.objects.whose import attributes_of
 from scatterpar.replicas.batch_statistics import recorded_in

@@ -3,6 +3,7 @@
 ::
 
     references    what a value is made of, and refers to
+    reach         what values lead to: one function per question
     quantised     weights that hold other tensors, or consist of them
     whose         is an object the user's, a library's, data, or shared with threads?
     walk          what roots lead to, and the places that refer to it

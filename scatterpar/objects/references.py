@@ -1,22 +1,11 @@
-"""What a value refers to: its parts, and walks along them.
+"""What a value refers to: its parts.
 
 ``parts_of`` is the one function that knows kinds of values. What a walk follows depends
-on its question::
+on its question: ``reach.py`` lists them. Two that do not walk follow parts, too::
 
-    walk              follows, beside what a value binds and a container's entries
-    ModuleContents    attributes of modules, keys. Not functions: replicas share them
     ModuleCopy        weak references and closures, since a copy refers to copies.
                       It warns of globals, which it cannot exchange
-    reachable         closures, globals, attributes. Not inside of modules and torch's
-                      objects, nor weak references, which lead to trainers and loops
-    Walk              closures, globals, attributes, slots, classes: all that a call may
-                      write, with a function that restores each
-    Kinds             as ``reachable``, and the plain attributes of modules: what tells
-                      programs apart
     a graph's state   closures and attributes, not further: it is compared in each step
-
-``batch/objects.py`` follows attributes and slots in a batch: it looks for values that a
-split leaves whole.
 """
 
 from __future__ import annotations
@@ -29,13 +18,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
-from scatterpar.batch.nested import sequence_like, walk
-from scatterpar.libraries import package_of
+from scatterpar.batch.nested import sequence_like
 
-DEPTH = 4  # a function, another one in its file, an object there, a list in the object
-MAX_ENTRIES = 1000  # of a container; longer ones are data
 _NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 
 
@@ -71,7 +57,7 @@ class References(NamedTuple):
         return [*called, *self.bound.values(), *self.weak, *self.entries]
 
 
-_CONTAINERS = (list, set, frozenset, deque, dict, tuple)
+CONTAINERS = (list, set, frozenset, deque, dict, tuple)
 _CachedFunction = type(functools.lru_cache(len))
 _WEAK = {
     weakref.ref,
@@ -115,7 +101,7 @@ def parts_of(value: Any) -> References:
     if issubclass(kind, tuple):
         make_tuple = functools.partial(_tuple_of, value)
         return References(entries=value, attributes=attributes, make=make_tuple)
-    if issubclass(kind, _CONTAINERS):
+    if issubclass(kind, CONTAINERS):
         make_set = _frozenset_of if kind is frozenset else None
         return References(entries=value, attributes=attributes, make=make_set)
     return References(attributes=attributes)
@@ -256,30 +242,6 @@ def named_values(function: Any) -> dict[str, Any]:
     if isinstance(function, types.FunctionType):
         return {**parts.file_globals, **parts.closure}
     return dict(parts.attributes)
-
-
-def reachable(root: Any, depth: int = DEPTH) -> list[Any]:
-    """``root`` and what it leads to, nearest first, up to modules and tensors."""
-    return walk([root], children_of, depth)
-
-
-def children_of(value: Any) -> Collection[Any]:
-    """What a function, an object or a container leads to, for ``walk``.
-
-    Nothing inside of modules, tensors, objects of torch and long containers.
-    """
-    if isinstance(value, (Tensor, nn.Module)):
-        return ()
-    # Without ``parts_of``: each step passes hundreds of lists and dicts of a log.
-    if isinstance(value, _CONTAINERS):
-        if len(value) > MAX_ENTRIES:
-            return ()
-        return value.values() if isinstance(value, dict) else value
-    if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
-        return value.__self__, value.__func__
-    if package_of(value) == "torch":
-        return ()
-    return named_values(value).values()
 
 
 def module_of(function: Any) -> nn.Module | None:

@@ -30,11 +30,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from scatterpar.batch.nested import PLAIN
+from scatterpar.batch.nested import MAX_ENTRIES, PLAIN
 from scatterpar.libraries import is_library
 from scatterpar.objects.quantised import is_composite, is_state, tensors_in
 from scatterpar.objects.references import (
-    MAX_ENTRIES,
     globals_named_in,
     names_in,
     parts_of,

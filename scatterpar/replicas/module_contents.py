@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scatterpar.batch.nested import PLAIN
+from scatterpar.batch.nested import MAX_ENTRIES, PLAIN
 from scatterpar.objects.quantised import is_composite, is_state, tensors_in
+from scatterpar.objects.reach import DEPTH
 from scatterpar.objects.references import (
-    DEPTH,
-    MAX_ENTRIES,
     contents,
     module_of,
     parts_of,

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from scatterpar.objects.journal import Journal
-from scatterpar.objects.references import reachable
+from scatterpar.objects.reach import reachable
 from scatterpar.objects.walk import Walk
 from scatterpar.threads.interrupts import Interrupts
 from scatterpar.threads.process_settings import read_settings, restore_settings

@@ -5,27 +5,16 @@ They are bound, closed over, or global.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from scatterpar.batch.nested import PLAIN, walk
 from scatterpar.devices.coalescing import is_unexpanded
 from scatterpar.errors import add_note
-from scatterpar.objects.references import (
-    DEPTH,
-    children_of,
-    module_of,
-    named_values,
-)
-
-_MAX_VALUES = 10_000  # that are searched; they take 10 ms
-_MIN_LOG = 64  # longer containers are logs, unless a tensor or module is in them
-_LOG_ENTRIES = 8  # of a log that are searched, at either end
-_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+from scatterpar.objects.reach import values_to_search
+from scatterpar.objects.references import module_of, named_values
 
 Referent = Tensor | nn.Module | torch.Generator
 
@@ -34,35 +23,15 @@ def closure_contents(function: Any) -> list[Referent]:
     """The tensors, modules and generators that a criterion refers to; nearest first.
 
     Its own module is left out.
-    Each step searches, so numbers and words are passed over, and logs for the most
-    part.
     """
     own_module = module_of(function)
     if function is own_module:  # nothing inside of a module is searched
         return []
-    values = walk([function], _children_to_search, DEPTH, _MAX_VALUES)
     referents: list[Referent] = []
-    for value in values:
+    for value in values_to_search(function):
         if isinstance(value, Referent) and value is not own_module:
             referents.append(value)
     return referents
-
-
-def _children_to_search(value: Any) -> Collection[Any]:
-    """What ``value`` refers to, without values that lead to no tensor.
-
-    Of a log, the first and the last values are searched. A network that only a value
-    between them has gets no gradient all the same: the graph of the loss shows it.
-    """
-    children = children_of(value)
-    kinds = set(map(type, children))
-    if kinds <= PLAIN:
-        return ()
-    is_long = len(children) > _MIN_LOG and isinstance(value, _CONTAINERS)
-    if is_long and not any(issubclass(kind, Referent) for kind in kinds):
-        entries = list(children)
-        return entries[:_LOG_ENTRIES] + entries[-_LOG_ENTRIES:]
-    return children
 
 
 def trained_leaves(referents: Sequence[Referent]) -> list[Tensor]:

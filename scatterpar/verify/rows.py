@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from scatterpar.causes.counts import IGNORED
 from scatterpar.devices.device_ids import HOST
 from scatterpar.devices.transfers import to_device, to_numbers
-from scatterpar.objects.references import reachable, read_attribute
+from scatterpar.objects.reach import reachable
+from scatterpar.objects.references import read_attribute
 from scatterpar.plan import Plan
 from scatterpar.step.request import Request
 from scatterpar.verify.ranges import may_be_labels

@@ -12,24 +12,21 @@ the 64 nearest values, and of longer containers none.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from scatterpar.batch.nested import WITHOUT_PARTS, walk
 from scatterpar.devices.streams import is_async
-from scatterpar.libraries import package_of
 from scatterpar.look_steps import is_look_step
 from scatterpar.numerics.comparison import Inconclusive
-from scatterpar.objects.references import children_of, read_attribute
+from scatterpar.objects.reach import distinguishing_values
+from scatterpar.objects.references import read_attribute
 from scatterpar.step.request import Request
 from scatterpar.step.turns import Scope
 from scatterpar.verify.ranges import read_ranges
 
-_MAX_VALUES = 64  # of those that a criterion refers to
-_MAX_ENTRIES = 32  # of a container; longer ones are data, such as a log
 _MAX_ATOMS = 32  # of a batch
 _LOOKS_BECAUSE_OF_NEWS = 8  # then they are rare: one in a hundred steps
 _STEPS_PER_LOOK = 100
@@ -135,29 +132,13 @@ class Kinds:
 
 def names_and_numbers(functions: Sequence[Any]) -> tuple[frozenset[Hashable], str]:
     """The names of the values that functions refer to, and the numbers among these."""
-    values = walk(functions, _children, _MAX_VALUES, _MAX_VALUES)
+    values = distinguishing_values(functions)
     numbers = [value for value in values if type(value) in (int, float)]
     names: set[Hashable] = set()
     for value in values:
         is_word = value is None or isinstance(value, (bool, str))
         names.add(value if is_word else _name_of(value))
     return frozenset(names), str(numbers)
-
-
-def _children(value: Any) -> Collection[Any]:
-    """What a value refers to, as far as it tells programs apart."""
-    if isinstance(value, nn.Module):
-        if package_of(value) == "scatterpar":  # it counts its steps
-            return ()
-        attributes = vars(value)
-        plain = [
-            item for item in attributes.values() if isinstance(item, WITHOUT_PARTS)
-        ]
-        return [*plain, *value._buffers.values(), *value._modules.values()]
-    is_container = isinstance(value, (dict, list, tuple))
-    if is_container and len(value) > _MAX_ENTRIES:
-        return ()
-    return children_of(value)
 
 
 def _name_of(value: Any) -> Hashable:

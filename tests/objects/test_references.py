@@ -11,12 +11,12 @@ import pytest
 from harness.models import linear
 from torch import nn
 
+from scatterpar.objects.reach import reachable
 from scatterpar.objects.references import (
     contents,
     module_of,
     named_values,
     parts_of,
-    reachable,
 )
 
 pytestmark = pytest.mark.core

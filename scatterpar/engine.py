@@ -71,6 +71,7 @@ from scatterpar.step.request import (
     Count,
     Criterion,
     EngineOptions,
+    LossCandidate,
     Reduction,
     Request,
     check_module,
@@ -84,7 +85,7 @@ from scatterpar.step.scatter import (
     scatter,
 )
 from scatterpar.step.substeps import Schedule, user_state_guarded
-from scatterpar.step.task import call_inputs, make_tasks
+from scatterpar.step.task import ReplicaTask, call_inputs, make_tasks
 from scatterpar.threads.workers import Workers, threads_of
 from scatterpar.torch_private import never_compiled, unwrapped
 from scatterpar.verify.gradient_check import (
@@ -93,7 +94,7 @@ from scatterpar.verify.gradient_check import (
     compare,
     in_double,
 )
-from scatterpar.verify.verifier import Verifier
+from scatterpar.verify.verifier import Choice, Verifier
 from scatterpar.wrapper import ModuleT, Wrapper
 
 # per rank: rank r numbers its replicas from r * this, for their seeds
@@ -163,6 +164,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         last_step: a :class:`StepReport` of the last step; ``None`` before the first
             step.
         loop: the options of a loop of another library; see ``LoopOptions``.
+        chosen: of the candidates of such a loop, the one of the last step.
 
     The options ``accum``, ``micro_batch_size``, ``dim``, ``shares``, ``check_finite``,
     ``verify`` and ``graphs`` may be set later. The value is checked as in the
@@ -278,6 +280,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         "_one_pass",
         "_loss_watch",
         "loop",
+        "chosen",
     )
 
     def _init_transient(self) -> None:
@@ -292,7 +295,8 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         self._one_pass = self._made_schedule(self._options)
         self._loss_watch = LossWatch(self.module)
         self._step_ended = math.inf  # the first step has not waited
-        self.loop = LoopOptions(replicas=self._replicas)
+        self.loop = LoopOptions()
+        self.chosen: LossCandidate | None = None
 
     def _init_verifier(self) -> None:
         self._verifier = Verifier(self._ranks is not None) if self.verify else None
@@ -507,6 +511,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             if deferred and not self.loop.loss_name:
                 self._loss_watch.begin(loss)
             self.last_step = outcome.report(waited, schedule.graphs)
+            self.chosen = outcome.request.candidate
         return (loss, outcome.outputs) if call.return_outputs else loss
 
     def _combined(self, request: Request) -> Request:
@@ -516,12 +521,10 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         if self.loop.loss_name:
             request = replace(request, loss_name=self.loop.loss_name)
         candidates = self.loop.candidates
-        self.loop.chosen = None
         if not candidates or request.whole_batch:
             return request
         if self._verifier is not None:
             candidates = self._verifier.remaining(candidates)
-        self.loop.chosen = candidates[0]
         return request.combined_by(candidates[0])
 
     @contextlib.contextmanager
@@ -577,11 +580,14 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         return self._compute_once(schedule, request, plan, extent)
 
     def _compute_once(
-        self, schedule: Schedule, request: Request, plan: Plan, extent: Extent
+        self,
+        schedule: Schedule,
+        request: Request,
+        plan: Plan,
+        extent: Extent,
+        choice: Choice | None = None,
     ) -> Outcome:
-        """One try at parts 2 to 5."""
-        is_checked = self.loop.is_checked and not extent.is_trial
-        verifier = self._verifier if is_checked else None
+        """One try at parts 2 to 5; ``choice`` is that of a look that was made."""
         with self._attempt(request, plan, extent) as attempt:
             transfers = attempt.transfers
             with attempt.phase("scatter"):  # 2
@@ -593,12 +599,27 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                 )
             with attempt.phase("compute"), user_state_guarded(attempt):  # 4
                 tasks = make_tasks(attempt, loaders)
-                if verifier is not None and verifier.check(attempt, tasks, self.loop):
-                    # Other weights, and perhaps other inputs.
-                    tasks = make_tasks(attempt, self._scattered(attempt))
-                computed = schedule.run(attempt, tasks)
-            with attempt.phase("reduce"):  # 5
-                return reduce(attempt, computed)
+                if choice is None:
+                    choice = self._choice(attempt, tasks)
+                attempt.threads.widen(choice.scope)
+                is_as_assumed = choice.candidate is request.candidate
+                if is_as_assumed:
+                    computed = schedule.run(attempt, tasks)
+            if is_as_assumed:
+                with attempt.phase("reduce"):  # 5
+                    return reduce(attempt, computed)
+        assert choice.candidate is not None
+        # Other weights, and perhaps other inputs: rows arrive again.
+        request = request.combined_by(choice.candidate)
+        del attempt, loaders, tasks
+        return self._compute_once(schedule, request, plan, extent, choice)
+
+    def _choice(self, attempt: Attempt, tasks: Sequence[ReplicaTask]) -> Choice:
+        """What a look says of a step; all as assumed if there is none."""
+        is_checked = self.loop.is_checked and not attempt.extent.is_trial
+        if self._verifier is None or not is_checked:
+            return Choice(attempt.request.candidate)
+        return self._verifier.check(attempt, tasks, self.loop)
 
     def _scattered(self, attempt: Attempt) -> list[ShareLoader]:
         """A loader per share; the weights of the losses are known afterwards."""
@@ -900,6 +921,11 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             except BaseException:
                 self._replicas.of_model.guard.invalidate()
                 raise
+
+    @property
+    def present_replicas(self) -> ReplicaSet:
+        """The replicas as they are in the present step, for what it calls."""
+        return self._replicas.of_model
 
     def extra_repr(self) -> str:
         """The devices, and options that are not the defaults, for ``repr(engine)``."""

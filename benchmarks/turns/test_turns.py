@@ -17,6 +17,7 @@ from torch import nn
 from benchmarks.tables import Table
 from benchmarks.timing import interleaved, ratio, timed
 from scatterpar import ScatterOnceParallel
+from scatterpar.step.loop_options import LoopOptions
 
 CALL_SECONDS = 0.010
 BACKWARD_SECONDS = 0.020
@@ -84,7 +85,7 @@ def contender(replicas, kind):
         accum = ACCUM * replicas
         devices = ["cpu"]
     engine = ScatterOnceParallel(module, accum, devices, verify=False)
-    engine.loop.takes_turns = kind == "in turns"
+    engine.loop = LoopOptions(takes_turns=kind == "in turns")
     batch = torch.linspace(-1, 1, 4 * ACCUM * replicas).view(-1, 4)
     engine.forward_backward(batch)
     gradient = module.layer.weight.grad.clone()

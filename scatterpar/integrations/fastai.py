@@ -14,14 +14,12 @@ evaluation.
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from fastai.callback.core import Callback
 from fastai.callback.fp16 import MixedPrecision
 from fastai.losses import BaseLoss
@@ -34,17 +32,13 @@ from scatterpar.devices.write_counters import versions
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.loops.arguments import check_count, refuse
 from scatterpar.loops.evaluation import BatchesAhead
-from scatterpar.loops.lending import (
-    Lending,
-    Parts,
-    copy_on_replica,
-    modules_of,
-)
+from scatterpar.loops.lending import Parts, copy_on_replica, modules_of
+from scatterpar.loops.loop import Loop
 from scatterpar.loops.modules import overridden
-from scatterpar.loops.user_functions import UserFunctions, hooks_in
-from scatterpar.objects.walk import Walk
+from scatterpar.loops.user_functions import hooks_in
 from scatterpar.objects.whose import is_user_function
 from scatterpar.pair.pair import gather
+from scatterpar.step.loop_options import LoopOptions
 from scatterpar.step.loss_weights import is_cross_entropy, terms_of_rows
 from scatterpar.step.request import Accum, Count, Reduction
 from scatterpar.step.turns import Scope
@@ -69,7 +63,6 @@ _REMEDIES = (
     "sums, pass ScatterOnce(…, whole_batch=True), which calls it once with all rows. "
     "verify=False does not check."
 )
-_ONCE_PER_BATCH = "whole_batch=True calls it once per batch"
 
 
 class ScatterOnce(Callback):  # type: ignore[misc]
@@ -107,9 +100,8 @@ class ScatterOnce(Callback):  # type: ignore[misc]
             a step, if a callback replaces ``learn.pred``.
     """
 
-    _stateattrs = ("_engine", "_criterion", "_ahead")  # not pickled
-    _engine: Any = None
-    _criterion: Any = None
+    _stateattrs = ("_loop", "_ahead")  # not pickled
+    _loop: _LearnerLoop | None = None
     _ahead: BatchesAhead | None = None
 
     def __init__(
@@ -130,7 +122,6 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         self._count = count
         self._reduction = reduction
         self._whole_batch = whole_batch
-        self._functions = UserFunctions()
         # Of an evaluation: whether the model gets the loader's batches; the places of
         # a group's inputs, from the batch on at which the loop is.
         self._reads_ahead = True
@@ -156,6 +147,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         self._begin()
         self._ahead = None
         devices = self._engine.device_ids
+        self._engine.loop = LoopOptions()  # as a step has left it
         # A hook writes what the loss may read, so the model itself is called.
         if len(devices) > 1 and not _hooks_of_user(self.learn.model):
             self._ahead = BatchesAhead(self.learn.dl, devices, self.learn._set_device)
@@ -183,14 +175,15 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         learn = self.learn
         # With the Learner: a callback that was removed from it has none.
         learn._do_one_batch = partial(self._do_one_batch, learn)
+        if self._loop is None:
+            self._loop = _LearnerLoop()
         # Training and validation begin in turns, and share the replicas.
         if self._engine is not None and self._engine.module is learn.model:
             return
         self._close()
-        self._engine = ScatterOnceParallel(learn.model, **self._options)
-        self._engine.loop.remedies = _REMEDIES
-        self._engine.loop.around_looks = self._looking
-        self._engine.loop.written = self._written
+        engine = ScatterOnceParallel(learn.model, **self._options)
+        self._loop.engine = engine
+        self._loop.begin(physical(engine.device_ids[0]))
 
     def _follow_model(self) -> None:
         """Replicate another model, which a callback has put into the Learner, such as
@@ -203,10 +196,14 @@ class ScatterOnce(Callback):  # type: ignore[misc]
             self._places.clear()
             self._ahead = ahead
 
+    @property
+    def _engine(self) -> Any:
+        return None if self._loop is None else self._loop.engine
+
     def _close(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
-        self._engine = self._criterion = self._ahead = None
+        self._ahead = None
+        if self._loop is not None:
+            self._loop.close()
 
     def _do_one_batch(self, learn: Any) -> None:
         """Do what ``Learner._do_one_batch`` does, with the engine::
@@ -255,58 +252,20 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         is_whole = self._whole_batch or isinstance(owner, Callback)
         options: dict[str, Any] = {"return_outputs": True}
         options["scaler"] = vars(learn).get("scaler")  # MixedPrecision's
-        criterion = self._criterion_of(learn.loss_func, mixes)
+        assert self._loop is not None
+        criterion = self._loop.criterion_of(learn.loss_func, mixes)
         if is_whole:
             options["whole_batch"] = True
         else:
             options["reduction"] = self._reduction
             options["count"] = self._count or criterion.count
-        with self._in_turns(criterion):
-            loss, outputs = self._engine.loss(
-                tuple(learn.xb), tuple(learn.yb), criterion, **options
-            )
+        self._loop.choose_turns()
+        loss, outputs = self._loop.step(
+            tuple(learn.xb), tuple(learn.yb), criterion, **options
+        )
         # Callbacks and metrics of the training read the predictions of all rows.
         prediction = gather(outputs, physical(self._engine.device_ids[0]))
         return to_float(prediction) if mixes else prediction, loss
-
-    @contextlib.contextmanager
-    def _in_turns(self, criterion: _Criterion) -> Iterator[None]:
-        """In the body, replicas call functions of the user's in turn."""
-        hooks = _hooks_of_user(self._engine.module)
-        functions = [*hooks]
-        if criterion.takes_turns:
-            functions.append(criterion.user.loss_func)
-        for function in functions:
-            self._functions.tell_turns(function)
-        self._engine.loop.takes_turns = bool(functions)
-        # The loss may read what hooks write.
-        self._engine.loop.turn = Scope.FUNCTION if hooks else Scope.LOSS
-        try:
-            yield
-        finally:
-            criterion.lending.end_step()
-        if criterion.takes_turns and not self._whole_batch:
-            calls = len(self._engine.last_step.plan.substep_rows)
-            self._functions.tell_numbers("learn.loss_func", calls, _ONCE_PER_BATCH)
-
-    def _looking(self) -> contextlib.AbstractContextManager[None]:
-        """In the body, which is a look, calls of the loss function leave nothing."""
-        lending = self._criterion.lending
-        parts = [self._engine.module]
-        return self._functions.looking(parts, lending, lending.roots())
-
-    def _written(self) -> Walk:
-        """Finds all that calls may write, before the tries of a step."""
-        return Walk(self._criterion.lending.roots(), enters_modules=False)
-
-    def _criterion_of(self, loss_func: Any, mixes: bool) -> _Criterion:
-        """The criterion of the present loss function."""
-        home = physical(self._engine.device_ids[0])
-        criterion = _Criterion(loss_func, mixes, home)
-        if self._criterion is not None and self._criterion.key == criterion.key:
-            criterion = self._criterion  # replicas have copies of it
-        self._criterion = criterion
-        return criterion
 
     # Evaluation: each replica predicts a batch of the loop.
 
@@ -341,6 +300,50 @@ class ScatterOnce(Callback):  # type: ignore[misc]
             return tuple(learn.xb)
 
 
+class _LearnerLoop(Loop):
+    """The training of a Learner, whose loss function replicas call.
+
+    Attributes:
+        criterion: that of the present loss function, of which replicas have copies.
+    """
+
+    function = "learn.loss_func"
+    remedies = _REMEDIES
+    once_per_batch = "whole_batch=True calls it once per batch"
+    lends = False  # replicas call their own models
+    criterion: _Criterion | None = None
+
+    def owners(self) -> list[Any]:
+        """The loss function."""
+        assert self.criterion is not None
+        return [self.criterion.user.loss_func]
+
+    def criterion_of(self, loss_func: Any, mixes: bool) -> _Criterion:
+        """The criterion of the present loss function."""
+        criterion = _Criterion(loss_func, mixes, self)
+        if self.criterion is not None and self.criterion.key == criterion.key:
+            criterion = self.criterion  # replicas have copies of it
+        self.criterion = criterion
+        return criterion
+
+    def choose_turns(self) -> None:
+        """Let replicas call functions of the user's in turn."""
+        assert self.engine is not None
+        assert self.criterion is not None
+        hooks = _hooks_of_user(self.engine.module)
+        functions = [*hooks]
+        if self.criterion.takes_turns:
+            functions += self.owners()
+        self.let_take_turns(functions)
+        # The loss may read what hooks write.
+        self.turn = Scope.FUNCTION if hooks else Scope.LOSS
+
+    def close(self) -> None:
+        """Close the engine, and drop the criterion, of which it has copies."""
+        super().close()
+        self.criterion = None
+
+
 def _hooks_of_user(model: nn.Module) -> list[Any]:
     """The hooks on a model that may write what others read: all except torch's own."""
     hooks: list[Any] = []
@@ -354,7 +357,7 @@ def _hooks_of_user(model: nn.Module) -> list[Any]:
 class _OfUser:
     """What replicas share: objects are not replicated.
 
-    Looks of the engine do not restore it either, because ``_looking`` does.
+    Looks of the engine do not restore it either, because those of the loop do.
     """
 
     loss_func: Any
@@ -368,13 +371,13 @@ class _Criterion(nn.Module):
         parts: what is replicated: the modules to which the loss function leads, or, if
             it takes turns, their parameters. A call in turn writes the user's modules.
         user: the loss function, and the ``parts`` of the user's.
-        lending: lends the loss function a replica's ``parts``.
+        loop: lends the loss function a replica's ``parts``.
         key: equal for criteria that compute the same.
         reduction: how the loss combines, by the loss function's attribute.
         count: the number of terms, if the loss is cross entropy.
     """
 
-    def __init__(self, loss_func: Any, mixes: bool, home: torch.device) -> None:
+    def __init__(self, loss_func: Any, mixes: bool, learner_loop: _LearnerLoop) -> None:
         super().__init__()
         # A module that is the loss function has its modules inside.
         modules = modules_of(loss_func)
@@ -395,8 +398,7 @@ class _Criterion(nn.Module):
         self.key = (mixes, self.takes_turns, *ids)
         # Replicas exchange parts by their order.
         self.user = _OfUser(loss_func, [*self.parts])
-        submodules = [part for module in modules for part in module.modules()]
-        self.lending = Lending(lambda: [loss_func, *submodules], (), home)
+        self.loop = learner_loop
         func = loss_func
         if isinstance(loss_func, BaseLoss):
             func = loss_func.func
@@ -418,7 +420,7 @@ class _Criterion(nn.Module):
         if not self.takes_turns:
             loss_of_replica = copy_on_replica(loss_func, Parts(pairs))
             return loss_of_replica(output, *targets)
-        with self.lending.lent(Parts((), pairs), device):
+        with self.loop.in_turn(Parts((), pairs), device):
             return loss_func(output, *targets)
 
 

@@ -26,6 +26,7 @@ from transformers import Trainer
 from scatterpar.batch.markers import Rows
 from scatterpar.devices.device_ids import DeviceLike
 from scatterpar.integrations.step_batches import ROWS
+from scatterpar.integrations.trainer_loop import TrainerLoop
 from scatterpar.integrations.transformers import ScatterOnceMixin
 from scatterpar.loops.arguments import refuse
 from scatterpar.loops.modules import moved, overridden, replaced
@@ -58,10 +59,167 @@ _ROWS = "rows of outputs"
 _COMPONENTS = "accum_loss_components"  # of losses that are dicts, to log
 
 
-class _WholeBatchTrainer(ScatterOnceMixin):
-    """The base of both trainers: one loss over the outputs for all rows of a step."""
+class _WholeBatchLoop(TrainerLoop):
+    """One loss over the outputs for all rows of a step.
 
-    _output = "sentence_embedding"
+    Attributes:
+        output: the entry of the model's outputs that the loss gets.
+    """
+
+    output = "sentence_embedding"
+
+    def modules(self) -> list[Any]:
+        """The model, and the losses if they run on replicas."""
+        # In an evaluation the loss runs on replicas, too.
+        is_on_master = not self.is_by_batches and self.trainer.model.training
+        return [self.trainer.model] if is_on_master else super().modules()
+
+    def hows(self) -> Sequence[Any]:
+        """The loss is a mean over rows, unless the user says otherwise."""
+        return [ROWS if self.count is None else self.count]
+
+    def loss_of_step(self, step: Any) -> Any:
+        """The loss of all rows of a step::
+
+        columns -> embeddings       the model, on the replicas, in micro-batches
+        embeddings -> loss          the user's loss, once, on the first device
+        """
+        if self.is_by_batches:
+            return super().loss_of_step(step)
+        trainer = self.trainer
+        recorded = _RecordedModel(trainer, self.output)
+        # The user's loss runs there, with the labels.
+        prepare = type(trainer)._prepare_inputs
+        on_master = prepare(trainer, dict(step))
+        # The stock one only moves the batch, which the engine copies from the host.
+        is_stock = prepare is Trainer._prepare_inputs
+        batch = step if is_stock else on_master
+        # Before the engine's step, which needs the columns as its inputs.
+        state = self.record_columns(recorded, batch, on_master)
+        columns = list(recorded.columns.values())
+
+        def criterion(outputs: tuple[Tensor, ...], _: Any) -> Any:
+            # With their graph, which leads to the replicas.
+            recorded.outputs = torch.cat(outputs)
+            with torch.random.fork_rng((), enabled=state is not None):
+                if state is not None:  # the state before the first run of the loss
+                    state_of_torch, state_of_python = state
+                    torch.set_rng_state(state_of_torch)
+                    random.setstate(state_of_python)
+                with self.standing_for_model(recorded):
+                    return self._loss_of(recorded, on_master)
+
+        inputs = self._inputs_of(columns)
+        loss = self.train(inputs, self.num_batches, None, criterion, whole_batch=True)
+        if not recorded.was_called:
+            raise ValueError(
+                f"{type(trainer).__name__} needs a loss that calls the model which is "
+                "trained: this one did not; pass whole_batch=False, for the mean of "
+                "the losses of the replicas' batches"
+            )
+        return loss
+
+    def _inputs_of(self, columns: Sequence[Any]) -> Any:
+        """The engine's inputs: all columns, or one after the other if they have
+        different numbers of rows.
+        """
+        groups = [list(columns)]
+        if len({num_rows(column) for column in columns}) > 1:
+            groups = [[column] for column in columns]
+        return Rows.from_batches(
+            {"work": self._outputs_of, "columns": group} for group in groups
+        )
+
+    def record_columns(
+        self, recorded: _RecordedModel, batch: Any, on_master: Any
+    ) -> Any:
+        """Record the inputs for the model. Returns the random state that the loss
+        needs, if any.
+        """
+        features, _ = self.trainer.collect_features(dict(batch))
+        for number, column in enumerate(features):
+            recorded.columns[number] = _divisible(column)
+
+    def _outputs_of(self, work: Any, columns: Sequence[Any]) -> tuple[Tensor, ...]:
+        """The model's outputs for a micro-batch's rows of some columns, on a
+        replica.
+        """
+        model = work[0]
+        return tuple(model(dict(column))[self.output] for column in columns)
+
+    # Terms of losses that are dicts, which calls on replicas add up.
+
+    def attributes_on_replica(
+        self, work: Any, device: Any, record: Any, *args: Any
+    ) -> Any:
+        """What a Trainer on a replica has in the place of this one's attributes."""
+        attributes = super().attributes_on_replica(work, device, record, *args)
+        record.components = {"train": {}, "eval": {}}
+        return {**attributes, _COMPONENTS: record.components}
+
+    def transfer(self, calls: Sequence[Any]) -> None:
+        """Add what calls have logged, and the components of their losses."""
+        super().transfer(calls)
+        for call in calls:
+            components_by_mode = moved(call.components, self.trainer.args.device)
+            for mode, components in components_by_mode.items():
+                totals = self.trainer.accum_loss_components[mode]
+                for name, value in components.items():
+                    totals[name] = totals.get(name, 0) + value
+
+    def _loss_of(self, recorded: _RecordedModel, batch: Any) -> Any:
+        """The user's loss of the recorded outputs, with their graph."""
+        trainer = self.trainer
+        loss = type(trainer).compute_loss(trainer, trainer.model, dict(batch))
+        outputs = recorded.outputs
+        if outputs is None or not (loss.is_leaf and loss.requires_grad):
+            return loss
+        # A cached loss has no graph. In its backward pass it calls the model again.
+        # A leaf, so that its gradient can be read after the backward pass.
+        recorded.outputs = outputs.detach().requires_grad_()
+        loss.backward()
+        gradient = recorded.outputs.grad
+        return _WithGradient.apply(outputs, loss.detach(), gradient)  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def standing_for_model(self, recorded: _RecordedModel) -> Iterator[None]:
+        """In the body, the model's methods are those of ``recorded``."""
+        model = self.trainer.model
+        with (
+            replaced(model, forward=recorded.forward, preprocess=recorded.preprocess),
+            overridden(self.trainer, _recorded_model=recorded),
+        ):
+            yield
+
+
+class _PairsLoop(_WholeBatchLoop):
+    """One loss over the scores of all pairs, which it names in a run of its own."""
+
+    output = "scores"
+
+    def record_columns(
+        self, recorded: _RecordedModel, batch: Any, on_master: Any
+    ) -> Any:
+        """Record the pairs that the loss passes to the model. Returns the random state
+        before.
+        """
+        trainer = self.trainer
+        state = torch.get_rng_state(), random.getstate()
+        # The loss adds to what is logged, and will do so again in its second run.
+        components = copy.deepcopy(trainer.accum_loss_components)
+        with (
+            torch.no_grad(),
+            overridden(trainer, accum_loss_components=components),
+            self.standing_for_model(recorded),
+        ):
+            type(trainer).compute_loss(trainer, trainer.model, dict(on_master))
+        return state
+
+
+class _WholeBatchTrainer(ScatterOnceMixin):
+    """The base of both trainers, which asks whether a loss needs all rows of a step."""
+
+    _kind_of_loop = _WholeBatchLoop
     _recorded_model: _RecordedModel | None = None  # while the loss runs
 
     def __init__(
@@ -84,11 +242,11 @@ class _WholeBatchTrainer(ScatterOnceMixin):
         )
         refuse(name, dict.fromkeys(sorted(kinds & _REFUSED), True), reason)
         # The user asks for the mean of batches, also if these compare rows.
-        self._is_checked = whole_batch is not False
+        self._loop.is_checked = whole_batch is not False
         if whole_batch is None:
             whole_batch = self._needs_all_rows(losses)
-        self._sees_all = whole_batch
-        is_counted = whole_batch and self._count is not None
+        self._loop.is_by_batches = not whole_batch
+        is_counted = whole_batch and self._loop.count is not None
         reason = (
             "the loss sees all rows of a step; pass whole_batch=False if losses of "
             "batches combine like this, or leave it out"
@@ -102,128 +260,6 @@ class _WholeBatchTrainer(ScatterOnceMixin):
         if isinstance(self.train_dataset, dict):  # each batch is of one data set
             return True
         return not all(map(_is_mean_over_rows, losses))
-
-    def _modules(self) -> list[Any]:
-        # In an evaluation the loss runs on replicas, too.
-        is_on_master = self._sees_all and self.model.training
-        return [self.model] if is_on_master else super()._modules()
-
-    def _step_collator(self, collate: Any) -> Any:
-        return collate if self._sees_all else super()._step_collator(collate)
-
-    def _hows(self) -> Sequence[Any]:
-        return [ROWS if self._count is None else self._count]
-
-    def _loss_of_step(self, step: Any) -> Any:
-        """The loss of all rows of a step::
-
-        columns -> embeddings       the model, on the replicas, in micro-batches
-        embeddings -> loss          the user's loss, once, on the first device
-        """
-        if not self._sees_all:
-            return super()._loss_of_step(step)
-        recorded = _RecordedModel(self)
-        # The user's loss runs there, with the labels.
-        prepare = type(self)._prepare_inputs
-        on_master = prepare(self, dict(step))
-        # The stock one only moves the batch, which the engine copies from the host.
-        is_stock = prepare is Trainer._prepare_inputs
-        batch = step if is_stock else on_master
-        # Before the engine's step, which needs the columns as its inputs.
-        state = self._record_columns(recorded, batch, on_master)
-        columns = list(recorded.columns.values())
-
-        def criterion(outputs: tuple[Tensor, ...], _: Any) -> Any:
-            # With their graph, which leads to the replicas.
-            recorded.outputs = torch.cat(outputs)
-            with torch.random.fork_rng((), enabled=state is not None):
-                if state is not None:  # the state before the first run of the loss
-                    state_of_torch, state_of_python = state
-                    torch.set_rng_state(state_of_torch)
-                    random.setstate(state_of_python)
-                with self._standing_for_model(recorded):
-                    return self._loss_of(recorded, on_master)
-
-        accum = self._user_args["gradient_accumulation_steps"]
-        inputs = self._inputs_of(columns)
-        loss = self._engine_loss(inputs, accum, None, criterion, whole_batch=True)
-        if not recorded.was_called:
-            raise ValueError(
-                f"{type(self).__name__} needs a loss that calls the model which is "
-                "trained: this one did not; pass whole_batch=False, for the mean of "
-                "the losses of the replicas' batches"
-            )
-        return loss
-
-    def _inputs_of(self, columns: Sequence[Any]) -> Any:
-        """The engine's inputs: all columns, or one after the other if they have
-        different numbers of rows.
-        """
-        groups = [list(columns)]
-        if len({num_rows(column) for column in columns}) > 1:
-            groups = [[column] for column in columns]
-        return Rows.from_batches(
-            {"work": self._outputs_of, "columns": group} for group in groups
-        )
-
-    def _record_columns(
-        self, recorded: _RecordedModel, batch: Any, on_master: Any
-    ) -> Any:
-        """Record the inputs for the model. Returns the random state that the loss
-        needs, if any.
-        """
-        features, _ = self.collect_features(dict(batch))
-        for number, column in enumerate(features):
-            recorded.columns[number] = _divisible(column)
-
-    def _outputs_of(self, work: Any, columns: Sequence[Any]) -> tuple[Tensor, ...]:
-        """The model's outputs for a micro-batch's rows of some columns, on a
-        replica.
-        """
-        model = work[0]
-        return tuple(model(dict(column))[self._output] for column in columns)
-
-    # Terms of losses that are dicts, which calls on replicas add up.
-
-    def _attributes_on_replica(
-        self, work: Any, device: Any, record: Any, *args: Any
-    ) -> Any:
-        attributes = super()._attributes_on_replica(work, device, record, *args)
-        record.components = {"train": {}, "eval": {}}
-        return {**attributes, _COMPONENTS: record.components}
-
-    def _transfer(self, calls: Sequence[Any]) -> None:
-        super()._transfer(calls)
-        for call in calls:
-            components_by_mode = moved(call.components, self.args.device)
-            for mode, components in components_by_mode.items():
-                totals = self.accum_loss_components[mode]
-                for name, value in components.items():
-                    totals[name] = totals.get(name, 0) + value
-
-    def _loss_of(self, recorded: _RecordedModel, batch: Any) -> Any:
-        """The user's loss of the recorded outputs, with their graph."""
-        loss = type(self).compute_loss(self, self.model, dict(batch))
-        outputs = recorded.outputs
-        if outputs is None or not (loss.is_leaf and loss.requires_grad):
-            return loss
-        # A cached loss has no graph. In its backward pass it calls the model again.
-        # A leaf, so that its gradient can be read after the backward pass.
-        recorded.outputs = outputs.detach().requires_grad_()
-        loss.backward()
-        gradient = recorded.outputs.grad
-        return _WithGradient.apply(outputs, loss.detach(), gradient)  # type: ignore[no-untyped-call]
-
-    @contextlib.contextmanager
-    def _standing_for_model(self, recorded: _RecordedModel) -> Iterator[None]:
-        """In the body, the model's methods are those of ``recorded``."""
-        with (
-            replaced(
-                self.model, forward=recorded.forward, preprocess=recorded.preprocess
-            ),
-            overridden(self, _recorded_model=recorded),
-        ):
-            yield
 
 
 class ScatterOnceTrainer(_WholeBatchTrainer, SentenceTransformerTrainer):  # type: ignore[misc]
@@ -278,24 +314,7 @@ class ScatterOnceCrossEncoderTrainer(_WholeBatchTrainer, CrossEncoderTrainer):  
             second run.
     """
 
-    _output = "scores"
-
-    def _record_columns(
-        self, recorded: _RecordedModel, batch: Any, on_master: Any
-    ) -> Any:
-        """Record the pairs that the loss passes to the model. Returns the random state
-        before.
-        """
-        state = torch.get_rng_state(), random.getstate()
-        # The loss adds to what is logged, and will do so again in its second run.
-        components = copy.deepcopy(self.accum_loss_components)
-        with (
-            torch.no_grad(),
-            overridden(self, accum_loss_components=components),
-            self._standing_for_model(recorded),
-        ):
-            type(self).compute_loss(self, self.model, dict(on_master))
-        return state
+    _kind_of_loop = _PairsLoop
 
 
 class _RecordedModel:
@@ -305,9 +324,9 @@ class _RecordedModel:
     ``preprocess`` records the columns, and ``forward`` returns zeros.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, output: str) -> None:
         self._model = trainer.model
-        self._output = trainer._output
+        self._output = output
         self._preprocess = trainer.model.preprocess
         self.columns: dict[Any, Any] = {}  # by number, or by their texts
         self.outputs: Tensor | None = None

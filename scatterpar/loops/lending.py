@@ -45,7 +45,7 @@ from scatterpar.objects.walk import Place, PlaceKind, Walk
 from scatterpar.objects.whose import attributes_of
 from scatterpar.replicas.batch_statistics import recorded_in
 from scatterpar.replicas.refused_modules import parameters_of
-from scatterpar.replicas.replicas import Replica, Replicas, ReplicaSet
+from scatterpar.replicas.replicas import Replica, ReplicaSet
 from scatterpar.torch_private import is_compiled_module, unwrapped
 from scatterpar.verify.dropped_records import is_look
 
@@ -137,12 +137,10 @@ class Loan:
         return {id(copied): original for original, copied in self._pairs}
 
 
-def loan_of(replicas: Replicas | None, root: Any) -> Loan | Parts:
+def loan_of(replica_set: ReplicaSet, root: Any) -> Loan | Parts:
     """The loan of the replica whose modules are ``root``; nothing for the user's own,
     which looks call.
     """
-    assert replicas is not None  # of an engine
-    replica_set = replicas.of_model
     for replica in replica_set.replicas:
         if replica.root is root:
             return Loan(replica_set, replica)

@@ -8,20 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from scatterpar.objects.walk import Walk
-from scatterpar.replicas.replicas import Replicas
 from scatterpar.step.request import LossCandidate
 from scatterpar.step.turns import Scope
 
 
-@dataclass
+@dataclass(frozen=True)
 class LoopOptions:
     """The options of a loop around the engine, ``engine.loop``; read in each step.
 
-    Without such a loop they keep their defaults. Copies of an engine have defaults,
-    too, because a loop makes its own engine.
+    Without such a loop they are the defaults. Copies of an engine have defaults, too,
+    because a loop makes its own engine.
 
     Attributes:
-        replicas: those of the engine, which sets it.
         is_checked: whether a step may have looks. Not if its criterion reads more than
             the outputs and targets that it gets.
         takes_turns: whether replicas call the user's function one at a time.
@@ -36,7 +34,6 @@ class LoopOptions:
         candidates: ways in which the losses of the loop's micro-batches may combine,
             the likeliest first. The engine takes the first one that fits a few rows.
             Empty: the arguments of each step say how.
-        chosen: the candidate of the latest step; the engine sets it.
         divided: returns the inputs of a look, whose rows can be divided, for those of a
             step whose rows are whole micro-batches. It raises ``ValueError`` if they
             cannot be divided. ``None``: the step's own inputs.
@@ -47,7 +44,6 @@ class LoopOptions:
             loop's loggers are silent, and after which its owner is as before.
     """
 
-    replicas: Replicas | None = None
     is_checked: bool = True
     takes_turns: bool = False
     lends: bool = False
@@ -55,7 +51,6 @@ class LoopOptions:
     loss_name: str = ""
     remedies: str = ""
     candidates: Sequence[LossCandidate] = ()
-    chosen: LossCandidate | None = None
     divided: Callable[[Any], Any] | None = None
     written: Callable[[], Walk] | None = None
     around_looks: Callable[[], contextlib.AbstractContextManager[object]] = (

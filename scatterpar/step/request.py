@@ -146,6 +146,8 @@ class Request:
         criterion: the user's; ``None`` if the module returns its loss.
         reduction: ``"mean"`` or ``"sum"``: how losses of micro-batches combine.
         count: the user's number of terms of a mean; ``None`` for rows or labels.
+        candidate: the way of a loop's by which losses combine; ``None`` if the
+            arguments say how.
         return_outputs: whether outputs are returned, or the function that selects.
         whole_batch: whether one loss sees all rows.
         scale: the scaler's factor of gradients.
@@ -159,6 +161,7 @@ class Request:
     criterion: Callable[[Any, Any], Any] | None = None
     reduction: str = "mean"
     count: Count | None = None
+    candidate: LossCandidate | None = None
     return_outputs: bool | Callable[[Any], Any] = False
     whole_batch: bool = False
     scale: float = 1.0
@@ -194,6 +197,7 @@ class Request:
             batches=batches,
             reduction=candidate.reduction,
             count=candidate.count,
+            candidate=candidate,
         )
 
     @property

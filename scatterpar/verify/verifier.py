@@ -62,6 +62,20 @@ _TEXT_OF_SEED = in_lines(
 )
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What looks say of a step.
+
+    Attributes:
+        candidate: the way by which losses combine; ``None`` if the arguments of the
+            step say how.
+        scope: the part of a sub-step that a turn has to include.
+    """
+
+    candidate: LossCandidate | None = None
+    scope: Scope = Scope.NOTHING
+
+
 # A candidate, and why the look at it is inconclusive.
 _Unclear = tuple[LossCandidate, Inconclusive]
 
@@ -95,11 +109,11 @@ class Verifier:
 
     def check(
         self, attempt: Attempt, tasks: Sequence[ReplicaTask], loop: LoopOptions
-    ) -> bool:
+    ) -> Choice:
         """Before the sub-steps: look at some rows, if that is due.
 
-        Returns whether losses combine by another candidate of the loop than assumed.
-        Then the attempt has another request.
+        Returns by which candidate of the loop losses combine, which may be another one
+        than the request assumes.
 
         Raises:
             ValueError: a replica, in parts, gives another loss or gradient than the
@@ -122,16 +136,17 @@ class Verifier:
                 warn(text)
         self._waiting.clear()
 
-    def _check(self, attempt: Attempt, task: ReplicaTask, loop: LoopOptions) -> bool:
+    def _check(self, attempt: Attempt, task: ReplicaTask, loop: LoopOptions) -> Choice:
         request = attempt.request.of_largest_batch()
         is_divided = self._is_distributed or len(attempt.plan.substep_rows) > 1
         # The criterion gets the one row, whatever the number of replicas.
         if request.whole_batch and request.rows == 1:
             is_divided = False
-        candidates: Sequence[LossCandidate] = [loop.chosen or candidate_of(request)]
+        assumed = request.candidate
+        candidates: Sequence[LossCandidate] = [assumed or candidate_of(request)]
         # Of one kind are steps for which other candidates are assumed.
         of_kind = request
-        if loop.chosen:
+        if assumed is not None:
             of_kind = replace(request, count=None)
             if is_divided:
                 candidates = self.remaining(loop.candidates)
@@ -144,13 +159,8 @@ class Verifier:
         chosen = candidates[0]
         if kind.count_step(ranges_of_step(request), details):
             chosen = self.ask(question, kind)
-        # Also in steps that are not looked at.
-        attempt.threads.widen(kind.scope)
-        if chosen is candidates[0]:
-            return False
-        loop.chosen = chosen
-        attempt.request = attempt.request.combined_by(chosen)
-        return True
+        # The scope also holds in steps that are not looked at.
+        return Choice(None if assumed is None else chosen, kind.scope)
 
     def ask(self, question: Question, kind: Kind) -> LossCandidate:
         """Look at a step. Refuses it, or tells what the look has found.

@@ -64,6 +64,7 @@ import os, signal, threading, time
 import torch
 from torch import nn
 from scatterpar import ScatterOnceParallel
+from scatterpar.step.loop_options import LoopOptions
 
 visits, release, heard = [], threading.Event(), threading.Semaphore(0)
 
@@ -89,7 +90,7 @@ torch.manual_seed(0)
 model = Slow(2, 1)
 inputs = torch.arange(240.0).reshape(120, 2)
 engine = ScatterOnceParallel(model, 60, {devices}, verify=False)  # one replica looks
-engine.loop.takes_turns = {in_turns}
+engine.loop = LoopOptions(takes_turns={in_turns})
 signal.signal(signal.SIGINT, hear)
 threading.Thread(target=interrupt, args=({times},)).start()
 begun = time.monotonic()

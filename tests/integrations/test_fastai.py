@@ -349,6 +349,11 @@ class Meter:
         self.rows = 0
 
 
+def counted(_):
+    """An iterator is made late: a look at code that leads to one does not begin."""
+    return itertools.count()
+
+
 def opened(folder):
     return open(folder / "losses.txt", "w")
 
@@ -364,6 +369,7 @@ def remember(loss, value):
 
 
 SHARED_LIST = []
+MADE = {"file", "it"}  # what is made for each loss function
 
 # What a loss function writes: what it has first, what a call does with (loss function,
 # loss as a number, labels, loss), what it has afterwards.
@@ -440,7 +446,7 @@ KINDS = {
         lambda o: o.a,
     ),
     "iterator": (
-        {"it": itertools.count(), "a": []},
+        {"it": counted, "a": []},
         lambda o, f, y, loss: o.a.append((next(o.it), f)),
         lambda o: o.a,
     ),
@@ -476,7 +482,7 @@ class Writes:
             setattr(
                 self,
                 name,
-                value(folder) if callable(value) and name == "file" else value,
+                value(folder) if callable(value) and name in MADE else value,
             )
 
     def __call__(self, pred, target):
@@ -610,6 +616,50 @@ def test_numbers_that_calls_write_are_told(options, told, tmp_path, recwarn):
     if told:
         assert "number" in texts[0]
         assert "4 times in this batch" in texts[0]
+
+
+class Weighs:
+    """The weight of a term of its loss grows with the number of calls."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, pred, target):
+        self.calls += 1
+        loss = nn.functional.cross_entropy(pred, target)
+        return loss + 0.01 * self.calls * pred.square().mean()
+
+
+def test_look_begins_each_call_with_the_same_numbers(devices, tmp_path, recwarn):
+    """The look could not say how losses combine: it got another one each time."""
+
+    def run(batch_size, *callbacks):
+        loss = Weighs()
+        with seeded(3):
+            model = nn.Linear(4, CLASSES).double()
+        loader = DataLoader(rows, bs=batch_size)
+        loaders = DataLoaders(loader, DataLoader(rows[:2], bs=2), device="cpu")
+        learn = Learner(
+            loaders, model, loss, opt_func=SGD, cbs=[*callbacks], path=tmp_path
+        )
+        learn.recorder.smooth_loss = Smooth()
+        fitted(learn, lambda learn: learn.fit(1, 0.1))
+        return learn
+
+    with seeded(1):
+        rows = [
+            (torch.randn(4, dtype=torch.float64), number % CLASSES)
+            for number in range(STEPS * ROWS_OF_CALL * PARTS)
+        ]
+    stock = run(ROWS_OF_CALL, GradientAccumulation(ROWS_OF_CALL * PARTS))
+    ours = run(ROWS_OF_CALL * PARTS, ScatterOnce(devices(2), PARTS // 2))
+    assert ours.loss_func.calls == stock.loss_func.calls
+    for one, other in zip(
+        ours.model.parameters(), stock.model.parameters(), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=SAME, atol=SAME)
+    told = [str(warning.message) for warning in recwarn]
+    assert not [text for text in told if "could not check" in text]
 
 
 class Fails(WritesInModule):

@@ -348,7 +348,7 @@ def test_returned_numbers_are_a_list():
 
 def test_trainer_devices_become_replicas():
     strategy, module, replicas = ScatterOnceStrategy(accum=2), made(), []
-    module.on_train_end = lambda: replicas.extend(strategy._engine.device_ids)
+    module.on_train_end = lambda: replicas.extend(strategy._loop.engine.device_ids)
     trainer(strategy, devices=2, max_epochs=1).fit(module, loader())
     assert replicas == [strategy.root_device] * 2
 
@@ -916,7 +916,7 @@ class Keeps(Plain):
 def test_writes_make_no_new_replicas():
     """Each step made them again, for attributes that replicas do not need."""
     strategy, module, builds = ScatterOnceStrategy(["cpu:0", "cpu:1"]), made(Keeps), []
-    replicas = lambda: strategy._engine._replicas.of_model  # noqa: E731
+    replicas = lambda: strategy._loop.engine._replicas.of_model  # noqa: E731
     module.on_train_end = lambda: builds.append(replicas().builds)
     trainer(strategy).fit(module, loader())
     assert len(module.losses) == 16

@@ -711,7 +711,7 @@ def test_replays_keep_nothing_of_a_call(tmp_path, monkeypatch, function):
     cls = type("Own", (ScatterOnceTrainer,), {"compute_loss": compute_loss})
     if function == "log":
         monkeypatch.setattr(
-            "scatterpar.integrations.transformers.is_user_function", lambda _: False
+            "scatterpar.integrations.trainer_loop.is_user_function", lambda _: False
         )
     reports = reported(monkeypatch, is_captured=True)
     case, model, _ = REPLAYED["images"]

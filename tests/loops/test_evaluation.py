@@ -24,6 +24,7 @@ from harness.trainers import (
 )
 from torch import nn
 
+from scatterpar.integrations.trainer_loop import TrainerLoop
 from scatterpar.integrations.transformers import ScatterOnceMixin, ScatterOnceTrainer
 from scatterpar.loops.evaluation import BatchesAhead
 
@@ -251,14 +252,16 @@ def test_overridden_prediction_step_works(tmp_path, devices):
 def test_replicas_read_their_own_memory(tmp_path, monkeypatch):
     place = {"device_ids": DEVICES["two"]}
     trainer = build(ScatterOnceTrainer, tmp_path, language_model(), padded, extra=place)
-    ahead = BatchesAhead(trainer.get_eval_dataloader(), trainer._devices)
+    ahead = BatchesAhead(trainer.get_eval_dataloader(), trainer._loop.devices)
     trainer.model.eval()
     results = []
     with guarded(monkeypatch, trainer.model):
         for batch in itertools.islice(ahead, 3):
-            results.append(trainer._prediction_in(ahead, trainer.model, batch, False))
+            results.append(
+                trainer._loop.prediction_in(ahead, trainer.model, batch, False)
+            )
     assert [len(logits) for _, logits, _ in results] == [2, 2, 2]
-    trainer._close_engine()
+    trainer._loop.close()
 
 
 @layouts
@@ -267,17 +270,17 @@ def test_batches_that_the_loop_leaves_out(tmp_path, devices):
     trainer = build(ScatterOnceTrainer, tmp_path, language_model(), padded, extra=place)
     trainer.model.eval()
     loader = trainer.get_eval_dataloader()
-    ahead = BatchesAhead(loader, trainer._devices)
+    ahead = BatchesAhead(loader, trainer._loop.devices)
     for number, batch in enumerate(ahead):
         if number in (1, 4):
             continue
-        _, logits, _ = trainer._prediction_in(ahead, trainer.model, batch, False)
+        _, logits, _ = trainer._loop.prediction_in(ahead, trainer.model, batch, False)
         stock = transformers.Trainer.prediction_step
         expected = stock(trainer, trainer.model, batch, False)
         # An operator has fewer threads in a worker, and so may round in another order.
         torch.testing.assert_close(logits, expected[1], rtol=1e-12, atol=1e-12)
     assert number == 5
-    trainer._close_engine()
+    trainer._loop.close()
 
 
 @pytest.mark.slow
@@ -562,17 +565,18 @@ def test_weights_written_between_evaluations_count(tmp_path, edit):
 
 
 @pytest.mark.slow
-def test_owner_is_searched_once_per_evaluation(tmp_path):
+def test_owner_is_searched_once_per_evaluation(tmp_path, monkeypatch):
     searches = []
+    search = TrainerLoop.modules
 
-    class Counted(ScatterOnceTrainer):
-        def _modules(self):
-            searches.append(1)
-            return super()._modules()
+    def counted(self):
+        searches.append(1)
+        return search(self)
 
+    monkeypatch.setattr(TrainerLoop, "modules", counted)
     extra = {"device_ids": DEVICES["two"]}
     trainer = quietly(
-        build, Counted, tmp_path, sequence_classifier(), classes, extra=extra
+        build, ScatterOnceTrainer, tmp_path, sequence_classifier(), classes, extra=extra
     )
     quietly(trainer.evaluate)
     assert len(searches) == 1

@@ -97,7 +97,7 @@ def lent_pair(owner=None):
     modules = Modules([("Model", owner.model), ("Teacher", TEACHER)])
     engine = ScatterOnceParallel(modules, device_ids=["cpu"] * 2)
     second = engine.replicas[1]
-    return owner, loan_of(engine.loop.replicas, second)
+    return owner, loan_of(engine.present_replicas, second)
 
 
 def lending_of(owner, **options):

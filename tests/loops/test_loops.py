@@ -1,15 +1,24 @@
-"""The rows of a library's batch, and the modules of a loop."""
+"""The skeleton of all loops, on a loop of no library; the rows of a library's batch."""
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
+import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
+from harness.oracle import assert_gradients, seeded
+from torch import nn
 
+from scatterpar import ScatterOnceParallel
 from scatterpar.batch.markers import Rows
+from scatterpar.loops.loop import Loop
 from scatterpar.loops.modules import Modules
 from scatterpar.loops.rows import as_rows, num_rows
+
+pytestmark = pytest.mark.draws
 
 IMAGES = torch.zeros(3, 5)
 BOXES = [{"boxes": torch.zeros(n, 4)} for n in (2, 0, 3)]
@@ -68,3 +77,209 @@ def test_modules_keep_their_order_whatever_their_names():
         *("Net", "double_", "Net_"),
     ]
     assert modules[1] is parts[1]
+
+
+# --- the skeleton ---
+
+STEP = contextvars.ContextVar("STEP", default=0)
+TIMES = 4  # calls of a step
+ROWS = 12
+
+
+class Owner:
+    """As a user's Trainer: its step function writes what it likes."""
+
+    def __init__(self):
+        with seeded():
+            self.model = nn.Linear(3, 1).double()
+        self.calls = 0
+        self.sizes = []
+        self.meter = SimpleNamespace(total=0)
+        self.raises_at = None
+        self.most_rows = ROWS
+
+    def step(self, rows):
+        self.calls += 1
+        self.sizes.append(len(rows))
+        self.meter.total += len(rows)
+        STEP.set(STEP.get() + 1)
+        if len(rows) > self.most_rows:
+            raise torch.OutOfMemoryError("out of memory")
+        if self.calls == self.raises_at:
+            raise LookupError("the step function")
+        return self.model(rows).square().mean()
+
+
+class OfOwner(Loop):
+    function = "Owner.step"
+    remedies = "Pass count= to the loop."
+    once_per_batch = "count batches"
+
+    def __init__(self, owner, device_ids, accum=TIMES // 2):
+        super().__init__()
+        self.owner = owner
+        self.others = []
+        self.begin(torch.device("cpu"))
+        work = Modules([("Model", owner.model)])
+        self.engine = ScatterOnceParallel(work, accum, device_ids)
+        self.let_take_turns([owner.step])
+
+    def owners(self):
+        return [self.owner]
+
+    def beside(self):
+        return self.others
+
+    def parts(self):
+        return [self.owner.model]
+
+    def call(self, work, rows):
+        """The loss of a micro-batch."""
+        with self.in_turn(self.loan_of(work), self.device_of(work)):
+            return self.owner.step(rows)
+
+
+OfOwner.__module__ = "scatterpar.loops.of_owner"  # no object of the user's
+
+
+def batch():
+    with seeded(1):
+        return torch.randn(ROWS, 3, dtype=torch.float64)
+
+
+def step(loop, **options):
+    loss = loop.step({"work": loop.call, "rows": batch()}, **options)
+    loss.backward()
+    return loss
+
+
+def test_calls_are_those_of_accumulation(devices):
+    """On the user's own object, in the order of the rows; a look leaves nothing."""
+    owner, stock = Owner(), Owner()
+    loop = OfOwner(owner, devices(2))
+    token = STEP.set(0)
+    for _ in range(2):
+        loss = step(loop)
+    calls = STEP.get()
+    for _ in range(2):
+        expected = sum(stock.step(rows) for rows in batch().chunk(TIMES)) / TIMES
+        expected.backward()
+    STEP.reset(token)
+    loop.close()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-10, atol=0)
+    gradients = {n: p.grad for n, p in stock.model.named_parameters()}
+    assert_gradients(owner.model, gradients)
+    assert (owner.calls, owner.sizes) == (stock.calls, stock.sizes)
+    assert owner.meter == stock.meter
+    assert calls == 2 * TIMES
+
+
+def test_numbers_of_calls_are_told_once(devices):
+    loop = OfOwner(Owner(), devices(2))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            step(loop)
+    loop.close()
+    (text,) = [str(warning.message) for warning in caught]
+    assert "Owner.step writes self.calls" in text
+    assert f"{TIMES} times in this batch" in text
+    assert "count batches" in text
+
+
+@pytest.mark.filterwarnings("error")
+def test_numbers_of_a_single_call_are_not_told():
+    loop = OfOwner(Owner(), ["cpu"], accum=1)
+    step(loop)
+    loop.close()
+
+
+@pytest.mark.filterwarnings("ignore:Owner.step writes")
+def test_look_restores_what_is_beside_the_owner(devices):
+    """Such as data sets and callbacks, to which nothing refers."""
+    owner = Owner()
+    beside = SimpleNamespace(seen=[])
+    inner = owner.step
+
+    def counted(rows):
+        beside.seen.append(len(rows))
+        return inner(rows)
+
+    owner.step = counted
+    loop = OfOwner(owner, devices(2))
+    loop.others = [beside]
+    step(loop)
+    loop.close()
+    assert beside.seen == owner.sizes == [ROWS // TIMES] * TIMES
+
+
+@pytest.mark.filterwarnings("error", "ignore:Owner.step writes")
+def test_look_begins_each_call_with_its_numbers(devices, caplog):
+    """Else the parts of a look have another loss than all its rows at once."""
+    caplog.set_level("DEBUG", "scatterpar")
+    owner = Owner()
+    inner = owner.step
+    owner.step = lambda rows: inner(rows) * owner.calls
+    loop = OfOwner(owner, devices(2))
+    step(loop)
+    loop.close()
+    assert owner.calls == TIMES
+    assert "look 1 at Owner.step" in caplog.text
+    assert "inconclusive" not in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:Owner.step writes")
+def test_failed_step_ends_as_one_that_succeeds(devices):
+    """Nothing of its calls is lent, or waits for the next step."""
+    owner = Owner()
+    loop = OfOwner(owner, devices(2))
+    step(loop)
+    owner.raises_at = owner.calls + TIMES // 2
+    before = [*owner.model.parameters()]
+    values = [parameter.grad.clone() for parameter in before]
+    ended = []
+    end_step = loop.lending.end_step
+    loop.lending.end_step = lambda: (ended.append(1), end_step())
+    with pytest.raises(LookupError):
+        step(loop)
+    assert ended == [1]
+    assert all(
+        parameter is other
+        for parameter, other in zip(before, owner.model.parameters(), strict=True)
+    )
+    for parameter, value in zip(before, values, strict=True):
+        assert torch.equal(parameter.grad, value)
+    owner.raises_at = None
+    step(loop)
+    loop.close()
+    assert owner.sizes[-TIMES:] == [ROWS // TIMES] * TIMES
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tries_that_ran_out_of_memory_leave_nothing(devices):
+    owner = Owner()
+    owner.most_rows = 2
+    loop = OfOwner(owner, devices(2), accum="auto")
+    step(loop)
+    loop.close()
+    assert owner.sizes == [2] * 6
+    assert (owner.calls, owner.meter.total) == (6, ROWS)
+
+
+def test_functions_of_libraries_take_no_turns(devices, caplog):
+    caplog.set_level("INFO", "scatterpar")
+    loop = OfOwner(Owner(), devices(2))
+    assert "Owner.step is called for one micro-batch at a time" in caplog.text
+    assert (loop.options().takes_turns, loop.options().lends) == (True, True)
+    loop.let_take_turns([])
+    assert (loop.options().takes_turns, loop.options().lends) == (False, False)
+    loop.close()
+
+
+def test_refusal_has_the_remedies_of_the_loop(devices):
+    owner = Owner()
+    owner.step = lambda rows: owner.model(rows).square().sum()
+    loop = OfOwner(owner, devices(2))
+    with pytest.raises(ValueError, match=r"Owner\.step.*\n.*Pass count= to the loop"):
+        step(loop)
+    loop.close()

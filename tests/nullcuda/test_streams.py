@@ -24,6 +24,7 @@ from scatterpar.devices.coalescing import to_host
 from scatterpar.devices.transfers import Prefetcher
 from scatterpar.loops.evaluation import BatchesAhead, Turns, brought_home
 from scatterpar.loops.lending import Lending, loan_of
+from scatterpar.step.loop_options import LoopOptions
 from scatterpar.step.turns import lasting_a_turn
 
 pytestmark = [pytest.mark.nullcuda, pytest.mark.draws]
@@ -71,7 +72,7 @@ def test_lent_tensors_come_home_in_order(is_on_side_stream):
             self.model = model
 
         def forward(self, rows):
-            loan = loan_of(engine.loop.replicas, self)
+            loan = loan_of(engine.present_replicas, self)
             with lasting_a_turn(lending.lent(loan, rows.device)):
                 return owner.step(rows)
 
@@ -81,8 +82,7 @@ def test_lent_tensors_come_home_in_order(is_on_side_stream):
         expected = 2 * (0.5 * expected + model(rows).detach().mean(0))
     stream = torch.cuda.Stream(CARD) if is_on_side_stream else None
     engine = ScatterOnceParallel(Calls(), 4, TWO, verify=False)
-    engine.loop.takes_turns = True
-    engine.loop.lends = True
+    engine.loop = LoopOptions(takes_turns=True, lends=True)
     with engine, torch.cuda.stream(stream):
         if stream is not None:
             stream.wait_stream(torch.cuda.default_stream(CARD))
@@ -123,7 +123,7 @@ def test_buffers_are_handed_on_in_order(cards):
             self.model = model
 
         def forward(self, rows):
-            loan = loan_of(engine.loop.replicas, self)
+            loan = loan_of(engine.present_replicas, self)
             with lasting_a_turn(lending.lent(loan, rows.device)):
                 return owner.step(rows)
 
@@ -132,7 +132,7 @@ def test_buffers_are_handed_on_in_order(cards):
     for rows in inputs.to(CARD).split(4):
         expected = 0.5 * expected + model(rows).detach().mean(0)
     engine = ScatterOnceParallel(Calls(), 4, cards, verify=False)
-    engine.loop.takes_turns = engine.loop.lends = True
+    engine.loop = LoopOptions(takes_turns=True, lends=True)
     with engine:
         for _ in range(2):  # the first one compares bits
             model.centre.zero_()

@@ -14,8 +14,7 @@ pytestmark = pytest.mark.draws
 
 def engine_of_a_loop():
     engine = ScatterOnceParallel(nn.Linear(2, 1), 2, ["cpu"] * 2)
-    engine.loop.takes_turns = True
-    engine.loop.remedies = "Pass reduction= to the Loop."
+    engine.loop = LoopOptions(takes_turns=True, remedies="Pass reduction= to the Loop.")
     return engine
 
 
@@ -25,7 +24,7 @@ def engine_of_a_loop():
 def test_copies_of_an_engine_have_defaults(copied):
     engine = copied(engine_of_a_loop())
     # The replicas are those of the copy.
-    assert dataclasses.replace(engine.loop, replicas=None) == LoopOptions()
+    assert engine.loop == LoopOptions()
     engine.forward_backward(torch.randn(8, 2), torch.randn(8, 1), nn.MSELoss())
 
 
@@ -35,3 +34,14 @@ def test_refusal_names_remedies_of_the_loop():
 
     with pytest.raises(ValueError, match=r"Pass reduction= to the Loop\. Nothing was"):
         engine_of_a_loop().forward_backward(torch.randn(8, 2), None, sum_of_squares)
+
+
+def test_options_are_read_in_the_next_step():
+    """They are replaced as a whole, so that no step sees a half of a change."""
+    engine = engine_of_a_loop()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        engine.loop.is_checked = False
+    engine.loop = dataclasses.replace(engine.loop, is_checked=False)
+    engine.forward_backward(
+        torch.randn(8, 2), None, lambda output, _: output.square().sum()
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from scatterpar import Rows, ScatterOnceParallel, count_labels
+from scatterpar.step.loop_options import LoopOptions
 from scatterpar.step.request import LossCandidate
 
 BY_LABELS = LossCandidate("a mean over labels", count=count_labels(key="targets"))
@@ -57,8 +59,9 @@ def batch(targets, inputs=INPUTS):
 
 def loop(function, device_ids, candidates=ALL, accum=2):
     engine = ScatterOnceParallel(Loss(function), accum, device_ids)
-    engine.loop.candidates = candidates
-    engine.loop.remedies = "Pass count= to the Loop."
+    engine.loop = LoopOptions(
+        candidates=candidates, remedies="Pass count= to the Loop."
+    )
     return engine
 
 
@@ -80,14 +83,33 @@ def test_fitting_candidate_is_taken_in_step_1(devices, function, chosen):
     with loop(function, devices(2)) as engine:
         for _ in range(3):
             assert_exact(engine, padded(ROWS))
-            assert engine.loop.chosen is chosen
+            assert engine.chosen is chosen
 
 
 def test_without_looks_first_candidate_is_taken():
     engine = ScatterOnceParallel(Loss(mean), 2, ["cpu"] * 2, verify=False)
-    engine.loop.candidates = ALL
+    engine.loop = LoopOptions(candidates=ALL)
     with engine:
         assert_exact(engine, padded(ROWS))
+
+
+@pytest.mark.filterwarnings("ignore:.*ran out of memory")
+def test_choice_holds_for_tries_out_of_memory(devices):
+    """The step after a try that failed took what had been assumed before the look."""
+
+    def hungry(logits, targets):
+        if len(logits) > ROWS // 4:
+            raise torch.OutOfMemoryError("out of memory")
+        return mean_of_rows(logits, targets)
+
+    targets = padded(ROWS)
+    with loop(hungry, devices(2), accum="auto") as engine:
+        engine.forward_backward(batch(targets))
+        assert engine.chosen is BY_ROWS
+        plain = Loss(mean_of_rows)
+        plain.load_state_dict(engine.module.state_dict())
+        _, expected = whole_batch(plain, batch(targets), None, lambda loss, _: loss)
+        assert_gradients(engine.module, expected)
 
 
 def test_nothing_fits_refused_each_time(devices):
@@ -104,10 +126,10 @@ def test_equal_rows_ask_again_in_the_next_step(devices):
     with loop(mean_of_rows, devices(2)) as engine:
         for _ in range(3):
             assert_exact(engine, LABELS)
-        assert engine.loop.chosen is BY_LABELS
+        assert engine.chosen is BY_LABELS
         with pytest.warns(UserWarning, match="Earlier steps took it for a mean over l"):
             assert_exact(engine, padded(ROWS))
-        assert engine.loop.chosen is BY_ROWS
+        assert engine.chosen is BY_ROWS
         assert_exact(engine, padded(ROWS))
 
 
@@ -155,11 +177,11 @@ def test_rows_of_one_whole_batch_are_looked_at(devices, function):
     def rows(inputs, _):
         return len(inputs.get("batch", inputs)["targets"])
 
-    engine.loop.candidates = [
+    candidates = [
         LossCandidate("a mean over rows", count=rows),
         LossCandidate("a mean over labels", count=count),
     ]
-    engine.loop.divided = largest
+    engine.loop = LoopOptions(candidates=candidates, divided=largest)
     with engine:
         engine.forward_backward(step_of_batches(targets))
     assert_gradients(model, expected)
@@ -170,7 +192,7 @@ def test_undividable_rows_are_assumed_and_told(devices):
         raise ValueError("5 images of 4 rows")
 
     with loop(mean, devices(2)) as engine:
-        engine.loop.divided = refuses
+        engine.loop = replace(engine.loop, divided=refuses)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(9):
@@ -206,9 +228,9 @@ def test_entries_of_the_candidate_reach_the_module(devices, first):
     _, expected = whole_batch(model, everything, None, lambda loss, _: loss)
     model.zero_grad()
     engine = ScatterOnceParallel(model, 2, devices(2))
-    engine.loop.candidates = candidates[first:]
+    engine.loop = LoopOptions(candidates=candidates[first:])
     with engine:
         engine.forward_backward({**batch(targets), "items": None})
     assert_gradients(model, expected)
-    assert engine.loop.chosen is candidates[1]
-    assert torch.equal(engine.loop.chosen.entries["items"], items)
+    assert engine.chosen is candidates[1]
+    assert torch.equal(engine.chosen.entries["items"], items)

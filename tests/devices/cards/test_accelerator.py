@@ -29,6 +29,7 @@ from scatterpar import (
     gather,
 )
 from scatterpar.devices import memory
+from scatterpar.step.loop_options import LoopOptions
 
 pytestmark = [
     pytest.mark.nullcuda,
@@ -513,7 +514,7 @@ def test_turns_in_order_of_rows(device_ids, accum):
         return LOSS(output, targets % CLASSES)
 
     engine = ScatterOnceParallel(model, accum, device_ids, verify=False)
-    engine.loop.takes_turns = True
+    engine.loop = LoopOptions(takes_turns=True)
     numbers = torch.arange(ROWS)
     loss = engine.forward_backward(inputs, numbers, criterion)
     assert seen == list(range(ROWS))
@@ -526,7 +527,7 @@ def test_several_batches_in_turns(device_ids):
     """Where replicas share a thread, the second one's rows come after the first's."""
     model, inputs, targets = problem()
     engine = ScatterOnceParallel(model, 1, device_ids, verify=False)
-    engine.loop.takes_turns = True
+    engine.loop = LoopOptions(takes_turns=True)
     batches = [Rows.from_batches(rows.split([20, 17])) for rows in (inputs, targets)]
     loss = engine.forward_backward(*batches, LOSS)
     expected = LOSS(model(inputs.to(kind())), targets.to(kind()))

@@ -1,0 +1,294 @@
+"""The calls of ``training_step`` on replicas, and what they leave."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from operator import attrgetter, itemgetter
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning.pytorch.profilers import PassThroughProfiler
+from torch import Tensor, nn
+
+from scatterpar.batch import nested
+from scatterpar.batch.markers import Rows
+from scatterpar.engine import ScatterOnceParallel
+from scatterpar.integrations.lightning_logs import (
+    LoggedValues,
+    StepCall,
+    joined_outputs,
+)
+from scatterpar.integrations.lightning_metrics import (
+    all_emptied,
+    emptied,
+    merge,
+    metrics_of,
+    placed,
+    single_metrics,
+    updated,
+)
+from scatterpar.loops.loop import Loop
+from scatterpar.loops.modules import overridden
+from scatterpar.loops.rows import as_rows, num_rows
+from scatterpar.loops.user_functions import groups_of, of_user
+from scatterpar.step.request import Reduction
+from scatterpar.step.substeps import detached
+from scatterpar.verify.dropped_records import Silent, is_look
+
+_REMEDIES = (
+    "In Lightning pass ScatterOnceStrategy(…, count=lambda batch: …), the number of "
+    "terms that the mean averages over in a batch, such as lambda batch: "
+    'batch[1].ne(-100).sum() for labels of which some are ignored, or reduction="sum" '
+    "for a sum. If it compares rows with each other, or is a ratio of sums, train it "
+    "on one device with a strategy of Lightning's, or in a loop of your own with "
+    "engine.loss(inputs, targets, criterion, whole_batch=True). "
+    "verify=False does not check."
+)
+# Attributes of a LightningModule that refer to the loop.
+OF_LOOP = ("_trainer", "_fabric")
+# In the place of a metric, in the module that is replicated.
+_NO_METRIC = nn.Identity()
+
+
+class ModuleLoop(Loop):
+    """The training of a LightningModule.
+
+    Args:
+        strategy: knows the module, also of a later ``fit``.
+        count: the user's number of terms of a mean.
+        reduction: how losses combine, as an option of the engine.
+    """
+
+    function = "training_step"
+    remedies = _REMEDIES
+    once_per_batch = (
+        "on_train_batch_start runs once per batch, and self.global_step counts steps"
+    )
+    not_lent = OF_LOOP
+    takes_turns = True
+
+    def __init__(
+        self,
+        strategy: Any,
+        count: Callable[[Any], float | Tensor] | None,
+        reduction: Reduction | None,
+    ) -> None:
+        super().__init__()
+        self._strategy = strategy
+        self._count = count
+        self._combination: dict[str, Any] = {"reduction": reduction}
+        if count is not None:
+            self._combination["count"] = partial(_terms_of_call, count)
+        self._replicated: PartsOf | None = None
+        self._logged = LoggedValues()
+        # Whether calls of the present step have returned None: one answer, or both.
+        self._skips: set[bool] = set()
+        # By path, the module's metrics without their states: calls copy these while
+        # the loop updates the user's.
+        self._empty_metrics: dict[str, Any] = {}
+
+    def begin_training(
+        self, engine: ScatterOnceParallel[Any], replicated: PartsOf
+    ) -> None:
+        """From now on ``engine`` computes the steps, with these parts of the module."""
+        self.close()  # that of a training which has failed
+        self.engine = engine
+        engine.loop = self.options()
+        self._replicated = replicated
+
+    def end(self) -> None:
+        """Drop what no file can have, since the Trainer may be saved."""
+        self.close()
+        self._replicated = None
+        vars(self).pop("lending", None)
+
+    @property
+    def _module(self) -> Any:
+        return self._strategy.lightning_module
+
+    def owners(self) -> list[Any]:
+        """The LightningModule, which leads to modules in plain containers, too, such as
+        metrics in a dict.
+        """
+        return [self._module]
+
+    def beside(self) -> list[Any]:
+        """The Trainer, its optimizers' groups and schedules, the data module; callbacks
+        and data sets of the user.
+        """
+        trainer = self._module.trainer
+        roots = [trainer, trainer.datamodule]
+        roots += map(groups_of, trainer.optimizers)
+        roots += [config.scheduler for config in trainer.lr_scheduler_configs]
+        loaders = trainer.fit_loop._combined_loader.flattened
+        data_sets = [getattr(loader, "dataset", None) for loader in loaders]
+        return [*roots, *of_user([*trainer.callbacks, *data_sets])]
+
+    def parts(self) -> Sequence[nn.Module]:
+        """The LightningModule, whose parts replicas have."""
+        return [self._module]
+
+    def optimizers(self) -> Sequence[Any]:
+        """Those of the Trainer."""
+        return self._module.trainer.optimizers  # type: ignore[no-any-return]
+
+    @contextlib.contextmanager
+    def looking(self) -> Iterator[None]:
+        """In the body, which is a look, loggers and profiler are silent."""
+        trainer = self._module.trainer
+        silent: dict[str, Any] = {"profiler": PassThroughProfiler()}
+        # A logger writes files and sends numbers, which no journal restores.
+        silent["_loggers"] = [Silent(logger) for logger in trainer.loggers]
+        # First: each call of the look begins with what the journal saves.
+        with overridden(trainer, **silent), super().looking():
+            yield
+
+    def training_step(
+        self, batch: Any, arguments: Sequence[Any], context: Any, scaler: Any
+    ) -> Any:
+        """The result of ``training_step`` for the whole batch.
+
+        Args:
+            batch: of the loader.
+            arguments: those of the method after the batch.
+            context: holds for the calls, such as autocast.
+            scaler: that of the losses.
+        """
+        options = dict(self._combination)
+        # Backward passes of sub-steps run before the Trainer scales the loss.
+        options["scaler"] = scaler
+        options["return_outputs"] = itemgetter("call")
+        inputs: dict[str, Any] = {"work": self.call}
+        inputs["arguments"] = list(arguments)
+        inputs["batch"] = as_rows(batch)
+        # Calls end in any order of the replicas, and are sorted by their first rows.
+        inputs["rows"] = Rows(range(num_rows(batch)))
+        self._skips.clear()
+        with context, self.without_metrics() as metrics:
+            self._empty_metrics = all_emptied(metrics)
+            loss, records = self.step(inputs, **options)
+        calls = sorted(nested.atoms(records), key=attrgetter("first_row"))
+        self._collect(calls, metrics)
+        # As the stock loop, which then makes no backward pass.
+        if True in self._skips:
+            return None
+        outputs = joined_outputs(calls, self.home)
+        outputs["loss"] = loss
+        return outputs
+
+    def call(self, work: Any, batch: Any, rows: Any, arguments: Any) -> dict[str, Any]:
+        """Call ``training_step`` for a micro-batch.
+
+        Args:
+            work: the replica's modules; the LightningModule is the first.
+            batch: the micro-batch.
+            rows: the numbers of its rows.
+            arguments: those of the method after the batch.
+
+        Returns:
+            The loss with its graph, and the ``StepCall`` without graphs.
+        """
+        call = StepCall(rows[0], len(rows))
+        if self._count:
+            call.weight = self._count(batch)
+        with self._in_call(work, call) as module:
+            output = module.training_step(batch, *arguments)
+        # Raises Lightning's own error if it is no loss.
+        result = ClosureResult.from_training_step_output(output)
+        # A graph would keep the activations of all micro-batches until the step ends.
+        call.output = nested.map_tensors(detached, result.extra)
+        if is_look():
+            self._logged.look(call, is_whole=work[0] is self._replicated)
+        self._logged.note_sizes(call)
+        loss = result.closure_loss
+        self._check_skips(loss is None)
+        # All calls of the step return None, and the step's gradient is dropped.
+        if loss is None:
+            loss = _zero(work)
+        return {"loss": loss, "call": call}
+
+    def _check_skips(self, skips: bool) -> None:
+        """Raise ``ValueError`` if ``training_step`` returns ``None`` for some rows."""
+        if is_look():
+            if skips:
+                raise ValueError("training_step returned None for rows of a look")
+            return
+        self._skips.add(skips)
+        if len(self._skips) > 1:
+            raise ValueError(
+                "training_step returned None for a part of the batch, and only a whole "
+                "batch can be skipped; return None for all rows of the batch, or a "
+                "loss for all, such as (output * 0).sum() for rows that do not count"
+            )
+
+    def _collect(self, calls: Sequence[StepCall], metrics: Mapping[str, Any]) -> None:
+        """Update the user's metrics with what calls have measured, and log."""
+        single = single_metrics(metrics)
+        for place, metric in single.items():
+            copies = [call.metrics[place] for call in calls if place in call.metrics]
+            merge(metric, copies, self.home)
+        self._logged.log(self._module, calls, single)
+
+    @contextlib.contextmanager
+    def without_metrics(self) -> Iterator[dict[str, Any]]:
+        """In the body the module that is replicated has no metrics: calls update
+        copies. Yields its metrics.
+        """
+        module = self._module
+        metrics = metrics_of(module)
+        # Lightning notes the names of metrics, which is no change of the module.
+        names = overridden(module, _metric_attributes=None)
+        with names, placed(module, dict.fromkeys(metrics, _NO_METRIC)):
+            yield metrics
+
+    @contextlib.contextmanager
+    def _in_call(self, work: Any, call: StepCall) -> Iterator[LightningModule]:
+        """In the body the call runs. Yields the module whose step function to call."""
+        device = self.device_of(work)
+        copies = {}
+        for place, metric in self._empty_metrics.items():
+            copies[place] = emptied(metric).to(device)
+        call.places = {id(metric): at for at, metric in single_metrics(copies).items()}
+        module = self._module
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.in_turn(self.loan_of(work), device))
+            stack.enter_context(placed(module, copies))
+            for part in module.modules():
+                if isinstance(part, LightningModule):
+                    stack.enter_context(overridden(part, _device=device))
+            stack.enter_context(overridden(module, log=call.log))
+            yield module
+        # Not in a finally: what a failed call has measured is dropped.
+        call.metrics = updated(copies)
+
+
+class PartsOf(nn.Module):
+    """The submodules and parameters of a LightningModule, and nothing else of it.
+
+    In turns replicas need no more. Attributes of the LightningModule that its step
+    function writes would make new replicas in each step.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        super().__init__()
+        # The same dictionaries, so that later changes are seen here, too.
+        vars(self).update(
+            _modules=module._modules,
+            _parameters=module._parameters,
+            _buffers=module._buffers,
+            _non_persistent_buffers_set=module._non_persistent_buffers_set,
+        )
+
+
+def _terms_of_call(count: Callable[[Any], Any], inputs: Any, _: Any) -> Any:
+    """The user's ``count``, of the inputs of the engine."""
+    return count(inputs["batch"])
+
+
+def _zero(work: nn.Module) -> Tensor:
+    """A loss of zero, whose gradient is zero."""
+    trained = [part for part in work.parameters() if part.requires_grad]
+    return trained[0].flatten()[:0].sum()

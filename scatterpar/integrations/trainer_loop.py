@@ -1,0 +1,641 @@
+"""The calls of ``compute_loss`` and ``prediction_step`` on replicas, and what they
+leave.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scatterpar.batch import nested
+from scatterpar.batch.markers import Rows
+from scatterpar.devices.device_ids import physical
+from scatterpar.engine import ScatterOnceParallel
+from scatterpar.integrations import step_batches
+from scatterpar.integrations.step_batches import (
+    FIRST,
+    LABELS,
+    ROWS,
+    SHIFTED,
+    SUM,
+    How,
+    Step,
+)
+from scatterpar.integrations.trl_metrics import Gathered, metric_of_step
+from scatterpar.loops.arguments import refuse
+from scatterpar.loops.evaluation import BatchesAhead, Turns, brought_home
+from scatterpar.loops.lending import Parts, copy_on_replica, modules_of
+from scatterpar.loops.loop import Loop
+from scatterpar.loops.modules import Modules, moved, overridden
+from scatterpar.loops.rows import as_rows, check_rows
+from scatterpar.loops.user_functions import groups_of, hooks_in, of_user
+from scatterpar.objects.references import names_in
+from scatterpar.objects.walk import function_of
+from scatterpar.objects.whose import is_user_function
+from scatterpar.sharded import ShardedOptimizer
+from scatterpar.step.request import Buffers
+from scatterpar.step.substeps import detached
+from scatterpar.torch_private import unwrapped
+
+# Attributes that stay as they are in a call. They lead to data, or to modules that are
+# exchanged otherwise.
+_NOT_LENT = {
+    "_loop",
+    "eval_dataset",
+    "model_wrapped",
+    "train_dataset",
+}
+# TRL's trainers fill these in compute_loss. Each call gets metrics of its own.
+_METRICS = "_metrics"
+_TOKENS = "_total_train_tokens"
+# Methods that attributes hide outside of a call.
+_STEPS = ("_prepare_inputs", "compute_loss", "prediction_step")
+_REMEDIES = (
+    "Pass count= to the Trainer, a function of a batch that gives its number of terms, "
+    'for a mean over something else, or reduction="sum" for a sum. If it compares '
+    "rows with each other, or is a ratio of sums, train with the stock class on one "
+    "device, or in a loop of your own with engine.loss(inputs, targets, criterion, "
+    "whole_batch=True). Rows are mixed in the data collator, not in _prepare_inputs."
+)
+# Their batches are first the chosen rows of all pairs, then the rejected ones.
+_OF_PAIRS = {"DPOTrainer", "RewardTrainer"}
+# Metrics of pairs: margins are chosen rewards without the rejected.
+_CHOSEN = "rewards/chosen"
+_REJECTED = "rewards/rejected"
+_MARGINS = "rewards/margins"
+
+
+class TrainerLoop(Loop):
+    """The steps and evaluations of a Trainer.
+
+    Args:
+        trainer: of the user's.
+        buffers: as in ``ScatterOnceParallel``.
+
+    Attributes:
+        trainer: of the user's.
+        buffers: as in ``ScatterOnceParallel``.
+        is_of_trl: whether TRL defines its ``compute_loss``.
+        devices: those of the replicas.
+        num_batches: of one replica in a step, as the user has passed it.
+        count: the user's number of terms of a mean, or ``SUM``.
+        is_mean: whether the user says that the loss is a mean.
+        is_checked: whether losses of batches have to combine.
+        is_by_batches: whether the loader collates a step as a list of batches.
+        sharded: the optimizer, if it is on all devices.
+    """
+
+    function = "compute_loss"
+    remedies = _REMEDIES
+    once_per_batch = "self.state.global_step counts steps"
+    not_lent = _NOT_LENT
+
+    def __init__(self, trainer: Any, buffers: Buffers) -> None:
+        super().__init__()
+        self.trainer = trainer
+        self.buffers = buffers
+        self.is_of_trl = loss_class(trainer, "trl.") is not None
+        self.devices: Sequence[torch.device] = ()
+        self.num_batches = 1
+        self.count: How | None = None
+        self.is_mean = False
+        self.is_checked = True
+        self.is_by_batches = True
+        self.sharded: ShardedOptimizer | None = None
+        self._parts: Sequence[nn.Module] = ()
+
+    def begin_on(self, devices: Sequence[torch.device], num_batches: int) -> None:
+        """Replicas are on ``devices``, and each gets so many batches per step."""
+        self.devices = devices
+        self.num_batches = num_batches
+        self.begin(physical(devices[0]))
+
+    # What calls may write.
+
+    def owners(self) -> list[Any]:
+        """The Trainer, and the user's callbacks."""
+        return [self.trainer, *of_user(self.trainer.callback_handler.callbacks)]
+
+    def beside(self) -> list[Any]:
+        """The Trainer's own objects, and the user's data sets, which may have
+        statistics.
+        """
+        trainer = self.trainer
+        objects = [trainer.args, trainer.state, trainer.control]
+        objects.append(groups_of(trainer.optimizer))
+        return [*objects, *of_user([trainer.train_dataset, trainer.eval_dataset])]
+
+    def parts(self) -> Sequence[nn.Module]:
+        """The modules that the present step may call, the model first."""
+        return self._parts
+
+    def optimizers(self) -> Sequence[Any]:
+        """That of the Trainer, once there is one."""
+        return [*filter(None, [self.trainer.optimizer])]
+
+    # The engine, and the modules that it replicates.
+
+    def engine_of_the_model(self) -> ScatterOnceParallel:
+        """The engine of the modules that the present step may call."""
+        parts = list(dict.fromkeys(self.modules()))
+        if self.engine is not None and parts == self._parts:
+            return self.engine
+        # First: two engines of one model would have two copies of it on each device.
+        self.close()
+        self._parts = parts
+        model = parts[0]
+        # accelerate compiles what it wraps, which replicas do not call.
+        if self.trainer.args.torch_compile:
+            backend = self.trainer.args.torch_compile_backend
+            mode = self.trainer.args.torch_compile_mode
+            model = torch.compile(model, backend=backend, mode=mode)
+        names = [type(part).__name__ for part in parts]
+        work = Modules(zip(names, [model, *parts[1:]], strict=True))
+        self.engine = ScatterOnceParallel(work, 1, self.devices, buffers=self.buffers)
+        if self.sharded is not None:
+            self.sharded.engine = self.engine
+        return self.engine
+
+    def modules(self) -> list[Any]:
+        """The modules that a step may call, the model first."""
+        parts = [self.trainer.model]
+        for module in modules_of(self.trainer, _NOT_LENT):
+            # A metric is no part of a replica: calls write the user's own.
+            has_parameters = next(module.parameters(), None) is not None
+            is_of_torch = type(module).__module__.startswith("torch.")
+            if has_parameters or is_of_torch:
+                parts.append(module)
+        return parts
+
+    # The step.
+
+    def prepared(self, inputs: Any) -> Any:
+        """Inputs after ``_prepare_inputs`` of the Trainer's class.
+
+        Those of a step stay as they are, on the host. The engine copies each
+        micro-batch to its replica, whose call prepares it.
+        """
+        if isinstance(inputs, Step) or self._is_training():
+            return inputs
+        return type(self.trainer)._prepare_inputs(self.trainer, inputs)
+
+    def num_items(self, batches: Sequence[Any], device: Any) -> Any:
+        """The Trainer's number of items; ``None`` for a ``Step``: each batch has its
+        own.
+        """
+        if batches and isinstance(batches[0], Step):
+            return None
+        stock = type(self.trainer)._get_num_items_in_batch
+        return stock(self.trainer, batches, device)
+
+    def _is_training(self) -> Any:
+        """Whether a ``training_step`` runs, which may have a batch of its own."""
+        return (
+            self.trainer.is_in_train
+            and self.trainer.model.training
+            and torch.is_grad_enabled()
+        )
+
+    def loss_of_inputs(
+        self, model: nn.Module, inputs: Any, *args: Any, **options: Any
+    ) -> Any:
+        """``compute_loss`` in training: the loss of all rows, by all replicas."""
+        if not isinstance(inputs, Step) and not self._is_training():
+            stock = type(self.trainer).compute_loss
+            return stock(self.trainer, model, inputs, *args, **options)
+        returns_outputs = options.get("return_outputs", args[:1] == (True,))
+        conflicts = {"return_outputs=True in training_step": returns_outputs}
+        reason = "the outputs stay on the replicas; compute what needs them there"
+        refuse("ScatterOnceMixin", conflicts, reason)
+        return self.loss_of_step(inputs)
+
+    def loss_of_step(self, step: Any) -> Any:
+        """The loss of all rows of a step. Adds what the calls kept and logged."""
+        batches = step_batches.batches_of(step)
+        is_collated = isinstance(step, Step)
+        batch = Rows(step, FIRST) if is_collated else self._divisible_batch(step)
+        # Each replica has at most one micro-batch per collated batch.
+        accum = len(step) if is_collated else self.num_batches
+        inputs = {"work": self.call, "batch": batch, "items": None}
+        candidates = self._candidates(batches)
+        select = itemgetter("beside")
+        # By their order: of two that fit the first is taken.
+        loss, outputs = self.train(
+            inputs, accum, candidates=list(candidates), return_outputs=select
+        )
+        assert self.engine is not None
+        calls = [call for call in nested.atoms(outputs) if call is not None]
+        self._collect(calls, candidates[self.engine.chosen])
+        return loss
+
+    def train(self, inputs: Any, accum: int, *args: Any, **options: Any) -> Any:
+        """A step of ``engine.loss``, by replicas that call a function of the user's in
+        turn.
+        """
+        engine = self.engine_of_the_model()
+        # The number of batches differs from step to step: the last has fewer.
+        engine.accum = accum
+        self._choose_turns("_prepare_inputs", "compute_loss")
+        # A criterion of all rows knows more of the step than a few outputs.
+        is_checked = self.is_checked and not options.get("whole_batch")
+        scaler = self.trainer.accelerator.scaler
+        return self.step(inputs, *args, scaler=scaler, is_checked=is_checked, **options)
+
+    def _candidates(self, batches: Sequence[Any]) -> dict[Any, How]:
+        """Ways in which losses of the batches may combine, the likeliest first."""
+        items = None
+        hows = self.hows()
+        if SUM in hows:
+            items = self.num_items(list(batches), self.trainer.args.device)
+        if items is None and self.count is None:
+            # A row whose own loss is NaN looks like a sum.
+            hows = [how for how in hows if how != SUM]
+        return {step_batches.candidate(how, items): how for how in hows}
+
+    def hows(self) -> Sequence[How]:
+        """How losses of batches may combine, the likeliest way first."""
+        # Its own compute_loss: a subclass of the user's may combine otherwise.
+        is_of_trl = loss_class(self.trainer).__module__.startswith("trl.")
+        if self.count is not None:
+            return [self.count]
+        if is_of_trl and self.trainer.loss_is_scaled_for_ga is False:
+            return [ROWS]
+        of_labels = [LABELS, SHIFTED]
+        if self.trainer._loss_shifts_labels:
+            of_labels.reverse()
+        if self.is_mean:
+            return [*of_labels, ROWS]
+        # First the items: the stock loop divides by them if the model takes them.
+        return [SUM, *of_labels, ROWS]
+
+    def divided(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The inputs of a look: rows of one batch, or two batches.
+
+        Raises:
+            ValueError: neither rows nor batches can be joined.
+        """
+        batch = inputs["batch"]
+        if isinstance(batch, Rows):
+            batches = batch.entries
+            try:
+                batch = self._divisible_batch(step_batches.telling_batch(batches))
+            except ValueError:
+                # Such as images, of which a row may have several.
+                if self._has_pairs():
+                    raise
+                batch = step_batches.rows_of_batches(batches[:2])
+        return {**inputs, "batch": batch}
+
+    def _divisible_batch(self, batch: Any) -> Any:
+        """A batch whose rows can be divided, or ``ValueError``."""
+        if self._has_pairs():
+            batch = _divided_by_pairs(batch)
+        rows = as_rows(batch)
+        check_rows(
+            rows,
+            "let the Trainer's loader make the batches (its collator makes one for "
+            "each replica, which is not divided), with per_device_train_batch_size=1 "
+            "if that is not enough",
+        )
+        return rows
+
+    def _has_pairs(self) -> bool:
+        """Whether batches are the chosen rows of all pairs, then the rejected ones."""
+        return self.is_of_trl and loss_class(self.trainer, "trl.").__name__ in _OF_PAIRS
+
+    # Who takes turns.
+
+    def _choose_turns(self, *steps: str) -> None:
+        """Let replicas call these functions in turn if they are the user's."""
+        self.let_take_turns([*filter(is_user_function, self._functions(steps))])
+
+    def _functions(self, steps: Sequence[str]) -> list[Any]:
+        """What a step calls that may write: methods, functions, hooks of modules.
+
+        A method of a library may call one that a class of the user's overrides, so the
+        search follows all names in the code of methods.
+        """
+        trainer = self.trainer
+        functions = hooks_in(self._parts)
+        names = [*steps]
+        for name in names:  # which grow
+            value = vars(trainer).get(name)  # such as compute_loss_func
+            if callable(value) and not isinstance(value, nn.Module):
+                functions.append(value)
+            # All classes, not the first: a method may call that of its base.
+            for base in type(trainer).__mro__ if name != "log" else ():
+                function = function_of(vars(base).get(name))
+                if function is not None:
+                    functions.append(function)
+                    code = inspect.unwrap(function).__code__
+                    names += names_in(code) - {*names}
+        return functions
+
+    # Calls on replicas, and what they leave.
+
+    def call(self, work: Any, batch: Any, items: Any) -> dict[str, Any]:
+        """The loss of a Trainer that refers to a replica's modules."""
+        if items is None:
+            device = self.device_of(work)
+            items = self.num_items([batch], device)
+        with (
+            self._standing_in(work) as (trainer, record),
+            overridden(trainer, _get_num_items_in_batch=lambda *_: items),
+        ):
+            record.batch = batch
+            # A copy, because compute_loss may take labels out of the batch.
+            inputs = trainer._prepare_inputs(copy.copy(batch))
+            model = self._model_of(work) if self.takes_turns else trainer.model
+            loss = trainer.compute_loss(model, inputs, num_items_in_batch=items)
+        # A captured sub-step returns tensors alone.
+        is_needed = self.takes_turns or record.has_entries()
+        return {"loss": loss, "beside": record if is_needed else None}
+
+    @contextlib.contextmanager
+    def _standing_in(self, work: Any) -> Iterator[tuple[Any, _CallRecord]]:
+        """Yields a Trainer that refers to a replica's modules, and the record of what
+        the body logs and measures there.
+
+        In a turn it is this Trainer, otherwise a copy.
+        """
+        device = self.device_of(work)
+        record = _CallRecord()
+        attributes = self.attributes_on_replica(work, device, record)
+        with contextlib.ExitStack() as stack:
+            trainer = self.trainer
+            args = trainer.args
+            if self.takes_turns:
+                stack.enter_context(self.in_turn(self.loan_of(work), device))
+                # what ``args.device`` reads, a cached property
+                stack.enter_context(overridden(args, _setup_devices=device))
+            else:
+                parts = Parts(zip(self._parts, work.children(), strict=True))
+                trainer = copy_on_replica(trainer, parts, _NOT_LENT)
+                copied = object.__new__(type(args))  # with this Trainer's numbers
+                vars(copied).update(vars(args), _setup_devices=device)
+                attributes["args"] = copied
+            for step in _STEPS:  # in the place of the methods of this step
+                method = getattr(type(trainer), step)
+                attributes[step] = types.MethodType(method, trainer)
+            stack.enter_context(overridden(trainer, **attributes))
+            yield trainer, record
+            # In a turn it is this Trainer's number, which stays as it was: calls of a
+            # look count tokens, too.
+            record.tokens = vars(trainer).get(_TOKENS, 0) - attributes.get(_TOKENS, 0)
+
+    def _model_of(self, work: Any) -> Any:
+        """The model that a call on a replica gets: in turns the user's own, which may
+        be compiled.
+        """
+        assert self.engine is not None
+        module: Any = self.engine.module
+        return module[0] if self.takes_turns else work[0]
+
+    def attributes_on_replica(
+        self, work: Any, device: torch.device, record: _CallRecord
+    ) -> dict[str, Any]:
+        """What a Trainer on a replica has in the place of this one's attributes."""
+        gather = Gathered.of if self.is_of_trl else _unchanged
+        logs = record.logs
+        attributes = {
+            "accelerator": _Recording(self.trainer.accelerator, device, logs, gather),
+            "log": partial(_record, logs, self.trainer.log),
+            "model_wrapped": self._model_of(work),
+        }
+        if self.is_of_trl:
+            record.metrics = {mode: defaultdict(list) for mode in self.trainer._metrics}
+            attributes[_METRICS] = record.metrics
+            attributes[_TOKENS] = self.trainer._total_train_tokens
+        return attributes
+
+    def _collect(self, calls: Sequence[_CallRecord], how: How) -> None:
+        """Add what calls of ``compute_loss`` counted, logged and measured, as if it had
+        been one call.
+        """
+        self.transfer(calls)
+        if not self.is_of_trl:
+            return
+        # The stock loop divides this sum by the number of labels.
+        if how == SUM and self.count is None:
+            how = SHIFTED if self.trainer._loss_shifts_labels else LABELS
+        weights = [float(step_batches.terms(how, call.batch).sum()) for call in calls]
+        self._append_metrics("train", calls, weights)
+
+    def _append_metrics(
+        self, mode: str, calls: Sequence[_CallRecord], weights: Sequence[float]
+    ) -> None:
+        """Append one value to each metric of TRL's: that of all calls together.
+
+        Metrics that are means of numbers have the weights of the calls' losses.
+        """
+        values: dict[str, list[tuple[Any, float]]] = defaultdict(list)
+        for call, weight in zip(calls, weights, strict=True):
+            for name, appended in call.metrics[mode].items():
+                values[name] += [(value, weight) for value in appended]
+        metrics = {name: metric_of_step(pairs) for name, pairs in values.items()}
+        _replace_margins(metrics)
+        own_metrics = self.trainer._metrics[mode]
+        # The number of tokens of the whole run stands in a list of one entry.
+        if metrics.pop("num_tokens", None) is not None:
+            own_metrics["num_tokens"] = [self.trainer._total_train_tokens]
+        for name, value in metrics.items():
+            own_metrics[name].append(value)
+
+    def transfer(self, calls: Sequence[_CallRecord]) -> None:
+        """Add the tokens that calls counted to this Trainer, and log what they logged.
+
+        Here, because some loggers know the run by the thread that has started it.
+        """
+        for call in calls:
+            if call.tokens:
+                self.trainer._total_train_tokens += call.tokens
+            for log, *arguments in call.logs:
+                args, options = moved(arguments, self.trainer.args.device)
+                log(*args, **options)
+
+    # Evaluation and prediction: each replica computes a batch of the stock loop.
+
+    def prediction_in(
+        self, ahead: BatchesAhead, model: Any, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """``prediction_step`` in an evaluation.
+
+        The user's takes turns on the devices. With a library's, replicas compute the
+        next batches at the same time.
+        """
+        stock = type(self.trainer).prediction_step
+        # The model may be one that the Trainer has compiled.
+        is_replicated = unwrapped(model)[0] is self.trainer.model
+        if not is_replicated or not ahead.has(inputs):
+            return stock(self.trainer, model, inputs, *args, **kwargs)
+        if ahead.turns is None and ahead.groups is None:
+            # Modules and functions are searched once: that takes longer than a batch.
+            engine = self.engine_of_the_model()
+            self._choose_turns("prediction_step", "compute_loss")
+            engine.loop = self.options()
+            if self.takes_turns:
+                ahead.turns = Turns(engine, self._parts, self.lent_roots, _NOT_LENT)
+            elif len(ahead.read(2)) > 1:  # one batch needs no replicas
+                predict = partial(self._predict_on_replica, args=args, options=kwargs)
+                ahead.groups = engine.batch_groups(predict)
+        if ahead.turns is not None:
+            return self._predict_in_turn(ahead.turns, model, inputs, *args, **kwargs)
+        if ahead.groups is None:
+            return stock(self.trainer, model, inputs, *args, **kwargs)
+        result = ahead.result()
+        record = result["record"]
+        self.transfer([record])
+        if self.is_of_trl:
+            self._append_metrics("eval", [record], [1.0])
+        return result["output"]
+
+    def _predict_in_turn(
+        self, turns: Turns, model: Any, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """The Trainer's own ``prediction_step``, on the device of the next batch."""
+        device = turns.next_device()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(turns.turn(device))
+            if device != turns.devices[0]:
+                placed = _Placed(self.trainer.accelerator, physical(device))
+                stack.enter_context(overridden(self.trainer, accelerator=placed))
+                here = overridden(self.trainer.args, _setup_devices=physical(device))
+                stack.enter_context(here)
+            stock = type(self.trainer).prediction_step
+            output = stock(self.trainer, model, inputs, *args, **kwargs)
+        return brought_home(output, device, turns.devices[0])
+
+    def _predict_on_replica(
+        self, work: Any, batch: Any, args: Sequence[Any], options: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The Trainer's own ``prediction_step`` for one batch, on a replica.
+
+        Returns its output, and the record of what it has logged and measured.
+        """
+        with self._standing_in(work) as (trainer, record):
+            output = trainer.prediction_step(
+                trainer.model, copy.copy(batch), *args, **options
+            )
+        return {"output": output, "record": record}
+
+
+def _replace_margins(metrics: dict[str, Any]) -> None:
+    """Compute margins again: KTO's calls append them only for rows of both kinds."""
+    # A mean of the calls' margins would count each call, and not each row.
+    if metrics.keys() >= {_CHOSEN, _REJECTED}:
+        metrics[_MARGINS] = metrics[_CHOSEN] - metrics[_REJECTED]
+
+
+def _unchanged(inputs: Any) -> Any:
+    return inputs
+
+
+class _CallRecord:
+    """What one call on a replica has logged and measured.
+
+    Attributes:
+        batch: the micro-batch of a training.
+        logs: calls of ``log`` methods: the method and the arguments.
+        metrics: TRL's, by mode and name.
+        tokens: the number that TRL's trainers have added to that of the run.
+        components: sums of terms of sentence-transformers' losses, by mode and name.
+    """
+
+    def __init__(self) -> None:
+        self.batch: Any
+        self.logs: list[Any] = []
+        self.metrics: dict[str, Any] = {}
+        self.tokens = 0
+        self.components: dict[str, dict[str, Any]] = {}
+
+    def has_entries(self) -> bool:
+        """Whether the call has logged or measured anything, or may have."""
+        has_components = any(self.components.values())
+        return bool(self.logs or self.metrics or self.tokens or has_components)
+
+
+class _Placed:
+    """An accelerator on another device."""
+
+    def __init__(self, accelerator: Any, device: torch.device) -> None:
+        self._accelerator = accelerator
+        self.device = device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+
+class _Recording(_Placed):
+    """An accelerator on another device, whose logs are recorded.
+
+    ``gather`` is applied to what is gathered: metrics of TRL's know how they combine.
+    """
+
+    def __init__(
+        self,
+        accelerator: Any,
+        device: torch.device,
+        logs: list[Any],
+        gather: Callable[[Any], Any],
+    ) -> None:
+        super().__init__(accelerator, device)
+        self._gather = gather
+        self.log = partial(_record, logs, accelerator.log)
+
+    def gather(self, tensor: Any) -> Any:
+        """The accelerator's result, of one process."""
+        return self._gather(self._accelerator.gather(tensor))
+
+    def gather_for_metrics(self, *args: Any, **options: Any) -> Any:
+        """The accelerator's result, of one process."""
+        # The loader is ahead of this batch, but has said so for the group's last batch
+        # alone: nothing is cut off.
+        return self._gather(self._accelerator.gather_for_metrics(*args, **options))
+
+
+def _record(logs: list[Any], log: Any, *args: Any, **options: Any) -> None:
+    """Record a call of ``log``, which is made once the step has succeeded."""
+    # Values as they are now: the next call may write them.
+    logs.append((log, *nested.map_tensors(detached, (args, options))))
+
+
+def _divided_by_pairs(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch of pairs, whose rows are the pairs::
+
+    input_ids    chosen 0, chosen 1, chosen 2, rejected 0, rejected 1, rejected 2
+    rows         (chosen 0, rejected 0), (chosen 1, rejected 1), (chosen 2, …)
+    """
+    # Chosen and rejected rows, so twice the number of pairs.
+    num_rows = len(batch["input_ids"])
+    divided = dict(batch)
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and value.ndim and len(value) == num_rows:
+            chosen, rejected = value.chunk(2)
+            pairs = torch.stack([chosen, rejected], 1)
+            divided[name] = Rows(list(pairs), _joined_pairs)
+    return divided
+
+
+def _joined_pairs(pairs: Sequence[Tensor]) -> Tensor:
+    """The chosen rows of pairs, then the rejected ones."""
+    return torch.stack(list(pairs), 1).flatten(0, 1)
+
+
+def loss_class(trainer: Any, module: str = "") -> Any:
+    """The first class that defines ``compute_loss``, in a module whose name begins like
+    this; ``None`` if there is none.
+    """
+    for base in type(trainer).__mro__:
+        if base.__module__.startswith(module) and "compute_loss" in vars(base):
+            return base
+    return None

@@ -1,0 +1,112 @@
+"""Logged values of several calls as those of one, on calls that are made by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness.optional import needed
+
+needed("lightning.pytorch", "'.[lightning]'")
+
+from scatterpar.integrations.lightning_logs import (  # noqa: E402
+    LoggedValues,
+    StepCall,
+    joined_outputs,
+)
+
+pytestmark = pytest.mark.loops
+HOME = torch.device("cpu")
+
+
+class Module:
+    """Keeps what is logged, as a LightningModule."""
+
+    device = HOME
+
+    def __init__(self):
+        self.logged = {}
+
+    def log(self, name, value, **options):
+        self.logged[name] = float(value), options
+
+
+def calls_of(rows, log):
+    """Calls of so many rows; ``log(call, rows)`` logs in each."""
+    calls = []
+    first = 0
+    for number in rows:
+        call = StepCall(first, number)
+        log(call, number)
+        calls.append(call)
+        first += number
+    return calls
+
+
+def logged(rows, log):
+    values = LoggedValues()
+    calls = calls_of(rows, log)
+    for call in calls:
+        values.note_sizes(call)
+    module = Module()
+    values.log(module, calls, {})
+    return module.logged
+
+
+@pytest.mark.parametrize(
+    ("size", "batch_size"),
+    [
+        (lambda rows: None, None),
+        (lambda rows: rows, 10),  # the call's terms: they are added
+        (lambda rows: 12, 12),  # a constant: that of the whole batch
+        (lambda rows: rows - 1, 6),
+    ],
+    ids=["unsaid", "rows", "constant", "terms"],
+)
+def test_means_have_the_weights_of_their_sizes(size, batch_size):
+    def log(call, rows):
+        options = {} if size(rows) is None else {"batch_size": size(rows)}
+        call.log("loss", torch.tensor(float(rows)), **options)
+
+    value, options = logged([2, 2, 2, 4], log)["loss"]
+    if size(2) == 1:  # 3 calls of one term, one of 3 terms
+        mean = (2 + 2 + 2 + 3 * 4) / 6
+    else:
+        mean = (3 * 2 * 2 + 4 * 4) / 10
+    assert value == pytest.approx(mean)
+    assert options["batch_size"] == batch_size
+
+
+@pytest.mark.parametrize(("reduction", "expected"), [("sum", 10), ("max", 4)])
+def test_named_reductions_are_those_of_calls(reduction, expected):
+    def log(call, rows):
+        call.log("rows", rows, reduce_fx=reduction)
+
+    assert logged([2, 2, 2, 4], log)["rows"][0] == expected
+
+
+def test_name_logged_twice_is_two_values():
+    def log(call, rows):
+        call.log("loss", 1.0)
+        call.log("loss", torch.tensor([float(rows)]))
+
+    values = LoggedValues()
+    calls = calls_of([2, 2], log)
+    names = []
+    module = Module()
+    module.log = lambda name, value, **_: names.append((name, float(value)))
+    values.log(module, calls, {})
+    assert names == [("loss", 1.0), ("loss", 2.0)]
+
+
+def test_outputs_are_joined_in_the_order_of_rows():
+    def log(call, rows):
+        call.output = {
+            "scores": torch.full((rows, 2), float(rows)),
+            "right": rows,
+            "mean": torch.tensor(float(rows)),
+        }
+
+    outputs = joined_outputs(calls_of([2, 4], log), HOME)
+    assert outputs["scores"][:, 0].tolist() == [2, 2, 4, 4, 4, 4]
+    assert outputs["right"] == [2, 4]  # numbers are no means
+    assert float(outputs["mean"]) == pytest.approx((2 * 2 + 4 * 4) / 6)

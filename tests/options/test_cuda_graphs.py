@@ -667,6 +667,21 @@ def test_whole_batch_told_once_if_asked(two_places, rows):
         assert engine.last_step.graphs.startswith("eager: whole_batch=True")
 
 
+def test_statistics_told_once_if_asked(places, rows):
+    """``nn.SyncBatchNorm`` exchanges them in each sub-step."""
+    if len(set(places)) < len(places) and home().type != "cpu":
+        pytest.skip("replicas that exchange statistics share no accelerator")
+    model = build(lambda: mlp(nn.SyncBatchNorm(8))).to(home())
+    with graphed(model, 4, places) as engine:
+        words = "nn.SyncBatchNorm layers exchange statistics in each sub-step"
+        with pytest.warns(match=f"graphs=True.*because {words}"):
+            engine.forward_backward(*rows, LOSS)
+        with warnings.catch_warnings(action="error"):
+            for _ in range(2):
+                engine.forward_backward(*rows, LOSS)
+        assert engine.last_step.graphs == f"eager: {words}"
+
+
 # --- whole or not at all ---
 
 

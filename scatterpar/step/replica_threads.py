@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -183,6 +185,11 @@ _OTHER_KEYS = (
     "keys of your own module; make it an attribute of a module, or a variable that "
     "the hook closes over, and replicas get copies of its keys"
 )
+_TUNING = (
+    "Triton's autotuner keeps the arguments of a call on the kernel, which replicas "
+    "share (docs/limits.md); start one process per GPU, with torchrun and "
+    "process_group="
+)
 _LESS_MEMORY = (
     "more sub-steps need less memory: a larger accum=, a smaller "
     'micro_batch_size=, or accum="auto"'
@@ -221,6 +228,8 @@ class ReplicaNote(contextlib.AbstractContextManager["ReplicaNote"]):
             add_note(error, _NO_GRAPH)
         if isinstance(error, KeyError) and _is_about_a_replica(error):
             add_note(error, _OTHER_KEYS)
+        if isinstance(error, TypeError) and _is_of_autotuner(error):
+            add_note(error, _TUNING)
         if len(rows) > 1 and is_out_of_memory(error):  # one row cannot be divided
             add_note(error, _LESS_MEMORY)
 
@@ -231,6 +240,13 @@ def _says(error: BaseException, words: str) -> bool:
 
 def _is_about_a_replica(error: KeyError) -> bool:
     return bool(error.args) and isinstance(error.args[0], (nn.Module, Tensor))
+
+
+def _is_of_autotuner(error: TypeError) -> bool:
+    """Whether Triton's autotuner found that another thread had ended its call."""
+    *_, innermost = traceback.extract_tb(error.__traceback__)
+    is_there = innermost.filename.endswith(os.path.join("runtime", "autotuner.py"))
+    return is_there and _says(error, "'NoneType' object is not")
 
 
 def _named(rows: range) -> str:

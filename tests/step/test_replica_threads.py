@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
-from harness.models import CLASSES, FEATURES
+from harness.models import CLASSES, FEATURES, Of
 from harness.notes import beginning_of_note, note_of
 from harness.oracle import build, randint, randn
 from torch import nn
@@ -81,6 +83,26 @@ def test_constant_loss_of_rows_has_remedy():
     with failing_engine(["cpu"], accum=3) as engine, error as caught:
         engine.forward_backward(ROWS, torch.arange(13) == 2, criterion, reduction="sum")
     assert "(output * 0).sum()" in caught.value.__notes__[-1]
+
+
+TUNER = os.path.join("triton", "runtime", "autotuner.py")
+
+
+@pytest.mark.parametrize(("file", "is_told"), [(TUNER, True), ("mine.py", False)])
+def test_race_in_autotuner_has_remedy(file, is_told):
+    """What its kernel kept of a call is gone, because another replica's has ended."""
+    kernel = {"nargs": None}
+    exec(compile("def launch(): return {**nargs}", file, "exec"), kernel)
+
+    def forward(m, inputs):
+        kernel["launch"]()
+        return m.head(inputs)
+
+    model = build(lambda: Of(forward, head=nn.Linear(FEATURES, CLASSES)))
+    engine = ScatterOnceParallel(model, 1, ["cpu"] * 2, verify=False)
+    with engine, pytest.raises(TypeError, match="not a mapping") as caught:
+        engine.forward_backward(ROWS, LABELS, LOSS)
+    assert ("torchrun" in "".join(caught.value.__notes__)) == is_told
 
 
 @pytest.mark.parametrize(

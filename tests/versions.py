@@ -575,9 +575,11 @@ def kind_of(found):
         # A function of tests is one kind, whatever its parameters.
         function = found.program.split("[")[0]
         verdicts = [_first_word(text) for text in (found.old, found.new)]
-        if section == GAINED and _LACKS.search(found.old):
+        # The version in which the test fails.
+        number = 0 if section == GAINED else 1
+        if _LACKS.search((found.old, found.new)[number]):
             function = function.split("::")[0]
-            verdicts[0] = "lacks a name that the test uses"
+            verdicts[number] = "lacks a name that the test uses"
         return Kind(section, found.place, found.part, function, *verdicts)
     said = _only_in_each(*map(without_values, (found.old, found.new)))
     # The same words, whichever call says them.
@@ -588,7 +590,7 @@ def kind_of(found):
 # An error of a test that uses what the version has not: a name or an argument.
 _LACKS = re.compile(
     r"has no attribute|ImportError|ModuleNotFoundError|unexpected keyword argument"
-    r"|required positional argument|not collected"
+    r"|required positional argument|positional arguments but|not collected"
 )
 
 

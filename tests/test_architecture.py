@@ -182,10 +182,8 @@ def test_class_name_means_one_thing():
                 names.append(node.name.lstrip("_"))
     twice = {name for name, times in Counter(names).items() if times > 1}
     assert len(names) > 200
-    assert twice <= {
-        "ScatterOnceTrainer",
-        "Exchange",
-    }  # two libraries have a trainer of their own
+    # Two libraries have a trainer of their own.
+    assert twice == {"ScatterOnceTrainer"}
 
 
 def test_no_circular_imports():
@@ -368,9 +366,7 @@ def test_predicates_write_nothing():
                 writing += [f"{name_of(path)}.{node.name}"] * any(
                     written_attributes(node)
                 )
-    assert set(writing) <= {
-        "scatterpar.options.cuda_graphs.may_capture",
-    }
+    assert not writing
 
 
 def private_names_of(path):

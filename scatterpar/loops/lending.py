@@ -192,12 +192,12 @@ class Lending:
         """In the body, roots and modules refer to the tensors of ``loan``, and to
         ``device``.
         """
-        exchange = _Exchange(loan.of_replica(), device, self._copies)
+        substitution = _Substitution(loan.of_replica(), device, self._copies)
         places = self._present_places(loan)
         with contextlib.ExitStack() as stack:
             if isinstance(loan, Loan):
                 stack.enter_context(self._in_turn(loan))
-            exchange.apply(places)
+            substitution.apply(places)
             self._set_variables()
             # A copy of a context is cheap, and says which variables a call has set.
             variables = contextvars.copy_context()
@@ -206,7 +206,7 @@ class Lending:
             finally:
                 self._note_variables(variables)
                 # First, so that what the call has left is found by its difference.
-                exchange.undo(loan.of_user())
+                substitution.undo(loan.of_user())
                 created = self._take_home(loan, places)
                 if isinstance(loan, Loan) and not is_look():
                     self._refuse_gradients(loan, created)
@@ -262,7 +262,7 @@ class Lending:
         created: list[nn.Parameter] = []
         changed = [kept.update() for kept in places]  # each of them
         if any(changed):
-            home = _Exchange(loan.of_user(), self._home, trained=True)
+            home = _Substitution(loan.of_user(), self._home, trained=True)
             home.apply(places)
             for kept in places:
                 kept.update()
@@ -387,7 +387,7 @@ class LentCopies:
         self._kept.clear()
 
 
-class _Exchange:
+class _Substitution:
     """Values in the place of others, at all places that lead to them.
 
     Args:

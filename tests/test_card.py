@@ -1,5 +1,6 @@
 """``python -m benchmarks card``: the page grows by a line per finding, whatever ends it."""
 
+import contextlib
 import math
 import os
 import re
@@ -227,3 +228,45 @@ def test_verdict_names_compared_figure(value, words):
 )
 def test_hidden_part_of_copies_by_hand(copies, kernels, hidden):
     assert speed.overlap(copies, kernels) == hidden
+
+
+@pytest.mark.parametrize(
+    ("launched", "found"),
+    [
+        ([0, 0, 0], [(1, 2), (6, 8)]),  # at the end no kernel follows
+        ([3, 0, 0], [(6, 8)]),
+        ([0, 0, 7], [(1, 2)]),
+        ([0, 5, 5], [(1, 2), (6, 8)]),
+    ],
+)
+def test_hideable_copies_by_hand(launched, found):
+    copies = [(1, 2), (6, 8), (12, 13)]
+    kernels = [(3, 4), (4, 6), (8, 12)]
+    assert speed.with_next_kernel(copies, kernels, launched) == found
+
+
+class _Event:
+    def __init__(self, name, number, span, device):
+        self.name = name
+        self.id = number
+        self.device_type = getattr(torch.autograd.DeviceType, device)
+        self.time_range = SimpleNamespace(start=span[0], end=span[1])
+
+
+def test_copies_before_launches_are_left_out(monkeypatch):
+    events = [
+        _Event("Memcpy HtoD (Pinned -> Device)", 1, (0, 4), "CUDA"),
+        _Event("cudaLaunchKernel", 2, (5, 6), "CPU"),
+        _Event("gemm", 2, (7, 10), "CUDA"),
+        _Event("Memcpy HtoD (Pinned -> Device)", 3, (8, 11), "CUDA"),
+    ]
+    profile = SimpleNamespace(events=lambda: events)
+    monkeypatch.setattr(
+        torch.profiler, "profile", lambda **_: contextlib.nullcontext(profile)
+    )
+    said = []
+    program = SimpleNamespace(run=lambda _: None)
+    speed._say_hidden(lambda *words: said.append(words), program, None)
+    assert [words[0] for words in said] == [
+        "0.67 of 0.0 ms of 1 copies of 2, whose next kernel had been launched"
+    ]

@@ -239,27 +239,59 @@ def _say_host(say, programs):
 
 
 def _say_hidden(say, program, device):
-    """The part of the time of copies to the GPU in which kernels run, by the profiler."""
+    """The part of the time of copies to the GPU in which kernels run, by the profiler.
+
+    Of copies at whose start the next kernel had been launched: nothing can hide the
+    others, however early they begin.
+    """
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         program.run(device)
     copies = []
     kernels = []
+    of_kernels = []  # their numbers
+    launches = {}
     for event in profile.events():
-        if event.device_type != torch.autograd.DeviceType.CUDA:
-            continue
         span = event.time_range.start, event.time_range.end
-        if event.name.startswith("Memcpy HtoD"):
+        if event.device_type != torch.autograd.DeviceType.CUDA:
+            if event.name.startswith("cu"):  # a call of CUDA has its kernel's number
+                launches[event.id] = span[0]
+        elif event.name.startswith("Memcpy HtoD"):
             copies.append(span)
         elif not event.name.startswith(("Memcpy", "Memset")):
             kernels.append(span)
+            of_kernels.append(event.id)
     if not copies:
         say("the profiler saw no copies", "copies hidden", NOT_RUN)
         return
-    total = sum(end - start for start, end in copies)
-    hidden = overlap(copies, kernels) / max(total, 1e-9)
-    words = f"{hidden:.2f} of {total / 1e3:.1f} ms of {len(copies)} copies"
+    # One whose launch is not known counts as launched.
+    launched = [launches.get(number, 0) for number in of_kernels]
+    hideable = with_next_kernel(copies, kernels, launched)
+    if not hideable:
+        words = f"the GPU waited for the host at each of {len(copies)} copies"
+        say(words, "copies hidden", MEASURED)
+        return
+    total = sum(end - start for start, end in hideable)
+    hidden = overlap(hideable, kernels) / max(total, 1e-9)
+    words = f"{hidden:.2f} of {total / 1e3:.1f} ms of {len(hideable)} copies"
+    words += f" of {len(copies)}, whose next kernel had been launched"
     say(words, "copies hidden", predictions.HIDDEN.verdict(hidden))
+
+
+def with_next_kernel(copies, kernels, launched):
+    """The copies at whose start the kernel that runs then, or else the next one, had
+    been launched.
+
+    >>> with_next_kernel([(0, 2), (4, 6), (8, 9)], [(3, 5), (7, 8)], [1, 2])
+    [(4, 6)]
+    """
+    in_order = sorted(zip(kernels, launched, strict=True))
+    found = []
+    for start, end in copies:
+        later = (launch for (_, stop), launch in in_order if stop > start)
+        if next(later, start) < start:
+            found.append((start, end))
+    return found
 
 
 def overlap(spans, other_spans):

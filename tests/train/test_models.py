@@ -180,10 +180,10 @@ def test_trial_leaves_running_statistics():
 
 
 @pytest.mark.pictures
-@pytest.mark.parametrize("name", ["googlenet", "inception_v3"])
+@pytest.mark.parametrize(("name", "size"), [("googlenet", 96), ("inception_v3", 299)])
 @pytest.mark.slow
-def test_torchvision_networks_with_auxiliary_heads(name):
-    images = source((3, 96, 96))
+def test_torchvision_networks_with_auxiliary_heads(name, size):
+    images = source((3, size, size))
     started(images, model=f"torchvision.models:{name}")
     assert "and the first one is trained alone" in images.notes[0]
 

@@ -601,6 +601,12 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                 tasks = make_tasks(attempt, loaders)
                 if choice is None:
                     choice = self._choice(attempt, tasks)
+                    if self._replicas.were_found_to_write():
+                        # Each replica gets its own of what calls write.
+                        self._replicas.refresh(
+                            self.module, request.criterion, transfers, number
+                        )
+                        tasks = make_tasks(attempt, loaders)
                 attempt.threads.widen(choice.scope)
                 is_as_assumed = choice.candidate is request.candidate
                 if is_as_assumed:

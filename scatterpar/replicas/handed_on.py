@@ -1,4 +1,5 @@
-"""What calls in turn hand on to each other: registered buffers, and ``requires_grad``.
+"""What calls in turn hand on to each other: registered buffers, frozen parameters that
+they write, and ``requires_grad``.
 
 ::
 
@@ -10,16 +11,21 @@ A call finds the buffers as the call before has left them, as with gradient
 accumulation on one device. Each replica has memory of its own for them, so that the
 backward pass of an earlier call still finds what it has saved.
 
-Versions tell which buffers a call has written. They do not count what kernels of
-normalisations write, nor writes through ``.data``. So the layers that keep running
-statistics are known by their class, and in a part of the steps all buffers are
-compared by their bits; what was written unseen is then handed on in each call.
+Replicas in one memory share parameters, since calls read them. A frozen one that a call
+writes, such as that of a momentum encoder, is replicated as a buffer once a look, or a
+call, has shown it. In the step in which calls begin to write it, unseen by a look, the
+other replicas get memory of their own for the rest of the step.
+
+Versions tell which buffers and frozen parameters a call has written. They do not count
+what kernels of normalisations write, nor writes through ``.data``. So the layers that
+keep running statistics are known by their class, and in a part of the steps all of them
+are compared by their bits; what was written unseen is then handed on in each call.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -38,6 +44,10 @@ from scatterpar.torch_private import unflatten
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _kind_of = attrgetter("shape", "dtype", "layout")
+
+
+def _memory_of(tensor: Tensor) -> tuple[torch.device, int]:
+    return tensor.device, tensor.untyped_storage().data_ptr()
 
 
 class _Value(NamedTuple):
@@ -62,21 +72,33 @@ class HandedOn:
     Args:
         modules: the user's.
         tensors: the user's, in the order of the replicas'.
-        weights: the ``id`` of parameters among them.
+        weights: the ``id`` of the tensors that replicas in one memory share:
+            parameters.
+        written: the ``id`` of frozen parameters that calls of earlier steps have
+            written. Replicas have memory of their own for them.
 
     Attributes:
         lent: the numbers of the tensors that calls in turn get: parameters, and
             registered buffers.
         was_lent: whether a call of this step was in turn.
+        begun: the numbers of frozen parameters that calls have begun to write.
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], tensors: Sequence[Tensor], weights: set[int]
+        self,
+        modules: Sequence[nn.Module],
+        tensors: Sequence[Tensor],
+        weights: set[int],
+        written: Collection[int] = (),
     ) -> None:
         self._tensors = tensors
         numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
+        self._weights = [n for n, each in enumerate(tensors) if id(each) in weights]
         # By number of the buffer: the registries that have it, and its names there.
         self._places: dict[int, list[tuple[BufferDict, str]]] = {}
+        self.begun: set[int] = set()
+        for key in written:
+            self._hand_on(numbers[key])
         self._of_normalisations: list[tuple[nn.Module, list[int]]] = []
         for module in modules:
             of_module: list[int] = []
@@ -100,6 +122,7 @@ class HandedOn:
         self._checked: set[Hashable] = set()
         self._steps = 0
         self._compares = False
+        self._shared: list[int] = []  # weights that are not handed on in this call
         self.begin_step(None, Transfers())
 
     def begin_step(self, mode: Hashable, transfers: Transfers) -> None:
@@ -108,10 +131,43 @@ class HandedOn:
         In the first step of each ``mode`` all buffers are compared by their bits.
         """
         self._latest: dict[int, _Value] = {}
+        # By ``id`` of a replica's tensors: those of ``begun`` in memory of its own.
+        self._separated: dict[int, set[int]] = {}
         self.was_lent = False
         self._mode = mode
         self._transfers = transfers
         self._comparison: Fingerprints | None = None
+
+    # --- frozen parameters ---
+
+    def expect_write(self, tensor: Tensor) -> None:
+        """Calls write ``tensor``, as a look has seen: note it if it is frozen."""
+        for number in self._weights:
+            if self._tensors[number] is tensor and self._is_frozen(number):
+                self.begun.add(number)
+
+    def _is_frozen(self, number: int) -> bool:
+        """Whether a parameter is not trained, and no trained one has its memory."""
+        tensor = self._tensors[number]
+        if tensor.requires_grad:
+            return False
+        memory = _memory_of(tensor)
+        return not any(
+            other.requires_grad and _memory_of(other) == memory
+            for other in (self._tensors[each] for each in self._weights)
+        )
+
+    def _hand_on(self, number: int) -> None:
+        # No module's registry, where a call may put another parameter.
+        registry: BufferDict = {"parameter": self._tensors[number]}
+        self._places[number] = [(registry, "parameter")]
+
+    def _separate(self, tensors: Sequence[Tensor]) -> None:
+        """Give a replica memory of its own for what calls have begun to write."""
+        separated = self._separated.setdefault(id(tensors), set())
+        for number in self.begun - separated:
+            separated.add(number)
+            tensors[number].data = tensors[number].detach().clone()
 
     # --- one call ---
 
@@ -122,6 +178,9 @@ class HandedOn:
             self._steps += 1
             is_new = self._mode not in self._checked
             self._compares = is_new or is_look_step(self._steps)
+        if self.begun:
+            with torch.inference_mode(False):
+                self._separate(tensors)
         stale: dict[int, _Value] = {}
         for number, latest in self._latest.items():
             if latest.tensor is not tensors[number]:
@@ -134,7 +193,10 @@ class HandedOn:
             copied = tensors[number]
             if copied.requires_grad is not flag and copied.is_leaf:
                 copied.requires_grad_(flag)
-        self._versions = versions([tensors[number] for number in self._places])
+        # Trained ones, too: a call may freeze a parameter before it writes it.
+        self._shared = [each for each in self._weights if each not in self._places]
+        self._watched = [*self._places, *self._shared]
+        self._versions = versions([tensors[number] for number in self._watched])
         if self._compares:
             self._comparison = self._fingerprints(tensors, device)
 
@@ -150,9 +212,9 @@ class HandedOn:
         tensors that require grad from now on.
         """
         written = set(self._unseen)
-        present = versions([tensors[number] for number in self._places])
+        present = versions([tensors[number] for number in self._watched])
         for number, before, now in zip(
-            self._places, self._versions, present, strict=True
+            self._watched, self._versions, present, strict=True
         ):
             if before != now:
                 written.add(number)
@@ -165,6 +227,17 @@ class HandedOn:
             self._unseen |= unseen
             written |= unseen
             self._comparison = None
+        trained = self._trained(tensors)
+        for number in written.intersection(self._shared):
+            if self._is_frozen(number):
+                self.begun.add(number)
+                self._hand_on(number)
+                # The call's value stays in the memory where it was written, which its
+                # backward pass may read.
+                self._separated.setdefault(id(tensors), set()).add(number)
+            else:  # ``ParameterGuard`` refuses it
+                written.discard(number)
+                self._unseen.discard(number)
         event = None
         if has_streams(device) and (written or rebound):
             # Not ``record_event``, whose event a ``torch.Stream`` does not wait for.
@@ -175,7 +248,7 @@ class HandedOn:
             self._latest[number] = _Value(value, device, event)
         if self._compares:
             self._checked.add(self._mode)
-        return self._trained(tensors)
+        return trained
 
     def put_back(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
         """Put buffers back where a call has put new tensors of the same kind.
@@ -215,8 +288,11 @@ class HandedOn:
         self, tensors: Sequence[Tensor], device: torch.device
     ) -> Fingerprints:
         with torch.inference_mode(False), torch.no_grad():
-            buffers = {number: tensors[number] for number in self._places}
-            return Fingerprints(buffers, device)
+            compared = {number: tensors[number] for number in self._places}
+            for number in self._shared:
+                if not self._tensors[number].requires_grad:
+                    compared[number] = tensors[number]
+            return Fingerprints(compared, device)
 
     # --- copies ---
 

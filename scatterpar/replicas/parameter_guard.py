@@ -10,7 +10,15 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+)
 
 import torch
 from torch import Tensor
@@ -19,6 +27,7 @@ from scatterpar.devices.fingerprints import Fingerprints, same_bits
 from scatterpar.devices.write_counters import versions
 from scatterpar.errors import add_note, restore_after
 from scatterpar.replicas.broadcast import Broadcast
+from scatterpar.replicas.handed_on import HandedOn
 from scatterpar.replicas.refused_modules import parameters_of
 
 # The positions of written parameters, by the memory in which they were written:
@@ -64,14 +73,17 @@ class ParameterGuard:
 
     @contextlib.contextmanager
     def read_only(
-        self, mode: Hashable, check_once: Callable[[], object] = lambda: None
+        self,
+        mode: Hashable,
+        check_once: Callable[[], object] = lambda: None,
+        handed_on: HandedOn | None = None,
     ) -> Iterator[None]:
         """Raise ``RuntimeError`` if a forward pass in the body writes a parameter.
 
         Versions and storages are compared in every pass. In the first pass of each
         ``mode`` the fingerprints of the parameters in every memory are compared, too,
         because writes through ``.data`` change no version. ``check_once`` is called
-        after the first pass.
+        after the first pass. Calls in turn may write what is ``handed_on``.
         """
         is_first = mode not in self.checked_modes
         # They read all parameters, which is too much for each step.
@@ -82,6 +94,7 @@ class ParameterGuard:
         except BaseException as error:
             refusals: list[RuntimeError] = []
             # With the error, so that a broken device does not replace it.
+            # Also of what is handed on: its values before this step are lost.
             restore_after(
                 error, lambda: refusals.extend(self._refusals(before, fingerprints))
             )
@@ -91,7 +104,12 @@ class ParameterGuard:
                     raise refusal from error
                 add_note(error, f"before that, {refusal}")
             raise
-        for refusal in self._refusals(before, fingerprints):
+        allowed: Set[int] = frozenset()
+        remedy = ""
+        if handed_on is not None and handed_on.was_lent:
+            allowed = handed_on.begun
+            remedy = "freeze it (requires_grad_(False)) if no optimizer trains it, "
+        for refusal in self._refusals(before, fingerprints, allowed, remedy):
             raise refusal
         if is_first:
             check_once()
@@ -110,9 +128,15 @@ class ParameterGuard:
         self,
         before: Sequence[list[int]],
         fingerprints: Mapping[torch.device, Fingerprints],
+        allowed: Set[int] = frozenset(),
+        remedy: str = "",
     ) -> Iterator[RuntimeError]:
-        """Yield an error if parameters were written since then."""
-        writes = self._writes(before, fingerprints)
+        """Yield an error if parameters were written since then.
+
+        ``allowed`` has the numbers of those that may be. ``remedy`` is one of calls in
+        turn, for the text.
+        """
+        writes = self._writes(before, fingerprints, allowed)
         written = set().union(*writes.values())
         if not written:
             return
@@ -132,8 +156,8 @@ class ParameterGuard:
             )
         yield RuntimeError(
             f"the forward pass writes the parameter {name}, which all replicas read: "
-            f"{outcome}; write it after the optimizer's step, or keep what forward "
-            "passes write in a buffer (register_buffer)"
+            f"{outcome}; {remedy}write it after the optimizer's step, or keep what "
+            "forward passes write in a buffer (register_buffer)"
         )
 
     def _name_of(self, original: Tensor) -> str:
@@ -146,6 +170,7 @@ class ParameterGuard:
         self,
         before: Sequence[list[int]],
         fingerprints: Mapping[torch.device, Fingerprints],
+        allowed: Set[int],
     ) -> _Writes:
         """The writes since then.
 
@@ -178,6 +203,11 @@ class ParameterGuard:
         if fingerprints:
             for device, present_values in self._fingerprints().items():
                 writes[device] |= present_values.differing_from(fingerprints[device])
+        if allowed:
+            for positions in writes.values():
+                for position, number in enumerate(self._broadcast.parameters):
+                    if number in allowed:
+                        positions.discard(position)
         return writes
 
 

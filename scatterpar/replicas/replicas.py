@@ -208,6 +208,13 @@ class Replicas:
                         buffers.append(large.copy)
         return buffers
 
+    def were_found_to_write(self) -> bool:
+        """Whether calls in turn write frozen parameters that replicas share.
+
+        A look has seen it. After ``refresh`` each replica has its own.
+        """
+        return any(each.handed_on.begun for each in self.replica_sets)
+
     def end_substep(self) -> None:
         """The sub-step of this thread's replica has ended: others may compile."""
         for replica_set in self.replica_sets:
@@ -267,7 +274,11 @@ class ReplicaSet:
         # How often values were sent since the replicas were made, or a mode changed.
         self._sends = 0
         self._state: Snapshot | None = None
+        self.modules: list[nn.Module] = []
+        self.tensors: list[Tensor] = []
         self.handed_on = HandedOn((), (), set())
+        # Frozen parameters that calls in turn have written, by ``id``.
+        self._written: dict[int, Tensor] = {}
         self.calls_in_backward = CallsInBackward((), ())
         # Data that calls in turn have written: replicas do not have it.
         self._lacks_data = False
@@ -314,7 +325,8 @@ class ReplicaSet:
         self._sends += 1
         handing_on = Transfers()
         transfers.follow(handing_on)  # calls in turn copy in threads of their own
-        self.handed_on.begin_step(self.flags, handing_on)
+        mode = self.flags, tuple(self._required)
+        self.handed_on.begin_step(mode, handing_on)
         reads_all = is_look_step(self._sends)
         for replica in self.replicas:
             for large in replica.large:
@@ -363,6 +375,8 @@ class ReplicaSet:
         # No state: nothing was built yet, or building failed.
         if self._state is None or not self.broadcast.fits():
             return False
+        if self.handed_on.begun:  # replicas need memory of their own for these
+            return False
         if not self._state.unchanged():
             changes = self._state.value_changes()
             if changes is not None:
@@ -380,6 +394,9 @@ class ReplicaSet:
             self.flags = flags
             self._count_change()
         if list(map(_REQUIRES_GRAD, self.tensors)) != self._required:
+            # Trained ones are shared again, and writes refused.
+            if any(map(_REQUIRES_GRAD, self._written.values())):
+                return False
             self._set_requires_grad()
         return True
 
@@ -441,7 +458,16 @@ class ReplicaSet:
         self.builds += 1
         # Before anything is copied: the error names the user's module.
         check_placement(self.root, self.device_ids)
+        for number in self.handed_on.begun:
+            tensor = self.tensors[number]
+            self._written[id(tensor)] = tensor
         self.contents = ModuleContents((self.root,), physical(self.device_ids[0]))
+        self._written = {
+            key: tensor
+            for key, tensor in self._written.items()
+            if key in self.contents.weights and not tensor.requires_grad
+        }
+        self.contents.weights -= self._written.keys()
         self.modules = list(self.contents.modules.values())
         self.tensors = list(self.contents.tensors.values())
         # Searched once: each step asks whether one of them trains.
@@ -460,7 +486,7 @@ class ReplicaSet:
         self._sends = 0
         self._lacks_data = False
         weights = self.contents.weights
-        self.handed_on = HandedOn(self.modules, self.tensors, weights)
+        self.handed_on = HandedOn(self.modules, self.tensors, weights, self._written)
         compiled_modules: set[nn.Module] = set()
         for module, _ in self.contents.compiled.values():
             compiled_modules.update(module.modules())
@@ -548,7 +574,11 @@ def parameter_writes_refused(
             # A forward pass may write parameters in some modes only.
             mode = replica_set.flags, second_pass
             guard = replica_set.guard
-            stack.enter_context(guard.read_only(mode, replica_set._refuse_created))
+            stack.enter_context(
+                guard.read_only(
+                    mode, replica_set._refuse_created, replica_set.handed_on
+                )
+            )
         yield
 
 
@@ -579,9 +609,9 @@ class Replica(ModuleCopy):
         self.device = device
         storages = replica_set.broadcast.storages(device)
         sources = replica_set.broadcast.at(device)
-        # ``.data``: an alias with its own version counter, so that writes can be
-        # attributed.
-        aliases = [storage.data for storage in storages]
+        # With the version counters of the storages: a backward pass raises if another
+        # replica's call has written what it needs.
+        aliases = list(map(Tensor.detach, storages))
         # Of the user's class: optimizers of libraries, and isinstance in forward, ask
         # for it.
         self.tensors = list(map(parameter_like, replica_set.tensors, aliases))

@@ -16,6 +16,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -42,6 +43,7 @@ from scatterpar.verify.compared_leaves import ComparedLeaves
 from scatterpar.verify.gradient_check import moved_to
 from scatterpar.verify.moved_state import State, state_of
 from scatterpar.verify.rows import Part, Parts
+from scatterpar.verify.saved_writes import SavedWrites
 from scatterpar.verify.user_code import UserCode
 
 
@@ -115,8 +117,15 @@ class Runs:
         # the criterion's closure are not among them.
         owners: list[ReplicaSet | Replica] = [*replica_sets, *task.replicas]
         guarded = {id(tensor) for owner in owners for tensor in owner.tensors}
+        self.lends = attempt.replicas.ignores_data
         self.user_code = UserCode(
-            request, user_module, task, guarded, deadline, precision
+            request,
+            user_module,
+            task,
+            guarded,
+            deadline,
+            precision,
+            partial(_saved_writes, attempt, task),
         )
         self.precision = precision
         self.draws_constants = draws_constants
@@ -134,7 +143,6 @@ class Runs:
         for replica_set in replica_sets:
             modules_of_user += replica_set.contents.modules.values()
         self.takes_turns = attempt.threads.scope in (Scope.LOSS, Scope.FUNCTION)
-        self.lends = attempt.replicas.ignores_data
         self.backward_calls = BackwardCalls(modules_of_user, task.replicas)
         self._shapes_at_once: list[torch.Size] = []
         self.taken_for_rows: torch.Size | None = None
@@ -213,6 +221,7 @@ class Runs:
         self.user_code.restart()
         numbers = ConstantNumbers()
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self.user_code.saved_writes.watching())
             if self.user_code.is_widened:
                 stack.enter_context(WiderCasts(self.precision))
             if self.draws_constants:
@@ -335,3 +344,27 @@ def _copy_of_constant(tensor: Tensor) -> Tensor:
 def copy_of_leaf(tensor: Tensor) -> Tensor:
     """The tensor, or a copy of a leaf: code must not write into that in place."""
     return tensor.clone() if tensor.is_leaf else tensor
+
+
+def _saved_writes(attempt: Attempt, task: ReplicaTask) -> SavedWrites:
+    """Saves what calls in turn write of the user's parameters, and of the replica's.
+
+    The replicas get memory of their own for frozen ones before the calls of the step.
+    """
+    owners: dict[int, tuple[ReplicaSet, Tensor]] = {}
+    parameters: list[Tensor] = []
+    replicas = attempt.replicas
+    # Other calls are refused if they write one.
+    replica_sets = replicas.replica_sets if replicas.ignores_data else []
+    for replica_set, replica in zip(replica_sets, task.replicas, strict=False):
+        for original, copied in zip(replica_set.tensors, replica.tensors, strict=True):
+            if isinstance(original, nn.Parameter):
+                parameters += [original, copied]
+                for tensor in (original, copied):
+                    owners[id(tensor)] = replica_set, original
+
+    def note(parameter: Tensor) -> None:
+        replica_set, original = owners[id(parameter)]
+        replica_set.handed_on.expect_write(original)
+
+    return SavedWrites(parameters, note)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ from scatterpar.step.task import ReplicaTask
 from scatterpar.torch_private import uncompiled
 from scatterpar.verify.dropped_records import records_dropped
 from scatterpar.verify.opened_files import files_refused
+from scatterpar.verify.saved_writes import SavedWrites
 
 _UNSAVED = (
     "Such code is not looked at: use it outside of forward and the criterion, and pass "
@@ -51,6 +52,7 @@ class UserCode:
     Attributes:
         journals: what user code may change, except in replicas; none before the first
             call.
+        saved_writes: the parameters that calls have written.
         has_half_precision: whether a module or the batch is in half precision.
         is_widened: whether calls compute in a wider format than the step.
     """
@@ -63,8 +65,10 @@ class UserCode:
         guarded: Container[int],
         deadline: float,
         precision: Precision,
+        save_writes: Callable[[], SavedWrites],
     ) -> None:
-        """``guarded`` has the ``id`` of parameters that no call may write.
+        """``guarded`` has the ``id`` of parameters that journals do not save;
+        ``save_writes`` makes what saves those that calls write.
 
         After ``deadline``, a time of ``time.monotonic``, calls are inconclusive.
         """
@@ -72,6 +76,7 @@ class UserCode:
         self._own_module = own_module
         self._task = task
         self._guarded = guarded
+        self._save_writes = save_writes
         self._deadline = deadline
         # A refusal needs runs of its own: the second half of the time is for these.
         self._halfway = (time.monotonic() + deadline) / 2
@@ -88,6 +93,7 @@ class UserCode:
         # A stack, because a look may end in any of its stages, and in another thread.
         self._undo = contextlib.ExitStack()
         self.journals: list[Journal] = []
+        self.saved_writes = SavedWrites((), lambda _: None)
 
     @contextlib.contextmanager
     def isolated(self) -> Iterator[None]:
@@ -128,6 +134,9 @@ class UserCode:
             yield
 
     def _save(self) -> None:
+        # Of the wider copies, if there are any.
+        self.saved_writes = self._save_writes()
+        self._undo.callback(self.saved_writes.restore)
         request = self._request
         criteria = self._task.criterion, request.criterion, request.count
         modules = [self._own_module, *roots_of_batches(request.batches)]
@@ -203,6 +212,7 @@ class UserCode:
         """Undo what user code has changed, in replicas, too."""
         for journal in self.journals:
             journal.restore()
+        self.saved_writes.restore()
         self._restore_flags()
         self.refresh()
 

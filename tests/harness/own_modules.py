@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 IN, HIDDEN, OUT = 5, 7, 3
@@ -409,6 +410,185 @@ def _(owner, net, x, y):
     loss = loss_of(net(x), y)
     net.head.requires_grad_(True)
     return loss + 0.5 * loss_of(net(2 * x), y)
+
+
+# --- frozen parameters that calls write ---
+
+
+class Taught(Net):
+    """A frozen teacher, whose parameters calls write."""
+
+    def __init__(self):
+        super().__init__()
+        teacher = nn.Sequential(
+            nn.Linear(IN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, OUT)
+        )
+        self.keep(teacher.double().requires_grad_(False))
+
+    def keep(self, teacher):
+        self.teacher = teacher
+
+    def pairs(self):
+        """The parameters of the teacher, and those that it averages."""
+        averaged = [*self.body.parameters(), *self.head.parameters()]
+        return [*zip(self.taught().parameters(), averaged, strict=True)]
+
+    def taught(self):
+        return self.teacher
+
+
+class TaughtInList(Taught):
+    """The teacher is no submodule."""
+
+    def keep(self, teacher):
+        self.teachers = [teacher]
+
+    def taught(self):
+        return self.teachers[0]
+
+
+class TaughtTied(Taught):
+    """The teacher's first layer is the student's."""
+
+    def keep(self, teacher):
+        teacher[0] = self.body[0]
+        super().keep(teacher)
+
+    def pairs(self):
+        return super().pairs()[2:]
+
+
+class TaughtInOneMemory(Taught):
+    """The teacher's parameters are views of one tensor."""
+
+    def keep(self, teacher):
+        flat = nn.utils.parameters_to_vector(teacher.parameters()).detach()
+        nn.utils.vector_to_parameters(flat, teacher.parameters())
+        super().keep(teacher)
+
+
+class Averaged(Net):
+    """torch's own average of the head."""
+
+    def __init__(self):
+        super().__init__()
+        averaging = get_ema_multi_avg_fn(0.9)
+        self.average = AveragedModel(self.head, multi_avg_fn=averaging)
+        self.average.requires_grad_(False)
+
+
+@torch.no_grad()
+def average_in_place(net):
+    for mean, value in net.pairs():
+        mean.mul_(0.9).add_(value, alpha=0.1)
+
+
+def average_data(net):
+    for mean, value in net.pairs():
+        mean.data.mul_(0.9).add_(value.data, alpha=0.1)
+
+
+def average_new_data(net):
+    for mean, value in net.pairs():
+        mean.data = 0.9 * mean.data + 0.1 * value.data
+
+
+@torch.no_grad()
+def average_copied(net):
+    for mean, value in net.pairs():
+        mean.copy_(0.9 * mean + 0.1 * value)
+
+
+@torch.no_grad()
+def average_together(net):
+    means, values = zip(*net.pairs(), strict=True)
+    torch._foreach_lerp_(means, [value.detach() for value in values], 0.1)
+
+
+def taught_by(owner, net, x, y):
+    """A loss that compares the outputs with those of the teacher."""
+    scores = net(x)
+    with torch.no_grad():
+        goal = net.taught()(x)
+    return loss_of(scores, y) + functional.mse_loss(scores, goal)
+
+
+def through_teacher(owner, net, x, y):
+    """A loss whose gradient passes through the teacher."""
+    hidden = net.taught()[0](x * net(x).sum(1, keepdim=True))
+    return loss_of(net(x), y) + loss_of(net.taught()[1:](hidden), y)
+
+
+def values_of_teacher(owner, net):
+    return [parameter.tolist() for parameter in net.taught().parameters()]
+
+
+def teach(name, average, *, net=Taught, loss=taught_by, calls=None, freezes=None):
+    """A program whose calls average the teacher.
+
+    ``calls`` says in which, by their numbers; ``freezes`` is the call that freezes a
+    teacher, which is trained until then.
+    """
+
+    def prepare(owner, net):
+        owner.calls = 0
+        net.taught().requires_grad_(freezes is not None)
+
+    def step(owner, net, x, y):
+        call = number_of(owner)
+        if call == freezes:
+            net.taught().requires_grad_(False)
+        if calls is None or calls(call):
+            average(net)
+        return loss(owner, net, x, y)
+
+    program(name, net=net, prepare=prepare, read=values_of_teacher)(step)
+
+
+teach("a teacher in place", average_in_place)
+teach("a teacher through .data", average_data)
+teach("a teacher with new .data", average_new_data)
+teach("a teacher copied", average_copied)
+teach("a teacher in one kernel", average_together)
+teach("a teacher in a list", average_in_place, net=TaughtInList)
+teach("a teacher in a list through .data", average_data, net=TaughtInList)
+teach("a teacher in one memory", average_in_place, net=TaughtInOneMemory)
+teach("a teacher in the gradient's path", average_in_place, loss=through_teacher)
+teach("a teacher from the sixth call on", average_in_place, calls=lambda n: n >= 6)
+teach("a teacher's .data from the eighth call", average_data, calls=lambda n: n >= 8)
+teach("a teacher in every third call", average_in_place, calls=lambda n: not n % 3)
+teach(
+    "a teacher frozen in the second step",
+    average_in_place,
+    calls=lambda n: n >= 5,
+    loss=lambda *call: taught_by(*call) + loss_of(call[1].taught()(call[2]), call[3]),
+    freezes=5,
+)
+
+
+@program(
+    "a teacher tied to the student",
+    net=TaughtTied,
+    prepare=lambda o, net: net.teacher[2].requires_grad_(False),
+    read=values_of_teacher,
+)
+def _(owner, net, x, y):
+    net.body.requires_grad_(True)
+    average_in_place(net)
+    return taught_by(owner, net, x, y)
+
+
+@program(
+    "an averaged model",
+    net=Averaged,
+    read=lambda o, net: [int(net.average.n_averaged)],
+)
+def _(owner, net, x, y):
+    net.average.update_parameters(net.head)
+    hidden = net.body(x)
+    with torch.no_grad():
+        goal = net.average(hidden)
+    return loss_of(net(x), y) + functional.mse_loss(net.head(hidden), goal)
 
 
 # --- calls in backward passes ---

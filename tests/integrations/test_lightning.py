@@ -792,6 +792,7 @@ QUICK_PROGRAMS = [
     *("a centre in place", "instance normalisation", "a module on first use"),
     *("attributes of parts", "a hook that fills a dict", "frozen in the fifth call"),
     *("an attribute under a checkpoint", "batch normalisation under a checkpoint"),
+    *("a teacher in place", "a teacher's .data from the eighth call"),
 ]
 
 

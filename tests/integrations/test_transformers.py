@@ -1348,6 +1348,7 @@ QUICK_PROGRAMS = [
         "frozen in the sixth call",
     ),
     *("an activation under a checkpoint", "counts under a checkpoint"),
+    *("a teacher through .data", "a teacher from the sixth call on"),
 ]
 
 

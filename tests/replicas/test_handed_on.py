@@ -114,3 +114,104 @@ def test_step_begins_without_values():
     replica_set.handed_on.begin_step("mode", Transfers())
     assert not replica_set.handed_on.was_lent
     assert not [*replica_set.handed_on.values(torch.device("cpu"), Transfers())]
+
+
+def spare_engine(devices):
+    """An engine whose network has a frozen layer."""
+    net = Net()
+    net.spare = nn.Linear(2, 2).requires_grad_(False)
+    engine = ScatterOnceParallel(net, device_ids=devices)
+    assert len(engine.replicas) == 2
+    return engine
+
+
+class SpareTurn(Turn):
+    """A turn that writes the frozen layer."""
+
+    def __init__(self, engine, number):
+        replica_set = engine._replicas.of_model
+        super().__init__(replica_set, number)
+        self.spare = self.replica.copy_of(self.net.spare.weight)
+
+
+def last_values(engine):
+    """The parameters and buffers that calls have written, by the ``id`` of each."""
+    handed_on = engine._replicas.of_model.handed_on
+    device = engine.device_ids[0]
+    return {
+        id(registry[name]): value
+        for registry, name, value in handed_on.values(device, Transfers())
+    }
+
+
+@LAYOUTS
+def test_frozen_parameter_is_handed_on_once_written(devices):
+    engine = spare_engine(devices)
+    net = engine.module
+    before = net.spare.weight.clone()
+    for step in range(2):
+        for call in range(4):
+            with SpareTurn(engine, call % 2) as turn:
+                assert torch.equal(turn.spare, before + call)
+                turn.spare.add_(1)
+        values = last_values(engine)
+        assert torch.equal(values[id(net.spare.weight)], before + 4)
+        assert id(net.spare.bias) not in values
+        # The first step has written it where it was.
+        net.spare.weight.copy_(before)
+        builds = turn.replica_set.builds
+        assert len(engine.replicas) == 2
+        # From then on each replica has its own.
+        assert turn.replica_set.builds == builds + (step == 0)
+    with SpareTurn(engine, 0) as turn:
+        turn.spare.add_(1)
+    assert torch.equal(net.spare.weight, before)
+
+
+def test_frozen_parameter_that_a_look_saw_has_own_memory_at_once():
+    engine = spare_engine(["cpu"] * 2)
+    net = engine.module
+    replica_set = engine._replicas.of_model
+    replica_set.handed_on.expect_write(net.spare.weight)
+    replica_set.handed_on.expect_write(net.layer.weight)  # trained: refused elsewhere
+    assert engine._replicas.were_found_to_write()
+    assert len(engine.replicas) == 2
+    assert not engine._replicas.were_found_to_write()
+    with SpareTurn(engine, 1) as turn:
+        turn.spare.zero_()
+        assert turn.weight.data_ptr() == net.layer.weight.data_ptr()
+    assert net.spare.weight.all()
+
+
+def test_parameter_that_is_trained_again_is_shared_again():
+    engine = spare_engine(["cpu"] * 2)
+    net = engine.module
+    with SpareTurn(engine, 0) as turn:
+        turn.spare.add_(1)
+    assert len(engine.replicas) == 2
+    assert SpareTurn(engine, 0).spare.data_ptr() != net.spare.weight.data_ptr()
+    net.spare.requires_grad_(True)
+    assert len(engine.replicas) == 2
+    assert SpareTurn(engine, 0).spare.data_ptr() == net.spare.weight.data_ptr()
+
+
+def test_frozen_parameter_in_the_memory_of_a_trained_one_is_not_handed_on():
+    engine = spare_engine(["cpu"] * 2)
+    net = engine.module
+    net.spare.bias.data = net.layer.bias.data
+    assert len(engine.replicas) == 2
+    with SpareTurn(engine, 0) as turn:
+        turn.replica.copy_of(net.spare.bias).add_(1)
+    assert not turn.replica_set.handed_on.begun
+
+
+def test_pending_backward_pass_raises_if_its_parameter_is_written():
+    """It would read the value of a later call in silence."""
+    engine = spare_engine(["cpu"] * 2)
+    rows = torch.ones(3, 2, requires_grad=True)
+    with SpareTurn(engine, 0) as turn:
+        loss = (rows @ turn.spare).sum()
+    with SpareTurn(engine, 1) as turn:
+        turn.spare.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -1413,7 +1413,7 @@ SABOTAGES = [
         place="HandedOn.end",
         text="if self._is_frozen(number):",
         replacement="if False:",
-        seen_by="test_frozen_parameter_is_handed_on_once_written",
+        seen_by="test_written_frozen_parameter_is_handed_on",
     ),
     Sabotage(
         name="replicas share frozen parameters that a look saw written",
@@ -1422,7 +1422,7 @@ SABOTAGES = [
         place="HandedOn.expect_write",
         text="self.begun.add(number)",
         replacement="pass",
-        seen_by="test_frozen_parameter_that_a_look_saw_has_own_memory_at_once",
+        seen_by="test_write_that_a_look_saw_has_own_memory",
     ),
     Sabotage(
         name="a look leaves what its calls wrote into parameters",

@@ -51,7 +51,7 @@ class SavedWrites:
         if not self._by_memory:
             yield
             return
-        with _Watch(self._save):
+        with _WrittenArguments(self._save):
             yield
 
     def _save(self, written: Tensor) -> None:
@@ -68,7 +68,7 @@ class SavedWrites:
                 write(parameter, value)
 
 
-class _Watch(OperatorMode):
+class _WrittenArguments(OperatorMode):
     """Calls ``save`` with each tensor that an operator is about to write."""
 
     def __init__(self, save: Callable[[Tensor], object]) -> None:

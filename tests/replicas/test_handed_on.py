@@ -145,7 +145,7 @@ def last_values(engine):
 
 
 @LAYOUTS
-def test_frozen_parameter_is_handed_on_once_written(devices):
+def test_written_frozen_parameter_is_handed_on(devices):
     engine = spare_engine(devices)
     net = engine.module
     before = net.spare.weight.clone()
@@ -168,7 +168,7 @@ def test_frozen_parameter_is_handed_on_once_written(devices):
     assert torch.equal(net.spare.weight, before)
 
 
-def test_frozen_parameter_that_a_look_saw_has_own_memory_at_once():
+def test_write_that_a_look_saw_has_own_memory():
     engine = spare_engine(["cpu"] * 2)
     net = engine.module
     replica_set = engine._replicas.of_model
@@ -183,7 +183,7 @@ def test_frozen_parameter_that_a_look_saw_has_own_memory_at_once():
     assert net.spare.weight.all()
 
 
-def test_parameter_that_is_trained_again_is_shared_again():
+def test_parameter_trained_again_is_shared_again():
     engine = spare_engine(["cpu"] * 2)
     net = engine.module
     with SpareTurn(engine, 0) as turn:
@@ -195,7 +195,7 @@ def test_parameter_that_is_trained_again_is_shared_again():
     assert SpareTurn(engine, 0).spare.data_ptr() == net.spare.weight.data_ptr()
 
 
-def test_frozen_parameter_in_the_memory_of_a_trained_one_is_not_handed_on():
+def test_memory_of_a_trained_one_is_not_handed_on():
     engine = spare_engine(["cpu"] * 2)
     net = engine.module
     net.spare.bias.data = net.layer.bias.data
@@ -205,7 +205,7 @@ def test_frozen_parameter_in_the_memory_of_a_trained_one_is_not_handed_on():
     assert not turn.replica_set.handed_on.begun
 
 
-def test_pending_backward_pass_raises_if_its_parameter_is_written():
+def test_pending_backward_pass_raises_after_write():
     """It would read the value of a later call in silence."""
     engine = spare_engine(["cpu"] * 2)
     rows = torch.ones(3, 2, requires_grad=True)

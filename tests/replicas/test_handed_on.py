@@ -120,6 +120,7 @@ def spare_engine(devices):
     """An engine whose network has a frozen layer."""
     net = Net()
     net.spare = nn.Linear(2, 2).requires_grad_(False)
+    nn.init.ones_(net.spare.weight)  # sums of whole numbers are exact
     engine = ScatterOnceParallel(net, device_ids=devices)
     assert len(engine.replicas) == 2
     return engine

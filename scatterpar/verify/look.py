@@ -320,6 +320,7 @@ class ReplicaLook:
             moved=evidence.moved,
             is_seeded=is_seeded,
             lost=runs.user_code.lost(),
+            thread_locals=runs.user_code.thread_locals(),
             scope=self._scope(run),
             difference=evidence.difference,
             tolerance=evidence.tolerance,

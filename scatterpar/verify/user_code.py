@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 import time
 from collections.abc import Callable, Container, Iterator
 from typing import Any
@@ -196,6 +197,16 @@ class UserCode:
     def lost(self) -> list[tuple[int, ...]]:
         """The shapes of large tensors that user code has written."""
         return [shape for journal in self.journals for shape in journal.lost()]
+
+    def thread_locals(self) -> dict[str, threading.local]:
+        """What user code refers to and each thread has for itself, by name."""
+        found: dict[str, threading.local] = {}
+        for journal in self.journals:
+            for place in journal.walk.places:
+                # Not of the value itself: a proxy asks an object that may be gone.
+                if issubclass(type(place.value), threading.local):
+                    found[journal.walk.name_of_place(place)] = place.value
+        return found
 
     def _own_leaves(self) -> Iterator[Tensor]:
         """Yield the parameters of the user's module."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 import enum
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from scatterpar.causes.cause_list import first_finding
 from scatterpar.causes.counts import IGNORED, Count
@@ -49,6 +50,7 @@ class Verdict:
         moved: the names of state that each part moves.
         is_seeded: whether the module seeds the default generator, and draws from it.
         lost: the shapes of large tensors that user code has written.
+        thread_locals: what user code refers to and each thread has for itself, by name.
         scope: the part of a sub-step that one replica at a time must run.
         difference: the relative difference between the results, which the GPUs' page
             shows, with the ``tolerance`` that it stayed within.
@@ -63,6 +65,7 @@ class Verdict:
     moved: Sequence[str] = ()
     is_seeded: bool = False
     lost: Sequence[tuple[int, ...]] = ()
+    thread_locals: Mapping[str, threading.local] = field(default_factory=dict)
     scope: Scope = Scope.NOTHING
     difference: float = math.inf
     tolerance: float = 0.0

@@ -248,6 +248,12 @@ class Verifier:
             self.warn(_TEXT_OF_SEED)
         if verdict.lost:
             self.warn(_text_of_lost(verdict.lost[0]))
+        # A single replica computes in the caller's thread.
+        if len(question.attempt.plan.shares) > 1:
+            # This is the caller's thread, in which the user has set them.
+            names = [name for name, of in verdict.thread_locals.items() if vars(of)]
+            if names:
+                self.warn(_text_of_thread_locals(names), names)
         if verdict.action is Action.WARN:
             self.warn(verdict.text)
         kind.note_agreement()
@@ -436,6 +442,15 @@ def _text_of_lost(shape: tuple[int, ...]) -> str:
         f"your code writes a tensor of shape {shape}, above 64 MiB, which a look at a "
         "few rows did not save.",
         "Keep it in a buffer of the module, or pass verify=False.",
+    )
+
+
+def _text_of_thread_locals(names: Sequence[str]) -> str:
+    return in_lines(
+        "forward or the criterion refers to a threading.local, of which each thread "
+        f"has attributes of its own: {', '.join(names)}. Replicas compute in threads "
+        "of theirs, which have not what yours has set.",
+        "Use a contextvars.ContextVar, which they have, too, or an attribute.",
     )
 
 

@@ -38,7 +38,6 @@ from scatterpar.devices.memory import clear_frames
 from scatterpar.devices.transfers import Transfers
 from scatterpar.distributed.ranks import Ranks
 from scatterpar.distributed.visible_accelerators import accelerators_of_rank
-from scatterpar.errors import Told
 from scatterpar.objects.journal import Journal
 from scatterpar.objects.walk import register_wrapper
 from scatterpar.options.assigned_options import fixed, option
@@ -79,6 +78,7 @@ from scatterpar.step.request import (
     checked,
 )
 from scatterpar.step.returned_loss import LossWatch
+from scatterpar.step.row_writes import KnownWrites
 from scatterpar.step.scatter import (
     ShareLoader,
     micro_batches,
@@ -227,7 +227,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         self.last_step: StepReport | None = None
         # What copies of the engine keep, unlike all that ``_init_transient`` makes.
         self._auto_accum = AutoAccum()
-        self._told = Told()
+        self._known_writes = KnownWrites()
         self._ranks: Ranks | None = None
         if process_group is not None:
             self._ranks = Ranks(
@@ -505,7 +505,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                     self._verifier.tell()
                 # The batches of a library's loop are of its loader.
                 if not self.loop.loss_name:
-                    outcome.attempt.writes.tell(self._told)
+                    outcome.attempt.writes.tell(request.batches[0].inputs)
                 loss = commit(outcome, deferred=deferred)  # 6
             # A library's loop may skip a batch, and its backward pass, on purpose.
             if deferred and not self.loop.loss_name:
@@ -655,6 +655,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             self._replicas,
             self._workers,
             extent=extent,
+            known_writes=self._known_writes,
             replica_offset=self._ranks.rank * _MAX_REPLICAS if self._ranks else None,
         )
         self._replicas.ignores_data = self.loop.lends
@@ -812,7 +813,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                 journal = partial(self._journal, request, function)
                 mapped = search.run(partial(self._mapped, work), journal)
             with mapped.attempt.undo:
-                mapped.attempt.writes.tell(self._told)
+                mapped.attempt.writes.tell()
                 mapped.commit()
             return mapped.output
 

@@ -425,8 +425,9 @@ class WholeBatch:
         # A copy: the criterion may write targets, which are the user's on the master.
         targets = unwrap_markers(self._targets, copy=True)
         writes = self._attempt.writes
-        with writes.watched("the criterion", "targets", targets):
+        with writes.watched("the criterion", "targets", targets) as watch:
             loss = loss_of(joined, targets, criterion)
+            watch.result = loss
         return loss, self._hidden_leaves(loss, nodes)
 
     def _run_backward(self, loss: Tensor, leaves: Sequence[Tensor]) -> None:

@@ -29,7 +29,7 @@ from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.links import check_links
 from scatterpar.devices.streams import has_streams, is_async
 from scatterpar.devices.transfers import to_device
-from scatterpar.errors import Told, restored
+from scatterpar.errors import restored
 from scatterpar.objects.walk import register_wrapper
 from scatterpar.option_checks import check_int
 from scatterpar.pair.lost_state import LostState
@@ -61,7 +61,7 @@ from scatterpar.step.request import (
     check_module,
     resolve_reduction,
 )
-from scatterpar.step.row_writes import RowWrites
+from scatterpar.step.row_writes import KnownWrites, RowWrites
 from scatterpar.step.substeps import set_aside
 from scatterpar.step.task import call_inputs, is_shared
 from scatterpar.step.turns import Scope
@@ -87,7 +87,7 @@ class _OfPair(Wrapper[WrappedT]):
         "_workers",
         "_checked_modes",
         "_lost_state",
-        "_told",
+        "_known_writes",
     )
 
     def __init__(
@@ -106,7 +106,7 @@ class _OfPair(Wrapper[WrappedT]):
         # Those in which a forward pass wrote no parameter.
         self._checked_modes: set[Hashable] = set()
         self._lost_state = LostState()
-        self._told = Told()
+        self._known_writes = KnownWrites()
 
     def _run(
         self,
@@ -257,18 +257,19 @@ class DataParallelModel(_OfPair[ModuleT]):
             arguments_of_call = call_inputs(inputs, kwargs)
             calls = scatter_owned(arguments_of_call, plan, self.dim, transfers)
 
-            writes = RowWrites()
+            writes = RowWrites(self._known_writes)
 
             def output_of(replica: Any, number: int) -> Any:
                 args, kwargs = calls[number]
                 arguments = dict(enumerate(args)) | kwargs
-                with writes.watched("forward", "inputs", arguments):
+                with writes.watched("forward", "inputs", arguments) as watch:
                     output = replica(*args, **kwargs)
+                    watch.result = output
                 nested.refuse_generators(output)
                 return output
 
             outputs = tuple(self._run(plan, output_of, transfers))
-            writes.tell(self._told)
+            writes.tell(dict(enumerate(inputs)) | kwargs)
             note_rows(outputs, plan)
             return outputs
 
@@ -373,13 +374,14 @@ class DataParallelCriterion(_OfPair[Criterion]):
             pieces = scatter_owned(targets, plan, self.dim, transfers)
             calls = list(zip(outputs, pieces, strict=True))
             weights = compute_loss_weights(request, plan, calls)
-            writes = RowWrites()
+            writes = RowWrites(self._known_writes)
 
             def loss_of(replica: Any, number: int) -> Tensor:
                 criterion = as_sum(replica) if weights.sums else replica
                 output, targets = calls[number]
-                with writes.watched("the criterion", "targets", targets):
+                with writes.watched("the criterion", "targets", targets) as watch:
                     loss = criterion(output, targets)
+                    watch.result = loss
                 return scalar_loss(loss, "the criterion")
 
             # A look names what moves.
@@ -387,7 +389,7 @@ class DataParallelCriterion(_OfPair[Criterion]):
                 plan, loss_of, transfers, outputs, tells_state=not is_looked_at
             )
             self._looks.tell()
-            writes.tell(self._told)
+            writes.tell()
         weight_by_share = [weight for (weight,) in weights.of_losses]
         return combine(losses, weight_by_share, plan)
 

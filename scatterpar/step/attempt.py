@@ -17,7 +17,7 @@ from scatterpar.replicas.replicas import Replicas
 from scatterpar.step.loss_weights import LossWeights
 from scatterpar.step.replica_threads import ReplicaThreads
 from scatterpar.step.request import Request
-from scatterpar.step.row_writes import RowWrites
+from scatterpar.step.row_writes import KnownWrites, RowWrites
 from scatterpar.step.undo import Undo
 from scatterpar.threads.generators import Generators
 from scatterpar.threads.workers import Workers
@@ -85,6 +85,7 @@ class Attempt:
         *,
         extent: Extent = WHOLE_STEP,
         replica_offset: int | None = None,
+        known_writes: KnownWrites | None = None,
     ) -> None:
         """``replica_offset``: the first replica's number among those of all ranks."""
         self.request = request
@@ -104,7 +105,7 @@ class Attempt:
         self.weights: LossWeights
         self.user_leaves: Sequence[Tensor] = ()
         self.retries = 0
-        self.writes = RowWrites()
+        self.writes = RowWrites(known_writes or KnownWrites())
         self.garbage_is_collected = False
 
     def span(self, name: str) -> contextlib.AbstractContextManager[object]:

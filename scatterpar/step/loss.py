@@ -63,9 +63,10 @@ def _loss_of_user(
     with (
         task.turn(Scope.CRITERION, sub_step),
         task.span("criterion", sub_step),
-        task.writes.watched("the criterion", "targets", targets),
+        task.writes.watched("the criterion", "targets", targets) as watch,
     ):
         loss = loss_of(output, targets, criterion)
+        watch.result = loss
     for leaf in leaves_reached(loss, nodes):
         if isinstance(leaf, nn.Parameter) and not any(
             leaf is known for known in task.leaves

@@ -4,35 +4,66 @@
 
     state.copy_(new.detach())      in forward: the caller's tensor keeps its values
     targets["seen"].add_(1)        in a criterion: so does this one
-    rows.div_(255)                 nobody reads the rows again: nothing is lost
+    net(rows.div_(255))            what the call itself reads: told if the next step
+                                   gets the same tensor
 
-Nothing tells the first and the last of these apart: all are told, none is refused.
+Nobody need read the rows again, so none is refused.
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from scatterpar.batch import nested
+from scatterpar.batch.markers import Marker
 from scatterpar.devices.write_counters import versions
 from scatterpar.errors import Told, warn
+from scatterpar.torch_private import saved_tensors
+
+Entry = tuple[str, str]  # who has written, and what
+
+
+class KnownWrites:
+    """What calls of one engine, or of one of the pair, have written so far.
+
+    Attributes:
+        told: the entries that were told.
+        read: entries that the calls themselves read after they have written them, with
+            the tensors of the last call that the caller has passed.
+    """
+
+    def __init__(self) -> None:
+        self.told = Told()
+        self.read: dict[Entry, list[weakref.ref[Tensor]]] = {}
+
+    def __reduce__(self) -> Any:
+        return KnownWrites, ()  # a copy tells again
+
+
+class Watch:
+    """One call of user code; ``result`` is what it has returned."""
+
+    result: Any = None
 
 
 class RowWrites:
-    """The entries of inputs and targets that user code has written in one call.
+    """The entries of inputs and targets that user code has written in one step.
 
     Replicas' threads share it.
     """
 
-    def __init__(self) -> None:
-        self._entries: set[tuple[str, str]] = set()  # who has written, and what
+    def __init__(self, known: KnownWrites) -> None:
+        self._known = known
+        self._lost: set[Entry] = set()
+        self._read: set[Entry] = set()
 
     @contextlib.contextmanager
-    def watched(self, writer: str, part: str, value: Any) -> Iterator[None]:
+    def watched(self, writer: str, part: str, value: Any) -> Iterator[Watch]:
         """In the body user code, ``writer``, gets ``value``, which is called ``part``.
 
         Inference tensors do not count how often they are written: of these nothing is
@@ -40,41 +71,87 @@ class RowWrites:
         """
         tensors = nested.tensors(value)
         before = versions(tensors)
-        yield
+        watch = Watch()
+        yield watch
         if versions(tensors) != before:
-            self._entries.update(
-                (writer, name) for name in _written(part, value, tensors, before)
-            )
+            self._note(writer, part, value, tensors, before, watch.result)
 
-    def tell(self, told: Told) -> None:
-        """Warn of the entries that no earlier call has written."""
-        for writer in sorted({writer for writer, _ in self._entries}):
-            names = sorted(name for by, name in self._entries if by == writer)
-            new = [name for name in names if told.mark((writer, name))]
+    def _note(
+        self,
+        writer: str,
+        part: str,
+        value: Any,
+        tensors: Sequence[Tensor],
+        before: Sequence[int],
+        result: Any,
+    ) -> None:
+        """Note the entries of ``value`` whose ``tensors`` have other versions."""
+        written: dict[int, Tensor] = {}
+        for tensor, old, new in zip(tensors, before, versions(tensors), strict=True):
+            if old != new:
+                written[id(tensor)] = tensor
+        names: dict[str, list[Tensor]] = {}
+        for name, entry in _entries(part, value):
+            of_entry = [t for t in nested.tensors(entry) if id(t) in written]
+            if of_entry:
+                names[name] = of_entry
+        # User code may have taken the entry out of its container.
+        names = names or {part: list(written.values())}
+        memory: set[int] = set()
+        for name, of_entry in names.items():
+            # Asked once: the graph is large.
+            if (writer, name) not in self._known.read:
+                memory = memory or _memory_read_by(result)
+                if any(_address(tensor) not in memory for tensor in of_entry):
+                    self._lost.add((writer, name))
+                    continue
+            self._read.add((writer, name))
+
+    def tell(self, inputs: Any = None) -> None:
+        """Warn of the entries that no earlier call has written.
+
+        What calls read themselves is told if the last step had the same tensor among
+        the ``inputs`` that the caller passes. Targets are data, which it may well be.
+        """
+        passed = dict(_entries("inputs", inputs))
+        for written in self._read - self._lost:
+            tensors = _passed_tensors(passed.get(written[1]))
+            earlier = [of_last() for of_last in self._known.read.get(written, [])]
+            if any(tensor is last for tensor in tensors for last in earlier):
+                self._lost.add(written)
+            self._known.read[written] = [weakref.ref(tensor) for tensor in tensors]
+        for writer in sorted({writer for writer, _ in self._lost}):
+            names = sorted(name for by, name in self._lost if by == writer)
+            new = [name for name in names if self._known.told.mark((writer, name))]
             if new:
                 warn(
                     f"{writer} writes {', '.join(new)} in place. The replicas get "
                     "copies: your tensors keep their values, and the next step begins "
                     "with these. What is to stay, return from forward, and write it "
                     "after the step (return_outputs=True). If nobody reads it again, "
-                    "as behind nn.ReLU(inplace=True), nothing is lost."
+                    "nothing is lost."
                 )
 
 
-def _written(
-    part: str, value: Any, tensors: Sequence[Tensor], before: Sequence[int]
-) -> list[str]:
-    """The names of the entries of ``value`` whose ``tensors`` have other versions."""
-    written: set[int] = set()
-    for tensor, old, new in zip(tensors, before, versions(tensors), strict=True):
-        if old != new:
-            written.add(id(tensor))
-    names: list[str] = []
-    for name, entry in _entries(part, value):
-        if not written.isdisjoint(map(id, nested.tensors(entry))):
-            names.append(name)
-    # User code may have taken the entry out of its container.
-    return names or [part]
+def _memory_read_by(result: Any) -> set[int]:
+    """The addresses of what the graph of ``result`` has saved for a backward pass.
+
+    Autograd refuses to use a tensor that was written after it was saved.
+    """
+    return set(map(_address, saved_tensors(nested.tensors(result))))
+
+
+def _passed_tensors(value: Any) -> list[Tensor]:
+    """Every tensor of a value that the caller passes, also inside markers."""
+    tensors: list[Tensor] = []
+    for atom in nested.atoms(value):
+        inner = atom.atoms() if isinstance(atom, Marker) else [atom]
+        tensors += [leaf for leaf in inner if isinstance(leaf, Tensor)]
+    return tensors
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _entries(part: str, value: Any) -> list[tuple[str, Any]]:

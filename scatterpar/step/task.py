@@ -84,8 +84,10 @@ class ReplicaTask:
         # The signature is read after a failure only: it would cost each sub-step.
         args, kwargs = as_call(inputs)
         try:
-            with self.writes.watched("forward", "inputs", inputs):
-                return self.module(*args, **kwargs)
+            with self.writes.watched("forward", "inputs", inputs) as watch:
+                output = self.module(*args, **kwargs)
+                watch.result = output
+            return output
         except (TypeError, AttributeError) as error:
             misfit = None
             if isinstance(error, TypeError):

@@ -36,6 +36,7 @@ from scatterpar.torch_private.autograd import (
     leaves_reached,
     nodes_of,
     nodes_reached,
+    saved_tensors,
     saved_tensors_hooks,
 )
 from scatterpar.torch_private.compiler import (
@@ -153,6 +154,7 @@ __all__ = [
     "records_cuda_graphs",
     "register_random_kernels",
     "round_no_float32",
+    "saved_tensors",
     "saved_tensors_hooks",
     "saving_hooks",
     "step_without_hooks",

@@ -84,6 +84,32 @@ def nodes_reached(loss: Tensor, without: Sequence[Any] = ()) -> list[Any]:
     return reached
 
 
+def saved_tensors(results: Iterable[Tensor]) -> list[Tensor]:
+    """The strided tensors that the graphs of ``results`` have saved.
+
+    Not those that hooks have packed, as activation checkpoints do: to unpack them is to
+    compute again.
+    """
+    nodes: list[Any] = []
+    for result in results:
+        nodes += nodes_reached(result, nodes)
+    tensors: list[Tensor] = []
+    for node in nodes:
+        for name in dir(node):
+            if not name.startswith("_raw_saved_"):
+                continue
+            try:
+                saved = getattr(node, name)
+                entries = saved if isinstance(saved, (tuple, list)) else [saved]
+                data = [entry.data for entry in entries if entry.unpack_hook is None]
+            except RuntimeError:  # a node that a backward pass has freed
+                continue
+            for tensor in data:
+                if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
+                    tensors.append(tensor)
+    return tensors
+
+
 def leaves_reached(loss: Tensor, nodes: Sequence[Any]) -> list[Tensor]:
     """The leaves that a backward pass from ``loss`` reaches, not through ``nodes``."""
     return leaves_of(nodes_reached(loss, nodes))

@@ -36,6 +36,7 @@ from scatterpar.replicas.replicas import Replica, ReplicaSet
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss import loss_of
 from scatterpar.step.request import Request
+from scatterpar.step.row_writes import KnownWrites, RowWrites
 from scatterpar.step.task import ReplicaTask
 from scatterpar.step.turns import Scope
 from scatterpar.verify.backward_calls import BackwardCalls
@@ -111,6 +112,8 @@ class Runs:
         self._inputs = request.batches[0].without_targets()
         self._targets = request.batches[0].without_inputs()
         user_module = replica_sets[0].root
+        # What a look's calls write is nobody's, and some of them have no graph.
+        task = replace(task, writes=RowWrites(KnownWrites()))
         self.own_task = replace(task, module=user_module, criterion=request.criterion)
         self.replica_task = task
         # Replicas share these: a call that writes one is refused. Those of a teacher in

@@ -45,7 +45,7 @@ class KnownWrites:
         return KnownWrites, ()  # a copy tells again
 
 
-class Watch:
+class WatchedCall:
     """One call of user code; ``result`` is what it has returned."""
 
     result: Any = None
@@ -63,7 +63,7 @@ class RowWrites:
         self._read: set[Entry] = set()
 
     @contextlib.contextmanager
-    def watched(self, writer: str, part: str, value: Any) -> Iterator[Watch]:
+    def watched(self, writer: str, part: str, value: Any) -> Iterator[WatchedCall]:
         """In the body user code, ``writer``, gets ``value``, which is called ``part``.
 
         Inference tensors do not count how often they are written: of these nothing is
@@ -71,7 +71,7 @@ class RowWrites:
         """
         tensors = nested.tensors(value)
         before = versions(tensors)
-        watch = Watch()
+        watch = WatchedCall()
         yield watch
         if versions(tensors) != before:
             self._note(writer, part, value, tensors, before, watch.result)

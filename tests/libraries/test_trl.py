@@ -318,7 +318,8 @@ def test_pairs_stay_together_if_divided(tmp_path, monkeypatch, kind, own):
         return trainer
 
     ours, stock = run(LAYOUTS["virtual"]), run(None)
-    assert_same_run(ours, stock, 1e-6, logged=LOGGED)
+    # TRL sums float32 numbers here: 1.2e-6 was seen once in three runs.
+    assert_same_run(ours, stock, 1e-5, logged=LOGGED)
 
 
 def other(

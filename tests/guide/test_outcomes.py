@@ -674,6 +674,10 @@ TOLD: dict[str, tuple[Case, str]] = {
         )
         for name, (loss, reason) in UNCHECKED.items()
     },
+    "writes into the targets": (
+        loss_of(lambda o, t: F.cross_entropy(o.mul_(2), t.clamp_(0))),
+        "the criterion writes targets in place",
+    ),
     "a criterion that reads its earlier calls": (
         case_of(Classifier, criterion=Baseline()),
         "another result when it is called again",
@@ -798,9 +802,7 @@ SILENT = {
     "ignored labels, counted": loss_of(in_a_def, padded, count=count_labels()),
     "a sum in a partial function": loss_of(partial(F.cross_entropy, reduction="sum")),
     "a sum that is called one": loss_of(added_up, reduction="sum"),
-    "writes into what it is given": loss_of(
-        lambda o, t: F.cross_entropy(o.mul_(2), t.clamp_(0))
-    ),
+    "writes into the outputs": loss_of(lambda o, t: F.cross_entropy(o.mul_(2), t)),
     "a penalty that is shared out": penalised(share=True),
     "one row without a label, counted": loss_of(
         in_a_def, without_first(), accum=8, count=count_labels()

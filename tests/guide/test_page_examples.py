@@ -38,6 +38,10 @@ LENGTHS = [3, 1, 4, 2, 5]
 SEQUENCES = [randn(n, 3, seed=n) for n in LENGTHS]
 FEW = randint(4, 5)
 MASKS = randint(3, 9, 6, 6)
+GRAPHS = [
+    {"x": randn(n, 4, seed=n), "edges": randint(n, 2, 2 * n, seed=n)}
+    for n in (3, 5, 2, 7, 1, 4, 6, 2, 3)
+]
 MASKS[2], MASKS[5, :4] = -100, -100  # images without a labelled pixel
 
 
@@ -189,6 +193,18 @@ GIVEN = {
         "images": randn(9, 4),
         "found": [{"boxes": randn(n, 4, seed=n)} for n in (1, 3, 0, 2, 5, 1, 0, 0, 2)],
     },
+    "Two views of each image, and labels": {
+        "encoder": lambda: classifier(4),
+        "first": randn(9, 4),
+        "second": randn(9, 4, seed=1),
+        "labels": torch.arange(9) % 3,
+    },
+    "A language model on a stream of text": {
+        "net": lambda: nn.Sequential(nn.Embedding(9, 6), nn.Tanh(), nn.Linear(6, 9)),
+        "text": randint(9, 200),
+        "LENGTH": 7,
+    },
+    "Graphs": {"graphs": GRAPHS, "labels": randint(3, 9)},
     "A teacher, and perceptual losses": {
         "student": classifier,
         "teacher": lambda: nn.Linear(4, 3),
@@ -219,6 +235,10 @@ ENDS = {
     ),
     "Texts of unequal lengths": lambda n: torch.allclose(
         n["scores"], n["model"](n["pad"](n["texts"]))
+    ),
+    "Graphs": lambda n: all(
+        torch.allclose(nodes, n["model"].nodes(**n["joined"]([graph]))[0])
+        for nodes, graph in zip(n["nodes"], GRAPHS, strict=True)
     ),
     # the critic is frozen in the last step
     "A GAN: two models, two optimizers": lambda n: (

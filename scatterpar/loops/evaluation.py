@@ -25,6 +25,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import islice
+from operator import is_
 from typing import Any
 
 import torch
@@ -183,7 +184,10 @@ class Turns:
         self._modules = modules
         self._roots = roots
         self._excluded = excluded
-        self._copies = LentCopies()  # of the evaluation
+        # Searches what calls may write once, and later what they have changed.
+        self._lending: Lending | None = None
+        self._parts: list[nn.Module] = []
+        self._copies = LentCopies()
         self._number = 0  # of the next batch
         self.devices = list(dict.fromkeys(engine.device_ids))
         self._replicas: dict[torch.device, nn.Module] = {}
@@ -207,26 +211,18 @@ class Turns:
             self._refresh()
         if device == self.devices[0]:
             return contextlib.nullcontext()
-        pairs = self._refreshed(device)
-        parts = [part for module in self._modules for part in module.modules()]
-        return self._lent(pairs, parts, device)
+        return self._lent(self._refreshed(device), device)
 
     @contextlib.contextmanager
     def _lent(
         self,
         pairs: Sequence[tuple[Tensor, Tensor]],
-        parts: Sequence[nn.Module],
         device: torch.device,
     ) -> Iterator[None]:
-        """In the body, ``parts`` have the copies in ``pairs``."""
+        """In the body, the modules have the copies in ``pairs``."""
         home = physical(self.devices[0])
         away = physical(device)
-        lending = Lending(
-            lambda: [*self._roots(), *parts],
-            self._excluded,
-            home,
-            copies=self._copies,
-        )
+        lending = self._present_lending(home)
         copies = [copied for _, copied in pairs]
         before = versions(copies)
         try:
@@ -237,12 +233,26 @@ class Turns:
             ):
                 yield
         finally:
-            lending.forget()
+            lending.forget_variables()
             with torch.no_grad():
                 for (tensor, copied), earlier in zip(pairs, before, strict=True):
                     if version(copied) != earlier:
                         write(tensor, copied)
             self._sent[device] = versions(self._tensors)
+
+    def _present_lending(self, home: torch.device) -> Lending:
+        """Lends what the modules lead to; other modules may have come since."""
+        parts = [part for module in self._modules for part in module.modules()]
+        is_same = len(parts) == len(self._parts) and all(map(is_, parts, self._parts))
+        if self._lending is None or not is_same:
+            self._parts = parts
+            self._lending = Lending(
+                lambda: [*self._roots(), *parts],
+                self._excluded,
+                home,
+                copies=self._copies,
+            )
+        return self._lending
 
     def _refresh(self) -> None:
         """Give all replicas the values of the user's tensors."""

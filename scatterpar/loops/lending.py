@@ -304,9 +304,13 @@ class Lending:
         self._copies.clear()
         self.forget()
 
+    def forget_variables(self) -> None:
+        """Drop the context variables of calls: these ran in the caller's thread."""
+        self._variables.clear()
+
     def forget(self) -> None:
         """Drop what calls of a look have set."""
-        self._variables.clear()
+        self.forget_variables()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -53,6 +53,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score  #
 
 from scatterpar import Replicated, ScatterOnceParallel, count_labels, splitcheck  # noqa: E402
 from scatterpar.integrations.lightning import ScatterOnceStrategy  # noqa: E402
+from scatterpar.loops import lending  # noqa: E402
 
 pytestmark = [
     pytest.mark.loops,
@@ -351,6 +352,21 @@ def test_trainer_devices_become_replicas():
     module.on_train_end = lambda: replicas.extend(strategy._loop.engine.device_ids)
     trainer(strategy, devices=2, max_epochs=1).fit(module, loader())
     assert replicas == [strategy.root_device] * 2
+
+
+def test_evaluation_searches_the_module_once(monkeypatch):
+    """It was searched for every batch of another device than the first."""
+    searches = []
+
+    class Counted(lending.KeptPlaces):
+        def __init__(self, roots, *args, **options):
+            searches.append(len(roots))
+            super().__init__(roots, *args, **options)
+
+    monkeypatch.setattr(lending, "KeptPlaces", Counted)
+    strategy = ScatterOnceStrategy(["cpu:0", "cpu:1"], 2)
+    trainer(strategy).validate(made(), loader(4), verbose=False)
+    assert len([*filter(None, searches)]) == 1
 
 
 def test_evaluation_runs_on_all_replicas(devices):

@@ -209,6 +209,7 @@ CANCELLING = {
     ),
 }
 FORMATS = ["float32", "autocast", "float64"]
+STEPS = 65  # the seventh look is in step 64
 
 
 def in_format(name, values):
@@ -221,33 +222,31 @@ def in_format(name, values):
 
 
 @pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("format_name", FORMATS)
 @pytest.mark.parametrize(
     "name", few_of(CANCELLING, ["optimum of cross entropy", "nearly equal pairs"])
 )
-def test_cancelling_gradients_not_refused(name, format_name):
+def test_cancelling_gradients_not_refused(name, format_name, seed):
     """Cross entropy at its optimum was refused, "off by 40 %": its gradient was rounding.
     Parameters that are nudged move all choices of a row alike.
     """
     make, (inputs, targets, loss, rate) = CANCELLING[name]
     inputs, targets = in_format(format_name, (inputs, targets))
-    for seed in range(2):
-        with seeded(seed):
-            model = make()
-        if format_name == "float64":
-            model.double()
-            for teacher in getattr(model, "teacher", ()):
-                teacher.double()
-        optimizer = torch.optim.SGD(model.parameters(), rate)
-        autocast = torch.autocast(
-            "cpu", torch.bfloat16, enabled=format_name == "autocast"
-        )
-        with ScatterOnceParallel(model, 2, ["cpu"] * 2) as engine:
-            for _ in range(100):
-                optimizer.zero_grad()
-                with autocast:
-                    engine.forward_backward(inputs, targets, loss)
-                optimizer.step()
+    with seeded(seed):
+        model = make()
+    if format_name == "float64":
+        model.double()
+        for teacher in getattr(model, "teacher", ()):
+            teacher.double()
+    optimizer = torch.optim.SGD(model.parameters(), rate)
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=format_name == "autocast")
+    with ScatterOnceParallel(model, 2, ["cpu"] * 2) as engine:
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            with autocast:
+                engine.forward_backward(inputs, targets, loss)
+            optimizer.step()
 
 
 def summed_distance(output, _):

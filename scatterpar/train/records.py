@@ -485,7 +485,11 @@ def _draw_images(images: Sequence[Tensor], texts: Sequence[str], path: Path) -> 
 
 
 class _Lines:
-    """A file for tqdm, which gets a line in the place of each drawing of a bar."""
+    """A file for tqdm, which gets a line in the place of each drawing of a bar.
+
+    It raises no error, such as that of a pipe that nobody reads: tqdm would keep its
+    lock, for which the other threads of a step wait. The run's next line raises it.
+    """
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -493,10 +497,12 @@ class _Lines:
     def write(self, text: str) -> None:
         line = text.strip()  # tqdm returns to the start of a line, and clears it
         if line:
-            print(line, file=self._file)
+            with contextlib.suppress(OSError):
+                print(line, file=self._file)
 
     def flush(self) -> None:
-        self._file.flush()
+        with contextlib.suppress(OSError):
+            self._file.flush()
 
 
 class Progress(tqdm):  # type: ignore[misc]

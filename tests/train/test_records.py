@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import types
 
 import numpy as np
@@ -357,6 +358,24 @@ def test_bar_in_a_terminal_of_unknown_size(monkeypatch):
         monkeypatch.setattr("sys.stderr", terminal)
         with Progress(100, file=terminal):
             assert b"0/100 " in read_end.read(1000)
+
+
+class Closed(io.StringIO):
+    def write(self, _):
+        raise BrokenPipeError
+
+
+def test_closed_pipe_leaves_the_bar_to_other_threads(monkeypatch):
+    """A run whose output nobody read any more waited for ever, in its next step."""
+    monkeypatch.setattr(records, "_LINE_SECONDS", 0.0)
+    file = Closed()
+    file.flush = lambda: file.write("")
+    with Progress(100, file=file) as progress:
+        thread = threading.Thread(target=progress.report, args=(25,))
+        thread.start()
+        thread.join()
+        assert progress.get_lock().acquire(blocking=False)
+        progress.get_lock().release()
 
 
 def test_lines_without_a_terminal(monkeypatch):

@@ -434,7 +434,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
     ),
     "a penalty beside a sum": (
         penalised(share=False),
-        "add something that does not depend on the rows.*len.output. /",
+        "adds something that does not depend on the rows.*len.output. /",
     ),
     "rows that count leaves out": (
         loss_of(positives, FEW, count=lambda _, labels: labels.sum()),
@@ -675,7 +675,7 @@ TOLD: dict[str, tuple[Case, str]] = {
         for name, (loss, reason) in UNCHECKED.items()
     },
     "writes into the targets": (
-        loss_of(lambda o, t: F.cross_entropy(o.mul_(2), t.clamp_(0))),
+        loss_of(lambda o, t: F.cross_entropy(o, t.clone()) + 0 * t.add_(0).sum()),
         "the criterion writes targets in place",
     ),
     "a criterion that reads its earlier calls": (
@@ -802,7 +802,9 @@ SILENT = {
     "ignored labels, counted": loss_of(in_a_def, padded, count=count_labels()),
     "a sum in a partial function": loss_of(partial(F.cross_entropy, reduction="sum")),
     "a sum that is called one": loss_of(added_up, reduction="sum"),
-    "writes into the outputs": loss_of(lambda o, t: F.cross_entropy(o.mul_(2), t)),
+    "writes into what it is given": loss_of(
+        lambda o, t: F.cross_entropy(o.mul_(2), t.clamp_(0))
+    ),
     "a penalty that is shared out": penalised(share=True),
     "one row without a label, counted": loss_of(
         in_a_def, without_first(), accum=8, count=count_labels()

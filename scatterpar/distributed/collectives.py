@@ -101,7 +101,8 @@ class Collectives:
         """
         tensors = _named_tensors(module)
         description = "\n".join([" ".join(accelerators), options, *map(str, tensors)])
-        by_rank = [text.split("\n") for text in self._texts(description)]
+        subject = "the other ranks' description of the module"
+        by_rank = [text.split("\n") for text in self.texts(description, subject)]
         _refuse_common_accelerators([lines.pop(0).split() for lines in by_rank])
         first, *later = by_rank
         for rank, lines in enumerate(later, 1):
@@ -115,6 +116,16 @@ class Collectives:
         # After the comparison, so that all ranks find the same.
         for tensor in tensors:
             tensor.refuse_what_ranks_lack()
+
+    def texts(self, text: str, subject: str) -> list[str]:
+        """Every rank's text."""
+        content = torch.tensor([*text.encode()], dtype=torch.uint8)
+        content = to_device(content, self._control)
+        size = torch.tensor([len(content)], device=self._control)
+        gathered = self.all_gather(size, [1] * self.size, subject)
+        sizes = to_numbers(torch.cat(gathered))
+        contents = self.all_gather(content, sizes, subject)
+        return [bytes(to_numbers(content)).decode() for content in contents]
 
     def broadcast_from_rank_0(self, module: nn.Module) -> None:
         """Copy rank 0's parameters and buffers to ``module``, as bytes."""
@@ -208,18 +219,6 @@ class Collectives:
         write(parts[self.rank], tensor)
         self.all_reduce(everything, subject)
         return parts
-
-    def _texts(self, text: str) -> list[str]:
-        """Every rank's text."""
-        description = "the other ranks' description of the module"
-        # A copy, because torch warns of buffers that cannot be written.
-        content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-        content = to_device(content, self._control)
-        size = torch.tensor([len(content)], device=self._control)
-        gathered = self.all_gather(size, [1] * self.size, description)
-        sizes = to_numbers(torch.cat(gathered))
-        contents = self.all_gather(content, sizes, description)
-        return [bytes(to_numbers(content)).decode() for content in contents]
 
     def _exchange(
         self, summands: Sequence[float], status: int

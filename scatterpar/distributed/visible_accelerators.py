@@ -16,10 +16,12 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from scatterpar.devices.device_ids import (
+    HOST,
     DeviceLike,
     even_part,
     visible_identities,
 )
+from scatterpar.distributed.collectives import Collectives
 
 
 def accelerators_of_rank(
@@ -40,14 +42,15 @@ def accelerators_of_rank(
         return device_ids
     # Nobody asks for accelerators who has named devices: see ``device_ids.py``.
     own = visible_identities() if device_ids is None else []
-    seen: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(seen, own, group=group)
+    collectives = Collectives(group, HOST)
+    texts = collectives.texts(" ".join(own), "the other ranks' accelerators")
     if device_ids is not None or not own:
         return device_ids
     sharing: list[int] = []
-    for rank, names in enumerate(seen):
+    for rank, text in enumerate(texts):
+        names = text.split()
         if set(names) == set(own):
             sharing.append(rank)
         elif not set(names).isdisjoint(own):
             return None
-    return even_part(len(own), sharing.index(dist.get_rank(group)), len(sharing))
+    return even_part(len(own), sharing.index(collectives.rank), len(sharing))

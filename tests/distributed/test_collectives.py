@@ -259,7 +259,7 @@ def test_waiting_ranks_say_what_for(tmp_path):
     found, *_ = run_on_ranks(3, absent, tmp_path)
     waited_for = [
         "the flags and counts of all ranks",
-        "the other ranks' description of the module",
+        "the other ranks' accelerators",
     ]
     for (kind, words), what in zip(found, waited_for, strict=True):
         assert kind == "RankError"

@@ -63,7 +63,7 @@ def test_rank_with_device_ids_keeps_them():
 
 def engine_on(group):
     with (
-        mock.patch(NAMES, return_value=[f"of rank {group.rank()}"]),
+        mock.patch(NAMES, return_value=[f"of-rank-{group.rank()}"]),
         mock.patch("scatterpar.engine.resolve", side_effect=KeyError) as resolved,
         pytest.raises(KeyError),
     ):

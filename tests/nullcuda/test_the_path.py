@@ -13,6 +13,7 @@ import torch
 from devices.cards.test_accelerator import LOSS
 from faults.processes import run
 from harness.models import Of
+from harness.oracle import build, randn
 from torch import nn
 
 from nullcuda import card
@@ -136,6 +137,23 @@ def test_convolution_by_channel_has_values():
         gradients = [p.grad.cpu().clone() for p in layer.parameters()]
         results.append([output.detach().cpu(), *gradients])
     torch.testing.assert_close(*results, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_lstm_has_values(bias):
+    """Their lack made the card's page fail, as a difference above what is allowed."""
+    layer = build(lambda: nn.LSTM(4, 5, 2, batch_first=True, bias=bias))
+    results = []
+    for device in ("cpu", "cuda:0"):
+        twin = deepcopy(layer).to(device)
+        rows = randn(3, 7, 4).to(device).requires_grad_()
+        output, (_, cells) = twin(rows)
+        (output.sin().sum() + cells.cos().sum()).backward()
+        of_weights = [weight.grad for weight in twin.parameters()]
+        tensors = [output.detach(), rows.grad, *of_weights]
+        results.append([tensor.cpu() for tensor in tensors])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(

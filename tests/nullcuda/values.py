@@ -7,7 +7,7 @@ values, gradients and losses are right, while the allocator, the streams and the
 launches are torch's own. Each operator also tells the trace what it reads and writes.
 
 Not covered: cuDNN and cuBLAS themselves (off, or computed by the CPU's), fused cells of
-recurrent layers, sparse tensors, and kernels that other libraries launch.
+GRUs, sparse tensors, and kernels that other libraries launch.
 """
 
 from __future__ import annotations
@@ -71,8 +71,56 @@ def _depthwise(
     return torch.conv2d(rows, weight, bias, *strides, rows.shape[1])
 
 
+def _lstm_cell(
+    input_gates: Tensor,
+    hidden_gates: Tensor,
+    cell: Tensor,
+    input_bias: Tensor | None = None,
+    hidden_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``_thnn_fused_lstm_cell``: hidden state, cell state, and the gates for backward."""
+    total = input_gates + hidden_gates
+    if input_bias is not None and hidden_bias is not None:
+        total = total + input_bias + hidden_bias
+    enter, keep, candidate, leave = total.chunk(4, 1)
+    gates = enter.sigmoid(), keep.sigmoid(), candidate.tanh(), leave.sigmoid()
+    enter, keep, candidate, leave = gates
+    new_cell = keep * cell + enter * candidate
+    return leave * new_cell.tanh(), new_cell, torch.cat(gates, 1)
+
+
+def _lstm_cell_backward(
+    of_hidden: Tensor | None,
+    of_cell: Tensor | None,
+    cell: Tensor,
+    new_cell: Tensor,
+    gates: Tensor,
+    has_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """``_thnn_fused_lstm_cell_backward_impl``: gradients of gates, cell state and bias."""
+    enter, keep, candidate, leave = gates.chunk(4, 1)
+    tanh = new_cell.tanh()
+    through = torch.zeros_like(cell) if of_cell is None else of_cell
+    of_leave = torch.zeros_like(cell)
+    if of_hidden is not None:
+        through = through + of_hidden * leave * (1 - tanh**2)
+        of_leave = of_hidden * tanh
+    of_gates = [
+        through * candidate * enter * (1 - enter),
+        through * cell * keep * (1 - keep),
+        through * enter * (1 - candidate**2),
+        of_leave * leave * (1 - leave),
+    ]
+    total = torch.cat(of_gates, 1)
+    return total, through * keep, total.sum(0) if has_bias else None
+
+
 # What the CPU computes in the place of an operator that it does not have.
-_EQUIVALENTS: dict[str, Callable[..., Tensor]] = {"_conv_depthwise2d": _depthwise}
+_EQUIVALENTS: dict[str, Callable[..., Any]] = {
+    "_conv_depthwise2d": _depthwise,
+    "_thnn_fused_lstm_cell": _lstm_cell,
+    "_thnn_fused_lstm_cell_backward_impl": _lstm_cell_backward,
+}
 
 
 def install() -> None:

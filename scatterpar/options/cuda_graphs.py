@@ -46,7 +46,7 @@ from scatterpar.devices.coalescing import copy_each
 from scatterpar.devices.device_ids import HOST
 from scatterpar.devices.memory import is_out_of_memory
 from scatterpar.devices.transfers import to_numbers, write
-from scatterpar.errors import Told, restored, warn
+from scatterpar.errors import Told, warn
 from scatterpar.log import logger
 from scatterpar.objects.journal import Journal
 from scatterpar.objects.walk import Walk
@@ -738,7 +738,7 @@ class GraphedSubsteps(Substeps):
     def record(self, task: ReplicaTask, graph: _Graph, number: int) -> Tape:
         """Capture the kernels of a sub-step, which do not run. Returns their tape.
 
-        All work runs on the capturing stream, in order with the current stream's.
+        So the capturing stream and the current one need not wait for each other.
         """
         # The sub-step that follows loads these rows again. These are clones, because a
         # ``collate`` may keep what it returns.
@@ -756,15 +756,13 @@ class GraphedSubsteps(Substeps):
         tape = Tape(device, places, is_captured=True)
         for position, gradient in graph.gradients.items():
             task.leaves[position].grad = gradient
-        current = torch.accelerator.current_stream(device)
         with memory.CAPTURE:
             # Once per attempt, because it takes long. Otherwise objects may be freed
             # during a capture, and wait for the device.
             if not self._attempt.garbage_is_collected:
                 self._attempt.garbage_is_collected = True
                 gc.collect()
-            stream.wait_stream(current)
-            with restored(partial(current.wait_stream, stream)), stream:
+            with stream:
                 kernels = self._graphs.capture(
                     partial(graph.compute, task, number, tape)
                 )
@@ -993,18 +991,15 @@ class _ReplicaGraphs:
         Raises ``_CaptureLost``.
         """
         module = torch.get_device_module(self._device)
-        if self._pool is None:
+        # The allocator does not take a pool again whose last graph is gone.
+        if self._pool is None or not self.num_captured():
             self._pool = module.graph_pool_handle()
             # A capture can neither use nor free memory in torch's cache, as that of
             # eager sub-steps. Once per pool: later graphs use the memory of the first.
             memory.empty_cache()
         kernels = module.CUDAGraph()
-        # After emptying the cache: another thread may be about to launch a kernel that
-        # uses its workspace, which must stay mapped.
-        #
         # Thread-local: in the mode "global" an allocation of any other thread, such as
         # a data loader's, would end the capture.
-        torch_private.free_cublas_workspaces()
         kernels.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         has_ended = False
         try:

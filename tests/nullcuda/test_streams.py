@@ -106,7 +106,7 @@ class Centred:
         return loss
 
 
-@pytest.mark.parametrize("cards", [[0, 1], [0, 0], [0, 1, 0]], ids=str)
+@pytest.mark.parametrize("cards", [TWO, [0, 0], [*TWO, 0]], ids=str)
 def test_buffers_are_handed_on_in_order(cards):
     """A call on the other card finds what the last one has left, beside its backward
     pass.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import warnings
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -194,15 +195,21 @@ def test_numbers_of_a_single_call_are_not_told():
     loop.close()
 
 
+class Beside:
+    def __init__(self):
+        self.seen = []
+
+
 @pytest.mark.filterwarnings("ignore:Owner.step writes")
 def test_look_restores_what_is_beside_the_owner(devices):
     """Such as data sets and callbacks, to which nothing refers."""
     owner = Owner()
-    beside = SimpleNamespace(seen=[])
+    beside = Beside()
+    found = weakref.ref(beside)
     inner = owner.step
 
     def counted(rows):
-        beside.seen.append(len(rows))
+        found().seen.append(len(rows))
         return inner(rows)
 
     owner.step = counted

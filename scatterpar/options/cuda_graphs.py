@@ -736,10 +736,7 @@ class GraphedSubsteps(Substeps):
         )
 
     def record(self, task: ReplicaTask, graph: _Graph, number: int) -> Tape:
-        """Capture the kernels of a sub-step, which do not run. Returns their tape.
-
-        So the capturing stream and the current one need not wait for each other.
-        """
+        """Capture the kernels of a sub-step, which do not run. Returns their tape."""
         # The sub-step that follows loads these rows again. These are clones, because a
         # ``collate`` may keep what it returns.
         rows = task.rows_of(number, retain=True)
@@ -756,13 +753,14 @@ class GraphedSubsteps(Substeps):
         tape = Tape(device, places, is_captured=True)
         for position, gradient in graph.gradients.items():
             task.leaves[position].grad = gradient
+        current = torch.accelerator.current_stream(device)
         with memory.CAPTURE:
             # Once per attempt, because it takes long. Otherwise objects may be freed
             # during a capture, and wait for the device.
             if not self._attempt.garbage_is_collected:
                 self._attempt.garbage_is_collected = True
                 gc.collect()
-            with stream:
+            with torch_private.capturing_on(stream, current):
                 kernels = self._graphs.capture(
                     partial(graph.compute, task, number, tape)
                 )

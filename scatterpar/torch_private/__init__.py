@@ -56,7 +56,11 @@ from scatterpar.torch_private.compiler import (
     uncompiled,
     unwrapped,
 )
-from scatterpar.torch_private.graphs import free_cublas_workspaces, give_up_capture
+from scatterpar.torch_private.graphs import (
+    capturing_on,
+    free_cublas_workspaces,
+    give_up_capture,
+)
 from scatterpar.torch_private.modules import (
     clipping_replaced,
     loading_hooks,
@@ -116,6 +120,7 @@ __all__ = [
     "are_observed",
     "backward",
     "below_autocast",
+    "capturing_on",
     "clipping_replaced",
     "compile_fn_of",
     "current_graph_task",

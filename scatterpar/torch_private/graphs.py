@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ import torch
 def free_cublas_workspaces() -> None:
     """Free the workspaces of cuBLAS, of which torch keeps one per handle and stream.
 
-    Called before and after a capture, as inductor does: the capture then allocates its
-    workspaces in the graph's own memory pool. Otherwise all graphs of a stream write to
+    Called after a capture: the next one then allocates its workspaces in the graph's
+    own memory pool. Otherwise all graphs of a stream write to
     the same workspaces, and from torch 2.12 on the end of one graph frees them for all
     (https://github.com/pytorch/pytorch/issues/193402).
     """
@@ -22,6 +22,21 @@ def free_cublas_workspaces() -> None:
     )
     if free is not None:  # else torch was built without CUDA
         free()
+
+
+@contextlib.contextmanager
+def capturing_on(stream: torch.Stream, current: torch.Stream) -> Iterator[None]:
+    """In the body ``stream`` is the current one, in order with ``current``.
+
+    A capture runs no kernel but one: before torch 2.13 its beginning fills the seeds of
+    generators, which replays on ``current`` read and fill.
+    """
+    stream.wait_stream(current)
+    try:
+        with stream:
+            yield
+    finally:
+        current.wait_stream(stream)
 
 
 _LOST: list[Any] = []  # graphs whose capture failed, kept alive

@@ -499,6 +499,21 @@ def test_step_of_the_users_takes_turns_on_the_devices(tmp_path, name):
     assert mine[4] == 6
 
 
+def assert_evaluates_as_stock(tmp_path, callback):
+    """With a callback that changes the model between batches."""
+    results = []
+    for base, place in (
+        (ScatterOnceTrainer, {"device_ids": DEVICES["two"]}),
+        (transformers.Trainer, {}),
+    ):
+        cls = type("Mine", (Observes, base), {})
+        extra = {"callbacks": [callback()], **place}
+        trainer = build(cls, tmp_path, Counting(), classes, extra=extra)
+        results.append(quietly(trainer.evaluate))
+    assert "eval_loss" in results[1]
+    assert_same_metrics(*results)
+
+
 def test_weights_that_a_callback_writes_count_in_turns(tmp_path):
     """With the next batch, on each device."""
 
@@ -507,17 +522,7 @@ def test_weights_that_a_callback_writes_count_in_turns(tmp_path):
             with torch.no_grad():
                 model.inner.classifier.weight.mul_(2)
 
-    results = []
-    for base, place in (
-        (ScatterOnceTrainer, {"device_ids": DEVICES["two"]}),
-        (transformers.Trainer, {}),
-    ):
-        cls = type("Mine", (Observes, base), {})
-        extra = {"callbacks": [Doubles()], **place}
-        trainer = build(cls, tmp_path, Counting(), classes, extra=extra)
-        results.append(quietly(trainer.evaluate))
-    assert "eval_loss" in results[1]
-    assert_same_metrics(*results)
+    assert_evaluates_as_stock(tmp_path, Doubles)
 
 
 @pytest.mark.slow
@@ -531,17 +536,7 @@ def test_module_that_a_callback_replaces_counts(tmp_path):
                 with seeded(self.calls):
                     model.inner.classifier = nn.Linear(8, 3).double()
 
-    results = []
-    for base, place in (
-        (ScatterOnceTrainer, {"device_ids": DEVICES["two"]}),
-        (transformers.Trainer, {}),
-    ):
-        cls = type("Mine", (Observes, base), {})
-        extra = {"callbacks": [Replaces()], **place}
-        trainer = build(cls, tmp_path, Counting(), classes, extra=extra)
-        results.append(quietly(trainer.evaluate))
-    assert "eval_loss" in results[1]
-    assert_same_metrics(*results)
+    assert_evaluates_as_stock(tmp_path, Replaces)
 
 
 @pytest.mark.slow

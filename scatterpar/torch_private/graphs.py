@@ -35,8 +35,12 @@ def capturing_on(stream: torch.Stream, current: torch.Stream) -> Iterator[None]:
     try:
         with stream:
             yield
-    finally:
-        current.wait_stream(stream)
+    except BaseException:
+        # On a device that has failed this fails, too: the body's error is the one.
+        with contextlib.suppress(RuntimeError):
+            current.wait_stream(stream)
+        raise
+    current.wait_stream(stream)
 
 
 _LOST: list[Any] = []  # graphs whose capture failed, kept alive

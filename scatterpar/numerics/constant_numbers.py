@@ -43,7 +43,7 @@ class ConstantNumbers(OperatorMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.calls = 0
 
     def __torch_dispatch__(

@@ -98,7 +98,7 @@ class Tape(torch_private.OperatorMode):
         ``device`` is the device that computes. ``is_captured``: it only captures, so
         that generators have no state.
         """
-        super().__init__()  # type: ignore[no-untyped-call]  # no stub
+        super().__init__()
         self.entries: list[Any] = []
         self._append = self.entries.append
         self.obstacle = ""

@@ -112,7 +112,7 @@ class WatchedOperators(OperatorMode):
     """
 
     def __init__(self, in_double: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.coarsest: torch.dtype | None = None
         self._in_double = in_double
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from scatterpar.torch_private.compiler import uncompiled
 from scatterpar.torch_private.entry_points import find
 
 dispatch_modes = find(
     "torch.utils._python_dispatch", "_get_current_dispatch_mode_stack"
 )
+_push_mode = find("torch.utils._python_dispatch", "_push_mode")
+_pop_mode = find("torch.utils._python_dispatch", "_pop_mode")
 _function_modes = find("torch.overrides", "_get_current_function_mode_stack")
 
 _PROFILER: Any = torch.autograd.profiler
@@ -52,14 +55,29 @@ def is_profiled() -> bool:
 
 
 class OperatorMode(TorchDispatchMode):
-    """A dispatch mode for code that is not compiled.
+    """A dispatch mode of this thread; in its body nothing is compiled, in any thread.
 
-    torch does not import its compiler for it.
+    torch's own modes set a flag of the process instead: a frame that another thread
+    compiles meanwhile would never be compiled again, and where the bodies of two
+    threads overlap, the flag would stay set after both.
     """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._uncompiled = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        self._uncompiled.enter_context(uncompiled())
+        _push_mode(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _pop_mode(None)
+        self._uncompiled.close()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False
+        return False  # so that torch does not import its compiler for the mode
 
 
 def below_autocast() -> contextlib.AbstractContextManager[Any]:

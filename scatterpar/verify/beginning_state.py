@@ -73,7 +73,7 @@ class _Seeds(OperatorMode):
     """Records the state of a generator before each operator that draws from it."""
 
     def __init__(self, get_state: Callable[[], Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.states: list[Tensor] = []
         self._get_state = get_state
 

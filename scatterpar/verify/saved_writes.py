@@ -72,7 +72,7 @@ class _WrittenArguments(OperatorMode):
     """Calls ``save`` with each tensor that an operator is about to write."""
 
     def __init__(self, save: Callable[[Tensor], object]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._save_before = save
 
     def __torch_dispatch__(

@@ -26,7 +26,12 @@ from harness.oracle import (
 from harness.pairwise import few_of
 from torch import nn
 
-from scatterpar import DataParallelModel, ScatterOnceParallel, torch_private
+from scatterpar import (
+    DataParallelModel,
+    ScatterOnceParallel,
+    splitcheck,
+    torch_private,
+)
 
 DEVICES = [["cpu"], ["cpu"] * 2, ["cpu:0", "cpu:1"]]
 WAYS = ["option", "torch.compile", "method", "method, later", "a block", "a part"]
@@ -305,3 +310,101 @@ def test_inductor_equals_eager(monkeypatch, tmp_path):
             with seeded(3):
                 losses.append(step(engine))
     assert losses[0] == losses[1]
+
+
+def pointwise(rows):
+    return rows.sin() + 1
+
+
+class Watching(torch_private.OperatorMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def in_thread(call, *args):
+    thread = threading.Thread(target=call, args=args)
+    thread.start()
+    return thread
+
+
+def test_code_met_beside_a_mode_compiles_later(graphs):
+    """torch marked its frames as never to be compiled: a replica that was looked at made
+    those of the others eager for good.
+    """
+    called = torch.compile(pointwise, backend=graphs)
+    rows = randn(3, 2)
+    with Watching():
+        in_thread(called, rows).join()
+    assert graphs.count == 0
+    called(rows)
+    assert graphs.count == 1
+
+
+def test_compilation_beside_a_mode_goes_on(graphs):
+    """The frames below the one that was being compiled were never compiled."""
+    is_watched, may_end = threading.Event(), threading.Event()
+
+    def watch():
+        with Watching():
+            is_watched.set()
+            may_end.wait(60)
+
+    threads = []
+
+    def backend(graph, inputs):
+        forward = graphs(graph, inputs)
+
+        def run(*args):
+            if not threads:
+                threads.append(in_thread(watch))
+                is_watched.wait(60)
+            return forward(*args)
+
+        return run
+
+    def outer(rows):
+        rows = rows + 1
+        torch._dynamo.graph_break()
+        return inner(rows)
+
+    def inner(rows):
+        rows = rows * 2
+        torch._dynamo.graph_break()
+        return rows.sin()
+
+    torch.compile(outer, backend=backend)(randn(3, 2))
+    may_end.set()
+    threads[0].join()
+    assert graphs.count == 3
+
+
+def test_overlapping_modes_leave_the_compiler_on(graphs):
+    is_inside, may_leave = threading.Event(), threading.Event()
+
+    def watch():
+        with Watching():
+            is_inside.set()
+            may_leave.wait(60)
+
+    with Watching():
+        thread = in_thread(watch)
+        is_inside.wait(60)
+    may_leave.set()
+    thread.join()
+    torch.compile(pointwise, backend=graphs)(randn(3, 2))
+    assert graphs.count == 1
+
+
+def test_splitcheck_leaves_compiled_functions_compiled(graphs):
+    called = torch.compile(pointwise, backend=graphs)
+
+    def train_step(model, batches):
+        for rows, targets in batches:
+            loss = CRITERION(called(model(rows)), targets)
+            (loss / len(batches)).backward()
+
+    report = splitcheck(train_step, nn.Linear(6, 3), batch(24), parts=3, equal=True)
+    assert not report.cause
+    assert graphs.count == 0
+    called(randn(3, 2))
+    assert graphs.count == 1

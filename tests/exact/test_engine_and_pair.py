@@ -161,6 +161,34 @@ def carries_a_state(module, rows, state):
     return output
 
 
+def sets_an_attribute(module, rows):
+    """To other memory, by ``set_``; assignments have rows of their own."""
+    output = module.net(rows) + module.memory
+    with torch.no_grad():
+        module.memory.set_(0.5 * module.memory + output.mean(0))
+    return output
+
+
+def sets_an_entry(module, rows):
+    output = module.net(rows) + module.memory[0].clone()
+    with torch.no_grad():
+        module.memory[0].set_(0.5 * module.memory[0] + output.mean(0))
+    return output
+
+
+def sets_its_input(module, rows, state):
+    output = module.net(rows) + state.clone()
+    state.set_(output.detach())
+    return output
+
+
+def sets_a_parameter(module, rows):
+    weight = module.net[0].weight
+    with torch.no_grad():
+        weight.set_(0.9 * weight)
+    return module.net(rows)
+
+
 def keeps_a_mask(module, rows):
     if module.mask is None:
         module.mask = torch.arange(3).to(rows) > 0
@@ -277,6 +305,19 @@ def writes_targets(_):
         return F.mse_loss(output, targets["y"])
 
     return criterion
+
+
+class Forgets(nn.Module):
+    """A criterion that sets its own weights, of which its graph has a copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = torch.ones(3, dtype=INPUTS.dtype)
+
+    def forward(self, output, targets):
+        error = (output - targets).square() * self.weights.clone()
+        self.weights.set_(0.9 * self.weights)
+        return error.mean()
 
 
 class Head(nn.Module):
@@ -396,6 +437,23 @@ TABLE = {
         r"the criterion writes targets\['seen'\]",
         targets={"y": TARGETS, "seen": torch.zeros(13)},
         prepare=writes_targets,
+    ),
+    "an attribute that is set": Program(
+        of(sets_an_attribute, memory=lambda: torch.zeros(3, dtype=INPUTS.dtype)),
+        *(TOLD, TOLD, "memory"),
+    ),
+    "an entry of a list that is set": Program(
+        of(sets_an_entry, memory=lambda: [torch.zeros(3, dtype=INPUTS.dtype)]),
+        *(TOLD, TOLD, "memory|another result"),
+    ),
+    "an input that is set": Program(
+        of(sets_its_input),
+        *(TOLD, TOLD, r"inputs\[1\]"),
+        inputs=(INPUTS, TARGETS.clone()),
+    ),
+    "a parameter that is set": Program(of(sets_a_parameter), REFUSED, REFUSED, WRITES),
+    "a criterion that sets its weights": Program(
+        net, TOLD, TOLD, "weights", prepare=lambda _: Forgets()
     ),
     "a mask that is kept": Program(of(keeps_a_mask, mask=lambda: None)),
     "a dict per row": Program(

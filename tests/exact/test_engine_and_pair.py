@@ -2,7 +2,8 @@
 
 ``EXACT``: losses and gradients as in plain torch. ``REFUSED``: an error, and
 parameters, gradients and buffers as before. ``TOLD``: a warning by name. Each row is
-run in one memory and in two.
+run in one memory and in two. What is refused or told names its remedies: rows that
+follow the words, and are exact.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.oracle import assert_gradients, build, gradients, randint, randn
+from harness.oracle import assert_gradients, build, gradients, randint, randn, seeded
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -27,6 +28,7 @@ from scatterpar import (
     Rows,
     ScatterOnceParallel,
     count_labels,
+    gather,
 )
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread_an_operation")]
@@ -42,7 +44,11 @@ class Program:
 
     Attributes:
         words: in the errors and warnings.
+        remedies: the rows that do what these words say.
+        inputs: of each step; a function makes them for each way.
         prepare: makes the criterion of a model; it may register hooks.
+        after: is called with the model, the inputs and the output of the whole batch,
+            after each update.
         options: of ``forward_backward``, and of the pair's criterion.
         accum: of the engine.
     """
@@ -51,9 +57,11 @@ class Program:
     engine: str = EXACT
     pair: str = EXACT
     words: str = ""
+    remedies: tuple[str, ...] = ()
     inputs: Any = INPUTS
     targets: Any = TARGETS
     prepare: Any = lambda model: nn.MSELoss()
+    after: Any = None
     options: dict[str, Any] = field(default_factory=dict)
     accum: int = 2
 
@@ -78,6 +86,10 @@ class Net(nn.Module):
 def of(forward, **parts):
     """A class whose objects are ``Net``s: a new part each time."""
     return lambda: Net(forward, **{name: make() for name, make in parts.items()})
+
+
+def zeros():
+    return torch.zeros(3, dtype=INPUTS.dtype)
 
 
 # ---- forward passes ----
@@ -226,9 +238,96 @@ def selected(module, rows):
     return module.net(rows)[rows[:, 0] > 0]
 
 
-def counts_in_a_buffer(module, rows):
-    module.calls += 1
+# ---- the same programs, as the words of errors and warnings say ----
+
+
+def reads_a_count(module, rows):
     return module.net(rows) * (1 + 0.1 * module.calls)
+
+
+def counts_once(module, *_):
+    module.calls += 1
+
+
+def reads_a_switch(module, rows):
+    return module.net(rows) * (1.0 if module.is_warm else 0.5)
+
+
+def switches_once(module, *_):
+    module.is_warm = True
+
+
+def reads_a_centre(module, rows):
+    return module.net(rows) + module.centre
+
+
+def moves_the_centre(module, rows, _):
+    module.centre = 0.9 * module.centre + 0.1 * rows.mean(0)[:3]
+
+
+def reads_a_table(module, rows):
+    return module.net(rows) * module.table["scale"]
+
+
+def fills_the_table(module, *_):
+    module.table["scale"] *= 0.9
+
+
+def reads_a_memory(module, rows):
+    return module.net(rows) + module.memory
+
+
+def sets_the_memory(module, _, output):
+    module.memory.set_(0.5 * module.memory + output.detach().mean(0))
+
+
+def reads_an_entry(module, rows):
+    return module.net(rows) + module.memory[0]
+
+
+def sets_the_entry(module, _, output):
+    module.memory[0].set_(0.5 * module.memory[0] + output.detach().mean(0))
+
+
+def writes_afterwards(module, *_):
+    module.net[0].weight.mul_(0.9)
+
+
+def returns_a_loss_aside(module, rows):
+    hidden = module.net[0](rows)
+    aside = module.aside(hidden.detach()).square().mean(1)
+    return module.net[1:](hidden), aside
+
+
+def returns_its_loss(module, rows):
+    output = module.net(rows)
+    return output, output.square().mean(1)
+
+
+def returns_what_a_hook_has(module, rows):
+    """The hook is removed at the end of the call."""
+    hidden = []
+    hook = module.net[0].register_forward_hook(lambda *of: hidden.append(of[2]))
+    with hook:
+        output = module.net(rows)
+    return output, hidden[0].square().mean(1)
+
+
+def carries_what_it_returns(module, rows, state):
+    output = module.net(rows) + state
+    return output, output.detach()
+
+
+def writes_the_state(_, inputs, outputs):
+    inputs[1].copy_(outputs[1])
+
+
+def returns_both_times(module, rows):
+    return time_first(module, rows).transpose(0, 1)
+
+
+def returns_which(module, rows):
+    return module.net(rows), rows[:, 0] > 0
 
 
 class Words(nn.Module):
@@ -260,6 +359,36 @@ class Tied(nn.Module):
 
 
 # ---- criteria ----
+
+
+def called_once(model):
+    """It makes what the first forward pass makes."""
+    with seeded():
+        model(INPUTS[:1])
+    return nn.MSELoss()
+
+
+def of_both(weight):
+    """Adds a mean of what forward returns beside its output."""
+
+    def prepare(_):
+        return lambda outputs, targets: (
+            F.mse_loss(outputs[0], targets) + weight * outputs[1].mean()
+        )
+
+    return prepare
+
+
+def adds_its_loss(_):
+    return lambda output, targets: F.mse_loss(output, targets) + output.square().mean()
+
+
+def of_the_output(_):
+    return lambda outputs, targets: F.mse_loss(outputs[0], targets)
+
+
+def of_chosen_rows(_):
+    return lambda outputs, _: outputs[0][outputs[1]].square().sum()
 
 
 def reads_a_dict(model):
@@ -310,27 +439,42 @@ def writes_targets(_):
 class Forgets(nn.Module):
     """A criterion that sets its own weights, of which its graph has a copy."""
 
-    def __init__(self):
+    def __init__(self, *, forgets=True):
         super().__init__()
-        self.weights = torch.ones(3, dtype=INPUTS.dtype)
+        self.weights, self.forgets = zeros() + 1, forgets
+
+    def forget(self):
+        self.weights.set_(0.9 * self.weights)
 
     def forward(self, output, targets):
         error = (output - targets).square() * self.weights.clone()
-        self.weights.set_(0.9 * self.weights)
+        if self.forgets:
+            self.forget()
         return error.mean()
 
 
 class Head(nn.Module):
     """A criterion with a network."""
 
-    def __init__(self, is_trained_inside=False):
+    def __init__(self, *, backward=False, adds=False):
         super().__init__()
-        self.head, self.is_trained_inside = nn.Linear(3, 3).double(), is_trained_inside
+        self.head = nn.Linear(3, 3).double()
+        self.backward, self.adds = backward, adds
 
     def forward(self, output, targets):
-        if self.is_trained_inside:
-            self.head(output.detach()).square().mean().backward()
-        return F.mse_loss(self.head(output), targets)
+        loss = F.mse_loss(self.head(output), targets)
+        if self.adds or self.backward:
+            aside = self.head(output.detach()).square().mean()
+        if self.backward:
+            aside.backward()
+        return loss + aside if self.adds else loss
+
+
+def keeps_its_criterion(model):
+    """Its weights are set after each step."""
+    criterion = Forgets(forgets=False)
+    model.of = (criterion,)
+    return criterion
 
 
 def with_head(_, **options):
@@ -352,10 +496,12 @@ def of_tokens(_):
 GRAPHS = [randn(count, 6, seed=count) for count in (3, 5, 2, 7, 1, 4, 4)]
 OF_NODES = [randint(3, len(graph), seed=9) for graph in GRAPHS]
 METAS = [{"scale": 1 + 0.1 * row, "name": "a"} for row in range(13)]
+TEXTS = ["ab"[: 1 + row % 2] for row in range(13)]
 OBJECTS = [types.SimpleNamespace(**meta) for meta in METAS]
 IGNORED = LABELS.clone().masked_fill_(torch.arange(13) % 3 == 0, -100)
 CREATES, WRITES, BACKWARD = "creates the parameter", "writes the parameter", "backward"
 PICKS = {"targets": {"labels": IGNORED}, "prepare": lambda _: Picks()}
+RETURNED = ("returned from a hook",)
 SUM = {"prepare": lambda _: nn.MSELoss(reduction="sum")}
 
 TABLE = {
@@ -370,107 +516,187 @@ TABLE = {
     "a criterion with a network": Program(net, prepare=with_head),
     "heads made in forward": Program(
         of(makes_heads, body=lambda: nn.Linear(6, 8), heads=nn.ModuleDict),
-        *(REFUSED, REFUSED, CREATES),
+        *(REFUSED, REFUSED, CREATES, ("heads made in a first call",)),
+    ),
+    "heads made in a first call": Program(
+        of(makes_heads, body=lambda: nn.Linear(6, 8), heads=nn.ModuleDict),
+        prepare=called_once,
     ),
     "heads appended in forward": Program(
-        of(appends_heads, heads=nn.ModuleList), REFUSED, REFUSED, CREATES
+        of(appends_heads, heads=nn.ModuleList),
+        *(REFUSED, REFUSED, CREATES, ("heads appended in a first call",)),
+    ),
+    "heads appended in a first call": Program(
+        of(appends_heads, heads=nn.ModuleList), prepare=called_once
     ),
     "a parameter made in forward": Program(
-        of(makes_a_parameter), REFUSED, REFUSED, CREATES
+        of(makes_a_parameter),
+        *(REFUSED, REFUSED, CREATES, ("a parameter made in a first call",)),
+    ),
+    "a parameter made in a first call": Program(
+        of(makes_a_parameter), prepare=called_once
     ),
     "a lazy module": Program(
-        lambda: nn.Sequential(nn.LazyLinear(3)), REFUSED, REFUSED, "lazy"
+        lambda: nn.Sequential(nn.LazyLinear(3)),
+        *(REFUSED, REFUSED, "lazy", ("a lazy module after a first call",)),
     ),
-    "writes through data": Program(of(writes_through_data), REFUSED, REFUSED, WRITES),
+    "a lazy module after a first call": Program(
+        lambda: nn.Sequential(nn.LazyLinear(3)), prepare=called_once
+    ),
+    "writes through data": Program(
+        of(writes_through_data),
+        *(REFUSED, REFUSED, WRITES, ("written after the step",)),
+    ),
+    "written after the step": Program(
+        of(lambda m, x: m.net(x)), after=writes_afterwards
+    ),
     "synchronised statistics": Program(
-        lambda: net(nn.SyncBatchNorm(3)), EXACT, REFUSED, "SyncBatchNorm.*pair", accum=1
+        lambda: net(nn.SyncBatchNorm(3)),
+        *(EXACT, REFUSED, "SyncBatchNorm.*pair.*ScatterOnceParallel"),
+        accum=1,
     ),
     "synchronised, evaluated": Program(lambda: net(nn.SyncBatchNorm(3)).eval()),
     "backward of a head in forward": Program(
-        of(trains_aside, aside=lambda: nn.Linear(8, 2)), REFUSED, REFUSED, BACKWARD
+        of(trains_aside, aside=lambda: nn.Linear(8, 2)),
+        *(REFUSED, REFUSED, BACKWARD, ("the head's loss is returned",)),
+    ),
+    "the head's loss is returned": Program(
+        of(returns_a_loss_aside, aside=lambda: nn.Linear(8, 2)), prepare=of_both(1)
     ),
     "backward of itself in forward": Program(
-        of(trains_itself), REFUSED, REFUSED, BACKWARD
+        of(trains_itself), *(REFUSED, REFUSED, BACKWARD, ("its loss is returned",))
     ),
+    "its loss is returned": Program(of(returns_its_loss), prepare=of_both(1)),
     "backward in the criterion": Program(
-        net, REFUSED, REFUSED, BACKWARD, prepare=trains_in_the_criterion
+        net,
+        *(REFUSED, REFUSED, BACKWARD, ("added in the criterion",)),
+        prepare=trains_in_the_criterion,
     ),
+    "added in the criterion": Program(net, prepare=adds_its_loss),
     "backward of the criterion's head": Program(
         net,
-        *(REFUSED, REFUSED, BACKWARD),
-        prepare=functools.partial(with_head, is_trained_inside=True),
+        *(REFUSED, REFUSED, BACKWARD, ("added in the criterion with a network",)),
+        prepare=functools.partial(with_head, backward=True),
+    ),
+    "added in the criterion with a network": Program(
+        net, prepare=functools.partial(with_head, adds=True)
     ),
     "backward to a detached leaf": Program(of(caches_gradients)),
     "a hook fills a dict": Program(
-        of(lambda m, x: m.net(x)), TOLD, TOLD, "hook", prepare=reads_a_dict
+        of(lambda m, x: m.net(x)), TOLD, TOLD, "hook", RETURNED, prepare=reads_a_dict
     ),
     "a hook fills a list": Program(
-        of(lambda m, x: m.net(x)), TOLD, TOLD, "hook", prepare=reads_a_list
+        of(lambda m, x: m.net(x)), TOLD, TOLD, "hook", RETURNED, prepare=reads_a_list
     ),
     "a hook fills an object": Program(
-        of(lambda m, x: m.net(x)), TOLD, TOLD, "hook", prepare=reads_an_object
+        of(lambda m, x: m.net(x)), TOLD, TOLD, "hook", RETURNED, prepare=reads_an_object
     ),
     "an attribute that the criterion reads": Program(
-        of(keeps_its_output), REFUSED, TOLD, "aux", prepare=reads_the_module
+        of(keeps_its_output),
+        *(REFUSED, TOLD, "aux", ("its loss is returned",)),
+        prepare=reads_the_module,
     ),
-    "a counter": Program(of(counts, calls=int), TOLD, TOLD, "calls"),
+    "returned from a hook": Program(of(returns_what_a_hook_has), prepare=of_both(0.1)),
+    "a counter": Program(
+        of(counts, calls=int),
+        *(TOLD, TOLD, "calls", ("counted after the step", "a counter in a buffer")),
+    ),
+    "counted after the step": Program(of(reads_a_count, calls=int), after=counts_once),
+    "a counter in a buffer": Program(
+        of(counts, calls=lambda: nn.Buffer(torch.zeros(()))), accum=1
+    ),
     "a switch": Program(
-        of(switches, is_warm=bool), TOLD, TOLD, "is_warm|another result"
+        of(switches, is_warm=bool),
+        *(TOLD, TOLD, "is_warm|another result", ("switched after the step",)),
+    ),
+    "switched after the step": Program(
+        of(reads_a_switch, is_warm=bool), after=switches_once
     ),
     "a centre that begins late": Program(
-        of(centres, centre=lambda: None), TOLD, TOLD, "centre"
+        of(centres, centre=lambda: None),
+        *(TOLD, TOLD, "centre", ("a centre that moves after the step",)),
+    ),
+    "a centre that moves after the step": Program(
+        of(reads_a_centre, centre=zeros), after=moves_the_centre
     ),
     "a table of numbers": Program(
-        of(fills_a_table, table=dict), TOLD, TOLD, "table|another result"
+        of(fills_a_table, table=dict),
+        *(TOLD, TOLD, "table|another result", ("a table filled after the step",)),
+    ),
+    "a table filled after the step": Program(
+        of(reads_a_table, table=lambda: {"scale": 1.0}), after=fills_the_table
     ),
     "a state among the inputs": Program(
         of(carries_a_state),
-        TOLD,
-        TOLD,
-        r"inputs\[1\]",
-        inputs=(INPUTS, TARGETS.clone()),
+        *(TOLD, TOLD, r"inputs\[1\]", ("a state that is returned",)),
+        inputs=lambda: (INPUTS, TARGETS.clone()),
+    ),
+    "a state that is returned": Program(
+        of(carries_what_it_returns),
+        inputs=lambda: (INPUTS, TARGETS.clone()),
+        prepare=of_the_output,
+        after=writes_the_state,
     ),
     "a criterion that writes targets": Program(
         net,
-        TOLD,
-        TOLD,
-        r"the criterion writes targets\['seen'\]",
+        *(TOLD, TOLD, r"the criterion writes targets\['seen'\]", ("plain",)),
         targets={"y": TARGETS, "seen": torch.zeros(13)},
         prepare=writes_targets,
     ),
     "an attribute that is set": Program(
-        of(sets_an_attribute, memory=lambda: torch.zeros(3, dtype=INPUTS.dtype)),
-        *(TOLD, TOLD, "memory"),
+        of(sets_an_attribute, memory=zeros),
+        *(TOLD, TOLD, "memory", ("set after the step",)),
+    ),
+    "set after the step": Program(
+        of(reads_a_memory, memory=zeros), after=sets_the_memory
     ),
     "an entry of a list that is set": Program(
-        of(sets_an_entry, memory=lambda: [torch.zeros(3, dtype=INPUTS.dtype)]),
-        *(TOLD, TOLD, "memory|another result"),
+        of(sets_an_entry, memory=lambda: [zeros()]),
+        *(TOLD, TOLD, "memory|another result", ("an entry set after the step",)),
+    ),
+    "an entry set after the step": Program(
+        of(reads_an_entry, memory=lambda: [zeros()]), after=sets_the_entry
     ),
     "an input that is set": Program(
         of(sets_its_input),
-        *(TOLD, TOLD, r"inputs\[1\]"),
-        inputs=(INPUTS, TARGETS.clone()),
+        *(TOLD, TOLD, r"inputs\[1\]", ("a state that is returned",)),
+        inputs=lambda: (INPUTS, TARGETS.clone()),
     ),
-    "a parameter that is set": Program(of(sets_a_parameter), REFUSED, REFUSED, WRITES),
+    "a parameter that is set": Program(
+        of(sets_a_parameter), REFUSED, REFUSED, WRITES, ("written after the step",)
+    ),
     "a criterion that sets its weights": Program(
-        net, TOLD, TOLD, "weights", prepare=lambda _: Forgets()
+        net,
+        *(TOLD, TOLD, "weights", ("weights that are set once per step",)),
+        prepare=lambda _: Forgets(),
+    ),
+    "weights that are set once per step": Program(
+        of(lambda m, x: m.net(x)),
+        prepare=keeps_its_criterion,
+        after=lambda module, *_: module.of[0].forget(),
     ),
     "a mask that is kept": Program(of(keeps_a_mask, mask=lambda: None)),
     "a dict per row": Program(
-        of(with_metas), REFUSED, REFUSED, r"Rows\(dicts\)", inputs=(INPUTS, METAS)
+        of(with_metas),
+        *(REFUSED, REFUSED, r"Rows\(dicts\)", ("rows of dicts",)),
+        inputs=(INPUTS, METAS),
     ),
     "an object per row": Program(
-        of(with_metas), REFUSED, REFUSED, r"Rows\(entries\)", inputs=(INPUTS, OBJECTS)
+        of(with_metas),
+        *(REFUSED, REFUSED, r"Rows\(entries\)", ("rows of objects",)),
+        inputs=(INPUTS, OBJECTS),
     ),
+    "rows of objects": Program(of(with_metas), inputs=(INPUTS, Rows(OBJECTS))),
     "a text per row": Program(
         of(with_texts),
-        *(REFUSED, REFUSED, r"Rows\(texts\)"),
-        inputs=(INPUTS, ["ab"[: 1 + row % 2] for row in range(13)]),
+        *(REFUSED, REFUSED, r"Rows\(texts\)", ("rows of texts",)),
+        inputs=(INPUTS, TEXTS),
     ),
+    "rows of texts": Program(of(with_texts), inputs=(INPUTS, Rows(TEXTS))),
     "rows of dicts": Program(of(with_metas), inputs=(INPUTS, Rows(METAS))),
     "a row per token": Program(
         Words,
-        *(EXACT, REFUSED, "reshape.*ScatterOnceParallel"),
+        *(EXACT, REFUSED, "reshape.*ScatterOnceParallel", ("tokens by row",)),
         inputs=TOKENS,
         targets=FOLLOWING,
         prepare=of_tokens,
@@ -480,8 +706,12 @@ TABLE = {
     ),
     "time first": Program(
         of(time_first),
-        *(EXACT, REFUSED, "transpose"),
+        *(EXACT, REFUSED, "transpose", ("rows first",)),
         prepare=lambda _: lambda output, y: F.mse_loss(output[1], y),
+    ),
+    "rows first": Program(
+        of(returns_both_times),
+        prepare=lambda _: lambda output, y: F.mse_loss(output.transpose(0, 1)[1], y),
     ),
     "nodes of graphs": Program(
         net,
@@ -492,19 +722,27 @@ TABLE = {
     ),
     "selected rows": Program(
         of(selected),
-        *(EXACT, REFUSED, "one entry per row"),
+        *(EXACT, REFUSED, "one entry per row", ("selected by the criterion",)),
         prepare=lambda _: lambda output, _: output.square().sum(),
         options={"reduction": "sum"},
     ),
-    "labels in a dict": Program(net, REFUSED, REFUSED, "count=", **PICKS),
+    "selected by the criterion": Program(
+        of(returns_which), prepare=of_chosen_rows, options={"reduction": "sum"}
+    ),
+    "labels in a dict": Program(
+        net, REFUSED, REFUSED, "count=", ("labels in a dict, counted",), **PICKS
+    ),
     "labels in a dict, counted": Program(
         net, **PICKS, options={"count": count_labels()}
     ),
     "a scripted module": Program(
-        lambda: torch.jit.script(nn.Linear(6, 3)), REFUSED, REFUSED, "TorchScript"
+        lambda: torch.jit.script(nn.Linear(6, 3)),
+        *(REFUSED, REFUSED, "TorchScript", ("plain",)),
     ),
     "inputs with gradients": Program(
-        net, REFUSED, EXACT, "requires grad", inputs=INPUTS.clone().requires_grad_()
+        net,
+        *(REFUSED, EXACT, "requires grad", ("plain",)),
+        inputs=INPUTS.clone().requires_grad_(),
     ),
 }
 
@@ -530,17 +768,21 @@ def trained(program, how, devices):
         for p in (*module.parameters(), *module.buffers())
     ]
     losses = []
+    inputs = program.inputs() if callable(program.inputs) else program.inputs
     try:
-        step = steps_of(program, how, model, criterion, devices)
+        step = steps_of(program, how, model, criterion, inputs, devices)
         for _ in range(STEPS):
             for module in modules:
                 module.zero_grad()
-            losses.append(step())
+            loss, outputs = step()
+            losses.append(loss.detach())
             with torch.no_grad():
                 for module in modules:
                     for parameter in module.parameters():
                         if parameter.grad is not None:
                             parameter.sub_(parameter.grad, alpha=0.05)
+                if program.after is not None:
+                    program.after(model, inputs, outputs)
     except (TypeError, ValueError, RuntimeError) as error:
         if how == "plain":
             raise
@@ -554,28 +796,37 @@ def trained(program, how, devices):
     return nn.ModuleDict(named), torch.stack(losses)
 
 
-def steps_of(program, how, model, criterion, devices):
-    inputs, targets = program.inputs, program.targets
+def steps_of(program, how, model, criterion, inputs, devices):
+    """A function that returns the loss and, if ``after`` asks, the whole output."""
+    targets, options, asks = program.targets, program.options, program.after
     if how == "engine":
         engine = ScatterOnceParallel(model, program.accum, devices)
-        return lambda: engine.forward_backward(
-            inputs, targets, criterion, **program.options
-        )
-    call, loss_of, options = model, criterion, {}
+
+        def step():
+            got = engine.forward_backward(
+                inputs, targets, criterion, return_outputs=bool(asks), **options
+            )
+            return (got[0], gather(got[1], "cpu")) if asks else (got, None)
+
+        return step
+    call, loss_of = model, criterion
     arguments = inputs if isinstance(inputs, tuple) else (inputs,)
     if how == "pair":
         call, loss_of = (
             DataParallelModel(model, devices),
             DataParallelCriterion(criterion),
         )
-        options = program.options
     else:
         arguments, (targets,) = plain_inputs(inputs), plain_inputs(targets)
+        options = {}
 
     def step():
-        loss = loss_of(call(*arguments), targets, **options)
+        outputs = call(*arguments)
+        loss = loss_of(outputs, targets, **options)
         loss.backward()
-        return loss.detach()
+        if asks and how == "pair":
+            outputs = gather(outputs, "cpu")
+        return loss, outputs
 
     return step
 
@@ -616,3 +867,14 @@ def test_engine_and_pair_answer(name, how, devices):
     assert answer == getattr(program, how), words
     if answer != EXACT:
         assert re.search(program.words, words, re.DOTALL), words
+
+
+@pytest.mark.parametrize("name", [n for n, p in TABLE.items() if p.words])
+def test_refused_and_told_have_a_remedy(name):
+    """Rows that are exact both ways; or the words name the engine, which is exact."""
+    program = TABLE[name]
+    remedies = [TABLE[remedy] for remedy in program.remedies]
+    assert all((row.engine, row.pair) == (EXACT, EXACT) for row in remedies)
+    if not remedies:
+        assert program.engine == EXACT
+        assert "ScatterOnceParallel" in program.words

@@ -63,6 +63,7 @@ from scatterpar.step.loop_options import LoopOptions
 from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.misfits import add_advice
 from scatterpar.step.reduce import Outcome, reduce
+from scatterpar.step.replica_threads import ReplicaThreads
 from scatterpar.step.request import (
     Accum,
     Buffers,
@@ -86,6 +87,7 @@ from scatterpar.step.scatter import (
 )
 from scatterpar.step.substeps import Schedule, user_state_guarded
 from scatterpar.step.task import ReplicaTask, call_inputs, make_tasks
+from scatterpar.step.turns import TurnOrder
 from scatterpar.threads.workers import Workers, threads_of
 from scatterpar.torch_private import never_compiled, unwrapped
 from scatterpar.verify.gradient_check import (
@@ -279,6 +281,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         "_verifier",
         "_one_pass",
         "_loss_watch",
+        "_threads",
         "loop",
         "chosen",
     )
@@ -294,6 +297,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         self._init_verifier()
         self._one_pass = self._made_schedule(self._options)
         self._loss_watch = LossWatch(self.module)
+        self._threads: ReplicaThreads | None = None  # of the present attempt
         self._step_ended = math.inf  # the first step has not waited
         self.loop = LoopOptions()
         self.chosen: LossCandidate | None = None
@@ -662,6 +666,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         # Replicas that take turns leave cores idle, which the one in turn may use.
         if self.loop.takes_turns:
             attempt.threads.widen(self.loop.turn)
+        self._threads = attempt.threads
         try:
             with attempt.undo:
                 yield attempt
@@ -669,6 +674,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             add_advice(error, request)
             raise
         finally:
+            self._threads = None
             # A thread that did not end in time may still write its replica: others are
             # made.
             if self._workers.abandoned:
@@ -933,6 +939,11 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
     def present_replicas(self) -> ReplicaSet:
         """The replicas as they are in the present step, for what it calls."""
         return self._replicas.of_model
+
+    @property
+    def present_turns(self) -> TurnOrder | None:
+        """The turns of the present pass over the shares, for what it calls; or none."""
+        return None if self._threads is None else self._threads.turns
 
     def extra_repr(self) -> str:
         """The devices, and options that are not the defaults, for ``repr(engine)``."""

@@ -166,7 +166,9 @@ class Loop:
         # Else numbers that calls write would differ with the rows of a look.
         if is_look():
             self.functions.restart_look()
-        with lasting_a_turn(self.lending.lent(loan, device)):
+        assert self.engine is not None
+        turns = self.engine.present_turns
+        with lasting_a_turn(turns, self.lending.lent(loan, device)):
             yield
 
     def loan_of(self, work: nn.Module) -> Loan | Parts:

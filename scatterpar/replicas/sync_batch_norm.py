@@ -20,7 +20,7 @@ A replica that fails, and an interrupt, set the ``Meeting``, which ends all wait
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -103,6 +103,10 @@ class Meeting(Cancellation):
     """Where the replicas of one pass over the shares wait for each other.
 
     The event is the job's cancellation: ``set`` ends all waits at once.
+
+    Attributes:
+        is_turn_of: whether it is the turn of a replica in a sub-step, by both numbers:
+            whoever waits for the others in its own turn would wait for ever.
     """
 
     def __init__(
@@ -110,6 +114,7 @@ class Meeting(Cancellation):
     ) -> None:
         """``seats`` and ``numbers``, of micro-batches, have one entry per replica."""
         super().__init__()
+        self.is_turn_of: Callable[[int, int], bool] = nobodys_turn
         self._seats = seats
         self._transfers = transfers
         self._sub_steps: list[SubStep] = []
@@ -222,6 +227,11 @@ class Meeting(Cancellation):
         with use_device(target.device, [*source.streams, *target.streams]):
             packed = self._transfers.copy(moments.packed, target.device, "compute")
         return moments._replace(packed=packed)
+
+
+def nobodys_turn(replica: int, sub_step: int) -> bool:
+    """False: replicas do not take turns."""
+    return False
 
 
 def combined(contributions: Sequence[Moments], direction: Direction) -> Moments:
@@ -353,7 +363,7 @@ class SynchronisedForward:
                 f"where replicas exchange nothing; {_INSTEAD}"
             )
         # The others cannot come to an exchange, as long as they wait for their turn.
-        if seat.meeting.holder == (seat.replica, seat.number):
+        if seat.meeting.is_turn_of(seat.replica, seat.number):
             raise RuntimeError(
                 f"the criterion asks for a gradient through {self._name!r}, where "
                 "replicas wait for each other, and one replica at a time calls a "

@@ -90,6 +90,8 @@ class ReplicaThreads:
         turns = None
         if self.scope is not Scope.NOTHING:
             turns = TurnOrder(self.scope, self._shares, cancel)
+            if meeting is not None:
+                meeting.is_turn_of = turns.is_turn_of
 
         def work(share: Share, item: _Item) -> _Result:
             start = time.perf_counter()

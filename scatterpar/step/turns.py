@@ -16,14 +16,13 @@ import contextlib
 import enum
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from scatterpar.plan import Share, rounds_of
 from scatterpar.threads.workers import Cancellation, Cancelled, threads_of
 
 _Value = TypeVar("_Value")
-# ``contexts`` are those that end with the turn of the replica that runs in this thread.
-_present = threading.local()
 
 
 class Scope(enum.IntEnum):
@@ -45,12 +44,35 @@ class Scope(enum.IntEnum):
     SUBSTEP = 4
 
 
+@dataclass(frozen=True)
+class Turn:
+    """The turn of a replica in one of its sub-steps.
+
+    Attributes:
+        replica: the number of the replica.
+        sub_step: the number of the sub-step.
+        contexts: those that end with the turn.
+        thread: the identifier of the thread that runs the turn.
+    """
+
+    replica: int
+    sub_step: int
+    contexts: contextlib.ExitStack
+    thread: int
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The replica and the sub-step, by which turns are ordered."""
+        return self.replica, self.sub_step
+
+
 class TurnOrder:
     """The turns of the replicas in one pass over their shares.
 
     Attributes:
         scope: what a turn includes.
         is_ordered: whether turns come in the order of the rows.
+        present: the turn that runs; ``None`` if it is nobody's.
     """
 
     def __init__(
@@ -60,6 +82,7 @@ class TurnOrder:
         self.scope = scope
         self._cancel = cancel
         self.is_ordered = scope > Scope.CRITERION
+        self.present: Turn | None = None
         # Numbers of replicas and sub-steps whose turn has not ended, the next first.
         self._pending: dict[tuple[int, int], None] = {}
         if self.is_ordered:
@@ -79,14 +102,13 @@ class TurnOrder:
 
         Raises ``Cancelled`` in place of the body if another replica has failed.
         """
-        turn = replica, sub_step
-        if self._cancel.holder == turn:  # a part of what is this replica's turn already
+        if self.is_turn_of(replica, sub_step):  # the body is a part of the turn
             yield
             return
+        turn = Turn(replica, sub_step, contextlib.ExitStack(), threading.get_ident())
         self._begin(turn)
         try:
-            with contextlib.ExitStack() as contexts:
-                _present.contexts = contexts
+            with turn.contexts:
                 yield
         except BaseException:
             # Before the next replica has its turn. Without an order the error may be
@@ -95,23 +117,25 @@ class TurnOrder:
                 self._cancel.set()
             raise
         finally:
-            _present.contexts = None
             self._end(turn)
 
-    def _begin(self, turn: tuple[int, int]) -> None:
+    def is_turn_of(self, replica: int, sub_step: int) -> bool:
+        """Whether the present turn is that of this replica and sub-step."""
+        turn = self.present
+        return turn is not None and turn.place == (replica, sub_step)
+
+    def _begin(self, turn: Turn) -> None:
         with self._cancel.changed:
             while not (self._is_cancelled() or self._is_next(turn)):
                 self._cancel.changed.wait()
             if self._is_cancelled():
                 raise Cancelled
-            # There a meeting of synchronised layers finds it: whoever waits for the
-            # others in its own turn would wait for ever.
-            self._cancel.holder = turn
+            self.present = turn
 
-    def _end(self, turn: tuple[int, int]) -> None:
+    def _end(self, turn: Turn) -> None:
         with self._cancel.changed:
-            self._cancel.holder = None
-            self._pending.pop(turn, None)
+            self.present = None
+            self._pending.pop(turn.place, None)
             self._cancel.changed.notify_all()
 
     def _is_cancelled(self) -> bool:
@@ -119,10 +143,10 @@ class TurnOrder:
         # errors do not depend on timing.
         return self.is_ordered and self._cancel.is_set()
 
-    def _is_next(self, turn: tuple[int, int]) -> bool:
+    def _is_next(self, turn: Turn) -> bool:
         if self.is_ordered:
-            return turn == next(iter(self._pending), turn)
-        return self._cancel.holder is None
+            return turn.place == next(iter(self._pending), turn.place)
+        return self.present is None
 
 
 def _in_order(shares: Sequence[Share]) -> list[tuple[int, int]]:
@@ -141,16 +165,17 @@ def _in_order(shares: Sequence[Share]) -> list[tuple[int, int]]:
 
 @contextlib.contextmanager
 def lasting_a_turn(
-    context: contextlib.AbstractContextManager[_Value],
+    turns: TurnOrder | None, context: contextlib.AbstractContextManager[_Value]
 ) -> Iterator[_Value]:
-    """Enter ``context`` until the turn of this thread's replica ends.
+    """Enter ``context`` until the turn that this thread runs ends.
 
     Outside of a turn it ends with the body. For what a backward pass needs, too, if
-    turns last the whole sub-step.
+    turns last the whole sub-step. ``turns`` are those of the present pass.
     """
-    contexts: contextlib.ExitStack | None = getattr(_present, "contexts", None)
-    if contexts is not None:
-        yield contexts.enter_context(context)
+    turn = None if turns is None else turns.present
+    # In another thread a forward pass may run beside the turn.
+    if turn is not None and turn.thread == threading.get_ident():
+        yield turn.contexts.enter_context(context)
         return
     with context as value:
         yield value

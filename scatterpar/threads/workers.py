@@ -63,13 +63,11 @@ class Cancellation(threading.Event):
 
     Attributes:
         changed: notified when it is set. Calls that wait for each other wait here.
-        holder: the replica and sub-step whose turn it is; ``None`` if nobody has one.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.changed = threading.Condition()
-        self.holder: tuple[int, int] | None = None
 
     def set(self) -> None:
         """End all waits."""

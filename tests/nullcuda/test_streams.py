@@ -73,7 +73,8 @@ def test_lent_tensors_come_home_in_order(is_on_side_stream):
 
         def forward(self, rows):
             loan = loan_of(engine.present_replicas, self)
-            with lasting_a_turn(lending.lent(loan, rows.device)):
+            lent = lending.lent(loan, rows.device)
+            with lasting_a_turn(engine.present_turns, lent):
                 return owner.step(rows)
 
     inputs = torch.randn(32, 8)
@@ -124,7 +125,8 @@ def test_buffers_are_handed_on_in_order(cards):
 
         def forward(self, rows):
             loan = loan_of(engine.present_replicas, self)
-            with lasting_a_turn(lending.lent(loan, rows.device)):
+            lent = lending.lent(loan, rows.device)
+            with lasting_a_turn(engine.present_turns, lent):
                 return owner.step(rows)
 
     inputs = torch.randn(16 * len(cards), 8)

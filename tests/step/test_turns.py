@@ -420,6 +420,7 @@ class Owner:
     def __init__(self, module):
         self.module = module
         self.own_module = module
+        self.engine = None
         self.events = []
 
     @contextlib.contextmanager
@@ -438,7 +439,7 @@ class Owner:
         return self.module.layer(rows)
 
     def step(self, replica, rows):
-        with lasting_a_turn(self.lent(replica)):
+        with lasting_a_turn(self.engine.present_turns, self.lent(replica)):
             hidden = checkpoint(self.block, rows, use_reentrant=False)
             self.events.append("called")
             return hidden.square().mean()
@@ -462,6 +463,7 @@ def test_checkpoint_of_owner_has_replica(replicas, layout):
     model = Loop()
     engine = engine_in_turns(model, LAYOUTS[layout](replicas), 2, verify=True)
     owner = Owner(model)
+    owner.engine = engine
     for _ in range(3):
         model.zero_grad()
         engine.forward_backward({"step": owner.step, "rows": column(7)})
@@ -497,6 +499,63 @@ def test_checkpoint_of_replica_needs_no_longer_turns():
     verifier.check = checked
     engine.forward_backward(column(8))
     assert attempts == [Scope.FUNCTION]
+
+
+def test_lasts_no_turn_of_another_thread():
+    """A forward pass runs beside the turn of another replica's criterion."""
+    held = threading.Event()
+    has_ended = threading.Event()
+    events = []
+
+    @contextlib.contextmanager
+    def lent():
+        yield
+        events.append("back")
+
+    class Lends(nn.Linear):
+        def forward(self, rows):
+            if 0 not in numbers(rows):
+                assert held.wait(30)
+                with lasting_a_turn(engine.present_turns, lent()):
+                    events.append("body")
+                events.append("after")
+                has_ended.set()
+            return super().forward(rows)
+
+    def criterion(output, targets):
+        held.set()
+        assert has_ended.wait(30)
+        return (output - targets).square().mean()
+
+    model = Lends(1, 1, dtype=torch.float64)
+    engine = engine_in_turns(model, LAYOUTS["virtual"](2), 1)
+    engine.loop = LoopOptions(takes_turns=True, turn=Scope.LOSS)
+    engine.forward_backward(column(4), column(4), criterion)
+    assert events == ["body", "back", "after"]
+
+
+def test_lasts_its_turn_around_a_step_of_another_engine():
+    """One replica runs in the caller's thread, and so does the engine that it calls."""
+    events = []
+    other = engine_in_turns(Model(), ["cpu"], 1)
+
+    @contextlib.contextmanager
+    def lent():
+        yield
+        events.append("back")
+
+    class Lends(nn.Linear):
+        def forward(self, rows):
+            with torch.enable_grad():
+                other.forward_backward(column(2))
+            with lasting_a_turn(engine.present_turns, lent()):
+                hidden = super().forward(rows)
+            events.append("called")
+            return hidden.square().mean()
+
+    engine = engine_in_turns(Lends(1, 1, dtype=torch.float64), ["cpu"], 2)
+    engine.forward_backward(column(4))
+    assert events == ["called", "back"] * 2
 
 
 # --- what is refused ---

@@ -1,7 +1,7 @@
 """Why a result in parts is not that of the whole batch: one ordered list of causes.
 
 Three ask the same question, each from its own figures: the looks at steps
-(``verify/look_losses.py``), the looks at the pair's outputs
+(``verify/look_causes.py``), the looks at the pair's outputs
 (``verify/output_looks.py``), and ``splitcheck`` (``splitting/split_gradients.py``).
 All fill one record, and have their own words and remedies for the answer
 (``verify/verdicts.py``, ``splitting/cause_words.py``).

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from scatterpar.causes.evidence import CLOSE, CauseKind, Finding, SplitEvidence
+from scatterpar.causes.evidence import (
+    CLOSE,
+    CauseKind,
+    Finding,
+    Question,
+    SplitEvidence,
+)
 from scatterpar.causes.vectors import is_close
 
 
-def first_finding(evidence: SplitEvidence) -> tuple[Finding, list[Exception]]:
-    """The first cause that fits, and the errors of causes that were passed over."""
-    questions = evidence.questions()
+def first_finding(
+    evidence: SplitEvidence, questions: Mapping[CauseKind, Question]
+) -> tuple[Finding, list[Exception]]:
+    """The first cause that fits, and the errors of causes that were passed over.
+
+    ``questions`` are those that the asker can answer.
+    """
     failures = []
     for kind in CauseKind:
         if kind not in questions:  # nobody can tell
             continue
         try:
-            answer = questions[kind]()
+            answer = questions[kind](evidence)
         # A cause that cannot be tested says nothing of the later ones.
         except evidence.passed_over as error:  # of the user's code, in another split
             failures.append(error)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -119,8 +119,9 @@ class Finding:
     count: Count | None = None
 
 
-# The answer is yes or no, or a finding with figures; perhaps after further runs.
-Question = Callable[[], bool | Finding | None]
+# Asked of the evidence. The answer is yes or no, or a finding with figures; perhaps
+# after further runs.
+Question = Callable[[Any], bool | Finding | None]
 
 
 class SplitEvidence:
@@ -146,10 +147,6 @@ class SplitEvidence:
     def counts(self) -> Sequence[Count]:
         """What a loss may divide by, the most usual first."""
         return ()
-
-    def questions(self) -> Mapping[CauseKind, Question]:
-        """The questions that this asker can answer, each in its place."""
-        return {}
 
     def weights(self, names: Sequence[str]) -> Weights | None:
         """The weights of the parts, if the results of parts add up to both results."""

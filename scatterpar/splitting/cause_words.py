@@ -51,7 +51,7 @@ def explain(trial: Trial, comparison: Comparison) -> Cause:
     are_values = trial.arguments.returns_values
     kind = ValueEvidence if are_values else GradientEvidence
     evidence = kind(trial, comparison)
-    finding, failures = first_finding(evidence)
+    finding, failures = first_finding(evidence, evidence.questions())
     why, remedy = _words(finding, evidence)
     if are_values:
         remedy = _REMEDIES_OF_VALUES.get(finding.kind, remedy)

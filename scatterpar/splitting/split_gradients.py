@@ -76,18 +76,20 @@ class GradientEvidence(SplitEvidence):
     def questions(self) -> Mapping[CauseKind, Question]:
         """The causes that a yes shows, with one or several further runs."""
         questions: dict[CauseKind, Question] = {
-            CauseKind.NOT_FINITE: self.is_not_finite,
-            CauseKind.WRONG_WITH_ONE_PART: self.is_wrong_with_one_part,
-            CauseKind.RANKS_DIFFER: self.differing_ranks,
-            CauseKind.CONSTANT_FACTOR: self.factor_or_weights,
-            CauseKind.ONCE_PER_PART: self.once_per_part,
-            CauseKind.OTHER_WEIGHTS: self.factor_or_weights_of_one,
-            CauseKind.MEAN_OF_MEANS: self.mean_of_means_in_a_term,
+            CauseKind.NOT_FINITE: GradientEvidence.is_not_finite,
+            CauseKind.WRONG_WITH_ONE_PART: GradientEvidence.is_wrong_with_one_part,
+            CauseKind.RANKS_DIFFER: GradientEvidence.differing_ranks,
+            CauseKind.CONSTANT_FACTOR: GradientEvidence.factor_or_weights,
+            CauseKind.ONCE_PER_PART: GradientEvidence.once_per_part,
+            CauseKind.OTHER_WEIGHTS: GradientEvidence.factor_or_weights_of_one,
+            CauseKind.MEAN_OF_MEANS: GradientEvidence.mean_of_means_in_a_term,
         }
         # With moved weights, order and rows matter in any loop.
         if not self.moves_weights:
-            questions[CauseKind.STATE_BETWEEN_PARTS] = self.depends_on_earlier_parts
-            questions[CauseKind.ROWS_ARE_COMPARED] = self.do_rows_meet
+            questions[CauseKind.STATE_BETWEEN_PARTS] = (
+                GradientEvidence.depends_on_earlier_parts
+            )
+            questions[CauseKind.ROWS_ARE_COMPARED] = GradientEvidence.do_rows_meet
         return questions
 
     def is_not_finite(self) -> bool:
@@ -314,7 +316,7 @@ class ValueEvidence(GradientEvidence):
         """The causes that a yes shows, with one more."""
         return {
             **super().questions(),
-            CauseKind.MEAN_OF_RATIOS: self.is_mean_of_ratios,
+            CauseKind.MEAN_OF_RATIOS: ValueEvidence.is_mean_of_ratios,
         }
 
     def constant_factor(self, names: Sequence[str]) -> Finding | None:

@@ -16,6 +16,7 @@ rounding, it refuses before anything changes, and says what would be right::
         user_code       restores what runs have changed     dropped_records,
                                                             opened_files
         look_losses     results, and further runs on demand output_differences
+        look_causes     why not: questions to these results
         verdicts        words for the cause, which is of the list in ``causes``
     output_looks        the pair's looks: rows of its outputs in the place of a module's
     gradient_check      ``engine.check``: the same question over all rows of a step

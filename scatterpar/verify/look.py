@@ -40,7 +40,8 @@ from scatterpar.threads.process_settings import FULL_FLOAT32
 from scatterpar.threads.workers import Overdue
 from scatterpar.verify.beginning_state import draws_are_seeded, state_that_begins
 from scatterpar.verify.dropped_warnings import warnings_dropped
-from scatterpar.verify.look_losses import Evidence, name_of, weighted_parts
+from scatterpar.verify.look_causes import has_gradient_of_no_loss
+from scatterpar.verify.look_losses import LookResults, name_of, weighted_parts
 from scatterpar.verify.measurements import (
     attributes_that_calls_move,
     bytes_per_row,
@@ -302,7 +303,7 @@ class ReplicaLook:
             # The next steps begin without it, too.
             moved += self._measured(state_that_begins, few)
             is_seeded = bool(self._measured(draws_are_seeded, few))
-        evidence = Evidence(
+        results = LookResults(
             request,
             parts,
             weights,
@@ -316,14 +317,14 @@ class ReplicaLook:
             moved=list(dict.fromkeys(moved)),
         )
         return replace(
-            _verdict_of(evidence, run),
-            moved=evidence.moved,
+            _verdict_of(results, run),
+            moved=results.moved,
             is_seeded=is_seeded,
             lost=runs.user_code.lost(),
             thread_locals=runs.user_code.thread_locals(),
             scope=self._scope(run),
-            difference=evidence.difference,
-            tolerance=evidence.tolerance,
+            difference=results.difference,
+            tolerance=results.tolerance,
             parts=chosen,
         )
 
@@ -389,16 +390,16 @@ def _require_gradients(expected: Result, run: RunResult) -> None:
         raise Inconclusive("all gradients are zero")
 
 
-def _verdict_of(evidence: Evidence, run: RunResult) -> Verdict:
-    if evidence.difference > evidence.tolerance:
-        return verdict_of(evidence)
+def _verdict_of(results: LookResults, run: RunResult) -> Verdict:
+    if results.difference > results.tolerance:
+        return verdict_of(results)
     # The gradient of a balance loss may be smaller than the tolerance.
-    may_add = evidence.runs.rounding.has_functions and len(evidence.parts) > 1
-    if may_add and evidence.has_gradient_of_no_loss():
-        return gradient_of_no_loss(evidence)
-    request = evidence.request
+    may_add = results.runs.rounding.has_functions and len(results.parts) > 1
+    if may_add and has_gradient_of_no_loss(results):
+        return gradient_of_no_loss(results)
+    request = results.request
     is_sum = not (request.is_mean or request.whole_batch)
-    if is_sum and run.num_with_gradient < len(evidence.parts):
+    if is_sum and run.num_with_gradient < len(results.parts):
         why = "some parts have no gradient: it may be a mean or a sum"
         raise Inconclusive(why)
     return RIGHT

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
@@ -14,20 +14,13 @@ from torch import Tensor
 
 from scatterpar.batch import nested
 from scatterpar.batch.batch import batch_of
-from scatterpar.causes.cause_list import other_weights
 from scatterpar.causes.counts import (
     Count,
     NamedTensor,
     counts_of,
     named_tensors,
 )
-from scatterpar.causes.evidence import (
-    CauseKind,
-    Finding,
-    Question,
-    SplitEvidence,
-    Weights,
-)
+from scatterpar.causes.evidence import SplitEvidence, Weights
 from scatterpar.numerics.comparison import (
     SMALLEST_SCALE,
     Inconclusive,
@@ -59,7 +52,7 @@ _MAX_ROWS_ALONE = 16
 _NOTHING_BUT_ROUNDING = 0.4
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class LookResults(SplitEvidence):
     """The losses of some rows, at once and in parts, and how the engine combines them.
 
@@ -89,6 +82,9 @@ class LookResults(SplitEvidence):
     runs: Runs
     draws_steadily: bool
     moved: Sequence[str]
+
+    weight_error = 1e-9  # the weights of a count are computed, not measured
+    passed_over = ()  # a look that fails is inconclusive
 
     @property
     def num_rows(self) -> int:
@@ -278,21 +274,6 @@ class LookResults(SplitEvidence):
         combined = weighted_sum(of_parts, self.step_weights)
         return combined.difference_from(self.loss_of_output) <= self.tolerance
 
-    def combines_in_evaluation(self) -> bool:
-        """Whether the parts give the result of all rows in evaluation mode."""
-        with self.runs.user_code.in_evaluation():
-            expected = self.runs.at_once(self.rows, self.runs.own_task)
-            actual = self.in_parts(self.runs.user_code.restart)
-        return actual.difference_from(expected) <= self.limit
-
-
-@dataclass(eq=False)
-class Evidence(LookResults):
-    """The answers to the causes, and what could be passed. Most cost a run or two."""
-
-    weight_error = 1e-9  # the weights of a count are computed, not measured
-    passed_over = ()  # a look that fails is inconclusive
-
     @property
     def name(self) -> str:
         """The criterion, as texts name it."""
@@ -319,34 +300,9 @@ class Evidence(LookResults):
         # Rows are counted in the order of the parts.
         return [count.of(positions) for positions in positions_of(self.parts)]
 
-    def other_remedies(self, remedy: str) -> list[str]:
-        """Sentences with what else could be passed, beside ``remedy``, and was not."""
-        ways = []
-        if "count=" not in remedy or "without count=" in remedy:
-            another = "" if self.request.count is None else "another "
-            ways.append(
-                f"{another}count= for a mean over other terms, a function of (inputs, "
-                f"targets) that gives their number, such as scatterpar.count_labels()"
-            )
-        if self.request.is_mean and 'reduction="sum"' not in remedy:
-            ways.append('reduction="sum" for a sum')
-        sentences = [f"Otherwise pass {', or '.join(ways)}."] if ways else []
-        if self.compares_rows not in remedy:
-            sentences.append(
-                f"If it compares rows with each other, {self.compares_rows}."
-            )
-        sentences.append(
-            "Or make it a mean of one loss per row; docs/losses.md has sums of means."
-        )
-        return sentences
-
-    def do_shapes_broadcast(self) -> bool:
-        """Whether outputs and targets broadcast to all pairs of rows."""
-        dimensions = {len(shape) for shape in self.shapes}
-        sizes = {math.prod(shape) for shape in self.shapes}
-        # (n,) beside (n, 1) broadcasts to (n, n), which torch only warns of.
-        is_pair = len(self.shapes) == 2 and len(sizes) == 1
-        return is_pair and dimensions == {1, 2} and not self.request.whole_batch
+    def is_expected(self, result: Result) -> bool:
+        """Whether a result differs from what was expected by rounding alone."""
+        return result.difference_from(self.expected) <= self.limit
 
     def weights(self, names: Sequence[str] = ()) -> Weights | None:
         """The weights of the step, and those with which the parts add up."""
@@ -362,98 +318,6 @@ class Evidence(LookResults):
                 pair = torch.tensor([self.step_weights, right], dtype=torch.float64)
                 return Weights(*pair)
         return None
-
-    def is_expected(self, result: Result) -> bool:
-        """Whether a result differs from what was expected by rounding alone."""
-        return result.difference_from(self.expected) <= self.limit
-
-    @property
-    def compares_rows(self) -> str:
-        """What to do with a loss that compares rows."""
-        if self.request.criterion is None:  # whole_batch=True needs one
-            return f"{NUMBER_REMEDY}, and pass criterion= and whole_batch=True"
-        if self.loss_of_output is None:
-            return (
-                "call engine.loss for each loss, and combine their gradients "
-                "(docs/losses.md, Two losses with an adaptive weight)"
-            )
-        if self.uses_number:  # which whole_batch=True alone would refuse
-            return f"{NUMBER_REMEDY}, and pass whole_batch=True"
-        return "pass whole_batch=True"
-
-    def questions(self) -> Mapping[CauseKind, Question]:
-        """The causes that a yes shows. Most answers cost a run or two."""
-        return {
-            CauseKind.UNREPEATABLE: self.is_unrepeatable,
-            CauseKind.GRADIENT_OF_NO_LOSS: self.has_gradient_of_no_loss,
-            CauseKind.ROUNDING: self.is_rounding,
-            CauseKind.WRONG_WITH_ONE_PART: self.is_wrong_with_one_part,
-            CauseKind.NUMBERS_PER_PART: self.draws_per_part,
-            CauseKind.CONSTANT_FACTOR: self.has_other_weights,
-            CauseKind.STATE_BETWEEN_PARTS: self.depends_on_earlier_parts,
-            CauseKind.ROWS_ARE_COMPARED: self.do_rows_meet,
-            CauseKind.OUTPUTS_OF_A_PART: self.uses_outputs_of_a_part,
-            CauseKind.SHAPES_BROADCAST: self.do_shapes_broadcast,
-        }
-
-    def is_unrepeatable(self) -> bool:
-        """Whether the user's own module gives another result for the same rows.
-
-        Raises:
-            Inconclusive: it does, and losses do not combine either.
-        """
-        repeated = self.runs.at_once(self.rows, self.runs.own_task)
-        if repeated.difference_from(self.expected) <= self.tolerance:
-            return False
-        if not self.losses_combine:
-            raise Inconclusive("it gives another result each time", 2)
-        return True
-
-    def has_gradient_of_no_loss(self) -> bool:
-        """Whether a backward pass adds a gradient that does not depend on the loss."""
-        return self.injected_difference > self.tolerance
-
-    def is_rounding(self) -> bool:
-        """Whether rounding explains the difference."""
-        return self.difference <= self.limit
-
-    def is_wrong_with_one_part(self) -> bool:
-        """Whether the replica gives another result for the same rows at once."""
-        return not self.is_expected(self.of_replica)
-
-    def draws_per_part(self) -> bool:
-        """Whether the result is right if each part draws the same numbers.
-
-        Raises:
-            Inconclusive: how many are drawn depends on the rows.
-        """
-        if not self.draws_steadily:
-            raise Inconclusive("what is drawn depends on the rows", 2)
-        return self.is_expected(self.in_parts(self.runs.user_code.restore_generators))
-
-    def has_other_weights(self) -> Finding | None:
-        """The weights of another mean or sum, if they give the expected result."""
-        return other_weights(self, ())
-
-    def depends_on_earlier_parts(self) -> bool:
-        """Whether each part gives the expected result if it starts from the same state.
-
-        Or in evaluation mode, if state moves by the rows, as batch normalisation does.
-        """
-        if self.is_expected(self.in_parts(self.runs.user_code.restart)):
-            return True
-        return bool(self.moved) and self.combines_in_evaluation()
-
-    def do_rows_meet(self) -> bool:
-        """Whether the module's output for a row depends on the other rows."""
-        if self.difference_of_outputs <= self.limit:
-            return False
-        # If losses do not combine either, that is the reason with a remedy.
-        return self.request.whole_batch or self.losses_combine
-
-    def uses_outputs_of_a_part(self) -> bool:
-        """With ``whole_batch`` the criterion reads more than outputs of all rows."""
-        return self.request.whole_batch
 
 
 def name_of(request: Request) -> str:

@@ -18,7 +18,8 @@ from scatterpar.causes.counts import IGNORED, Count
 from scatterpar.causes.evidence import CauseKind, Weights
 from scatterpar.step.request import Request
 from scatterpar.step.turns import Scope
-from scatterpar.verify.look_losses import NUMBER_REMEDY, Evidence
+from scatterpar.verify.look_causes import QUESTIONS
+from scatterpar.verify.look_losses import NUMBER_REMEDY, LookResults
 from scatterpar.verify.rows import Parts
 
 _MAX_SIZES = 6  # of parts, in a text
@@ -150,20 +151,20 @@ NUMBER_PROBLEM = (
 # --- the words of causes of which a replica is needed ---
 
 
-def gradient_of_no_loss(evidence: Evidence) -> Verdict:
+def gradient_of_no_loss(results: LookResults) -> Verdict:
     """The verdict on a backward pass that adds a gradient of its own."""
-    size = _size_of(evidence.injected_difference)
-    text = f": in parts of {evidence.num_rows} rows it is {size}"
-    return refused_injection(evidence.module_name, text)
+    size = _size_of(results.injected_difference)
+    text = f": in parts of {results.num_rows} rows it is {size}"
+    return refused_injection(results.module_name, text)
 
 
-def _wrong_on_the_replica(evidence: Evidence) -> Verdict:
+def _wrong_on_the_replica(results: LookResults) -> Verdict:
     return _refused(
-        f"{evidence.name} leads to the module that is trained, or the module has a "
-        f"tensor computed from parameters: the loss of {evidence.num_rows} rows is "
-        f"{evidence.expected.loss:.4g} with your own module in plain torch, but "
-        f"{evidence.of_replica.loss:.4g} on a replica (the gradient is "
-        f"{_size_of(evidence.difference)}).",
+        f"{results.name} leads to the module that is trained, or the module has a "
+        f"tensor computed from parameters: the loss of {results.num_rows} rows is "
+        f"{results.expected.loss:.4g} with your own module in plain torch, but "
+        f"{results.of_replica.loss:.4g} on a replica (the gradient is "
+        f"{_size_of(results.difference)}).",
         f"Return it: {RETURN}; compute tensors from parameters in forward.",
         "It reads what forward leaves on the module, such as an auxiliary loss, or "
         "asks for gradients by your own parameters. No count=, reduction= or "
@@ -171,11 +172,11 @@ def _wrong_on_the_replica(evidence: Evidence) -> Verdict:
     )
 
 
-def _state_between_parts(evidence: Evidence) -> Verdict:
-    if evidence.moved:  # a warning of its own names the state
+def _state_between_parts(results: LookResults) -> Verdict:
+    if results.moved:  # a warning of its own names the state
         return RIGHT
     return _told(
-        f"{evidence.module_name} or {evidence.name} gives another result when it is "
+        f"{results.module_name} or {results.name} gives another result when it is "
         f"called again with the same rows.",
         "Return a module's state from forward, and pass it as an input; change a "
         "criterion's once per step, or let it see all rows at once (whole_batch=True; "
@@ -184,11 +185,11 @@ def _state_between_parts(evidence: Evidence) -> Verdict:
     )
 
 
-def _module_compares_rows(evidence: Evidence) -> Verdict:
+def _module_compares_rows(results: LookResults) -> Verdict:
     return _told(
-        f"{evidence.module_name} gives other outputs for a few rows than for parts of "
-        f"them: they differ by {evidence.difference_of_outputs:.2g} of the "
-        f"largest entry (of {evidence.num_rows} rows).",
+        f"{results.module_name} gives other outputs for a few rows than for parts of "
+        f"them: they differ by {results.difference_of_outputs:.2g} of the "
+        f"largest entry (of {results.num_rows} rows).",
         "Mask padding; check batch_first= and dim=; pass a value without rows as "
         "Replicated(value), a list with one entry per row as Rows(list).",
         "Compute what compares rows in the criterion, with whole_batch=True. A "
@@ -196,13 +197,13 @@ def _module_compares_rows(evidence: Evidence) -> Verdict:
     )
 
 
-def _outputs_of_a_part(evidence: Evidence) -> Verdict:
-    if evidence.uses_number:
+def _outputs_of_a_part(results: LookResults) -> Verdict:
+    if results.uses_number:
         remedy = f"{NUMBER_REMEDY}, which sees all rows."
         return _refused(f"{NUMBER_PROBLEM}.", remedy.capitalize())
     return _refused(
-        f"{evidence.name}: with whole_batch=True the gradient would be "
-        f"{_size_of(evidence.difference)}.",
+        f"{results.name}: with whole_batch=True the gradient would be "
+        f"{_size_of(results.difference)}.",
         "It reads what the last micro-batch left (a hook?), or an output that has as "
         f"many entries as a micro-batch has rows; {RETURN}, with one entry per row.",
         "No count= or reduction= says that.",
@@ -212,34 +213,69 @@ def _outputs_of_a_part(evidence: Evidence) -> Verdict:
 # --- losses do not combine ---
 
 
-def _refused_combination(evidence: Evidence, remedy: str) -> Verdict:
-    sizes = " + ".join(str(len(part)) for part in evidence.parts[:_MAX_SIZES])
-    if len(evidence.parts) > _MAX_SIZES:
+def other_remedies(results: LookResults, remedy: str) -> list[str]:
+    """Sentences with what else could be passed, beside ``remedy``, and was not."""
+    ways = []
+    if "count=" not in remedy or "without count=" in remedy:
+        another = "" if results.request.count is None else "another "
+        ways.append(
+            f"{another}count= for a mean over other terms, a function of (inputs, "
+            f"targets) that gives their number, such as scatterpar.count_labels()"
+        )
+    if results.request.is_mean and 'reduction="sum"' not in remedy:
+        ways.append('reduction="sum" for a sum')
+    sentences = [f"Otherwise pass {', or '.join(ways)}."] if ways else []
+    comparing = remedy_of_compared_rows(results)
+    if comparing not in remedy:
+        sentences.append(f"If it compares rows with each other, {comparing}.")
+    sentences.append(
+        "Or make it a mean of one loss per row; docs/losses.md has sums of means."
+    )
+    return sentences
+
+
+def remedy_of_compared_rows(results: LookResults) -> str:
+    """What to do with a loss that compares rows."""
+    if results.request.criterion is None:  # whole_batch=True needs one
+        return f"{NUMBER_REMEDY}, and pass criterion= and whole_batch=True"
+    if results.loss_of_output is None:
+        return (
+            "call engine.loss for each loss, and combine their gradients "
+            "(docs/losses.md, Two losses with an adaptive weight)"
+        )
+    if results.uses_number:  # which whole_batch=True alone would refuse
+        return f"{NUMBER_REMEDY}, and pass whole_batch=True"
+    return "pass whole_batch=True"
+
+
+def _refused_combination(results: LookResults, remedy: str) -> Verdict:
+    sizes = " + ".join(str(len(part)) for part in results.parts[:_MAX_SIZES])
+    if len(results.parts) > _MAX_SIZES:
         sizes += " + …"
     problem = (
-        f"{evidence.name}: your loss of {evidence.num_rows} rows is not the "
-        f"{evidence.request.reduction} of the losses of {sizes} rows: the gradient "
-        f"would be {_size_of(evidence.difference)}."
+        f"{results.name}: your loss of {results.num_rows} rows is not the "
+        f"{results.request.reduction} of the losses of {sizes} rows: the gradient "
+        f"would be {_size_of(results.difference)}."
     )
-    verdict = _refused(problem, remedy, *evidence.other_remedies(remedy))
+    verdict = _refused(problem, remedy, *other_remedies(results, remedy))
     # Loops of libraries, and the pair, show it with remedies of their own.
-    cause = "" if evidence.compares_rows in remedy else remedy
+    cause = "" if remedy_of_compared_rows(results) in remedy else remedy
     return replace(verdict, problem=problem, cause=cause)
 
 
-def _other_weights(evidence: Evidence, weights: Weights) -> Verdict:
+def _other_weights(results: LookResults, weights: Weights) -> Verdict:
     """The loss is a mean or sum of other terms than the engine takes it for."""
     # A sum first: its equal weights are in proportion to rows of equal parts.
     if bool((weights.right == 1).all()):
-        return _refused_combination(evidence, f'{_SEEMS} a sum: pass reduction="sum".')
-    count = evidence.counted_as(weights.right)
+        return _refused_combination(results, f'{_SEEMS} a sum: pass reduction="sum".')
+    count = results.counted_as(weights.right)
     assert count is not None  # the weights are those of a count
-    request = evidence.request
+    request = results.request
     # Rows have no expression of their own.
     if count.path:
         remedy = (
             f"{_SEEMS} a mean over the {count.words}: pass "
-            f'reduction="mean" and count={_expression(evidence, count)}.'
+            f'reduction="mean" and count={_expression(results, count)}.'
         )
     elif request.is_mean and request.count is None:
         remedy = (
@@ -248,16 +284,16 @@ def _other_weights(evidence: Evidence, weights: Weights) -> Verdict:
         )
     else:
         remedy = f'{_SEEMS} a mean over rows: pass reduction="mean", without count=.'
-    return _refused_combination(evidence, remedy)
+    return _refused_combination(results, remedy)
 
 
-def _expression(evidence: Evidence, count: Count) -> str:
+def _expression(results: LookResults, count: Count) -> str:
     """An expression for ``count=``."""
     path = count.path
     arguments = "inputs, targets"
     key = _KEY.fullmatch(path)
     is_of_labels = count.ignored is not None and count.without in ("", "first")
-    is_of_loop = evidence.request.loss_name != Request.loss_name
+    is_of_loop = results.request.loss_name != Request.loss_name
     if is_of_loop and path.startswith(_BATCH):
         arguments = "batch"
         path = f"batch{path.removeprefix(_BATCH)}"
@@ -281,28 +317,28 @@ def _count_labels(count: Count, key: str) -> str:
     return f"scatterpar.count_labels({', '.join(arguments)})"
 
 
-def _shapes_broadcast(evidence: Evidence) -> Verdict:
-    output, targets = evidence.shapes
+def _shapes_broadcast(results: LookResults) -> Verdict:
+    output, targets = results.shapes
     return _refused_combination(
-        evidence,
+        results,
         f"The output has shape {output} and the targets {targets}, which broadcast to "
         f"a matrix of all pairs of rows: pass targets of the output's shape.",
     )
 
 
-def _unknown(evidence: Evidence) -> Verdict:
+def _unknown(results: LookResults) -> Verdict:
     """The loss compares rows, is a mean over something else, or has a penalty."""
     # In a mean a penalty is right, because the weights of the parts add up to 1.
-    if not evidence.request.is_mean:
+    if not results.request.is_mean:
         return _refused_combination(
-            evidence,
+            results,
             "If it adds something that does not depend on the rows, such as a penalty "
             "on weights, multiply that by len(output) / the number of all rows.",
         )
     return _refused_combination(
-        evidence,
+        results,
         "If it compares rows with each other, or is a ratio of sums, "
-        f"{evidence.compares_rows}.",
+        f"{remedy_of_compared_rows(results)}.",
     )
 
 
@@ -318,12 +354,12 @@ _WORDS = {
 }
 
 
-def verdict_of(evidence: Evidence) -> Verdict:
+def verdict_of(results: LookResults) -> Verdict:
     """The verdict on results that differ."""
-    finding, _ = first_finding(evidence)
+    finding, _ = first_finding(results, QUESTIONS)
     if finding.weights is not None:
-        return _other_weights(evidence, finding.weights)
+        return _other_weights(results, finding.weights)
     if finding.kind in _RIGHT:
         return RIGHT
     words = _WORDS.get(finding.kind, _unknown)
-    return words(evidence)
+    return words(results)

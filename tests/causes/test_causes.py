@@ -153,7 +153,6 @@ def test_weights_are_named_by_first_count():
 
 def test_evidence_without_answers_has_none():
     evidence = SplitEvidence()
-    assert not evidence.questions()
     assert evidence.weights(()) is other_weights(evidence, ()) is None
 
 
@@ -175,7 +174,7 @@ class Answers(SplitEvidence):
         self.found = weights
 
     def questions(self):
-        return {kind: lambda kind=kind: self.answers[kind] for kind in CauseKind}
+        return {kind: lambda _, kind=kind: self.answers[kind] for kind in CauseKind}
 
     def weights(self, names):
         return self.found
@@ -208,7 +207,8 @@ ONCE = CauseKind.ONCE_PER_PART
     ],
 )
 def test_first_fitting_cause_is_found(answers, kind):
-    finding, failures = first_finding(Answers(answers))
+    evidence = Answers(answers)
+    finding, failures = first_finding(evidence, evidence.questions())
     assert finding.kind is kind
     assert not failures
 
@@ -226,18 +226,15 @@ def test_weights_that_differ_are_a_cause(right, kind):
 
 
 def test_question_that_nobody_answers_is_no_cause():
-    assert first_finding(SplitEvidence())[0].kind is CauseKind.UNKNOWN
+    assert first_finding(SplitEvidence(), {})[0].kind is CauseKind.UNKNOWN
 
 
 def test_cause_that_cannot_be_tested_is_passed_over():
-    def fails():
+    def fails(_):
         raise ZeroDivisionError("no labels")
 
-    class Failing(Answers):
-        def questions(self):
-            return super().questions() | {STATE: fails}
-
-    finding, failures = first_finding(Failing({COMPARED: True}))
+    evidence = Answers({COMPARED: True})
+    finding, failures = first_finding(evidence, evidence.questions() | {STATE: fails})
     assert finding.kind is COMPARED
     assert [str(error) for error in failures] == ["no labels"]
 

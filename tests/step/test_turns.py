@@ -534,7 +534,7 @@ def test_lasts_no_turn_of_another_thread():
     assert events == ["body", "back", "after"]
 
 
-def test_lasts_its_turn_around_a_step_of_another_engine():
+def test_lasts_its_turn_around_another_step():
     """One replica runs in the caller's thread, and so does the engine that it calls."""
     events = []
     other = engine_in_turns(Model(), ["cpu"], 1)

@@ -17,7 +17,8 @@ from scatterpar.batch.batch import batch_of
 from scatterpar.numerics.comparison import Inconclusive, Result
 from scatterpar.step.request import Request
 from scatterpar.verify import look
-from scatterpar.verify.look_losses import Evidence, name_of, weighted_parts
+from scatterpar.verify.look_causes import is_rounding
+from scatterpar.verify.look_losses import LookResults, name_of, weighted_parts
 from scatterpar.verify.verdicts import RIGHT
 
 ROWS = torch.arange(1.0, 7).double()[:, None]
@@ -35,11 +36,11 @@ def total(output, targets):
 
 
 def asked(monkeypatch, question, criterion=total, model=None, targets=None, **options):
-    """The answer to ``question(evidence)`` in a look, which takes the sum for a mean."""
+    """The answer to ``question(results)`` in a look, which takes the sum for a mean."""
     answers = []
 
-    def verdict_of(evidence):
-        answers.append(question(evidence))
+    def verdict_of(results):
+        answers.append(question(results))
         return RIGHT
 
     monkeypatch.setattr(look, "verdict_of", verdict_of)
@@ -55,24 +56,23 @@ def sum_of(rows):
 
 
 def test_results_of_rows_and_parts(monkeypatch):
-    evidence = asked(monkeypatch, lambda evidence: evidence)
-    assert evidence.expected.loss == 2 * sum_of(evidence.rows)
-    assert evidence.expected.gradients[0].item() == sum_of(evidence.rows)
-    sizes = [len(part) for part in evidence.parts]
-    assert list(evidence.step_weights) == [size / evidence.num_rows for size in sizes]
-    sums = [sum_of(part) * len(part) for part in evidence.parts]
-    assert evidence.actual.loss == pytest.approx(2 * sum(sums) / evidence.num_rows)
-    assert evidence.name == "the criterion total"
-    assert evidence.module_name == "Linear"
+    results = asked(monkeypatch, lambda results: results)
+    assert results.expected.loss == 2 * sum_of(results.rows)
+    assert results.expected.gradients[0].item() == sum_of(results.rows)
+    sizes = [len(part) for part in results.parts]
+    assert list(results.step_weights) == [size / results.num_rows for size in sizes]
+    sums = [sum_of(part) * len(part) for part in results.parts]
+    assert results.actual.loss == pytest.approx(2 * sum(sums) / results.num_rows)
+    assert results.name == "the criterion total"
+    assert results.module_name == "Linear"
 
 
 def test_parts_start_from_same_state(monkeypatch):
-    def question(evidence):
-        results = evidence.results_of_parts
+    def question(results):
         return (
-            evidence.parts,
-            [result.loss for result in results],
-            evidence.weights().right.tolist(),
+            results.parts,
+            [result.loss for result in results.results_of_parts],
+            results.weights().right.tolist(),
         )
 
     parts, losses, weights = asked(monkeypatch, question)
@@ -80,33 +80,25 @@ def test_parts_start_from_same_state(monkeypatch):
     assert weights == [1.0] * len(parts)
 
 
-def test_runs_of_the_same_rows_agree(monkeypatch):
-    def question(evidence):
-        difference = evidence.of_replica.difference_from(evidence.expected)
-        return difference, evidence.is_unrepeatable()
-
-    assert asked(monkeypatch, question) == (0, False)
-
-
 def test_limit_is_asked_for_without_an_order(monkeypatch):
     """It was the tolerance until somebody had asked whether it is rounding."""
 
-    def question(evidence):
-        before = evidence.limit
-        assert not evidence.is_rounding()
-        return before, evidence.limit, evidence.tolerance
+    def question(results):
+        before = results.limit
+        assert not is_rounding(results)
+        return before, results.limit, results.tolerance
 
     before, after, tolerance = asked(monkeypatch, question)
     assert before == after >= tolerance
 
 
 def test_outputs_of_rows_then_of_parts(monkeypatch):
-    def question(evidence):
+    def question(results):
         return (
-            evidence.rows,
-            evidence.outputs,
-            evidence.shapes,
-            evidence.difference_of_outputs,
+            results.rows,
+            results.outputs,
+            results.shapes,
+            results.difference_of_outputs,
         )
 
     rows, outputs, shapes, difference = asked(monkeypatch, question, targets=ROWS)
@@ -137,13 +129,13 @@ def mean_of_squares(output, targets):
 )
 def test_losses_of_one_output_combine(monkeypatch, model, criterion, combine):
     answer = asked(
-        monkeypatch, lambda evidence: evidence.losses_combine, criterion, model()
+        monkeypatch, lambda results: results.losses_combine, criterion, model()
     )
     assert answer == combine
 
 
 def test_rounding_explains_no_wrong_sum(monkeypatch):
-    answer = asked(monkeypatch, lambda evidence: evidence.difference_by_rounding())
+    answer = asked(monkeypatch, lambda results: results.difference_by_rounding())
     assert 0 <= answer < 1e-12
 
 
@@ -216,10 +208,8 @@ def test_rows_without_labels_inconclusive():
         weighted_parts(request(count=num_labels), [[1], [3]])
 
 
-class ByHand(Evidence):
+class ByHand(LookResults):
     """Without runs."""
-
-    compares_rows = "pass whole_batch=True"
 
     def __init__(self, *results):
         super().__init__(
@@ -230,19 +220,6 @@ class ByHand(Evidence):
             draws_steadily=True,
             moved=(),
         )
-
-
-def test_remedies_name_missing_arguments():
-    def ways(remedy, **options):
-        losses = ByHand(request(**options), [], [], None, None)
-        return " ".join(losses.other_remedies(remedy))
-
-    assert "Otherwise pass count= for a mean" in ways("It is a ratio.")
-    assert "another count= for a mean" in ways("It is a ratio.", count=num_labels)
-    assert "count=" not in ways("pass count=len")
-    assert 'or reduction="sum" for a sum' in ways("It is a ratio.")
-    assert 'reduction="sum"' not in ways("It is a ratio.", reduction="sum")
-    assert "whole_batch" not in ways("pass whole_batch=True")
 
 
 def test_difference_of_both_results():

@@ -18,8 +18,9 @@ from scatterpar.causes.evidence import CauseKind
 from scatterpar.numerics.comparison import Result, weighted_sum
 from scatterpar.step.request import Request
 from scatterpar.verify import verdicts
-from scatterpar.verify.look_losses import Evidence
-from scatterpar.verify.verdicts import Action, verdict_of
+from scatterpar.verify.look_causes import do_shapes_broadcast, has_other_weights
+from scatterpar.verify.look_losses import LookResults
+from scatterpar.verify.verdicts import Action
 
 # Two parts: rows 0 to 2, of which one has a label, and row 3, which has one.
 LABELS = torch.tensor([1, -100, -100, 2])
@@ -30,12 +31,13 @@ RESULTS = [
 ]
 
 
-class ByHand(Evidence):
+class ByHand(LookResults):
     """The result of all rows is that of the parts with these weights."""
 
     results_of_parts = RESULTS
     shapes = ()
-    compares_rows = "pass whole_batch=True"
+    loss_of_output = RESULTS[0]
+    uses_number = False
     limit = 1e-6
 
     def __init__(self, true_weights, weights=(0.25, 0.75), shapes=(), **request):
@@ -54,14 +56,18 @@ class ByHand(Evidence):
             draws_steadily=True,
             moved=(),
         )
-        self.shapes = shapes
+        vars(self)["shapes"] = shapes
 
-    def questions(self):
-        """Those that need no runs."""
-        return {
-            CauseKind.CONSTANT_FACTOR: self.has_other_weights,
-            CauseKind.SHAPES_BROADCAST: self.do_shapes_broadcast,
-        }
+
+@pytest.fixture
+def verdict_of(monkeypatch):
+    """The function of ``verdicts``, by the questions that need no runs."""
+    questions = {
+        CauseKind.CONSTANT_FACTOR: has_other_weights,
+        CauseKind.SHAPES_BROADCAST: do_shapes_broadcast,
+    }
+    monkeypatch.setattr(verdicts, "QUESTIONS", questions)
+    return verdicts.verdict_of
 
 
 @pytest.mark.parametrize(
@@ -73,7 +79,7 @@ class ByHand(Evidence):
         ([0.9, 0.3], "If it compares rows with each other, or is a ratio of sums"),
     ],
 )
-def test_combination_named_by_its_weights(true_weights, remedy):
+def test_combination_named_by_its_weights(true_weights, remedy, verdict_of):
     verdict = verdict_of(ByHand(true_weights))
     assert verdict.action is Action.REFUSE
     assert remedy in verdict.text
@@ -84,36 +90,36 @@ def test_combination_named_by_its_weights(true_weights, remedy):
     assert "Nothing was changed" in verdict.text
 
 
-def test_difference_told_in_percent():
+def test_difference_told_in_percent(verdict_of):
     """Expected 0.75 and 0.25 of the gradients, and computed 0.25 and 0.75."""
     assert "off by 66.7 %" in verdict_of(ByHand([3 / 4, 1 / 4])).text
     nothing = ByHand([3 / 4, 1 / 4], weights=(math.nan, 1.0))
     assert "NaN or infinite" in verdict_of(nothing).text
 
 
-def test_mean_told_to_leave_count_out():
+def test_mean_told_to_leave_count_out(verdict_of):
     losses = ByHand([3 / 4, 1 / 4], count=lambda inputs, targets: 1)
     assert 'pass reduction="mean", without count=' in verdict_of(losses).text
 
 
-def test_shapes_that_broadcast_told():
+def test_shapes_that_broadcast_told(verdict_of):
     losses = ByHand([0.9, 0.3], shapes=[(4, 1), (4,)])
     assert "broadcast to a matrix of all pairs" in verdict_of(losses).text
     losses = ByHand([0.9, 0.3], shapes=[(4, 2), (4,)])
     assert "broadcast" not in verdict_of(losses).text
 
 
-def test_sum_with_rest_may_have_penalty():
+def test_sum_with_rest_may_have_penalty(verdict_of):
     losses = ByHand([0.9, 0.3], reduction="sum")
     assert "such as a penalty on weights" in verdict_of(losses).text
 
 
-def test_one_part_shows_no_weights(monkeypatch):
+def test_one_part_shows_no_weights(monkeypatch, verdict_of):
     """One part alone has a gradient: any weights fit, so the text names none."""
     results = [RESULTS[0], Result(8.0, [torch.zeros(2)])]
     monkeypatch.setattr(ByHand, "results_of_parts", results)
     losses = ByHand([1, 1])
-    losses.expected = weighted_sum(results)
+    vars(losses)["expected"] = weighted_sum(results)
     assert losses.weights() is None
     assert "It seems" not in verdict_of(losses).text
 
@@ -137,6 +143,18 @@ def test_one_part_shows_no_weights(monkeypatch):
 def test_count_is_told_as_an_expression(path, ignored, without, expression):
     count = Count("terms", path, (1.0,) * 4, ignored, without)
     assert verdicts._expression(ByHand([1, 1]), count) == expression
+
+
+def test_remedies_name_missing_arguments():
+    def ways(remedy, **options):
+        return " ".join(verdicts.other_remedies(ByHand([1, 1], **options), remedy))
+
+    assert "Otherwise pass count= for a mean" in ways("It is a ratio.")
+    assert "another count= for a mean" in ways("It is a ratio.", count=len)
+    assert "count=" not in ways("pass count=len")
+    assert 'or reduction="sum" for a sum' in ways("It is a ratio.")
+    assert 'reduction="sum"' not in ways("It is a ratio.", reduction="sum")
+    assert "whole_batch" not in ways("pass whole_batch=True")
 
 
 def test_text_has_problem_remedy_notes():

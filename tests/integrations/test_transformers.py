@@ -18,6 +18,7 @@ from typing import ClassVar
 import pytest
 import torch
 import transformers
+from faults import processes
 from harness import oracle
 from harness.isolation import guarded
 from harness.models import Of
@@ -725,16 +726,27 @@ def test_replays_keep_nothing_of_a_call(tmp_path, monkeypatch, function):
     assert not values or sum(values[-27:]) == 3 * ROWS
 
 
-@pytest.mark.slow
-def test_torch_compile_compiles_the_replicas(tmp_path):
-    torch.compiler.reset()
-    torch._dynamo.utils.counters.clear()
+def compiled_beside_stock(folder):
     how = {"model": RUNS["divides by items"]["model"], "whole": (6, 2)}
-    trainers = beside(tmp_path, each=({"torch_compile_backend": "eager"}, {}), **how)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    trainers = beside(folder, each=({"torch_compile_backend": "eager"}, {}), **how)
+    counts = torch._dynamo.utils.counters
+    assert counts["stats"]["unique_graphs"], dict(counts)
     assert_same_run(*trainers, 1e-7)
     assert type(trainers[0].model) is IgnoresItems
     assert_same_evaluation(*trainers)
+
+
+@pytest.mark.slow
+def test_torch_compile_compiles_the_replicas(tmp_path):
+    """In a process of its own: in one where thousands of tests had run before, torch's
+    compiler once compiled nothing.
+    """
+    program = (
+        "from integrations import test_transformers as tests\n"
+        f"tests.compiled_beside_stock({str(tmp_path)!r})\n"
+    )
+    outcome = processes.run("-c", program)
+    assert outcome.code == 0, outcome
 
 
 @pytest.mark.slow

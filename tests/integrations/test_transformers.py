@@ -673,7 +673,7 @@ def run_of(monkeypatch, folder, name, cls=ScatterOnceTrainer, **extra):
 
 
 @pytest.mark.parametrize("layout", few_of(LAYOUTS, ["virtual"]))
-@pytest.mark.parametrize("name", REPLAYED)
+@pytest.mark.parametrize("name", few_of(REPLAYED, ["dropout", "padded text"]))
 def test_stock_loss_is_replayed(tmp_path, monkeypatch, name, layout):
     """The bits are those without graphs, and the losses those of the stock Trainer."""
     runs, reports = [], []

@@ -103,7 +103,12 @@ def of_returned_loss(model, devices):
     return step
 
 
-@pytest.mark.parametrize("make", [of_pair, of_engine, of_returned_loss])
+OF_LOSS, OF_PAIR = (
+    pytest.param(make, marks=pytest.mark.slow) for make in (of_returned_loss, of_pair)
+)
+
+
+@pytest.mark.parametrize("make", [OF_PAIR, of_engine, OF_LOSS])
 def test_calls_in_a_compiled_step_run_as_written(make):
     model, plain = net(), net()
     step = torch.compile(make(model, ["cpu:0", "cpu:1"]), backend="eager")

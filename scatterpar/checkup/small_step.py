@@ -242,6 +242,22 @@ def _programs(
     return programs
 
 
+def _on_processes(num_devices: int, ratio: float) -> str:
+    """How many processes launch as fast as their devices compute, in words.
+
+    Or, if no number does, one per device. ``ratio``: the engine's time over one
+    device's, for the same rows.
+    """
+    # A device computes for this part of one device's time: 1 / num_devices.
+    needed = ratio * num_devices
+    for processes in range(2, num_devices + 1):
+        # Each process has as many devices as the others.
+        if num_devices % processes == 0 and processes >= min(needed, num_devices):
+            gpus = num_devices // processes
+            return f" Or use {processes} processes with {gpus} of the GPUs each."
+    return ""
+
+
 def _loop(
     module: nn.Module, device: torch.device, images: Tensor, labels: Tensor, parts: int
 ) -> _Program:
@@ -292,7 +308,7 @@ def on_speed(
     if not is_fast and moving > _MUCH_MOVING:
         reason = f" {moving:.0%} {_COPIES}"
     elif not is_fast:
-        reason = f" {_LAUNCHES}"
+        reason = f" {_LAUNCHES}{_on_processes(len(devices), ratio)}"
     kind = "slow" if reason else "fine"
     yield DoctorVerdict(kind, f"the engine takes {compared}.{reason}")
     yield from _on_unequal_devices(devices, speed)

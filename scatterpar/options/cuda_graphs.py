@@ -90,8 +90,8 @@ _BUSY = 0.05
 
 _REMEDIES = (
     "devices wait for the host here; what helps: fewer and larger sub-steps, "
-    "compile=True, two processes with half of the devices each, or a Python without "
-    "the GIL"
+    "compile=True, a Python without the GIL, or two processes with half of the devices "
+    "each, or more (python -m scatterpar doctor says how many for a small network)"
 )
 
 

@@ -26,8 +26,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import zip_longest
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +52,16 @@ _READS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 _NOT_PLAIN = ("Tensor", "number", "float", "Generator")
 _OpOverload = type(_LIFT)
 _DISPATCH: Any = Tensor.__torch_dispatch__
+# Packages of which no line is a reason to read values; threads begin in the last.
+_LAYERS_BELOW = ("torch", "scatterpar", "threading")
+# What helps against the reads of a module.
+_REMEDIES_OF_READS = {
+    "transformers.masking_utils": (
+        "; what helps: an attention_mask of four dimensions, which is used as it is; "
+        'attn_implementation="eager" for decoders; no attention_mask if no row is '
+        "padded"
+    ),
+}
 _REPLICAS = "the replica's generator"
 _END = "the end"
 
@@ -316,6 +328,7 @@ class Tape(torch_private.OperatorMode):
         if is_of_device and has_mask:
             self.obstacle = (
                 f"cannot be captured: it waits for the device, in {function}"
+                f"{_place_of_caller()}"
             )
 
     def _state_of_generator(self) -> Tensor:
@@ -438,6 +451,20 @@ def _storage(tensor: Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # sparse
         return 0
+
+
+def _place_of_caller() -> str:
+    """The line that has called an operator, and what helps if it is a library's whose
+    reads can be avoided; empty if there is none, as in autograd's threads.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        if module.partition(".")[0] not in _LAYERS_BELOW:
+            remedy = _REMEDIES_OF_READS.get(module, "")
+            return f" (line {frame.f_lineno} of {module}){remedy}"
+        frame = frame.f_back
+    return ""
 
 
 @functools.cache

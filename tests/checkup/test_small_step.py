@@ -99,6 +99,25 @@ def test_slow_step_has_cause_and_remedy(found, words):
 
 
 @pytest.mark.parametrize(
+    ("count", "of_one", "words"),
+    [
+        (1, 1.2, ""),
+        (2, 1.0, "2 processes with 1 of the GPUs each"),
+        (6, 0.45, "3 processes with 2 of the GPUs each"),
+        (8, 0.25, "2 processes with 4 of the GPUs each"),
+        (8, 0.26, "4 processes with 2 of the GPUs each"),
+        (8, 2.0, "8 processes with 1 of the GPUs each"),
+    ],
+)
+def test_launches_need_so_many_processes(count, of_one, words):
+    """Each process launches its devices' part of the engine's time."""
+    devices = [torch.device("cuda", i) for i in range(count)]
+    (slow,) = on_speed(devices, timed(of_one, 1.0), 0)
+    assert words in slow.text
+    assert ("processes" in slow.text) == bool(words)
+
+
+@pytest.mark.parametrize(
     ("count", "of_one", "kind"),
     [
         (1, 1.09, "fine"),

@@ -640,6 +640,7 @@ def test_what_helps_is_logged_once(waiting, rows, caplog):
     assert reports[-1].startswith(f"eager: {why}; devices wait for the host here")
     lines = [record.getMessage() for record in caplog.records]
     assert [why in line and "compile=True" in line for line in lines].count(True) == 1
+    assert "scatterpar doctor says how many" in reports[-1]
 
 
 def test_default_stays_silent_of_changes(waiting, rows):

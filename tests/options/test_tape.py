@@ -8,6 +8,7 @@ import copy
 import gc
 import os
 import random
+import re
 import warnings
 from functools import partial
 
@@ -299,7 +300,9 @@ def test_set_generator_is_an_obstacle():
     [lambda x: float(x.sum()), lambda x: x[x > 1], torch.nonzero, torch.unique],
 )
 def test_values_read_are_an_obstacle(function):
-    assert "it waits for the device" in tape_of(function, X).obstacle
+    obstacle = tape_of(function, X).obstacle
+    assert "it waits for the device" in obstacle
+    assert re.search(rf"\(line \d+ of {re.escape(__name__)}\)", obstacle)
     assert not tape_of(lambda x: x[torch.tensor([0, 1])], X).obstacle
 
 

@@ -134,8 +134,10 @@ class Tape(torch_private.OperatorMode):
             self.add_place(tensor)
 
     def addresses(self) -> Set[int]:
-        """Those of all tensors that are known by their address."""
-        return self._memory.keys()
+        """Those of all tensors that are known by their address; 0, which all empty
+        tensors have, is none.
+        """
+        return self._memory.keys() - {0}
 
     def add_place(self, tensor: Tensor) -> None:
         """From here on, this tensor is known by its place."""

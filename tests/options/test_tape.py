@@ -275,6 +275,13 @@ def test_memory_of_earlier_call_is_not_used_again():
         assert difference(before, tapes[-1])
 
 
+def test_empty_tensors_have_no_address():
+    """Each replica was proved by itself, as if it read memory of its device alone."""
+    nothing = torch.empty(0)
+    assert tape_of(lambda x: torch.cat([nothing, x.flatten()]), X).addresses() == set()
+    assert tape_of(lambda x: x + X, X + 0).addresses() == {X.data_ptr()}
+
+
 def test_places_are_no_addresses():
     first, second = (tape_of(lambda x, y: x @ y.t(), X + i, X - i) for i in range(2))
     assert not difference(first, second)

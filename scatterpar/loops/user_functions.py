@@ -16,6 +16,7 @@ from scatterpar.numerics.comparison import Inconclusive
 from scatterpar.objects.journal import Journal
 from scatterpar.objects.walk import Walk
 from scatterpar.objects.whose import is_user_class
+from scatterpar.verify.beginning_state import is_seed_sought
 from scatterpar.verify.dropped_records import records_dropped
 
 
@@ -94,7 +95,7 @@ class UserFunctions:
         """
         assert self._journal is not None
         self._numbers += self._journal.changed_numbers()
-        self._journal.restore()
+        self._journal.restore(with_generators=not is_seed_sought())
 
     def tell_numbers(
         self, function: str, calls: int, remedy: str, owner: Any = None

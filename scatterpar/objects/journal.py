@@ -242,9 +242,10 @@ class Journal:
             yield
 
     @torch.no_grad()
-    def restore(self) -> None:
+    def restore(self, *, with_generators: bool = True) -> None:
         """Restore everything that has changed. Calls may go on."""
-        self.rewind()
+        if with_generators:
+            self.rewind()
         self._references.restore()
         self._restore_classes()
         _restore(self._values)

@@ -5,7 +5,9 @@ A replica begins each step with the user's attributes, so such state is lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -21,6 +23,25 @@ from scatterpar.verify.runs import Runs
 
 _OTHER_WEIGHTS = 0.1  # how much other they are, relatively
 _MAX_DRAWS = 64  # of a call that are compared
+_is_seed_sought = ContextVar("is_seed_sought", default=False)
+
+
+def is_seed_sought() -> bool:
+    """Whether the present call is to draw from generators as they are.
+
+    A call of a library's loop begins with the state before the look, random generators
+    included: with another seed it would draw the same numbers, as if it seeded itself.
+    """
+    return _is_seed_sought.get()
+
+
+@contextlib.contextmanager
+def _seed_sought() -> Iterator[None]:
+    token = _is_seed_sought.set(True)
+    try:
+        yield
+    finally:
+        _is_seed_sought.reset(token)
 
 
 def state_that_begins(runs: Runs, rows: Part) -> list[str]:
@@ -100,7 +121,7 @@ def draws_are_seeded(runs: Runs, rows: Part) -> list[str]:
             # Only for calls that draw: engines in other threads have this generator.
             if is_other_seed:
                 generator.manual_seed(generator.initial_seed() ^ 1)
-            with _Seeds(generator.get_state) as seeds:
+            with _seed_sought(), _Seeds(generator.get_state) as seeds:
                 task.output_of(runs.inputs_of(rows))
         if not seeds.states:
             return []

@@ -631,6 +631,24 @@ def step_of(own, batch, batch_idx):
     return loss
 
 
+@pytest.mark.parametrize("seed", [None, 5])
+def test_only_seeds_of_training_step_are_told(recwarn, seed):
+    """Each call of a look begins with the same random numbers, as if it seeded them."""
+
+    class Drops(Plain):
+        def training_step(self, batch, batch_idx):
+            if seed is not None:
+                torch.manual_seed(seed)
+            scores = functional.dropout(self.net(batch[0]), 0.3)
+            return functional.cross_entropy(scores, batch[1])
+
+    trainer(ScatterOnceStrategy(["cpu:0", "cpu:1"], 2)).fit(
+        made(Drops).double(), loader()
+    )
+    told = [str(warning.message) for warning in recwarn]
+    assert len([text for text in told if "seed the" in text]) == (seed is not None)
+
+
 class Counts(Callback):
     def __init__(self, kinds):
         self.written = Written(kinds)

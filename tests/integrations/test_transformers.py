@@ -918,6 +918,30 @@ def test_unlookable_losses_warn_once(tmp_path):
     quietly(build(ScatterOnceTrainer, tmp_path, case, extra=extra, **options).train)
 
 
+@pytest.mark.parametrize("seed", [None, 5])
+def test_only_seeds_of_compute_loss_are_told(tmp_path, recwarn, seed):
+    """Each call of a look begins with the same random numbers, as if it seeded them."""
+
+    class Drops(ScatterOnceTrainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            if seed is not None:
+                torch.manual_seed(seed)
+            scores = model(inputs["input_ids"], inputs["attention_mask"]).logits
+            scores = nn.functional.dropout(scores, 0.3)
+            return nn.functional.cross_entropy(scores, inputs["labels"])
+
+    trainer = Drops(
+        sequence_classifier(hidden_dropout_prob=0.1),
+        arguments(tmp_path, max_steps=1, remove_unused_columns=False),
+        data_collator=partial(padded, kind="classes"),
+        train_dataset=sentences(8),
+        device_ids=VIRTUAL,
+    )
+    quietly(trainer.train)
+    told = [str(warning.message) for warning in recwarn]
+    assert len([text for text in told if "seed the" in text]) == (seed is not None)
+
+
 class Distills:
     """Reaches its modules by attributes, counts on itself, and stores
     what it measures.

@@ -3,10 +3,11 @@
 import copy
 import os
 import subprocess
+import sys
 
 import pytest
 import versions
-from harness import outcomes
+from harness import missing_names, outcomes
 from versions import ROOT
 
 CALL = {
@@ -77,6 +78,67 @@ def test_file_that_cannot_be_imported_is_told_once():
     assert (kind.section, kind.call) == (versions.GAINED, "x.py")
     (found,) = versions.differences_of("cpu", new, old)
     assert versions.kind_of(found).section == versions.LOST
+
+
+PACKAGE_WITH_LAZY_NAME = """
+def __getattr__(name):
+    if name == "lazy":
+        return 5
+    raise AttributeError(name)
+"""
+FILE_OF_ANOTHER_VERSION = """
+import older.gone.deep
+from older import gone, kept, lazy
+from older.kept import Gone, VALUE
+from older.moved import Base, helper
+
+class Derived(Base):
+    pass
+
+def uses_value():
+    return VALUE, kept.VALUE, lazy
+
+def uses_class():
+    return Gone(3)
+
+def uses_base():
+    return Derived()
+
+def uses_module():
+    return gone.helper()
+
+def uses_function():
+    return helper.of_rows(2)
+
+def uses_attribute():
+    return kept.missing
+
+def uses_import():
+    from older.kept import another
+"""
+
+
+def test_file_with_missing_names_is_imported(tmp_path, monkeypatch):
+    """A function fails by the name that the version has not; the others run."""
+    (tmp_path / "older").mkdir()
+    (tmp_path / "older/__init__.py").write_text(PACKAGE_WITH_LAZY_NAME)
+    (tmp_path / "older/kept.py").write_text("VALUE = 3")
+    monkeypatch.syspath_prepend(tmp_path)
+    finder = missing_names.install("older")
+    try:
+        names = {}
+        exec(compile(FILE_OF_ANOTHER_VERSION, "test_older.py", "exec"), names)
+        assert names["uses_value"]() == (3, 3, 5)
+        for use in ("class", "base", "module", "function", "attribute"):
+            with pytest.raises(AttributeError, match="has no attribute '"):
+                names[f"uses_{use}"]()
+        with pytest.raises(ImportError):
+            names["uses_import"]()
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [*sys.modules]:
+            if name.split(".")[0] == "older":
+                del sys.modules[name]
 
 
 def found_in(part, old, new, program="test_x", call="check, call 0"):

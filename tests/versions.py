@@ -12,7 +12,8 @@
 both run what ``NEW``, or ``--programs REF``, has of programs: its tests as they are,
 among them the table of cases and all right, wrong and adversarial steps; the table of
 cases and the tests of accelerators on the simulated accelerator, and on null GPUs where
-there are some; its examples and notebooks; and the page of ``benchmarks card``.
+there are some; and its examples and notebooks. The page of ``benchmarks card`` and the
+other benchmarks, with tiny sizes, are each version's own.
 
 Of each call of the package (``harness/outcomes.py``) these are compared:
 
@@ -47,6 +48,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass
@@ -78,9 +80,11 @@ CARDS = (
     "tests/devices/cards/test_draws.py",
 )
 NAMES = ("old", "new")
+# Files of harness/ that programs of any version get.
+PLUGINS = ("outcomes.py", "missing_names.py")
 MOST_CRASHES = 40
 ENDED = (0, 1, 5)  # exit codes of pytest: passed, failed, nothing to run
-PLACES = ("cpu", "cards", "null", "scripts")
+PLACES = ("cpu", "cards", "null", "page", "scripts")
 CARD = ("--devices", "cpu:0,cpu:1", "--only", "gradient", "looks", "dropout")
 NULL_CARD = ("--under", "nullcuda.values", "--only", "gradient", "looks", "dropout")
 LIMIT_SECONDS = 7200
@@ -118,9 +122,12 @@ def main(arguments):
         versions = Versions(*refs, Path(folder))
         differences = []
         for place in options.on:
+            start = time.monotonic()
             differences += RUNS[place](versions, options)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(found) for found in differences]))
+            print(f"{place}: {time.monotonic() - start:.0f} s", flush=True)
+            if options.json:  # a run that is ended keeps the places before
+                lines = [asdict(found) for found in differences]
+                options.json.write_text(json.dumps(lines))
     return print_kinds(differences, options.all)
 
 
@@ -139,12 +146,13 @@ class Versions:
         self.folder = folder
         self.programs = folder / "programs"
         for name, ref in zip(NAMES, (old, new), strict=True):
-            _check_out(ref, folder / name, ["scatterpar"])
+            _check_out(ref, folder / name, ["scatterpar", "benchmarks"])
         _check_out(programs, self.programs, [])
         # A program would find it beside itself, in the place of either version.
         (self.programs / "scatterpar").rename(folder / "unused")
-        plugin = Path("tests/harness/outcomes.py")
-        (self.programs / plugin).write_text((ROOT / plugin).read_text())
+        for name in PLUGINS:
+            plugin = Path("tests/harness") / name
+            (self.programs / plugin).write_text((ROOT / plugin).read_text())
 
     def run(self, command, variables=None):
         """Run a command with each version at the same time. Returns what they print."""
@@ -436,29 +444,37 @@ def _simulated_accelerator(versions):
 
 
 def on_null_gpus(versions, options):
-    """The same on null GPUs, and the page of ``benchmarks card``."""
-    if not Path(options.null).exists():
-        print(f"null: {options.null} is not there: tests/nullcuda/run makes it")
+    """The same on null GPUs."""
+    if not _has_null_gpus(options):
         return []
     extra = ["-k", options.only] if options.only else []
     # The plugin looks for races in each test; values are enough here.
     variables = {"NULLCUDA_DEVICES": 2}
     plugins = ["harness.null_values"]
-    found = _pytest(versions, "null", options.null, CARDS, extra, variables, plugins)
-    if not options.only:
-        found += _script(
-            versions,
-            "null",
-            [options.null, "-W", "ignore", "-m", "benchmarks", "card", *NULL_CARD],
-            variables,
-        )
-    return found
+    return _pytest(versions, "null", options.null, CARDS, extra, variables, plugins)
+
+
+def on_page(versions, options):
+    """The page of ``benchmarks card`` on four null GPUs, which all its rows need."""
+    if not _has_null_gpus(options):
+        return []
+    command = [options.null, "-W", "ignore", "-m", "benchmarks", "card", *NULL_CARD]
+    return _script(versions, "page", command, {"NULLCUDA_DEVICES": 4})
+
+
+def _has_null_gpus(options):
+    if Path(options.null).exists():
+        return True
+    print(f"{options.null} is not there: tests/nullcuda/run makes it")
+    return False
 
 
 def scripts(versions, options):
-    """Examples, notebooks, and the page of the CPU, by what they print."""
+    """Examples, notebooks, benchmarks and the page of the CPU, by what they print."""
     found = []
     commands = [[sys.executable, "-m", "benchmarks", "card", *CARD]]
+    for folder in BENCHMARKS:
+        commands.append([sys.executable, "-m", "benchmarks", folder, "--quick"])
     for file in sorted((versions.programs / "examples").glob("*.py")):
         commands.append([sys.executable, str(file), *EXAMPLES.get(file.name, ())])
     for file in sorted((versions.programs / "notebooks").glob("*.ipynb")):
@@ -475,6 +491,17 @@ def scripts(versions, options):
     return found
 
 
+# Folders of benchmarks, with tiny sizes. Their numbers are not compared: most are times.
+BENCHMARKS = (
+    "evaluation",
+    "fixed_cost",
+    "many_cards",
+    "memory",
+    "step_time",
+    "traffic",
+    "turns",
+    "whole_batch",
+)
 # Quick ones.
 _TWO = ("--devices", "cpu", "cpu")
 EXAMPLES = {
@@ -494,11 +521,16 @@ def _without_magic(code):
 def _script(versions, place, command, variables=None):
     """Run a program twice. Returns what it prints otherwise in both runs."""
     name = " ".join(Path(part).name for part in command[1:])
+    if "benchmarks" in command:
+        # Those of each version: they use names of the package that users do not.
+        variables = {**(variables or {}), "PYTHONSAFEPATH": 1}
     if "card" in command:
         command = [*command, "--seconds", "20000", "--page", "{version}-card.md"]
     found = []
     for _ in range(2):
         (old_code, old), (new_code, new) = versions.run(command, variables)
+        if "--quick" in command:
+            old, new = _words_of_tables(old), _words_of_tables(new)
         found.append(_printed_differences(place, name, old, new))
         if old_code != new_code:
             found[-1].add(
@@ -524,6 +556,11 @@ def _printed_differences(place, name, old, new):
     return found
 
 
+def _words_of_tables(text):
+    """The text of benchmarks without numbers, and without the width of their columns."""
+    return re.sub(r"[-─━=]{3,}| +", " ", without_values(text))
+
+
 def _timeless(line):
     line = re.sub(r"(old|new)-card", "card", line)
     line = re.sub(r"/\S*/", "…/", line)
@@ -533,7 +570,13 @@ def _timeless(line):
     return re.sub(r"\((0\.\d+|…)\)", "(…)", line)
 
 
-RUNS = {"cpu": on_cpu, "cards": on_simulated, "null": on_null_gpus, "scripts": scripts}
+RUNS = {
+    "cpu": on_cpu,
+    "cards": on_simulated,
+    "null": on_null_gpus,
+    "page": on_page,
+    "scripts": scripts,
+}
 
 
 # --- what is printed ---
@@ -591,6 +634,7 @@ def kind_of(found):
 _LACKS = re.compile(
     r"has no attribute|ImportError|ModuleNotFoundError|unexpected keyword argument"
     r"|required positional argument|positional arguments but|not collected"
+    r"|'module' object is not callable"
 )
 
 

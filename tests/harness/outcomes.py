@@ -27,7 +27,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import leak_checks
+from harness import leak_checks, missing_names
 
 FILE = "OUTCOMES"
 CHOSEN = "CHOSEN"  # names a file with the programs that are run; all if there is none
@@ -47,6 +47,7 @@ _told: list[str] = []
 
 
 def pytest_configure():
+    missing_names.install()
     package = import_module("scatterpar")
     for name, methods in METHODS.items():
         owner = getattr(package, name, None)

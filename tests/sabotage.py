@@ -842,6 +842,15 @@ SABOTAGES = [
     ),
     # --- all or nothing ---
     Sabotage(
+        name="a handler that raises leaves the others replaced",
+        promise="all or nothing",
+        file="threads/interrupts.py",
+        place="Interrupts.__enter__",
+        text="self._replaced = dict(self._handlers)",
+        replacement="self._replaced = {}",
+        seen_by="test_all_handlers_are_back_if_one_raises",
+    ),
+    Sabotage(
         name="settings of the process stay as replicas leave them",
         promise="all or nothing",
         file="threads/process_settings.py",

@@ -47,6 +47,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self._handlers: dict[int, Any] = {}  # the user's, by number of the signal
+        self._replaced: dict[int, Any] = {}  # those that are not back yet
         self.are_allowed = False
         self._pending: dict[int, FrameType | None] = {}
 
@@ -59,6 +60,7 @@ class Interrupts:
                 self._handlers[number] = handler
         self.are_allowed = True  # an interrupt may come between these lines
         try:
+            self._replaced = dict(self._handlers)
             for number in self._handlers:
                 _signal.signal(number, self._receive)
             self.are_allowed = False
@@ -68,12 +70,26 @@ class Interrupts:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.are_allowed = True
+        # A handler that is back may raise before the next one is, and once more.
         try:
-            for number, handler in self._handlers.items():
-                _signal.signal(number, handler)
+            self._restore()
         finally:
-            self.deliver()
+            try:
+                if self._replaced:
+                    self._restore()
+            finally:
+                try:
+                    if self._replaced:
+                        self._restore()
+                finally:
+                    self.are_allowed = True
+                    self.deliver()
+
+    def _restore(self) -> None:
+        """Put the user's handlers back that were replaced."""
+        for number, handler in self._handlers.items():
+            _signal.signal(number, handler)
+            self._replaced.pop(number, None)
 
     def deliver(self) -> None:
         """Run the handlers of interrupts that have been waiting."""

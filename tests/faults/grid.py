@@ -58,7 +58,7 @@ class Bench:
         trap.plan = self.engine.plan(ROWS)
         self.step(self.engine, PLACES["forward, first line"])
         self.optimizer.step()
-        self._start = copy.deepcopy(self.subject)
+        self.start = copy.deepcopy(self.subject)
         self._gradients = [p.grad for p in self.subject.parameters()]
         self._expected: dict[tuple[str, bool], tuple[Subject, float, torch.Tensor]] = {}
 
@@ -66,7 +66,7 @@ class Bench:
         """Weights, buffers and random state of the start; gradients too, or none of
         them.
         """
-        for tensor, start in zip(_tensors(module), _tensors(self._start), strict=True):
+        for tensor, start in zip(_tensors(module), _tensors(self.start), strict=True):
             tensor.detach().copy_(start)
         for parameter, gradient in zip(
             module.parameters(), self._gradients, strict=True
@@ -82,7 +82,7 @@ class Bench:
         failed.
         """
         if (place.name, accumulate) not in self._expected:
-            twin = copy.deepcopy(self._start)
+            twin = copy.deepcopy(self.start)
             with ScatterOnceParallel(twin, ACCUM, self.devices, verify=False) as engine:
                 self.back_to_start(twin, accumulate=accumulate)
                 loss = self.step(engine, place)

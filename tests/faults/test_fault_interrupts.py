@@ -59,6 +59,42 @@ def test_interrupted_step_is_whole_or_undone(request, case):
         assert not all(line["whole"] for line in found)
 
 
+SEVERAL = [
+    *(("shared", 12), ("virtual", 12)),
+    *(
+        pytest.param(case, marks=pytest.mark.slow)
+        for case in (
+            ("shared", 96),
+            ("virtual", 96),
+            ("alone", 96),
+            ("accelerator", 96),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("case", SEVERAL, ids=lambda case: "-".join(map(str, case)))
+def test_engine_after_several_interrupts_is_exact(request, case):
+    """Two and three in one step, some instructions apart: a second one does not wait for
+    threads that compute, and what they leave is no next engine's.
+    """
+    layout, times = case
+    script = ("-m", "faults.interrupts", "again", layout, str(times))
+    if layout != "accelerator":
+        outcome = run_forked(*script)
+    elif variables := request.getfixturevalue("simulated_accelerator"):
+        outcome = run(*script, **variables)
+    else:
+        pytest.skip("there is no g++ to build the simulated accelerator")
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.endswith("end\n"), outcome.err
+    found = [json.loads(line) for line in outcome.out.splitlines()[:-1]]
+    wrong = [line for line in found if line["wrong"]]
+    assert not wrong, "\n".join(map(str, wrong))
+    assert {line["struck"] for line in found} >= {2, 3}
+    assert not all(line["whole"] for line in found)
+
+
 LONG = """
 import os, signal, threading, time
 import torch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import types
 
 import pytest
 
@@ -113,3 +114,27 @@ def test_other_threads_change_no_handler(order):
     thread.start()
     thread.join()
     assert seen == [signal.getsignal(FIRST)]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_all_handlers_are_back_if_one_raises(order, monkeypatch, times):
+    """A handler that is back may be called before the next one is."""
+    interrupts = [Interrupted() for _ in range(times)]
+
+    def put(number, handler):
+        signal.signal(number, handler)
+        if is_leaving and interrupts:
+            raise interrupts.pop()
+
+    before = [signal.getsignal(number) for number in (FIRST, SECOND)]
+    functions = types.SimpleNamespace(signal=put, getsignal=signal.getsignal)
+    monkeypatch.setattr("scatterpar.threads.interrupts._signal", functions)
+    is_leaving = False
+    body = Interrupts()
+    body.__enter__()
+    signal.raise_signal(SECOND)
+    is_leaving = True
+    with pytest.raises(Interrupted):
+        body.__exit__()
+    assert [signal.getsignal(number) for number in (FIRST, SECOND)] == before
+    assert order == ["SIGTERM"]

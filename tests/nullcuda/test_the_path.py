@@ -11,7 +11,7 @@ from copy import deepcopy
 import pytest
 import torch
 from devices.cards.test_accelerator import LOSS
-from faults.processes import run
+from faults.processes import finish, run, start
 from harness.models import Of
 from harness.oracle import build, randn
 from torch import nn
@@ -392,3 +392,50 @@ torch.testing.assert_close(gradient, model.weight.grad)
 print("exact")
 """
     assert script(code, NULLCUDA_DEVICES="34") == ["exact"]
+
+
+RANK = """
+import os, sys
+import torch.distributed as dist
+from scatterpar import ScatterOnceParallel
+rank = int(os.environ["LOCAL_RANK"])
+dist.init_process_group("gloo", init_method="file://FILE", rank=rank, world_size=2)
+torch.manual_seed(3)
+net = nn.Linear(4, 2)
+rows, targets = torch.randn(24, 4), torch.randn(24, 2)
+nn.MSELoss()(net(rows), targets).backward()
+expected = net.weight.grad.clone()
+net = net.to("cuda:" + os.environ["MASTER"])
+net.zero_grad()
+half = slice(12 * rank, 12 * rank + 12)
+engine = ScatterOnceParallel(net, 2, process_group=dist.group.WORLD)
+engine.forward_backward(rows[half], targets[half], nn.MSELoss())
+assert torch.allclose(net.weight.grad.cpu(), expected, atol=1e-6)
+names = [f"{d.index}:{torch.cuda.get_device_properties(d).uuid}" for d in engine.device_ids]
+print(len(names), *names)
+engine.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("visible", "counts"),
+    [(["0,1", "2,3"], [2, 2]), (["1", "3"], [1, 1]), ([None, None], [2, 2])],
+)
+def test_ranks_take_all_cards_that_they_alone_see(tmp_path, visible, counts):
+    """Half of them were idle, or a single one was refused. Nobody has another's."""
+    code = RANK.replace("FILE", str(tmp_path / "store"))
+    ranks = []
+    for rank, cards in enumerate(visible):
+        variables = {"NULLCUDA_DEVICES": "4", "LOCAL_WORLD_SIZE": "2"}
+        # Both see all cards: the second process has the second half.
+        variables |= {"LOCAL_RANK": str(rank), "MASTER": str(0 if cards else 2 * rank)}
+        if cards:
+            variables["CUDA_VISIBLE_DEVICES"] = cards
+        ranks.append(start("-W", "ignore", "-c", START + code + END, **variables))
+    outcomes = [finish(rank, 1800.0) for rank in ranks]
+    for outcome in outcomes:
+        assert outcome.code == 0, outcome.err[-3000:]
+    found = [outcome.out.split() for outcome in outcomes]
+    assert [int(count) for count, *_ in found] == counts
+    cards = [name.split(":")[1] for _, *names in found for name in names]
+    assert len(set(cards)) == sum(counts)

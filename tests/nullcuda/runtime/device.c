@@ -2,6 +2,7 @@
  *
  * NULLCUDA_DEVICES: how many (4). NULLCUDA_MEMORY: bytes of each, with commas between them; the
  * last number holds for all that follow (80 GiB). NULLCUDA_PEERS: 0 for no peer access.
+ * CUDA_VISIBLE_DEVICES: numbers of those that the process sees, as on a card.
  */
 #define _GNU_SOURCE
 #include "null.h"
@@ -15,12 +16,29 @@ static _Thread_local cudaError_t last_error;
 int device_count = 4, peers_allowed = 1;
 uint64_t device_memory[MAX_DEVICES];
 static int has_context[MAX_DEVICES];
+static int number_in_machine[MAX_DEVICES];
+
+/* The first number that no device has ends the list, as the driver has it. */
+static void select_visible(const char *numbers) {
+  int present = device_count, count = 0;
+  for (int i = 0; i < MAX_DEVICES; i++) number_in_machine[i] = i;
+  if (!numbers) return;
+  while (*numbers && count < MAX_DEVICES) {
+    char *end;
+    long number = strtol(numbers, &end, 10);
+    if (end == numbers || number < 0 || number >= present) break;
+    number_in_machine[count++] = (int)number;
+    numbers = *end ? end + 1 : end;
+  }
+  device_count = count;
+}
 
 __attribute__((constructor)) static void prepare(void) {
   const char *devices = getenv("NULLCUDA_DEVICES"), *peers = getenv("NULLCUDA_PEERS");
   const char *memory = getenv("NULLCUDA_MEMORY");
   if (devices) device_count = atoi(devices);
   if (device_count > MAX_DEVICES) device_count = MAX_DEVICES;
+  select_visible(getenv("CUDA_VISIBLE_DEVICES"));
   if (peers) peers_allowed = atoi(peers);
   uint64_t bytes = 80ULL << 30;
   for (int i = 0; i < MAX_DEVICES; i++) {
@@ -68,8 +86,8 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *out, int device) {
   if (device < 0 || device >= device_count) return failed(cudaErrorInvalidDevice);
   memset(out, 0, sizeof *out);
   strcpy(out->name, "null CUDA");
-  out->uuid.bytes[0] = (char)(device + 1);
-  out->pciBusID = device + 1;
+  out->uuid.bytes[0] = (char)(number_in_machine[device] + 1);
+  out->pciBusID = number_in_machine[device] + 1;
   out->totalGlobalMem = device_memory[device];
   out->major = 9; /* the limits below are those of compute capability 9.0 */
   out->multiProcessorCount = 132;
@@ -117,7 +135,7 @@ cudaError_t cudaDeviceGetAttribute(int *out, enum cudaDeviceAttr which, int devi
 }
 
 cudaError_t cudaDeviceGetPCIBusId(char *out, int size, int device) {
-  snprintf(out, size, "0000:%02x:00.0", device + 1);
+  snprintf(out, size, "0000:%02x:00.0", number_in_machine[device] + 1);
   return cudaSuccess;
 }
 

@@ -30,6 +30,7 @@ from scatterpar.batch import nested
 from scatterpar.devices.device_ids import DeviceLike, physical
 from scatterpar.devices.write_counters import versions
 from scatterpar.engine import ScatterOnceParallel
+from scatterpar.libraries import package_of
 from scatterpar.loops.arguments import check_count, refuse
 from scatterpar.loops.evaluation import BatchesAhead
 from scatterpar.loops.lending import Parts, copy_on_replica, modules_of
@@ -348,7 +349,7 @@ def _hooks_of_user(model: nn.Module) -> list[Any]:
     """The hooks on a model that may write what others read: all except torch's own."""
     hooks: list[Any] = []
     for hook in hooks_in([model]):
-        if not str(getattr(hook, "__module__", "")).startswith("torch."):
+        if package_of(hook) != "torch":
             hooks.append(hook)
     return hooks
 

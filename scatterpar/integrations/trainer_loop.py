@@ -32,6 +32,7 @@ from scatterpar.integrations.step_batches import (
     Step,
 )
 from scatterpar.integrations.trl_metrics import Gathered, metric_of_step
+from scatterpar.libraries import package_of
 from scatterpar.loops.arguments import refuse
 from scatterpar.loops.evaluation import BatchesAhead, Turns, brought_home
 from scatterpar.loops.lending import Parts, copy_on_replica, modules_of
@@ -104,7 +105,7 @@ class TrainerLoop(Loop):
         super().__init__()
         self.trainer = trainer
         self.buffers = buffers
-        self.is_of_trl = loss_class(trainer, "trl.") is not None
+        self.is_of_trl = loss_class(trainer, "trl") is not None
         self.devices: Sequence[torch.device] = ()
         self.num_batches = 1
         self.count: How | None = None
@@ -172,7 +173,7 @@ class TrainerLoop(Loop):
         for module in modules_of(self.trainer, _NOT_LENT):
             # A metric is no part of a replica: calls write the user's own.
             has_parameters = next(module.parameters(), None) is not None
-            is_of_torch = type(module).__module__.startswith("torch.")
+            is_of_torch = package_of(type(module)) == "torch"
             if has_parameters or is_of_torch:
                 parts.append(module)
         return parts
@@ -265,7 +266,7 @@ class TrainerLoop(Loop):
     def hows(self) -> Sequence[How]:
         """How losses of batches may combine, the likeliest way first."""
         # Its own compute_loss: a subclass of the user's may combine otherwise.
-        is_of_trl = loss_class(self.trainer).__module__.startswith("trl.")
+        is_of_trl = package_of(loss_class(self.trainer)) == "trl"
         if self.count is not None:
             return [self.count]
         if is_of_trl and self.trainer.loss_is_scaled_for_ga is False:
@@ -311,7 +312,7 @@ class TrainerLoop(Loop):
 
     def _has_pairs(self) -> bool:
         """Whether batches are the chosen rows of all pairs, then the rejected ones."""
-        return self.is_of_trl and loss_class(self.trainer, "trl.").__name__ in _OF_PAIRS
+        return self.is_of_trl and loss_class(self.trainer, "trl").__name__ in _OF_PAIRS
 
     # Who takes turns.
 
@@ -631,11 +632,12 @@ def _joined_pairs(pairs: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(pairs), 1).flatten(0, 1)
 
 
-def loss_class(trainer: Any, module: str = "") -> Any:
-    """The first class that defines ``compute_loss``, in a module whose name begins like
-    this; ``None`` if there is none.
+def loss_class(trainer: Any, package: str | None = None) -> Any:
+    """The first class that defines ``compute_loss``, in this package if it is given;
+    ``None`` if there is none.
     """
     for base in type(trainer).__mro__:
-        if base.__module__.startswith(module) and "compute_loss" in vars(base):
+        is_there = package in (None, package_of(base))
+        if is_there and "compute_loss" in vars(base):
             return base
     return None

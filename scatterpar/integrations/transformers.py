@@ -299,7 +299,7 @@ def _refuse(args: Any, model: Any) -> None:
 
 def _refuse_losses(trainer: Any) -> None:
     """Refuse losses of TRL's whose batches do not combine into that of all."""
-    kind = loss_class(trainer, "trl.").__name__
+    kind = loss_class(trainer, "trl").__name__
     loss_types = getattr(trainer, "loss_types", None)
     if not loss_types:
         loss_types = [getattr(trainer, "loss_type", None)]

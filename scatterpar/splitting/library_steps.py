@@ -11,6 +11,8 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
+from scatterpar.libraries import package_of
+
 # What a trainer that generates its batches needs in the place of prompts.
 _GENERATED = ("completion_ids", "completion_mask", "advantages")
 
@@ -22,8 +24,7 @@ def run_one_step(trainer: Any, model: nn.Module, batches: Sequence[Any]) -> None
     """Train one optimizer step. Raises ``TypeError`` for an unknown trainer."""
     # By name: to import the class would import its library.
     for kind in type(trainer).__mro__:
-        library = kind.__module__.partition(".")[0]
-        run = _STEPS.get((library, kind.__name__))
+        run = _STEPS.get((package_of(kind), kind.__name__))
         if run is not None:
             run(trainer, model, batches)
             return

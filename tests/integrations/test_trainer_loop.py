@@ -82,5 +82,5 @@ class OfUser(OfLibrary):
 
 def test_class_of_the_loss_is_the_first():
     assert loss_class(OfUser()) is OfUser
-    assert loss_class(OfUser(), "trl.") is OfLibrary
+    assert loss_class(OfUser(), "trl") is OfLibrary
     assert loss_class(object()) is None

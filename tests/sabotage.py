@@ -1228,6 +1228,15 @@ SABOTAGES = [
         seen_by="test_cancelling_gradients_not_refused",
     ),
     Sabotage(
+        name="after a refusal the next step is not asked",
+        promise="exact",
+        file="verify/schedule.py",
+        place="Kind.count_step",
+        text="if self.stage is Stage.REFUSED:",
+        replacement="if False:",
+        seen_by="test_refused_looked_at_until_agreement",
+    ),
+    Sabotage(
         name="a module in evaluation mode hides what is wrong, without state that moves",
         promise="exact",
         file="verify/look_causes.py",

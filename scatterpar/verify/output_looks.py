@@ -47,6 +47,7 @@ from scatterpar.torch_private import (
 from scatterpar.verify.output_differences import cut_rows
 from scatterpar.verify.ranges import informative_tensors, ranges_of_step
 from scatterpar.verify.rows import RowChoice, affordable_rows, ignored_values
+from scatterpar.verify.schedule import Stage
 from scatterpar.verify.verdicts import in_lines, refused_injection
 from scatterpar.verify.verifier import Question, Verifier, candidate_of
 
@@ -84,7 +85,7 @@ class OutputLooks(Verifier):
             return
         # One graph shows it, because all replicas have the same layers.
         if injects_gradient(outputs[-1]):
-            kind.is_refused = True
+            kind.stage = Stage.REFUSED
             raise ValueError(refused_injection("the model").text)
         module = module_of(request.criterion)
         if module is not None and any(map(uses_batch_statistics, module.modules())):

@@ -11,6 +11,7 @@ the 64 nearest values, and of longer containers none.
 
 from __future__ import annotations
 
+import enum
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,21 @@ _LOOKS_BECAUSE_OF_NEWS = 8  # then they are rare: one in a hundred steps
 _STEPS_PER_LOOK = 100
 
 
+class Stage(enum.Enum):
+    """What the looks at a kind have said so far.
+
+    ::
+
+        ASKED      a look refuses            REFUSED
+        REFUSED    a look agrees             ASKED
+        either     a look waited for ever    GIVEN_UP
+    """
+
+    ASKED = "asked in steps 1, 2, 4, 8, …"
+    REFUSED = "asked in each step"
+    GIVEN_UP = "asked no more"
+
+
 @dataclass
 class Kind:
     """The looks at one kind of criterion and batch.
@@ -43,9 +59,8 @@ class Kind:
         ranges: those of labels, masks, lengths that looks have seen.
         ranges_of_step: those of the last step, on its devices.
         details: hashes of the switches, numbers and words that were seen.
-        is_refused: a look has refused, and none has agreed since.
         scope: the part of a sub-step that one replica at a time runs.
-        is_given_up: a look waited for ever.
+        stage: what the looks have said so far.
     """
 
     steps: int = 0
@@ -54,9 +69,8 @@ class Kind:
     ranges: list[float] = field(default_factory=list)
     ranges_of_step: Sequence[Tensor] = ()
     details: set[Hashable] = field(default_factory=set)
-    is_refused: bool = False
     scope: Scope = Scope.NOTHING
-    is_given_up: bool = False
+    stage: Stage = Stage.ASKED
 
     def count_step(self, ranges: Sequence[Tensor], details: Hashable) -> bool:
         """Count a step with these ranges and details. Returns whether a look is due."""
@@ -64,14 +78,16 @@ class Kind:
         # Asked in every step, because the next one reads the ranges of an accelerator.
         has_news = self._remember_ranges(ranges) or details not in self.details
         self.details.add(details)
-        if self.is_given_up:
+        if self.stage is Stage.GIVEN_UP:
             return False
+        if self.stage is Stage.REFUSED:
+            return True
         # An inconclusive look has seen no range, and a counter is new in each step.
         # Without a limit every later step would be looked at, at three times its cost
         # (a ResNet-50 in bfloat16 on a GPU).
         most = _LOOKS_BECAUSE_OF_NEWS + self.steps // _STEPS_PER_LOOK
         is_due = has_news and self.looks < most
-        return is_due or self.is_refused or is_look_step(self.steps)
+        return is_due or is_look_step(self.steps)
 
     def _remember_ranges(self, ranges: Sequence[Tensor]) -> bool:
         """Remember the ranges of a step.
@@ -90,12 +106,13 @@ class Kind:
     def note_inconclusive(self, reason: Inconclusive) -> bool:
         """Note an inconclusive look. Returns whether it is time to warn of it."""
         self.num_inconclusive += 1
-        self.is_given_up = reason.is_final
+        if reason.is_final:
+            self.stage = Stage.GIVEN_UP
         return reason.is_final or self.num_inconclusive >= reason.patience
 
     def note_agreement(self) -> None:
         """A look at the last step has not refused."""
-        self.is_refused = False
+        self.stage = Stage.ASKED
         self.num_inconclusive = 0
         numbers = read_ranges(self.ranges_of_step)
         # Of all looks together: batches of labels differ at random.

@@ -37,7 +37,7 @@ from scatterpar.verify.rows import (
     ignored_values,
     parts_of,
 )
-from scatterpar.verify.schedule import Kind, Kinds
+from scatterpar.verify.schedule import Kind, Kinds, Stage
 from scatterpar.verify.verdicts import RETURN, Action, Verdict, in_lines
 
 _MIN_ROWS = 9  # of a look, unless a row needs much memory
@@ -174,7 +174,7 @@ class Verifier:
                 return self._ask(question, kind)
         finally:
             # After a refusal the same rows again: fewer may not show it.
-            kind.looks += not kind.is_refused
+            kind.looks += kind.stage is not Stage.REFUSED
             _drop_gradients(question.attempt)  # user code may compute some
 
     def _ask(self, question: Question, kind: Kind) -> LossCandidate:
@@ -205,7 +205,7 @@ class Verifier:
         if unclear:
             return self._assume(unclear, question, kind)
         # Each step is looked at until one agrees: a remedy may be wrong, too.
-        kind.is_refused = True
+        kind.stage = Stage.REFUSED
         refused = refusals[-1]
         raise ValueError(question.text_of_refusal(refused)) from refused.error
 

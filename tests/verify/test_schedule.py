@@ -10,9 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from scatterpar.batch.batch import batch_of
+from scatterpar.numerics.comparison import Inconclusive
 from scatterpar.step.request import Request
 from scatterpar.verify.ranges import ranges_of
-from scatterpar.verify.schedule import Kind, Kinds, names_and_numbers
+from scatterpar.verify.schedule import Kind, Kinds, Stage, names_and_numbers
 
 LABELS = torch.tensor([0, 3])
 
@@ -77,7 +78,7 @@ def test_inconclusive_news_become_rare():
 
 
 def test_refused_looked_at_until_agreement():
-    kind = Kind(steps=4, is_refused=True, details={"same"})
+    kind = Kind(steps=4, stage=Stage.REFUSED, details={"same"})
     assert kind.count_step((), "same")
     assert kind.count_step((), "same")
     kind.note_agreement()
@@ -85,7 +86,16 @@ def test_refused_looked_at_until_agreement():
 
 
 def test_given_up_kind_never_looked_at():
-    assert due(Kind(is_given_up=True), ["a", "b", "c"]) == []
+    assert due(Kind(stage=Stage.GIVEN_UP), ["a", "b", "c"]) == []
+
+
+@pytest.mark.parametrize("before", [Stage.ASKED, Stage.REFUSED])
+def test_only_a_final_look_is_the_last(before):
+    kind = Kind(stage=before)
+    kind.note_inconclusive(Inconclusive("all gradients are zero", 2))
+    assert kind.stage is before
+    kind.note_inconclusive(Inconclusive("it waits for ever", 1, is_final=True))
+    assert kind.stage is Stage.GIVEN_UP
 
 
 def kind_of(kinds, criterion, inputs=LABELS, **options):

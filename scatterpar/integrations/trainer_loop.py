@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -40,9 +39,8 @@ from scatterpar.loops.loop import Loop
 from scatterpar.loops.modules import Modules, moved, overridden
 from scatterpar.loops.rows import as_rows, check_rows
 from scatterpar.loops.user_functions import groups_of, hooks_in, of_user
-from scatterpar.objects.references import names_in
 from scatterpar.objects.walk import function_of
-from scatterpar.objects.whose import is_user_function
+from scatterpar.objects.whose import is_user_class, is_user_function
 from scatterpar.sharded import ShardedOptimizer
 from scatterpar.step.request import Buffers
 from scatterpar.step.substeps import detached
@@ -59,6 +57,38 @@ _NOT_LENT = {
 # TRL's trainers fill these in compute_loss. Each call gets metrics of its own.
 _METRICS = "_metrics"
 _TOKENS = "_total_train_tokens"
+# Methods, and functions in attributes, that the Trainer's loop runs in its own thread.
+OF_LOOP = frozenset(
+    (
+        *("_clip_grad_norm", "_determine_best_metric", "_evaluate", "_get_dataloader"),
+        *("_get_eval_sampler", "_get_learning_rate", "_get_output_dir"),
+        *("_get_train_sampler", "_inner_training_loop", "_load_best_model"),
+        *("_load_from_checkpoint", "_maybe_log_save_evaluate", "_prepare_dataset"),
+        *("_remove_unused_columns", "_save", "_save_checkpoint"),
+        *("_set_signature_columns_if_needed", "_track_num_input_tokens"),
+        *("add_callback", "call_model_init", "compute_metrics"),
+        *("create_accelerator_and_postprocess", "create_model_card"),
+        *("create_optimizer", "create_optimizer_and_scheduler", "create_scheduler"),
+        *("data_collator", "evaluate", "evaluation_loop", "evaluator"),
+        *("floating_point_ops", "get_batch_samples", "get_decay_parameter_names"),
+        *("get_eval_dataloader", "get_learning_rates", "get_optimizer_cls_and_kwargs"),
+        *("get_test_dataloader", "get_total_train_batch_size", "get_train_dataloader"),
+        *("hyperparameter_search", "log", "log_metrics", "model_init"),
+        *("num_examples", "optimizer_cls_and_kwargs", "predict", "prediction_loop"),
+        *("preprocess_logits_for_metrics", "processing_class", "push_to_hub"),
+        *("save_metrics", "save_model", "save_state", "store_flos", "tokenizer"),
+        *("train", "training_step"),
+    )
+)
+# In a training also those that predictions alone run.
+OF_PREDICTIONS = frozenset(
+    (
+        "_pad_tensors_to_max_len",
+        "autocast_smart_context_manager",
+        "compute_loss_context_manager",
+        "prediction_step",
+    )
+)
 # Methods that attributes hide outside of a call.
 _STEPS = ("_prepare_inputs", "compute_loss", "prediction_step")
 _REMEDIES = (
@@ -246,7 +276,7 @@ class TrainerLoop(Loop):
         engine = self.engine_of_the_model()
         # The number of batches differs from step to step: the last has fewer.
         engine.accum = accum
-        self._choose_turns("_prepare_inputs", "compute_loss")
+        self._choose_turns(OF_LOOP | OF_PREDICTIONS)
         # A criterion of all rows knows more of the step than a few outputs.
         is_checked = self.is_checked and not options.get("whole_batch")
         scaler = self.trainer.accelerator.scaler
@@ -316,30 +346,38 @@ class TrainerLoop(Loop):
 
     # Who takes turns.
 
-    def _choose_turns(self, *steps: str) -> None:
-        """Let replicas call these functions in turn if they are the user's."""
-        self.let_take_turns([*filter(is_user_function, self._functions(steps))])
+    def _choose_turns(self, outside: Collection[str]) -> None:
+        """Let replicas call functions of the user's in turn.
 
-    def _functions(self, steps: Sequence[str]) -> list[Any]:
-        """What a step calls that may write: methods, functions, hooks of modules.
+        ``outside`` are names of functions that no call of this step runs.
+        """
+        self.let_take_turns([*filter(is_user_function, self._functions(outside))])
 
-        A method of a library may call one that a class of the user's overrides, so the
-        search follows all names in the code of methods.
+    def _functions(self, outside: Collection[str]) -> list[Any]:
+        """What calls may run: hooks of modules, functions in attributes, and all
+        methods under the names of a library's.
+
+        A library's method may call any other one by its name, and finds that of a
+        user's class. Which ones it calls is not asked.
         """
         trainer = self.trainer
         functions = hooks_in(self._parts)
-        names = [*steps]
-        for name in names:  # which grow
-            value = vars(trainer).get(name)  # such as compute_loss_func
-            if callable(value) and not isinstance(value, nn.Module):
+        for name, value in vars(trainer).items():  # such as compute_loss_func
+            is_function = callable(value) and not isinstance(value, nn.Module)
+            if is_function and name not in outside:
                 functions.append(value)
-            # All classes, not the first: a method may call that of its base.
-            for base in type(trainer).__mro__ if name != "log" else ():
-                function = function_of(vars(base).get(name))
-                if function is not None:
+        classes = type(trainer).__mro__
+        names: set[str] = set()
+        for base in classes:
+            if not is_user_class(base):
+                names |= vars(base).keys()
+        # All classes, not the first: a method may call that of its base.
+        for base in classes:
+            for name, attribute in vars(base).items():
+                is_of_library = name in names and not name.startswith("__")
+                function = function_of(attribute)
+                if is_of_library and name not in outside and function is not None:
                     functions.append(function)
-                    code = inspect.unwrap(function).__code__
-                    names += names_in(code) - {*names}
         return functions
 
     # Calls on replicas, and what they leave.
@@ -482,7 +520,7 @@ class TrainerLoop(Loop):
         if ahead.turns is None and ahead.groups is None:
             # Modules and functions are searched once: that takes longer than a batch.
             engine = self.engine_of_the_model()
-            self._choose_turns("prediction_step", "compute_loss")
+            self._choose_turns(OF_LOOP)
             engine.loop = self.options()
             if self.takes_turns:
                 ahead.turns = Turns(engine, self._parts, self.lent_roots, _NOT_LENT)

@@ -7,14 +7,20 @@
     kept.update()           # whether calls have written anything there
 
 A search takes long beside a small call. So each root is searched by itself, and again
-only if something in it has changed, which loops in C tell. A module that calls have
-made is a root, too, and so are the modules inside of it.
+only if something in it has changed, which loops in C tell. To remember what many roots
+have takes long, too, and calls change the same few each time, such as a counter of
+their owner::
+
+    still       roots that have not changed so far, joined once
+    restless    those that have, joined again after each change
+
+A module that calls have made is a root, too, and so are the modules inside of it.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -59,24 +65,26 @@ class KeptPlaces:
         self._excluded = excluded
         self._keyed = [container for container in keyed if isinstance(container, dict)]
         self._known = {id(root) for root in roots}
-        self._groups = [_Group(root, excluded) for root in roots]
+        groups = [_Group(root, excluded) for root in roots]
         # Those that are there already belong to others, such as the engine.
-        for group in self._groups:
+        for group in groups:
             for module in group.modules:
                 self._known.update(map(id, module.modules()))
-        self._collect()
+        self._still = _Joined(groups)
+        self._restless = _Joined([])
+        self._join()
 
     def update(self) -> bool:
         """Search again what has changed. Returns whether anything has."""
         groups: dict[int, _Group] = {}
-        if not self._snapshot.unchanged():
-            for number, container, _ in self._snapshot.changed():
-                group = self._owners[number]
+        containers: dict[int, Any] = {}
+        for joined in (self._still, self._restless):
+            for container, owners in joined.changed_containers():
+                containers[id(container)] = container
+                groups |= {id(group): group for group in owners}
+            for group in joined.groups_of_changed_variables():
                 groups[id(group)] = group
-                self.changed.append(container)
-        for place, group in self._variables:
-            if place.read() is not place.value:
-                groups[id(group)] = group
+        self.changed += containers.values()
         if not groups:
             return False
         for group in groups.values():
@@ -85,12 +93,19 @@ class KeptPlaces:
             self.created += [
                 group.trained[key] for key in group.trained.keys() - known.keys()
             ]
-        self._add_modules(list(groups.values()))
-        self._collect()
+        for made in self._groups_made(list(groups.values())):
+            groups[id(made)] = made
+        still = [group for group in self._still.groups if id(group) not in groups]
+        if len(still) < len(self._still.groups):
+            self._still = _Joined(still)
+        groups |= {id(group): group for group in self._restless.groups}
+        self._restless = _Joined(list(groups.values()))
+        self._join()
         return True
 
-    def _add_modules(self, groups: list[_Group]) -> None:
-        """Add the modules that calls have made to the roots."""
+    def _groups_made(self, groups: list[_Group]) -> list[_Group]:
+        """Groups of the modules that calls have made, which are roots from now on."""
+        created: list[_Group] = []
         for group in groups:  # which grow
             for module in group.modules:
                 for part in module.modules():
@@ -98,35 +113,63 @@ class KeptPlaces:
                         self._known.add(id(part))
                         made = _Group(part, ())
                         groups.append(made)
-                        self._groups.append(made)
+                        created.append(made)
                         self.created += made.trained.values()
+        return created
 
-    def _collect(self) -> None:
-        """Join what the groups have found."""
+    def _join(self) -> None:
+        """Join what all groups have found."""
+        still = self._still
+        restless = self._restless
+        self.places = [*still.places, *restless.places]
+        self.made_of_others = still.made_of_others | restless.made_of_others
+        keyed = [*self._keyed, *still.keyed, *restless.keyed]
+        self.keyed = list({id(container): container for container in keyed}.values())
+
+
+class _Joined:
+    """What some groups have found, and what has changed of it since.
+
+    Attributes: as those of ``KeptPlaces``, and
+        groups: those that have found it.
+    """
+
+    def __init__(self, groups: Sequence[_Group]) -> None:
+        self.groups = groups
         self.places: list[Place] = []
         self.made_of_others: dict[int, Any] = {}
-        keyed = {id(container): container for container in self._keyed}
+        self.keyed: list[Any] = []
         containers: dict[int, Any] = {}
-        self._owners: list[_Group] = []
-        self._variables: list[tuple[Place, _Group]] = []
-        shared: set[tuple[int, Any]] = set()
-        for group in self._groups:
+        owners: dict[int, list[_Group]] = {}
+        variables: dict[Any, tuple[Place, list[_Group]]] = {}
+        for group in groups:
             self.places += group.places
             self.made_of_others |= group.made_of_others
-            for container in group.keyed:
-                keyed[id(container)] = container
+            self.keyed += group.keyed
             for container in group.containers:
-                if id(container) not in containers:
-                    containers[id(container)] = container
-                    self._owners.append(group)
+                containers[id(container)] = container
+                owners.setdefault(id(container), []).append(group)
             for place in group.variables:
-                key = id(place.holder), place.key
-                if place.kind in _SHARED and key in shared:
-                    continue
-                shared.add(key)
-                self._variables.append((place, group))
-        self.keyed = list(keyed.values())
+                key: Any = id(place)
+                if place.kind in _SHARED:  # many roots lead to the same
+                    key = id(place.holder), place.key
+                variables.setdefault(key, (place, []))[1].append(group)
+        self._variables = list(variables.values())
+        # By the number of a container, the groups that lead to it.
+        self._owners = list(owners.values())
         self._snapshot = Snapshot(containers.values())
+
+    def changed_containers(self) -> Iterator[tuple[Any, list[_Group]]]:
+        """Yield the containers that have changed, with the groups that lead to them."""
+        if not self._snapshot.unchanged():
+            for number, container, _ in self._snapshot.changed():
+                yield container, self._owners[number]
+
+    def groups_of_changed_variables(self) -> Iterator[_Group]:
+        """Yield the groups that lead to variables that have changed."""
+        for place, groups in self._variables:
+            if place.read() is not place.value:
+                yield from groups
 
 
 class _Group:

@@ -10,6 +10,7 @@ import torch
 from harness.models import FEATURES
 from torch import nn
 
+from scatterpar.loops import kept_places
 from scatterpar.loops.kept_places import KeptPlaces
 
 pytestmark = pytest.mark.draws
@@ -69,6 +70,48 @@ def test_changed_places_are_found():
     assert not any(place.key == 0 for place in of_modules.places)
 
 
+def test_what_changes_each_time_is_remembered_alone(monkeypatch):
+    """A counter of the owner made all its modules be read and remembered again."""
+    sizes = []
+
+    class Counted(kept_places.Snapshot):
+        def __init__(self, containers):
+            super().__init__(containers)
+            sizes.append(len(self._containers))
+
+    monkeypatch.setattr(kept_places, "Snapshot", Counted)
+    owner = Owner()
+    places = KeptPlaces([owner, *owner.net.modules()])
+    whole = max(sizes)
+    owner.helper.count += 1
+    assert places.update()
+    del sizes[:]
+    for _ in range(3):
+        owner.helper.count += 1
+        assert places.update()
+    assert 0 < max(sizes) < whole / 2
+    # What is remembered from the beginning is read, too.
+    owner.net[1].bias = nn.Parameter(torch.zeros(1))
+    assert places.update()
+    assert id(owner.net[1].bias) in values(places)
+    assert not places.update()
+
+
+def test_container_of_two_roots_is_found_from_both():
+    """Also if one of them has changed before."""
+    first = types.SimpleNamespace(shared=[], own=0)
+    second = types.SimpleNamespace(shared=first.shared)
+    places = KeptPlaces([first, second])
+    first.own = 1
+    assert places.update()
+    first.shared.append(torch.zeros(1))
+    assert places.update()
+    assert [place.value for place in places.places] == 2 * first.shared
+    first.shared.clear()
+    assert places.update()
+    assert not places.places
+
+
 def test_new_modules_are_entered():
     owner = Owner()
     of_owner, of_modules = kept(owner)
@@ -104,3 +147,24 @@ def test_variables_are_read():
     total = torch.ones(1)
     assert places.update()
     assert id(total) in values(places)
+
+
+TOTAL = torch.zeros(1)
+
+
+def first():
+    return TOTAL
+
+
+def second():
+    return TOTAL
+
+
+def test_variable_of_two_roots_is_read_for_both(monkeypatch):
+    """The other one wrote the earlier value again."""
+    places = KeptPlaces([first, second])
+    total = torch.ones(1)
+    monkeypatch.setitem(globals(), "TOTAL", total)
+    assert places.update()
+    assert [place.value for place in places.places] == [total] * 2
+    assert not places.update()

@@ -1144,6 +1144,15 @@ SABOTAGES = [
         seen_by="test_next_group_leaves_earlier_outputs",
     ),
     Sabotage(
+        name="batches that write buffers are computed at the same time",
+        promise="as in plain torch",
+        file="options/batch_groups.py",
+        place="BatchGroups.results",
+        text="if names:",
+        replacement="if False:",
+        seen_by="test_group_that_writes_buffers_leaves_nothing",
+    ),
+    Sabotage(
         name="an evaluation rewinds the generator under its loop",
         promise="as in plain torch",
         file="options/batch_groups.py",

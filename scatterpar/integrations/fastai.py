@@ -38,6 +38,7 @@ from scatterpar.loops.loop import Loop
 from scatterpar.loops.modules import overridden
 from scatterpar.loops.user_functions import hooks_in
 from scatterpar.objects.whose import is_user_function
+from scatterpar.options.batch_groups import BuffersWritten
 from scatterpar.pair.pair import gather
 from scatterpar.step.loop_options import LoopOptions
 from scatterpar.step.loss_weights import is_cross_entropy, terms_of_rows
@@ -285,7 +286,11 @@ class ScatterOnce(Callback):  # type: ignore[misc]
             # A callback of fastai's makes plain tensors of images and categories.
             if {*map(type, nested.tensors(learn.xb))} == {Tensor}:
                 inputs = nested.map_tensors(_plain, inputs)
-            prediction = ahead.result(inputs)
+            try:
+                prediction = ahead.result(inputs)
+            except BuffersWritten:  # the next batch may read them
+                self._reads_ahead = False
+                return learn.model(*learn.xb)
         else:
             prediction = ahead.result()
         if self._places.popleft() != _places(learn.xb):

@@ -41,6 +41,7 @@ from scatterpar.loops.rows import as_rows, check_rows
 from scatterpar.loops.user_functions import groups_of, hooks_in, of_user
 from scatterpar.objects.walk import function_of
 from scatterpar.objects.whose import is_user_class, is_user_function
+from scatterpar.options.batch_groups import BuffersWritten
 from scatterpar.sharded import ShardedOptimizer
 from scatterpar.step.request import Buffers
 from scatterpar.step.substeps import detached
@@ -510,7 +511,7 @@ class TrainerLoop(Loop):
         """``prediction_step`` in an evaluation.
 
         The user's takes turns on the devices. With a library's, replicas compute the
-        next batches at the same time.
+        next batches at the same time, until one writes a buffer.
         """
         stock = type(self.trainer).prediction_step
         # The model may be one that the Trainer has compiled.
@@ -523,7 +524,7 @@ class TrainerLoop(Loop):
             self._choose_turns(OF_LOOP)
             engine.loop = self.options()
             if self.takes_turns:
-                ahead.turns = Turns(engine, self._parts, self.lent_roots, _NOT_LENT)
+                ahead.turns = self._turns()
             elif len(ahead.read(2)) > 1:  # one batch needs no replicas
                 predict = partial(self._predict_on_replica, args=args, options=kwargs)
                 ahead.groups = engine.batch_groups(predict)
@@ -531,12 +532,21 @@ class TrainerLoop(Loop):
             return self._predict_in_turn(ahead.turns, model, inputs, *args, **kwargs)
         if ahead.groups is None:
             return stock(self.trainer, model, inputs, *args, **kwargs)
-        result = ahead.result()
+        try:
+            result = ahead.result()
+        except BuffersWritten:
+            ahead.turns = self._turns()
+            return self._predict_in_turn(ahead.turns, model, inputs, *args, **kwargs)
         record = result["record"]
         self.transfer([record])
         if self.is_of_trl:
             self._append_metrics("eval", [record], [1.0])
         return result["output"]
+
+    def _turns(self) -> Turns:
+        """Turns of this Trainer's own ``prediction_step``."""
+        assert self.engine is not None
+        return Turns(self.engine, self._parts, self.lent_roots, _NOT_LENT)
 
     def _predict_in_turn(
         self, turns: Turns, model: Any, inputs: Any, *args: Any, **kwargs: Any

@@ -13,7 +13,8 @@ The loop gets their results one by one::
 
 A function of the user's takes turns, batch *i* on device *i* mod N, in the order of the
 loop. Kernels of different devices overlap, because the function returns when they are
-launched.
+launched. So does a library's from the batch on that has written a buffer: the next one
+may read it.
 
 No batch is divided. So the results are those of the stock loop, whatever it computes:
 losses that compare rows, outputs without rows, generated texts.
@@ -37,8 +38,10 @@ from scatterpar.devices.streams import use_device
 from scatterpar.devices.transfers import Prefetcher, write
 from scatterpar.devices.write_counters import version, versions
 from scatterpar.engine import ScatterOnceParallel
+from scatterpar.log import logger
 from scatterpar.loops.lending import Lending, LentCopies, Parts
-from scatterpar.options.batch_groups import BatchGroups
+from scatterpar.options.batch_groups import BatchGroups, BuffersWritten
+from scatterpar.replicas.buffers import written_unseen
 from scatterpar.threads.generators import drawing_as
 
 
@@ -133,11 +136,25 @@ class BatchesAhead:
 
         Args:
             inputs: what replicas get for a group, in the place of its batches.
+
+        Raises:
+            BuffersWritten: a call has written buffers. Then there are no groups any
+                more, and the batch has no result.
         """
         if not self._ready_results:
             assert self.groups is not None
             group = self.read(len(self._devices)) if inputs is None else inputs
-            results = self.groups.results(group)
+            try:
+                results = self.groups.results(group)
+            except BuffersWritten as error:
+                self.groups.synchronize()
+                self.groups = None
+                logger.info(
+                    "the model writes buffers in an evaluation (%s): the next batch "
+                    "may read them, so batches are computed one after the other",
+                    error,
+                )
+                raise
             self._ready_results.extend(zip(results, self._devices, strict=False))
         self._has_result = True
         # Results are large: each is dropped once the loop has it.
@@ -234,9 +251,10 @@ class Turns:
                 yield
         finally:
             lending.forget_variables()
+            unseen = self._written_unseen()
             with torch.no_grad():
                 for (tensor, copied), earlier in zip(pairs, before, strict=True):
-                    if version(copied) != earlier:
+                    if version(copied) != earlier or id(tensor) in unseen:
                         write(tensor, copied)
             self._sent[device] = versions(self._tensors)
 
@@ -270,11 +288,18 @@ class Turns:
             self._refresh()
             return self._pairs_on(device)
         present = versions(self._tensors)
+        sent = self._sent[device]
+        unseen = self._written_unseen()
         with torch.no_grad():
             for number, (tensor, copied) in enumerate(pairs):
-                if present[number] != self._sent[device][number]:
+                if present[number] != sent[number] or id(tensor) in unseen:
                     write(copied, tensor)
         return pairs
+
+    def _written_unseen(self) -> set[int]:
+        """The ``id`` of the user's buffers that calls write without a version."""
+        parts = [part for module in self._modules for part in module.modules()]
+        return {*map(id, written_unseen(parts))}
 
     def _pairs_on(self, device: torch.device) -> list[tuple[Tensor, Tensor]]:
         """Pairs of the user's tensors, and those of the replica on ``device``."""

@@ -7,13 +7,14 @@
     group       0   0   1   1   2
 
 The batches of a group are computed at the same time. Between groups nothing runs. No
-batch is divided, and nothing is joined.
+batch is divided, and nothing is joined. If a call writes a buffer, the next batch may
+depend on it, so no group is computed: ``BuffersWritten``.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,9 +23,10 @@ from torch import Tensor, nn
 
 from scatterpar.batch import nested
 from scatterpar.devices.transfers import Prefetcher
+from scatterpar.devices.write_counters import version, versions
 from scatterpar.errors import warn
-from scatterpar.options.map_rows import buffers_of
 from scatterpar.plan import Plan, make_plan
+from scatterpar.replicas.buffers import written_unseen
 from scatterpar.replicas.replicas import Replica, parameter_writes_refused
 from scatterpar.step.attempt import WHOLE_STEP, Attempt, Extent
 from scatterpar.step.replica_threads import Proceed
@@ -38,11 +40,25 @@ _CHANGED = (
 )
 
 
+class BuffersWritten(Exception):
+    """A call for a batch has written buffers, so batches depend on each other.
+
+    Nothing of the group is committed.
+
+    Attributes:
+        names: those of the buffers.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(", ".join(names))
+        self.names = names
+
+
 class BatchGroups:
     """Calls ``function(replica, batch)`` for the batches of one evaluation.
 
     Within it, the user's values are compared with those of the replicas once. Later
-    they are sent again if a version has changed.
+    they are sent again if a version has changed. Calls write nothing of the user's.
 
     Args:
         function: it runs in the replicas' threads, without gradients.
@@ -68,9 +84,7 @@ class BatchGroups:
         self._device_ids = device_ids
         self._workers = workers
         self._copies: list[Prefetcher] = []  # of the last group's batches
-        # Whether replicas have had the user's values, and no group has written buffers
-        # since.
-        self._are_replicas_fresh = False
+        self._are_replicas_fresh = False  # whether they have had the user's values
         # By replica, where its parameters and buffers are stored.
         self._addresses: dict[int, set[int | None]] = {}
 
@@ -82,6 +96,9 @@ class BatchGroups:
 
         Args:
             batches: one for each of the first replicas.
+
+        Raises:
+            BuffersWritten: a call has written buffers.
         """
         plan = make_plan(len(batches), self._device_ids)
         request = Request([], 0, backward=False)
@@ -91,13 +108,12 @@ class BatchGroups:
         ):
             with self._refreshed(attempt):
                 calls = [*enumerate(batches)]
-                results = attempt.threads.run(partial(self._call, attempt), calls)
-            buffers = buffers_of(attempt, self._module)
-            if buffers is not None:
-                buffers.write()
-                self._are_replicas_fresh = False
+                outcomes = attempt.threads.run(partial(self._call, attempt), calls)
+            names = [name for _, written in outcomes for name in written]
+            if names:
+                raise BuffersWritten(sorted(set(names)))
             attempt.generators.commit()
-            return results
+            return [result for result, _ in outcomes]
 
     def synchronize(self) -> None:
         """Wait until the last group's batches are copied. They may change then."""
@@ -126,8 +142,13 @@ class BatchGroups:
         }
         return parameter_writes_refused(replicas.replica_sets)
 
-    def _call(self, attempt: Attempt, call: tuple[int, Any], _: Proceed) -> Any:
-        """Call the function for a batch, in the thread of its replica."""
+    def _call(
+        self, attempt: Attempt, call: tuple[int, Any], _: Proceed
+    ) -> tuple[Any, list[str]]:
+        """Call the function for a batch, in the thread of its replica.
+
+        Returns its result, and the names of the buffers that the call has written.
+        """
         number, batch = call
         replica: Replica = attempt.replicas.of_model.replicas[number]
         # What its last call has written, such as buffers, is none of this call's.
@@ -139,8 +160,11 @@ class BatchGroups:
         arrived = moved_together(copies, replica.device, batch, copies_all=True)
         copies.issue(0)
         copies.wait_on_stream(0)
+        before = dict(replica.root.named_buffers())
+        counts = versions([*before.values()])
         with torch.no_grad():
             result = self._function(replica.root, arrived)
+        names = _written(replica, before, counts)
         written = self._addresses[number]
 
         def kept(tensor: Tensor) -> Tensor:
@@ -148,7 +172,22 @@ class BatchGroups:
             # The module's next call may write an output that is its buffer.
             return tensor.clone() if _address(tensor) in written else tensor
 
-        return nested.map_tensors(kept, result)
+        return nested.map_tensors(kept, result), names
+
+
+def _written(
+    replica: Replica, before: Mapping[str, Tensor], counts: Sequence[int]
+) -> list[str]:
+    """The names of the buffers that a call has written, or bound to other tensors."""
+    after = dict(replica.root.named_buffers())
+    names = [*(before.keys() ^ after.keys())]
+    for (name, buffer), count in zip(before.items(), counts, strict=True):
+        if name in after and (after[name] is not buffer or version(buffer) != count):
+            names.append(name)
+    # Batch normalisation may record moments in the place of writing them.
+    if written_unseen(replica.modules) or any(replica.records.values()):
+        names.append("running statistics")
+    return names
 
 
 def _address(tensor: Tensor) -> int | None:

@@ -21,6 +21,19 @@ _kind_of = attrgetter("shape", "dtype", "layout")
 RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 
 
+def written_unseen(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """The running statistics that forward passes of ``modules`` write as they are now.
+
+    Kernels of normalisations count no version of them.
+    """
+    statistics: list[Tensor] = []
+    for module in modules:
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.training:
+            buffers = map(module._buffers.get, RUNNING)
+            statistics += [buffer for buffer in buffers if buffer is not None]
+    return statistics
+
+
 def values_after(
     modules: Sequence[nn.Module],
     copies: Sequence[nn.Module],

@@ -881,6 +881,37 @@ def test_validation_as_stock(name, devices, tmp_path):
     assert_same_values(mine[2], theirs[2])
 
 
+class ReadsItsCalls(nn.Module):
+    """A model whose forward pass writes a buffer that the next one reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = classifier()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, images):
+        self.calls += 1
+        return self.inner(images) * self.calls
+
+
+def test_predictions_that_write_buffers_equal_stock(tmp_path):
+    """All of a group began with the same buffer, and what they wrote was lost."""
+    results = []
+    for callbacks in ([ScatterOnce(["cpu:0", "cpu:1"])], []):
+        loader = DataLoader(of_images(17), bs=3)
+        learn = Learner(
+            DataLoaders(loader, loader, device="cpu"),
+            ReadsItsCalls(),
+            nn.CrossEntropyLoss(),
+            cbs=callbacks,
+            path=tmp_path,
+        )
+        with learn.no_bar():
+            results.append((learn.validate()[0], float(learn.model.calls)))
+    assert results[0] == pytest.approx(results[1], rel=1e-6)
+    assert results[0][1] == 6
+
+
 def test_replicas_predict_at_the_same_time(tmp_path):
     """Three replicas compute three batches, each in a thread of its own."""
     barrier = threading.Barrier(3, timeout=60)

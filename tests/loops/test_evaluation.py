@@ -499,6 +499,96 @@ def test_step_of_the_users_takes_turns_on_the_devices(tmp_path, name):
     assert mine[4] == 6
 
 
+class ReadsItsCalls(Counting):
+    """A model whose forward pass writes a buffer that the next one reads."""
+
+    def __init__(self, *, is_bound=False):
+        super().__init__()
+        self.is_bound = is_bound
+
+    def forward(self, input_ids, attention_mask, labels):
+        outputs = super().forward(input_ids, attention_mask, labels)
+        if len(input_ids) % 2 == 0:
+            calls = self.calls + 1 + outputs["logits"].detach().mean()
+            if self.is_bound:
+                self.calls = calls
+            else:
+                self.calls.copy_(calls)
+        factor = 1 + self.calls
+        return {"loss": outputs["loss"] * factor, "logits": outputs["logits"] * factor}
+
+
+class KeepsStatistics(Counting):
+    """A model of which a part stays in training mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(1).double()
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.norm.train()
+        return self
+
+    def forward(self, input_ids, attention_mask, labels):
+        outputs = super().forward(input_ids, attention_mask, labels)
+        factor = self.norm(input_ids[:, None].double()).square().mean()
+        factor = factor + self.norm.running_mean
+        return {"loss": outputs["loss"] * factor, "logits": outputs["logits"]}
+
+
+WRITING = {
+    "in place": ReadsItsCalls,
+    "bound": partial(ReadsItsCalls, is_bound=True),
+    "running statistics": KeepsStatistics,
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["two", "one", pytest.param("three", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("writing", WRITING)
+def test_buffers_that_a_library_evaluation_writes(tmp_path, name, writing, caplog):
+    """Batches depend on each other. All of a group began with the same buffers, and
+    what they wrote was lost, in silence.
+    """
+    caplog.set_level("INFO", "scatterpar")
+    results = []
+    for cls, place in (
+        (ScatterOnceTrainer, {"device_ids": DEVICES[name]}),
+        (transformers.Trainer, {}),
+    ):
+        trainer = build(cls, tmp_path, WRITING[writing](), classes, extra=place)
+        results.append((quietly(trainer.evaluate), dict(trainer.model.named_buffers())))
+    (mine, buffers), (stock, expected) = results
+    assert_same_metrics(mine, stock)
+    assert buffers.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(buffers[key], value)
+    assert ("writes buffers in an evaluation" in caplog.text) == (name != "one")
+
+
+class OfUser:
+    def prediction_step(self, *args, **options):
+        return super().prediction_step(*args, **options)
+
+
+def test_running_statistics_in_turns_are_handed_on(tmp_path):
+    """Their kernels count no version, so each device had its own."""
+    results = []
+    for base, place in (
+        (ScatterOnceTrainer, {"device_ids": DEVICES["two"]}),
+        (transformers.Trainer, {}),
+    ):
+        cls = type("Mine", (OfUser, base), {})
+        trainer = build(cls, tmp_path, KeepsStatistics(), classes, extra=place)
+        results.append((quietly(trainer.evaluate), trainer.model.norm))
+    (mine, norm), (stock, expected) = results
+    assert_same_metrics(mine, stock)
+    torch.testing.assert_close(norm.running_mean, expected.running_mean)
+    assert norm.num_batches_tracked == 6
+
+
 def assert_evaluates_as_stock(tmp_path, callback):
     """With a callback that changes the model between batches."""
     results = []

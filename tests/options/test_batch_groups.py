@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import copy
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from harness.oracle import randn
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
+from scatterpar.options.batch_groups import BuffersWritten
 
 pytestmark = [pytest.mark.core, pytest.mark.draws]
 
@@ -196,40 +198,67 @@ def test_groups_that_draw_differ_and_can_be_repeated():
     assert numbers == drawn()
 
 
-@pytest.mark.filterwarnings("error:the module has changed")
-def test_buffers_of_a_module_in_training_mode():
-    """They are those of replica 0, as in inference; no change of the loop's."""
-    module = nn.BatchNorm1d(FEATURES).double()
-    stock = nn.BatchNorm1d(FEATURES).double()
-    with ScatterOnceParallel(module, 1, VIRTUAL, buffers="master") as engine:
-        results_of(engine.batch_groups(forward), BATCHES[:2] + BATCHES[3:])
-    stock(BATCHES[0])
-    stock(BATCHES[3])
-    torch.testing.assert_close(module.running_mean, stock.running_mean)
-    assert module.num_batches_tracked == 2
+class CountsCalls(nn.Module):
+    """A buffer that calls write in place, or bind to another tensor."""
+
+    def __init__(self, is_bound):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(FEATURES, dtype=torch.float64))
+        self.register_buffer("calls", torch.zeros(()))
+        self.is_bound = is_bound
+
+    def forward(self, inputs):
+        if self.is_bound:
+            self.calls = self.calls + torch.rand(())
+        else:
+            self.calls += torch.rand(())
+        return inputs * self.weight * self.calls
+
+
+WRITING = {
+    "in place": CountsCalls(is_bound=False).eval(),
+    "bound": CountsCalls(is_bound=True).eval(),
+    "statistics": nn.BatchNorm1d(FEATURES).double(),
+    "statistics without a counter": nn.BatchNorm1d(FEATURES).double(),
+}
+# The counter's version moves, and that of the statistics does not.
+WRITING["statistics without a counter"].num_batches_tracked = None
+
+
+@pytest.mark.parametrize("buffers", ["master", "batch"])
+@pytest.mark.parametrize("name", WRITING)
+def test_group_that_writes_buffers_leaves_nothing(name, buffers, devices):
+    """The next batch may read them, so it is not computed at the same time."""
+    module = copy.deepcopy(WRITING[name])
+    before = copy.deepcopy(module.state_dict())
+    with ScatterOnceParallel(module, 1, devices(2), buffers=buffers) as engine:
+        state = torch.get_rng_state()
+        with pytest.raises(BuffersWritten):
+            engine.batch_groups(forward).results(BATCHES[:2])
+        assert torch.equal(torch.get_rng_state(), state)
+        module.eval()
+        if "statistics" in name:  # they are read now, and not written
+            results_of(engine.batch_groups(forward))
+    for key, value in module.state_dict().items():
+        assert torch.equal(value, before[key])
 
 
 class WritesItsOutput(nn.Module):
-    """Its output is a buffer, or another tensor of its own, that each call writes."""
+    """Its output is a tensor of its own that each call writes."""
 
-    def __init__(self, is_buffer):
+    def __init__(self):
         super().__init__()
         self.register_parameter("factor", nn.Parameter(torch.ones(())))
-        last = torch.zeros(2)
-        if is_buffer:
-            self.register_buffer("last", last)
-        else:
-            self.last = last
+        self.last = torch.zeros(2)
 
     def forward(self, inputs):
         self.last.copy_(self.factor * inputs)
         return {"last": self.last, "rest": (self.last[1:],)}
 
 
-@pytest.mark.parametrize("is_buffer", [True, False])
-def test_next_group_leaves_earlier_outputs(is_buffer, devices):
+def test_next_group_leaves_earlier_outputs(devices):
     batches = [torch.full((2,), float(number)) for number in range(7)]
-    module = WritesItsOutput(is_buffer).eval()
+    module = WritesItsOutput().eval()
     with ScatterOnceParallel(module, 1, devices(3)) as engine:
         results = results_of(engine.batch_groups(forward), batches, 3)
     for result, batch in zip(results, batches, strict=True):

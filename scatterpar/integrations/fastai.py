@@ -33,7 +33,7 @@ from scatterpar.engine import ScatterOnceParallel
 from scatterpar.libraries import package_of
 from scatterpar.loops.arguments import check_count, refuse
 from scatterpar.loops.evaluation import BatchesAhead
-from scatterpar.loops.lending import Parts, copy_on_replica, modules_of
+from scatterpar.loops.lending import Loan, copy_on_replica, modules_of
 from scatterpar.loops.loop import Loop
 from scatterpar.loops.modules import overridden
 from scatterpar.loops.user_functions import hooks_in
@@ -424,9 +424,9 @@ class _Criterion(nn.Module):
         loss_func = self.user.loss_func
         pairs = zip(self.user.parts, self.parts, strict=True)
         if not self.takes_turns:
-            loss_of_replica = copy_on_replica(loss_func, Parts(pairs))
+            loss_of_replica = copy_on_replica(loss_func, pairs)
             return loss_of_replica(output, *targets)
-        with self.loop.in_turn(Parts((), pairs), device):
+        with self.loop.in_turn(Loan(pairs), device):
             return loss_func(output, *targets)
 
 

@@ -34,7 +34,7 @@ from scatterpar.integrations.trl_metrics import Gathered, metric_of_step
 from scatterpar.libraries import package_of
 from scatterpar.loops.arguments import refuse
 from scatterpar.loops.evaluation import BatchesAhead, Turns, brought_home
-from scatterpar.loops.lending import Parts, copy_on_replica, modules_of
+from scatterpar.loops.lending import copy_on_replica, modules_of
 from scatterpar.loops.loop import Loop
 from scatterpar.loops.modules import Modules, moved, overridden
 from scatterpar.loops.rows import as_rows, check_rows
@@ -419,8 +419,8 @@ class TrainerLoop(Loop):
                 # what ``args.device`` reads, a cached property
                 stack.enter_context(overridden(args, _setup_devices=device))
             else:
-                parts = Parts(zip(self._parts, work.children(), strict=True))
-                trainer = copy_on_replica(trainer, parts, _NOT_LENT)
+                pairs = zip(self._parts, work.children(), strict=True)
+                trainer = copy_on_replica(trainer, pairs, _NOT_LENT)
                 copied = object.__new__(type(args))  # with this Trainer's numbers
                 vars(copied).update(vars(args), _setup_devices=device)
                 attributes["args"] = copied

@@ -39,7 +39,7 @@ from scatterpar.devices.transfers import Prefetcher, write
 from scatterpar.devices.write_counters import version, versions
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.log import logger
-from scatterpar.loops.lending import Lending, LentCopies, Parts
+from scatterpar.loops.lending import Lending, LentCopies, Loan, Parts
 from scatterpar.options.batch_groups import BatchGroups, BuffersWritten
 from scatterpar.replicas.buffers import written_unseen
 from scatterpar.threads.generators import drawing_as
@@ -246,7 +246,7 @@ class Turns:
             with (
                 use_device(away, ()),
                 drawing_as(home, away),
-                lending.lent(Parts((), pairs), away),
+                lending.lent(Loan(pairs), away),
             ):
                 yield
         finally:

@@ -56,18 +56,13 @@ class Parts:
     Args:
         pairs: a module of the user's and the replica's, for each module that a step
             function may call.
-        tensors: pairs of tensors, whose modules stay the user's.
 
     Attributes:
         tensors: pairs of all parameters and buffers.
     """
 
-    def __init__(
-        self,
-        pairs: Iterable[tuple[nn.Module, nn.Module]],
-        tensors: Iterable[tuple[Tensor, Tensor]] = (),
-    ) -> None:
-        self.tensors: list[tuple[Tensor, Tensor]] = [*tensors]
+    def __init__(self, pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
+        self.tensors: list[tuple[Tensor, Tensor]] = []
         # Modules, and those of torch.compile around them.
         self._modules: list[tuple[nn.Module, nn.Module]] = []
         self._seen: set[int] = set()
@@ -93,11 +88,6 @@ class Parts:
         pairs = [*self._modules, *self.tensors]
         return {id(original): part for original, part in pairs}
 
-    def of_user(self) -> dict[int, Any]:
-        """The user's parts, by the ``id`` of the replica's."""
-        pairs = [*self._modules, *self.tensors]
-        return {id(part): original for original, part in pairs}
-
 
 def _pairs_in(
     registry: str, module: nn.Module, replica: nn.Module
@@ -111,7 +101,26 @@ def _pairs_in(
 
 
 class Loan:
-    """The tensors of a replica in a turn of the engine, beside the user's.
+    """A replica's tensors in the place of the user's.
+
+    Args:
+        pairs: a tensor of the user's and the replica's.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
+        self._pairs = [*pairs]
+
+    def of_replica(self) -> dict[int, Any]:
+        """The replica's tensors, by the ``id`` of the user's."""
+        return {id(original): copied for original, copied in self._pairs}
+
+    def of_user(self) -> dict[int, Any]:
+        """The user's tensors, by the ``id`` of the replica's."""
+        return {id(copied): original for original, copied in self._pairs}
+
+
+class TurnLoan(Loan):
+    """The tensors of a replica in a turn of the engine.
 
     Attributes:
         replica_set: that of the replica.
@@ -123,28 +132,21 @@ class Loan:
         self.replica = replica
         tensors = replica_set.tensors
         lent = replica_set.handed_on.lent
-        self._pairs = [(tensors[number], replica.tensors[number]) for number in lent]
+        pairs = [(tensors[number], replica.tensors[number]) for number in lent]
         # Parameters that hold other tensors, or consist of them.
         for holder, _ in replica_set.contents.holders.values():
-            self._pairs.append((holder, replica.copy_of(holder)))
-
-    def of_replica(self) -> dict[int, Any]:
-        """The replica's tensors, by the ``id`` of the user's."""
-        return {id(original): copied for original, copied in self._pairs}
-
-    def of_user(self) -> dict[int, Any]:
-        """The user's tensors, by the ``id`` of the replica's."""
-        return {id(copied): original for original, copied in self._pairs}
+            pairs.append((holder, replica.copy_of(holder)))
+        super().__init__(pairs)
 
 
-def loan_of(replica_set: ReplicaSet, root: Any) -> Loan | Parts:
+def loan_of(replica_set: ReplicaSet, root: Any) -> Loan:
     """The loan of the replica whose modules are ``root``; nothing for the user's own,
     which looks call.
     """
     for replica in replica_set.replicas:
         if replica.root is root:
-            return Loan(replica_set, replica)
-    return Parts(())
+            return TurnLoan(replica_set, replica)
+    return Loan()
 
 
 class Lending:
@@ -188,14 +190,14 @@ class Lending:
         self._variables: dict[ContextVar[Any], Any] = {}
 
     @contextlib.contextmanager
-    def lent(self, loan: Loan | Parts, device: torch.device) -> Iterator[None]:
+    def lent(self, loan: Loan, device: torch.device) -> Iterator[None]:
         """In the body, roots and modules refer to the tensors of ``loan``, and to
         ``device``.
         """
         substitution = _Substitution(loan.of_replica(), device, self._copies)
         places = self._present_places(loan)
         with contextlib.ExitStack() as stack:
-            if isinstance(loan, Loan):
+            if isinstance(loan, TurnLoan):
                 stack.enter_context(self._in_turn(loan))
             substitution.apply(places)
             self._set_variables()
@@ -208,10 +210,10 @@ class Lending:
                 # First, so that what the call has left is found by its difference.
                 substitution.undo(loan.of_user())
                 created = self._take_home(loan, places)
-                if isinstance(loan, Loan) and not is_look():
+                if isinstance(loan, TurnLoan) and not is_look():
                     self._refuse_gradients(loan, created)
 
-    def _present_places(self, loan: Loan | Parts) -> list[KeptPlaces]:
+    def _present_places(self, loan: Loan) -> list[KeptPlaces]:
         """The places that lead to tensors, as they are now."""
         if self._owners is None:
             optimizers = [*self._optimizers()]
@@ -220,7 +222,7 @@ class Lending:
             self._owners = KeptPlaces(
                 [*self.roots(), *groups], self._excluded, keyed=keyed
             )
-        if not isinstance(loan, Loan):
+        if not isinstance(loan, TurnLoan):
             self._owners.update()
             return [self._owners]
         modules = loan.replica_set.modules
@@ -234,7 +236,7 @@ class Lending:
         return [self._owners, self._modules]
 
     @contextlib.contextmanager
-    def _in_turn(self, loan: Loan) -> Iterator[None]:
+    def _in_turn(self, loan: TurnLoan) -> Iterator[None]:
         """In the body it is the turn of a replica, which gets what the last one has
         left.
         """
@@ -251,13 +253,13 @@ class Lending:
             calls.present = None
 
     def _take_home(
-        self, loan: Loan | Parts, places: Sequence[KeptPlaces]
+        self, loan: Loan, places: Sequence[KeptPlaces]
     ) -> list[nn.Parameter]:
         """Let what a call has left refer to the user's tensors, on their device.
 
         Returns the parameters that the call has created.
         """
-        if isinstance(loan, Loan):
+        if isinstance(loan, TurnLoan):
             self._note_tensors(loan)
         created: list[nn.Parameter] = []
         changed = [kept.update() for kept in places]  # each of them
@@ -268,13 +270,13 @@ class Lending:
                 kept.update()
                 created += kept.created
                 kept.created.clear()
-        if isinstance(loan, Loan):
+        if isinstance(loan, TurnLoan):
             self._follow(loan)
         # A call may have tied weights.
         known = loan.of_replica().keys() | loan.of_user().keys()
         return [parameter for parameter in created if id(parameter) not in known]
 
-    def _note_tensors(self, loan: Loan) -> None:
+    def _note_tensors(self, loan: TurnLoan) -> None:
         """Note what the call has written to buffers and ``requires_grad``."""
         replica = loan.replica
         handed_on = loan.replica_set.handed_on
@@ -285,7 +287,9 @@ class Lending:
         begun = handed_on.end(replica.tensors, replica.device, rebound)
         loan.replica_set.add_trained(begun)
 
-    def _refuse_gradients(self, loan: Loan, created: Sequence[nn.Parameter]) -> None:
+    def _refuse_gradients(
+        self, loan: TurnLoan, created: Sequence[nn.Parameter]
+    ) -> None:
         """Refuse gradients of parameters that calls create, in several memories.
 
         In one memory they get their gradients from all calls, as in plain torch.
@@ -323,7 +327,7 @@ class Lending:
         # The look's journal has restored what they refer to.
         self._owners = None
 
-    def _follow(self, loan: Loan) -> None:
+    def _follow(self, loan: TurnLoan) -> None:
         """Let the replica's modules have what calls have written in the user's.
 
         Its backward pass may call them.
@@ -551,15 +555,20 @@ def roots_of(
     return [*roots.values()]
 
 
-def copy_on_replica(owner: Any, parts: Parts, excluded: Collection[str] = ()) -> Any:
+def copy_on_replica(
+    owner: Any,
+    pairs: Iterable[tuple[nn.Module, nn.Module]],
+    excluded: Collection[str] = (),
+) -> Any:
     """A shallow copy of ``owner`` that refers to a replica's parts.
 
-    They are in the place of the user's in its attributes, and in lists, tuples and
-    dicts that are attributes. All else is shared with the owner, so this is for
+    ``pairs`` are modules of the user's with those of the replica. The parts are in the
+    place of the user's in its attributes, and in lists, tuples and dicts that are
+    attributes. All else is shared with the owner, so this is for
     functions of libraries; the user's take turns. An owner that is a part itself is the
     replica's part.
     """
-    values = parts.of_replica()
+    values = Parts(pairs).of_replica()
     if id(owner) in values:
         return values[id(owner)]
 

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from scatterpar.engine import ScatterOnceParallel
-from scatterpar.loops.lending import Lending, Loan, Parts, loan_of, roots_of
+from scatterpar.loops.lending import Lending, Loan, loan_of, roots_of
 from scatterpar.loops.modules import device_of
 from scatterpar.loops.user_functions import UserFunctions
 from scatterpar.objects.walk import Walk
@@ -159,7 +159,7 @@ class Loop:
         return result
 
     @contextlib.contextmanager
-    def in_turn(self, loan: Loan | Parts, device: torch.device) -> Iterator[None]:
+    def in_turn(self, loan: Loan, device: torch.device) -> Iterator[None]:
         """In the body, and until the turn ends, a call runs with the tensors of
         ``loan`` on ``device``.
         """
@@ -171,7 +171,7 @@ class Loop:
         with lasting_a_turn(turns, self.lending.lent(loan, device)):
             yield
 
-    def loan_of(self, work: nn.Module) -> Loan | Parts:
+    def loan_of(self, work: nn.Module) -> Loan:
         """The tensors of the replica whose modules are ``work``."""
         assert self.engine is not None
         return loan_of(self.engine.present_replicas, work)

@@ -88,7 +88,7 @@ def copied_pair():
     owner = Owner()
     replica = nn.Sequential(nn.Linear(FEATURES, 2), nn.Linear(2, 1))
     teacher = nn.Linear(FEATURES, 1)
-    return owner, Parts([(owner.model, replica), (TEACHER, teacher)])
+    return owner, [(owner.model, replica), (TEACHER, teacher)]
 
 
 def lent_pair(owner=None):
@@ -126,10 +126,10 @@ def test_reference_leads_to_replicas_tensors_in_call(name):
         assert read(owner.reference) is referent
         assert all(map(operator.is_, tensors_of(referent), originals))
     if name in COPIED:
-        owner, parts = copied_pair()
+        owner, pairs = copied_pair()
         owner.reference = refer(owner.model)
-        expected = parts.of_replica()[id(read(owner.reference))]
-        assert read(copy_on_replica(owner, parts).reference) is expected
+        expected = Parts(pairs).of_replica()[id(read(owner.reference))]
+        assert read(copy_on_replica(owner, pairs).reference) is expected
 
 
 def test_global_variable_leads_to_replicas_tensors():
@@ -229,17 +229,17 @@ def test_modules_of_owner_without_those_of_globals():
 
 
 def test_copy_shares_what_leads_to_no_part():
-    owner, parts = copied_pair()
+    owner, pairs = copied_pair()
     owner.losses = [1.0]
     owner.models = {"one": owner.model}
     owner.kept = owner.model
     owner.data = [owner.model] * 2000
-    copied = copy_on_replica(owner, parts, {"kept"})
+    copied = copy_on_replica(owner, pairs, {"kept"})
     assert copied.losses is owner.losses
     assert copied.data is owner.data
     assert copied.models == {"one": copied.model} != owner.models
     assert copied.kept is owner.model
-    assert copy_on_replica(owner.model, parts) is copied.model
+    assert copy_on_replica(owner.model, pairs) is copied.model
 
 
 ELSEWHERE = torch.device("meta")

@@ -492,16 +492,7 @@ def scripts(versions, options):
 
 
 # Folders of benchmarks, with tiny sizes. Their numbers are not compared: most are times.
-BENCHMARKS = (
-    "evaluation",
-    "fixed_cost",
-    "many_cards",
-    "memory",
-    "step_time",
-    "traffic",
-    "turns",
-    "whole_batch",
-)
+BENCHMARKS = ("evaluation", "memory", "traffic", "turns", "whole_batch")
 # Quick ones.
 _TWO = ("--devices", "cpu", "cpu")
 EXAMPLES = {
@@ -632,8 +623,9 @@ def kind_of(found):
 
 # An error of a test that uses what the version has not: a name or an argument.
 _LACKS = re.compile(
-    r"has no attribute|ImportError|ModuleNotFoundError|unexpected keyword argument"
-    r"|required positional argument|positional arguments but|not collected"
+    r"has no attribute (?!'__notes__')|ImportError|ModuleNotFoundError"
+    r"|unexpected keyword argument|required positional argument"
+    r"|positional arguments? but|not collected"
     r"|'module' object is not callable"
 )
 

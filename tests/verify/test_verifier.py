@@ -475,3 +475,52 @@ def test_thread_local_without_attributes_is_not_told(devices):
     ):
         warnings.simplefilter("error")
         engine.forward_backward(randn(9, FEATURES), randn(9, 3), nn.MSELoss())
+
+
+class Overrides(ScaledByThread):
+    def forward(self, rows):
+        return self.linear(rows)
+
+
+class CallsSuper(ScaledByThread):
+    def forward(self, rows):
+        return super().forward(rows)
+
+
+class CallsTheBase(ScaledByThread):
+    def forward(self, rows):
+        return ScaledByThread.forward(self, rows)
+
+
+class OverridesAnother(ScaledByThread):
+    def extra(self):
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("make", "criterion", "is_told"),
+    [
+        (Overrides, nn.MSELoss(), False),
+        (Overrides, of_thread, True),
+        (CallsSuper, nn.MSELoss(), True),
+        (CallsTheBase, nn.MSELoss(), True),
+        (OverridesAnother, nn.MSELoss(), True),
+        (
+            lambda: nn.Sequential(
+                Overrides(), nn.Linear(3, FEATURES), ScaledByThread()
+            ),
+            nn.MSELoss(),
+            True,
+        ),
+    ],
+)
+@pytest.mark.usefixtures("_scaled_by_three")
+def test_thread_local_of_an_overridden_method(devices, make, criterion, is_told):
+    """A subclass does not call the base's method, unless it names it."""
+    with (
+        warnings.catch_warnings(record=True) as told,
+        ScatterOnceParallel(build(make), 2, devices(2)) as engine,
+    ):
+        warnings.simplefilter("always")
+        engine.forward_backward(randn(9, FEATURES), randn(9, 3), criterion)
+    assert ["threading.local" in str(text.message) for text in told] == [True] * is_told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from numbers import Number
@@ -265,3 +266,28 @@ def joined_outputs(calls: Sequence[StepCall], home: torch.device) -> Any:
         name: nested.map_atoms(unmarked, joined([output[name] for output in outputs]))
         for name in outputs[0]
     }
+
+
+class Silent:
+    """A logger of the Trainer, or an object of one, in a look: its methods do nothing.
+
+    Methods that return something, by their name, and attributes are the logger's.
+    """
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # for isinstance(self.logger, TensorBoardLogger)
+        return type(self._target)
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        """Do nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._target, name)
+        if callable(value) and name.startswith(("get", "is_", "has_")):
+            return value
+        if value is None or isinstance(value, (bool, int, float, str, os.PathLike)):
+            return value
+        return Silent(value)

@@ -18,6 +18,7 @@ from scatterpar.batch.markers import Rows
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.integrations.lightning_logs import (
     LoggedValues,
+    Silent,
     StepCall,
     joined_outputs,
 )
@@ -36,7 +37,7 @@ from scatterpar.loops.rows import as_rows, num_rows
 from scatterpar.loops.user_functions import groups_of, of_user
 from scatterpar.step.request import Reduction
 from scatterpar.step.substeps import detached
-from scatterpar.verify.dropped_records import Silent, is_look
+from scatterpar.verify.dropped_records import is_look
 
 _REMEDIES = (
     "In Lightning pass ScatterOnceStrategy(…, count=lambda batch: …), the number of "

@@ -1,7 +1,7 @@
 """What user code logs during a look is dropped, because the step logs it again.
 
 A loop of another library asks ``is_look()``, and silences the loggers of its own. Files
-are in ``opened_files.py``.
+are in ``opened_files.py``, warnings in ``dropped_warnings.py``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -62,28 +61,3 @@ def _handling_nothing(handle: Callable[..., None]) -> Callable[..., None]:
             handle(logger, record)
 
     return handled
-
-
-class Silent:
-    """A loop's logger, or an object of one, in a look: its methods do nothing.
-
-    Methods that return something, by their name, and attributes are the logger's.
-    """
-
-    def __init__(self, target: Any) -> None:
-        self._target = target
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:  # for isinstance(self.logger, TensorBoardLogger)
-        return type(self._target)
-
-    def __call__(self, *_: Any, **__: Any) -> None:
-        """Do nothing."""
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._target, name)
-        if callable(value) and name.startswith(("get", "is_", "has_")):
-            return value
-        if value is None or isinstance(value, (bool, int, float, str, os.PathLike)):
-            return value
-        return Silent(value)

@@ -10,6 +10,7 @@ needed("lightning.pytorch", "'.[lightning]'")
 
 from scatterpar.integrations.lightning_logs import (  # noqa: E402
     LoggedValues,
+    Silent,
     StepCall,
     joined_outputs,
 )
@@ -110,3 +111,45 @@ def test_outputs_are_joined_in_the_order_of_rows():
     assert outputs["scores"][:, 0].tolist() == [2, 2, 4, 4, 4, 4]
     assert outputs["right"] == [2, 4]  # numbers are no means
     assert float(outputs["mean"]) == pytest.approx((2 * 2 + 4 * 4) / 6)
+
+
+class Experiment:
+    """What a logger writes to."""
+
+    def __init__(self):
+        self.written = []
+
+    def add(self, value):
+        self.written.append(value)
+
+
+class Logger:
+    version = 3
+    save_dir = None
+
+    def __init__(self):
+        self.experiment = Experiment()
+
+    def log(self, value):
+        self.experiment.add(value)
+
+    def get_name(self):
+        return "of the logger"
+
+    def is_offline(self):
+        return True
+
+
+def test_silent_logger_writes_nothing():
+    logger = Logger()
+    silent = Silent(logger)
+    silent.log(1)
+    silent.experiment.add(2)
+    silent.experiment(3)
+    assert logger.experiment.written == []
+    # User code asks for its class, names and flags.
+    assert isinstance(silent, Logger)
+    assert (silent.version, silent.save_dir) == (3, None)
+    assert (silent.get_name(), silent.is_offline()) == ("of the logger", True)
+    with pytest.raises(AttributeError):
+        _ = silent.unknown

@@ -132,6 +132,7 @@ TURNS = {
     "data_collator": ("attribute", False, False),
     "forward hook": ("hook", True, True),
     "compute_loss of the library": ("replaced", True, True),
+    "_save_rng_state": ("method", False, False),
     "compute_loss by its name": ("library's own", False, False),
 }
 

@@ -624,7 +624,8 @@ def test_module_that_a_callback_replaces_counts(tmp_path):
             self.calls += 1
             if self.calls == 3:
                 with seeded(self.calls):
-                    model.inner.classifier = nn.Linear(8, 3).double()
+                    layer = nn.Linear(8, 3).double()
+                model.inner.classifier = layer.to(model.calls.device)
 
     assert_evaluates_as_stock(tmp_path, Replaces)
 

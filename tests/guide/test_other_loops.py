@@ -64,6 +64,15 @@ def of_torch_geometric():
     return {"model": graphs, "dataset": dataset}
 
 
+@pytest.fixture(autouse=True)
+def casts_of_torch(monkeypatch):
+    """fastai replaces a method of all tensors: its casts keep attributes, so that a
+    plain tensor of MONAI had the metadata still.
+    """
+    if "as_subclass" in vars(torch.Tensor):
+        monkeypatch.delattr(torch.Tensor, "as_subclass")
+
+
 def of_monai():
     from monai.data import MetaTensor
     from monai.losses import DiceLoss

@@ -96,6 +96,7 @@ _REMEDIES = (
 
 
 _OUT_OF_MEMORY = "memory ran out with them"
+_COMPILED = "a compiled module runs either compiled or captured"
 
 
 class Outdated(Exception):
@@ -355,6 +356,8 @@ class Captured(Schedule):
 
     def _obstacle_of_step(self, attempt: Attempt) -> str:
         """Why a step of this kind runs without graphs; empty if it may have them."""
+        if attempt.replicas.has_compiled():  # in part, or by the module's own method
+            return _COMPILED
         if attempt.replicas.exchange_statistics():
             return "nn.SyncBatchNorm layers exchange statistics in each sub-step"
         if attempt.threads.scope > Scope.CRITERION:
@@ -403,7 +406,7 @@ def _obstacle(
 ) -> str:
     """The option beside which nothing is captured, in words; empty if there is none."""
     if compile_fn is not None:
-        return "a compiled module runs either compiled or captured"
+        return _COMPILED
     if options.buffers == "batch":
         return 'buffers="batch" needs Python in every sub-step'
     return ""

@@ -164,6 +164,10 @@ class Replicas:
         """Whether an ``nn.SyncBatchNorm`` layer is in training mode."""
         return any(map(ReplicaSet.exchanges_statistics, self.replica_sets))
 
+    def has_compiled(self) -> bool:
+        """Whether a module of the model or the criterion runs compiled."""
+        return any(each.compiler is not None for each in self.replica_sets)
+
     def meeting(
         self,
         shares: Sequence[Share],

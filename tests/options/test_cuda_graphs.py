@@ -683,6 +683,33 @@ def test_statistics_told_once_if_asked(two_places, rows):
         assert engine.last_step.graphs == f"eager: {words}"
 
 
+def compile_root(model):
+    model.compile(backend="eager")
+
+
+def compile_block(model):
+    model[0].compile(backend="eager")
+
+
+def compile_part(model):
+    model[0] = torch.compile(model[0], backend="eager")
+
+
+@pytest.mark.parametrize("compile_it", [compile_root, compile_block, compile_part])
+def test_compiled_modules_told_once_if_asked(two_places, rows, compile_it):
+    """Only ``torch.compile`` of the whole was seen. A captured sub-step would have run
+    the others without the compiler, and in its time those of other replicas, too.
+    """
+    model = build(mlp).to(home())
+    compile_it(model)
+    with graphed(model, 4, two_places) as engine:
+        with pytest.warns(match="graphs=True.*either compiled or captured"):
+            engine.forward_backward(*rows, LOSS)
+        with warnings.catch_warnings(action="error"):
+            engine.forward_backward(*rows, LOSS)
+        assert "either compiled or captured" in engine.last_step.graphs
+
+
 # --- whole or not at all ---
 
 

@@ -62,12 +62,19 @@ class At:
         frame.f_trace_opcodes = True
         if event == "opcode":
             self.seen += 1
-            if self.seen - 1 == self.number:
-                name = Path(frame.f_code.co_filename).name
-                self.where = f"{name}:{frame.f_lineno} {frame.f_code.co_name}"
-                self.forked = _is_under(frame, "fork_rng", "recompute_fn")
-                signal.raise_signal(signal.SIGINT)
+            self._count(frame)
         return self._trace
+
+    def _count(self, frame: FrameType) -> None:
+        """An instruction is about to run."""
+        if self.seen - 1 == self.number:
+            self._note(frame)
+            signal.raise_signal(signal.SIGINT)
+
+    def _note(self, frame: FrameType) -> None:
+        name = Path(frame.f_code.co_filename).name
+        self.where = f"{name}:{frame.f_lineno} {frame.f_code.co_name}"
+        self.forked = _is_under(frame, "fork_rng", "recompute_fn")
 
 
 class Again(At):
@@ -88,19 +95,12 @@ class Again(At):
         strike = partial(_thread.interrupt_main, signal.SIGINT)
         self._strikes: Any = defaultdict(strike)
 
-    def _trace(self, frame: Any, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(self.watched):
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            self.seen += 1
-            if self.seen - 1 in self.numbers:
-                name = Path(frame.f_code.co_filename).name
-                if not self.struck:
-                    self.where = f"{name}:{frame.f_lineno} {frame.f_code.co_name}"
-                self.struck += 1
-                self._strikes[self.seen]
-        return self._trace
+    def _count(self, frame: FrameType) -> None:
+        if self.seen - 1 in self.numbers:
+            if not self.struck:
+                self._note(frame)
+            self.struck += 1
+            self._strikes[self.seen]
 
 
 def _is_under(frame: FrameType | None, *names: str) -> bool:

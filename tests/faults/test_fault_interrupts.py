@@ -37,10 +37,9 @@ CASES = [  # the layout, how often Ctrl-C strikes, and where
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
-def test_interrupted_step_is_whole_or_undone(request, case):
-    layout, times, *place = case
-    script = ("-m", "faults.interrupts", *map(str, case))
+def interrupted(request, layout, *arguments):
+    """What the script found, a line of each interrupted step; nothing is wrong."""
+    script = ("-m", "faults.interrupts", *map(str, arguments))
     if layout != "accelerator":
         outcome = run_forked(*script)
     elif variables := request.getfixturevalue("simulated_accelerator"):
@@ -52,6 +51,13 @@ def test_interrupted_step_is_whole_or_undone(request, case):
     found = [json.loads(line) for line in outcome.out.splitlines()[:-1]]
     wrong = [line for line in found if line["wrong"]]
     assert not wrong, "\n".join(map(str, wrong))
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_interrupted_step_is_whole_or_undone(request, case):
+    layout, times, *place = case
+    found = interrupted(request, layout, *case)
     assert len(found) > times // 2
     if len(place) > 1:
         assert {line["where"].partition(":")[0] for line in found} == {"generators.py"}
@@ -78,19 +84,7 @@ def test_engine_after_several_interrupts_is_exact(request, case):
     """Two and three in one step, some instructions apart: a second one does not wait for
     threads that compute, and what they leave is no next engine's.
     """
-    layout, times = case
-    script = ("-m", "faults.interrupts", "again", layout, str(times))
-    if layout != "accelerator":
-        outcome = run_forked(*script)
-    elif variables := request.getfixturevalue("simulated_accelerator"):
-        outcome = run(*script, **variables)
-    else:
-        pytest.skip("there is no g++ to build the simulated accelerator")
-    assert outcome.code == 0, outcome.err
-    assert outcome.out.endswith("end\n"), outcome.err
-    found = [json.loads(line) for line in outcome.out.splitlines()[:-1]]
-    wrong = [line for line in found if line["wrong"]]
-    assert not wrong, "\n".join(map(str, wrong))
+    found = interrupted(request, case[0], "again", *case)
     assert {line["struck"] for line in found} >= {2, 3}
     assert not all(line["whole"] for line in found)
 

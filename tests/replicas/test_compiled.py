@@ -327,6 +327,20 @@ def in_thread(call, *args):
     return thread
 
 
+def watched_thread():
+    """A thread in the body of a mode, and the event that ends it."""
+    is_inside, may_leave = threading.Event(), threading.Event()
+
+    def watch():
+        with Watching():
+            is_inside.set()
+            may_leave.wait(60)
+
+    thread = in_thread(watch)
+    assert is_inside.wait(60)
+    return thread, may_leave
+
+
 def test_code_met_beside_a_mode_compiles_later(graphs):
     """torch marked its frames as never to be compiled: a replica that was looked at made
     those of the others eager for good.
@@ -342,22 +356,14 @@ def test_code_met_beside_a_mode_compiles_later(graphs):
 
 def test_compilation_beside_a_mode_goes_on(graphs):
     """The frames below the one that was being compiled were never compiled."""
-    is_watched, may_end = threading.Event(), threading.Event()
-
-    def watch():
-        with Watching():
-            is_watched.set()
-            may_end.wait(60)
-
-    threads = []
+    others = []
 
     def backend(graph, inputs):
         forward = graphs(graph, inputs)
 
         def run(*args):
-            if not threads:
-                threads.append(in_thread(watch))
-                is_watched.wait(60)
+            if not others:
+                others.append(watched_thread())
             return forward(*args)
 
         return run
@@ -373,22 +379,15 @@ def test_compilation_beside_a_mode_goes_on(graphs):
         return rows.sin()
 
     torch.compile(outer, backend=backend)(randn(3, 2))
-    may_end.set()
-    threads[0].join()
+    ((thread, may_leave),) = others
+    may_leave.set()
+    thread.join()
     assert graphs.count == 3
 
 
 def test_overlapping_modes_leave_the_compiler_on(graphs):
-    is_inside, may_leave = threading.Event(), threading.Event()
-
-    def watch():
-        with Watching():
-            is_inside.set()
-            may_leave.wait(60)
-
     with Watching():
-        thread = in_thread(watch)
-        is_inside.wait(60)
+        thread, may_leave = watched_thread()
     may_leave.set()
     thread.join()
     torch.compile(pointwise, backend=graphs)(randn(3, 2))

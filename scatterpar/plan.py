@@ -14,13 +14,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain
 from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
 
 from scatterpar.option_checks import check_int
+from scatterpar.spans import cut, divide
 from scatterpar.tables import Printed, as_text
 
 _Value = TypeVar("_Value")
@@ -190,11 +191,11 @@ def _plan(
     micro_batches: dict[int, list[tuple[int, int]]] = defaultdict(list)  # by replica
     first = 0  # the number of the batch's first row
     for rows in sizes:
-        for replica, (start, stop) in enumerate(_divide(rows, parts)):
+        for replica, (start, stop) in enumerate(divide(rows, parts)):
             pieces = substeps[replica]
             if limits[replica] is not None:
                 pieces = math.ceil(Fraction(stop - start, limits[replica]))
-            micro_batches[replica] += _cut(first + start, first + stop, pieces)
+            micro_batches[replica] += cut(first + start, first + stop, pieces)
         first += rows
     planned = [
         Share(replica, devices[replica], tuple(spans))
@@ -256,35 +257,3 @@ def rounds_of(threads: Sequence[int]) -> list[int]:
         rounds.append(seen[thread])
         seen[thread] += 1
     return rounds
-
-
-def _divide(rows: int, parts: Sequence[Fraction]) -> tuple[tuple[int, int], ...]:
-    """Spans in proportion to ``parts``: first whole rows, then the largest remainders.
-
-    Every replica gets at least one row; with fewer rows than replicas, the first get
-    one each.
-    """
-    # With fewer rows than replicas the last ones get none.
-    used = parts[:rows]
-    sizes = [max(1, int(rows * part)) for part in used]
-    missing = [rows * part - size for part, size in zip(used, sizes, strict=True)]
-    while sum(sizes) < rows:
-        behind = missing.index(max(missing))
-        sizes[behind] += 1
-        missing[behind] -= 1
-    # Too many, if small shares were rounded up to one row.
-    while sum(sizes) > rows:
-        can_give = [i for i, size in enumerate(sizes) if size > 1]
-        ahead = min(can_give, key=missing.__getitem__)
-        sizes[ahead] -= 1
-        missing[ahead] += 1
-    return tuple(pairwise(accumulate(sizes, initial=0)))
-
-
-def _cut(start: int, stop: int, pieces: int) -> tuple[tuple[int, int], ...]:
-    """Cut ``start:stop`` into at most ``pieces`` spans, the longer ones first."""
-    pieces = min(pieces, stop - start)
-    size, longer = divmod(stop - start, pieces)
-    # The first ``longer`` spans have one row more.
-    ends = [start + i * size + min(i, longer) for i in range(pieces + 1)]
-    return tuple(pairwise(ends))

@@ -16,6 +16,7 @@ from torch import nn
 import scatterpar
 from scatterpar.devices import coalescing, fingerprints
 from scatterpar.replicas import large_tensors
+from tests.size import tokens_in
 
 PACKAGE = Path(scatterpar.__file__).parent
 DOCS = Path(__file__).parents[1] / "docs"
@@ -127,6 +128,25 @@ def test_splitcheck_needs_no_engine():
         *("splitting", "causes", "threads", "objects"),
         *("batch", "numerics", "devices", "torch_private"),
     }
+
+
+# Tokens of all files that an import of ``scatterpar.splitting`` runs.
+LARGEST_SPLITCHECK = 40_000
+
+
+def test_splitcheck_brings_little_with_it():
+    """What an import pulls in must be read, and released with it."""
+    files = imports_of_imports(PACKAGE / "splitting" / "__init__.py")
+    sizes = {
+        path.relative_to(PACKAGE).as_posix(): tokens_in(path.read_text("utf-8"))
+        for path in files
+    }
+    assert sum(sizes.values()) <= LARGEST_SPLITCHECK, sorted(
+        sizes.items(), key=lambda item: -item[1]
+    )
+    # It sends no messages, starts no workers and joins no outputs.
+    others = {"devices/coalescing.py", "threads/workers.py", "batch/joining.py"}
+    assert not others & sizes.keys()
 
 
 def imports_of_imports(path):

@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.card.networks import Network, criterion
 from benchmarks.ranks import Ranks
 from scatterpar import ScatterOnceParallel
-from scatterpar.devices.fingerprints import same_bits
+from scatterpar.devices.bits import same_bits
 from scatterpar.devices.transfers import Prefetcher
 
 _ACCUM = 4

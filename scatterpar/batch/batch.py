@@ -22,7 +22,6 @@ from torch import Tensor
 
 from scatterpar.batch import nested
 from scatterpar.batch.classes import copy_of, like
-from scatterpar.batch.joining import rows_at
 from scatterpar.batch.markers import Batches, Marker, count_rows, unwrapped
 
 
@@ -156,7 +155,10 @@ def _select(atom: Any, rows: Sequence[int], dim: int) -> Any:
     if type(rows) is range:
         # A view: the transfer to the device is the one copy of these bytes.
         return like(atom, atom.narrow(dim, rows.start, rows.stop - rows.start))
-    return like(atom, rows_at(torch.tensor(rows, device=atom.device), atom, dim))
+    places = torch.tensor(rows, device=atom.device)
+    if atom.ndim == 1:  # where ``index_select`` lacks unsigned integers
+        return like(atom, atom[places])
+    return like(atom, atom.index_select(dim, places))
 
 
 def batch_of(

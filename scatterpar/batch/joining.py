@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from scatterpar.batch import nested
+from scatterpar.devices.bits import same_bits
 from scatterpar.devices.device_ids import HOST
-from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.transfers import to_device
 
 # Whether lists may have one entry per row.
@@ -166,13 +166,6 @@ def tensors_by_place(
         return places
 
     return tensors_of(pieces)
-
-
-def rows_at(places: Tensor, tensor: Tensor, dim: int) -> Tensor:
-    """The rows of ``tensor`` along ``dim`` in these places, as a copy."""
-    if tensor.ndim == 1:  # where ``index_select`` lacks unsigned integers
-        return tensor[places]
-    return tensor.index_select(dim, places)
 
 
 def require_same_or_rows(

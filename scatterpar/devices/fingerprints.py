@@ -1,4 +1,4 @@
-"""Compare tensors bit by bit, or by fingerprints.
+"""Compare tensors by fingerprints.
 
 Each 32-bit word is multiplied by an odd 64-bit number that depends on its position. The
 product ``x`` is folded by ``x ^= x >> 32``, and the sum is the fingerprint (multilinear
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, compress
-from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -27,7 +26,6 @@ from scatterpar.devices.device_ids import HOST
 from scatterpar.devices.streams import has_streams
 from scatterpar.devices.transfers import (
     as_bytes,
-    pieces_of,
     to_device,
     to_numbers,
 )
@@ -38,7 +36,6 @@ _WORDS_IN_THE_HOST = 2**14
 # Odd pseudo-random numbers, for two rounds of mixing.
 _FIRST_MULTIPLIER = -0x61C8864680B583EB
 _SECOND_MULTIPLIER = 0x2545F4914F6CDD1D
-_kind_of = attrgetter("shape", "dtype", "layout", "device")
 
 
 class Fingerprints:
@@ -135,15 +132,3 @@ def _factors(size: int, device: torch.device) -> Tensor:
     numbers ^= numbers >> 27
     # A product with an odd number loses no bit of the word.
     return numbers.bitwise_or_(1)
-
-
-def same_bits(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors are in one memory, and equal in shape, dtype and bits.
-
-    -0.0 differs from 0.0, and a NaN equals itself. Quantised tensors never count as
-    equal.
-    """
-    if _kind_of(first) != _kind_of(second) or first.is_quantized:
-        return False
-    pairs = zip(pieces_of(first), pieces_of(second), strict=True)
-    return all(torch.equal(as_bytes(left), as_bytes(right)) for left, right in pairs)

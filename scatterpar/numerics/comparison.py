@@ -6,14 +6,16 @@ This file knows neither the engine nor its steps.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from scatterpar.devices.coalescing import to_host
-from scatterpar.devices.fingerprints import same_bits
+from scatterpar.devices.bits import same_bits
+from scatterpar.devices.transfers import to_numbers
 
 # A gradient below this part of the largest one may be rounding alone.
 SMALLEST_SCALE = 1e-2
@@ -152,16 +154,18 @@ def _difference(actual: Tensor | None, expected: Tensor | None) -> Tensor | None
 
 def magnitudes(tensors: LeafGradients) -> list[float]:
     """The largest absolute entry of each tensor; zero if it has none."""
-    # With its device, because user code may have set another default.
-    nothing = torch.zeros(1, device="cpu")
-    norms = []
-    for tensor in tensors:
-        dense = nothing
+    sizes = [0.0] * len(tensors)
+    norms_by_kind: dict[Any, dict[int, Tensor]] = defaultdict(dict)
+    for number, tensor in enumerate(tensors):
         if tensor is not None and tensor.numel():
-            dense = tensor.detach().to_dense()
-        norms.append(torch.linalg.vector_norm(dense, math.inf))
-    # One copy to the host for all: each by itself would wait for its device.
-    return [float(norm) for norm in to_host(norms)]
+            norm = torch.linalg.vector_norm(tensor.detach().to_dense(), math.inf)
+            norms_by_kind[norm.device, norm.dtype][number] = norm
+    # One copy to the host for all of a kind: each by itself would wait for its device.
+    for norms in norms_by_kind.values():
+        numbers = to_numbers(torch.stack([*norms.values()]))
+        for number, size in zip(norms, numbers, strict=True):
+            sizes[number] = size
+    return sizes
 
 
 def difference_of_outputs(actual: Tensor, expected: Tensor) -> float:

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scatterpar.devices.bits import same_bits
 from scatterpar.devices.default_generators import AcceleratorGenerator
-from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.transfers import pieces_of, write
 from scatterpar.objects.whose import Whose, is_writer, whose
 

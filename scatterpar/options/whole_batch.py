@@ -34,7 +34,7 @@ from scatterpar.batch import nested
 from scatterpar.batch.batch import Batch, batch_of
 from scatterpar.batch.joining import join_rows, tensors_by_place
 from scatterpar.batch.markers import Marker, unwrap_markers
-from scatterpar.devices.fingerprints import same_bits
+from scatterpar.devices.bits import same_bits
 from scatterpar.devices.memory import is_out_of_memory
 from scatterpar.devices.streams import synchronize
 from scatterpar.devices.transfers import to_numbers

@@ -24,8 +24,8 @@ from scatterpar.batch import nested
 from scatterpar.batch.batch import batch_of
 from scatterpar.batch.joining import join_rows
 from scatterpar.batch.markers import count_rows
+from scatterpar.devices.bits import same_bits
 from scatterpar.devices.device_ids import DeviceLike, physical, resolve
-from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.links import check_links
 from scatterpar.devices.streams import has_streams, is_async
 from scatterpar.devices.transfers import to_device

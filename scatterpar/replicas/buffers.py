@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scatterpar.devices.bits import same_bits
 from scatterpar.devices.coalescing import copy_each, is_unexpanded
-from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.transfers import write
 
 BufferDict = MutableMapping[str, "Tensor | None"]

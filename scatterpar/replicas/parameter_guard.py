@@ -23,7 +23,8 @@ from collections.abc import (
 import torch
 from torch import Tensor
 
-from scatterpar.devices.fingerprints import Fingerprints, same_bits
+from scatterpar.devices.bits import same_bits
+from scatterpar.devices.fingerprints import Fingerprints
 from scatterpar.devices.write_counters import versions
 from scatterpar.errors import add_note, restore_after
 from scatterpar.replicas.broadcast import Broadcast

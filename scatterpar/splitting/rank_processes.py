@@ -32,7 +32,7 @@ from scatterpar.libraries import is_library_file
 from scatterpar.splitting.process_state import ProcessState, reset_accelerate
 from scatterpar.splitting.step_run import Settings, StepFunction, StepResult, run_step
 from scatterpar.threads.interrupts import Interrupts
-from scatterpar.threads.workers import call_in_new_thread
+from scatterpar.threads.new_thread import call_in_new_thread
 from scatterpar.torch_private import import_compiler
 
 # After the time limit, for a rank to say where it is. A rank that a kernel holds, as

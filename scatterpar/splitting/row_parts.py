@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 from itertools import compress
 
 import torch
 from torch import Tensor
 
 from scatterpar.causes.counts import IGNORED, Count, NamedTensor, rank_of_labels
-from scatterpar.devices.device_ids import HOST
-from scatterpar.plan import make_plan
+from scatterpar.spans import divide
 
 Part = list[int]  # the numbers of its rows
 Split = list[list[Part]]  # the parts of each rank
@@ -156,5 +156,5 @@ def cut(rows: Sequence[int], count: int, *, equal: bool) -> list[Part]:
         )
     # 4 : 3 : 2 : 1, so that no two neighbours of a few parts are alike.
     shares = [1] * count if equal else range(count, 0, -1)
-    plan = make_plan(len(rows), [HOST] * count, shares=shares)
-    return [list(rows[share.start : share.stop]) for share in plan.shares]
+    spans = divide(len(rows), [Fraction(share, sum(shares)) for share in shares])
+    return [list(rows[start:stop]) for start, stop in spans]

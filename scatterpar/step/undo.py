@@ -10,7 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from scatterpar.devices.fingerprints import same_bits
+from scatterpar.devices.bits import same_bits
 from scatterpar.devices.transfers import Transfers, write
 from scatterpar.errors import restore_after
 from scatterpar.threads.generators import Generators

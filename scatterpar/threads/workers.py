@@ -18,7 +18,6 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from queue import Empty, SimpleQueue
 from types import FrameType
@@ -85,18 +84,6 @@ def max_concurrency(devices: Sequence[torch.device]) -> int:
     else:
         cores = os.cpu_count() or 1
     return min(len(devices), cores)
-
-
-def call_in_new_thread(function: Callable[..., Any], *args: Any) -> Any:
-    """Returns ``function(*args)``, called in a new thread with the caller's context.
-
-    For a fork: OpenMP keeps a team of threads for each thread that has used it, and a
-    forked child waits forever for the team of the thread that forked. A new thread has
-    none, and is the child's main thread.
-    """
-    call = CallerContext().bound(torch.device("cpu"), function, args)
-    with ThreadPoolExecutor(max_workers=1) as executor:
-        return executor.submit(call).result()
 
 
 def _serve(queue: _Queue, budget: int, ready: threading.Barrier) -> None:

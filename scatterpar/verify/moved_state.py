@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from scatterpar.batch import nested
-from scatterpar.devices.fingerprints import same_bits
+from scatterpar.devices.bits import same_bits
 from scatterpar.objects.snapshot import Snapshot, entries_of
 from scatterpar.objects.walk import VARIABLES, Place, Walk
 from scatterpar.replicas.module_contents import CONTAINERS

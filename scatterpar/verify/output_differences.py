@@ -9,7 +9,7 @@ from torch import Tensor
 
 from scatterpar.batch import nested
 from scatterpar.batch.joining import entries_per_row
-from scatterpar.devices.fingerprints import same_bits
+from scatterpar.devices.bits import same_bits
 from scatterpar.numerics.comparison import difference_of_outputs
 from scatterpar.verify.rows import Parts, positions_of
 

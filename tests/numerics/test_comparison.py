@@ -20,6 +20,15 @@ def result(loss, *gradient):
     return Result(loss, [numbers(*gradient)])
 
 
+def test_magnitudes_of_several_dtypes_stay_in_order():
+    """One copy to the host brings those of each dtype."""
+    tensors = [numbers(1, -2), torch.tensor([3.5]), None, numbers(-4)]
+    tensors += [torch.tensor([-5.0, 1]), torch.tensor([6], dtype=torch.bfloat16)]
+    assert comparison.magnitudes(tensors) == [2, 3.5, 0, 4, 5, 6]
+    assert math.isnan(comparison.magnitudes([torch.tensor([torch.nan])])[0])
+    assert comparison.magnitudes([]) == []
+
+
 def test_sum_multiplies_by_weights():
     total = weighted_sum([result(4.0, 1, 2), result(8.0, 0, 10)], [0.75, 0.25])
     assert total.loss == 5

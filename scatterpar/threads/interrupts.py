@@ -47,7 +47,6 @@ class Interrupts:
 
     def __init__(self) -> None:
         self._handlers: dict[int, Any] = {}  # the user's, by number of the signal
-        self._replaced: dict[int, Any] = {}  # those that are not back yet
         self.are_allowed = False
         self._pending: dict[int, FrameType | None] = {}
 
@@ -60,7 +59,6 @@ class Interrupts:
                 self._handlers[number] = handler
         self.are_allowed = True  # an interrupt may come between these lines
         try:
-            self._replaced = dict(self._handlers)
             for number in self._handlers:
                 _signal.signal(number, self._receive)
             self.are_allowed = False
@@ -70,26 +68,27 @@ class Interrupts:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # A handler that is back may raise before the next one is, and once more.
+        # A handler that is back may raise before the next one is, and once more: of
+        # three tries each goes on where an interrupt has ended the one before it.
         try:
-            self._restore()
-        finally:
             try:
-                if self._replaced:
-                    self._restore()
-            finally:
                 try:
-                    if self._replaced:
-                        self._restore()
-                finally:
-                    self.are_allowed = True
-                    self.deliver()
+                    self._restore()
+                except BaseException:
+                    self._restore()
+                    raise
+            except BaseException:
+                self._restore()
+                raise
+        finally:
+            self.are_allowed = True
+            self.deliver()
 
     def _restore(self) -> None:
-        """Put the user's handlers back that were replaced."""
+        """Put the user's handlers back that are not."""
         for number, handler in self._handlers.items():
-            _signal.signal(number, handler)
-            self._replaced.pop(number, None)
+            if _signal.getsignal(number) is not handler:
+                _signal.signal(number, handler)
 
     def deliver(self) -> None:
         """Run the handlers of interrupts that have been waiting."""

@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from scatterpar.threads.interrupts import Interrupts
+from scatterpar.threads.interrupts import _INTERRUPTS, Interrupts
 
 pytestmark = pytest.mark.core
 FIRST, SECOND = signal.SIGINT, signal.SIGTERM
@@ -116,25 +116,74 @@ def test_other_threads_change_no_handler(order):
     assert seen == [signal.getsignal(FIRST)]
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_all_handlers_are_back_if_one_raises(order, monkeypatch, times):
-    """A handler that is back may be called before the next one is."""
-    interrupts = [Interrupted() for _ in range(times)]
+@pytest.fixture
+def three(order):
+    """Three signals with handlers, and an order in which handlers are called."""
+    third = next(each for each in _INTERRUPTS if each not in (FIRST, SECOND))
+    before = signal.signal(third, lambda *_: order.append("third"))
+    yield [FIRST, SECOND, third]
+    signal.signal(third, before)
 
-    def put(number, handler):
-        signal.signal(number, handler)
-        if is_leaving and interrupts:
-            raise interrupts.pop()
 
-    before = [signal.getsignal(number) for number in (FIRST, SECOND)]
-    functions = types.SimpleNamespace(signal=put, getsignal=signal.getsignal)
-    monkeypatch.setattr("scatterpar.threads.interrupts._signal", functions)
-    is_leaving = False
+def end_body(monkeypatch, places):
+    """End a body while interrupts come at these places: at 2 before the second call
+    that sets a handler, at 2.5 after it.
+    """
     body = Interrupts()
     body.__enter__()
     signal.raise_signal(SECOND)
-    is_leaving = True
-    with pytest.raises(Interrupted):
+    interrupts = []
+    calls = 0
+
+    def interrupted_at(place):
+        if place in places:
+            interrupts.append(Interrupted(place))
+            raise interrupts[-1]
+
+    def put(number, handler):
+        nonlocal calls
+        calls += 1
+        interrupted_at(calls)
+        signal.signal(number, handler)
+        interrupted_at(calls + 0.5)
+
+    functions = types.SimpleNamespace(signal=put, getsignal=signal.getsignal)
+    monkeypatch.setattr("scatterpar.threads.interrupts._signal", functions)
+    with pytest.raises(Interrupted) as caught:
         body.__exit__()
-    assert [signal.getsignal(number) for number in (FIRST, SECOND)] == before
-    assert order == ["SIGTERM"]
+    assert len(interrupts) == len(places)
+    assert caught.value is interrupts[-1]
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        *((1.5,), (2.0,), (2.5,), (3.5,)),
+        *((1.5, 2.5), (1.5, 2), (2, 3), (2.5, 3.0), (2.5, 3.5)),
+        (1.5, 2.5, 3.5),
+    ],
+    ids=str,
+)
+def test_all_handlers_are_back_if_some_raise(three, order, monkeypatch, places):
+    """A handler that is back may be called before the next one is."""
+    before = [signal.getsignal(number) for number in three]
+    end_body(monkeypatch, places)
+    assert [signal.getsignal(number) for number in three] == before
+    assert order == ["SIGTERM"]  # the signal that came in the body
+
+
+def test_body_that_was_not_entered_replaces_nothing(three, order, monkeypatch):
+    """An interrupt comes while the handlers are replaced."""
+
+    def put(number, handler):
+        signal.signal(number, handler)
+        if number == SECOND and not order:
+            order.append("raised")
+            raise Interrupted
+
+    before = [signal.getsignal(number) for number in three]
+    functions = types.SimpleNamespace(signal=put, getsignal=signal.getsignal)
+    monkeypatch.setattr("scatterpar.threads.interrupts._signal", functions)
+    with pytest.raises(Interrupted):
+        Interrupts().__enter__()
+    assert [signal.getsignal(number) for number in three] == before

@@ -379,6 +379,15 @@ SABOTAGES = [
         seen_by="test_table_is_returned_once",
     ),
     Sabotage(
+        name="scores of the pairs within a micro-batch are joined",
+        promise="exact",
+        file="verify/look.py",
+        place="_verdict_of",
+        text="if results.runs.pairs_of_rows is not None:",
+        replacement="if False:",
+        seen_by="test_scores_of_pairs_refused_features_exact",
+    ),
+    Sabotage(
         name="0-dim outputs of inference are averaged with equal weights",
         promise="exact",
         file="step/loss_weights.py",

@@ -211,6 +211,13 @@ def _have_rows(atoms: Sequence[Tensor], rows: Sequence[int], dim: int) -> bool:
 
 def _join_remedy(atoms: Sequence[Tensor], rows: Sequence[int], dim: int) -> str:
     """What to return or call instead, by how many entries the tensors have per row."""
+    sizes = [tensor.shape[-1:] for tensor in atoms]
+    if len(set(rows)) > 1 and sizes == [(num_rows,) for num_rows in rows]:
+        return (
+            "a matrix of pairs has those within a micro-batch alone: return what it is "
+            "computed from, such as features, and compute it from the joined outputs "
+            "(in training in the criterion, with whole_batch=True)"
+        )
     entries: set[int] = set()
     for tensor, num_rows in zip(atoms, rows, strict=True):
         entries.add(entries_per_row(tensor, num_rows, dim))

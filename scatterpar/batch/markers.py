@@ -35,6 +35,10 @@ _NAMES_OF_ENTRIES: dict[type | tuple[type, ...], str] = {
     Mapping: "dicts",
     (list, tuple): "lists",
 }
+_OF_A_GRAPH = (
+    ", or if a gradient shall reach what computed it, as a generator before a critic, "
+    "compute it in forward or in the criterion"
+)
 _MAX_NUMBERS = 4  # of a size, such as (height, width)
 _MAX_VIEWS = 16  # of a row; more are crops or tokens
 
@@ -371,6 +375,13 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_nested
 
 
+def _of_missing_dimension(value: Tensor, dim: int) -> str:
+    """What to pass of a tensor that has rows, but not the dimension ``dim``."""
+    if value.ndim != 1 or dim != 1:
+        return ""
+    return "; with one entry per row pass tensor[None], and the module takes [0] of it"
+
+
 def _problem(value: Any, dim: int, sizes: Collection[int], refuse_grad: bool) -> str:
     """Why an atom or container is refused, and what to pass; empty if it is not.
 
@@ -384,7 +395,7 @@ def _problem(value: Any, dim: int, sizes: Collection[int], refuse_grad: bool) ->
         if refuse_grad and isinstance(atom, Tensor) and atom.requires_grad:
             return (
                 f"a tensor of shape {tuple(atom.shape)} requires grad, but a batch is "
-                f"data; pass tensor.detach()"
+                f"data; pass tensor.detach(){_OF_A_GRAPH if atom.grad_fn else ''}"
             )
         if is_whole and isinstance(atom, Iterator):
             value = atom
@@ -402,7 +413,7 @@ def _problem(value: Any, dim: int, sizes: Collection[int], refuse_grad: bool) ->
         return (
             f"a tensor of shape {tuple(value.shape)} has no dimension {dim} to split; "
             f"every tensor but 0-dim ones is split along dim={dim}, unless it is "
-            f"Replicated"
+            f"Replicated{_of_missing_dimension(value, dim)}"
         )
     remedy = _remedy(value)
     if remedy:

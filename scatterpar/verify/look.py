@@ -61,6 +61,7 @@ from scatterpar.verify.verdicts import (
     Verdict,
     error_of_replica,
     gradient_of_no_loss,
+    pairs_of_rows,
     taken_for_rows,
     verdict_of,
 )
@@ -286,6 +287,8 @@ class ReplicaLook:
         except Exception as error:
             if isinstance(error, Inconclusive) or is_out_of_memory(error):
                 raise
+            if runs.pairs_of_rows is not None:
+                return pairs_of_rows(runs.pairs_of_rows)
             try:
                 runs.at_once(rows)
             except Exception:
@@ -392,6 +395,8 @@ def _require_gradients(expected: Result, run: RunResult) -> None:
 
 def _verdict_of(results: LookResults, run: RunResult) -> Verdict:
     if results.difference > results.tolerance:
+        if results.runs.pairs_of_rows is not None:
+            return pairs_of_rows(results.runs.pairs_of_rows)
         return verdict_of(results)
     # The gradient of a balance loss may be smaller than the tolerance.
     may_add = results.runs.rounding.has_functions and len(results.parts) > 1

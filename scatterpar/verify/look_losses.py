@@ -21,6 +21,7 @@ from scatterpar.causes.counts import (
     named_tensors,
 )
 from scatterpar.causes.evidence import SplitEvidence, Weights
+from scatterpar.devices.bits import same_bits
 from scatterpar.numerics.comparison import (
     SMALLEST_SCALE,
     Inconclusive,
@@ -256,14 +257,23 @@ class LookResults(SplitEvidence):
 
     @property
     def uses_number(self) -> bool:
-        """Whether the loss depends on a 0-dim output, such as a balance loss."""
+        """Whether the loss depends on a 0-dim output that differs between parts, such
+        as a balance loss, and not a learned temperature.
+        """
         if self.loss_of_output is None:
             return False
-        # The gradients are those of these tensors, in this order.
-        tensors = nested.tensors(self.outputs[0])
-        differentiable = [tensor for tensor in tensors if tensor.requires_grad]
-        pairs = zip(differentiable, self.loss_of_output.gradients, strict=True)
-        return any(not tensor.ndim and bool(gradient) for tensor, gradient in pairs)
+        whole, *of_parts = [nested.tensors(output) for output in self.outputs]
+        # The gradients are those of tensors that require grad, in this order.
+        gradients = iter(self.loss_of_output.gradients)
+        for position, tensor in enumerate(whole):
+            if not tensor.requires_grad:
+                continue
+            is_used = bool(next(gradients).any())
+            if tensor.ndim or not is_used:
+                continue
+            if not all(same_bits(tensor, tensors[position]) for tensors in of_parts):
+                return True
+        return False
 
     @cached_property
     def losses_combine(self) -> bool:

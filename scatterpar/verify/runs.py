@@ -93,6 +93,8 @@ class Runs:
         lends: whether these are calls of the user's own modules, in replicas, too.
         backward_calls: the modules that the replica's backward passes have called.
         taken_for_rows: the shape of an output without rows that the step would join.
+        pairs_of_rows: the shape of an output with an entry for each pair of rows, which
+            parts have for their own rows alone.
     """
 
     def __init__(
@@ -149,6 +151,7 @@ class Runs:
         self.backward_calls = BackwardCalls(modules_of_user, task.replicas)
         self._shapes_at_once: list[torch.Size] = []
         self.taken_for_rows: torch.Size | None = None
+        self.pairs_of_rows: torch.Size | None = None
         # Of each micro-batch of the step; ``None`` if they differ.
         sizes = attempt.plan.substep_rows
         self._rows_of_substeps = sizes[0] if len(set(sizes)) == 1 < len(sizes) else None
@@ -313,6 +316,8 @@ class Runs:
         if not is_marked:
             self._note_taken_for_rows([tensors[position] for position in constants])
         sizes = [len(part) for part in parts]
+        # Nothing joins them. A loss that does not read them is right.
+        constants += self._note_pairs_of_rows(outputs, sizes)
         # By the sizes of these parts, not of the step's, which join in the same way.
         return join_rows(
             outputs,
@@ -332,6 +337,29 @@ class Runs:
             has_dimension = -tensor.ndim <= dim < tensor.ndim
             if has_dimension and tensor.size(dim) == self._rows_of_substeps:
                 self.taken_for_rows = tensor.shape
+
+    def _note_pairs_of_rows(
+        self, outputs: Sequence[Any], sizes: Sequence[int]
+    ) -> list[int]:
+        """Note tensors with an entry for each pair of rows, such as scores of images
+        and texts. Returns their positions.
+        """
+        shapes_by_part: list[list[torch.Size]] = []
+        for output in outputs:
+            shapes = [tensor.shape for tensor in nested.tensors(output)]
+            shapes_by_part.append(shapes)
+        by_tensor = zip(self._shapes_at_once, *shapes_by_part, strict=False)
+        positions: list[int] = []
+        for position, (shape, *shapes) in enumerate(by_tensor):
+            if {len(shape)} != {*map(len, shapes)}:
+                continue
+            for dim, size in enumerate(shape):
+                is_of_rows = size == sum(sizes) and dim != self.request.dim % len(shape)
+                if is_of_rows and [part[dim] for part in shapes] == [*sizes]:
+                    self.pairs_of_rows = shape
+                    positions.append(position)
+                    break
+        return positions
 
     def nudge(self, number: int, eps: float | None = None) -> None:
         """Nudge the replica's parameters in new memory: others do not see it."""

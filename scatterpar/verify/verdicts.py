@@ -142,6 +142,16 @@ def taken_for_rows(shape: Sequence[int], dim: int) -> Verdict:
     )
 
 
+def pairs_of_rows(shape: Sequence[int]) -> Verdict:
+    """The verdict on an output with an entry for each pair of rows."""
+    return _refused(
+        f"an output of shape {tuple(shape)} has an entry for each pair of rows, and in "
+        f"a micro-batch for the pairs of its own rows alone.",
+        "Return from forward what it is computed from, one entry per row, such as the "
+        "features of images and texts, and compute the pairs in the criterion.",
+    )
+
+
 NUMBER_PROBLEM = (
     "the module returns a number that is another one for each micro-batch, and the "
     "loss uses it"

@@ -211,6 +211,69 @@ def test_table_is_returned_once(devices, size, accum):
     assert torch.equal(table, model.table)
 
 
+class Towers(nn.Module):
+    """Two embeddings of each row, a learned temperature, and maybe all scores."""
+
+    def __init__(self, *, scores):
+        super().__init__()
+        self.first, self.second = nn.Linear(FEATURES, 3), nn.Linear(FEATURES, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.scores = scores
+
+    def forward(self, rows):
+        first, second = self.first(rows), self.second(rows.flip(1))
+        outputs = first, second, self.scale.exp()
+        return (*outputs, first @ second.T) if self.scores else outputs
+
+
+def of_scores(outputs, _):
+    *_, scale, scores = outputs
+    return nn.functional.cross_entropy(scale * scores, torch.arange(len(scores)))
+
+
+def of_features(outputs, _):
+    first, second, scale, *_ = outputs
+    return of_scores((scale, first @ second.T), None)
+
+
+@pytest.mark.parametrize("rows", [8, 9])
+def test_scores_of_pairs_refused_features_exact(devices, rows):
+    """Micro-batches of one size would be joined; the criterion fails, or not."""
+    data = ROWS[:rows]
+    model = build(lambda: Towers(scores=True))
+    words = rf"\(({rows}, {rows}|\d, \d)\) has an entry for each pair of rows"
+    for loss in (of_scores, lambda outputs, _: outputs[3].square().mean()):
+        with (
+            ScatterOnceParallel(model, 2, devices(2)) as engine,
+            nothing_changes(model),
+            pytest.raises(ValueError, match=words),
+        ):
+            engine.forward_backward(data, None, loss, whole_batch=True)
+    without = build(lambda: Towers(scores=False))
+    expected, gradients = whole_batch(without, data, None, of_features)
+    with ScatterOnceParallel(without, 2, devices(2)) as engine:
+        # The temperature is no number of the micro-batch.
+        refused = "compares rows with each other, or is a ratio of sums, pass whole_b"
+        with pytest.raises(ValueError, match=refused):
+            engine.forward_backward(data, None, of_features)
+        loss = engine.forward_backward(data, None, of_features, whole_batch=True)
+    assert_close(loss, expected, "loss")
+    assert_gradients(without, gradients)
+
+
+def test_scores_of_pairs_that_nobody_reads_are_right(devices):
+    """As a library's CLIP returns them beside the features; with equal micro-batches."""
+    model = build(lambda: Towers(scores=True))
+    expected, gradients = whole_batch(model, ROWS[:8], None, of_features)
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        loss = engine.forward_backward(ROWS[:8], None, of_features, whole_batch=True)
+        assert_close(loss, expected, "loss")
+        assert_gradients(model, gradients)
+        engine.eval()
+        with pytest.raises(ValueError, match="a matrix of pairs has those within a"):
+            engine(ROWS[:9])
+
+
 @pytest.mark.parametrize("accum", [1, 2])
 def test_value_of_micro_batch_refused(devices, accum):
     """A histogram or a covariance has no rows, and is another in each micro-batch."""

@@ -41,6 +41,7 @@ from scatterpar.devices.transfers import to_device, write
 from scatterpar.devices.write_counters import version, versions
 from scatterpar.loops.kept_places import KeptPlaces
 from scatterpar.objects.references import parts_of
+from scatterpar.objects.snapshot import refill
 from scatterpar.objects.walk import Place, PlaceKind, Walk
 from scatterpar.objects.whose import attributes_of
 from scatterpar.replicas.batch_statistics import recorded_in
@@ -514,12 +515,9 @@ def _rekey(container: Any, values: Mapping[int, Any]) -> bool:
         return False
     # The order stays, which a loop over the container sees.
     if isinstance(container, set):
-        container.clear()
-        container.update(keys)
+        refill(container, keys)
     else:
-        entries = dict(zip(keys, container.values(), strict=True))
-        container.clear()
-        dict.update(container, entries)  # a counter's own method would add
+        refill(container, dict(zip(keys, container.values(), strict=True)))
     return True
 
 

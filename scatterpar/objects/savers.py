@@ -1,18 +1,20 @@
 """How values that are written in place are saved, compared and restored.
 
 ``SAVERS`` has the rows of the table, by class, except those of tensors. Values that
-cannot be set back, such as iterators, files that are written, and writers, have rows
-that refuse them.
+cannot be set back, such as iterators, files that are written, writers and queues of
+processes, have rows that refuse them.
 """
 
 from __future__ import annotations
 
 import array
+import ctypes
 import functools
 import io
+import mmap
 import pickle
-import queue
 import random
+import re
 import sys
 import types
 from typing import Any
@@ -109,31 +111,39 @@ class _TorchRandom(Saved):
         self.value.set_state(self.state)
 
 
+# One of these tells a generator from NumPy's other classes, such as seeds.
+_OF_NUMPYS_GENERATORS = "bit_generator", "set_state", "random_raw"
+
+
 class _NumpyRandom(Saved):
-    """A generator of NumPy. The state of a new one is that of its source of bits."""
+    """A generator of NumPy, or a source of bits, whose state that of a new one is."""
 
     draws = True
 
     @classmethod
     def fits(cls, kind: type) -> bool:
-        # By its name, because this package does not import NumPy.
-        if not kind.__module__.startswith("numpy.random"):
-            return False
-        return hasattr(kind, "bit_generator") or hasattr(kind, "set_state")
+        # By the names of modules, because this package does not import NumPy.
+        modules = [base.__module__ for base in kind.__mro__]
+        names = [name for name in _OF_NUMPYS_GENERATORS if hasattr(kind, name)]
+        return bool(names) and any("numpy.random" in module for module in modules)
 
     def read(self) -> Any:
-        value = self.value
-        is_new = hasattr(value, "bit_generator")
-        state = value.bit_generator.state if is_new else value.get_state()
+        source = self._source()
+        is_old = hasattr(source, "get_state")
+        state = source.get_state() if is_old else source.state
         return pickle.dumps(state)  # there are arrays in it
 
     def restore(self) -> None:
+        source = self._source()
         state = pickle.loads(self.state)
-        # Not its sequence of seeds, which the user's code may share.
-        if hasattr(self.value, "bit_generator"):
-            self.value.bit_generator.state = state
+        if hasattr(source, "set_state"):
+            source.set_state(state)
         else:
-            self.value.set_state(state)
+            source.state = state
+
+    def _source(self) -> Any:
+        """What has the state. Not its sequence of seeds, which user code may share."""
+        return getattr(self.value, "bit_generator", self.value)
 
 
 class _NumpyArray(Saved):
@@ -174,6 +184,42 @@ class _Bytes(Saved):
         self.value[:] = self.state
 
 
+# Of ``ctypes``, which has no public name for it.
+_CTYPES: Any = ctypes.Structure.__base__
+_FIELD_NAMES = re.compile(":[^:]*:")
+_POINTERS = frozenset("&OPXZz")
+
+
+class _Memory(Saved):
+    """Memory of a fixed size: a view, a map, numbers and arrays of ``ctypes``.
+
+    Those with pointers are left alone: what they point to may be gone.
+    """
+
+    kinds = (memoryview, mmap.mmap, _CTYPES)
+
+    @classmethod
+    def size(cls, value: Any) -> int:
+        try:
+            with memoryview(value) as view:
+                return view.nbytes
+        except ValueError:  # a view was released, or a map is closed
+            return 0
+
+    def read(self) -> Any:
+        if not self.size(self.value):
+            return None
+        with memoryview(self.value) as view:
+            formats = {*_FIELD_NAMES.sub("", view.format)}
+            if view.readonly or not formats.isdisjoint(_POINTERS):
+                return None
+            return view.cast("B").tobytes()  # raises for a view with gaps
+
+    def restore(self) -> None:
+        with memoryview(self.value) as view, view.cast("B") as flat:
+            flat[:] = self.state
+
+
 class _TextInMemory(Saved):
     kinds = (io.StringIO, io.BytesIO)  # before files, which these are, too
 
@@ -207,17 +253,29 @@ class _File(Saved):
         self.value.seek(self.state)
 
 
+# Classes of what has gone elsewhere, by module. These are not imported for a look: that
+# takes longer than a small step.
+_CHANNELS = (
+    ("_queue", "SimpleQueue"),
+    ("_socket", "socket"),
+    ("sqlite3", "Connection"),
+    ("multiprocessing.connection", "_ConnectionBase"),
+    ("multiprocessing.queues", "Queue"),
+    ("multiprocessing.queues", "SimpleQueue"),
+)
+
+
 class _Iterator(Saved):
-    """Nobody can set an iterator back, nor a coroutine, a socket or a plain queue."""
+    """Nobody can set an iterator back, nor a coroutine, a socket or a queue."""
 
     @classmethod
     def fits(cls, kind: type) -> bool:
-        if issubclass(kind, (types.CoroutineType, queue.SimpleQueue)):
+        if issubclass(kind, types.CoroutineType) or hasattr(kind, "__next__"):
             return True
-        # Only if user code has it: to import it takes longer than a small step.
-        sockets = sys.modules.get("_socket")
-        is_socket = sockets is not None and issubclass(kind, sockets.socket)
-        return is_socket or hasattr(kind, "__next__")
+        channels = [
+            getattr(sys.modules.get(module), name, ()) for module, name in _CHANNELS
+        ]
+        return issubclass(kind, tuple(channels))
 
     def read(self) -> Any:
         # The position of the user's own is in its attributes.
@@ -292,6 +350,7 @@ SAVERS: tuple[type[Saved], ...] = (
     _NumpyRandom,
     _NumpyArray,
     _Bytes,
+    _Memory,
     _TextInMemory,
     _File,
     _Iterator,

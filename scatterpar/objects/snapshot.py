@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from scatterpar.batch.nested import PLAIN
 
 _OF_DATA = {dict, list, tuple, set, OrderedDict, defaultdict, Counter, deque}
+# The first that a container is an instance of counts.
+_WRITABLE = OrderedDict, dict, set, list, deque
 _SWITCHES = {bool, str, bytes, types.NoneType}
 
 # The number of a container, the position of a key, the value there. Not the key: in a
@@ -102,7 +104,6 @@ class Snapshot:
                 for key, value in container.items():
                     if isinstance(key, str) and key.startswith("_dynamo"):
                         saved[key] = value
-            container.clear()
             refill(container, saved)
         self._known = self._facts()
         self._remember()
@@ -192,8 +193,16 @@ def entries_of(container: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def refill(container: Any, items: Any) -> None:
-    """Add ``items`` to an empty container, those of a dictionary as a dictionary."""
-    if isinstance(container, (dict, set)):
-        container.update(items)
+    """Make ``items`` the contents of a container, those of a dictionary a dictionary.
+
+    By the methods of Python's own class: those of a subclass may do more, or refuse.
+    """
+    base: Any = next(kind for kind in _WRITABLE if isinstance(container, kind))
+    base.clear(container)
+    if base is OrderedDict:  # its ``update`` calls the subclass for each entry
+        for key, value in items.items():
+            base.__setitem__(container, key, value)
+    elif base in (dict, set):
+        base.update(container, items)
     else:
-        container.extend(items)
+        base.extend(container, items)

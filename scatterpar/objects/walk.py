@@ -9,7 +9,8 @@
     tuple, partial, method      PART: cannot be written, but be made again
     tensor                      ATTRIBUTE; PART, of a quantised one
     a library's function        CELL: functions and modules that it closes over
-    a library's object, data    nothing, unless it is a root
+    a library's object          ATTRIBUTE: files; all, if it is a root
+    data                        nothing, unless it is a root
 
 ``parts_of`` says what values are made of, ``whose`` which objects are the user's.
 """
@@ -19,6 +20,8 @@ from __future__ import annotations
 import builtins
 import enum
 import functools
+import io
+import logging
 import queue
 import sys
 import types
@@ -320,9 +323,21 @@ class Walk:
             owner = whose(value)
             if owner is Whose.THREADS and is_user_class(type(value)):
                 self.threaded.append(number)
+            if owner is Whose.LIBRARY:
+                yield from self._follow_files(value)
             if owner is not Whose.USER:
                 return
         yield from self._follow_instance(number, value)
+
+    def _follow_files(self, value: Any) -> Iterator[Entry]:
+        """Follow the files that a library's object reads or writes, as an archive."""
+        # Looks drop what loggers are given.
+        if isinstance(value, logging.Handler):
+            return
+        attributes = attributes_of(value)
+        for name, part in attributes.items():
+            if isinstance(part, io.IOBase):
+                yield PlaceKind.ATTRIBUTE, attributes, name, part
 
     def _follow_instance(self, number: int, value: Any) -> Iterator[Entry]:
         """Follow the attributes and slots of an object, and its class."""

@@ -72,6 +72,7 @@ RULES = (
     ClassRule("writer", Whose.WRITER, "csv's, which leads to its file unseen"),
     ClassRule("SummaryWriter", Whose.WRITER, "TensorBoard's, whose thread writes"),
     ClassRule("FileWriter", Whose.WRITER, "inside of a SummaryWriter"),
+    ClassRule("SynchronizedBase", Whose.USER, "it holds a number of several processes"),
     ClassRule("Namespace", Whose.USER, "its attributes are those that user code sets"),
 )
 

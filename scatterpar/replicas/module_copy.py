@@ -114,7 +114,6 @@ class ModuleCopy:
         container = self._contents.containers[number]
         copied = self.containers[number]
         if not isinstance(container, dict):
-            copied.clear()
             refill(copied, map(self.copy_of, list(container)))
             return
         entries = {self.copy_of(key): self.copy_of(v) for key, v in container.items()}

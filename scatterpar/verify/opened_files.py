@@ -10,7 +10,8 @@ code, NumPy, Pillow. A hook stays for the life of the process; it is added by th
 look, and does nothing outside of looks. Files that are read leave nothing behind, nor
 does the null device.
 
-Files that other libraries open in C++ are not told.
+Files that other libraries open in C++ are not told. A finalizer may write its file: it
+is that of an object which some call happened to free, and nobody runs it again.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from scatterpar.torch_private import COMPILERS, NOT_COMPILING, files_of_torch_au
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 # Whose files are caches: they are read again, and a second call finds them.
 _CACHING = ("importlib.", "numba.", "triton.", *COMPILERS)
+_FINALIZERS = "weakref."  # the module of ``weakref.finalize``
 _REMEDY = (
     "Such code is not looked at: write files outside of forward and the criterion, "
     "from what these return. verify=False does not check."
@@ -91,18 +93,20 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     if isinstance(path, int) or not flags & _WRITES:
         return
     name = os.fsdecode(path)
-    if name == os.devnull or _is_cached():
+    if name == os.devnull or not _is_of_a_call():
         return
     watch.name = os.path.basename(name)
     raise watch.inconclusive()
 
 
-def _is_cached() -> bool:
-    """Whether a compiler or an import opens the file."""
+def _is_of_a_call() -> bool:
+    """Whether a call opens the file, and no compiler, import or finalizer."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         module = f"{frame.f_globals.get('__name__')}."
         if module.startswith(_CACHING) and module != NOT_COMPILING:
-            return True
+            return False
+        if frame.f_code.co_name == "__del__" or module == _FINALIZERS:
+            return False
         frame = frame.f_back
-    return False
+    return True

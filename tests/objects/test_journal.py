@@ -6,15 +6,23 @@ import csv
 import gzip
 import io
 import itertools
+import logging
 import math
+import multiprocessing
 import os
 import queue
 import random
 import re
 import socket
+import sqlite3
+import subprocess
+import sys
+import tarfile
+import tempfile
 import threading
 import types
 import warnings
+import zipfile
 from collections import UserDict, UserList, deque
 from contextvars import ContextVar
 from functools import partial
@@ -287,6 +295,15 @@ UNSAVED = {
 }
 
 
+UNSAVED |= {
+    "a database": lambda: sqlite3.connect(":memory:"),
+    "rows of a database": lambda: sqlite3.connect(":memory:").cursor(),
+    "a queue of processes": multiprocessing.Queue,
+    "a simple queue of processes": multiprocessing.SimpleQueue,
+    "an end of a pipe": lambda: multiprocessing.Pipe()[0],
+}
+
+
 @pytest.mark.draws
 @pytest.mark.parametrize("name", UNSAVED)
 def test_what_has_no_row_is_named(name):
@@ -295,6 +312,46 @@ def test_what_has_no_row_is_named(name):
     kind = type(value).__name__
     assert journal.unsaved == [f"value.source ({kind})"]
     getattr(value, "close", int)()
+
+
+def cat():
+    return subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+
+
+# An object of a library that writes a file, the name of that file in it, and its class.
+ARCHIVES = {
+    "a named file": (partial(tempfile.NamedTemporaryFile, "w"), "file", io.IOBase),
+    "an archive": (lambda: zipfile.ZipFile(io.BytesIO(), "w"), "fp", io.BytesIO),
+    "a zipped file": (lambda: zipfile.ZipFile("a.zip", "w"), "fp", io.IOBase),
+    "a tape": (partial(tarfile.open, "a.tar", "w"), "fileobj", io.IOBase),
+    "a process": (cat, "stdin", io.IOBase),
+}
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("name", ARCHIVES)
+def test_file_of_a_librarys_object_is_named(name, tmp_path, monkeypatch):
+    """A look wrote into it."""
+    monkeypatch.chdir(tmp_path)
+    make, file, kind = ARCHIVES[name]
+    value = make()
+    journal = Journal(Walk([closing_over(value)]))
+    part = getattr(value, file)
+    assert isinstance(part, kind)
+    # What is in memory is put back, with its position.
+    is_named = kind is not io.BytesIO
+    named = [f"value.{file} ({type(part).__name__})"] * is_named
+    assert journal.unsaved == named
+    if name == "a process":
+        value.communicate(b"end\n")
+    getattr(value, "close", int)()
+
+
+def test_handler_of_a_logger_is_left_alone(tmp_path):
+    """Looks drop its records."""
+    handler = logging.FileHandler(tmp_path / "log")
+    assert Journal(Walk([closing_over(handler)])).unsaved == []
+    handler.close()
 
 
 class Backend:

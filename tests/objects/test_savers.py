@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import array
 import csv
+import ctypes
 import io
 import itertools
+import mmap
+import multiprocessing
 import random
 import zipfile
 from collections import Counter, OrderedDict, deque
@@ -30,6 +33,24 @@ class Slots:
     __slots__ = ("unset",)
 
 
+class Numbers(np.random.Generator):
+    pass
+
+
+class OldNumbers(np.random.RandomState):
+    pass
+
+
+class PythonsNumbers(random.Random):
+    pass
+
+
+class PointOfC(ctypes.Structure):
+    """A field has the name that a pointer has in a format."""
+
+    _fields_ = (("P", ctypes.c_int), ("y", ctypes.c_double))
+
+
 def log():
     value = Log([1])
     value.calls = 0
@@ -50,6 +71,10 @@ def buffered():
     layer = nn.Module()
     layer.register_buffer("steps", torch.zeros(2))
     return layer
+
+
+def write_first(value):
+    value[0] = 7
 
 
 def write_all(value):
@@ -94,6 +119,34 @@ VALUES = {  # what it is, how a call moves it, what shows that
         np.ndarray.tolist,
     ),
     "bytes": (lambda: bytearray(b"ab"), lambda v: v.extend(b"c"), bytes),
+    "view": (lambda: memoryview(bytearray(4)), write_first, bytes),
+    "view of a class": (
+        lambda: memoryview(array.array("d", [1, 2])),
+        write_first,
+        memoryview.tolist,
+    ),
+    "map": (lambda: mmap.mmap(-1, 4), write_first, lambda v: v[:]),
+    "number of C": (
+        lambda: ctypes.c_double(1),
+        lambda v: setattr(v, "value", 7),
+        lambda v: v.value,
+    ),
+    "array of C": (lambda: (ctypes.c_int * 3)(1, 2, 3), write_first, list),
+    "structure of C": (
+        lambda: PointOfC(1, 2),
+        lambda v: setattr(v, "P", 7),
+        lambda v: (v.P, v.y),
+    ),
+    "number of processes": (
+        lambda: multiprocessing.Value("i", 1),
+        lambda v: setattr(v, "value", 7),
+        lambda v: v.value,
+    ),
+    "numbers of processes": (
+        lambda: multiprocessing.Array("d", 3),
+        write_first,
+        list,
+    ),
     "array of bytes": (lambda: array.array("d", [1]), lambda v: v.append(2), list),
     "text": (text, lambda v: v.write("second"), lambda v: (v.getvalue(), v.tell())),
     "bytes in memory": (
@@ -116,6 +169,26 @@ VALUES = {  # what it is, how a call moves it, what shows that
         lambda: np.random.default_rng(0),
         lambda v: v.random(),
         lambda v: str(v.bit_generator.state),
+    ),
+    "NumPy's numbers of a subclass": (
+        lambda: Numbers(np.random.PCG64(0)),
+        lambda v: v.random(),
+        lambda v: str(v.bit_generator.state),
+    ),
+    "NumPy's older numbers of a subclass": (
+        lambda: OldNumbers(0),
+        lambda v: v.rand(),
+        lambda v: str(v.get_state()),
+    ),
+    "NumPy's bits": (
+        lambda: np.random.Philox(0),
+        lambda v: v.random_raw(),
+        lambda v: str(v.state),
+    ),
+    "Python's numbers of a subclass": (
+        lambda: PythonsNumbers(0),
+        lambda v: v.gauss(),
+        lambda v: v.getstate(),
     ),
     "NumPy's older numbers": (
         lambda: np.random.RandomState(0),
@@ -188,6 +261,44 @@ def test_each_row_has_a_value():
     values = [make() for make, _, _ in VALUES.values()]
     values += [iter([1]), csv.writer(io.StringIO())]
     assert {*savers.SAVERS} <= {savers.saver_of(type(value)) for value in values}
+
+
+# What has no memory to save, or memory whose pointers may lead nowhere later.
+LEFT_ALONE = {
+    "constant view": lambda: memoryview(b"ab"),
+    "released view": lambda: released(memoryview(bytearray(2))),
+    "empty view": lambda: memoryview(bytearray()),
+    "closed map": lambda: closed(mmap.mmap(-1, 4)),
+    "text of C": lambda: ctypes.c_char_p(b"ab"),
+    "texts of C": lambda: (ctypes.c_char_p * 2)(b"ab", b"cd"),
+    "object of C": lambda: ctypes.py_object([1]),
+    "pointer of C": lambda: ctypes.pointer(ctypes.c_int(1)),
+    "function of C": lambda: ctypes.CFUNCTYPE(None)(print),
+    "function of a library": lambda: ctypes.pythonapi.Py_IsInitialized,
+}
+
+
+def released(view):
+    view.release()
+    return view
+
+
+def closed(value):
+    value.close()
+    return value
+
+
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_memory_with_pointers_is_left_alone(name):
+    journal = Journal(Walk([[LEFT_ALONE[name]()]]))
+    assert journal.unsaved == []
+    journal.restore()
+    assert not journal.drawn
+
+
+def test_view_with_gaps_cannot_be_saved():
+    view = memoryview(bytearray(4))[::2]
+    assert Journal(Walk([[view]])).unsaved == ["[0] (memoryview)"]
 
 
 def test_file_in_an_archive_cannot_be_copied(tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 
 import pytest
 import torch
@@ -55,6 +55,71 @@ def test_change_noticed_and_restored(change):
         assert all(
             new is old or new == old for new, old in pairs if one is not watched[1]
         )
+
+
+def refused(*_):
+    raise TypeError("an entry stays")
+
+
+class Registry(dict):
+    """Its entries are set once, and stay."""
+
+    clear = update = refused
+
+    def __setitem__(self, key, value):
+        assert key not in self
+        super().__setitem__(key, value)
+
+
+class Recent(OrderedDict):
+    """The latest entry is the first."""
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        self.move_to_end(key, last=False)
+
+
+class Last(list):
+    """The last three entries."""
+
+    clear = extend = refused
+
+    def append(self, value):
+        super().append(value)
+        del self[:-3]
+
+
+class Marks(set):
+    clear = update = refused
+
+
+class Steps(deque):
+    clear = extend = refused
+
+
+# A container with methods of its own, and how a call writes it.
+SUBCLASSES = {
+    "dict": (Registry(a=1), lambda c: c.__setitem__("b", 2)),
+    "ordered dict": (Recent([("a", 1), ("b", 2)]), lambda c: c.__setitem__("a", 3)),
+    "counter": (Counter("aab"), lambda c: c.update("b")),
+    "list": (Last([1, 2, 3]), lambda c: c.append(4)),
+    "set": (Marks([1]), lambda c: c.add(2)),
+    "deque": (Steps([1, 2], maxlen=2), lambda c: c.append(3)),
+}
+
+
+@pytest.mark.parametrize("name", SUBCLASSES)
+def test_contents_restored_past_own_methods(name):
+    """A look raised what such a method raises, or put other contents back."""
+    container, change = SUBCLASSES[name]
+    before = repr(container)
+    snapshot = Snapshot([container])
+    for _ in range(2):
+        change(container)
+        assert repr(container) != before
+        snapshot.restore()
+        assert repr(container) == before
+        assert snapshot.unchanged()
 
 
 def test_only_plain_values_are_copied():

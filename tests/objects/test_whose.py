@@ -8,6 +8,7 @@ import csv
 import enum
 import functools
 import io
+import multiprocessing
 import queue
 import random
 import threading
@@ -88,6 +89,7 @@ OBJECTS = {
     "a writer inside of it": (of_library("EventFileWriter"), Whose.WRITER),
     "a file": (io.StringIO(), Whose.DATA),
     "a lock": (threading.Lock(), Whose.LIBRARY),
+    "a number of processes": (multiprocessing.Value("i", 0), Whose.USER),
     "a thread": (threading.Thread(), Whose.THREADS),
     "a lock's holder": (SimpleNamespace(lock=threading.RLock()), Whose.USER),
     "a queue's holder": (SimpleNamespace(queue=queue.Queue()), Whose.USER),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import gzip
 import importlib
 import os
 import subprocess
 import sys
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -94,6 +96,44 @@ def test_look_touches_no_file(tmp_path, write, device_ids):
     opened = gzip.open if write is compressed else open
     with opened(path, "rt") as file:
         assert file.read() == "step" * calls
+
+
+class Log:
+    """Writes its file when it is freed; it is in a cycle, so any call may free it."""
+
+    def __init__(self, path):
+        self.path = path
+        self.itself = self
+
+    def __del__(self):
+        append(self.path, "freed")
+
+
+def finalized(path):
+    log = Log(path)
+    log.path = os.devnull
+    weakref.finalize(log, append, path, "freed")
+    return log
+
+
+@pytest.mark.parametrize("make", [Log, finalized])
+def test_finalizer_in_a_look_writes_its_file(tmp_path, make):
+    """Its text was lost, and the step was not looked at."""
+    path = tmp_path / "losses.txt"
+    gc.collect()
+    make(path)
+
+    def criterion(output, targets):
+        gc.collect()
+        return (output - targets).square().sum()
+
+    model = build(lambda: nn.Linear(3, 2))
+    with (
+        ScatterOnceParallel(model, 2, ["cpu"]) as engine,
+        pytest.raises(ValueError, match="reduction="),
+    ):
+        run_steps(engine, criterion)
+    assert path.read_text() == "freed"
 
 
 def test_loaded_compiler_hides_no_file(tmp_path):

@@ -2,7 +2,7 @@
 
 Three ask the same question, each from its own figures: the looks at steps
 (``verify/look_causes.py``), the looks at the pair's outputs
-(``verify/output_looks.py``), and ``splitcheck`` (``splitting/split_gradients.py``).
+(``verify/output_looks.py``), and ``splitcheck`` (``splitting/split_causes.py``).
 All fill one record, and have their own words and remedies for the answer
 (``verify/verdicts.py``, ``splitting/cause_words.py``).
 

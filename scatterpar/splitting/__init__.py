@@ -14,8 +14,8 @@ Runs in the caller's thread, or in processes of its own.
 - ``trial`` is one comparison; ``split_runs`` runs its step on any split: in this
   process, which ``process_state`` restores, or on ranks (``rank_processes``). Both
   call ``step_run``;
-- ``split_gradients`` computes the figures on which causes are tested, with
-  ``gradients``; ``cause_words`` has the words.
+- ``split_results`` has the figures on which causes are tested, with ``gradients``;
+  ``split_causes`` asks the questions, and ``cause_words`` has the words.
 """
 
 from scatterpar.splitting.check import SplitCheck, splitcheck

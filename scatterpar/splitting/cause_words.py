@@ -24,7 +24,8 @@ from scatterpar.causes.evidence import (
 from scatterpar.causes.vectors import factor_between, is_close
 from scatterpar.splitting.check_report import Cause
 from scatterpar.splitting.gradients import joined, listed, union
-from scatterpar.splitting.split_gradients import GradientEvidence, ValueEvidence
+from scatterpar.splitting.split_causes import questions_of
+from scatterpar.splitting.split_results import SplitResults, split_results
 from scatterpar.splitting.step_run import layers_with_batch_statistics
 from scatterpar.splitting.trial import Comparison, Trial
 
@@ -48,12 +49,10 @@ def explain(trial: Trial, comparison: Comparison) -> Cause:
             return _BATCH_NORM
         prefix = "Also with the running statistics of batch normalisation: "
     # From here on all runs of the step are those of the causes.
-    are_values = trial.arguments.returns_values
-    kind = ValueEvidence if are_values else GradientEvidence
-    evidence = kind(trial, comparison)
-    finding, failures = first_finding(evidence, evidence.questions())
-    why, remedy = _words(finding, evidence)
-    if are_values:
+    results = split_results(trial, comparison)
+    finding, failures = first_finding(results, questions_of(results))
+    why, remedy = _words(finding, results)
+    if results.are_values:
         remedy = _REMEDIES_OF_VALUES.get(finding.kind, remedy)
     else:
         why += _effect_on_optimizers(finding)
@@ -96,34 +95,34 @@ def explain_terms(
 Words = tuple[str, str]  # why, and what to write instead
 
 
-def _words(finding: Finding, evidence: GradientEvidence) -> Words:
+def _words(finding: Finding, results: SplitResults) -> Words:
     # A finding has one figure at most, which its words explain.
     if finding.factor is not None:
-        return _factor_in_words(finding, finding.factor, evidence)
+        return _factor_in_words(finding, finding.factor, results)
     if finding.weights is not None:
-        return _weights_in_words(finding, finding.weights, evidence)
+        return _weights_in_words(finding, finding.weights, results)
     if finding.growth is not None:
-        return _once_per_part(finding.growth, evidence)
+        return _once_per_part(finding.growth, results)
     if finding.count is not None:
-        return _mean_of_means_in_a_term(finding.count, evidence)
+        return _mean_of_means_in_a_term(finding.count, results)
     match finding.kind:
         case CauseKind.NOT_FINITE:
-            return _not_finite(evidence)
+            return _not_finite(results)
         case CauseKind.WRONG_WITH_ONE_PART:
-            return _wrong_with_one_part(evidence)
+            return _wrong_with_one_part(results)
         case CauseKind.RANKS_DIFFER:
-            return _ranks_differ(finding, evidence)
+            return _ranks_differ(finding, results)
         case CauseKind.ROWS_ARE_COMPARED:
-            return _rows_are_compared(evidence)
+            return _rows_are_compared(results)
         case CauseKind.STATE_BETWEEN_PARTS:
             return _STATE
         case CauseKind.MEAN_OF_RATIOS:
             return _RATIOS
-    return _MOVED if evidence.moves_weights else _UNKNOWN
+    return _MOVED if results.moves_weights else _UNKNOWN
 
 
-def _not_finite(evidence: GradientEvidence) -> Words:
-    if joined(evidence.expected).isfinite().all():
+def _not_finite(results: SplitResults) -> Words:
+    if joined(results.expected).isfinite().all():
         return (
             "Only in parts, the gradient has NaN or infinite entries.",
             "skip the mean of a part without labels: it divides by zero.",
@@ -134,9 +133,9 @@ def _not_finite(evidence: GradientEvidence) -> Words:
     )
 
 
-def _wrong_with_one_part(evidence: GradientEvidence) -> Words:
-    actual = joined(evidence.with_one_part)
-    factor = factor_between(actual, joined(evidence.expected), evidence.tolerance)
+def _wrong_with_one_part(results: SplitResults) -> Words:
+    actual = joined(results.with_one_part)
+    factor = factor_between(actual, joined(results.expected), results.tolerance)
     size = "not" if factor is None else f"{factor:.4g} times"
     return (
         f"Already with the whole batch as one part, the gradient is {size} that of "
@@ -145,52 +144,52 @@ def _wrong_with_one_part(evidence: GradientEvidence) -> Words:
     )
 
 
-def _ranks_differ(finding: Finding, evidence: GradientEvidence) -> Words:
-    is_all = evidence.is_everything(finding.names)
+def _ranks_differ(finding: Finding, results: SplitResults) -> Words:
+    is_all = results.is_everything(finding.names)
     place = "any parameter" if is_all else listed(finding.names)
+    compared = "values" if results.are_values else "gradients"
     return (
-        f"The ranks end with different {evidence.results} of {place}: they were not "
-        f"averaged.",
+        f"The ranks end with different {compared} of {place}: they were not averaged.",
         "call the DDP module, not model.module or parameters outside of it, and keep "
         "the last backward() out of no_sync(); clip after the average.",
     )
 
 
-def _once_per_part(growth: Growth, evidence: GradientEvidence) -> Words:
+def _once_per_part(growth: Growth, results: SplitResults) -> Words:
     unit = growth.unit
     number = f"number of {unit}s"
-    if min(evidence.trial.parts, evidence.trial.ranks) > 1:
+    if min(results.trial.parts, results.trial.ranks) > 1:
         number = "number of parts of all ranks"
     return (
         f"A term of the loss counts once for each {unit}: from 2 to 3 {unit}s, the "
-        f"difference grows {growth.factor:.3g}-fold.{_shows_in(evidence)}",
+        f"difference grows {growth.factor:.3g}-fold.{_shows_in(results)}",
         f"divide a penalty or a balance loss by the {number}, or add it once.",
     )
 
 
-def _mean_of_means_in_a_term(count: Count, evidence: GradientEvidence) -> Words:
+def _mean_of_means_in_a_term(count: Count, results: SplitResults) -> Words:
     alike = "the same" if count.is_sum else "equally many"
     return (
         f"Rows with {alike} {count.words} give the right gradient, others do not: one "
         f"of several terms of the loss is a mean over these in each part."
-        f"{_shows_in(evidence)}",
+        f"{_shows_in(results)}",
         f"{_BY_TERMS}, for each term of the loss by itself.",
     )
 
 
-def _rows_are_compared(evidence: GradientEvidence) -> Words:
+def _rows_are_compared(results: SplitResults) -> Words:
     return (
         f"No weights of the gradients of the parts give that of the batch: "
-        f"{_where_rows_meet(evidence)}.{_shows_in(evidence)}",
+        f"{_where_rows_meet(results)}.{_shows_in(results)}",
         "compute a contrastive loss, a product of means, or batch statistics for all "
         "rows at once, from outputs gathered with their gradient or cached "
         "(GradCache); mask padding.",
     )
 
 
-def _where_rows_meet(evidence: GradientEvidence) -> str:
+def _where_rows_meet(results: SplitResults) -> str:
     try:
-        module = evidence.trial.first_meeting()
+        module = results.trial.first_meeting()
     except Exception:  # raised by the step for a single part
         return "the loss or the module ties rows to each other"
     if module:
@@ -288,18 +287,16 @@ _ADDED_IN_SOME = (
 )
 
 
-def _factor_in_words(
-    finding: Finding, factor: float, evidence: GradientEvidence
-) -> Words:
-    place = _place(evidence, finding.names)
+def _factor_in_words(finding: Finding, factor: float, results: SplitResults) -> Words:
+    place = _place(results, finding.names)
     if not factor:
         return (
             f"{place} no gradient arrives in parts.",
             "do not leave out or detach in parts what these parameters compute.",
         )
-    trial = evidence.trial
+    trial = results.trial
     meaning, remedy = _meaning(factor, trial.ranks, trial.parts)
-    if evidence.gets_whole_loss(factor) and not evidence.is_everything(finding.names):
+    if results.gets_whole_loss(factor) and not results.is_everything(finding.names):
         remedy = _ADDED_IN_SOME
     return f"{place} the gradient is {factor:.4g} times the right one{meaning}.", remedy
 
@@ -360,17 +357,17 @@ _REPEATED = (
 
 
 def _weights_in_words(
-    finding: Finding, weights: Weights, evidence: GradientEvidence
+    finding: Finding, weights: Weights, results: SplitResults
 ) -> Words:
     """The gradient is a sum of those of the parts, with other weights than right."""
-    ranks = evidence.trial.ranks
+    ranks = results.trial.ranks
     kind = finding.kind
     remedy = _REMEDIES.get(kind, f"{_BY_TERMS}.")
     # Parts are multiplied again as they are, or after each has got its right weight.
     ratio = _ratio_of_neighbours(weights.computed / weights.right, ranks)
     ratio = ratio or _ratio_of_neighbours(weights.computed, ranks)
     # If no count has the right weights, the loss is no mean over terms.
-    counted = evidence.counted_as(weights.right)
+    counted = results.counted_as(weights.right)
     repeated = ""
     if kind is CauseKind.OTHER_WEIGHTS and ratio is not None:
         repeated = f" Each part multiplies the sum of those before it by {ratio:.4g}."
@@ -388,10 +385,13 @@ def _weights_in_words(
         )
     elif kind is CauseKind.MEAN_OF_MEANS and counted.words == "rows":
         remedy += " If your loader gives equal parts only (drop_last), pass equal=True."
+    weighing = "the loop weighs the parts"
+    if results.are_values:
+        weighing = "the evaluation takes the parts, weighted"
     return (
-        f"{_place(evidence, finding.names)} {evidence.weighing} "
-        f"{shown(evidence, weights.computed)}, the whole batch "
-        f"{shown(evidence, weights.right)}.{repeated}",
+        f"{_place(results, finding.names)} {weighing} "
+        f"{shown(results, weights.computed)}, the whole batch "
+        f"{shown(results, weights.right)}.{repeated}",
         remedy,
     )
 
@@ -407,27 +407,27 @@ def _ratio_of_neighbours(weights: Tensor, ranks: int) -> float | None:
     return None if is_one or not is_close(ratios, ratios[:1], CLOSE) else ratio
 
 
-def shown(evidence: SplitEvidence, weights: Tensor) -> str:
+def shown(results: SplitEvidence, weights: Tensor) -> str:
     """Weights of the parts, with what they count."""
     numbers = ", ".join(f"{float(weight):.3g}" for weight in weights)
     # A part without terms weighs nothing in any loop.
     used = weights[weights != 0]
     if is_close(used, used[:1], CLOSE):
         return f"equally ({numbers})"
-    count = evidence.counted_as(weights)
+    count = results.counted_as(weights)
     return f"({numbers})" if count is None else f"by their {count.words} ({numbers})"
 
 
 # --- names of parameters ---
 
 
-def _place(evidence: GradientEvidence, names: Sequence[str]) -> str:
-    is_all = evidence.is_everything(names)
+def _place(results: SplitResults, names: Sequence[str]) -> str:
+    is_all = results.is_everything(names)
     return "In all parameters" if is_all else f"In {listed(names)}"
 
 
-def _shows_in(evidence: GradientEvidence) -> str:
+def _shows_in(results: SplitResults) -> str:
     """A sentence about which parameters are wrong, if others are right."""
-    if evidence.is_everything(evidence.wrong):
+    if results.is_everything(results.wrong):
         return ""
-    return f" It shows in {listed(evidence.wrong)} alone."
+    return f" It shows in {listed(results.wrong)} alone."

@@ -1,0 +1,165 @@
+"""What the splits of a batch gave; further splits run when a cause asks for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from scatterpar.causes.counts import Count
+from scatterpar.causes.evidence import SplitEvidence, Weights
+from scatterpar.causes.vectors import is_close, weights_of_parts
+from scatterpar.splitting.gradients import Gradients, joined
+from scatterpar.splitting.row_parts import Part
+from scatterpar.splitting.trial import Comparison, Trial
+
+_FITS = 1e-4  # the largest relative error of an explanation
+_LEFT_OVER = 1e-2  # of the difference, by an explanation
+
+
+@dataclass(frozen=True, eq=False)
+class SplitResults(SplitEvidence):
+    """The gradients of a trial, or the number of an evaluation that is most wrong.
+
+    Attributes:
+        trial: runs further splits.
+        expected: the gradient of the whole batch.
+        actual: the gradient of the batch in parts, on rank 0.
+        others: the gradients on the other ranks.
+        names: all parameters.
+        wrong: the parameters whose gradients differ.
+        parts: the rows of each part.
+        tolerance: the largest relative error of an explanation.
+        moves_weights: whether a backward pass is at weights that the step has moved.
+        are_values: whether numbers of an evaluation are in the place of gradients.
+    """
+
+    trial: Trial
+    expected: Gradients
+    actual: Gradients
+    others: Sequence[Gradients]
+    names: Sequence[str]
+    wrong: Sequence[str]
+    parts: Sequence[Part]
+    tolerance: float
+    moves_weights: bool
+    are_values: bool
+
+    @property
+    def counts(self) -> Sequence[Count]:
+        """What the loss may divide by, the most usual first."""
+        return self.trial.counts
+
+    @cached_property
+    def with_one_part(self) -> Gradients:
+        """The gradient that the step itself computes for one part."""
+        return self.trial.gradients_of([[self.trial.rows]])
+
+    @cached_property
+    def _as_computed(self) -> list[Gradients]:
+        """The gradient of each part by itself, which may be 0 / 0 without labels."""
+        return [self.trial.gradients_of([[list(part)]]) for part in self.parts]
+
+    @cached_property
+    def of_parts(self) -> list[Gradients]:
+        """The gradient of each part by itself; zero for a part that has none."""
+        gradients = [dict(of_part) for of_part in self._as_computed]
+        for of_part in gradients:
+            for name, gradient in of_part.items():
+                if not _is_finite(gradient):
+                    of_part[name] = torch.zeros_like(gradient)
+        return gradients
+
+    @cached_property
+    def is_undefined(self) -> bool:
+        """Whether ``of_parts`` has zeros in the place of what is not finite."""
+        everything = chain(*(of_part.values() for of_part in self._as_computed))
+        return not all(map(_is_finite, everything))
+
+    def weights(self, names: Sequence[str]) -> Weights | None:
+        """The weights of the parts in the loop, and in the whole batch."""
+        computed = self.weights_for(self.actual, names)
+        if computed is None:  # nothing to compare with
+            return None
+        right = self.weights_for(self.expected, names)
+        return None if right is None else Weights(computed, right)
+
+    def weights_for(self, total: Gradients, names: Sequence[str]) -> Tensor | None:
+        """The weights with which the gradients of the parts add up to ``total``."""
+        parts = [joined(gradients, names) for gradients in self.of_parts]
+        if self.are_values:
+            return self._usual_weights(torch.stack(parts), joined(total, names))
+        return weights_of_parts(parts, joined(total, names), self.tolerance)
+
+    def _usual_weights(self, parts: Tensor, total: Tensor) -> Tensor | None:
+        """The first usual weights with which the parts add up.
+
+        One number has no weights of parts that could be solved for.
+        """
+        size = len(parts)
+        means = [1 / size] * size
+        last = [0.0] * (size - 1) + [1.0]
+        for usual in (*self.weights_of_counts(), means, last):
+            weights = torch.tensor(usual, dtype=parts.dtype)
+            without_last = pad(weights[:-1], (0, 1))
+            for tried in (weights, without_last / without_last.sum()):
+                if is_close(tried @ parts, total, self.tolerance):
+                    return tried
+        return None
+
+    def gets_whole_loss(self, factor: float) -> bool:
+        """Whether a factor is that of the gradient of the whole loss in each part.
+
+        A temperature gets it if each part computes the loss of all rows, with gradients
+        for the outputs of its own.
+        """
+        parts = self.trial.parts
+        return parts > 1 and math.isclose(factor, parts, rel_tol=self.tolerance)
+
+    def is_everything(self, names: Sequence[str]) -> bool:
+        """Whether these are all parameters that have a gradient.
+
+        Not the number of an evaluation, so that texts name it.
+        """
+        if self.are_values:
+            return False
+        without_gradient = self.trial.invisible(self.expected)
+        return set(self.names) <= {*names, *without_gradient}
+
+
+def split_results(trial: Trial, comparison: Comparison) -> SplitResults:
+    """What a comparison shows, as causes are asked of it."""
+    expected = comparison.reference.gradients
+    # Rank 0 stands for all: ranks that differ are a cause before all weights.
+    actual, *others = [result.gradients for result in comparison.results]
+    names = list(expected)
+    wrong = trial.differing(actual, expected)
+    # An explanation explains nearly all of the difference.
+    tolerance = max(min(_FITS, _LEFT_OVER * comparison.worst), trial.limit)
+    are_values = trial.arguments.returns_values
+    if are_values:
+        names = wrong = [comparison.name]
+        # Stricter than the verdict: one of many weights may fit by chance.
+        tolerance = trial.limit / 10
+    return SplitResults(
+        trial,
+        expected=expected,
+        actual=actual,
+        others=others,
+        names=names,
+        wrong=wrong,
+        parts=list(chain(*trial.split())),
+        tolerance=tolerance,
+        moves_weights=comparison.reference.moves_weights,
+        are_values=are_values,
+    )
+
+
+def _is_finite(gradient: Tensor) -> bool:
+    return bool(gradient.isfinite().all())

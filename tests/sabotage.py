@@ -117,7 +117,7 @@ SABOTAGES = [
         promise="a look leaves no trace",
         file="objects/savers.py",
         place="_Iterator.read",
-        text="if not _is_of_user(self.value):",
+        text="if not (is_iterator and _is_of_user(self.value)):",
         replacement="if False:",
         seen_by="test_code_with_an_iterator_is_not_looked_at",
     ),

@@ -278,8 +278,9 @@ class _Iterator(Saved):
         return issubclass(kind, tuple(channels))
 
     def read(self) -> Any:
-        # The position of the user's own is in its attributes.
-        if not _is_of_user(self.value):
+        # The position of the user's own iterator is in its attributes.
+        is_iterator = hasattr(self.value, "__next__")
+        if not (is_iterator and _is_of_user(self.value)):
             raise CannotSaveError
 
 

@@ -1,14 +1,15 @@
-"""Run the benchmarks and write the tables and pictures that the READMEs show.
+"""Run the benchmarks: print the tables that the READMEs show, or write them.
 
 ::
 
-    python -m benchmarks                    all folders, half an hour on two cores
-    python -m benchmarks traffic memory     some folders
-    python -m benchmarks --quick            every line with tiny sizes; writes nothing
-    python -m benchmarks figures            the guide's step times, under 12 minutes
+    python -m benchmarks traffic memory     some folders, in a few rounds; writes nothing
+    python -m benchmarks figures            the guide's step times, the same way
+    python -m benchmarks --write            all folders and rounds, half an hour on two
+                                            cores; writes tables, numbers and pictures
+    python -m benchmarks --quick            every line with tiny sizes
     python -m benchmarks card               a run of its own, for GPUs (``--help``)
 
-Other arguments are pytest's.
+Other arguments are pytest's, such as ``-k cnn``.
 """
 
 import sys
@@ -42,9 +43,12 @@ def main(arguments: list[str]) -> int:
 
 
 def figures(options: list[str]) -> int:
-    """Measure the guide's table of step times, and write it. Returns the exit code."""
+    """Measure the guide's step times. Returns the exit code.
+
+    With ``--write`` all tables that the guide quotes are written.
+    """
     code = run_folders(["step_time", "-k", "two_replicas", *options])
-    if code == 0 and "--quick" not in options:
+    if code == 0 and "--write" in options and "--quick" not in options:
         write()
     return code
 

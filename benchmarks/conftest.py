@@ -1,4 +1,4 @@
-"""The fixtures of every benchmark: its size, its environment, where results go."""
+"""The fixtures of every benchmark: its size, its rounds, where results go."""
 
 import shutil
 from pathlib import Path
@@ -9,8 +9,11 @@ import torch
 from benchmarks.environment import describe
 from benchmarks.tables import Publisher
 
+FEW_ROUNDS = 3  # enough to see a ratio, and a folder's tables in about a minute
+
 
 def pytest_addoption(parser):
+    parser.addoption("--write", action="store_true", help="all rounds; write the pages")
     parser.addoption("--quick", action="store_true", help="tiny sizes; write nothing")
 
 
@@ -20,6 +23,20 @@ def quick(request):
     return request.config.getoption("--quick")
 
 
+@pytest.fixture(scope="session")
+def writes(request, quick):
+    """Whether results go into the pages of the benchmarks."""
+    return request.config.getoption("--write") and not quick
+
+
+@pytest.fixture(scope="session")
+def rounds(writes):
+    """``rounds(all)`` is how many of all rounds are run: a few, unless results are
+    written.
+    """
+    return lambda number: number if writes else min(number, FEW_ROUNDS)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def environment():
     """The machine, and how busy it was before the first benchmark."""
@@ -27,10 +44,12 @@ def environment():
 
 
 @pytest.fixture
-def publish(request, quick, environment, tmp_path):
-    """Writes a table, its data and a picture into the folder of this benchmark."""
+def publish(request, writes, environment, tmp_path):
+    """Prints a table. Writes it, its data and a picture into the folder of this
+    benchmark, or into a temporary one.
+    """
     folder = Path(request.path).parent
-    if quick:
+    if not writes:
         shutil.copy(folder / "README.md", tmp_path)
         folder = tmp_path
     return Publisher(folder, environment)

@@ -1,7 +1,8 @@
 """Draws the README's picture: what crosses in one step, drawn and counted.
 
-``python -m benchmarks.picture`` writes ``docs/step.png``. The bytes are those that
-``python -m benchmarks traffic`` has counted in one step of the small CNN, with 4096
+``python -m benchmarks.picture`` prints its bytes and writes ``runs/step.png``, and with
+``--write`` the page's own, ``docs/step.png``. The bytes are those that ``python -m
+benchmarks traffic`` has counted in one step of the small CNN, with 4096
 images, four replicas with memories of their own, and 16 sub-steps. The left half shows
 an order and no time: both rows are drawn equally long.
 """
@@ -9,6 +10,7 @@ an order and no time: both rows are drawn equally long.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ ACCUM = 16
 LENGTH = 46.0  # of a row of the left half
 HERE = Path(__file__).parent
 TRAFFIC = HERE / "traffic" / "cnn.json"
-PICTURE = HERE.parent / "docs" / "step.png"
+DOCS = HERE.parent / "docs"
 COLOURS = {
     "scatter": "#4c78a8",
     "replicate": "#f2a541",
@@ -128,7 +130,9 @@ def hide_frame(axes: Any) -> None:
 def main() -> None:
     """Write the picture, and print its numbers."""
     counted = count()
-    draw(counted).savefig(PICTURE, dpi=110)
+    folder = DOCS if "--write" in sys.argv else Path("runs")
+    folder.mkdir(exist_ok=True)
+    draw(counted).savefig(folder / "step.png", dpi=110)
     for name, bytes_by_phase in counted.items():
         sizes = {
             phase: f"{size / 1e6:.2f} MB" for phase, size in bytes_by_phase.items()

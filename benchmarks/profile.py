@@ -1,12 +1,14 @@
 """Draws the picture of a profile: the blocks of one step, by thread.
 
-``python -m benchmarks.profile`` writes ``docs/profile.png``. Two replicas compute four
+``python -m benchmarks.profile`` writes ``runs/profile.png``, and with ``--write`` the
+page's own, ``docs/profile.png``. Two replicas compute four
 sub-steps each; the second one sleeps in every forward pass.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -19,7 +21,7 @@ from torch.profiler import profile
 
 from scatterpar import ScatterOnceParallel
 
-PICTURE = Path(__file__).parents[1] / "docs" / "profile.png"
+DOCS = Path(__file__).parents[1] / "docs"
 DEVICES = ["cpu:0", "cpu:1"]
 TRIES = 30
 PREFIX = "scatterpar "
@@ -109,8 +111,11 @@ def draw(events: list[dict[str, Any]]) -> Figure:
 def main() -> None:
     """Profile a step and draw it."""
     torch.manual_seed(0)
-    draw(blocks()).savefig(PICTURE, dpi=100)
-    print(PICTURE.name)
+    folder = DOCS if "--write" in sys.argv else Path("runs")
+    folder.mkdir(exist_ok=True)
+    picture = folder / "profile.png"
+    draw(blocks()).savefig(picture, dpi=100)
+    print(picture)
 
 
 if __name__ == "__main__":

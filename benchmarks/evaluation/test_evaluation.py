@@ -236,7 +236,7 @@ LOOPS = {
 @pytest.mark.skipif(
     not all(map(find_spec, NEEDED)), reason="needs the environment of other loops"
 )
-def test_evaluation(benchmark, publish, quick):
+def test_evaluation(benchmark, publish, quick, rounds):
     if find_spec("torchvision") is not None:
         library("torchvision")  # PyPI's beside torch's CPU build
     warnings.simplefilter("ignore")
@@ -252,7 +252,7 @@ def test_evaluation(benchmark, publish, quick):
             Waiting.most_at_once = 0
             engine()
             most_at_once[name] = max(Waiting.most_at_once, most_at_once[name])
-    seconds = interleaved(benchmark, contenders, 2 if quick else 11)
+    seconds = interleaved(benchmark, contenders, rounds(11))
     cells = []
     for name in LOOPS:
         row = [name]

@@ -29,7 +29,7 @@ DEPTHS = (1, 10, 100, 300)
 PHASES = ("scatter", "replicate", "compute", "reduce")
 
 
-def test_replicas_and_sub_steps(benchmark, publish, quick):
+def test_replicas_and_sub_steps(benchmark, publish, rounds):
     module = nn.Linear(FEATURES, CLASSES)
     first = {}
     contenders = {}
@@ -41,7 +41,7 @@ def test_replicas_and_sub_steps(benchmark, publish, quick):
             step = engine.forward_backward if start == "in turns" else crowded(engine)
             key = (replicas, start, accum)
             contenders |= pair(step, module, replicas * accum, key, first)
-    seconds = interleaved(benchmark, contenders, 3 if quick else 31)
+    seconds = interleaved(benchmark, contenders, rounds(31))
     over = {}
     rows = []
     for replicas, start in kinds:
@@ -79,7 +79,7 @@ def crowded(engine):
     return step
 
 
-def test_modules_and_parameters(benchmark, publish, quick):
+def test_modules_and_parameters(benchmark, publish, rounds):
     replicas = 4
     engines = {}
     phases = {}
@@ -93,7 +93,7 @@ def test_modules_and_parameters(benchmark, publish, quick):
         )
         step = contenders["engine", depth]
         contenders["engine", depth] = noting(step, engine, phases[depth])
-    seconds = interleaved(benchmark, contenders, 3 if quick else 11)
+    seconds = interleaved(benchmark, contenders, rounds(11))
     rows = []
     for depth, engine in engines.items():
         bare = 1e6 * statistics.median(seconds["bare", depth])

@@ -20,7 +20,7 @@ REPLICAS = 4
 CALLS = 16  # nn.DataParallel replicates once per sub-step
 
 
-def test_resnet101_tree(benchmark, publish, quick):
+def test_resnet101_tree(benchmark, publish, rounds):
     tree = ResNet101Tree(4)
     engine = ScatterOnceParallel(tree, device_ids=["cpu"] * REPLICAS)
 
@@ -34,7 +34,7 @@ def test_resnet101_tree(benchmark, publish, quick):
         "engine": partial(in_a_row, refresh, tree.zero_grad, []),
         "replicate": partial(in_a_row, replicate, tree.zero_grad, []),
     }
-    seconds = interleaved(benchmark, contenders, 3 if quick else 15)
+    seconds = interleaved(benchmark, contenders, rounds(15))
     engine_ms = 1e3 * statistics.median(seconds["engine"])
     replicate_ms = 1e3 * statistics.median(seconds["replicate"])
     ours = [f"{engine_ms:.2f}", f"{engine_ms:.2f}"]  # one call per step

@@ -36,12 +36,12 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def test_own_cost(benchmark, publish, quick):
+def test_own_cost(benchmark, publish, rounds):
     keys = STEP, SUB_STEPS, PARAMETERS, REPLICAS
     contenders = {}
     for key in keys:
         contenders |= pair(*key)
-    seconds = interleaved(benchmark, contenders, 3 if quick else 21)
+    seconds = interleaved(benchmark, contenders, rounds(21))
     costs = []
     for key in keys:
         engine = seconds[name_of("engine", *key)]

@@ -22,7 +22,7 @@ LAYOUTS = {
 ACCUMS = (1, 4)
 
 
-def test_a_layer_in_a_sub_step(benchmark, publish, quick):
+def test_a_layer_in_a_sub_step(benchmark, publish, rounds):
     """Ten blocks of a convolution and a normalisation; the order of contenders turns.
 
     Per layer and sub-step of a replica: the median, over rounds, of the difference.
@@ -31,7 +31,7 @@ def test_a_layer_in_a_sub_step(benchmark, publish, quick):
     for name, layout in LAYOUTS.items():
         for accum in ACCUMS:
             contenders |= pair(name, layout, accum)
-    seconds = interleaved(benchmark, contenders, 3 if quick else 21)
+    seconds = interleaved(benchmark, contenders, rounds(21))
     rows = []
     costs = {}
     for name, layout in LAYOUTS.items():

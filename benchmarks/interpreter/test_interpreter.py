@@ -43,7 +43,7 @@ def interpreters():
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
-def test_replicas(benchmark, publish, quick, interpreters, subject):
+def test_replicas(benchmark, publish, quick, rounds, interpreters, subject):
     request = {
         "subject": subject,
         "accum": 2 if quick else ACCUM,
@@ -58,7 +58,7 @@ def test_replicas(benchmark, publish, quick, interpreters, subject):
         for replicas in counts:
             of_replicas = request | {"replicas": replicas}
             contenders[name, replicas] = partial(step, interpreter, of_replicas)
-    seconds = interleaved(benchmark, contenders, 3 if quick else ROUNDS)
+    seconds = interleaved(benchmark, contenders, rounds(ROUNDS))
     rows = []
     bounds = {}
     for name in interpreters:
@@ -89,7 +89,7 @@ def test_replicas(benchmark, publish, quick, interpreters, subject):
     publish(subject, Table(columns, rows), data, picture)
 
 
-def test_switch_interval(benchmark, publish, quick, interpreters):
+def test_switch_interval(benchmark, publish, quick, rounds, interpreters):
     """How long may a thread hold the lock while another one waits for it?"""
     locked = [name for name in interpreters if interpreters[name].has_lock]
     contenders = {}
@@ -102,7 +102,7 @@ def test_switch_interval(benchmark, publish, quick, interpreters):
         }
         contender = partial(step, interpreters[name], request)
         contenders[name, subject, interval] = contender
-    seconds = interleaved(benchmark, contenders, 3 if quick else ROUNDS)
+    seconds = interleaved(benchmark, contenders, rounds(ROUNDS))
     default, *shorter = INTERVALS
     rows = []
     for name, subject in product(locked, SUBJECTS):

@@ -19,10 +19,10 @@ TOLERANCE = 1e-3  # relative, between float32 parameters after some steps with m
 
 
 @pytest.mark.parametrize("name", ["cnn", "mlp"])
-def test_beside_ddp(benchmark, publish, quick, name):
+def test_beside_ddp(benchmark, publish, quick, rounds, name):
     case = CASES[name].small() if quick else CASES[name]
-    rounds = 3 if quick else 20
-    results = benchmark.pedantic(measure, args=(case, 2, rounds), rounds=1)
+    count = rounds(20)
+    results = benchmark.pedantic(measure, args=(case, 2, count), rounds=1)
     assert results["difference"] < TOLERANCE
     publish(name, f"{times_of(results)}\n\n{pieces_of(results)}", results)
 

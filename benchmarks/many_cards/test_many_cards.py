@@ -180,30 +180,30 @@ def _zero_1(devices):
 
 
 @pytest.mark.parametrize("name", ["resnet101", "gpt2"])
-def test_host_time(benchmark, publish, quick, ask, sizes, name):
+def test_host_time(benchmark, publish, rounds, ask, sizes, name):
     def measure():
-        rounds = []
-        for _ in range(1 if quick else ROUNDS):
-            rounds.append({devices: ask("host", name, devices) for devices in sizes})
-        return rounds
+        results = []
+        for _ in range(rounds(ROUNDS)):
+            results.append({devices: ask("host", name, devices) for devices in sizes})
+        return results
 
-    rounds = benchmark.pedantic(measure, rounds=1)
+    results = benchmark.pedantic(measure, rounds=1)
     rows = []
     for devices in sizes:
         for step in STEPS:
             times = []
             for part in (*PHASES, "caller", "workers"):
-                seconds = [result[devices][step][part] for result in rounds]
+                seconds = [result[devices][step][part] for result in results]
                 times.append(f"{1e3 * statistics.median(seconds):.1f}")
             rows.append([devices, step, *times])
     threads = ["the caller in all", "the replicas' threads"]
     columns = ["cards", "step", *PHASES, *threads]
-    publish(f"host-{name}", Table(columns, rows), {"seconds": rounds})
+    publish(f"host-{name}", Table(columns, rows), {"seconds": results})
 
 
-def test_launchers(benchmark, publish, quick):
+def test_launchers(benchmark, publish, quick, rounds):
     counts = [1, 2] if quick else [1, 2, 4]
-    arguments = counts, 2 if quick else 11, 2 if quick else 8
+    arguments = counts, rounds(11), 2 if quick else 8
     seconds = benchmark.pedantic(launchers.measure, args=arguments, rounds=1)
     rows = []
     for count, times in seconds.items():

@@ -40,7 +40,7 @@ CONTENDERS = {
 
 @pytest.mark.parametrize("contender", CONTENDERS)
 @pytest.mark.parametrize("name", CASES)
-def test_step(benchmark, quick, name, contender):
+def test_step(benchmark, quick, rounds, name, contender):
     case = CASES[name]
     if name in ROWS:
         case = replace(case, batch=ROWS[name])
@@ -52,7 +52,7 @@ def test_step(benchmark, quick, name, contender):
     benchmark.pedantic(
         peer.run,
         setup=peer.module.zero_grad,
-        rounds=3 if quick else ROUNDS[name],
+        rounds=rounds(ROUNDS[name]),
         warmup_rounds=1,
     )
     assert all(parameter.grad is not None for parameter in peer.module.parameters())

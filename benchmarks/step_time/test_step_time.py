@@ -29,7 +29,7 @@ TOLERANCE = 1e-4  # relative, between float32 gradients summed in different orde
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_replicas(benchmark, publish, quick, name):
+def test_two_replicas(benchmark, publish, quick, rounds, name):
     case = CASES[name].small() if quick else CASES[name]
     accum = case.accum
     with (
@@ -50,22 +50,22 @@ def test_two_replicas(benchmark, publish, quick, name):
         contenders[f"nn.DataParallel x {accum}"] = peers.data_parallel(case)
         per_call = peers.per_call(case, ["cpu"] * REPLICAS)
         contenders[f"per-call schedule x {accum}"] = per_call
-        rounds = 3 if quick else ROUNDS[name]
-        table, seconds, errors = measured(benchmark, contenders, "engine", rounds)
+        count = rounds(ROUNDS[name])
+        table, seconds, errors = measured(benchmark, contenders, "engine", count)
     data = {"seconds": seconds, "errors": errors}
     publish(name, table, data, draw(seconds))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_replica(benchmark, publish, quick, name):
+def test_one_replica(benchmark, publish, quick, rounds, name):
     case = CASES[name].small() if quick else CASES[name]
     ours = "engine, one replica"
     contenders = {
         ours: peers.engine(case, ["cpu"]),
         f"plain loop, {case.accum} sub-steps": peers.loop(case, case.accum),
     }
-    rounds = 3 if quick else ROUNDS_OF_ONE[name]
-    table, seconds, errors = measured(benchmark, contenders, ours, rounds)
+    count = rounds(ROUNDS_OF_ONE[name])
+    table, seconds, errors = measured(benchmark, contenders, ours, count)
     data = {"seconds": seconds, "errors": errors}
     publish(f"{name}-one-replica", table, data)
 

@@ -51,7 +51,7 @@ class StepFunction(nn.Module):
         return Sleep.apply(self.layer(rows)).square().mean()
 
 
-def test_turns(benchmark, publish, quick):
+def test_turns(benchmark, publish, quick, rounds):
     contenders = {}
     for replicas in REPLICAS[:1] if quick else REPLICAS:
         gradients = []
@@ -60,7 +60,7 @@ def test_turns(benchmark, publish, quick):
             gradients.append(gradient)
         for gradient in gradients[1:]:
             torch.testing.assert_close(gradient, gradients[0])
-    seconds = interleaved(benchmark, contenders, 2 if quick else 11)
+    seconds = interleaved(benchmark, contenders, rounds(11))
     rows = []
     for replicas in dict.fromkeys(replicas for replicas, _ in contenders):
         cells = [str(replicas)]

@@ -33,7 +33,7 @@ WAYS = (
 
 
 @pytest.mark.parametrize("name", ["cnn", "resnet20"])
-def test_time(benchmark, publish, quick, name):
+def test_time(benchmark, publish, quick, rounds, name):
     accums = ACCUMS[:2] if quick else ACCUMS
     batch = 64 if quick else BATCH
     steps = {}
@@ -43,7 +43,7 @@ def test_time(benchmark, publish, quick, name):
         assert_same_gradient(peers["ours"], peers["published"])
         for maker, peer in peers.items():
             steps[f"{maker}, {accum}"] = peer.step
-    seconds = interleaved(benchmark, steps, 2 if quick else 15)
+    seconds = interleaved(benchmark, steps, rounds(15))
     peers = list(MAKERS)[1:]
     rows = []
     for accum in accums:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from harness.pages import read
@@ -15,6 +17,8 @@ PACKAGE = Path(scatterpar.__file__).parent
 TOOLS = {"train", "checkup", "splitting"}
 # Classes of errors that a user sees.
 ERRORS = {
+    "AttributeError",
+    "FloatingPointError",
     "NotImplementedError",
     "RankError",
     "Refusal",
@@ -23,6 +27,7 @@ ERRORS = {
     "TypeError",
     "ValueError",
 }
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 # A value that is no number, no module, not one of two words: it says all there is to say.
 OF_A_VALUE = re.compile(
     r"\bmust (be|have|return|begin|give)\b|, got …|: got …|^got |^Rows takes|\bis empty\b"
@@ -31,11 +36,21 @@ OF_A_VALUE = re.compile(
 FEWEST_LETTERS = 25  # a text with fewer of its own is put together of other ones
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree_of(path)))
+
+
 def constants() -> dict[str, str]:
     """The texts that modules of the package give a name, once each."""
     named: dict[str, str] = {}
     for path in PACKAGE.rglob("*.py"):
-        for statement in ast.parse(path.read_text()).body:
+        for statement in tree_of(path).body:
             if not isinstance(statement, ast.Assign):
                 continue
             (target, *_), value = statement.targets, statement.value
@@ -44,7 +59,9 @@ def constants() -> dict[str, str]:
     return named
 
 
-NAMED = constants()
+@functools.cache
+def named() -> dict[str, str]:
+    return constants()
 
 
 def text_of(node: ast.AST) -> str:
@@ -52,7 +69,7 @@ def text_of(node: ast.AST) -> str:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.Name):
-        return NAMED.get(node.id, "…")
+        return named().get(node.id, "…")
     if isinstance(node, ast.FormattedValue):
         return text_of(node.value) if isinstance(node.value, ast.Name) else "…"
     if isinstance(node, ast.JoinedStr):
@@ -66,23 +83,69 @@ def files() -> list[Path]:
     return [path for path in paths if path.relative_to(PACKAGE).parts[0] not in TOOLS]
 
 
-def refusals() -> dict[str, str]:
-    """The fixed words of each error that the sources make, by file and line."""
-    found: dict[str, str] = {}
+def refusals() -> dict[str, list[str]]:
+    """The fixed words of each error that the sources make, by file and line.
+
+    An error has several texts if a name or a function in its place has.
+    """
+    found: dict[str, list[str]] = {}
     for path in files():
-        for node in ast.walk(ast.parse(path.read_text())):
+        functions = [node for node in nodes_of(path) if isinstance(node, FUNCTIONS)]
+        inside = {
+            id(node): function for function in functions for node in ast.walk(function)
+        }
+        for node in nodes_of(path):
             is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
             if is_call and node.func.id in ERRORS and node.args:
                 place = f"{path.relative_to(PACKAGE)}:{node.lineno}"
-                found[place] = text_of(node.args[0])
+                scope = inside.get(id(node), tree_of(path))
+                found[place] = [*words_of(node.args[0], scope)]
     return found
 
 
+@functools.cache
+def returned_by() -> dict[str, list[tuple[ast.expr, ast.AST]]]:
+    """What functions of the sources return, by their names."""
+    returned: dict[str, list[tuple[ast.expr, ast.AST]]] = {}
+    for path in files():
+        for function in nodes_of(path):
+            if not isinstance(function, FUNCTIONS):
+                continue
+            for node in ast.walk(function):
+                if isinstance(node, ast.Return) and node.value is not None:
+                    pair = node.value, function
+                    returned.setdefault(function.name, []).append(pair)
+    return returned
+
+
+def words_of(node: ast.expr, scope: ast.AST, depth: int = 3) -> Iterator[str]:
+    """The texts of an expression: of a local name what the function assigns to it, of
+    a call what the function returns.
+    """
+    pairs: list[tuple[ast.expr, ast.AST]] = []
+    if isinstance(node, ast.IfExp):
+        pairs = [(node.body, scope), (node.orelse, scope)]
+    elif isinstance(node, ast.Name):
+        for statement in ast.walk(scope):
+            if isinstance(statement, ast.Assign) and any(
+                isinstance(target, ast.Name) and target.id == node.id
+                for target in statement.targets
+            ):
+                pairs.append((statement.value, scope))
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        pairs = returned_by().get(node.func.id, [])
+    if not (pairs and depth):
+        yield text_of(node)
+    for expression, of in pairs if depth else ():
+        yield from words_of(expression, of, depth - 1)
+
+
+@functools.cache
 def texts() -> list[str]:
     """All fixed texts of the sources."""
     found: list[str] = []
     for path in files():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, (ast.JoinedStr, ast.Constant)):
                 found.append(text_of(node))
     return found
@@ -105,7 +168,7 @@ def is_in(phrase: str, text: str) -> bool:
 
 
 def test_rows_that_refuse_have_words_of_the_error():
-    source = texts()
+    source = {*texts()}
     refused = [cells for cells in rows() if "refused" in cells[1]]
     assert len(refused) > 20
     for what, outcome, *_ in refused:
@@ -122,11 +185,12 @@ def test_refusals_have_a_row():
         for phrase in quoted(cell)
         if len(phrase) > 12
     ]
-    missing = {
-        place: text
-        for place, text in refusals().items()
+    missing = [
+        f"{place} {text}"
+        for place, texts_of_error in refusals().items()
+        for text in texts_of_error
         if len(re.sub("[^a-z]", "", text)) >= FEWEST_LETTERS
         and not OF_A_VALUE.search(text)
         and not any(is_in(phrase, text) for phrase in phrases)
-    }
-    assert not missing, "\n".join(f"{place} {text}" for place, text in missing.items())
+    ]
+    assert not missing, "\n".join(missing)

@@ -127,7 +127,7 @@ MODULES = {
     "drawn by Python": drawing(lambda hidden: hidden * (1 + random.random())),
     "drawn by NumPy": drawing(lambda hidden: hidden * float(np.random.rand())),
 }
-QUICK = "dropout", "encoder", "noise"
+QUICK = "dropout", "noise"
 by_module = pytest.mark.parametrize(
     "name",
     [

@@ -40,13 +40,3 @@ def passed_on(accelerator, order, *arguments):
 @pytest.mark.parametrize("order", ["late", "random:1"])
 def test_accelerator_tests_pass_simulated(simulated_accelerator, order):
     assert passed_on(simulated_accelerator, order, *TESTS) > 200
-
-
-def test_looks_see_dropout_simulated(simulated_accelerator):
-    """One test of ``test_draws.py`` in the run that everybody makes.
-
-    The module is on the second device, whose generator a look has to find.
-    """
-    (tests,) = (test for test in TESTS if "test_draws" in test)
-    chosen = "test_wrong_steps_of_drawing_modules_refused[dropout-on (1, 0)]"
-    assert passed_on(simulated_accelerator, "late", f"{tests}::{chosen}") == 1

@@ -45,6 +45,13 @@ GRAPHS = [
 MASKS[2], MASKS[5, :4] = -100, -100  # images without a labelled pixel
 
 
+def padded(words, rows, length, seed):
+    """Texts of different lengths, with zeros at their ends."""
+    lengths = 2 + torch.arange(rows)[:, None] % (length - 1)
+    texts = randint(words - 1, rows, length, seed=seed) + 1
+    return texts.masked_fill(torch.arange(length) >= lengths, 0)
+
+
 def classifier(columns=3):
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, columns))
 
@@ -182,6 +189,11 @@ GIVEN = {
             head=nn.Linear(4, 3),
         ),
         "texts": [randint(9, 1 + 7 * row % 5, seed=row) + 1 for row in range(25)],
+    },
+    "Translation: two texts, padding and masks": {
+        "translations": [
+            (padded(20, 9, 7, seed=n), padded(20, 9, 6, seed=n + 5)) for n in (1, 2)
+        ],
     },
     "A GAN: two models, two optimizers": {
         "generator": lambda: classifier(4),

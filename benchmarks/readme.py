@@ -146,8 +146,10 @@ def beside_the_loop() -> str:
         result = _read(path)
         environment = result["environment"]
         version = f"{peer} {environment[peer]}" if peer in environment else peer
-        folder, _, _ = path.partition("/")
-        command = f"[`benchmarks {folder}`](../benchmarks/{folder}/README.md)"
+        folder, _, file = path.partition("/")
+        test = file.removesuffix(".json").replace("-", "_")
+        words = f"benchmarks {folder} -k {test}"
+        command = f"[`{words}`](../benchmarks/{folder}/README.md)"
         cells = [name, value(result), version, command, environment["date"]]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

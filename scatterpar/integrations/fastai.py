@@ -38,7 +38,7 @@ from scatterpar.loops.loop import Loop
 from scatterpar.loops.modules import overridden
 from scatterpar.loops.user_functions import hooks_in
 from scatterpar.objects.whose import is_user_function
-from scatterpar.options.batch_groups import BuffersWritten
+from scatterpar.options.batch_groups import StateWritten
 from scatterpar.pair.pair import gather
 from scatterpar.step.loop_options import LoopOptions
 from scatterpar.step.loss_weights import is_cross_entropy, terms_of_rows
@@ -288,8 +288,8 @@ class ScatterOnce(Callback):  # type: ignore[misc]
                 inputs = nested.map_tensors(_plain, inputs)
             try:
                 prediction = ahead.result(inputs)
-            except BuffersWritten:  # the next batch may read them
-                self._reads_ahead = False
+            except StateWritten:  # the next batch may read it
+                self._reads_ahead = ahead.groups is not None
                 return learn.model(*learn.xb)
         else:
             prediction = ahead.result()

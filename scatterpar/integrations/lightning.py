@@ -208,7 +208,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         with self._loop.without_metrics() as metrics:  # replicas have none
             turn = self._turns.turn(device)
         if device == home:
-            yield
+            with turn:
+                yield
             return
         log = partial(called_at_home, module.log, device, home)
         with (

@@ -41,11 +41,12 @@ from scatterpar.loops.rows import as_rows, check_rows
 from scatterpar.loops.user_functions import groups_of, hooks_in, of_user
 from scatterpar.objects.walk import function_of
 from scatterpar.objects.whose import is_user_class, is_user_function
-from scatterpar.options.batch_groups import BuffersWritten
+from scatterpar.options.batch_groups import StateWritten
 from scatterpar.sharded import ShardedOptimizer
 from scatterpar.step.request import Buffers
 from scatterpar.step.substeps import detached
 from scatterpar.torch_private import unwrapped
+from scatterpar.verify.dropped_records import is_look
 
 # Attributes that stay as they are in a call. They lead to data, or to modules that are
 # exchanged otherwise.
@@ -149,6 +150,8 @@ class TrainerLoop(Loop):
         self.is_by_batches = True
         self.sharded: ShardedOptimizer | None = None
         self._parts: Sequence[nn.Module] = ()
+        # Modules, and whether they were in training mode when the step began.
+        self._modes: list[tuple[nn.Module, bool]] = []
 
     def begin_on(self, devices: Sequence[torch.device], num_batches: int) -> None:
         """Replicas are on ``devices``, and each gets so many batches per step."""
@@ -285,6 +288,8 @@ class TrainerLoop(Loop):
         # A criterion of all rows knows more of the step than a few outputs.
         is_checked = self.is_checked and not options.get("whole_batch")
         scaler = self.trainer.accelerator.scaler
+        parts = [part for module in self._parts for part in module.modules()]
+        self._modes = [(part, part.training) for part in parts]
         return self.step(inputs, *args, scaler=scaler, is_checked=is_checked, **options)
 
     def _candidates(self, batches: Sequence[Any]) -> dict[Any, How]:
@@ -400,10 +405,23 @@ class TrainerLoop(Loop):
             # A copy, because compute_loss may take labels out of the batch.
             inputs = trainer._prepare_inputs(copy.copy(batch))
             model = self._model_of(work) if self.takes_turns else trainer.model
+            if self.takes_turns:
+                self._set_modes()
             loss = trainer.compute_loss(model, inputs, num_items_in_batch=items)
         # A captured sub-step returns tensors alone.
         is_needed = self.takes_turns or record.has_entries()
         return {"loss": loss, "beside": record if is_needed else None}
+
+    def _set_modes(self) -> None:
+        """Set modules to the modes with which the step began.
+
+        The stock ``training_step`` does so for each micro-batch, by ``model.train()``.
+        """
+        if is_look():  # which has set modes of its own
+            return
+        for part, mode in self._modes:
+            if part.training is not mode:
+                part.training = mode
 
     @contextlib.contextmanager
     def _standing_in(self, work: Any) -> Iterator[tuple[Any, _CallRecord]]:
@@ -515,7 +533,7 @@ class TrainerLoop(Loop):
         """``prediction_step`` in an evaluation.
 
         The user's takes turns on the devices. With a library's, replicas compute the
-        next batches at the same time, until one writes a buffer.
+        next batches at the same time, unless they write state.
         """
         stock = type(self.trainer).prediction_step
         # The model may be one that the Trainer has compiled.
@@ -532,15 +550,16 @@ class TrainerLoop(Loop):
             elif len(ahead.read(2)) > 1:  # one batch needs no replicas
                 predict = partial(self._predict_on_replica, args=args, options=kwargs)
                 ahead.groups = engine.batch_groups(predict)
-        if ahead.turns is not None:
+        result = None
+        if ahead.groups is not None:
+            try:
+                result = ahead.result()
+            except StateWritten:
+                ahead.turns = self._turns()
+        if result is None and ahead.turns is not None:
             return self._predict_in_turn(ahead.turns, model, inputs, *args, **kwargs)
-        if ahead.groups is None:
+        if result is None:
             return stock(self.trainer, model, inputs, *args, **kwargs)
-        try:
-            result = ahead.result()
-        except BuffersWritten:
-            ahead.turns = self._turns()
-            return self._predict_in_turn(ahead.turns, model, inputs, *args, **kwargs)
         record = result["record"]
         self.transfer([record])
         if self.is_of_trl:

@@ -13,8 +13,9 @@ The loop gets their results one by one::
 
 A function of the user's takes turns, batch *i* on device *i* mod N, in the order of the
 loop. Kernels of different devices overlap, because the function returns when they are
-launched. So does a library's from the batch on that has written a buffer: the next one
-may read it.
+launched. So does a library's if calls write state, such as a buffer or a counter, which
+the next batch may read. What calls write once, such as a table that they make, goes to
+the user's module with the first batch, and groups begin again.
 
 No batch is divided. So the results are those of the stock loop, whatever it computes:
 losses that compare rows, outputs without rows, generated texts.
@@ -34,13 +35,14 @@ from torch import Tensor, nn
 
 from scatterpar.batch import nested
 from scatterpar.devices.device_ids import physical
+from scatterpar.devices.fingerprints import Fingerprints
 from scatterpar.devices.streams import use_device
-from scatterpar.devices.transfers import Prefetcher, write
+from scatterpar.devices.transfers import Prefetcher, to_device, write
 from scatterpar.devices.write_counters import version, versions
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.log import logger
 from scatterpar.loops.lending import Lending, LentCopies, Loan, Parts
-from scatterpar.options.batch_groups import BatchGroups, BuffersWritten
+from scatterpar.options.batch_groups import BatchGroups, StateWritten
 from scatterpar.replicas.buffers import written_unseen
 from scatterpar.threads.generators import drawing_as
 
@@ -77,6 +79,7 @@ class BatchesAhead:
         # Of the first batches: results, and the devices of these.
         self._ready_results: deque[tuple[Any, torch.device]] = deque()
         self._has_result = False  # of the batch at which the loop is
+        self._has_written = False  # whether a group has written state
         self._is_at_end = False  # of the loader, after these batches
 
     def __getattr__(self, name: str) -> Any:
@@ -138,21 +141,26 @@ class BatchesAhead:
             inputs: what replicas get for a group, in the place of its batches.
 
         Raises:
-            BuffersWritten: a call has written buffers. Then there are no groups any
-                more, and the batch has no result.
+            StateWritten: a call has written state, and the batch has no result. The
+                second time there are no groups any more.
         """
         if not self._ready_results:
             assert self.groups is not None
             group = self.read(len(self._devices)) if inputs is None else inputs
             try:
                 results = self.groups.results(group)
-            except BuffersWritten as error:
+            except StateWritten as error:
                 self.groups.synchronize()
-                self.groups = None
+                until = "this batch is"
+                if self._has_written:
+                    self.groups = None
+                    until = "batches are"
+                self._has_written = True
                 logger.info(
-                    "the model writes buffers in an evaluation (%s): the next batch "
-                    "may read them, so batches are computed one after the other",
+                    "the model writes state in an evaluation (%s): the next batch may "
+                    "read it, so %s computed alone",
                     error,
+                    until,
                 )
                 raise
             self._ready_results.extend(zip(results, self._devices, strict=False))
@@ -211,6 +219,9 @@ class Turns:
         self._tensors: list[Tensor] = []  # the user's, of which replicas were made
         # By device, the versions of these tensors whose values it has.
         self._sent: dict[torch.device, list[int]] = {}
+        # Those that calls write without a version, by ``id``, and where this was asked.
+        self._unseen: set[int] = set()
+        self._compared_on: set[torch.device] = set()
 
     def next_device(self) -> torch.device:
         """The device of the next batch."""
@@ -227,7 +238,7 @@ class Turns:
         if not self._replicas and len(self.devices) > 1:
             self._refresh()
         if device == self.devices[0]:
-            return contextlib.nullcontext()
+            return self._compared(self._tensors, device)
         return self._lent(self._refreshed(device), device)
 
     @contextlib.contextmanager
@@ -242,10 +253,13 @@ class Turns:
         lending = self._present_lending(home)
         copies = [copied for _, copied in pairs]
         before = versions(copies)
+        flags = [copied.requires_grad for copied in copies]
         try:
             with (
                 use_device(away, ()),
                 drawing_as(home, away),
+                _gradients_lent(pairs, away, home),
+                self._compared(copies, device),
                 lending.lent(Loan(pairs), away),
             ):
                 yield
@@ -256,7 +270,45 @@ class Turns:
                 for (tensor, copied), earlier in zip(pairs, before, strict=True):
                     if version(copied) != earlier or id(tensor) in unseen:
                         write(tensor, copied)
+            for (tensor, copied), flag in zip(pairs, flags, strict=True):
+                if copied.requires_grad is not flag:
+                    _set_trained(tensor, copied.requires_grad)
             self._sent[device] = versions(self._tensors)
+
+    @contextlib.contextmanager
+    def _compared(
+        self, tensors: Sequence[Tensor], device: torch.device
+    ) -> Iterator[None]:
+        """In the body, a call may write ``tensors``: the user's, or copies.
+
+        In the first call on each device their bits are compared. What is written
+        without a version, as through ``.data``, is so in later calls, too.
+        """
+        if device in self._compared_on:
+            yield
+            return
+        self._compared_on.add(device)
+        counts = versions(tensors)
+        before = self._fingerprints(tensors, device)
+        try:
+            yield
+        finally:
+            present = versions(tensors)
+            differing = self._fingerprints(tensors, device).differing_from(before)
+            for number in differing:
+                if counts[number] == present[number]:
+                    self._unseen.add(id(self._tensors[number]))
+
+    def _fingerprints(
+        self, tensors: Sequence[Tensor], device: torch.device
+    ) -> Fingerprints:
+        with torch.no_grad():
+            compared = {
+                number: tensor.detach()
+                for number, tensor in enumerate(tensors)
+                if tensor.layout is torch.strided
+            }
+            return Fingerprints(compared, device)
 
     def _present_lending(self, home: torch.device) -> Lending:
         """Lends what the modules lead to; other modules may have come since."""
@@ -268,6 +320,7 @@ class Turns:
                 lambda: [*self._roots(), *parts],
                 self._excluded,
                 home,
+                lambda: _optimizers_of([*self._roots(), *parts]),
                 copies=self._copies,
             )
         return self._lending
@@ -294,12 +347,14 @@ class Turns:
             for number, (tensor, copied) in enumerate(pairs):
                 if present[number] != sent[number] or id(tensor) in unseen:
                     write(copied, tensor)
+                if copied.requires_grad is not tensor.requires_grad:
+                    _set_trained(copied, tensor.requires_grad)
         return pairs
 
     def _written_unseen(self) -> set[int]:
-        """The ``id`` of the user's buffers that calls write without a version."""
+        """The ``id`` of the user's tensors that calls write without a version."""
         parts = [part for module in self._modules for part in module.modules()]
-        return {*map(id, written_unseen(parts))}
+        return self._unseen.union(map(id, written_unseen(parts)))
 
     def _pairs_on(self, device: torch.device) -> list[tuple[Tensor, Tensor]]:
         """Pairs of the user's tensors, and those of the replica on ``device``."""
@@ -314,6 +369,49 @@ class Turns:
             tensor is known and tensor.shape == copied.shape
             for (tensor, copied), known in zip(pairs, self._tensors, strict=True)
         )
+
+
+def _optimizers_of(roots: Iterable[Any]) -> list[torch.optim.Optimizer]:
+    """The optimizers that are attributes of roots, such as of test-time training."""
+    optimizers: list[torch.optim.Optimizer] = []
+    for root in roots:
+        for value in getattr(root, "__dict__", {}).values():
+            if isinstance(value, torch.optim.Optimizer):
+                optimizers.append(value)
+    return optimizers
+
+
+@contextlib.contextmanager
+def _gradients_lent(
+    pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device, home: torch.device
+) -> Iterator[None]:
+    """In the body, copies in ``pairs`` have the gradients of the user's tensors."""
+    # Copied in each call, so not where no call has a backward pass.
+    if torch.is_inference_mode_enabled():
+        yield
+        return
+    counts: dict[int, int] = {}  # versions of what was lent, by its ``id``
+    for tensor, copied in pairs:
+        if tensor.is_leaf and tensor.grad is not None:
+            copied.grad = to_device(tensor.grad, device, copy=True)
+            counts[id(copied.grad)] = version(copied.grad)
+    try:
+        yield
+    finally:
+        for tensor, copied in pairs:
+            left = copied.grad if copied.is_leaf else None
+            if left is not None:
+                copied.grad = None  # a step of the engine would add to it
+                if counts.get(id(left)) != version(left):
+                    tensor.grad = to_device(left, home)
+            elif tensor.is_leaf:
+                tensor.grad = None
+
+
+def _set_trained(tensor: Tensor, flag: bool) -> None:
+    """Set whether a tensor requires grad, if it can be set."""
+    if tensor.is_leaf and not tensor.is_inference():
+        tensor.requires_grad_(flag)
 
 
 def brought_home(value: Any, device: torch.device, home: torch.device) -> Any:

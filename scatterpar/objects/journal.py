@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Container, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -183,6 +184,13 @@ class Journal:
         """Whether containers and variables refer to the same objects."""
         return self._references.is_same()
 
+    def is_same(self) -> bool:
+        """Whether everything is as it was saved."""
+        if any(vars(kind).keys() != names for kind, names in self._class_names):
+            return False
+        values = chain(self._values, self._generators)
+        return self.refers_to_same() and all(saved.is_same() for saved in values)
+
     def changed_numbers(self) -> list[str]:
         """The names of variables, attributes and entries with another number now.
 
@@ -213,7 +221,7 @@ class Journal:
         these counts.
         """
         names = [*self.unsaved, *self.changed_numbers()]
-        for saved in (*self._values, *self._generators):
+        for saved in chain(self._values, self._generators):
             is_tensor = isinstance(saved, (TensorStorage, TensorValues))
             # The state of a generator of torch, which replays move, is a tensor.
             if not (is_tensor or isinstance(saved.state, Tensor) or saved.is_same()):

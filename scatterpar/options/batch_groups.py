@@ -7,14 +7,14 @@
     group       0   0   1   1   2
 
 The batches of a group are computed at the same time. Between groups nothing runs. No
-batch is divided, and nothing is joined. If a call writes a buffer, the next batch may
-depend on it, so no group is computed: ``BuffersWritten``.
+batch is divided, and nothing is joined. If a call writes state, such as a buffer or a
+counter, the next batch may depend on it, so no group is computed: ``StateWritten``.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,9 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.batch import nested
+from scatterpar.devices.fingerprints import Fingerprints
 from scatterpar.devices.transfers import Prefetcher
 from scatterpar.devices.write_counters import version, versions
 from scatterpar.errors import warn
+from scatterpar.objects.journal import Journal
+from scatterpar.objects.walk import Walk
 from scatterpar.plan import Plan, make_plan
 from scatterpar.replicas.buffers import written_unseen
 from scatterpar.replicas.replicas import Replica, parameter_writes_refused
@@ -40,13 +43,13 @@ _CHANGED = (
 )
 
 
-class BuffersWritten(Exception):
-    """A call for a batch has written buffers, so batches depend on each other.
+class StateWritten(Exception):
+    """A call for a batch has written state, so batches depend on each other.
 
     Nothing of the group is committed.
 
     Attributes:
-        names: those of the buffers.
+        names: those of buffers, and words for what has no name.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -59,6 +62,10 @@ class BatchGroups:
 
     Within it, the user's values are compared with those of the replicas once. Later
     they are sent again if a version has changed. Calls write nothing of the user's.
+
+    What a call has rebound in its replica, and the versions of tensors, are asked after
+    each call. Bits of buffers, and what replicas share, such as a global list or an
+    object, are compared around the first group.
 
     Args:
         function: it runs in the replicas' threads, without gradients.
@@ -87,6 +94,9 @@ class BatchGroups:
         self._are_replicas_fresh = False  # whether they have had the user's values
         # By replica, where its parameters and buffers are stored.
         self._addresses: dict[int, set[int | None]] = {}
+        # Of what replicas share: before the first group, in which it is compared.
+        self._journal: Journal | None = None
+        self._is_first = True
 
     def results(self, batches: Sequence[Any]) -> list[Any]:
         """The function's results for a group, each on its replica's device.
@@ -98,7 +108,7 @@ class BatchGroups:
             batches: one for each of the first replicas.
 
         Raises:
-            BuffersWritten: a call has written buffers.
+            StateWritten: a call has written state. The next group is a first one.
         """
         plan = make_plan(len(batches), self._device_ids)
         request = Request([], 0, backward=False)
@@ -107,13 +117,39 @@ class BatchGroups:
             self._begin_attempt(request, plan, WHOLE_STEP) as attempt,
         ):
             with self._refreshed(attempt):
+                if self._is_first:
+                    self._begin_watch()
                 calls = [*enumerate(batches)]
                 outcomes = attempt.threads.run(partial(self._call, attempt), calls)
-            names = [name for _, written in outcomes for name in written]
+            names = {name for _, written in outcomes for name in written}
+            names.update(self._written_by_all())
             if names:
-                raise BuffersWritten(sorted(set(names)))
+                # The user's module gets what the batch writes when it is called.
+                self._are_replicas_fresh = False
+                raise StateWritten(sorted(names))
+            self._is_first = False
             attempt.generators.commit()
             return [result for result, _ in outcomes]
+
+    def _begin_watch(self) -> None:
+        """Save what replicas share. Raises ``StateWritten`` if it cannot be saved."""
+        # Without the values of parameters, whose writes are refused.
+        self._journal = Journal(Walk([self._module]))
+        if self._journal.unsaved:
+            raise StateWritten(self._journal.unsaved)
+
+    def _written_by_all(self) -> list[str]:
+        """What calls of the first group have written of what replicas share, in words.
+
+        It is as before the group afterwards.
+        """
+        journal = self._journal
+        self._journal = None
+        if journal is None or journal.is_same():
+            return []
+        words = journal.moved() or "a tensor"
+        journal.restore()
+        return [words]
 
     def synchronize(self) -> None:
         """Wait until the last group's batches are copied. They may change then."""
@@ -160,11 +196,10 @@ class BatchGroups:
         arrived = moved_together(copies, replica.device, batch, copies_all=True)
         copies.issue(0)
         copies.wait_on_stream(0)
-        before = dict(replica.root.named_buffers())
-        counts = versions([*before.values()])
+        before = _State(replica, compares_bits=self._is_first)
         with torch.no_grad():
             result = self._function(replica.root, arrived)
-        names = _written(replica, before, counts)
+        names = before.written()
         written = self._addresses[number]
 
         def kept(tensor: Tensor) -> Tensor:
@@ -175,19 +210,52 @@ class BatchGroups:
         return nested.map_tensors(kept, result), names
 
 
-def _written(
-    replica: Replica, before: Mapping[str, Tensor], counts: Sequence[int]
-) -> list[str]:
-    """The names of the buffers that a call has written, or bound to other tensors."""
-    after = dict(replica.root.named_buffers())
-    names = [*(before.keys() ^ after.keys())]
-    for (name, buffer), count in zip(before.items(), counts, strict=True):
-        if name in after and (after[name] is not buffer or version(buffer) != count):
-            names.append(name)
-    # Batch normalisation may record moments in the place of writing them.
-    if written_unseen(replica.modules) or any(replica.records.values()):
-        names.append("running statistics")
-    return names
+class _State:
+    """The state of a replica before a call.
+
+    Args:
+        replica: it is as refreshed.
+        compares_bits: whether tensors are compared by their bits, too, which shows
+            writes through ``.data``. The host waits for the device.
+    """
+
+    def __init__(self, replica: Replica, *, compares_bits: bool) -> None:
+        self._replica = replica
+        self._buffers = dict(replica.root.named_buffers())
+        # Replicas in one memory share parameters, and others refuse writes to them.
+        self._own = replica.own_tensors()
+        self._versions = versions([*self._own.values()])
+        self._bits: Fingerprints | None = None
+        if compares_bits:
+            self._bits = Fingerprints(self._own, replica.device)
+
+    def written(self) -> list[str]:
+        """The names of what a call has written since."""
+        replica = self._replica
+        after = dict(replica.root.named_buffers())
+        names = [*(self._buffers.keys() ^ after.keys())]
+        names_by_id = {id(buffer): name for name, buffer in self._buffers.items()}
+        written = {
+            number
+            for number, tensor, earlier in zip(
+                self._own, self._own.values(), self._versions, strict=True
+            )
+            if version(tensor) != earlier
+        }
+        if self._bits is not None:
+            bits = Fingerprints(self._own, replica.device)
+            written |= bits.differing_from(self._bits)
+        for number in written:
+            names.append(names_by_id.get(id(self._own[number]), "a tensor"))
+        for name, buffer in self._buffers.items():
+            if name in after and after[name] is not buffer:
+                names.append(name)
+        # Batch normalisation may record moments in the place of writing them.
+        if written_unseen(replica.modules) or any(replica.records.values()):
+            names.append("running statistics")
+        if not names and not replica.is_as_refreshed():
+            names.append("an attribute of a module")
+        return names
 
 
 def _address(tensor: Tensor) -> int | None:

@@ -624,10 +624,12 @@ class Replica(ModuleCopy):
         self._private: list[Tensor] = []
         self._sources: list[Tensor] = []
         self.large: list[LargeCopy] = []
+        self._own: list[int] = []  # both kinds, by number
         for number, tensor in enumerate(self.tensors):
             source = sources[number]
             if storages[number] is source:  # a parameter in shared memory
                 continue
+            self._own.append(number)
             if may_stay(tensor, source):
                 self.large.append(LargeCopy(tensor, source))
             else:
@@ -669,6 +671,10 @@ class Replica(ModuleCopy):
             if large.find_difference():
                 large.refresh()
         self.clear_records()
+
+    def own_tensors(self) -> dict[int, Tensor]:
+        """The tensors that no other replica reads, such as buffers, by number."""
+        return {number: self.tensors[number] for number in self._own}
 
     def affects_others(self) -> bool:
         """Whether outputs of other replicas depend on its rows in this sub-step."""

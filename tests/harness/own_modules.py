@@ -296,6 +296,69 @@ def _(owner, net, x, y):
     return loss_of(net(x), y)
 
 
+@program(
+    "a layer in evaluation for a part of a step",
+    net=lambda: Net(nn.BatchNorm1d(HIDDEN)),
+    prepare=attributes(),
+    read=lambda o, net: [net.body[2].training],
+)
+def _(owner, net, x, y):
+    """The stock Trainer calls ``train()`` before each micro-batch."""
+    if number_of(owner) % 4 == 2:
+        net.body[2].eval()
+    return loss_of(net(x), y)
+
+
+# --- functions in backward passes ---
+
+
+@program(
+    "a hook on a tensor that reads a number",
+    prepare=attributes(norms=lambda net: []),
+    read=lambda o, net: [o.norms],
+)
+def _(owner, net, x, y):
+    """The next call writes the number."""
+    scores = net(x)
+    number_of(owner)
+    scores.register_hook(lambda gradient: owner.norms.append(float(gradient.norm())))
+    scores.register_hook(lambda gradient: gradient * (1 + 0.1 * owner.calls))
+    return loss_of(scores, y)
+
+
+def scale_gradients(owner, module, gradients, _):
+    return (gradients[0] * (1 + 0.1 * owner.calls),)
+
+
+@program(
+    "a backward hook that reads a number",
+    prepare=lambda o, net: (
+        attributes()(o, net),
+        net.head.register_full_backward_hook(partial(scale_gradients, o)),
+    ),
+)
+def _(owner, net, x, y):
+    number_of(owner)
+    return loss_of(net(x), y)
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, net):
+        ctx.net = net
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -0.1 * ctx.net.calls * gradient, None
+
+
+@program("a reversal that reads a number", read=lambda o, net: [net.calls])
+def _(owner, net, x, y):
+    net.calls += 1
+    return loss_of(net(x), y) + loss_of(Reversed.apply(net(2 * x), net), y)
+
+
 def keep(kept, module, args, output):
     kept["output"] = output
 

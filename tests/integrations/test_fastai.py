@@ -894,14 +894,32 @@ class ReadsItsCalls(nn.Module):
         return self.inner(images) * self.calls
 
 
-def test_predictions_that_write_buffers_equal_stock(tmp_path):
-    """All of a group began with the same buffer, and what they wrote was lost."""
+class ReadsItsNumber(ReadsItsCalls):
+    """A number in the place of the buffer."""
+
+    def __init__(self):
+        super().__init__()
+        del self.calls
+        self.calls = 0.0
+
+
+class SwapsLayers(ReadsItsCalls):
+    """Another activation in each forward pass."""
+
+    def forward(self, images):
+        self.add_module("last", nn.ReLU() if self.calls % 2 else nn.Tanh())
+        return self.last(super().forward(images))
+
+
+@pytest.mark.parametrize("make", [ReadsItsCalls, ReadsItsNumber, SwapsLayers])
+def test_predictions_that_write_state_equal_stock(make, tmp_path):
+    """All of a group began with the same state, and what they wrote was lost."""
     results = []
     for callbacks in ([ScatterOnce(["cpu:0", "cpu:1"])], []):
         loader = DataLoader(of_images(17), bs=3)
         learn = Learner(
             DataLoaders(loader, loader, device="cpu"),
-            ReadsItsCalls(),
+            make(),
             nn.CrossEntropyLoss(),
             cbs=callbacks,
             path=tmp_path,

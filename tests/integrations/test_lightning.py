@@ -1359,6 +1359,83 @@ def test_evaluation_equals_stock(verb, loaders, layout):
         assert_logged(own, one)
 
 
+class Adapts(Plain):
+    """A step that writes its module in a way that no version counts."""
+
+    optimizer = None
+
+    def __init__(self, kind):
+        super().__init__()
+        self.double()
+        self.kind = kind
+        self.register_buffer("offset", torch.zeros(CLASSES).double())
+        self.norms = []
+
+    def training_loss(self, batch):
+        return functional.cross_entropy(self.net(batch[0]) + self.offset, batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        getattr(self, self.kind)(batch, batch_idx)
+        self.log("loss", self.training_loss(batch))
+
+    def through_data(self, batch, batch_idx):
+        self.net.weight.data.mul_(0.9)
+        self.offset.data.add_(batch[0].mean())
+
+    def with_new_data(self, batch, batch_idx):
+        self.net.weight.data = self.net.weight.data * 0.9
+        self.offset.data = self.offset.data + torch.arange(CLASSES)
+
+    def with_flags(self, batch, batch_idx):
+        self.net.bias.requires_grad_(batch_idx < 1)
+
+    @torch.enable_grad()
+    def with_gradients(self, batch, batch_idx):
+        self.training_loss(batch).backward()
+        self.norms.append(float(self.net.weight.grad.norm()))
+
+    @torch.enable_grad()
+    def with_optimizer(self, batch, batch_idx):
+        if self.optimizer is None:
+            self.optimizer = torch.optim.SGD(self.net.parameters(), 0.5, momentum=0.9)
+        self.optimizer.zero_grad()
+        self.training_loss(batch).backward()
+        self.optimizer.step()
+
+
+ADAPTS = ("data", "new_data", "flags", "gradients", "optimizer")
+
+
+@pytest.mark.parametrize("kind", ADAPTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_step_that_adapts_in_evaluation(kind, layout):
+    """Test-time training, and the like: the next batch finds what this one left."""
+    kind = f"through_{kind}" if kind == "data" else f"with_{kind}"
+    results = []
+    for strategy in (ScatterOnceStrategy(layout), None):
+        module = made(partial(Adapts, kind))
+        own = trainer(strategy, inference_mode=False)
+        values = own.validate(module, loader(6), verbose=False)
+        flags = [parameter.requires_grad for parameter in module.parameters()]
+        gradients = [parameter.grad for parameter in module.parameters()]
+        results.append([values, module.norms, flags, gradients])
+        results[-1].append({**module.state_dict()})
+    (ours, *written), (stock, *expected) = results
+    near(ours, stock)
+    torch.testing.assert_close(written, expected, check_device=False)
+
+
+def test_evaluation_leaves_replicas_no_gradients():
+    """They stayed in replicas, whose next step added to them."""
+    results = []
+    for strategy in (ScatterOnceStrategy(["cpu:0", "cpu:1"]), None):
+        module = made(partial(Adapts, "with_gradients"))
+        own = trainer(strategy, inference_mode=False, max_epochs=1)
+        own.fit(module, loader(12, 24), loader(6))
+        results.append(module.state_dict())
+    torch.testing.assert_close(*results, check_device=False)
+
+
 @pytest.mark.parametrize(
     "limits", [{"limit_val_batches": 3}, {"limit_val_batches": 0.4}]
 )

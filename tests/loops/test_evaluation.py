@@ -537,7 +537,38 @@ class KeepsStatistics(Counting):
         return {"loss": outputs["loss"] * factor, "logits": outputs["logits"]}
 
 
+class Tally:
+    def __init__(self):
+        self.calls = 0.0
+
+
+class ReadsItsState(Counting):
+    """A model whose forward pass counts in an object, a list, or a buffer's data."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.number = 0.0
+        self.tally = Tally()
+        self.numbers = []
+
+    def forward(self, input_ids, attention_mask, labels):
+        self.number += self.kind == "number"
+        self.tally.calls += self.kind == "object"
+        if self.kind == "list":
+            self.numbers.append(1)
+        if self.kind == "data":
+            self.calls.data.add_(1)
+        outputs = super().forward(input_ids, attention_mask, labels)
+        factor = 1 + self.number + self.tally.calls + len(self.numbers) + self.calls
+        return {"loss": outputs["loss"] * factor, "logits": outputs["logits"] * factor}
+
+
 WRITING = {
+    **{
+        kind: partial(ReadsItsState, kind)
+        for kind in ("number", "object", "list", "data")
+    },
     "in place": ReadsItsCalls,
     "bound": partial(ReadsItsCalls, is_bound=True),
     "running statistics": KeepsStatistics,
@@ -565,7 +596,34 @@ def test_buffers_that_a_library_evaluation_writes(tmp_path, name, writing, caplo
     assert buffers.keys() == expected.keys()
     for key, value in expected.items():
         torch.testing.assert_close(buffers[key], value)
-    assert ("writes buffers in an evaluation" in caplog.text) == (name != "one")
+    assert ("batches are computed alone" in caplog.text) == (name != "one")
+
+
+class MakesTable(Counting):
+    """Its first forward pass makes a table that the next ones read."""
+
+    table = None
+
+    def forward(self, input_ids, attention_mask, labels):
+        if self.table is None:
+            self.table = torch.ones(3, dtype=torch.float64).cumsum(0)
+        outputs = super().forward(input_ids, attention_mask, labels)
+        return {"loss": outputs["loss"], "logits": outputs["logits"] * self.table}
+
+
+def test_table_of_the_first_call_leaves_groups(tmp_path, caplog):
+    """The first batch is computed alone. Then replicas have its table."""
+    caplog.set_level("INFO", "scatterpar")
+    results = []
+    for cls, place in (
+        (ScatterOnceTrainer, {"device_ids": DEVICES["two"]}),
+        (transformers.Trainer, {}),
+    ):
+        trainer = build(cls, tmp_path, MakesTable(), classes, extra=place)
+        results.append(quietly(trainer.evaluate))
+    assert_same_metrics(*results)
+    assert "this batch is computed alone" in caplog.text
+    assert "batches are computed alone" not in caplog.text
 
 
 class OfUser:

@@ -12,7 +12,7 @@ from harness.oracle import randn
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.options.batch_groups import BuffersWritten
+from scatterpar.options.batch_groups import StateWritten
 
 pytestmark = [pytest.mark.core, pytest.mark.draws]
 
@@ -233,7 +233,7 @@ def test_group_that_writes_buffers_leaves_nothing(name, buffers, devices):
     before = copy.deepcopy(module.state_dict())
     with ScatterOnceParallel(module, 1, devices(2), buffers=buffers) as engine:
         state = torch.get_rng_state()
-        with pytest.raises(BuffersWritten):
+        with pytest.raises(StateWritten):
             engine.batch_groups(forward).results(BATCHES[:2])
         assert torch.equal(torch.get_rng_state(), state)
         module.eval()
@@ -243,8 +243,8 @@ def test_group_that_writes_buffers_leaves_nothing(name, buffers, devices):
         assert torch.equal(value, before[key])
 
 
-class WritesItsOutput(nn.Module):
-    """Its output is a tensor of its own that each call writes."""
+class WritesLate(nn.Module):
+    """Its output is a tensor of its own, which some calls write."""
 
     def __init__(self):
         super().__init__()
@@ -252,18 +252,94 @@ class WritesItsOutput(nn.Module):
         self.last = torch.zeros(2)
 
     def forward(self, inputs):
-        self.last.copy_(self.factor * inputs)
+        if inputs[0] >= 3:
+            self.last.copy_(self.factor * inputs)
         return {"last": self.last, "rest": (self.last[1:],)}
 
 
 def test_next_group_leaves_earlier_outputs(devices):
-    batches = [torch.full((2,), float(number)) for number in range(7)]
-    module = WritesItsOutput().eval()
+    batches = [torch.full((2,), float(number)) for number in range(6)]
+    module = WritesLate().eval()
     with ScatterOnceParallel(module, 1, devices(3)) as engine:
-        results = results_of(engine.batch_groups(forward), batches, 3)
-    for result, batch in zip(results, batches, strict=True):
-        assert torch.equal(result["last"], batch)
-        assert torch.equal(result["rest"][0], batch[1:])
+        groups = engine.batch_groups(forward)
+        results = groups.results(batches[:3])
+        with pytest.raises(StateWritten, match="a tensor"):
+            groups.results(batches[3:])
+    for result in results:
+        assert not result["last"].any()
+        assert not result["rest"][0].any()
+
+
+CALLS: list[int] = []  # a global variable
+
+
+class Meter:
+    all_calls = 0
+
+    def __init__(self):
+        self.calls = 0
+
+
+class WritesState(nn.Module):
+    """Writes state of one kind in each call."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.inner = nn.Linear(FEATURES, 2).double()
+        self.spare = nn.ModuleList([nn.Tanh()])
+        self.register_buffer("total", torch.zeros(()))
+        self.number = 0
+        self.numbers = []
+        self.meter = Meter()
+        self.generator = torch.Generator().manual_seed(3)
+        self.write = write
+
+    def forward(self, inputs):
+        self.write(self)
+        return self.inner(inputs)
+
+
+STATES = {
+    "number": lambda m: setattr(m, "number", m.number + 1),
+    "list": lambda m: m.numbers.append(1),
+    "object": lambda m: setattr(m.meter, "calls", m.meter.calls + 1),
+    "global": lambda m: CALLS.append(1),
+    "class": lambda m: setattr(Meter, "all_calls", Meter.all_calls + 1),
+    "generator": lambda m: torch.rand((), generator=m.generator),
+    "data": lambda m: m.total.data.add_(1),
+    "new data": lambda m: setattr(m.total, "data", m.total.data + 1),
+    "layer": lambda m: m.spare.__setitem__(0, nn.ReLU()),
+    "mode": lambda m: m.spare.train(not m.spare.training),
+    "requires_grad": lambda m: m.inner.requires_grad_(not m.inner.weight.requires_grad),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_state_of_any_kind_is_no_group(name, devices):
+    """It was lost, or written by all replicas at once, in silence."""
+    CALLS.clear()
+    module = WritesState(STATES[name]).eval()
+    engine = ScatterOnceParallel(module, 1, devices(2))
+    with engine, pytest.raises(StateWritten):
+        engine.batch_groups(forward).results(BATCHES[:2])
+    assert not CALLS
+    assert not module.meter.calls
+    assert not module.numbers
+    assert not module.total
+    assert not Meter.all_calls
+    expected = torch.Generator().manual_seed(3).get_state()
+    assert torch.equal(module.generator.get_state(), expected)
+    assert type(module.spare[0]) is nn.Tanh
+
+
+def test_iterator_in_a_model_is_no_group(devices):
+    """What a call takes from it cannot be put back, so nothing is called."""
+    module = WritesState(lambda m: next(m.numbers)).eval()
+    module.numbers = iter([1, 2])
+    engine = ScatterOnceParallel(module, 1, devices(2))
+    with engine, pytest.raises(StateWritten, match="numbers"):
+        engine.batch_groups(forward).results(BATCHES[:2])
+    assert [*module.numbers] == [1, 2]
 
 
 def test_results_are_copied_only_if_a_call_writes_them():

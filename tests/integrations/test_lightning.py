@@ -562,6 +562,57 @@ def test_options_refused_by_name(kind, options, words):
         fitted(strategy(), made(kind), **options)
 
 
+def counted_in_part(self, batch, batch_idx):
+    """Zero for the micro-batches without a row that counts."""
+    scores = self(batch[0])
+    counts = batch[0][:, 0] > 0.5
+    if not counts.any():
+        return (scores * 0).sum()
+    losses = functional.cross_entropy(scores, batch[1], reduction="none")
+    return losses[counts].sum() / len(counts)
+
+
+class CorrelatesAfterwards(Classifier):
+    """Of all rows, once per batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.correlation = PearsonCorrCoef()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        scores = outputs["scores"].detach()
+        self.correlation.update(scores[:, 0].float(), batch[0][:, 0].float())
+        self.ended.append({"correlation": self.correlation.compute()})
+
+
+# What is refused, the remedy that the error names, and what follows it.
+REMEDIES = {
+    "a part without a loss": (
+        with_own(training_step=in_part),
+        r"a loss for all, such as \(output \* 0\)\.sum\(\)",
+        with_own(training_step=counted_in_part),
+    ),
+    "a metric that cannot be merged": (
+        Correlates,
+        "return predictions and targets, and update it in on_train_batch_end",
+        CorrelatesAfterwards,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REMEDIES)
+def test_remedy_is_followed(name):
+    refused, words, follows = REMEDIES[name]
+    strategy = partial(ScatterOnceStrategy, ["cpu:0", "cpu:1"], 2)
+    with pytest.raises(ValueError, match=words):
+        fitted(strategy(), made(refused))
+    ours, _ = fitted(strategy(), made(follows))
+    stock, _ = fitted(None, made(follows))
+    assert_same(ours, stock)
+    for own, one in zip(ours.ended, stock.ended, strict=True):
+        torch.testing.assert_close(own.get("correlation"), one.get("correlation"))
+
+
 class Normalised(Classifier):
     def __init__(self):
         super().__init__()

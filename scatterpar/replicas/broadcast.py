@@ -30,6 +30,10 @@ from scatterpar.replicas.large_tensors import Freshness, Reading, is_large, samp
 from scatterpar.replicas.module_contents import ModuleContents
 from scatterpar.replicas.refused_modules import refuse_uncopied
 
+# A buffer that differed in so many comparisons in a row changes in each step. In one of
+# so many comparisons it is asked again.
+_CHANGES = 2
+_COMPARISONS = 16
 # By number of the tensors that are compared: all of their words, or samples.
 _Compared = dict[int, Reading]
 
@@ -57,6 +61,7 @@ class Broadcast:
 
         version changed since it was sent     send it
         version as it was, or a buffer        compare fingerprints, send what differs
+        a buffer that differs in each step    send it, and compare it in each 16th
         the same, of a large tensor           fingerprints of a sample, see
                                               ``large_tensors``
 
@@ -64,7 +69,8 @@ class Broadcast:
     (``fused_writes``). Writes through ``.data``, a NumPy view or
     another storage do not. So the fingerprints of the other parameters are compared
     with those of the copies on another device. So are the fingerprints of buffers,
-    whose versions every commit changes.
+    whose versions every commit changes. Running statistics differ in each step: the
+    host would wait for an answer that it knows.
 
     The owner of a tensor, in ``update`` the master, sends it message by message. Every
     device that has a message sends it on, in the reverse order of ``tree_pairs``.
@@ -105,6 +111,8 @@ class Broadcast:
             if is_large(tensor)
         }
         self._comparisons = 0
+        # In how many comparisons in a row a buffer differed, by its number.
+        self._changes: dict[int, int] = {}
         self._versions: Sequence[int] = ()  # as of the last ``update``
         self.invalidate()
 
@@ -154,6 +162,10 @@ class Broadcast:
             None  # its fingerprints are those of the copies
         )
 
+    def expect_no_change(self) -> None:
+        """Compare all buffers again: forward passes in another mode write others."""
+        self._changes.clear()
+
     def is_current(self) -> bool:
         """Whether all tensors are in their places, with the versions of the last
         ``update``.
@@ -172,14 +184,16 @@ class Broadcast:
         present = versions(self._tensors)  # before the values are read
         self._comparisons += 1
         reads_all = is_look_step(self._comparisons)
+        asks_all = not self._comparisons % _COMPARISONS
         compared: _Compared = {}
         for number, sent in self._sent.items():
             is_as_sent = sent == present[number]
+            changes = self._changes.get(number, 0) >= _CHANGES and not asks_all
             reading = Reading.NOTHING
             if number in self._large:
                 reading = self._large[number].reading(is_as_sent, reads_all)
             # A small one is cheap to read, so its version need not be believed.
-            elif is_as_sent or number not in parameters:
+            elif is_as_sent or not (number in parameters or changes):
                 reading = Reading.ALL
             if reading is not Reading.NOTHING:
                 compared[number] = reading
@@ -209,6 +223,9 @@ class Broadcast:
             owners = comparison.fingerprints.owners
             differing = set(compress(owners, to_numbers(comparison.differences)))
             unchanged = comparison.compared.keys() - differing
+            for number in comparison.compared.keys() - set(self.parameters):
+                changes = self._changes.get(number, 0) + 1
+                self._changes[number] = changes if number in differing else 0
             for number in differing.intersection(self._large):
                 if self._sent[number] == present[number]:
                     self._large[number].is_silent = True

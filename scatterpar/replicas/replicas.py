@@ -395,6 +395,7 @@ class ReplicaSet:
             if flags != self.flags:
                 # A forward pass in another mode may write what it did not write before.
                 self._sends = 0
+                self.broadcast.expect_no_change()
             self.flags = flags
             self._count_change()
         if list(map(_REQUIRES_GRAD, self.tensors)) != self._required:

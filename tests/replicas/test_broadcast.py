@@ -56,6 +56,39 @@ def test_everything_sent_first_then_nothing(broadcast, module):
     assert sent(broadcast) == 0
 
 
+def changed_in(broadcast, module, steps):
+    """Whether each of some steps compared values, after a commit of statistics."""
+    compared = []
+    for _ in range(steps):
+        write(module)
+        write_buffer(module)
+        module.mean.add_(1)
+        comparison = broadcast.compare()
+        compared.append(len(comparison.compared))
+        with torch.no_grad():
+            broadcast.update(Transfers(), comparison)
+        assert_everywhere(broadcast, module)
+    return compared
+
+
+def test_buffers_that_change_are_not_compared(broadcast, module):
+    """The host waited for the answer in each step; in each 16th it still asks."""
+    assert changed_in(broadcast, module, 33) == [0, 1, 1, *[0] * 12, 1, *[0] * 15, 1, 0]
+    broadcast.expect_no_change()
+    assert changed_in(broadcast, module, 4) == [1, 1, 0, 0]
+
+
+def test_buffers_that_stop_changing_are_not_sent(broadcast, module):
+    """Also if their version changes in each step, as after commits in eval mode."""
+    changed_in(broadcast, module, 5)
+    sizes = []
+    for _ in range(14):
+        module.mean.add_(0)
+        sizes.append(sent(broadcast))
+    # Until they are compared, in the 16th step.
+    assert sizes == [2 * 8] * 10 + [0] * 4
+
+
 def write(module):
     with torch.no_grad():
         module.weight.add_(1)

@@ -781,6 +781,15 @@ SABOTAGES = [
         seen_by="test_frozen_parameters_sent_once",
     ),
     Sabotage(
+        name="a buffer that has stopped changing is sent in each step",
+        promise="once",
+        file="replicas/broadcast.py",
+        place="Broadcast.update",
+        text="changes if number in differing else 0",
+        replacement="changes",
+        seen_by="test_buffers_that_stop_changing_are_not_sent",
+    ),
+    Sabotage(
         name="an automatic accum is searched again in each step",
         promise="once",
         file="options/auto_accum.py",

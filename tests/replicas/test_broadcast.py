@@ -89,6 +89,14 @@ def test_buffers_that_stop_changing_are_not_sent(broadcast, module):
     assert sizes == [2 * 8] * 10 + [0] * 4
 
 
+def test_unseen_write_of_a_changing_buffer_is_sent(broadcast, module):
+    """It is compared in each step in which its version has not changed."""
+    changed_in(broadcast, module, 5)
+    module.mean.data[0] = 9
+    assert sent(broadcast) == 2 * 8
+    assert_everywhere(broadcast, module)
+
+
 def write(module):
     with torch.no_grad():
         module.weight.add_(1)

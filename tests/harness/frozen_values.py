@@ -663,7 +663,7 @@ CHANGED_MODULES = {
         net.body.weight, "data", net.body.weight.detach() * 2
     ),
     "a parameter": lambda net: setattr(
-        net.body, "bias", nn.Parameter(torch.ones(CLASSES).double())
+        net.body, "bias", nn.Parameter(torch.ones_like(net.body.bias))
     ),
 }
 # Values of torch's own losses.

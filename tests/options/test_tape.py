@@ -11,6 +11,7 @@ import random
 import re
 import warnings
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -27,8 +28,10 @@ from harness.frozen_values import (
 from harness.oracle import randn
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from scatterpar import ScatterOnceParallel
+from scatterpar.options import cuda_graphs
 from scatterpar.options.tape import RepeatableTape, Tape, difference
 
 HOST = torch.device("cpu")
@@ -44,6 +47,51 @@ NEVER_CAPTURED = {"a_number_read_from_a_tensor"}
 SEEN_BEFORE = {"a_flag_of_torch"}
 # What nobody can repeat, to compare it.
 NEW_IN_EACH_RUN = {"a_clock", "random_of_the_system"}
+# Their checkpoints set the random generator, which no graph repeats.
+DRAWING = {"a_number_beside_dropout", "a_rate_of_dropout", "a_seed_in_the_call"}
+
+
+class Beside(NamedTuple):
+    """What sub-steps have beside the value.
+
+    Attributes:
+        has_draws: whether the module has dropout, and runs under autocast.
+        has_checkpoint: whether the function that reads the value is computed again in
+            the backward pass.
+        graphs: the engine's option.
+    """
+
+    has_draws: bool = False
+    has_checkpoint: bool = False
+    graphs: bool | None = True
+
+
+NOTHING = Beside()
+BESIDE = {
+    "draws, asked": Beside(has_draws=True),
+    "draws": Beside(has_draws=True, graphs=None),
+    "checkpoint, asked": Beside(has_checkpoint=True),
+    "checkpoint": Beside(has_checkpoint=True, graphs=None),
+}
+
+
+def each_beside(names, *quick):
+    """Each name of a table beside each of these; all slow except the ``quick`` ones."""
+    return pytest.mark.parametrize(
+        ("name", "beside"),
+        [
+            pytest.param(name, beside, marks=[] if name in quick else pytest.mark.slow)
+            for name in names
+            for beside in BESIDE
+        ],
+    )
+
+
+@pytest.fixture
+def waiting(monkeypatch):
+    """Devices that capture by default, and wait for the host."""
+    monkeypatch.setattr(cuda_graphs, "_captures", lambda _: True)
+    monkeypatch.setattr(cuda_graphs, "_BUSY", 1e9)
 
 
 @contextlib.contextmanager
@@ -68,7 +116,9 @@ def values_restored():
         np.random.set_state(states[1])
 
 
-def trained(module, criterion, change, graphs, places, targets=None):
+def trained(
+    module, criterion, change, graphs, places, targets=None, *, has_autocast=False
+):
     """Losses and gradients of some steps, and what was said of graphs in each.
 
     ``change()`` is called before one of them.
@@ -77,7 +127,8 @@ def trained(module, criterion, change, graphs, places, targets=None):
     random.seed(5)
     np.random.seed(5)
     results, reports = [], []
-    inputs = randn(ROWS, FEATURES)
+    (first, *_) = module.parameters()
+    inputs = randn(ROWS, FEATURES).to(first.dtype)
     options = {"graphs": graphs, "verify": False}
     engine = ScatterOnceParallel(module, ACCUM, places, **options)
     with engine, values_restored():
@@ -85,7 +136,9 @@ def trained(module, criterion, change, graphs, places, targets=None):
             if step == CHANGE:
                 change()
             module.zero_grad()
-            results.append(engine.forward_backward(inputs, targets, criterion))
+            with torch.autocast("cpu", torch.bfloat16, enabled=has_autocast):
+                loss = engine.forward_backward(inputs, targets, criterion)
+            results.append(loss)
             results += [p.grad for p in module.parameters() if p.grad is not None]
             results += [buffer.clone() for buffer in module.buffers()]
             reports.append(engine.last_step.graphs)
@@ -97,16 +150,26 @@ def in_context(function, *args):
     return contextvars.copy_context().run(function, *args)
 
 
-def trained_by(make, graphs, places):
+def trained_by(make, graphs, places, beside=NOTHING):
     """As ``trained``, of a linear layer and a function of its output."""
     function, change = make()
     torch.manual_seed(3)
-    module = nn.Linear(FEATURES, CLASSES).double()
+    module = nn.Linear(FEATURES, CLASSES)
+    if beside.has_draws:
+        module = nn.Sequential(module, nn.Dropout(0.5))
+    else:
+        module.double()  # which autocast leaves as it is
 
     def criterion(output, _):
-        return function(output).square().mean()
+        output = output.double()
+        if beside.has_checkpoint:
+            output = checkpoint(function, output, use_reentrant=False)
+        else:
+            output = function(output)
+        return output.square().mean()
 
-    return trained(module, criterion, change, graphs, places)
+    options = {"has_autocast": beside.has_draws}
+    return trained(module, criterion, change, graphs, places, **options)
 
 
 def assert_found(found, expected, is_captured=True, is_undone=True):
@@ -138,20 +201,61 @@ def test_changed_value_is_found(name, places):
 
 
 @pytest.mark.draws
+@each_beside(CHANGED, "a_global")
+@pytest.mark.filterwarnings("ignore:graphs=True")
+def test_changed_value_is_found_beside(name, beside, waiting):
+    """Also by default; there nothing is told."""
+    beside = BESIDE[beside]
+    with warnings.catch_warnings():
+        if beside.graphs is None:
+            warnings.simplefilter("error")
+        found, expected = (
+            in_context(trained_by, CHANGED[name], graphs, PLACES["two"], beside)
+            for graphs in (beside.graphs, False)
+        )
+    is_captured = name not in NEVER_CAPTURED
+    is_captured &= not (beside.has_checkpoint and name in DRAWING)
+    # A checkpoint inside of a checkpoint runs the same operators.
+    is_same = beside.has_checkpoint and name == "a_checkpoint"
+    is_undone = name not in SEEN_BEFORE and not is_same
+    assert_found(found, expected, is_captured, is_undone)
+
+
+@pytest.mark.draws
 @in_places
 @pytest.mark.parametrize("name", CHANGED_MODULES)
 def test_changed_module_is_found(name, places):
+    assert_module_is_found(name, PLACES[places])
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("graphs", [True, None])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name == "a dict" else pytest.mark.slow)
+        for name in CHANGED_MODULES
+    ],
+)
+def test_changed_module_is_found_under_autocast(name, graphs, waiting):
+    assert_module_is_found(name, PLACES["two"], graphs, torch.float32)
+
+
+def assert_module_is_found(name, places, graphs=True, dtype=torch.float64):
+    """Under autocast with another dtype than float64, which it leaves as it is."""
+    options = {"has_autocast": dtype is not torch.float64}
     found = []
-    for graphs in (True, False):
+    for option in (graphs, False):
         torch.manual_seed(3)
-        module = Network().double()
+        module = Network().to(dtype)
         found.append(
             trained(
                 module,
                 lambda output, _: output.square().mean(),
                 lambda module=module: CHANGED_MODULES[name](module),
-                graphs,
-                PLACES[places],
+                option,
+                places,
+                **options,
             )
         )
     # A parameter in other memory is no change of what is computed: it is captured
@@ -159,7 +263,8 @@ def test_changed_module_is_found(name, places):
     (results, reports), (expected, _) = found
     assert all(map(torch.equal, results, expected))
     assert "sub-steps replayed" in reports[CHANGE - 1]
-    assert reports[CHANGE] != reports[CHANGE - 1]
+    # By default the step before was the first one that was captured, too.
+    assert graphs is None or reports[CHANGE] != reports[CHANGE - 1]
 
 
 @pytest.mark.draws
@@ -185,14 +290,25 @@ def unchanged(make):
 @pytest.mark.parametrize("name", MOVING)
 def test_moving_value_never_captured(name):
     """Two calls in a row differ, or leave something behind that the next one reads."""
+    assert_never_captured(name, NOTHING)
+
+
+@pytest.mark.draws
+@each_beside(MOVING, "a_counter")
+def test_moving_value_never_captured_beside(name, beside, waiting):
+    assert_never_captured(name, BESIDE[beside])
+
+
+def assert_never_captured(name, beside):
+    """A moving value is told once, if graphs are asked for."""
     found = []
-    for graphs in (True, False):
+    for graphs in (beside.graphs, False):
         # The first values of NumPy and Python are the same.
-        make = MOVING[name]
+        make = partial(unchanged, MOVING[name])
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            found.append(trained_by(partial(unchanged, make), graphs, PLACES["one"]))
-        assert len(told) == graphs
+            found.append(trained_by(make, graphs, PLACES["one"], beside))
+        assert len(told) == (graphs is True)
     (results, reports), (expected, _) = found
     assert not any("replayed" in report for report in reports[1:]), reports
     if name not in NEW_IN_EACH_RUN:

@@ -227,11 +227,11 @@ def _add_large(
     """Take gradients larger than a message out of ``arriving``, and add their parts."""
     for index in list(arriving):
         gradient = arriving[index]
+        # First, as most are small. Sparse tensors have no ``nbytes``.
+        if gradient.numel() * gradient.element_size() <= coalescing.CHUNK_BYTES:
+            continue
         sum_so_far = total.get(index)
         if sum_so_far is None or not _are_dense(sum_so_far, gradient):
-            continue
-        # Asked after the layout: sparse tensors have no ``nbytes``.
-        if gradient.nbytes <= coalescing.CHUNK_BYTES:
             continue
         del arriving[index]
         # Parts of a message's size: the master needs no memory for a second gradient.
@@ -250,10 +250,14 @@ def _add(total: dict[int, Tensor], message: dict[int, Tensor], in_place: bool) -
 
     An index that ``total`` lacks gets its gradient.
     """
-    together: list[int] = []  # the gradients that one operator adds
-    for index, gradient in message.items():
-        if in_place and index in total and has_foreach(total[index], gradient):
-            together.append(index)
+    # The gradients that one operator adds: mostly all, which is asked in one call.
+    together = [index for index in message if in_place and index in total]
+    if not has_foreach(
+        *map(total.__getitem__, together), *map(message.__getitem__, together)
+    ):
+        together = [
+            index for index in together if has_foreach(total[index], message[index])
+        ]
     if together:
         sums = [total[index] for index in together]
         torch._foreach_add_(sums, [message[index] for index in together])

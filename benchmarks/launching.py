@@ -158,6 +158,9 @@ def print_layout(name: str, cards: int, accum: int) -> None:
     else:
         title = "plain loop"
         step = plain_loop(name, model, accum)
+    # Parameters of another version are sent. Others are compared, and the answer of a
+    # kernel that does not run is that they were written unseen: then each step reads them.
+    optimizer.step()
     values.remove()
     for _ in range(2):
         step()

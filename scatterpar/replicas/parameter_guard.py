@@ -31,8 +31,8 @@ from scatterpar.replicas.broadcast import Broadcast
 from scatterpar.replicas.handed_on import HandedOn
 from scatterpar.replicas.refused_modules import parameters_of
 
-# The positions of written parameters, by the memory in which they were written:
-# ``None`` if a storage was exchanged for another with other values.
+# The numbers of written parameters among a replica's tensors, by the memory in which
+# they were written: ``None`` if a storage was exchanged for one with other values.
 _Writes = dict[torch.device | None, set[int]]
 
 
@@ -59,9 +59,8 @@ class ParameterGuard:
             for device in broadcast.memories
         }
         self._master, *_ = broadcast.memories
-        self._originals = self._memories[self._master]
         # The user's own, too: an object that replicas share may lead to them.
-        self._watched = [(self._master, self._originals)]
+        self._watched = [(self._master, self._memories[self._master])]
         for device, tensors in copies:
             self._watched.append((device, _parameters(broadcast, tensors)))
 
@@ -121,9 +120,12 @@ class ParameterGuard:
         """Fingerprints of the parameters in each memory."""
         with torch.inference_mode(False), torch.no_grad():
             return {
-                device: Fingerprints(dict(enumerate(tensors)), device)
+                device: Fingerprints(self._by_number(tensors), device)
                 for device, tensors in self._memories.items()
             }
+
+    def _by_number(self, parameters: Sequence[Tensor]) -> dict[int, Tensor]:
+        return dict(zip(self._broadcast.parameters, parameters, strict=True))
 
     def _refusals(
         self,
@@ -147,7 +149,7 @@ class ParameterGuard:
         lost = writes[self._master]
         # The error names one that is lost, if there is one: the user has to restore it.
         first, *later = sorted(lost or written)
-        name = self._name_of(self._originals[first])
+        name = self._name_of(self._broadcast.at(self._master)[first])
         if later:
             name += f" (and {len(later)} more)"
         outcome = "nothing was changed"
@@ -180,6 +182,7 @@ class ParameterGuard:
         in another dtype, for a parameter that is not trained.
         """
         writes: _Writes = defaultdict(set)
+        originals = self._broadcast.at(self._master)
         for (device, tensors), earlier in zip(self._watched, before, strict=True):
             present = versions(tensors)
             canonical = self._memories[device]
@@ -189,26 +192,25 @@ class ParameterGuard:
             )
             if is_in_place and present == earlier:
                 continue
-            for position, tensor in enumerate(tensors):
+            for number, tensor, storage, was, now in zip(
+                *(self._broadcast.parameters, tensors, canonical, earlier, present),
+                strict=True,
+            ):
                 # First: an exchanged storage has another version, which says nothing.
-                storage = canonical[position]
                 if not tensor.is_set_to(storage):
-                    if not self._originals[position].requires_grad:
+                    if not originals[number].requires_grad:
                         # A frozen parameter that a forward pass casts loses nothing.
                         storage = storage.to(tensor.dtype)
                     if not same_bits(tensor, storage):
                         # Nothing is lost: the parameter still has its own storage.
-                        writes[None].add(position)
-                elif present[position] != earlier[position]:
-                    writes[device].add(position)
+                        writes[None].add(number)
+                elif now != was:
+                    writes[device].add(number)
         if fingerprints:
             for device, present_values in self._fingerprints().items():
                 writes[device] |= present_values.differing_from(fingerprints[device])
-        if allowed:
-            for positions in writes.values():
-                for position, number in enumerate(self._broadcast.parameters):
-                    if number in allowed:
-                        positions.discard(position)
+        for numbers in writes.values():
+            numbers.difference_update(allowed)
         return writes
 
 

@@ -463,6 +463,26 @@ class ReplicaSet:
         self.builds += 1
         # Before anything is copied: the error names the user's module.
         check_placement(self.root, self.device_ids)
+        self._find_contents()
+        # If only containers have changed, the copies in other memories stay.
+        if not self.broadcast.adopt(self.contents, self.device_ids):
+            self.broadcast = Broadcast(self.contents, self.device_ids)
+        if self.contents.compiled and self.compiler is None:
+            self.compiler = Compiler()
+        self.replicas = [Replica(self, device) for device in self.device_ids]
+        self._sends = 0
+        self._lacks_data = False
+        self._prepare_turns()
+        copies = [(replica.device, replica.tensors) for replica in self.replicas]
+        # New ones have passed no check in any mode.
+        self.guard = ParameterGuard(self.broadcast, copies)
+        self._set_requires_grad()
+        # Last: until then the replicas count as not built.
+        self._state = Snapshot(self.contents.containers, self.contents.facts)
+        self.flags = self._state.flags()
+
+    def _find_contents(self) -> None:
+        """Find all that the root holds, and which parameters replicas do not share."""
         for number in self.handed_on.begun:
             tensor = self.tensors[number]
             self._written[id(tensor)] = tensor
@@ -478,18 +498,13 @@ class ReplicaSet:
         # Searched once: each step asks whether one of them trains.
         self.synchronised = synchronised_layers(self.modules)
         self.computed = computing_hooks(self.modules)
-        # If only containers have changed, the copies in other memories stay.
-        if not self.broadcast.adopt(self.contents, self.device_ids):
-            self.broadcast = Broadcast(self.contents, self.device_ids)
-        compiled = self.contents.compiled
         if self.options.compile_fn is not None:
             # Not if the user has compiled the root, perhaps in another way.
-            compiled.setdefault(id(self.root), (self.root, self.options.compile_fn))
-        if compiled and self.compiler is None:
-            self.compiler = Compiler()
-        self.replicas = [Replica(self, device) for device in self.device_ids]
-        self._sends = 0
-        self._lacks_data = False
+            compiled = self.root, self.options.compile_fn
+            self.contents.compiled.setdefault(id(self.root), compiled)
+
+    def _prepare_turns(self) -> None:
+        """Note what calls in turn hand on, and where they may write."""
         weights = self.contents.weights
         self.handed_on = HandedOn(self.modules, self.tensors, weights, self._written)
         compiled_modules: set[nn.Module] = set()
@@ -503,13 +518,6 @@ class ReplicaSet:
         self._registries: set[int] = set()
         for module in self.modules:
             self._registries.update(id(vars(module)[name]) for name in _REGISTRIES)
-        copies = [(replica.device, replica.tensors) for replica in self.replicas]
-        # New ones have passed no check in any mode.
-        self.guard = ParameterGuard(self.broadcast, copies)
-        self._set_requires_grad()
-        # Last: until then the replicas count as not built.
-        self._state = Snapshot(self.contents.containers, self.contents.facts)
-        self.flags = self._state.flags()
 
     def _refuse_created(self) -> None:
         # Calls in turn create them in the user's module.
@@ -524,23 +532,21 @@ class ReplicaSet:
         Without running statistics that are updated once per step.
         """
         first = self.replicas[0]
+        buffers: list[BufferValue] = []
         if self.handed_on.was_lent:
-            once_per_step = {
-                id(self.modules[number]._buffers) for number in first.records
-            }
-            return [
-                (registry, name, value)
-                for registry, name, value in self.handed_on.values(
-                    first.device, transfers
-                )
-                if id(registry) not in once_per_step or name not in RUNNING
-            ]
+            buffers += self.handed_on.values(first.device, transfers)
+        else:
+            values = values_after(self.modules, first.modules, first.copy_of)
+            for number, name, value in values:
+                buffers.append((self.modules[number]._buffers, name, value))
+        if not first.records:
+            return buffers
         # Running statistics of layers that record come from ``recorded``.
-        values = values_after(self.modules, first.modules, first.copy_of)
+        recording = {id(self.modules[number]._buffers) for number in first.records}
         return [
-            (self.modules[number]._buffers, name, value)
-            for number, name, value in values
-            if number not in first.records or name not in RUNNING
+            (registry, name, value)
+            for registry, name, value in buffers
+            if id(registry) not in recording or name not in RUNNING
         ]
 
     def recorded(self, active: int, transfers: Transfers) -> list[Layer]:

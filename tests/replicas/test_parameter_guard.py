@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from harness.oracle import (
     assert_gradients,
     build,
     gradients,
+    seeded,
     whole_batch,
 )
 from harness.pairwise import pairwise
@@ -25,6 +27,9 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
+from scatterpar.replicas.broadcast import Broadcast
+from scatterpar.replicas.module_contents import ModuleContents
+from scatterpar.replicas.parameter_guard import ParameterGuard
 
 ROWS, LABELS = BATCH
 TOKENS = torch.arange(9) * 2 % 13
@@ -369,3 +374,26 @@ def test_criterion_writing_model_refused(devices):
 
     with by_engine(model, devices(2), 1) as run, refused("weight", model, lost=True):
         run(ROWS, criterion)
+
+
+@pytest.mark.parametrize("is_unseen", [False, True], ids=["in place", "through .data"])
+def test_guard_allows_what_calls_hand_on(is_unseen):
+    """By its number among all tensors: buffers lie between the parameters."""
+    with seeded():
+        module = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
+    contents = ModuleContents((module,))
+    host = torch.device("cpu")
+    tensors = list(contents.tensors.values())
+    guard = ParameterGuard(Broadcast(contents, [host]), [(host, tensors)])
+    weight = module[1].weight
+    numbers = {key: number for number, key in enumerate(contents.tensors)}
+
+    def write(*, allowed, mode):
+        handed_on = SimpleNamespace(was_lent=True, begun={numbers[id(allowed)]})
+        with guard.read_only(mode, handed_on=handed_on), torch.no_grad():
+            (weight.data if is_unseen else weight).add_(1)
+
+    write(allowed=weight, mode="one")
+    for mode, other in enumerate([module[0].weight, module[0].bias, module[1].bias]):
+        with pytest.raises(RuntimeError, match=r"the parameter '1\.weight', which"):
+            write(allowed=other, mode=mode)

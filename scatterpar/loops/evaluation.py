@@ -219,9 +219,9 @@ class Turns:
         self._tensors: list[Tensor] = []  # the user's, of which replicas were made
         # By device, the versions of these tensors whose values it has.
         self._sent: dict[torch.device, list[int]] = {}
-        # Those that calls write without a version, by ``id``, and where this was asked.
+        # Those that calls write without a version, by ``id``; whether this was asked.
         self._unseen: set[int] = set()
-        self._compared_on: set[torch.device] = set()
+        self._is_compared = False
 
     def next_device(self) -> torch.device:
         """The device of the next batch."""
@@ -238,7 +238,8 @@ class Turns:
         if not self._replicas and len(self.devices) > 1:
             self._refresh()
         if device == self.devices[0]:
-            return self._compared(self._tensors, device)
+            is_first = self._replicas and not self._is_compared
+            return self._compared() if is_first else contextlib.nullcontext()
         return self._lent(self._refreshed(device), device)
 
     @contextlib.contextmanager
@@ -259,7 +260,6 @@ class Turns:
                 use_device(away, ()),
                 drawing_as(home, away),
                 _gradients_lent(pairs, away, home),
-                self._compared(copies, device),
                 lending.lent(Loan(pairs), away),
             ):
                 yield
@@ -276,39 +276,31 @@ class Turns:
             self._sent[device] = versions(self._tensors)
 
     @contextlib.contextmanager
-    def _compared(
-        self, tensors: Sequence[Tensor], device: torch.device
-    ) -> Iterator[None]:
-        """In the body, a call may write ``tensors``: the user's, or copies.
+    def _compared(self) -> Iterator[None]:
+        """In the body, the first call of the evaluation may write the user's tensors.
 
-        In the first call on each device their bits are compared. What is written
-        without a version, as through ``.data``, is so in later calls, too.
+        Their bits are compared. What is written without a version, as through
+        ``.data``, is so in later calls, too.
         """
-        if device in self._compared_on:
-            yield
-            return
-        self._compared_on.add(device)
-        counts = versions(tensors)
-        before = self._fingerprints(tensors, device)
+        # Once: the host waits for the device.
+        self._is_compared = True
+        counts = versions(self._tensors)
+        before = self._fingerprints()
         try:
             yield
         finally:
-            present = versions(tensors)
-            differing = self._fingerprints(tensors, device).differing_from(before)
-            for number in differing:
+            present = versions(self._tensors)
+            for number in self._fingerprints().differing_from(before):
                 if counts[number] == present[number]:
                     self._unseen.add(id(self._tensors[number]))
 
-    def _fingerprints(
-        self, tensors: Sequence[Tensor], device: torch.device
-    ) -> Fingerprints:
+    def _fingerprints(self) -> Fingerprints:
+        compared: dict[int, Tensor] = {}
+        for number, tensor in enumerate(self._tensors):
+            if tensor.layout is torch.strided:
+                compared[number] = tensor.detach()
         with torch.no_grad():
-            compared = {
-                number: tensor.detach()
-                for number, tensor in enumerate(tensors)
-                if tensor.layout is torch.strided
-            }
-            return Fingerprints(compared, device)
+            return Fingerprints(compared, self.devices[0])
 
     def _present_lending(self, home: torch.device) -> Lending:
         """Lends what the modules lead to; other modules may have come since."""

@@ -579,6 +579,8 @@ class TrainerLoop(Loop):
         with contextlib.ExitStack() as stack:
             stack.enter_context(turns.turn(device))
             if device != turns.devices[0]:
+                # Not every library's function asks the Trainer to place its inputs.
+                inputs = moved(inputs, physical(device))
                 placed = _Placed(self.trainer.accelerator, physical(device))
                 stack.enter_context(overridden(self.trainer, accelerator=placed))
                 here = overridden(self.trainer.args, _setup_devices=physical(device))

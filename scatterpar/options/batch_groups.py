@@ -253,7 +253,7 @@ class _State:
         # Batch normalisation may record moments in the place of writing them.
         if written_unseen(replica.modules) or any(replica.records.values()):
             names.append("running statistics")
-        if not names and not replica.is_as_refreshed():
+        if not names and not replica.has_equal_values():
             names.append("an attribute of a module")
         return names
 

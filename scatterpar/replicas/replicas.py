@@ -735,6 +735,10 @@ class Replica(ModuleCopy):
         """Whether forward passes have rebound nothing since the last refresh."""
         return self.state.unchanged() and all(starmap(Tensor.is_set_to, self._places))
 
+    def has_equal_values(self) -> bool:
+        """Whether forward passes have rebound plain values alone, to equal ones."""
+        return self.state.is_equal() and all(starmap(Tensor.is_set_to, self._places))
+
     def set_requires_grad(self, trained: Mapping[int, torch.dtype]) -> None:
         """Set which tensors are ``trained``, and the dtypes of their gradients."""
         self._trained = trained

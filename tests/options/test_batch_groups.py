@@ -332,6 +332,23 @@ def test_state_of_any_kind_is_no_group(name, devices):
     assert type(module.spare[0]) is nn.Tanh
 
 
+def test_equal_values_are_no_state(devices):
+    """PEFT sets the list of its active adapters anew when another one has been used."""
+
+    def rebind(module):
+        module.numbers = [*module.numbers]
+        module.names = {"active": (module.number, *module.numbers)}
+
+    module = WritesState(rebind).eval()
+    module.numbers = [1, "default"]
+    module.names = {"active": (module.number, 1, "default")}
+    with ScatterOnceParallel(module, 1, devices(2)) as engine:
+        assert len(engine.batch_groups(forward).results(BATCHES[:2])) == 2
+        module.names = {"active": (module.number, 2, "default")}
+        with pytest.raises(StateWritten):
+            engine.batch_groups(forward).results(BATCHES[:2])
+
+
 def test_iterator_in_a_model_is_no_group(devices):
     """What a call takes from it cannot be put back, so nothing is called."""
     module = WritesState(lambda m: next(m.numbers)).eval()

@@ -1239,7 +1239,7 @@ SABOTAGES = [
         promise="as in plain torch",
         file="options/batch_groups.py",
         place="_State.written",
-        text="if not names and not replica.is_as_refreshed():",
+        text="if not names and not replica.has_equal_values():",
         replacement="if False:",
         seen_by="test_state_of_any_kind_is_no_group",
     ),

@@ -1661,6 +1661,15 @@ SABOTAGES = [
         seen_by="test_look_begins_each_call_with_its_numbers",
     ),
     Sabotage(
+        name="a call finds the gradients of its replica's earlier calls",
+        promise="turns",
+        file="loops/lending.py",
+        place="Lending.gradients_hidden",
+        text="if replica_set.handed_on.calls == 1 and not replica_set.has_gradients:",
+        replacement="if True:",
+        seen_by="test_gradients_of_earlier_calls_are_refused",
+    ),
+    Sabotage(
         name="a step that has failed leaves its calls' state to the next one",
         promise="turns",
         file="loops/loop.py",

@@ -68,6 +68,10 @@ class ModuleLoop(Loop):
     once_per_batch = (
         "on_train_batch_start runs once per batch, and self.global_step counts steps"
     )
+    gradients_at = (
+        "on_before_optimizer_step finds the gradient of the whole batch in .grad, and "
+        "may keep a copy for the next step"
+    )
     not_lent = OF_LOOP
     takes_turns = True
 

@@ -135,6 +135,10 @@ class TrainerLoop(Loop):
     function = "compute_loss"
     remedies = _REMEDIES
     once_per_batch = "self.state.global_step counts steps"
+    gradients_at = (
+        "A callback's on_pre_optimizer_step finds the gradient of the whole batch in "
+        ".grad, and may keep a copy for the next step"
+    )
     not_lent = _NOT_LENT
 
     def __init__(self, trainer: Any, buffers: Buffers) -> None:

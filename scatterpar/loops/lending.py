@@ -28,6 +28,7 @@ import contextlib
 import contextvars
 import copy
 import functools
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -40,6 +41,7 @@ from scatterpar.batch.nested import MAX_ENTRIES
 from scatterpar.devices.transfers import to_device, write
 from scatterpar.devices.write_counters import version, versions
 from scatterpar.loops.kept_places import KeptPlaces
+from scatterpar.loops.pending_gradients import PendingGradients
 from scatterpar.objects.references import parts_of
 from scatterpar.objects.snapshot import refill
 from scatterpar.objects.walk import Place, PlaceKind, Walk
@@ -184,6 +186,8 @@ class Lending:
         # how many of them each replica has followed.
         self._changed: list[int] = []
         self._followed: dict[Replica, int] = {}
+        self._pending: weakref.WeakKeyDictionary[Replica, PendingGradients]
+        self._pending = weakref.WeakKeyDictionary()
         # On parameters that calls of this step have created.
         self._hooks: list[Any] = []
         # Context variables that calls of this step have set. Each replica's thread has
@@ -213,6 +217,31 @@ class Lending:
                 created = self._take_home(loan, places)
                 if isinstance(loan, TurnLoan) and not is_look():
                     self._refuse_gradients(loan, created)
+
+    @contextlib.contextmanager
+    def gradients_hidden(
+        self, loan: Loan, function: str, remedy: str
+    ) -> Iterator[None]:
+        """In the body, a call of the step function finds no gradients of earlier calls.
+
+        Inside of ``lent``. The first call of a step finds those of earlier steps, which
+        replicas do not have either.
+        """
+        if not isinstance(loan, TurnLoan) or is_look():
+            yield
+            return
+        replica_set = loan.replica_set
+        if replica_set.handed_on.calls == 1 and not replica_set.has_gradients:
+            yield
+            return
+        tensors = loan.replica.tensors
+        pending = self._pending.get(loan.replica)
+        if pending is None:
+            pending = PendingGradients(_names_in(loan), function, remedy)
+            self._pending[loan.replica] = pending
+        numbers = [number for number in replica_set.trained if tensors[number].is_leaf]
+        with pending.hiding({number: tensors[number] for number in numbers}):
+            yield
 
     def _present_places(self, loan: Loan) -> list[KeptPlaces]:
         """The places that lead to tensors, as they are now."""
@@ -489,6 +518,17 @@ class _Substitution:
         if tensor.requires_grad and not self._trained:
             return False
         return tensor.device.type != "cpu" and tensor.device != self._device
+
+
+def _names_in(loan: TurnLoan) -> dict[int, str]:
+    """The quoted names of parameters, by their numbers, in the body of ``lent``."""
+    root = loan.replica_set.root
+    names = {id(parameter): repr(name) for name, parameter in parameters_of(root)}
+    return {
+        number: names[id(tensor)]
+        for number, tensor in enumerate(loan.replica.tensors)
+        if id(tensor) in names
+    }
 
 
 def _refuse_gradient(name: str, _: Tensor) -> None:

@@ -42,6 +42,7 @@ class Loop:
         function: the name of the step function, for texts.
         remedies: as in ``LoopOptions``.
         once_per_batch: what counts steps, for texts about numbers that calls write.
+        gradients_at: where gradients can be read, for the text about those in a call.
         not_lent: names of attributes of owners that stay as they are. They lead to
             data, to the loop, or to modules that are exchanged otherwise.
         lends: whether calls in turn are those of the user's own modules.
@@ -57,6 +58,7 @@ class Loop:
     function: str
     remedies: str
     once_per_batch: str
+    gradients_at = "Read it when the step has ended"
     not_lent: Collection[str] = ()
     lends = True
     turn = Scope.FUNCTION
@@ -168,7 +170,11 @@ class Loop:
             self.functions.restart_look()
         assert self.engine is not None
         turns = self.engine.present_turns
-        with lasting_a_turn(turns, self.lending.lent(loan, device)):
+        with (
+            lasting_a_turn(turns, self.lending.lent(loan, device)),
+            # Not until the turn ends, with a backward pass that adds gradients.
+            self.lending.gradients_hidden(loan, self.function, self.gradients_at),
+        ):
             yield
 
     def loan_of(self, work: nn.Module) -> Loan:

@@ -80,7 +80,7 @@ class HandedOn:
     Attributes:
         lent: the numbers of the tensors that calls in turn get: parameters, and
             registered buffers.
-        was_lent: whether a call of this step was in turn.
+        calls: the number of calls of this step that were in turn.
         begun: the numbers of frozen parameters that calls have begun to write.
     """
 
@@ -133,10 +133,15 @@ class HandedOn:
         self._latest: dict[int, _Value] = {}
         # By ``id`` of a replica's tensors: those of ``begun`` in memory of its own.
         self._separated: dict[int, set[int]] = {}
-        self.was_lent = False
+        self.calls = 0
         self._mode = mode
         self._transfers = transfers
         self._comparison: Fingerprints | None = None
+
+    @property
+    def was_lent(self) -> bool:
+        """Whether a call of this step was in turn."""
+        return self.calls > 0
 
     # --- frozen parameters ---
 
@@ -173,8 +178,8 @@ class HandedOn:
 
     def begin(self, tensors: Sequence[Tensor], device: torch.device) -> None:
         """A call begins: the replica's ``tensors`` get the latest values and flags."""
-        if not self.was_lent:
-            self.was_lent = True
+        self.calls += 1
+        if self.calls == 1:
             self._steps += 1
             is_new = self._mode not in self._checked
             self._compares = is_new or is_look_step(self._steps)

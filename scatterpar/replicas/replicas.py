@@ -259,6 +259,7 @@ class ReplicaSet:
         computed: the user's modules with weights that hooks compute, and the hooks.
         leaves: the user's tensors among them that were not computed from parameters.
         handed_on: what calls in turn hand on to each other.
+        has_gradients: whether the user's tensors had gradients when the step began.
         calls_in_backward: of the user's modules, while replicas take turns.
         guard: refuses forward passes that write parameters.
     """
@@ -281,6 +282,7 @@ class ReplicaSet:
         self.modules: list[nn.Module] = []
         self.tensors: list[Tensor] = []
         self.handed_on = HandedOn((), (), set())
+        self.has_gradients = False
         # Frozen parameters that calls in turn have written, by ``id``.
         self._written: dict[int, Tensor] = {}
         self.calls_in_backward = CallsInBackward((), ())

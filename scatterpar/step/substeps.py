@@ -13,6 +13,7 @@ import contextlib
 import functools
 import math
 import operator
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -268,7 +269,8 @@ def user_state_guarded(attempt: Attempt) -> Iterator[None]:
     for leaf in trained_leaves(referents):
         leaves[id(leaf)] = leaf
     attempt.user_leaves = list(leaves.values())
-    with set_aside(attempt.user_leaves):
+    with set_aside(attempt.user_leaves) as has_gradients:
+        attempt.replicas.of_model.has_gradients = has_gradients
         yield
         attempt.transfers.synchronize()
         for leaf in attempt.user_leaves:
@@ -305,8 +307,10 @@ def save_referents(attempt: Attempt, function: Any) -> list[Referent]:
 
 
 @contextlib.contextmanager
-def set_aside(leaves: Sequence[Tensor]) -> Iterator[None]:
+def set_aside(leaves: Sequence[Tensor]) -> Iterator[bool]:
     """In the body, ``leaves`` have no ``.grad`` and no hooks; later both are as before.
+
+    Yields whether there was any ``.grad``.
 
     Replicas add gradients to copies of the user's parameters. A gradient that arrives
     in a leaf of the user comes from an object that replicas share, and so is added in
@@ -318,7 +322,7 @@ def set_aside(leaves: Sequence[Tensor]) -> Iterator[None]:
         try:
             for leaf in leaves:
                 leaf.grad = None
-            yield
+            yield not {types.NoneType}.issuperset(map(type, gradients))
         finally:
             for leaf, gradient in zip(leaves, gradients, strict=True):
                 leaf.grad = gradient

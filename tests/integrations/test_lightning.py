@@ -14,7 +14,7 @@ import pytest
 import torch
 from harness.optional import needed
 from harness.oracle import randint, randn, seeded
-from harness.own_modules import IN, OUT, PROGRAMS, assert_same_net
+from harness.own_modules import IN, OUT, PROGRAMS, Program, assert_same_net
 from harness.pages import blocks, read
 from harness.pairwise import few_of
 from harness.writes import (
@@ -899,6 +899,49 @@ def test_own_modules_equal_the_stock_loop(name, layout):
     ours, stock = modules
     values = [program.read(module, module.net) for module in modules]
     assert_same_net(ours.net, stock.net, *values)
+
+
+class KeepsGradients(OfProgram):
+    """Keeps the gradient of each step, for the next one."""
+
+    kept = None
+
+    def on_before_optimizer_step(self, optimizer):
+        self.kept = self.net.head.weight.grad.clone()
+
+
+def smoothed(module, net, x, y):
+    loss = torch.nn.functional.cross_entropy(net(x), y)
+    if module.kept is None:
+        return loss
+    return loss + (module.kept.to(x.device) * net.head.weight).sum()
+
+
+def reads_gradients(module, net, x, y):
+    module.kept = net.head.weight.grad
+    return smoothed(module, net, x, y)
+
+
+@pytest.mark.parametrize("layout", [["cpu:0", "cpu:1"], SHARED])
+def test_refused_gradients_are_read_at_the_steps_end(layout):
+    """Calls read the gradients of their replica's earlier micro-batches, silently."""
+    data = TensorDataset(randn(36, IN), torch.arange(36) % OUT)
+    strategy = ScatterOnceStrategy(layout, 2)
+    module = made(partial(KeepsGradients, Program(reads_gradients)))
+    words = r"training_step reads or writes \.grad.*\.head\.weight'.*before_optimizer"
+    with pytest.raises(ValueError, match=words):
+        trainer(strategy, logger=False, max_epochs=1).fit(module, DataLoader(data, 12))
+    modules = []
+    for strategy, size in ((ScatterOnceStrategy(layout, 2), 12), (None, 3)):
+        module = made(partial(KeepsGradients, Program(smoothed)))
+        options = {"max_epochs": 1, "logger": False}
+        if strategy is None:
+            options["accumulate_grad_batches"] = 4
+        trainer(strategy, **options).fit(module, DataLoader(data, size))
+        modules.append(module)
+    ours, stock = modules
+    torch.testing.assert_close(ours.kept, stock.kept, rtol=1e-9, atol=1e-12)
+    assert_same_net(ours.net, stock.net, [], [])
 
 
 class WritesNumbers(Plain):

@@ -262,6 +262,106 @@ def test_failed_step_ends_as_one_that_succeeds(devices):
     assert owner.sizes[-TIMES:] == [ROWS // TIMES] * TIMES
 
 
+def norm_of(owner):
+    gradient = owner.model.weight.grad
+    return 0.0 if gradient is None else float(gradient.norm())
+
+
+def clip(owner):
+    nn.utils.clip_grad_norm_(owner.model.parameters(), 0.1)
+
+
+def zero(owner):
+    owner.model.zero_grad()
+
+
+def zero_in_place(owner):
+    owner.model.zero_grad(set_to_none=False)
+
+
+def inner_backward(owner):
+    owner.model.weight.square().sum().backward()
+
+
+def add(owner):
+    if owner.model.bias.grad is not None:
+        owner.model.bias.grad += 1
+
+
+def smooth(owner):
+    gradient = owner.model.weight.grad
+    if gradient is not None:
+        owner.model.bias.grad = gradient.mean()[None]
+
+
+GRADIENTS = [norm_of, clip, zero, zero_in_place, add, smooth]
+
+
+@pytest.mark.parametrize("read", GRADIENTS, ids=lambda read: read.__name__)
+@pytest.mark.filterwarnings("ignore:Owner.step writes")
+def test_gradients_of_earlier_calls_are_refused(read, devices):
+    """One device has the sum of the calls before; replicas have parts of it."""
+    owner = Owner()
+    inner = owner.step
+    owner.step = lambda rows: (read(owner), inner(rows))[1]
+    loop = OfOwner(owner, devices(2))
+    words = r"Owner\.step reads or writes \.grad of the parameter '.*(weight|bias)'"
+    with pytest.raises(ValueError, match=words) as caught:
+        step(loop)
+    assert loop.gradients_at in str(caught.value)
+    assert all(parameter.grad is None for parameter in owner.model.parameters())
+    owner.step = inner
+    step(loop)
+    loop.close()
+    assert all(p.grad is not None for p in owner.model.parameters())
+
+
+@pytest.mark.parametrize("number", [0, 2], ids=["the first call", "a later call"])
+def test_backward_pass_in_a_call_is_refused(number, devices):
+    owner = Owner()
+    inner = owner.step
+
+    def step_with_backward(rows):
+        loss = inner(rows)
+        if owner.calls > number:
+            inner_backward(owner)
+        return loss
+
+    owner.step = step_with_backward
+    loop = OfOwner(owner, devices(2))
+    loop.engine.loop = loop.options()
+    with pytest.raises(ValueError, match=r"backward\(\) inside|reads or writes \.grad"):
+        step(loop, is_checked=False)
+    loop.close()
+    assert all(parameter.grad is None for parameter in owner.model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:Owner.step writes")
+@pytest.mark.parametrize("keeps", [False, True], ids=["zeroed", "accumulated"])
+def test_first_call_finds_earlier_steps_gradients(keeps, devices):
+    """It finds ``None`` after ``zero_grad``, and later calls find that there is one."""
+    owner = Owner()
+    inner = owner.step
+    there = []
+
+    def noting(rows):
+        there.append(owner.model.weight.grad is not None)
+        # Such as a library that moves its modules where they are.
+        owner.model.to(rows.device)
+        assert there[-1] is False or owner.model.weight.grad.shape == (1, 3)
+        return inner(rows)
+
+    owner.step = noting
+    loop = OfOwner(owner, devices(2))
+    step(loop)
+    there.clear()
+    if not keeps:
+        owner.model.zero_grad()
+    step(loop)
+    loop.close()
+    assert there == [keeps, True, True, True]
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_tries_that_ran_out_of_memory_leave_nothing(devices):
     owner = Owner()

@@ -4,6 +4,7 @@ import copy
 import os
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 import versions
@@ -118,12 +119,18 @@ def uses_import():
 """
 
 
-def test_file_with_missing_names_is_imported(tmp_path, monkeypatch):
-    """A function fails by the name that the version has not; the others run."""
+@pytest.mark.parametrize("loaded", [(), ("older.kept",)])
+def test_file_with_missing_names_is_imported(loaded, tmp_path, monkeypatch):
+    """A function fails by the name that the version has not; the others run.
+
+    So they do if a conftest has imported modules of the package before.
+    """
     (tmp_path / "older").mkdir()
     (tmp_path / "older/__init__.py").write_text(PACKAGE_WITH_LAZY_NAME)
     (tmp_path / "older/kept.py").write_text("VALUE = 3")
     monkeypatch.syspath_prepend(tmp_path)
+    for name in loaded:
+        import_module(name)
     finder = missing_names.install("older")
     try:
         names = {}

@@ -103,7 +103,13 @@ class Finder(MetaPathFinder):
 
 def install(package="scatterpar"):
     """Provide placeholders in a package and its modules. Returns the new finder."""
+    prefix = f"{package}."
+    # A conftest imports the package before pytest asks a plugin.
+    loaded = {
+        module for name, module in sys.modules.items() if f"{name}.".startswith(prefix)
+    }
     finder = Finder(package)
     sys.meta_path.insert(0, finder)
-    _add_placeholders(import_module(package))
+    for module in loaded | {import_module(package)}:
+        _add_placeholders(module)
     return finder

@@ -626,7 +626,7 @@ _LACKS = re.compile(
     r"has no attribute (?!'__notes__')|ImportError|ModuleNotFoundError"
     r"|unexpected keyword argument|required positional argument"
     r"|positional arguments? but|not collected"
-    r"|'module' object is not callable"
+    r"|'module' object is not callable|'Missing'|missing_names\.Missing"
 )
 
 

@@ -13,7 +13,7 @@ import torch
 import transformers
 from harness.isolation import guarded
 from harness.oracle import seeded
-from harness.pages import example
+from harness.pages import blocks, example, read
 from harness.tiny_transformers import tiny_config
 from harness.trainers import (
     LAYOUTS,
@@ -396,6 +396,21 @@ def test_subclass_refused_like_its_base(tmp_path, monkeypatch):
         ValueError, match="Mine here: loss_type='kto' has terms over a whole"
     ):
         build("KTO", tmp_path, ["cpu"] * 2, loss_type="kto")
+
+
+def test_snippet_of_page_trains(tmp_path, monkeypatch):
+    """Its arguments have names: the second one of ``DPOTrainer`` is a model."""
+    monkeypatch.chdir(tmp_path)
+    *_, snippet = blocks(read("docs/trainer.md"), "python")
+    options = COMMON | {"use_cpu": True, "max_steps": 1}
+    monkeypatch.setattr(trl, "DPOConfig", partial(trl.DPOConfig, **options))
+    language_model().save_pretrained("model")  # TRL loads the tokenizer beside it
+    tokens().save_pretrained("model")
+    model = transformers.AutoModelForCausalLM.from_pretrained("model")
+    lora = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    names = {"model": model, "pairs": preferences(), "lora": lora}
+    exec(snippet, names)
+    assert names["trainer"].state.global_step == 1
 
 
 def test_example_runs_as_it_stands(tmp_path, monkeypatch):

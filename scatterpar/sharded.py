@@ -266,17 +266,17 @@ class ShardedOptimizer(Optimizer):
     def _copies(self) -> Iterator[_Copies]:
         """Yields the engine's copies, which nobody else uses in the body."""
         with self.engine.replicas_for_update() as replica_set:
-            tensors = replica_set.tensors
-            broadcast = replica_set.broadcast
-            num_starts = Counter(map(Tensor.data_ptr, tensors))
+            num_starts = Counter(map(Tensor.data_ptr, replica_set.tensors))
             numbers: dict[Tensor, int] = {}
-            for number in broadcast.parameters:
-                parameter = tensors[number]
+            for slot in replica_set.slots:
+                if not slot.is_parameter:
+                    continue
+                parameter = slot.tensor
                 shares_memory = num_starts[parameter.data_ptr()] > 1
                 if not shares_memory and is_unexpanded(parameter):
                     # Tied and expanded parameters stay on the master.
-                    numbers[parameter] = number
-            yield _Copies(broadcast, numbers)
+                    numbers[parameter] = slot.number
+            yield _Copies(replica_set.broadcast, numbers)
 
     def _assign_owners(
         self, parameters: Iterable[Tensor], copies: _Copies

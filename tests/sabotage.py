@@ -219,8 +219,8 @@ SABOTAGES = [
         promise="exact",
         file="step/reduce.py",
         place="_summed",
-        text="sums.get(number))",
-        replacement="sums.get(number, torch.zeros_like(leaf)))",
+        text="sums.get(slot.number)",
+        replacement="sums.get(slot.number, torch.zeros_like(slot.tensor))",
         seen_by="test_unused_parameter_keeps_its_gradient",
     ),
     Sabotage(
@@ -291,7 +291,7 @@ SABOTAGES = [
             "sub-steps add up in the parameters' dtype, whatever accumulate_dtype= says"
         ),
         promise="exact",
-        file="replicas/replicas.py",
+        file="replicas/slots.py",
         place="sum_dtype",
         text="if accumulate_dtype is None:",
         replacement="if True:",
@@ -417,7 +417,7 @@ SABOTAGES = [
     Sabotage(
         name="accumulate_dtype= is ignored for float16",
         promise="exact",
-        file="replicas/replicas.py",
+        file="replicas/slots.py",
         place="sum_dtype",
         text="if accumulate_dtype is None:",
         replacement="if accumulate_dtype is None or dtype == torch.float16:",

@@ -30,7 +30,7 @@ from scatterpar.distributed.collectives import Collectives
 from scatterpar.errors import add_note, warn
 from scatterpar.log import logger
 from scatterpar.replicas.buffers import BufferValue
-from scatterpar.replicas.replicas import sum_dtype
+from scatterpar.replicas.slots import sum_dtype
 from scatterpar.step.reduce import Outcome
 from scatterpar.step.substeps import Gradient, detached_output
 from scatterpar.torch_private import unflatten

@@ -39,7 +39,7 @@ from scatterpar.devices.transfers import Transfers, write
 from scatterpar.devices.write_counters import versions
 from scatterpar.look_steps import is_look_step
 from scatterpar.replicas.buffers import RUNNING, BufferDict, BufferValue
-from scatterpar.replicas.module_contents import is_leaf
+from scatterpar.replicas.slots import Slot
 from scatterpar.torch_private import unflatten
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -71,9 +71,7 @@ class HandedOn:
 
     Args:
         modules: the user's.
-        tensors: the user's, in the order of the replicas'.
-        weights: the ``id`` of the tensors that replicas in one memory share:
-            parameters.
+        slots: those of the user's tensors.
         written: the ``id`` of frozen parameters that calls of earlier steps have
             written. Replicas have memory of their own for them.
 
@@ -87,37 +85,35 @@ class HandedOn:
     def __init__(
         self,
         modules: Sequence[nn.Module],
-        tensors: Sequence[Tensor],
-        weights: set[int],
+        slots: Sequence[Slot],
         written: Collection[int] = (),
     ) -> None:
-        self._tensors = tensors
-        numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
-        self._weights = [n for n, each in enumerate(tensors) if id(each) in weights]
+        self._tensors = [slot.tensor for slot in slots]
+        by_id = {id(slot.tensor): slot for slot in slots}
+        # The numbers of parameters, which replicas in one memory share.
+        self._weights = [slot.number for slot in slots if slot.is_parameter]
         # By number of the buffer: the registries that have it, and its names there.
         self._places: dict[int, list[tuple[BufferDict, str]]] = {}
         self.begun: set[int] = set()
         for key in written:
-            self._hand_on(numbers[key])
+            self._hand_on(by_id[key].number)
         self._of_normalisations: list[tuple[nn.Module, list[int]]] = []
         for module in modules:
             of_module: list[int] = []
             for name, buffer in module._buffers.items():
-                number = numbers.get(id(buffer))
-                if buffer is None or number is None or id(buffer) in weights:
+                slot = by_id.get(id(buffer))
+                if slot is None or slot.is_parameter:
                     continue
-                self._places.setdefault(number, []).append((module._buffers, name))
+                places = self._places.setdefault(slot.number, [])
+                places.append((module._buffers, name))
                 if name in RUNNING:
-                    of_module.append(number)
+                    of_module.append(slot.number)
             # Their kernels write running statistics without a version.
             if of_module and isinstance(module, nn.modules.batchnorm._NormBase):
                 self._of_normalisations.append((module, of_module))
-        self.lent = [
-            number
-            for number, tensor in enumerate(tensors)
-            if id(tensor) in weights or number in self._places
-        ]
-        self._leaves = [number for number in self.lent if is_leaf(tensors[number])]
+        lent = [s for s in slots if s.is_parameter or s.number in self._places]
+        self.lent = [slot.number for slot in lent]
+        self._leaves = [slot.number for slot in lent if slot.is_leaf]
         self._unseen: set[int] = set()  # written without a version
         self._checked: set[Hashable] = set()
         self._steps = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import starmap
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -35,14 +36,11 @@ from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.computed_weights import computing_hooks, set_computed
 from scatterpar.replicas.handed_on import HandedOn
 from scatterpar.replicas.large_tensors import LargeCopy, may_stay
-from scatterpar.replicas.module_contents import (
-    ModuleContents,
-    is_leaf,
-    root_to_replicate,
-)
+from scatterpar.replicas.module_contents import ModuleContents, root_to_replicate
 from scatterpar.replicas.module_copy import ModuleCopy
 from scatterpar.replicas.parameter_guard import ParameterGuard
 from scatterpar.replicas.refused_modules import check_placement, refuse_created
+from scatterpar.replicas.slots import Slot, slots_of, sum_dtype
 from scatterpar.replicas.sync_batch_norm import (
     Meeting,
     Seat,
@@ -253,11 +251,10 @@ class ReplicaSet:
         flags: a hash of all switches, such as ``training``.
         contents: what the root consists of; ``modules`` and ``tensors`` are the user's,
             in its order.
-        trained: for each trained tensor, by its number, the dtype in which its
-            gradients are added.
+        slots: the places of the user's tensors in every replica, by number.
+        trained: those of the tensors that are trained.
         synchronised: the user's ``nn.SyncBatchNorm`` layers.
         computed: the user's modules with weights that hooks compute, and the hooks.
-        leaves: the user's tensors among them that were not computed from parameters.
         handed_on: what calls in turn hand on to each other.
         has_gradients: whether the user's tensors had gradients when the step began.
         calls_in_backward: of the user's modules, while replicas take turns.
@@ -281,7 +278,9 @@ class ReplicaSet:
         self._state: Snapshot | None = None
         self.modules: list[nn.Module] = []
         self.tensors: list[Tensor] = []
-        self.handed_on = HandedOn((), (), set())
+        self.slots: list[Slot] = []
+        self.trained: list[Slot] = []
+        self.handed_on = HandedOn((), ())
         self.has_gradients = False
         # Frozen parameters that calls in turn have written, by ``id``.
         self._written: dict[int, Tensor] = {}
@@ -356,20 +355,20 @@ class ReplicaSet:
         """The gradients that a replica has accumulated, by number of the tensor."""
         tensors = self.replicas[replica].tensors
         gradients: dict[int, Tensor] = {}
-        for number in self.trained:
-            gradient = tensors[number].grad
+        for slot in self.trained:
+            gradient = tensors[slot.number].grad
             if gradient is not None:
                 # Those without one are left out: the parameter may be unused on all
                 # replicas.
-                gradients[number] = gradient
+                gradients[slot.number] = gradient
         return gradients
 
     def clear_gradients(self) -> None:
         """Drop the replicas' gradients."""
         for replica in self.replicas:
-            for i in self.trained:
+            for slot in self.trained:
                 # Not zeros: the next step shall see which tensors are used.
-                replica.tensors[i].grad = None
+                replica.tensors[slot.number].grad = None
 
     def _update_in_place(self) -> bool:
         """Copy changed plain values, and set which tensors require grad.
@@ -404,6 +403,7 @@ class ReplicaSet:
             # Trained ones are shared again, and writes refused.
             if any(map(_REQUIRES_GRAD, self._written.values())):
                 return False
+            self._find_slots()
             self._set_requires_grad()
         return True
 
@@ -425,28 +425,26 @@ class ReplicaSet:
         self._lacks_data = True
         return True
 
-    def _set_requires_grad(self) -> None:
-        """Set which tensors require grad, and the dtypes of their gradients."""
+    def _find_slots(self) -> None:
+        """Find which tensors are trained, and the dtypes of their gradients."""
         self._required = list(map(_REQUIRES_GRAD, self.tensors))
-        # torch trains no tensor that was made in inference mode.
-        self.trained = {
-            i: sum_dtype(tensor, self.options.accumulate_dtype)
-            for i, tensor in enumerate(self.tensors)
-            if tensor.requires_grad and not tensor.is_inference()
-        }
-        self.leaves = {
-            i: self.tensors[i] for i in self.trained if is_leaf(self.tensors[i])
-        }
+        self.slots = slots_of(self.contents, self.options.accumulate_dtype)
+        self.trained = [slot for slot in self.slots if slot.is_trained]
+
+    def _set_requires_grad(self) -> None:
+        """Set which tensors of the replicas require grad."""
         self._count_change()
         for replica in self.replicas:
-            replica.set_requires_grad(self.trained)
+            replica.set_requires_grad(self.slots)
 
     def add_trained(self, numbers: Iterable[int]) -> None:
         """From now on in this step, these tensors are trained, too."""
         for number in numbers:
-            tensor = self.tensors[number]
-            self.trained[number] = sum_dtype(tensor, self.options.accumulate_dtype)
-            self.leaves[number] = tensor
+            slot = self.slots[number]
+            dtype = sum_dtype(slot.tensor, self.options.accumulate_dtype)
+            # In the same list: replicas that are refreshed in this step read it.
+            self.slots[number] = replace(slot, sum_dtype=dtype)
+        self.trained = [slot for slot in self.slots if slot.is_trained]
 
     def numbers_of(self, containers: Iterable[Any]) -> list[int]:
         """The numbers of those of the user's containers that replicas have copies of,
@@ -497,6 +495,7 @@ class ReplicaSet:
         self.contents.weights -= self._written.keys()
         self.modules = list(self.contents.modules.values())
         self.tensors = list(self.contents.tensors.values())
+        self._find_slots()
         # Searched once: each step asks whether one of them trains.
         self.synchronised = synchronised_layers(self.modules)
         self.computed = computing_hooks(self.modules)
@@ -507,8 +506,7 @@ class ReplicaSet:
 
     def _prepare_turns(self) -> None:
         """Note what calls in turn hand on, and where they may write."""
-        weights = self.contents.weights
-        self.handed_on = HandedOn(self.modules, self.tensors, weights, self._written)
+        self.handed_on = HandedOn(self.modules, self.slots, self._written)
         compiled_modules: set[nn.Module] = set()
         for module, _ in self.contents.compiled.values():
             compiled_modules.update(module.modules())
@@ -595,16 +593,6 @@ def parameter_writes_refused(
         yield
 
 
-def sum_dtype(tensor: Tensor, accumulate_dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype in which gradients are added: at least ``accumulate_dtype``."""
-    # Other tensors than leaves have no ``grad_dtype``.
-    own_dtype = tensor.grad_dtype if is_leaf(tensor) else None
-    dtype = own_dtype or tensor.dtype
-    if accumulate_dtype is None:
-        return dtype
-    return torch.promote_types(dtype, accumulate_dtype)
-
-
 class Replica(ModuleCopy):
     """A working copy of the modules, with its tensors in the order of the master's.
 
@@ -656,7 +644,7 @@ class Replica(ModuleCopy):
         self.state = Snapshot(
             self.containers, lambda: list(map(_REQUIRES_GRAD, tensors))
         )
-        self._trained: Mapping[int, torch.dtype] = {}
+        self._slots: Sequence[Slot] = replica_set.slots
 
     def refresh(self) -> None:
         """Undo what a forward pass rebound, and copy the sources' buffers.
@@ -672,7 +660,7 @@ class Replica(ModuleCopy):
             for tensor, storage in self._places:
                 if not tensor.is_set_to(storage):
                     tensor.data = storage
-            self.set_requires_grad(self._trained)
+            self.set_requires_grad(self._slots)
             self.state.restore()
         # After the storages are back: values go to where the replica reads them.
         copy_each(self._private, self._sources, self._messages)
@@ -741,15 +729,15 @@ class Replica(ModuleCopy):
         """Whether forward passes have rebound plain values alone, to equal ones."""
         return self.state.is_equal() and all(starmap(Tensor.is_set_to, self._places))
 
-    def set_requires_grad(self, trained: Mapping[int, torch.dtype]) -> None:
-        """Set which tensors are ``trained``, and the dtypes of their gradients."""
-        self._trained = trained
-        for i, tensor in enumerate(self.tensors):
+    def set_requires_grad(self, slots: Sequence[Slot]) -> None:
+        """Set which tensors require grad, and the dtypes of their gradients."""
+        self._slots = slots
+        for slot, tensor in zip(slots, self.tensors, strict=True):
             # A forward pass may have written a buffer in place, which gives it a graph.
             if tensor.is_leaf:
-                tensor.requires_grad_(i in trained)
-                if i in trained:
-                    tensor.grad_dtype = trained[i]
+                tensor.requires_grad_(slot.is_trained)
+                if slot.is_trained:
+                    tensor.grad_dtype = slot.sum_dtype
 
 
 def parameter_like(original: Tensor, values: Tensor) -> Tensor:

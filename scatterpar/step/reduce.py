@@ -156,15 +156,18 @@ def _summed(replica_set: ReplicaSet, attempt: Attempt) -> list[Gradient]:
     devices = [replica.device for replica in active]
     sums = sum_in_order(gradients, devices, attempt.transfers, in_place=True)
     # A replica's copy of such a tensor is a leaf, and the user's has a graph.
-    computed = sums.keys() - replica_set.leaves.keys()
-    if computed:
-        shape = tuple(replica_set.tensors[min(computed)].shape)
-        raise ValueError(
-            f"the module holds a tensor of shape {shape} that was computed from "
-            f"parameters, such as weight[0], and replicas cannot train it; compute it "
-            f"in forward. Nothing was changed"
-        )
-    return [(leaf, sums.get(number)) for number, leaf in replica_set.leaves.items()]
+    gradients_of_leaves: list[Gradient] = []
+    for slot in replica_set.trained:
+        gradient = sums.get(slot.number)
+        if slot.is_leaf:
+            gradients_of_leaves.append((slot.tensor, gradient))
+        elif gradient is not None:
+            raise ValueError(
+                f"the module holds a tensor of shape {tuple(slot.tensor.shape)} that "
+                f"was computed from parameters, such as weight[0], and replicas cannot "
+                f"train it; compute it in forward. Nothing was changed"
+            )
+    return gradients_of_leaves
 
 
 def reduce_buffers(

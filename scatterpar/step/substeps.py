@@ -264,8 +264,9 @@ def user_state_guarded(attempt: Attempt) -> Iterator[None]:
     # By id, because model and criterion may share leaves.
     leaves: dict[int, Tensor] = {}
     for replica_set in attempt.replicas.replica_sets:
-        for leaf in replica_set.leaves.values():
-            leaves[id(leaf)] = leaf
+        for slot in replica_set.trained:
+            if slot.is_leaf:
+                leaves[id(slot.tensor)] = slot.tensor
     for leaf in trained_leaves(referents):
         leaves[id(leaf)] = leaf
     attempt.user_leaves = list(leaves.values())

@@ -24,8 +24,10 @@ class ComparedLeaves:
         # Model and criterion may share a leaf: each of the two has a copy of it.
         pairs = zip(attempt.replicas.replica_sets, task.replicas, strict=False)
         for replica_set, replica in pairs:
-            for number, leaf in replica_set.leaves.items():
-                copies.setdefault(id(leaf), [leaf]).append(replica.tensors[number])
+            for slot in replica_set.trained:
+                if slot.is_leaf:
+                    leaves = copies.setdefault(id(slot.tensor), [slot.tensor])
+                    leaves.append(replica.tensors[slot.number])
         # The smallest first, so that most layers have one within the limit.
         by_size = sorted(copies.values(), key=lambda leaves: leaves[0].numel())
         sizes = list(accumulate(leaves[0].numel() for leaves in by_size))

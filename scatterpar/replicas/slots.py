@@ -1,0 +1,71 @@
+"""Slots: what a weight is called on its way from the user's module to its gradient.
+
+::
+
+    the user's tensor            slot.tensor
+    its copy in a memory         broadcast.at(device)[slot.number]
+    its copy in a replica        replica.tensors[slot.number]
+    a replica's gradient of it   replica_set.gradients_of(replica)[slot.number]
+    its gradient at commit       with slot.tensor, if that is a leaf
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from scatterpar.replicas.module_contents import ModuleContents, is_leaf
+
+
+@dataclass(frozen=True, eq=False)  # a tensor has no equality that is one answer
+class Slot:
+    """A tensor of the user's modules, and its place in every replica.
+
+    Attributes:
+        number: its place among the tensors of ``ModuleContents``, which is that among
+            the tensors of each replica and memory.
+        tensor: the user's.
+        is_parameter: whether replicas in one memory share it. Others, such as buffers,
+            are private to each replica.
+        is_leaf: whether autograd accumulates gradients in the user's tensor. One that
+            was computed from parameters is no leaf, and replicas cannot train it.
+        sum_dtype: the dtype in which its gradients are added; ``None`` if it is not
+            trained.
+    """
+
+    number: int
+    tensor: Tensor
+    is_parameter: bool
+    is_leaf: bool
+    sum_dtype: torch.dtype | None
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether backward passes are to compute its gradient."""
+        return self.sum_dtype is not None
+
+
+def slots_of(
+    contents: ModuleContents, accumulate_dtype: torch.dtype | None
+) -> list[Slot]:
+    """The slots of all tensors of ``contents``, by number, as they are trained now."""
+    slots: list[Slot] = []
+    for number, (key, tensor) in enumerate(contents.tensors.items()):
+        is_parameter = key in contents.weights
+        # torch trains no tensor that was made in inference mode.
+        is_trained = tensor.requires_grad and not tensor.is_inference()
+        dtype = sum_dtype(tensor, accumulate_dtype) if is_trained else None
+        slots.append(Slot(number, tensor, is_parameter, is_leaf(tensor), dtype))
+    return slots
+
+
+def sum_dtype(tensor: Tensor, accumulate_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype in which gradients are added: at least ``accumulate_dtype``."""
+    # Other tensors than leaves have no ``grad_dtype``.
+    own_dtype = tensor.grad_dtype if is_leaf(tensor) else None
+    dtype = own_dtype or tensor.dtype
+    if accumulate_dtype is None:
+        return dtype
+    return torch.promote_types(dtype, accumulate_dtype)

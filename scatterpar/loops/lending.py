@@ -239,8 +239,9 @@ class Lending:
         if pending is None:
             pending = PendingGradients(_names_in(loan), function, remedy)
             self._pending[loan.replica] = pending
-        numbers = [number for number in replica_set.trained if tensors[number].is_leaf]
-        with pending.hiding({number: tensors[number] for number in numbers}):
+        numbers = [slot.number for slot in replica_set.trained]
+        leaves = {n: tensors[n] for n in numbers if tensors[n].is_leaf}
+        with pending.hiding(leaves):
             yield
 
     def _present_places(self, loan: Loan) -> list[KeptPlaces]:

@@ -15,6 +15,7 @@ from scatterpar.batch.objects import refuse_graphs
 from scatterpar.objects.reach import distinguishing_values, reachable, values_to_search
 from scatterpar.objects.walk import Walk
 from scatterpar.replicas.module_contents import ModuleContents
+from scatterpar.replicas.module_copy import ModuleCopy
 
 pytestmark = pytest.mark.core
 # What each way leads to.
@@ -98,6 +99,15 @@ def in_a_chain(length):
     return chain
 
 
+def in_functions(number):
+    def chain(value):
+        for _ in range(number):
+            value = closing_over(value)
+        return value
+
+    return chain
+
+
 def among(entries, position):
     def container(value):
         items = [object() for _ in range(entries - 1)]
@@ -148,12 +158,27 @@ WAYS = {
     "amid 1000 entries": among(1000, 500),
     "amid 1001 entries": among(1001, 500),
     "amid a log": amid_a_log,
+    "its id": lambda value: {id(value): 0},
+    "20 functions": in_functions(20),
+    "lists in functions": lambda value: in_functions(3)([in_functions(3)([value])]),
     "at the end of a log": lambda value: [*map(Owner, range(99)), Owner(value)],
 }
 
 
 def has(values, wanted):
     return any(value is wanted for value in values)
+
+
+def is_copied(way):
+    """Whether replicas have a copy of a function that closes over a way to a tensor of
+    theirs, with a copy of this way.
+    """
+    net = Net(TARGET)
+    value = way(TARGET)
+    net.hook = closing_over(value)
+    contents = ModuleContents([net])
+    tensors = [tensor.detach().clone() for tensor in contents.tensors.values()]
+    return ModuleCopy(contents, tensors).copy_of(net).hook() is not value
 
 
 def has_graph(value):
@@ -170,43 +195,47 @@ QUESTIONS = {
     "program": lambda way: has(distinguishing_values([way(TARGET)]), TARGET),
     "write": lambda way: has(Walk([way(TARGET)]).tensors.values(), TARGET),
     "copy": lambda way: has(ModuleContents([way(TARGET)]).tensors.values(), TARGET),
+    "hook": is_copied,
     "output": lambda way: has_graph(way(WITH_GRAPH)),
 }
 
 FOLLOWED = {
-    "argument of a partial": "use train program write copy",
+    "argument of a partial": "use train program write copy hook",
     "object of a method": "use train program write",
-    "closure": "use train program write",
-    "default": "use train program write",
+    "closure": "use train program write hook",
+    "default": "use train program write hook",
     "global": "use train program write",
     "attribute of a function": "write output",
-    "closure of a cached function": "use train program write",
+    "closure of a cached function": "use train program write hook",
     "attribute": "use train program write output",
     "slot": "write output",
     "attribute of a class": "write",
-    "list": "use train program write copy output",
-    "tuple": "use train program write copy output",
-    "set": "use train program write copy output",
-    "frozenset": "use train program write copy output",
-    "deque": "use train program write copy output",
-    "value of a dict": "use train program write copy output",
-    "key of a dict": "write copy",
+    "list": "use train program write copy hook output",
+    "tuple": "use train program write copy hook output",
+    "set": "use train program write copy hook output",
+    "frozenset": "use train program write copy hook output",
+    "deque": "use train program write copy hook output",
+    "value of a dict": "use train program write copy hook output",
+    "key of a dict": "write copy hook",
     "attribute of a list": "write",
     "attribute of a module": "write copy",
     "attribute of a library's object": "write output",
-    "weak reference": "",
-    "3 lists": "use train program write copy output",
-    "4 lists": "use train program write copy output",
+    "weak reference": "hook",
+    "3 lists": "use train program write copy hook output",
+    "4 lists": "use train program write copy hook output",
     "5 lists": "program write copy output",
     "16 lists": "program write copy output",
     "17 lists": "program copy output",
-    "amid 32 entries": "use train program write copy output",
-    "amid 33 entries": "use train write copy output",
-    "amid 64 entries": "use train write copy output",
-    "amid 65 entries": "use train write copy output",
-    "amid 1000 entries": "use train write copy output",
+    "amid 32 entries": "use train program write copy hook output",
+    "amid 33 entries": "use train write copy hook output",
+    "amid 64 entries": "use train write copy hook output",
+    "amid 65 entries": "use train write copy hook output",
+    "amid 1000 entries": "use train write copy hook output",
     "amid 1001 entries": "copy output",
     "amid a log": "use write output",
+    "its id": "hook",
+    "20 functions": "program hook",
+    "lists in functions": "program write hook",
     "at the end of a log": "use train write output",
 }
 

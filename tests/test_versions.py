@@ -190,6 +190,7 @@ def test_programs_with_the_same_change_are_one_kind():
         ("test", "passed", "failed assert", versions.LOST),
         ("test", "failed assert", "passed", versions.GAINED),
         ("program", "is there", "is missing", versions.LOST),
+        ("program", "is missing", "is there", versions.GAINED),
         ("told", "a", "b", versions.SAID),
         ("bits", "1a", "2b", versions.COMPUTED),
     ],

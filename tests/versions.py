@@ -631,8 +631,10 @@ _LACKS = re.compile(
 
 
 def _section_of(found):
-    if found.part in ("test", "program"):
-        if _first_word(found.old) in ("passed", "is"):
+    if found.part == "program":
+        return LOST if found.new == "is missing" else GAINED
+    if found.part == "test":
+        if _first_word(found.old) == "passed":
             return LOST
         return GAINED if _first_word(found.new) == "passed" else SAID
     if found.part == "outcome":

@@ -122,6 +122,13 @@ def _weak_parts_of(value: Any) -> References:
     return References(bound={"data": value.data}, make=make)
 
 
+@functools.lru_cache(maxsize=1024)  # values of one class are thousands
+def is_array(kind: type) -> bool:
+    """Whether values of a class are arrays of NumPy."""
+    # By its protocol, because this package does not import NumPy.
+    return hasattr(kind, "__array_interface__") and hasattr(kind, "flags")
+
+
 def read_attribute(value: Any, name: str, default: Any = None) -> Any:
     """An attribute of a user's object, whose ``__getattr__`` may raise any error.
 

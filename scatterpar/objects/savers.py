@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from scatterpar.devices.bits import same_bits
 from scatterpar.devices.default_generators import AcceleratorGenerator
 from scatterpar.devices.transfers import pieces_of, write
+from scatterpar.objects.references import is_array
 from scatterpar.objects.whose import Whose, is_writer, whose
 
 
@@ -131,26 +132,33 @@ class _NumpyRandom(Saved):
         source = self._source()
         is_old = hasattr(source, "get_state")
         state = source.get_state() if is_old else source.state
-        return pickle.dumps(state)  # there are arrays in it
+        # There are arrays in it. ``spawn`` counts in the sequence of seeds.
+        return pickle.dumps(state), _own_state(_seeds_of(source))
 
     def restore(self) -> None:
         source = self._source()
-        state = pickle.loads(self.state)
+        state = pickle.loads(self.state[0])
         if hasattr(source, "set_state"):
             source.set_state(state)
         else:
             source.state = state
+        # The same sequence, because user code may share it.
+        _set_own_state(_seeds_of(source), self.state[1])
 
     def _source(self) -> Any:
-        """What has the state. Not its sequence of seeds, which user code may share."""
+        """What has the state."""
         return getattr(self.value, "bit_generator", self.value)
+
+
+def _seeds_of(source: Any) -> Any:
+    """The sequence of seeds of a source of bits; ``None`` if it has none."""
+    return getattr(source, "seed_seq", None)  # NumPy before 1.25 does not show it
 
 
 class _NumpyArray(Saved):
     @classmethod
     def fits(cls, kind: type) -> bool:
-        # By its protocol, because this package does not import NumPy.
-        return hasattr(kind, "__array_interface__") and hasattr(kind, "flags")
+        return is_array(kind)
 
     @classmethod
     def size(cls, value: Any) -> int:
@@ -196,7 +204,7 @@ class _Memory(Saved):
     Those with pointers are left alone: what they point to may be gone.
     """
 
-    kinds = (memoryview, mmap.mmap, _CTYPES)
+    kinds: tuple[type, ...] = (memoryview, _CTYPES)
 
     @classmethod
     def size(cls, value: Any) -> int:
@@ -218,6 +226,48 @@ class _Memory(Saved):
     def restore(self) -> None:
         with memoryview(self.value) as view, view.cast("B") as flat:
             flat[:] = self.state
+
+
+class _Map(_Memory):
+    """Memory of a file, and the position at which it is read."""
+
+    kinds = (mmap.mmap,)
+
+    def read(self) -> Any:
+        if not self.size(self.value):
+            return None
+        return super().read(), self.value.tell()
+
+    def restore(self) -> None:
+        content, position = self.state
+        if content is not None:  # else the map is there to be read alone
+            self.value[:] = content
+        self.value.seek(position)
+
+
+class _Storage(Saved):
+    """The bytes of a tensor's storage, which a tensor of bytes reads and writes."""
+
+    kinds = (torch.UntypedStorage,)
+
+    @classmethod
+    def size(cls, value: Any) -> int:
+        return int(value.nbytes())
+
+    def read(self) -> Any:
+        if self.value.device.type == "meta":
+            return None
+        return self._view().clone()
+
+    def is_same(self) -> bool:
+        return same_bits(self._view(), self.state)
+
+    def restore(self) -> None:
+        write(self._view(), self.state)
+
+    def _view(self) -> Tensor:
+        view = torch.empty(0, dtype=torch.uint8, device=self.value.device)
+        return view.set_(self.value)
 
 
 class _TextInMemory(Saved):
@@ -282,6 +332,47 @@ class _Iterator(Saved):
         is_iterator = hasattr(self.value, "__next__")
         if not (is_iterator and _is_of_user(self.value)):
             raise CannotSaveError
+
+
+class _OwnState(Saved):
+    """An object in C without attributes that gives copies its state, and takes it back.
+
+    NumPy's sequence of seeds is one.
+    """
+
+    @classmethod
+    def fits(cls, kind: type) -> bool:
+        setter = getattr(kind, "__setstate__", None)
+        # Python's functions are code of the user or a library, with attributes.
+        if setter is None or isinstance(setter, types.FunctionType):
+            return False
+        # What torch has in C is packed weights and programs, whose copies are large.
+        if kind.__dictoffset__ or kind.__module__.startswith("torch"):
+            return False
+        # What is compared by its value is a constant.
+        compares: Any = kind.__hash__
+        return compares in (None, object.__hash__)
+
+    def read(self) -> Any:
+        return _own_state(self.value)
+
+    def restore(self) -> None:
+        _set_own_state(self.value, self.state)
+
+
+def _own_state(value: Any) -> bytes | None:
+    """The state that an object gives to its copies; ``None`` if it gives none."""
+    try:
+        reduced = value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        has_state = len(reduced) > 2 and reduced[2] is not None
+        return pickle.dumps(reduced[2]) if has_state else None
+    except Exception:  # it cannot be copied
+        return None
+
+
+def _set_own_state(value: Any, state: bytes | None) -> None:
+    if state is not None:
+        value.__setstate__(pickle.loads(state))
 
 
 class TensorStorage(Saved):
@@ -352,9 +443,12 @@ SAVERS: tuple[type[Saved], ...] = (
     _NumpyArray,
     _Bytes,
     _Memory,
+    _Map,
+    _Storage,
     _TextInMemory,
     _File,
     _Iterator,
+    _OwnState,
 )
 
 

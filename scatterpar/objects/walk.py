@@ -7,6 +7,7 @@
     list, dict, deque, set      ENTRY, KEY
     the user's function         CELL, GLOBAL; PART: its defaults
     tuple, partial, method      PART: cannot be written, but be made again
+    array of objects, view      PART: its entries; the dictionary of a view
     tensor                      ATTRIBUTE; PART, of a quantised one
     a library's function        CELL: functions and modules that it closes over
     a library's object          ATTRIBUTE: files; all, if it is a root
@@ -20,6 +21,7 @@ from __future__ import annotations
 import builtins
 import enum
 import functools
+import gc
 import io
 import logging
 import queue
@@ -38,6 +40,7 @@ from scatterpar.libraries import is_library
 from scatterpar.objects.quantised import is_composite, is_state, tensors_in
 from scatterpar.objects.references import (
     globals_named_in,
+    is_array,
     names_in,
     parts_of,
     read_attribute,
@@ -315,13 +318,27 @@ class Walk:
             self._depths[number] = 0
             yield from self._follow_instance(number, module)
 
+    def _follow_view(self, number: int, view: Any) -> Iterator[Entry]:
+        # Nothing else tells which dictionary it is of.
+        for container in gc.get_referents(view):
+            yield PlaceKind.PART, view, "of", container
+
+    def _follow_array(self, array: Any) -> Iterator[Entry]:
+        """Follow the objects in an array of NumPy."""
+        if array.dtype.hasobject and array.size <= MAX_ENTRIES:
+            for index, entry in enumerate(array.flat):
+                yield PlaceKind.PART, array, index, entry
+
     def _follow_object(self, number: int, value: Any) -> Iterator[Entry]:
         yield from self._follow_parts(number, value)
+        kind: Any = type(value)
+        if is_array(kind):
+            yield from self._follow_array(value)
         if is_state(value):
             yield from self._follow_quantised(value)
         elif id(value) not in self._root_ids:
             owner = whose(value)
-            if owner is Whose.THREADS and is_user_class(type(value)):
+            if owner is Whose.THREADS and is_user_class(kind):
                 self.threaded.append(number)
             if owner is Whose.LIBRARY:
                 yield from self._follow_files(value)
@@ -451,6 +468,8 @@ class Walk:
         return f"{outer}.{key}" if outer else str(key)
 
 
+# A dictionary that user code may read, and others write.
+_VIEWS: Any = types.MappingProxyType, *map(type, ({}.keys(), {}.values(), {}.items()))
 _WEAK: Any = weakref.ref, *weakref.ProxyTypes  # they do not hold their objects
 # The first row that fits counts.
 _FOLLOWERS: tuple[tuple[Any, Callable[..., Iterable[Entry]]], ...] = (
@@ -461,6 +480,7 @@ _FOLLOWERS: tuple[tuple[Any, Callable[..., Iterable[Entry]]], ...] = (
     (types.FunctionType, Walk._follow_function),
     (type, Walk._follow_class),
     (queue.Queue, Walk._follow_queue),  # of its parts only one is no lock
+    (_VIEWS, Walk._follow_view),
     (types.MethodType, Walk._follow_parts),  # its attributes are its function's
     (object, Walk._follow_object),
 )

@@ -12,6 +12,7 @@ import multiprocessing
 import random
 import zipfile
 from collections import Counter, OrderedDict, deque
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -65,6 +66,14 @@ def text():
 
 def file_that_is_read():
     return open(__file__, encoding="utf-8")
+
+
+def map_that_is_read():
+    with open(__file__, encoding="utf-8") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+VIEWED = {"a": 1}
 
 
 def buffered():
@@ -126,6 +135,32 @@ VALUES = {  # what it is, how a call moves it, what shows that
         memoryview.tolist,
     ),
     "map": (lambda: mmap.mmap(-1, 4), write_first, lambda v: v[:]),
+    "map's position": (
+        lambda: mmap.mmap(-1, 4),
+        lambda v: v.read(2),
+        lambda v: v.tell(),
+    ),
+    "map that is read": (map_that_is_read, lambda v: v.read(2), lambda v: v.tell()),
+    "tensor's storage": (
+        lambda: torch.zeros(2).untyped_storage(),
+        lambda v: torch.empty(0).set_(v).fill_(7),
+        lambda v: v.tolist(),
+    ),
+    "list in an array": (
+        lambda: np.array([[1], None], object),
+        lambda v: v[0].append(2),
+        repr,
+    ),
+    "view of a dictionary": (
+        lambda: MappingProxyType(VIEWED),
+        lambda v: VIEWED.update(a=7),
+        dict,
+    ),
+    "values of a dictionary": (
+        lambda: {"a": [1]}.values(),
+        lambda v: next(iter(v)).append(2),
+        repr,
+    ),
     "number of C": (
         lambda: ctypes.c_double(1),
         lambda v: setattr(v, "value", 7),
@@ -179,6 +214,16 @@ VALUES = {  # what it is, how a call moves it, what shows that
         lambda: OldNumbers(0),
         lambda v: v.rand(),
         lambda v: str(v.get_state()),
+    ),
+    "NumPy's seeds": (
+        lambda: np.random.SeedSequence(0),
+        lambda v: v.spawn(1),
+        lambda v: v.n_children_spawned,
+    ),
+    "NumPy's seeds in a generator": (
+        lambda: np.random.default_rng(0),
+        lambda v: v.spawn(1),
+        lambda v: v.bit_generator.seed_seq.n_children_spawned,
     ),
     "NumPy's bits": (
         lambda: np.random.Philox(0),
@@ -234,6 +279,24 @@ def test_iterator_of_user_is_saved_by_its_attributes():
     next(stream)
     journal.restore()
     assert next(stream) == 1
+
+
+class Setter:
+    """Its method is code of the user's, which a look does not call."""
+
+    __slots__ = ("number",)
+
+    def __setstate__(self, state):
+        raise AssertionError("slots are put back one by one")
+
+
+def test_slots_are_set_back_without_users_code():
+    setter = Setter()
+    setter.number = 1
+    journal = Journal(Walk([[setter]]))
+    setter.number = 2
+    journal.restore()
+    assert (setter.number, journal.unsaved) == (1, [])
 
 
 def test_only_large_arrays_are_data(monkeypatch):

@@ -32,13 +32,12 @@ from scatterpar.devices.write_counters import versions
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.libraries import package_of
 from scatterpar.loops.arguments import check_count, refuse
-from scatterpar.loops.evaluation import BatchesAhead
+from scatterpar.loops.evaluation import BatchesAhead, Evaluation
 from scatterpar.loops.lending import Loan, copy_on_replica, modules_of
 from scatterpar.loops.loop import Loop
-from scatterpar.loops.modules import overridden
+from scatterpar.loops.modules import moved, overridden
 from scatterpar.loops.user_functions import hooks_in
 from scatterpar.objects.whose import is_user_function
-from scatterpar.options.batch_groups import StateWritten
 from scatterpar.pair.pair import gather
 from scatterpar.step.loop_options import LoopOptions
 from scatterpar.step.loss_weights import is_cross_entropy, terms_of_rows
@@ -152,8 +151,8 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         self._engine.loop = LoopOptions()  # as a step has left it
         # A hook writes what the loss may read, so the model itself is called.
         if len(devices) > 1 and not _hooks_of_user(self.learn.model):
-            self._ahead = BatchesAhead(self.learn.dl, devices, self.learn._set_device)
-            self._ahead.groups = self._engine.batch_groups(_prediction)
+            self._ahead = BatchesAhead(self.learn.dl, self.learn._set_device)
+            self._ahead.begin(self._evaluation())
             self.learn.dl = self._ahead
             self._reads_ahead = True
 
@@ -194,7 +193,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         ahead = self._ahead
         self._begin()
         if ahead is not None:
-            ahead.begin_groups(self._engine.batch_groups(_prediction))
+            ahead.begin(self._evaluation())
             self._places.clear()
             self._ahead = ahead
 
@@ -271,6 +270,12 @@ class ScatterOnce(Callback):  # type: ignore[misc]
 
     # Evaluation: each replica predicts a batch of the loop.
 
+    def _evaluation(self) -> Evaluation:
+        """An evaluation of the Learner's present model, in groups."""
+        evaluation = Evaluation(self._engine, [self._engine.module])
+        evaluation.begin_groups(_prediction)
+        return evaluation
+
     def _predict(self, learn: Any) -> Any:
         """The model's prediction for a batch, computed with those of the next ones,
         unless the model does not get the loader's batch.
@@ -278,7 +283,10 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         ahead = self._ahead
         if ahead is None or not self._reads_ahead:
             return learn.model(*learn.xb)
-        if ahead.is_at_group:
+        evaluation = ahead.evaluation
+        assert evaluation is not None
+        inputs: Any = None
+        if ahead.is_at_group and evaluation.has_groups:
             batches = ahead.read(len(self._engine.device_ids))
             inputs = [self._inputs_of(learn, batch) for batch in batches[1:]]
             inputs.insert(0, learn.xb)
@@ -286,13 +294,9 @@ class ScatterOnce(Callback):  # type: ignore[misc]
             # A callback of fastai's makes plain tensors of images and categories.
             if {*map(type, nested.tensors(learn.xb))} == {Tensor}:
                 inputs = nested.map_tensors(_plain, inputs)
-            try:
-                prediction = ahead.result(inputs)
-            except StateWritten:  # the next batch may read it
-                self._reads_ahead = ahead.groups is not None
-                return learn.model(*learn.xb)
-        else:
-            prediction = ahead.result()
+        prediction = ahead.result(inputs)
+        if prediction is None:
+            return _prediction_in_turn(evaluation, learn.model, tuple(learn.xb))
         if self._places.popleft() != _places(learn.xb):
             self._reads_ahead = False  # a callback changes batches
             return learn.model(*learn.xb)
@@ -432,6 +436,18 @@ class _Criterion(nn.Module):
 
 def _prediction(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
     return model(*inputs)
+
+
+def _prediction_in_turn(
+    evaluation: Evaluation, model: nn.Module, inputs: tuple[Any, ...]
+) -> Any:
+    """The model's own prediction, on the device of the next batch."""
+    device = evaluation.next_device()
+    with evaluation.turn(device):
+        if device != evaluation.home:
+            inputs = moved(inputs, physical(device))
+        prediction = model(*inputs)
+    return evaluation.brought_home(prediction, device)
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ from scatterpar.engine import ScatterOnceParallel
 from scatterpar.integrations.lightning_loop import OF_LOOP, ModuleLoop, PartsOf
 from scatterpar.integrations.lightning_metrics import called_at_home, updated_at_home
 from scatterpar.loops.arguments import check_count, refuse, warn_of_batch_norm
-from scatterpar.loops.evaluation import Turns, brought_home
+from scatterpar.loops.evaluation import Evaluation
 from scatterpar.loops.modules import Modules, overridden
 from scatterpar.step.request import Accum, Reduction
 
@@ -104,9 +104,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._options = {"accum": accum, **options}
         self._loop = ModuleLoop(self, count, reduction)
         self._until_teardown = contextlib.ExitStack()
-        # Of an evaluation: the turns of its batches; the device of the batch that was
-        # transferred last.
-        self._turns: Any = None
+        # The present one, and the device of its batch that was transferred last.
+        self._evaluation: Any = None
         self._device_of_batch: torch.device | None = None
 
     @property
@@ -142,7 +141,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         # Before the module goes to the host: replicas read its tensors.
         self._loop.end()
         self._until_teardown.close()
-        self._turns = None
+        self._evaluation = None
         super().teardown()
 
     def batch_to_device(
@@ -155,7 +154,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """
         device = torch.device("cpu")
         if not self.lightning_module.trainer.training:
-            self._device_of_batch = self._turns.next_device()
+            self._device_of_batch = self._evaluation.next_device()
             device = physical(self._device_of_batch)
         return super().batch_to_device(batch, device, dataloader_idx)
 
@@ -175,7 +174,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         module = self.lightning_module
         engine = self._loop.engine
         assert engine is not None
-        self._turns = Turns(engine, [module], lambda: (), OF_LOOP)
+        self._evaluation = Evaluation(engine, [module], excluded=OF_LOOP)
         self._device_of_batch = None
 
     on_validation_start = _begin_evaluation
@@ -184,14 +183,14 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     def _evaluate(self, step: str, *arguments: Any, **options: Any) -> Any:
         """Call a step function for a batch: on the device that has the batch."""
-        home = self._turns.devices[0]
+        home = self._evaluation.home
         # A batch that the loop does not transfer is on the first device.
         device = self._device_of_batch or home
         self._device_of_batch = None
         function = getattr(super(), step)
         with self._in_turn(device, home):
             output = function(*arguments, **options)
-        return brought_home(output, device, home)
+        return self._evaluation.brought_home(output, device)
 
     validation_step = partialmethod(_evaluate, "validation_step")
     test_step = partialmethod(_evaluate, "test_step")
@@ -206,7 +205,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         module = self.lightning_module
         results = module.trainer._results
         with self._loop.without_metrics() as metrics:  # replicas have none
-            turn = self._turns.turn(device)
+            turn = self._evaluation.turn(device)
         if device == home:
             with turn:
                 yield

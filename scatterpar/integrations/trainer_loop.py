@@ -33,7 +33,7 @@ from scatterpar.integrations.step_batches import (
 from scatterpar.integrations.trl_metrics import Gathered, metric_of_step
 from scatterpar.libraries import package_of
 from scatterpar.loops.arguments import refuse
-from scatterpar.loops.evaluation import BatchesAhead, Turns, brought_home
+from scatterpar.loops.evaluation import BatchesAhead, Evaluation
 from scatterpar.loops.lending import copy_on_replica, modules_of
 from scatterpar.loops.loop import Loop
 from scatterpar.loops.modules import Modules, moved, overridden
@@ -41,7 +41,6 @@ from scatterpar.loops.rows import as_rows, check_rows
 from scatterpar.loops.user_functions import groups_of, hooks_in, of_user
 from scatterpar.objects.walk import function_of
 from scatterpar.objects.whose import is_user_class, is_user_function
-from scatterpar.options.batch_groups import StateWritten
 from scatterpar.sharded import ShardedOptimizer
 from scatterpar.step.request import Buffers
 from scatterpar.step.substeps import detached
@@ -539,50 +538,50 @@ class TrainerLoop(Loop):
         The user's takes turns on the devices. With a library's, replicas compute the
         next batches at the same time, unless they write state.
         """
-        stock = type(self.trainer).prediction_step
         # The model may be one that the Trainer has compiled.
         is_replicated = unwrapped(model)[0] is self.trainer.model
-        if not is_replicated or not ahead.has(inputs):
+        evaluation: Evaluation | None = None
+        if is_replicated and ahead.has(inputs):
+            evaluation = ahead.evaluation or self._begin_evaluation(ahead, args, kwargs)
+        if evaluation is None:
+            stock = type(self.trainer).prediction_step
             return stock(self.trainer, model, inputs, *args, **kwargs)
-        if ahead.turns is None and ahead.groups is None:
-            # Modules and functions are searched once: that takes longer than a batch.
-            engine = self.engine_of_the_model()
-            self._choose_turns(OF_LOOP)
-            engine.loop = self.options()
-            if self.takes_turns:
-                ahead.turns = self._turns()
-            elif len(ahead.read(2)) > 1:  # one batch needs no replicas
-                predict = partial(self._predict_on_replica, args=args, options=kwargs)
-                ahead.groups = engine.batch_groups(predict)
-        result = None
-        if ahead.groups is not None:
-            try:
-                result = ahead.result()
-            except StateWritten:
-                ahead.turns = self._turns()
-        if result is None and ahead.turns is not None:
-            return self._predict_in_turn(ahead.turns, model, inputs, *args, **kwargs)
+        result = ahead.result()
         if result is None:
-            return stock(self.trainer, model, inputs, *args, **kwargs)
+            return self._predict_in_turn(evaluation, model, inputs, *args, **kwargs)
         record = result["record"]
         self.transfer([record])
         if self.is_of_trl:
             self._append_metrics("eval", [record], [1.0])
         return result["output"]
 
-    def _turns(self) -> Turns:
-        """Turns of this Trainer's own ``prediction_step``."""
-        assert self.engine is not None
-        return Turns(self.engine, self._parts, self.lent_roots, _NOT_LENT)
+    def _begin_evaluation(
+        self, ahead: BatchesAhead, args: Sequence[Any], options: Mapping[str, Any]
+    ) -> Evaluation | None:
+        """The evaluation by this Trainer's own ``prediction_step``.
+
+        Returns ``None`` if the loader has one batch, which needs no replicas.
+        """
+        # Modules and functions are searched once: that takes longer than a batch.
+        engine = self.engine_of_the_model()
+        self._choose_turns(OF_LOOP)
+        engine.loop = self.options()
+        if not self.takes_turns and len(ahead.read(2)) == 1:
+            return None
+        ahead.evaluation = Evaluation(engine, self._parts, self.lent_roots, _NOT_LENT)
+        if not self.takes_turns:
+            predict = partial(self._predict_on_replica, args=args, options=options)
+            ahead.evaluation.begin_groups(predict)
+        return ahead.evaluation
 
     def _predict_in_turn(
-        self, turns: Turns, model: Any, inputs: Any, *args: Any, **kwargs: Any
+        self, evaluation: Evaluation, model: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """The Trainer's own ``prediction_step``, on the device of the next batch."""
-        device = turns.next_device()
+        device = evaluation.next_device()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(turns.turn(device))
-            if device != turns.devices[0]:
+            stack.enter_context(evaluation.turn(device))
+            if device != evaluation.home:
                 # Not every library's function asks the Trainer to place its inputs.
                 inputs = moved(inputs, physical(device))
                 placed = _Placed(self.trainer.accelerator, physical(device))
@@ -591,7 +590,7 @@ class TrainerLoop(Loop):
                 stack.enter_context(here)
             stock = type(self.trainer).prediction_step
             output = stock(self.trainer, model, inputs, *args, **kwargs)
-        return brought_home(output, device, turns.devices[0])
+        return evaluation.brought_home(output, device)
 
     def _predict_on_replica(
         self, work: Any, batch: Any, args: Sequence[Any], options: Mapping[str, Any]

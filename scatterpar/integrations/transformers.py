@@ -221,7 +221,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         # Nothing is read ahead for one device.
         if len(self._loop.devices) == 1:
             return super().evaluation_loop(dataloader, *args, **kwargs)
-        ahead = BatchesAhead(dataloader, self._loop.devices)
+        ahead = BatchesAhead(dataloader)
         step = partial(self._loop.prediction_in, ahead)
         try:
             # Batches stay on the host: the engine copies each to its replica.

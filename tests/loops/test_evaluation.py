@@ -24,9 +24,10 @@ from harness.trainers import (
 )
 from torch import nn
 
+from scatterpar import ScatterOnceParallel
 from scatterpar.integrations.trainer_loop import TrainerLoop
 from scatterpar.integrations.transformers import ScatterOnceMixin, ScatterOnceTrainer
-from scatterpar.loops.evaluation import BatchesAhead
+from scatterpar.loops.evaluation import BatchesAhead, Evaluation
 
 pytestmark = [pytest.mark.trainers, pytest.mark.draws]
 
@@ -252,7 +253,7 @@ def test_overridden_prediction_step_works(tmp_path, devices):
 def test_replicas_read_their_own_memory(tmp_path, monkeypatch):
     place = {"device_ids": DEVICES["two"]}
     trainer = build(ScatterOnceTrainer, tmp_path, language_model(), padded, extra=place)
-    ahead = BatchesAhead(trainer.get_eval_dataloader(), trainer._loop.devices)
+    ahead = BatchesAhead(trainer.get_eval_dataloader())
     trainer.model.eval()
     results = []
     with guarded(monkeypatch, trainer.model):
@@ -270,7 +271,7 @@ def test_batches_that_the_loop_leaves_out(tmp_path, devices):
     trainer = build(ScatterOnceTrainer, tmp_path, language_model(), padded, extra=place)
     trainer.model.eval()
     loader = trainer.get_eval_dataloader()
-    ahead = BatchesAhead(loader, trainer._loop.devices)
+    ahead = BatchesAhead(loader)
     for number, batch in enumerate(ahead):
         if number in (1, 4):
             continue
@@ -414,7 +415,7 @@ def test_reading_ahead_ends_as_the_loader_does(reads):
     for number in (0, 1, 4, 5, 6):
         loader = torch.utils.data.DataLoader(torch.arange(number), batch_size=2)
         loader = accelerator.prepare(loader)
-        ahead = BatchesAhead(loader, [])
+        ahead = BatchesAhead(loader)
         assert len(ahead) == len(loader)
         for _ in range(2):
             ends = []
@@ -424,7 +425,7 @@ def test_reading_ahead_ends_as_the_loader_does(reads):
             assert ends == [False] * (len(loader) - 1) + [True] * bool(number)
             assert not accelerator.gradient_state.in_dataloader
     rows = [object() for _ in range(4)]
-    assert [*BatchesAhead(rows, [])] == rows
+    assert [*BatchesAhead(rows)] == rows
 
 
 def test_only_results_read_ahead():
@@ -436,7 +437,7 @@ def test_only_results_read_ahead():
             events.append(f"read {number}")
             yield number
 
-    for number in BatchesAhead(batches(), []):
+    for number in BatchesAhead(batches()):
         events.append(f"at {number}")
     assert events == ["read 0", "at 0", "read 1", "at 1", "read 2", "at 2"]
 
@@ -724,3 +725,70 @@ def test_owner_is_searched_once_per_evaluation(tmp_path, monkeypatch):
     )
     quietly(trainer.evaluate)
     assert len(searches) == 1
+
+
+# --- groups, turns, and the switch between them, in a loop of no library ---
+
+
+class Tallies(nn.Module):
+    """Writes state in its first calls, which later calls read."""
+
+    def __init__(self, num_writes):
+        super().__init__()
+        with seeded():
+            self.layer = nn.Linear(3, 2).double()
+        self.num_writes = num_writes
+        self.number = 0
+
+    def forward(self, rows):
+        if self.number < self.num_writes:
+            self.number += 1
+        return self.layer(rows) * (1 + self.number)
+
+
+def evaluated(model, device_ids, batches):
+    """The results of a loop as in the docstring of ``Evaluation``, and the devices of
+    batches that were computed alone.
+    """
+    alone = []
+    results = []
+    with ScatterOnceParallel(model, device_ids=device_ids) as engine, torch.no_grad():
+        ahead = BatchesAhead(batches)
+        evaluation = Evaluation(engine, [model])
+        evaluation.begin_groups(lambda replica, rows: replica(rows))
+        ahead.begin(evaluation)
+        for rows in ahead:
+            result = ahead.result()
+            if result is None:
+                device = evaluation.next_device()
+                alone.append(str(device))
+                with evaluation.turn(device):
+                    result = model(rows)
+                result = evaluation.brought_home(result, device)
+            results.append(result)
+    return results, alone
+
+
+HOME, AWAY = DEVICES["two"]
+ALONE = {
+    "nothing": (0, []),
+    "the first call": (1, [HOME]),
+    # The batch after it is in a group again, which writes, and turns begin.
+    "all calls": (9, [HOME, HOME, AWAY, HOME, AWAY, HOME]),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_evaluation_ends_groups_that_write(name):
+    num_writes, alone = ALONE[name]
+    with seeded(1):
+        batches = [torch.randn(4, 3, dtype=torch.float64) for _ in range(6)]
+    stock = Tallies(num_writes)
+    with torch.no_grad():
+        expected = [stock(rows) for rows in batches]
+    model = Tallies(num_writes)
+    results, devices = evaluated(model, DEVICES["two"], batches)
+    assert devices == alone
+    assert model.number == stock.number
+    for result, value in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, value, rtol=1e-12, atol=1e-12)

@@ -22,7 +22,7 @@ from nullcuda.test_the_path import batch, network
 from scatterpar import ScatterOnceParallel
 from scatterpar.devices.coalescing import to_host
 from scatterpar.devices.transfers import Prefetcher
-from scatterpar.loops.evaluation import BatchesAhead, Turns, brought_home
+from scatterpar.loops.evaluation import BatchesAhead, Evaluation, brought_home
 from scatterpar.loops.lending import Lending, loan_of
 from scatterpar.step.loop_options import LoopOptions
 from scatterpar.step.turns import lasting_a_turn
@@ -168,22 +168,23 @@ class Steps(nn.Module):
 
 def in_groups(engine, batches):
     """The results of a library's function, as its loop gets them."""
-    ahead = BatchesAhead(batches, engine.device_ids)
-    ahead.groups = engine.batch_groups(lambda replica, rows: replica.model(rows))
+    ahead = BatchesAhead(batches)
+    ahead.begin(Evaluation(engine, [engine.module.model]))
+    ahead.evaluation.begin_groups(lambda replica, rows: replica.model(rows))
     return [ahead.result() for _ in ahead]
 
 
 def in_turns(engine, batches):
     """The results of a function of the user's, as its loop gets them."""
     model = engine.module.model
-    turns = Turns(engine, [model], lambda: (), ())
+    evaluation = Evaluation(engine, [model])
     results = []
     with torch.no_grad():
         for rows in batches:
-            device = turns.next_device()
-            with turns.turn(device):
+            device = evaluation.next_device()
+            with evaluation.turn(device):
                 output = model(rows.to(device))
-            results.append(brought_home(output, device, turns.devices[0]))
+            results.append(evaluation.brought_home(output, device))
     return results
 
 
@@ -269,12 +270,12 @@ def test_lent_tensor_is_sent_to_a_card_once():
     model = nn.Linear(8, 8).to(CARD).eval()
     scale = [torch.full((32,), 2.0, device=CARD)]
     with ScatterOnceParallel(Steps(model), 1, TWO, verify=False) as engine:
-        turns = Turns(engine, [model], lambda: [scale], ())
+        evaluation = Evaluation(engine, [model], lambda: [scale])
 
         def evaluate():
             for _ in range(6):
-                device = turns.next_device()
-                with turns.turn(device):
+                device = evaluation.next_device()
+                with evaluation.turn(device):
                     assert scale[0].device == device
                     scale[0] * 2
 

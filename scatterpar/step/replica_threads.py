@@ -192,6 +192,11 @@ _TUNING = (
     "share (docs/limits.md); start one process per GPU, with torchrun and "
     "process_group="
 )
+_WRITTEN = (
+    "a function that takes turns is called for later rows before this backward pass: "
+    "where it writes a tensor in place that an earlier loss was computed from, bind a "
+    "new tensor (self.weights = new), or compute the loss from a clone() of it"
+)
 _LESS_MEMORY = (
     "more sub-steps need less memory: a larger accum=, a smaller "
     'micro_batch_size=, or accum="auto"'
@@ -228,6 +233,8 @@ class ReplicaNote(contextlib.AbstractContextManager["ReplicaNote"]):
             )
         if isinstance(error, RuntimeError) and _says(error, "not require grad and"):
             add_note(error, _NO_GRAPH)
+        if isinstance(error, RuntimeError) and _says(error, "modified by an inplace"):
+            add_note(error, _WRITTEN)
         if isinstance(error, KeyError) and _is_about_a_replica(error):
             add_note(error, _OTHER_KEYS)
         if isinstance(error, TypeError) and _is_of_autotuner(error):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
+import threading
 import warnings
 import weakref
 from types import SimpleNamespace
@@ -149,6 +150,7 @@ def batch():
 
 
 def step(loop, **options):
+    """A step of the loop, and its backward pass."""
     loss = loop.step({"work": loop.call, "rows": batch()}, **options)
     loss.backward()
     return loss
@@ -360,6 +362,51 @@ def test_first_call_finds_earlier_steps_gradients(keeps, devices):
     step(loop)
     loop.close()
     assert there == [keeps, True, True, True]
+
+
+def write_in_place(owner, rows):
+    owner.factor.mul_(2)
+
+
+def bind(owner, rows):
+    owner.factor = owner.factor * 2
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("write", [write_in_place, bind])
+def test_tensor_of_an_earlier_loss_is_bound_anew(write, devices):
+    """The backward pass that needs its value may run after the write."""
+    owner, stock = Owner(), Owner()
+    written = threading.Event()
+
+    def step_of(owner, waits):
+        inner = owner.step
+        owner.factor = torch.ones(1, dtype=torch.float64)
+
+        def scaled(rows):
+            loss = (inner(rows) * owner.factor).sum()
+            if owner.calls == 1 and waits:
+                loss.register_hook(lambda _: (written.wait(60), None)[1])
+            write(owner, rows)
+            if owner.calls == 2:
+                written.set()
+            return loss
+
+        return scaled
+
+    owner.step, stock.step = step_of(owner, True), step_of(stock, False)
+    loop = OfOwner(owner, devices(2))
+    if write is write_in_place:
+        with pytest.raises(RuntimeError, match="modified by an inplace") as caught:
+            step(loop, is_checked=False)
+        assert "self.weights = new" in "".join(caught.value.__notes__)
+    else:
+        step(loop, is_checked=False)
+        for rows in batch().chunk(TIMES):
+            (stock.step(rows) / TIMES).backward()
+        gradients = {n: p.grad for n, p in stock.model.named_parameters()}
+        assert_gradients(owner.model, gradients)
+    loop.close()
 
 
 @pytest.mark.filterwarnings("ignore")

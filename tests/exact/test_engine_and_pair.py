@@ -856,14 +856,14 @@ def answer_of(name, how, devices):
 
 
 LAYOUTS = {"shared": ["cpu"] * 2, "apart": ["cpu:0", "cpu:1"]}
-# Remedies in one memory are in the slow run.
-REMEDIES = {remedy for program in TABLE.values() for remedy in program.remedies}
+# In one memory only programs that are refused or told are quick: what they write there,
+# all replicas read.
 CASES = [
     pytest.param(
         *(name, layout),
-        marks=[pytest.mark.slow] if layout == "shared" and name in REMEDIES else [],
+        marks=[] if layout == "apart" or program.words else [pytest.mark.slow],
     )
-    for name in TABLE
+    for name, program in TABLE.items()
     for layout in LAYOUTS
 ]
 

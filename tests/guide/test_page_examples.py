@@ -260,7 +260,13 @@ ENDS = {
 }
 # Sections with a test of their own below.
 OWN = {"QLoRA on several GPUs", "Save and resume"}
-ALL = [(page, title) for page in PAGES for title in PAGES[page] if title not in OWN]
+COMPILED = "Compiled models"  # torch's compiler takes a second
+ALL = [
+    pytest.param(page, title, marks=[pytest.mark.slow] if title == COMPILED else [])
+    for page in PAGES
+    for title in PAGES[page]
+    if title not in OWN
+]
 
 
 @pytest.fixture

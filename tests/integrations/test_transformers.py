@@ -398,7 +398,9 @@ LOSS_FUNCTIONS = {  # the loss, the devices, batches per replica, further argume
 }
 
 
-@pytest.mark.parametrize("name", LOSS_FUNCTIONS)
+@pytest.mark.parametrize(
+    "name", few_of(LOSS_FUNCTIONS, ["one call", "two devices, a mean"])
+)
 def test_loss_function_of_rows_is_exact(tmp_path, name):
     """In a step that is one call, a later look had parts, and took it for a sum."""
     function, devices, k, given = LOSS_FUNCTIONS[name]
@@ -414,6 +416,7 @@ def test_loss_function_of_rows_is_exact(tmp_path, name):
     assert_same_run(*trainers)
 
 
+@pytest.mark.slow
 def test_named_mean_is_no_sum(tmp_path):
     """The remedy that a refusal names: it was refused in the same words."""
     extra = {"compute_loss_func": mean_of_rows, "device_ids": VIRTUAL}
@@ -673,7 +676,7 @@ def run_of(monkeypatch, folder, name, cls=ScatterOnceTrainer, **extra):
 
 
 @pytest.mark.parametrize("layout", few_of(LAYOUTS, ["virtual"]))
-@pytest.mark.parametrize("name", few_of(REPLAYED, ["dropout", "padded text"]))
+@pytest.mark.parametrize("name", few_of(REPLAYED, ["dropout"]))
 def test_stock_loss_is_replayed(tmp_path, monkeypatch, name, layout):
     """The bits are those without graphs, and the losses those of the stock Trainer."""
     runs, reports = [], []
@@ -1712,6 +1715,7 @@ def test_noise_as_batches_are_prepared_is_not_refused(tmp_path):
     assert len(trainer.prepared) == 8
 
 
+@pytest.mark.slow
 def test_loss_that_compares_images_with_texts_refused(tmp_path):
     """It saw the rows of one batch, with a warning."""
     case = partial(clip, "CLIP"), captioned, captions

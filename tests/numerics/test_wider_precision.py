@@ -224,9 +224,7 @@ def in_format(name, values):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("format_name", FORMATS)
-@pytest.mark.parametrize(
-    "name", few_of(CANCELLING, ["optimum of cross entropy", "nearly equal pairs"])
-)
+@pytest.mark.parametrize("name", few_of(CANCELLING, ["optimum of cross entropy"]))
 def test_cancelling_gradients_not_refused(name, format_name, seed):
     """Cross entropy at its optimum was refused, "off by 40 %": its gradient was rounding.
     Parameters that are nudged move all choices of a row alike.
@@ -298,7 +296,7 @@ def test_half_sum_refused(loss, dtype):
         step(engine, loss, LABELS, INPUTS.to(dtype))
 
 
-@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("dtype", few_of(HALF, HALF[1:]))
 def test_pair_computes_half_in_single(dtype):
     output = INPUTS.to(dtype).requires_grad_()
     halves = output[:12], output[12:]

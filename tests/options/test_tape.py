@@ -35,7 +35,9 @@ from scatterpar.options import cuda_graphs
 from scatterpar.options.tape import RepeatableTape, Tape, difference
 
 HOST = torch.device("cpu")
-ROWS, FEATURES, ACCUM, STEPS = 24, 4, 6, 6
+ROWS, FEATURES, STEPS = 24, 4, 6
+# Sub-steps per replica: those that are captured by default are counted before.
+FEW, MANY = 3, 6
 CHANGE = 4  # the step before which a value changes
 PLACES = {"one": ["cpu"], "two": ["cpu:0", "cpu:1"]}
 in_places = pytest.mark.parametrize(
@@ -117,7 +119,15 @@ def values_restored():
 
 
 def trained(
-    module, criterion, change, graphs, places, targets=None, *, has_autocast=False
+    module,
+    criterion,
+    change,
+    graphs,
+    places,
+    targets=None,
+    *,
+    accum=MANY,
+    has_autocast=False,
 ):
     """Losses and gradients of some steps, and what was said of graphs in each.
 
@@ -130,7 +140,7 @@ def trained(
     (first, *_) = module.parameters()
     inputs = randn(ROWS, FEATURES).to(first.dtype)
     options = {"graphs": graphs, "verify": False}
-    engine = ScatterOnceParallel(module, ACCUM, places, **options)
+    engine = ScatterOnceParallel(module, accum, places, **options)
     with engine, values_restored():
         for step in range(STEPS):
             if step == CHANGE:
@@ -168,7 +178,8 @@ def trained_by(make, graphs, places, beside=NOTHING):
             output = function(output)
         return output.square().mean()
 
-    options = {"has_autocast": beside.has_draws}
+    accum = FEW if beside == NOTHING else MANY
+    options = {"accum": accum, "has_autocast": beside.has_draws}
     return trained(module, criterion, change, graphs, places, **options)
 
 
@@ -243,7 +254,9 @@ def test_changed_module_is_found_under_autocast(name, graphs, waiting):
 
 def assert_module_is_found(name, places, graphs=True, dtype=torch.float64):
     """Under autocast with another dtype than float64, which it leaves as it is."""
-    options = {"has_autocast": dtype is not torch.float64}
+    has_autocast = dtype is not torch.float64
+    accum = MANY if has_autocast else FEW
+    options = {"accum": accum, "has_autocast": has_autocast}
     found = []
     for option in (graphs, False):
         torch.manual_seed(3)
@@ -278,7 +291,7 @@ def test_changed_loss_is_found(name):
         module = nn.Linear(FEATURES, CLASSES).double()
         change = CHANGED_LOSSES[name]
         options = graphs, PLACES["two"], targets
-        found.append(trained(module, loss, partial(change, loss), *options))
+        found.append(trained(module, loss, partial(change, loss), *options, accum=FEW))
     assert all(map(torch.equal, found[0][0], found[1][0]))
 
 

@@ -126,7 +126,8 @@ def test_error_is_told_without_a_time_limit(monkeypatch):
         splitcheck(lambda model, batches: 1 / 0, new(Net), images(), ranks=2)
 
 
-def test_exit_and_abort_are_told():
+@pytest.mark.slow
+def test_exit_is_told():
     def leave(model, batches):
         averaged(model, batches)
         if dist.get_rank() == 1:
@@ -135,6 +136,8 @@ def test_exit_and_abort_are_told():
     with pytest.raises(RuntimeError, match=r"(?s)rank 1 of 2.*SystemExit: enough"):
         splitcheck(leave, new(Net), images(), ranks=2)
 
+
+def test_end_of_a_process_is_told():
     def end(model, batches):
         averaged(model, batches)
         if dist.get_rank() == 1:

@@ -121,9 +121,9 @@ ALL_THREADS = eval(PROFILE_ALL_THREADS.partition("=")[2])
     [
         ({}, {}),
         ({}, {"whole_batch": True}),
-        ({}, {"return_outputs": True}),
+        pytest.param({}, {"return_outputs": True}, marks=pytest.mark.slow),
         ({"graphs": True}, {}),
-        ({"compile": {"backend": "eager"}}, {}),
+        pytest.param({"compile": {"backend": "eager"}}, {}, marks=pytest.mark.slow),
     ],
 )
 def test_profiler_sees_each_part_once(devices, how, options):

@@ -139,8 +139,17 @@ def test_compiled_wrappers_and_sharded_step():
         assert_close(joined, model(inputs), "output", relative=1e-5)
 
 
+def test_never_compiled_asks_for_no_compiler(monkeypatch):
+    called = private.never_compiled(lambda value: value + 1)
+    for name in ("torch._dynamo", "torch._dynamo.eval_frame"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert called(1) == 2
+    assert "torch._dynamo" not in sys.modules
+
+
+@pytest.mark.slow
 def test_never_compiled_imports_no_compiler():
-    """And it is the function itself for all who ask."""
+    """Nor does the package, in a process that has imported nothing else."""
     program = """
 import sys
 from scatterpar import torch_private

@@ -402,7 +402,7 @@ def whole(folder, tmp_path_factory):
     [
         pytest.param(signal.SIGINT, marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
-        signal.SIGKILL,
+        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
     ],
 )
 def test_stopped_run_resumes_bit_for_bit(folder, whole, tmp_path, capsys, number):

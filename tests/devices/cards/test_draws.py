@@ -50,11 +50,11 @@ def _on(*numbers):
     return pytest.param(ids, marks=missing, id=f"on {numbers}")
 
 
-# On a machine with accelerators, those of the CPU are in the slow run. Replicas that
-# share a memory draw from streams of their own, as those on virtual devices do.
+# On a machine with accelerators, those of the CPU are in the slow run. One replica, and
+# those that share a memory, draw from streams of their own, as on virtual devices.
 _CPU = [pytest.mark.slow] if COUNT else []
 LAYOUTS = [
-    pytest.param(["cpu"], marks=_CPU, id="cpu"),
+    pytest.param(["cpu"], marks=pytest.mark.slow, id="cpu"),
     pytest.param(["cpu", "cpu"], marks=pytest.mark.slow, id="shared"),
     pytest.param(["cpu:0", "cpu:1"], marks=_CPU, id="virtual"),
     _on(0),

@@ -1463,6 +1463,15 @@ SABOTAGES = [
         seen_by="test_state_that_begins_is_told",
     ),
     Sabotage(
+        name="a replica's hook that finds its module by a key calls the user's",
+        promise="exact",
+        file="objects/reach.py",
+        place="_made_of",
+        text="return [*value, *value.values()] if isinstance(value, dict) else value",
+        replacement="return value.values() if isinstance(value, dict) else value",
+        seen_by="test_each_question_follows",
+    ),
+    Sabotage(
         name="each step searches a vocabulary in the module",
         promise="fast",
         file="replicas/module_contents.py",

@@ -6,23 +6,30 @@
     what does a function use?        ``reachable``               4
     what may a criterion train?      ``values_to_search``        4       10,000 values
     which program is it?             ``distinguishing_values``   64      64 values
+    is it of a replica?              ``leads_to``                64
+    what do functions close over?    ``closed_over``             64
     what may a call write?           ``Walk``                    16
     what does a replica copy?        ``ModuleContents``
     what does no split divide?       ``batch/objects.py``        3 or 5
+    what has a call moved?           ``moved_state.py``          3       32 entries
 
 A container of more than 1000 entries is data, or a log, to all of them; for the program
 one of more than 32. The first three follow what a value binds, closures, globals,
 attributes and entries; not keys, slots and classes, nor weak references, which lead to
-trainers and loops. ``Walk`` follows keys, slots and classes, too, since a call may
-write them. ``ModuleContents`` follows attributes of modules, entries and keys, and
-functions only if they lead to a module: replicas share them. Rows of a batch are split
-by ``batch/nested.py``, so what no split divides is in attributes and slots.
+trainers and loops. The next two follow what a copy would be made of: what a value
+binds, weak references, closures, entries and keys, but no globals, which a copy cannot
+exchange. Decorators are a function each, so these two go far. ``Walk`` follows keys,
+slots and classes, too, since a call may write them. ``ModuleContents`` follows
+attributes of modules, entries and keys, and functions only if they lead to a module:
+replicas share them. Rows of a batch are split by ``batch/nested.py``, so what no split
+divides is in attributes and slots. ``moved_state.py`` walks by itself, since it tells
+contents by their keys.
 ``tests/objects/test_reach.py`` has a row for each way to refer to a value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from types import MethodType
 from typing import Any
 
@@ -31,13 +38,21 @@ from torch import Tensor, nn
 
 from scatterpar.batch.nested import MAX_ENTRIES, PLAIN, WITHOUT_PARTS, walk
 from scatterpar.libraries import package_of
-from scatterpar.objects.references import CONTAINERS, named_values
+from scatterpar.objects.references import (
+    CONTAINERS,
+    MUTABLE_CONTAINERS,
+    named_values,
+    parts_of,
+)
 
 DEPTH = 4  # a function, another one in its file, an object there, a list in the object
 _MAX_SEARCHED = 10_000  # values; they take 10 ms in each step
 _MIN_LOG = 64  # longer containers are logs, unless a tensor or module is in them
 _LOG_ENTRIES = 8  # of a log that are searched, at either end
 _REFERENTS = Tensor, nn.Module, torch.Generator
+# A function in each other, such as decorators, and containers in these. A longer chain
+# is data, such as a linked list.
+_CHAIN = 64
 _MAX_TOLD_APART = 64  # values: a key of them is made in each step
 _MAX_ENTRIES_TOLD_APART = 32  # of a container; longer ones are data, such as a log
 
@@ -113,3 +128,37 @@ def _telling_apart(value: Any) -> Collection[Any]:
     if is_container and len(value) > _MAX_ENTRIES_TOLD_APART:
         return ()
     return _used_by(value)
+
+
+def leads_to(value: Any, is_target: Callable[[Any], bool]) -> bool:
+    """Whether ``value`` is a target, or a copy of it would be made of one.
+
+    A value leads to what it is made of, a function to what it closes over, a container
+    to its entries and keys.
+    """
+
+    def made_of(value: Any) -> Collection[Any]:
+        # Not further than a target, which may be long.
+        return () if is_target(value) else _made_of(value)
+
+    return any(map(is_target, walk([value], made_of, _CHAIN)))
+
+
+def closed_over(functions: Iterable[Any]) -> list[Any]:
+    """``functions`` and what they close over, nearest first, up to containers."""
+    return walk(functions, _closed_over, _CHAIN)
+
+
+def _made_of(value: Any) -> Collection[Any]:
+    if type(value) not in MUTABLE_CONTAINERS:
+        return _closed_over(value)
+    if len(value) > MAX_ENTRIES:
+        return ()
+    return [*value, *value.values()] if isinstance(value, dict) else value
+
+
+def _closed_over(value: Any) -> Collection[Any]:
+    if type(value) in MUTABLE_CONTAINERS:
+        return ()
+    parts = parts_of(value)
+    return [*parts.made_of(), *parts.closure.values()]

@@ -14,7 +14,7 @@ import dis
 import functools
 import types
 import weakref
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -57,6 +57,8 @@ class References(NamedTuple):
         return [*called, *self.bound.values(), *self.weak, *self.entries]
 
 
+# Of Python's own classes: a subclass may do more when it is changed.
+MUTABLE_CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
 CONTAINERS = (list, set, frozenset, deque, dict, tuple)
 _CachedFunction = type(functools.lru_cache(len))
 _WEAK = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import OrderedDict
 from collections.abc import Iterable
 from itertools import chain
 from operator import attrgetter
@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from scatterpar.batch.nested import MAX_ENTRIES, PLAIN
 from scatterpar.objects.quantised import is_composite, is_state, tensors_in
-from scatterpar.objects.reach import DEPTH
+from scatterpar.objects.reach import closed_over, leads_to
 from scatterpar.objects.references import (
+    MUTABLE_CONTAINERS,
     contents,
     module_of,
     parts_of,
@@ -35,7 +36,6 @@ from scatterpar.torch_private import (
     unwrapped,
 )
 
-CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
 _REGISTRIES = {dict, OrderedDict, set}  # of a module's parameters, hooks and the like
 _GRAD_DTYPE = attrgetter("grad_dtype")
 _OF_DATA = PLAIN | {tuple, list}  # the classes of a long container's entries
@@ -102,7 +102,7 @@ class ModuleContents:
             self._visit(original)
         elif isinstance(value, nn.Module):
             self._visit_module(value)
-        elif type(value) in CONTAINERS:
+        elif type(value) in MUTABLE_CONTAINERS:
             if not is_data(value):
                 self._visit_container(value)
         elif is_state(value):
@@ -172,47 +172,23 @@ class ModuleContents:
 
         A hook that looks up its module, or calls another one, finds the replica's.
         """
-        seen: dict[
-            int, Any
-        ] = {}  # keeps all of them alive, so that no id is used again
-        values: list[Any] = []
-        while values or self._functions:
-            value = values.pop() if values else self._functions.pop()
-            if id(value) in seen:
-                continue
-            seen[id(value)] = value
-            if type(value) not in CONTAINERS:
-                parts = parts_of(value)
-                values += [*parts.made_of(), *parts.closure.values()]
-            elif not self.is_replicated(value) and self.leads_here(value):
-                self._visit_container(value)  # which may find further functions
+        while self._functions:
+            functions = self._functions
+            self._functions = []
+            for value in closed_over(functions):
+                if type(value) not in MUTABLE_CONTAINERS or self.is_replicated(value):
+                    continue
+                if self.leads_here(value):
+                    self._visit_container(value)  # which may find further functions
 
     def leads_here(self, value: Any) -> bool:
-        """Whether ``value`` is replicated, or leads to something that is.
+        """Whether ``value`` is replicated, or leads to something that is."""
+        return leads_to(value, self._is_replicated_or_its_id)
 
-        A value leads to what it is made of, a function to what it closes over, a
-        container to its entries and keys, the ``id`` of a module or tensor to that.
-        """
-        return self._leads_here(value, DEPTH, set())
-
-    def _leads_here(self, value: Any, depth: int, seen: set[int]) -> bool:
-        """As ``leads_here``, through containers that are ``depth`` in each other."""
-        if type(value) in PLAIN:
-            is_id = type(value) is int
-            return is_id and (value in self.modules or value in self.tensors)
-        if self.is_replicated(value):
-            return True
-        if id(value) in seen:
-            return False
-        seen.add(id(value))
-        parts = parts_of(value)
-        referents = [*parts.made_of(), *parts.closure.values()]
-        if type(value) in CONTAINERS and depth and len(value) <= MAX_ENTRIES:
-            depth -= 1
-            referents += value
-            if isinstance(value, dict):
-                referents += value.values()
-        return any(self._leads_here(referent, depth, seen) for referent in referents)
+    def _is_replicated_or_its_id(self, value: Any) -> bool:
+        if type(value) is int:
+            return value in self.modules or value in self.tensors
+        return self.is_replicated(value)
 
     def is_replicated(self, value: Any) -> bool:
         """Whether replicas have a copy of ``value``."""

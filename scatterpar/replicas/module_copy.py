@@ -23,14 +23,11 @@ from scatterpar.batch.nested import PLAIN
 from scatterpar.errors import warn
 from scatterpar.objects import references
 from scatterpar.objects.quantised import composite_like, is_composite
-from scatterpar.objects.references import parts_of
+from scatterpar.objects.references import MUTABLE_CONTAINERS, parts_of
 from scatterpar.objects.snapshot import refill
 from scatterpar.replicas.calls_in_backward import RoutedCall
 from scatterpar.replicas.compiled import Compiler
-from scatterpar.replicas.module_contents import (
-    CONTAINERS,
-    ModuleContents,
-)
+from scatterpar.replicas.module_contents import ModuleContents
 from scatterpar.replicas.shallow_copy import new_like
 from scatterpar.torch_private import is_compiled_module, unwrapped
 
@@ -102,7 +99,7 @@ class ModuleCopy:
             return self.copy_of(unwrapped(value)[0])
         if isinstance(value, nn.Module):
             return self._module(value)
-        if type(value) in CONTAINERS:
+        if type(value) in MUTABLE_CONTAINERS:
             return self._container(value)
         return self._fill(value, copy.copy(value))  # a state of a quantised weight
 
@@ -174,7 +171,7 @@ class ModuleCopy:
             source = value
             # The protocol has copied some containers. All are copied here, from the
             # original's, so that everything that refers to one gets the same copy.
-            if type(value) in CONTAINERS and name in attributes:
+            if type(value) in MUTABLE_CONTAINERS and name in attributes:
                 source = attributes[name]
             state[name] = self.copy_of(source)
         return shallow

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from scatterpar.batch import nested
 from scatterpar.devices.bits import same_bits
+from scatterpar.objects.references import MUTABLE_CONTAINERS
 from scatterpar.objects.snapshot import Snapshot, entries_of
 from scatterpar.objects.walk import VARIABLES, Place, Walk
-from scatterpar.replicas.module_contents import CONTAINERS
 from scatterpar.replicas.module_copy import ModuleCopy
 
 # Every module has these, such as hooks: no forward pass of the user's moves them.
@@ -116,7 +116,7 @@ def _contents_of(value: Any, depth: int) -> Iterator[tuple[Any, Any]]:
     elif isinstance(value, Tensor):
         if value.grad_fn is None:
             yield (), value.detach().clone()
-    elif kind in CONTAINERS or kind in (tuple, set):
+    elif kind in MUTABLE_CONTAINERS or kind in (tuple, set):
         # Lengths of other containers may be those of the rows.
         if depth or kind in (list, deque):
             yield "length", len(value)

@@ -42,6 +42,19 @@ def test_modules_in_containers_found_once():
     )
 
 
+def test_containers_of_closures_found_once():
+    """Also that of a function which is in another function's container."""
+    model = linear()
+    model.hidden = [linear(seed=1)]
+    inner = [model]
+    outer = [lambda: inner]
+    model.hook = lambda: outer
+    hidden = model.hidden
+    model.look_up = lambda: hidden
+    found = [each for each in ModuleContents((model,)).containers if type(each) is list]
+    assert sorted(map(id, found)) == sorted(map(id, [hidden, outer, inner]))
+
+
 def test_tensors_of_other_devices_left_out():
     model = linear()
     model.elsewhere = torch.ones(2, device="meta")

@@ -112,6 +112,7 @@ def test_layers_have_statistics_of_all_rows(
     if first is Activated and momentum is None:
         momentum = 0.3
     model = build(lambda: Net(momentum, way, first))
+    tensors = dict(model.named_buffers())
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with ScatterOnceParallel(model, accum, LAYOUTS[layout], buffers="batch") as engine:
         for step in range(3):
@@ -120,6 +121,7 @@ def test_layers_have_statistics_of_all_rows(
             assert_buffers(model, expected)
             assert model.first.num_batches_tracked == step + 1
     for name, buffer in model.named_buffers():
+        assert buffer is tensors[name], name  # written in place, and once
         if name.startswith(("unused", "frozen")):
             assert torch.equal(buffer, before[name]), name
     assert model.calls == 3 * accum  # replica 0's, as with "master"

@@ -207,9 +207,13 @@ def test_largest_groups_with_equal_counts(ranks, per_row, expected):
     assert groups == expected
 
 
-def test_count_whose_equal_rows_are_right_is_found():
-    """A mean of the labels in each part: right if all rows have equally many."""
-    labels = [1] * 6 + [3] * 6
+@pytest.mark.parametrize("labels", [[1] * 6 + [3] * 6, [1, 3, 3, 1] * 3])
+def test_count_whose_equal_rows_are_right_is_found(labels):
+    """A mean of the labels in each part: right if all rows have equally many.
+
+    In the second table halves of all rows have equally many, too, by chance: that is no
+    reason to count rows.
+    """
 
     def mean_of_means(split):
         parts = [part for share in split for part in share]

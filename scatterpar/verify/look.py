@@ -279,23 +279,12 @@ class ReplicaLook:
         parts, weights = weighted_parts(request, chosen)
         at_once = self._at_once(rows)
         expected = at_once.result
-        has_one_call = len(runs.replica_task.share.micro_batches) == 1
         # With one call per step each part is another replica's.
-        prepare = runs.user_code.refresh if has_one_call else None
+        prepare = runs.user_code.refresh if self._has_one_call else None
         try:
             run = runs.run(parts, weights=weights, prepare=prepare)
         except Exception as error:
-            if isinstance(error, Inconclusive) or is_out_of_memory(error):
-                raise
-            if runs.pairs_of_rows is not None:
-                return pairs_of_rows(runs.pairs_of_rows)
-            try:
-                runs.at_once(rows)
-            except Exception:
-                name = name_of(request)
-                return error_of_replica(name, len(rows), expected.loss, error)
-            # It computes the rows at once: it needs more rows than a part has.
-            raise
+            return self._verdict_of_failure(error, rows, expected.loss)
         if runs.taken_for_rows is not None:
             return taken_for_rows(runs.taken_for_rows, request.dim)
         _require_gradients(expected, run)
@@ -331,6 +320,31 @@ class ReplicaLook:
             parts=chosen,
         )
 
+    @property
+    def _has_one_call(self) -> bool:
+        """Whether the step calls each replica once."""
+        return len(self.runs.replica_task.share.micro_batches) == 1
+
+    def _verdict_of_failure(
+        self, error: Exception, rows: Part, loss_at_once: float
+    ) -> Verdict:
+        """The verdict if the replica fails with parts of ``rows``.
+
+        Raises the error if it says nothing of the step.
+        """
+        runs = self.runs
+        if isinstance(error, Inconclusive) or is_out_of_memory(error):
+            raise error
+        if runs.pairs_of_rows is not None:
+            return pairs_of_rows(runs.pairs_of_rows)
+        try:
+            runs.at_once(rows)
+        except Exception:
+            name = name_of(runs.request)
+            return error_of_replica(name, len(rows), loss_at_once, error)
+        # It computes the rows at once: it needs more rows than a part has.
+        raise error
+
     def _measured(
         self, measure: Callable[[Runs, Part], list[str]], rows: Part
     ) -> list[str]:
@@ -364,9 +378,8 @@ class ReplicaLook:
         if runs.lends:
             return run.numbers
         moved = moved_between(run.states)
-        has_one_call = len(runs.replica_task.share.micro_batches) == 1
         # A criterion of all rows has one call, too.
-        if has_one_call or runs.request.whole_batch:
+        if self._has_one_call or runs.request.whole_batch:
             moved += attributes_that_calls_move(runs, rows)
         return moved
 

@@ -20,7 +20,7 @@ from harness.oracle import (
     randn,
     whole_batch,
 )
-from harness.pairwise import few_of
+from harness.pairwise import pairwise
 from torch import nn
 
 from scatterpar import (
@@ -86,12 +86,11 @@ def mapped(engine):
     return None, engine.map(lambda replica, rows: replica(rows), ROWS)
 
 
+CALLS = [returned, compared, inferred, mapped]
 LOSSES = {returned: views_apart, compared: rows_apart}
 
 
-@pytest.mark.parametrize("verify", [True, False])
-@pytest.mark.parametrize("accum", few_of([1, 3], [3]))
-@pytest.mark.parametrize("call", [returned, compared, inferred, mapped])
+@pairwise(call=CALLS, accum=[1, 3], verify=[True, False])
 @pytest.mark.parametrize(("wrong", "right"), REMEDIES)
 def test_two_entries_per_row_refused(devices, wrong, right, call, accum, verify):
     model = Of(wrong, linear=linear())

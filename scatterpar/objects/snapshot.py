@@ -96,6 +96,8 @@ class Snapshot:
 
     def is_equal(self) -> bool:
         """Whether containers hold the same objects, or plain values that are equal."""
+        if self.unchanged():  # as mostly; in C loops
+            return True
         if self._facts() != self._known:
             return False
         changed = self.changed()

@@ -28,8 +28,8 @@ PHASES = ("scatter", "replicate", "compute", "reduce")
 # Pairs (source, target) whose copies go through host memory: see ``check_links``.
 VIA_HOST: set[tuple[torch.device, torch.device]] = set()
 _MAX_PINNED = 2  # copy groups in the host's pinned memory at the same time
-# Streams per device for copies to others, of the 32 that torch has. Two more are for
-# arriving copies and for graphs. With more devices, some copies share a stream.
+# Streams per device for copies of rows to others, of the 32 that torch has. Up to five
+# more are for other copies and for graphs. With more devices, some copies share one.
 _MAX_SENDERS = 24
 
 

@@ -22,6 +22,8 @@ from scatterpar.devices.coalescing import (
 from scatterpar.devices.device_ids import HOST
 from scatterpar.devices.fingerprints import Fingerprints
 from scatterpar.devices.memory import empty
+from scatterpar.devices.pieces import flat_view, needs_pieces
+from scatterpar.devices.relay import relay
 from scatterpar.devices.transfers import Transfers, to_numbers
 from scatterpar.devices.write_counters import versions
 from scatterpar.look_steps import is_look_step
@@ -73,7 +75,8 @@ class Broadcast:
     host would wait for an answer that it knows.
 
     The owner of a tensor, in ``update`` the master, sends it message by message. Every
-    device that has a message sends it on, in the reverse order of ``tree_pairs``.
+    device that has a message sends it on, in the reverse order of ``tree_pairs``. If
+    there is much to send, it goes along a chain instead (``relay``).
 
     Attributes:
         contents: the module's contents that were sent.
@@ -104,6 +107,8 @@ class Broadcast:
         self._copies = {
             device: empty_like_on(self._tensors, device) for device in self.memories[1:]
         }
+        # Flat views of the tensors on each device, as soon as they are needed.
+        self._flat: dict[torch.device, Mapping[int, Tensor]] = {}
         self._messages = messages(dict(enumerate(self._tensors)))
         self._large = {
             number: Freshness()
@@ -129,14 +134,14 @@ class Broadcast:
         if _layout(contents) != self._layout:
             return False
         self.contents = contents  # another root may hold the same tensors
+        self._flat.pop(self.memories[0], None)
         self._places = list(map(Tensor.detach, self._tensors))
         return True
 
     def fits(self) -> bool:
         """Whether the tensors still have their kinds and shapes."""
         # The first question needs no Python call per tensor.
-        is_in_place = all(map(Tensor.is_set_to, self._tensors, self._places))
-        return is_in_place or self.adopt(self.contents, self.memories)
+        return self._are_in_place() or self.adopt(self.contents, self.memories)
 
     def at(self, device: torch.device) -> Sequence[Tensor]:
         """The tensors in the memory of ``device``."""
@@ -170,7 +175,7 @@ class Broadcast:
         """Whether all tensors are in their places, with the versions of the last
         ``update``.
         """
-        if not all(map(Tensor.is_set_to, self._tensors, self._places)):
+        if not self._are_in_place():
             return False
         return versions(self._tensors) == self._versions
 
@@ -266,6 +271,8 @@ class Broadcast:
         """
         start = self.memories.index(owner)
         devices = [*self.memories[start:], *self.memories[:start]]
+        if len(devices) > 2:
+            numbers = numbers - self._relay(devices, numbers, transfers)
         for message in self._messages:
             keys = [number for number in message if number in numbers]
             if not keys:
@@ -279,6 +286,43 @@ class Broadcast:
                     copies[sender], targets, device, transfers, "replicate"
                 )
             del copies  # only one message has memory at a time
+
+    def _relay(
+        self, devices: Sequence[torch.device], numbers: Set[int], transfers: Transfers
+    ) -> Set[int]:
+        """Send those tensors of these that can be cut. Returns their numbers."""
+        if not needs_pieces(self._bytes_of(numbers), len(devices)):
+            return set()
+        of_devices = [self._flat_at(device) for device in devices]
+        # Of a subclass the copies can be flat, and the user's tensor cannot.
+        common = set(numbers).intersection(*of_devices)
+        if not needs_pieces(self._bytes_of(common), len(devices)):
+            return set()
+        in_order = sorted(common)
+        flat = [{number: views[number] for number in in_order} for views in of_devices]
+        relay(flat, devices, transfers, "replicate")
+        return common
+
+    def _bytes_of(self, numbers: Set[int]) -> int:
+        return sum(self._tensors[number].nbytes for number in numbers)
+
+    def _flat_at(self, device: torch.device) -> Mapping[int, Tensor]:
+        """Flat views of the tensors of a device that have one, by number."""
+        # The user may exchange the storage of a tensor, which its view does not see.
+        if device == self.memories[0] and not self._are_in_place():
+            self._flat.pop(device, None)
+        if device not in self._flat:
+            flat: dict[int, Tensor] = {}
+            for number, tensor in enumerate(self.at(device)):
+                view = flat_view(tensor)
+                if view is not None:
+                    flat[number] = view
+            self._flat[device] = flat
+        return self._flat[device]
+
+    def _are_in_place(self) -> bool:
+        """Whether the storage, shape and strides of all tensors are as they were."""
+        return all(map(Tensor.is_set_to, self._tensors, self._places))
 
 
 def _layout(contents: ModuleContents) -> list[Any]:

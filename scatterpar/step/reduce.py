@@ -8,7 +8,8 @@
 
 The pairs depend only on the number of replicas that have rows. Between memories, the
 gradients of the second replica of a pair are copied to the device of the first, message
-by message.
+by message. Large gradients on more than two devices are added on all of them at the
+same time, in the same pairs (``owners``).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from scatterpar.replicas.buffers import BufferValue
 from scatterpar.replicas.replicas import ReplicaSet
 from scatterpar.report import StepReport
 from scatterpar.step.attempt import Attempt
+from scatterpar.step.owners import add_by_owners
 from scatterpar.step.replica_threads import ReplicaNote
 from scatterpar.step.request import Request
 from scatterpar.step.substeps import Computed, Gradient
@@ -206,7 +208,39 @@ def sum_in_order(
     """
     # Copies: what has been added is taken out, so that memory is freed.
     sums = [dict(of_replica) for of_replica in gradients]
-    for target, source in tree_pairs(len(sums)):
+    pairs = tree_pairs(len(sums))
+    size = _block_size(devices)
+    by_owners: dict[int, Tensor] = {}
+    if in_place and size and len(devices) > 2 * size:  # more than two devices
+        # The first rounds of the tree, which add within each device.
+        within = [pair for pair in pairs if pair[1] - pair[0] < size]
+        pairs = pairs[len(within) :]
+        _add_pairs(within, sums, devices, transfers, in_place)
+        by_owners = add_by_owners(sums[::size], devices[::size], transfers)
+    _add_pairs(pairs, sums, devices, transfers, in_place)
+    return sums[0] | by_owners
+
+
+def _block_size(devices: Sequence[torch.device]) -> int:
+    """How many replicas each device has, if these are in blocks of a power of two; the
+    last block may be smaller. Otherwise 0.
+    """
+    size = devices.count(devices[0])
+    blocks = devices[::size]
+    is_power = size & (size - 1) == 0
+    is_even = all(blocks[i // size] == device for i, device in enumerate(devices))
+    return size if is_power and is_even and len(set(blocks)) == len(blocks) else 0
+
+
+def _add_pairs(
+    pairs: Sequence[tuple[int, int]],
+    sums: list[dict[int, Tensor]],
+    devices: Sequence[torch.device],
+    transfers: Transfers,
+    in_place: bool,
+) -> None:
+    """Add the gradients of the second of each pair to those of the first."""
+    for target, source in pairs:
         total = sums[target]
         arriving = sums[source]
         sums[source] = {}  # what arrives is freed with this pair
@@ -218,7 +252,6 @@ def sum_in_order(
         for message in messages:
             _add(total, message, in_place)
             del message  # only one has memory at a time
-    return sums[0]
 
 
 def _add_large(

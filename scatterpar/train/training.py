@@ -795,7 +795,7 @@ class Run:
             self.progress.describe("computing the first step")
         self.progress.begin(images)
         report = training.train(batch)
-        self._copied = traffic(report)
+        self._copied = traffic(report, training.model)
         end = time.perf_counter()
         seconds = end - self._step_ended
         self._step_ended = end
@@ -1010,7 +1010,7 @@ class Run:
         return accuracies, lines
 
 
-def traffic(report: Any) -> str:
+def traffic(report: Any, model: nn.Module) -> str:
     """Return how many bytes a step copied between memories, beside `nn.DataParallel`;
     nothing if both would copy as many.
     """
@@ -1018,10 +1018,13 @@ def traffic(report: Any) -> str:
     # Rows are copied once. nn.DataParallel is called for each sub-step, and each call
     # broadcasts the whole model and reduces all gradients again.
     rows = report.bytes["scatter"]
-    per_call = report.bytes["replicate"] + report.bytes["reduce"]
+    # Not ``bytes["reduce"]``: the engine copies those of a large model once more.
+    others = len({share.device for share in report.plan.shares}) - 1
+    gradients = others * sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    per_call = report.bytes["replicate"] + gradients
     if calls == 1 or not per_call:
         return ""
     return (
-        f"copied per step: {rows + per_call:,} bytes; nn.DataParallel, called for each "
-        f"of {calls} sub-steps, copies {rows + calls * per_call:,}"
+        f"copied per step: {sum(report.bytes.values()):,} bytes; nn.DataParallel, "
+        f"called for each of {calls} sub-steps, copies {rows + calls * per_call:,}"
     )

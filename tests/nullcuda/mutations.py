@@ -97,6 +97,30 @@ a call does not wait for the buffers that are handed on to it
 -computing.wait_event(arrived)
 test_buffers_are_handed_on_in_order
 
+copies leave before values are computed
+-departing.wait_stream(computing)
+test_lanes_wait_for_what_was_computed
+
+copies arrive while a device computes with the memory
+-self._arriving[device].wait_stream(computing)
+test_lanes_wait_for_what_was_computed
+
+memory is given out that is still sent from
+-computing.wait_stream(departing)
+test_large_models_are_sent_in_lanes
+
+a step does not wait for its parameters
+-computing.wait_stream(self._arriving[device])
+test_large_models_are_sent_in_lanes
+
+a device sends on what has not arrived
+-self._departing[device].wait_stream(self._arriving[device])
+test_large_models_are_sent_in_lanes
+
+a piece arrives where the one before is being sent
+-self._arriving[device].wait_event(event)
+test_large_models_are_sent_in_lanes
+
 a step that fails does not wait for rows that are under way
 -copied.synchronize()
 test_pinned_batch_reusable_after_failure

@@ -20,8 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from nullcuda import card
 from nullcuda.test_the_path import batch, network
 from scatterpar import ScatterOnceParallel
+from scatterpar.devices import coalescing, pieces
 from scatterpar.devices.coalescing import to_host
-from scatterpar.devices.transfers import Prefetcher
+from scatterpar.devices.lanes import Lanes
+from scatterpar.devices.transfers import Prefetcher, Transfers
 from scatterpar.loops.evaluation import BatchesAhead, Evaluation, brought_home
 from scatterpar.loops.lending import Lending, loan_of
 from scatterpar.step.loop_options import LoopOptions
@@ -259,6 +261,57 @@ def test_values_read_by_host_have_arrived():
     values = torch.ones(4, device=CARD)
     records = traced(lambda: to_host([values]))
     assert [r.blocks for r in records if r.kind == "copy_out"] == [True]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four cards")
+def test_large_models_are_sent_in_lanes(monkeypatch):
+    """Parameters along a chain and gradients by owners, on streams for each direction.
+
+    Pieces are packed, and more than two use the same buffers.
+    """
+    monkeypatch.setattr(pieces, "BYTES_PER_DEVICE", 64)
+    monkeypatch.setattr(coalescing, "CHUNK_BYTES", 2048)
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8) for _ in range(40)]
+    model = nn.Sequential(*layers, nn.Linear(8, 200), nn.Linear(200, 4)).to(CARD)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    inputs, targets = torch.randn(64, 8), torch.arange(64) % 4
+
+    def step():
+        optimizer.zero_grad()
+        engine.forward_backward(inputs, targets, LOSS)
+        # Memory that the lanes have used is given out again.
+        for device in range(4):
+            torch.zeros(4096, device=f"cuda:{device}")
+        optimizer.step()
+
+    with ScatterOnceParallel(model, 2, [0, 1, 2, 3], verify=False) as engine:
+        for _ in range(3):
+            step()
+        records = traced(step)
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        assert engine.last_step.bytes["replicate"] == 3 * size
+        assert engine.last_step.bytes["reduce"] == 4 * size
+    computing = {
+        (record.device, record.stream)
+        for record in records
+        if record.kind == "library"  # matrix products
+    }
+    copies = [record for record in records if record.kind == "copy_peer"]
+    assert copies
+    assert not computing & {(record.device, record.stream) for record in copies}
+
+
+@pytest.mark.skipif(TWO == [0, 0], reason="needs two cards")
+def test_lanes_wait_for_what_was_computed():
+    """Of the source, and of the memory that a copy writes."""
+    second = torch.device("cuda:1")
+    source = torch.ones(2**16, device=CARD).mul_(2)
+    target = torch.ones(2**16, device=second).mul_(2)
+    with Lanes([CARD, second], Transfers(), "reduce") as lanes:
+        lanes.send(source, CARD, target, second)
+    assert torch.accelerator.current_stream(second).stream_id == 0
+    target.mul_(2)
 
 
 # --- lifetimes ---

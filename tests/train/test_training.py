@@ -37,7 +37,9 @@ from harness.runs import (
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
+from scatterpar import ScatterOnceParallel
 from scatterpar.__main__ import main as command
+from scatterpar.devices import pieces
 from scatterpar.recipe import gradual_warmup
 from scatterpar.train import data as data_module
 from scatterpar.train import records as record_module
@@ -775,6 +777,22 @@ def test_run_reports_and_opens_no_port(included, tmp_path, capsys, monkeypatch):
     assert f"copied per step: {copied:,} bytes; nn.DataParallel, called" in printed.out
     for name in ("curves.png", "confusion.png", "first_batch.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("large", "copied"), [(1, 392), (2**20, 352)])
+def test_traffic_of_data_parallel_is_that_of_a_tree(monkeypatch, large, copied):
+    """Large gradients are copied once more by the engine, and not by the other."""
+    monkeypatch.setattr(pieces, "BYTES_PER_DEVICE", large)
+    model = nn.Linear(4, 2)
+    devices = ["cpu:0", "cpu:1", "cpu:2"]
+    with ScatterOnceParallel(model, 2, devices, verify=False) as engine:
+        engine.forward_backward(torch.ones(12, 4), None, lambda out, _: out.sum())
+    rows = 12 * 4 * 4
+    of_data_parallel = rows + 2 * (2 * 40 + 2 * 40)
+    assert training_module.traffic(engine.last_step, model) == (
+        f"copied per step: {copied} bytes; nn.DataParallel, called for each of 2 "
+        f"sub-steps, copies {of_data_parallel}"
+    )
 
 
 @pytest.mark.pictures

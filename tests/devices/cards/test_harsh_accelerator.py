@@ -33,7 +33,7 @@ from scatterpar import (
     Rows,
     ScatterOnceParallel,
 )
-from scatterpar.devices import coalescing, fingerprints
+from scatterpar.devices import coalescing, fingerprints, pieces
 
 pytestmark = [
     pytest.mark.cuda,
@@ -288,13 +288,16 @@ def of_bare_weights():
     return Of(compute, weights=weights, norm=nn.BatchNorm1d(32))
 
 
+@pytest.mark.parametrize("large", [pieces.BYTES_PER_DEVICE, 2**10], ids=str)
 @pytest.mark.parametrize("devices", [2, 4])
-def test_memory_of_two_models_and_two_chunks(late, monkeypatch, devices):
+def test_memory_of_two_models_and_two_chunks(late, monkeypatch, devices, large):
     """Three times and more it was: flat copies to send, to receive, and of gradients at
     the end.
     """
     chunk = 2**16
     monkeypatch.setattr(coalescing, "CHUNK_BYTES", chunk)
+    # The smaller one lets each device add a part of the gradients.
+    monkeypatch.setattr(pieces, "BYTES_PER_DEVICE", large)
     monkeypatch.setattr(fingerprints, "_WORDS", chunk // 40)
     with seeded():
         model, rows = of_bare_weights(), torch.randn(4 * devices, 32)
@@ -323,6 +326,30 @@ def test_memory_of_two_models_and_two_chunks(late, monkeypatch, devices):
             assert max(others) <= 2 * size + room, step
             if step == "first":
                 optimizer.step()
+
+
+@pytest.mark.parametrize("devices", [3, 4])
+def test_large_models_have_bits_of_one_device(late, monkeypatch, devices):
+    """Parameters go along a chain, and each device adds a part of the gradients."""
+    monkeypatch.setattr(pieces, "BYTES_PER_DEVICE", 2**10)
+    monkeypatch.setattr(coalescing, "CHUNK_BYTES", 2**15)
+    found = []
+    for layout in ([0] * devices, range(devices)):
+        with seeded():
+            model, rows = of_bare_weights().to(FIRST), torch.randn(4 * devices, 32)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        with ScatterOnceParallel(model, 2, layout, verify=False) as engine:
+            for _ in range(3):
+                optimizer.zero_grad()
+                engine.forward_backward(rows)
+                others = len(set(layout)) - 1
+                sums = 1 if others else 0
+                assert engine.last_step.bytes["reduce"] == (others + sums) * size
+                optimizer.step()
+        tensors = [*model.parameters(), *(p.grad for p in model.parameters())]
+        found.append([tensor.cpu() for tensor in tensors])
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("by", [test_accelerator.by_engine, test_accelerator.by_pair])

@@ -1,0 +1,161 @@
+"""Large lists of tensors, cut into pieces of equal size for several devices.
+
+::
+
+    tensors    weight of 20 elements         biases of 3, 4 and 3
+    pieces     weight[0:10] weight[10:20]    bias[0:3] bias[0:4] bias[0:3]
+
+A piece of several parts is packed into one buffer before it is copied.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from scatterpar.devices.coalescing import has_foreach
+
+# For each device except the first. With fewer bytes, the launches for each piece cost
+# the host more time than links save.
+BYTES_PER_DEVICE = 2**23
+_ALIGNMENT = 512  # bytes, of CUDA's allocations
+# So that each piece begins where kernels can read several elements at once.
+_ELEMENTS = 16
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Piece(Generic[_Key]):
+    """Consecutive elements of flat tensors of one dtype.
+
+    Attributes:
+        dtype: of the elements.
+        parts: a tensor's key, and the numbers of its first element and of the one after
+            the last.
+    """
+
+    dtype: torch.dtype
+    parts: Sequence[tuple[_Key, int, int]]
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """The number of elements of each part."""
+        return [stop - start for _, start, stop in self.parts]
+
+    @cached_property
+    def nbytes(self) -> int:
+        """The bytes of all parts."""
+        return sum(self.sizes) * self.dtype.itemsize
+
+    def of(self, flat: Mapping[_Key, Tensor]) -> list[Tensor]:
+        """The parts of these tensors."""
+        parts: list[Tensor] = []
+        for key, start, stop in self.parts:
+            tensor = flat[key]
+            is_whole = stop - start == tensor.numel()
+            parts.append(tensor if is_whole else tensor[start:stop])
+        return parts
+
+    def in_buffer(self, buffer: Tensor) -> Tensor:
+        """The beginning of a buffer of bytes, as elements of the piece."""
+        return buffer[: self.nbytes].view(self.dtype)
+
+    def pack(self, parts: list[Tensor], packed: Tensor) -> None:
+        """Copy the parts into one tensor of the same memory."""
+        torch.cat(parts, out=packed)
+
+    def add(self, parts: Sequence[Tensor], packed: Tensor) -> None:
+        """Add the parts to what was packed, in the same memory."""
+        torch._foreach_add_(list(packed.split(self.sizes)), list(parts))
+
+    def unpack(self, packed: Tensor, parts: Sequence[Tensor]) -> None:
+        """Copy what was packed to the parts, in the same memory."""
+        torch._foreach_copy_(list(parts), list(packed.split(self.sizes)))
+
+
+def flat_view(tensor: Tensor) -> Tensor | None:
+    """All elements of a tensor as a 1-D view, in the order of memory.
+
+    ``None`` for a subclass, and if ``tensor`` is not dense, has gaps, or is empty.
+    """
+    if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
+        return None
+    # First: sparse tensors refuse the other questions.
+    if not has_foreach(tensor) or not tensor.numel():
+        return None
+    is_flat = tensor.is_contiguous() or (
+        tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    )
+    return tensor.detach().as_strided((tensor.numel(),), (1,)) if is_flat else None
+
+
+def needs_pieces(num_bytes: int, devices: int) -> bool:
+    """Whether so many bytes are worth several copies at the same time.
+
+    Not between two devices, which have one link.
+    """
+    return devices > 2 and num_bytes >= (devices - 1) * BYTES_PER_DEVICE
+
+
+def cut(flat: Mapping[_Key, Tensor], devices: int, max_bytes: int) -> list[Piece[_Key]]:
+    """Cut 1-D tensors into pieces of about ``max_bytes`` at most, the largest first.
+
+    There are about as many as devices except the first, or more if they are large. More
+    would be more launches, which cost more than links save. Large tensors are not
+    packed: each is cut alone.
+    """
+    by_dtype: defaultdict[torch.dtype, dict[_Key, int]] = defaultdict(dict)
+    for key, tensor in flat.items():
+        by_dtype[tensor.dtype][key] = tensor.numel()
+    pieces: list[Piece[_Key]] = []
+    for dtype, sizes in by_dtype.items():
+        most = max(_ELEMENTS, max_bytes // dtype.itemsize)
+        wanted = -(-sum(sizes.values()) // (devices - 1))
+        elements = _ceil_to(_ELEMENTS, min(wanted, most))
+        small: dict[_Key, int] = {}
+        for key, size in sizes.items():
+            if 2 * size < elements:
+                small[key] = size
+                continue
+            count = max(round(size / elements), -(-size // most))
+            parts = _divided({key: size}, _ceil_to(_ELEMENTS, -(-size // count)))
+            pieces += [Piece(dtype, part) for part in parts]
+        pieces += [Piece(dtype, parts) for parts in _divided(small, elements)]
+    # Those that are copied at the same time take the same time.
+    pieces.sort(key=lambda piece: piece.nbytes, reverse=True)
+    return pieces
+
+
+def _divided(
+    sizes: Mapping[_Key, int], elements: int
+) -> list[list[tuple[_Key, int, int]]]:
+    """The parts of each piece of so many elements."""
+    pieces: list[list[tuple[_Key, int, int]]] = []
+    free = 0
+    for key, size in sizes.items():
+        start = 0
+        while start < size:
+            if not free:
+                pieces.append([])
+                free = elements
+            stop = min(size, start + free)
+            pieces[-1].append((key, start, stop))
+            free -= stop - start
+            start = stop
+    return pieces
+
+
+def buffer_bytes(pieces: Sequence[Piece[_Key]]) -> int:
+    """The bytes of a buffer for any of the pieces, so that the next one is aligned."""
+    largest = max(piece.nbytes for piece in pieces)
+    return _ceil_to(_ALIGNMENT, largest)
+
+
+def _ceil_to(multiple: int, number: int) -> int:
+    return -(-number // multiple) * multiple

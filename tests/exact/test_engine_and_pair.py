@@ -856,14 +856,13 @@ def answer_of(name, how, devices):
 
 
 LAYOUTS = {"shared": ["cpu"] * 2, "apart": ["cpu:0", "cpu:1"]}
-# In one memory only programs that are refused or told are quick: what they write there,
-# all replicas read.
+# One memory is slow: what programs write there is in replicas/test_parameter_guard.py.
 CASES = [
     pytest.param(
         *(name, layout),
-        marks=[] if layout == "apart" or program.words else [pytest.mark.slow],
+        marks=[] if layout == "apart" else [pytest.mark.slow],
     )
-    for name, program in TABLE.items()
+    for name in TABLE
     for layout in LAYOUTS
 ]
 

@@ -187,6 +187,7 @@ def test_troubleshooting_quotes_our_messages():
                 assert part in source, part
 
 
+@pytest.mark.slow
 @pytest.mark.draws
 def test_run_of_four_devices_resumes_on_two(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)

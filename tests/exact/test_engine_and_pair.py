@@ -856,11 +856,14 @@ def answer_of(name, how, devices):
 
 
 LAYOUTS = {"shared": ["cpu"] * 2, "apart": ["cpu:0", "cpu:1"]}
-# One memory is slow: what programs write there is in replicas/test_parameter_guard.py.
+# In one memory, only what is said of parameters, which all replicas read there, is quick.
+OF_PARAMETERS = {
+    name for name, program in TABLE.items() if "parameter" in program.words
+}
 CASES = [
     pytest.param(
         *(name, layout),
-        marks=[] if layout == "apart" else [pytest.mark.slow],
+        marks=[] if layout == "apart" or name in OF_PARAMETERS else [pytest.mark.slow],
     )
     for name in TABLE
     for layout in LAYOUTS

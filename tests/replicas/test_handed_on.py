@@ -53,6 +53,22 @@ class Turn:
         self.begun = handed_on.end(tensors, device, self.rebound)
 
 
+def test_parameter_that_is_a_buffer_too_is_not_handed_on():
+    """Replicas share it, and ``ParameterGuard`` refuses that a call writes it."""
+    net = Net()
+    net.register_buffer("tied", net.layer.weight)
+    engine = ScatterOnceParallel(net, device_ids=["cpu"] * 2)
+    assert len(engine.replicas) == 2
+    replica_set = engine._replicas.of_model
+    with Turn(replica_set, 0) as turn, torch.no_grad():
+        turn.weight += 1
+        turn.centre += 1
+    values = replica_set.handed_on.values(torch.device("cpu"), Transfers())
+    written = {name for _, name, _ in values}
+    assert "centre" in written
+    assert "tied" not in written
+
+
 @LAYOUTS
 def test_latest_values_reach_the_next_call(devices):
     replica_set = engine_of(devices)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import starmap
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -443,7 +442,7 @@ class ReplicaSet:
             slot = self.slots[number]
             dtype = sum_dtype(slot.tensor, self.options.accumulate_dtype)
             # In the same list: replicas that are refreshed in this step read it.
-            self.slots[number] = replace(slot, sum_dtype=dtype)
+            self.slots[number] = slot._replace(sum_dtype=dtype)
         self.trained = [slot for slot in self.slots if slot.is_trained]
 
     def numbers_of(self, containers: Iterable[Any]) -> list[int]:

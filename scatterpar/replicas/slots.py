@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +19,7 @@ from torch import Tensor
 from scatterpar.replicas.module_contents import ModuleContents, is_leaf
 
 
-@dataclass(frozen=True, eq=False)  # a tensor has no equality that is one answer
-class Slot:
+class Slot(NamedTuple):
     """A tensor of the user's modules, and its place in every replica.
 
     Attributes:

@@ -53,7 +53,7 @@ class Turn:
         self.begun = handed_on.end(tensors, device, self.rebound)
 
 
-def test_parameter_that_is_a_buffer_too_is_not_handed_on():
+def test_parameter_named_as_buffer_not_handed_on():
     """Replicas share it, and ``ParameterGuard`` refuses that a call writes it."""
     net = Net()
     net.register_buffer("tied", net.layer.weight)

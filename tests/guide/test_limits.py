@@ -13,8 +13,8 @@ from harness.pages import read
 import scatterpar
 
 PACKAGE = Path(scatterpar.__file__).parent
-# Command lines, and checks of a loop that need no engine: their pages are others.
-TOOLS = {"train", "checkup", "splitting"}
+# A command line, whose errors name the option.
+TOOLS = {"train"}
 # Classes of errors that a user sees.
 ERRORS = {
     "AttributeError",
@@ -78,7 +78,7 @@ def text_of(node: ast.AST) -> str:
 
 
 def files() -> list[Path]:
-    """The sources of the engine, the pair, the loops and the optimizer."""
+    """The sources without the command line's."""
     paths = sorted(PACKAGE.rglob("*.py"))
     return [path for path in paths if path.relative_to(PACKAGE).parts[0] not in TOOLS]
 

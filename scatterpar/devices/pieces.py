@@ -24,6 +24,9 @@ from scatterpar.devices.coalescing import has_foreach
 # For each device except the first. With fewer bytes, the launches for each piece cost
 # the host more time than links save.
 BYTES_PER_DEVICE = 2**23
+# Messages whose memory the buffers of a device take together. The bound that the page
+# on memory states.
+MESSAGES_IN_BUFFERS = 2
 _ALIGNMENT = 512  # bytes, of CUDA's allocations
 # So that each piece begins where kernels can read several elements at once.
 _ELEMENTS = 16

@@ -23,12 +23,9 @@ from torch import Tensor
 
 from scatterpar.devices import coalescing, memory
 from scatterpar.devices.lanes import Lanes
-from scatterpar.devices.pieces import Piece, buffer_bytes, cut
+from scatterpar.devices.pieces import MESSAGES_IN_BUFFERS, Piece, buffer_bytes, cut
 from scatterpar.devices.transfers import Transfers
 
-# Messages whose memory the buffers of a device take together. The bound that the page
-# on memory states.
-_MESSAGES = 2
 _Key = TypeVar("_Key", bound=Hashable)
 
 
@@ -46,7 +43,9 @@ def relay(
     packed = [piece for piece in pieces if len(piece.parts) > 1]
     size = buffer_bytes(packed) if packed else 1
     # At least two: a piece may arrive while the one before is sent on.
-    in_memory = max(_MESSAGES, _MESSAGES * coalescing.CHUNK_BYTES // size)
+    in_memory = max(
+        MESSAGES_IN_BUFFERS, MESSAGES_IN_BUFFERS * coalescing.CHUNK_BYTES // size
+    )
     num_buffers = min(len(packed), in_memory)
     buffers = [memory.empty(num_buffers * size, torch.uint8, d) for d in devices]
     # By number of the sender and of its buffer: when it was last read.

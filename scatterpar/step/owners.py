@@ -26,12 +26,15 @@ from torch import Tensor
 
 from scatterpar.devices import coalescing, memory
 from scatterpar.devices.lanes import Lanes
-from scatterpar.devices.pieces import Piece, buffer_bytes, cut, flat_view, needs_pieces
+from scatterpar.devices.pieces import (
+    MESSAGES_IN_BUFFERS,
+    Piece,
+    buffer_bytes,
+    cut,
+    flat_view,
+    needs_pieces,
+)
 from scatterpar.devices.transfers import Transfers
-
-# Messages whose memory the buffers of a device take together. The bound that the page
-# on memory states.
-_MESSAGES = 2
 
 
 def add_by_owners(
@@ -103,7 +106,7 @@ def _add(
 ) -> None:
     """Add all pieces, a group with one piece per owner at a time."""
     count = len(devices)
-    max_bytes = _MESSAGES * coalescing.CHUNK_BYTES
+    max_bytes = MESSAGES_IN_BUFFERS * coalescing.CHUNK_BYTES
     # The levels of the tree, and a piece that arrives.
     slots = (count - 1).bit_length() + 1
     pieces = cut(flat[0], count, max_bytes // (slots + 1))

@@ -882,22 +882,27 @@ QUICK_PROGRAMS = [
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+def fitted_by_both(make, data, layout):
+    """A module after an epoch on two replicas, and one after the stock loop."""
+    modules = []
+    for strategy, size in ((ScatterOnceStrategy(layout, 2), 12), (None, 3)):
+        module = made(make)
+        options = {"max_epochs": 1, "logger": False}
+        if strategy is None:
+            options["accumulate_grad_batches"] = 4
+        trainer(strategy, **options).fit(module, DataLoader(data, size))
+        modules.append(module)
+    return modules
+
+
 @pytest.mark.parametrize("layout", [["cpu:0", "cpu:1"], SHARED])
 @pytest.mark.parametrize("name", few_of(PROGRAMS, QUICK_PROGRAMS))
 def test_own_modules_equal_the_stock_loop(name, layout):
     """Calls had a replica's modules: what they did to these was lost, or refused."""
     program = PROGRAMS[name]
     data = TensorDataset(randn(36, IN), torch.arange(36) % OUT)
-    modules = []
-    for strategy, size in ((ScatterOnceStrategy(layout, 2), 12), (None, 3)):
-        module = made(partial(OfProgram, program))
-        options = {"max_epochs": 1, "logger": False}
-        if strategy is None:
-            options["accumulate_grad_batches"] = 4
-        trainer(strategy, **options).fit(module, DataLoader(data, size))
-        modules.append(module)
-    ours, stock = modules
-    values = [program.read(module, module.net) for module in modules]
+    ours, stock = fitted_by_both(partial(OfProgram, program), data, layout)
+    values = [program.read(module, module.net) for module in (ours, stock)]
     assert_same_net(ours.net, stock.net, *values)
 
 
@@ -931,15 +936,8 @@ def test_refused_gradients_are_read_at_the_steps_end(layout):
     words = r"training_step reads or writes \.grad.*\.head\.weight'.*before_optimizer"
     with pytest.raises(ValueError, match=words):
         trainer(strategy, logger=False, max_epochs=1).fit(module, DataLoader(data, 12))
-    modules = []
-    for strategy, size in ((ScatterOnceStrategy(layout, 2), 12), (None, 3)):
-        module = made(partial(KeepsGradients, Program(smoothed)))
-        options = {"max_epochs": 1, "logger": False}
-        if strategy is None:
-            options["accumulate_grad_batches"] = 4
-        trainer(strategy, **options).fit(module, DataLoader(data, size))
-        modules.append(module)
-    ours, stock = modules
+    smoothing = partial(KeepsGradients, Program(smoothed))
+    ours, stock = fitted_by_both(smoothing, data, layout)
     torch.testing.assert_close(ours.kept, stock.kept, rtol=1e-9, atol=1e-12)
     assert_same_net(ours.net, stock.net, [], [])
 

@@ -18,6 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = "scatterpar"
 _COUNTED = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
+_STRING_STARTS = ("FSTRING_START", "TSTRING_START")
+_STRING_ENDS = ("FSTRING_END", "TSTRING_END")
 _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -53,11 +55,24 @@ def tokens_in(text):
     """The number of tokens of a file."""
     tree = _Bare().visit(ast.parse(text))
     bare = ast.unparse(ast.fix_missing_locations(tree))
-    kinds = [
-        token.type for token in tokenize.generate_tokens(io.StringIO(bare).readline)
-    ]
     # An import, and a body without statements, left a ``pass``.
-    return sum(kind in _COUNTED for kind in kinds) - bare.count("pass\n")
+    return _counted_tokens(bare) - bare.count("pass\n")
+
+
+def _counted_tokens(text):
+    """A formatted string is one token, as before Python 3.12, which reads its parts."""
+    count = 0
+    open_strings = 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        kind = tokenize.tok_name[token.type]
+        if kind in _STRING_STARTS:
+            open_strings += 1
+        elif kind in _STRING_ENDS:
+            open_strings -= 1
+            count += open_strings == 0
+        elif open_strings == 0:
+            count += token.type in _COUNTED
+    return count
 
 
 def sizes_now():

@@ -32,3 +32,9 @@ def test_difference_names_each_changed_file(capsys):
     printed = capsys.readouterr().out
     assert "a.py" not in printed
     assert [line.split()[0] for line in printed.splitlines()] == ["+7", "-5", "+2"]
+
+
+def test_formatted_string_is_one_token():
+    """Python 3.12 reads the parts of one: a bound that held on 3.11 failed on 3.13."""
+    assert size.tokens_in("""f"{name!r} of {f'{count + 1}'}"\n""") == 1
+    assert size.tokens_in("text = f'{name} {count:{width}d}' + other\n") == 5

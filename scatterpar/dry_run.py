@@ -34,7 +34,7 @@ from scatterpar.objects.journal import Journal
 from scatterpar.objects.snapshot import is_same
 from scatterpar.objects.walk import Walk
 from scatterpar.replicas.replicas import parameter_like
-from scatterpar.torch_private import optimizer_hooks_off, step_without_hooks
+from scatterpar.torch_private.modules import optimizer_hooks_off, step_without_hooks
 from scatterpar.verify.dropped_records import records_dropped
 
 # More than the six steps after which timm's Lookahead averages.

@@ -89,7 +89,7 @@ from scatterpar.step.substeps import Schedule, user_state_guarded
 from scatterpar.step.task import ReplicaTask, call_inputs, make_tasks
 from scatterpar.step.turns import TurnOrder
 from scatterpar.threads.workers import Workers, threads_of
-from scatterpar.torch_private import never_compiled, unwrapped
+from scatterpar.torch_private.compiler import never_compiled, unwrapped
 from scatterpar.verify.gradient_check import (
     GradientCheck,
     PlainComparison,

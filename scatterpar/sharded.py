@@ -32,9 +32,9 @@ from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import add_note
 from scatterpar.objects.snapshot import is_same
 from scatterpar.replicas.broadcast import Broadcast
-from scatterpar.torch_private import (
+from scatterpar.torch_private.compiler import never_compiled
+from scatterpar.torch_private.modules import (
     loading_hooks,
-    never_compiled,
     saving_hooks,
     step_without_hooks,
 )

@@ -529,7 +529,7 @@ SABOTAGES = [
         promise="clear errors",
         file="threads/workers.py",
         place="Workers.exclusive",
-        text="if torch_private.is_transformed():",
+        text="if is_transformed():",
         replacement="if False:",
         seen_by="test_transforms_are_refused_in_words",
     ),

@@ -33,7 +33,7 @@ from scatterpar.replicas.buffers import BufferValue
 from scatterpar.replicas.slots import sum_dtype
 from scatterpar.step.reduce import Outcome
 from scatterpar.step.substeps import Gradient, detached_output
-from scatterpar.torch_private import unflatten
+from scatterpar.torch_private.tensors import unflatten
 
 _OTHER_TENSORS = (
     "which tensors are trained, on their shapes, on reduction=, or on the scale of "

@@ -44,7 +44,7 @@ from scatterpar.objects.whose import is_user_class, is_user_function
 from scatterpar.sharded import ShardedOptimizer
 from scatterpar.step.request import Buffers
 from scatterpar.step.substeps import detached
-from scatterpar.torch_private import unwrapped
+from scatterpar.torch_private.compiler import unwrapped
 from scatterpar.verify.dropped_records import is_look
 
 # Attributes that stay as they are in a call. They lead to data, or to modules that are

@@ -49,7 +49,7 @@ from scatterpar.objects.whose import attributes_of
 from scatterpar.replicas.batch_statistics import recorded_in
 from scatterpar.replicas.refused_modules import parameters_of
 from scatterpar.replicas.replicas import Replica, ReplicaSet
-from scatterpar.torch_private import is_compiled_module, unwrapped
+from scatterpar.torch_private.compiler import is_compiled_module, unwrapped
 from scatterpar.verify.dropped_records import is_look
 
 

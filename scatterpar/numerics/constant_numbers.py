@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from scatterpar.numerics.comparison import Inconclusive
-from scatterpar.torch_private import OperatorMode
+from scatterpar.torch_private.thread_modes import OperatorMode
 
 # Of no special meaning: neither 0, 1 nor 0.5, which losses may treat apart.
 _CONSTANT = 0.618

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from scatterpar.torch_private import is_function_of_user, nodes_reached
+from scatterpar.torch_private.autograd import is_function_of_user, nodes_reached
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ from scatterpar.objects.whose import (
     is_user_class,
     whose,
 )
-from scatterpar.torch_private import unwrapped
+from scatterpar.torch_private.compiler import unwrapped
 
 # A chain of objects is as long as this at most: a longer one is data, such as a linked
 # list. Modules begin a new chain, because networks may be deep.

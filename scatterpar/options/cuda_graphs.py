@@ -39,7 +39,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scatterpar import torch_private
 from scatterpar.batch import nested
 from scatterpar.devices import memory, streams
 from scatterpar.devices.coalescing import copy_each
@@ -68,6 +67,12 @@ from scatterpar.step.task import ReplicaTask
 from scatterpar.step.turns import Scope
 from scatterpar.tables import shown
 from scatterpar.threads.process_settings import settings_of_torch
+from scatterpar.torch_private.compiler import CompileFn
+from scatterpar.torch_private.graphs import (
+    capturing_on,
+    free_cublas_workspaces,
+    give_up_capture,
+)
 
 # Equal tapes before a capture. A value that alternates differs in the second run, one
 # of three in the third.
@@ -222,7 +227,7 @@ class Captured(Schedule):
     def __init__(
         self,
         options: EngineOptions,
-        compile_fn: torch_private.CompileFn | None,
+        compile_fn: CompileFn | None,
     ) -> None:
         """Raises ``ValueError`` for options and devices that do not support
         ``graphs=True``.
@@ -379,9 +384,7 @@ class Captured(Schedule):
             self.graphs = f"eager: {why}; {_REMEDIES}"
 
 
-def schedule_of(
-    options: EngineOptions, compile_fn: torch_private.CompileFn | None
-) -> Schedule:
+def schedule_of(options: EngineOptions, compile_fn: CompileFn | None) -> Schedule:
     """The schedule of steps without ``whole_batch``.
 
     Raises ``ValueError`` for options that ``graphs=True`` does not fit.
@@ -401,9 +404,7 @@ def _captures(kind: str) -> bool:
     return kind != "cpu" and hasattr(torch.get_device_module(kind), "CUDAGraph")
 
 
-def _obstacle(
-    options: EngineOptions, compile_fn: torch_private.CompileFn | None
-) -> str:
+def _obstacle(options: EngineOptions, compile_fn: CompileFn | None) -> str:
     """The option beside which nothing is captured, in words; empty if there is none."""
     if compile_fn is not None:
         return _COMPILED
@@ -763,7 +764,7 @@ class GraphedSubsteps(Substeps):
             if not self._attempt.garbage_is_collected:
                 self._attempt.garbage_is_collected = True
                 gc.collect()
-            with torch_private.capturing_on(stream, current):
+            with capturing_on(stream, current):
                 kernels = self._graphs.capture(
                     partial(graph.compute, task, number, tape)
                 )
@@ -1009,9 +1010,7 @@ class _ReplicaGraphs:
             kernels.capture_end()
             return kernels
         except BaseException as error:
-            torch_private.give_up_capture(
-                kernels, self._device, self._pool, has_ended=has_ended
-            )
+            give_up_capture(kernels, self._device, self._pool, has_ended=has_ended)
             self._pool = None  # it may have been freed
             if not isinstance(error, Exception) or is_out_of_memory(error):
                 raise
@@ -1022,4 +1021,4 @@ class _ReplicaGraphs:
                 f"thread waits for the device ({type(error).__name__}: {line})"
             ) from error
         finally:
-            torch_private.free_cublas_workspaces()
+            free_cublas_workspaces()

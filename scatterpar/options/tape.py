@@ -35,11 +35,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from scatterpar import torch_private
 from scatterpar.batch import nested
 from scatterpar.devices.default_generators import default_of
 from scatterpar.devices.transfers import write
 from scatterpar.threads.generators import replica_generator
+from scatterpar.torch_private.random_key import id_of_generator, random_key_as_outside
+from scatterpar.torch_private.thread_modes import OperatorMode, below_autocast
 
 # Launches nothing. Autograd detaches what it saves, and new tensors if somebody else
 # refers to them, which depends on when another thread has let go of them.
@@ -88,7 +89,7 @@ class _Operator(NamedTuple):
 _OPERATORS: dict[Any, _Operator] = {}
 
 
-class Tape(torch_private.OperatorMode):
+class Tape(OperatorMode):
     """A dispatch mode that writes operators down; it may be entered several times.
 
     Operators in autograd's threads are on it, too: torch carries modes there.
@@ -244,7 +245,7 @@ class Tape(torch_private.OperatorMode):
     ) -> Any:
         """Run an operator that draws random numbers."""
         self._watch_generator()
-        with torch_private.random_key_as_outside():
+        with random_key_as_outside():
             result = function(*args, **(kwargs or {}))
         if not self._is_captured:
             self._state = self._state_of_generator()
@@ -355,7 +356,7 @@ class Tape(torch_private.OperatorMode):
         if _is_of_replica(generator):
             return _REPLICAS
         self._generators.append(generator)  # or another one may get its id
-        return torch_private.id_of_generator(generator)
+        return id_of_generator(generator)
 
 
 class RepeatableTape(Tape):
@@ -384,7 +385,7 @@ class RepeatableTape(Tape):
 
     def replay(self) -> None:
         """Run all operators again, on the same memory."""
-        with torch.no_grad(), torch_private.below_autocast():
+        with torch.no_grad(), below_autocast():
             for call in self._calls:
                 call.run()
 
@@ -432,9 +433,7 @@ def _present(value: Any) -> Any:
 
 def _is_of_replica(generator: torch.Generator) -> bool:
     of_replica = torch.default_generator, replica_generator()
-    return torch_private.id_of_generator(generator) in map(
-        torch_private.id_of_generator, of_replica
-    )
+    return id_of_generator(generator) in map(id_of_generator, of_replica)
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:

@@ -68,7 +68,8 @@ from scatterpar.step.turns import Scope
 from scatterpar.step.undo import Undo
 from scatterpar.threads.generators import Generators
 from scatterpar.threads.workers import Workers
-from scatterpar.torch_private import never_compiled, saved_tensors_hooks
+from scatterpar.torch_private.autograd import saved_tensors_hooks
+from scatterpar.torch_private.compiler import never_compiled
 from scatterpar.verify.output_looks import OutputLooks
 from scatterpar.wrapper import ModuleT, WrappedT, Wrapper
 

@@ -36,12 +36,8 @@ from scatterpar.step.inner_backward import inner_backward_at
 from scatterpar.step.reduce import sum_in_order
 from scatterpar.step.scatter import Values, moved_rows
 from scatterpar.step.substeps import set_aside
-from scatterpar.torch_private import (
-    is_compiled_module,
-    leaves_of,
-    never_compiled,
-    nodes_reached,
-)
+from scatterpar.torch_private.autograd import leaves_of, nodes_reached
+from scatterpar.torch_private.compiler import is_compiled_module, never_compiled
 
 _APART = (
     "the pair, whose replicas compute apart (ScatterOnceParallel synchronises them)"

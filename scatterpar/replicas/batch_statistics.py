@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from scatterpar.devices.coalescing import iter_copies
 from scatterpar.devices.transfers import Transfers, to_numbers
 from scatterpar.replicas.buffers import BufferDict, BufferValue
-from scatterpar.torch_private import current_graph_task
+from scatterpar.torch_private.autograd import current_graph_task
 
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 

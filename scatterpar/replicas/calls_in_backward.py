@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from scatterpar.torch_private import current_graph_task
+from scatterpar.torch_private.autograd import current_graph_task
 
 # ``replica`` is the one whose backward pass this thread has started.
 _present = threading.local()

@@ -22,11 +22,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scatterpar import torch_private
 from scatterpar.batch import nested
 from scatterpar.threads.caller_context import autocast_types
 from scatterpar.threads.generators import current_generator
-from scatterpar.torch_private import CompileFn
+from scatterpar.torch_private.compiler import (
+    INDUCTOR_GRAPHS,
+    CompileFn,
+    inductor_records_graphs,
+    is_compiling,
+    is_uncompiled,
+    many_graphs,
+    records_cuda_graphs,
+)
 
 _CUDA_GRAPHS = (
     "CUDA graphs, which replicas in threads have not been tried with; use "
@@ -53,7 +60,7 @@ class Compiler:
         if it would record CUDA graphs.
         """
         kind = type(module)
-        records_graphs = torch_private.records_cuda_graphs(compile_fn)
+        records_graphs = records_cuda_graphs(compile_fn)
         # On the CPU torch's compiler records none, whatever the mode.
         if records_graphs and torch.accelerator.is_available():
             raise ValueError(f"{kind.__name__} was compiled with {_CUDA_GRAPHS}")
@@ -68,7 +75,7 @@ class Compiler:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             # Part of a larger graph, or a check that runs nothing compiled.
-            if torch.compiler.is_dynamo_compiling() or torch_private.is_uncompiled():
+            if torch.compiler.is_dynamo_compiling() or is_uncompiled():
                 return compiled(*args, **kwargs)
             key = id(replica), _code_key((args, kwargs))
             if key in self._known:
@@ -76,7 +83,7 @@ class Compiler:
             # With the lock, which a backward pass through the result has, too.
             acquire = partial(self._acquire, threading.get_ident())
             acquire()
-            with torch_private.many_graphs(), drawing_from_default():
+            with many_graphs(), drawing_from_default():
                 output = compiled(*args, **kwargs)
             for tensor in nested.tensors(output):
                 if tensor.requires_grad:  # torch compiles backward passes when they run
@@ -100,7 +107,7 @@ class Compiler:
         while self._owner != thread:
             if self._lock.acquire(timeout=_PATIENCE_SECONDS):
                 self._owner = thread
-            elif not torch_private.is_compiling():
+            elif not is_compiling():
                 return  # without it, because its owner waits for this replica
 
 
@@ -159,10 +166,10 @@ def compile_fn_from(compile: bool | Mapping[str, Any]) -> CompileFn | None:
         raise ValueError(f"compile={dict(compile)!r} asks for {_CUDA_GRAPHS}")
     is_left_open = "triton.cudagraphs" not in (compile.get("options") or {})
     by_inductor = compile.get("backend", "inductor") == "inductor"
-    is_on = is_left_open and by_inductor and torch_private.inductor_records_graphs()
+    is_on = is_left_open and by_inductor and inductor_records_graphs()
     if is_on and torch.accelerator.is_available():
         raise ValueError(
-            f"{torch_private.INDUCTOR_GRAPHS} is on, so that compile= asks for "
+            f"{INDUCTOR_GRAPHS} is on, so that compile= asks for "
             "CUDA graphs, which replicas in threads have not been tried with; switch "
             'it off, or pass compile={"options": {"triton.cudagraphs": False}}'
         )

@@ -40,7 +40,7 @@ from scatterpar.devices.write_counters import versions
 from scatterpar.look_steps import is_look_step
 from scatterpar.replicas.buffers import RUNNING, BufferDict, BufferValue
 from scatterpar.replicas.slots import Slot
-from scatterpar.torch_private import unflatten
+from scatterpar.torch_private.tensors import unflatten
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _kind_of = attrgetter("shape", "dtype", "layout")

@@ -29,7 +29,7 @@ from scatterpar.objects.references import (
 )
 from scatterpar.objects.whose import is_loss_of_torch
 from scatterpar.replicas.calls_in_backward import RoutedCall
-from scatterpar.torch_private import (
+from scatterpar.torch_private.compiler import (
     CompileFn,
     compile_fn_of,
     is_compiled_module,

@@ -29,7 +29,7 @@ from scatterpar.replicas.calls_in_backward import RoutedCall
 from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.module_contents import ModuleContents
 from scatterpar.replicas.shallow_copy import new_like
-from scatterpar.torch_private import is_compiled_module, unwrapped
+from scatterpar.torch_private.compiler import is_compiled_module, unwrapped
 
 
 class ModuleCopy:

@@ -48,7 +48,8 @@ from scatterpar.replicas.sync_batch_norm import (
     seat_layers,
     synchronised_layers,
 )
-from scatterpar.torch_private import CompileFn, version_counters_kept
+from scatterpar.torch_private.compiler import CompileFn
+from scatterpar.torch_private.tensors import version_counters_kept
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _TRAINING = attrgetter("training")

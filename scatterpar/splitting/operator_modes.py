@@ -12,7 +12,7 @@ from torch import Tensor
 
 from scatterpar.batch import nested
 from scatterpar.numerics.constant_numbers import ConstantNumbers
-from scatterpar.torch_private import OperatorMode
+from scatterpar.torch_private.thread_modes import OperatorMode
 
 Shape = tuple[int, ...]
 

@@ -33,7 +33,7 @@ from scatterpar.splitting.process_state import ProcessState, reset_accelerate
 from scatterpar.splitting.step_run import Settings, StepFunction, StepResult, run_step
 from scatterpar.threads.interrupts import Interrupts
 from scatterpar.threads.new_thread import call_in_new_thread
-from scatterpar.torch_private import import_compiler
+from scatterpar.torch_private.compiler import import_compiler
 
 # After the time limit, for a rank to say where it is. A rank that a kernel holds, as
 # one that waits for threads which did not survive the fork, says nothing.

@@ -15,7 +15,7 @@ from scatterpar.batch import nested
 from scatterpar.objects.walk import Walk
 from scatterpar.splitting.clippings import Clippings
 from scatterpar.splitting.gradients import Gradients, whole
-from scatterpar.torch_private import leaves_reached
+from scatterpar.torch_private.autograd import leaves_reached
 
 
 @dataclass(frozen=True)

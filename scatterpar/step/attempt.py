@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from scatterpar import torch_private
 from scatterpar.devices.transfers import PHASES, Transfers
 from scatterpar.plan import Plan
 from scatterpar.replicas.replicas import Replicas
@@ -21,6 +20,7 @@ from scatterpar.step.row_writes import KnownWrites, RowWrites
 from scatterpar.step.undo import Undo
 from scatterpar.threads.generators import Generators
 from scatterpar.threads.workers import Workers
+from scatterpar.torch_private.thread_modes import profiler_is_on
 
 _NO_BLOCK = contextlib.nullcontext()
 
@@ -100,7 +100,7 @@ class Attempt:
         self.transfers = Transfers()
         self.undo = Undo(self.generators, self.transfers)
         # Asked once: a step has a hundred parts, and a profiler starts between steps.
-        self.is_profiled = torch_private.profiler_is_on()
+        self.is_profiled = profiler_is_on()
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.weights: LossWeights
         self.user_leaves: Sequence[Tensor] = ()

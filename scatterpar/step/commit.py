@@ -21,13 +21,9 @@ from scatterpar.step.attempt import Attempt
 from scatterpar.step.reduce import Outcome
 from scatterpar.step.returned_loss import FinishedLoss
 from scatterpar.step.undo import Undo
-from scatterpar.torch_private import (
-    are_observed,
-    backward,
-    has_gradient_hooks,
-    never_compiled,
-    of_class,
-)
+from scatterpar.torch_private.autograd import are_observed, backward, has_gradient_hooks
+from scatterpar.torch_private.compiler import never_compiled
+from scatterpar.torch_private.tensors import of_class
 
 _Pair = tuple[Tensor, Tensor]  # a leaf, and a gradient for it
 

@@ -15,7 +15,7 @@ from scatterpar.step.loss_weights import as_sum
 from scatterpar.step.misfits import misfit_of_criterion
 from scatterpar.step.task import ReplicaTask
 from scatterpar.step.turns import Scope
-from scatterpar.torch_private import leaves_reached, nodes_of
+from scatterpar.torch_private.autograd import leaves_reached, nodes_of
 
 
 def forward(

@@ -24,7 +24,7 @@ from scatterpar.devices.write_counters import versions
 from scatterpar.objects.references import module_of
 from scatterpar.plan import Plan
 from scatterpar.step.request import Count, Request, option_of
-from scatterpar.torch_private import unwrapped
+from scatterpar.torch_private.compiler import unwrapped
 
 _CROSS_ENTROPIES: tuple[type[nn.Module], ...] = (nn.CrossEntropyLoss, nn.NLLLoss)
 if hasattr(nn, "LinearCrossEntropyLoss"):  # from torch 2.13 on

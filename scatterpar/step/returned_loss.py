@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from scatterpar.errors import warn
-from scatterpar.torch_private import plain_functions
+from scatterpar.torch_private.tensors import plain_functions
 
 # These ask for the class of the tensor, and would name or pickle this one.
 _OF_PLAIN_TENSORS = (

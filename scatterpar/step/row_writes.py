@@ -23,7 +23,7 @@ from scatterpar.batch import nested
 from scatterpar.batch.markers import Marker
 from scatterpar.devices.write_counters import versions
 from scatterpar.errors import Told, warn
-from scatterpar.torch_private import saved_tensors
+from scatterpar.torch_private.autograd import saved_tensors
 
 Entry = tuple[str, str]  # who has written, and what
 

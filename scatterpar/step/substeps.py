@@ -39,7 +39,7 @@ from scatterpar.step.replica_threads import Proceed
 from scatterpar.step.request import Request
 from scatterpar.step.task import ReplicaTask
 from scatterpar.step.turns import Scope
-from scatterpar.torch_private import hooks_taken_off
+from scatterpar.torch_private.autograd import hooks_taken_off
 
 Gradient = tuple[Tensor, "Tensor | None"]  # a leaf of the user's, and its new gradient
 

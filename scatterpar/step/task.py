@@ -27,7 +27,7 @@ from scatterpar.step.scatter import ShareLoader
 from scatterpar.step.turns import Scope
 from scatterpar.threads.caller_context import autocast_types
 from scatterpar.threads.generators import Generators, generator_for_backward
-from scatterpar.torch_private import backward
+from scatterpar.torch_private.autograd import backward
 
 _NO_BLOCK = contextlib.nullcontext()
 

@@ -12,11 +12,11 @@ import torch
 
 from scatterpar.devices import streams
 from scatterpar.errors import warn
-from scatterpar.torch_private import (
+from scatterpar.torch_private.autograd import saved_tensors_hooks
+from scatterpar.torch_private.thread_modes import (
     PROFILE_ALL_THREADS,
     is_profiled,
     modes,
-    saved_tensors_hooks,
 )
 
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch.distributions import Distribution
 
-from scatterpar.torch_private import (
+from scatterpar.torch_private.settings import (
     PRECISION_SETTINGS,
     SETTINGS,
     ForAllThreads,

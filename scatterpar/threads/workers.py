@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from scatterpar import torch_private
 from scatterpar.devices import memory, streams
 from scatterpar.devices.device_ids import physical
 from scatterpar.errors import Refusal, add_note, leave_out_own_frames
@@ -34,6 +33,10 @@ from scatterpar.libraries import is_library_file
 from scatterpar.threads.caller_context import CallerContext, no_autocast_cache
 from scatterpar.threads.interrupts import Interrupts
 from scatterpar.threads.process_settings import SETTINGS_KEPT
+from scatterpar.torch_private.modules import parametrized_in_threads
+from scatterpar.torch_private.random_key import HAS_RANDOM_KEY
+from scatterpar.torch_private.settings import frames_of_threads
+from scatterpar.torch_private.thread_modes import is_transformed
 
 _Queue = SimpleQueue[Callable[[], object] | None]
 
@@ -274,7 +277,7 @@ class Workers:
                 with (
                     streams.use_device(device, ()),
                     no_autocast_cache(),
-                    torch_private.parametrized_in_threads,
+                    parametrized_in_threads,
                     self.interrupts.allowed(),
                 ):
                     return [modules[0](*inputs[0])]
@@ -287,7 +290,7 @@ class Workers:
                 at_once = max_concurrency(devices)
             job = Job(dict(enumerate(calls)), at_once, cancel or threading.Event())
             deadline = math.inf if seconds is None else time.monotonic() + seconds
-            with SETTINGS_KEPT, torch_private.parametrized_in_threads:
+            with SETTINGS_KEPT, parametrized_in_threads:
                 self._post(job, dict(enumerate(threads_of(devices))))
                 return self.results_of(job, deadline)
         except BaseException as failure:
@@ -325,7 +328,7 @@ class Workers:
         add to ``.grad`` at once. So it does in a transform of ``torch.func``.
         """
         self._refuse_if_closed()
-        if torch_private.is_transformed():
+        if is_transformed():
             raise RuntimeError(
                 f"{self._owner} cannot be transformed by torch.func (grad, vmap, jvp, "
                 "…), because its replicas compute in threads of their own; transform "
@@ -424,7 +427,7 @@ class Workers:
 
     def _text_of_waiting(self, job: Job) -> str:
         """Which calls go on after an interrupt, and in which lines of user code."""
-        frames = torch_private.frames_of_threads()
+        frames = frames_of_threads()
         places: list[str] = []
         for number in sorted(job.busy):
             thread = self._threads[number]
@@ -481,7 +484,7 @@ def threads_of(devices: Sequence[torch.device]) -> list[int]:
     """
     generators: list[object] = []  # an accelerator's, the host's, or one of its own
     for number, device in enumerate(devices):
-        is_shared = streams.is_async(device) or not torch_private.HAS_RANDOM_KEY
+        is_shared = streams.is_async(device) or not HAS_RANDOM_KEY
         generators.append(physical(device) if is_shared else number)
     return [generators.index(generator) for generator in generators]
 

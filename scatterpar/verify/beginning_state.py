@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from scatterpar.devices.transfers import write
 from scatterpar.numerics.comparison import SMALLEST_SCALE
 from scatterpar.step.loss import loss_of
-from scatterpar.torch_private import OperatorMode
+from scatterpar.torch_private.thread_modes import OperatorMode
 from scatterpar.verify.moved_state import new_in, state_of
 from scatterpar.verify.rows import Part
 from scatterpar.verify.runs import Runs

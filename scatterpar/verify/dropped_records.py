@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from scatterpar.torch_private import ForAllThreads
+from scatterpar.torch_private.settings import ForAllThreads
 
 _is_look = ContextVar("is_look", default=False)
 

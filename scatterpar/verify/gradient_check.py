@@ -35,7 +35,8 @@ from scatterpar.step.substeps import set_aside
 from scatterpar.step.task import as_call
 from scatterpar.tables import Printed
 from scatterpar.threads.caller_context import autocast_types
-from scatterpar.torch_private import hooks_taken_off, uncompiled
+from scatterpar.torch_private.autograd import hooks_taken_off
+from scatterpar.torch_private.compiler import uncompiled
 
 
 @dataclass(frozen=True)

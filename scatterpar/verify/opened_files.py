@@ -26,7 +26,8 @@ from types import FrameType
 from typing import Any
 
 from scatterpar.numerics.comparison import Inconclusive
-from scatterpar.torch_private import COMPILERS, NOT_COMPILING, files_of_torch_audited
+from scatterpar.torch_private.compiler import COMPILERS, NOT_COMPILING
+from scatterpar.torch_private.settings import files_of_torch_audited
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 # Whose files are caches: they are read again, and a second call finds them.

@@ -38,7 +38,7 @@ from scatterpar.step.request import Count, Request
 from scatterpar.step.scatter import scatter
 from scatterpar.step.task import make_tasks
 from scatterpar.threads.workers import Workers
-from scatterpar.torch_private import (
+from scatterpar.torch_private.autograd import (
     hooks_taken_off,
     is_function_of_user,
     leaves_of,

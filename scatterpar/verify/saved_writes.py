@@ -22,7 +22,8 @@ from torch import Tensor
 
 from scatterpar.batch import nested
 from scatterpar.devices.transfers import write
-from scatterpar.torch_private import OperatorMode, random_key_as_outside
+from scatterpar.torch_private.random_key import random_key_as_outside
+from scatterpar.torch_private.thread_modes import OperatorMode
 
 
 class SavedWrites:

@@ -37,7 +37,7 @@ from scatterpar.step.criterion_closure import closure_contents
 from scatterpar.step.replica_threads import ReplicaNote
 from scatterpar.step.request import Request
 from scatterpar.step.task import ReplicaTask
-from scatterpar.torch_private import uncompiled
+from scatterpar.torch_private.compiler import uncompiled
 from scatterpar.verify.dropped_records import records_dropped
 from scatterpar.verify.opened_files import files_refused
 from scatterpar.verify.saved_writes import SavedWrites

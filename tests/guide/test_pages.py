@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 import scatterpar
 from scatterpar import ScatterOnceParallel
 from scatterpar.plan import make_plan
-from scatterpar.torch_private import PROFILE_ALL_THREADS
+from scatterpar.torch_private.thread_modes import PROFILE_ALL_THREADS
 
 START = blocks(read("docs/start.md"), "python")
 

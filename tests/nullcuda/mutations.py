@@ -180,14 +180,12 @@ the host reads what has not arrived
 test_values_read_by_host_have_arrived: AssertionError
 
 a capture that failed is not ended
--torch_private.give_up_capture(
--                kernels, self._device, self._pool, has_ended=has_ended
--            )
+-give_up_capture(kernels, self._device, self._pool, has_ended=has_ended)
 test_failed_capture_restores_allocator: Error
 
 what is computed after a capture uses the graph's workspaces
 -finally:
--            torch_private.free_cublas_workspaces()
+-            free_cublas_workspaces()
 +finally:
 +            pass
 test_closed_engine_leaves_others_workspaces: AssertionError

@@ -26,12 +26,9 @@ from harness.oracle import (
 from harness.pairwise import few_of
 from torch import nn
 
-from scatterpar import (
-    DataParallelModel,
-    ScatterOnceParallel,
-    splitcheck,
-    torch_private,
-)
+from scatterpar import DataParallelModel, ScatterOnceParallel, splitcheck
+from scatterpar.torch_private import compiler
+from scatterpar.torch_private.thread_modes import OperatorMode
 
 DEVICES = [["cpu"], ["cpu"] * 2, ["cpu:0", "cpu:1"]]
 WAYS = ["option", "torch.compile", "method", "method, later", "a block", "a part"]
@@ -276,8 +273,8 @@ def test_graphs_switched_on_by_the_environment(monkeypatch):
     for value in ("0", "1"):
         monkeypatch.setenv("TORCHINDUCTOR_CUDAGRAPHS", value)
         with monkeypatch.context() as patch:
-            patch.setattr(torch_private.compiler, "sys", SimpleNamespace(modules={}))
-            assert torch_private.inductor_records_graphs() == (value == "1")
+            patch.setattr(compiler, "sys", SimpleNamespace(modules={}))
+            assert compiler.inductor_records_graphs() == (value == "1")
 
 
 def test_pair_refuses_compiled_module(graphs):
@@ -319,7 +316,7 @@ def pointwise(rows):
     return rows.sin() + 1
 
 
-class Watching(torch_private.OperatorMode):
+class Watching(OperatorMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 

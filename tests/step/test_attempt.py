@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from scatterpar import ScatterOnceParallel
 from scatterpar.step import attempt as attempt_file
 from scatterpar.step.attempt import WHOLE_STEP, Attempt, Extent, profiler_block
-from scatterpar.torch_private import PROFILE_ALL_THREADS
+from scatterpar.torch_private.thread_modes import PROFILE_ALL_THREADS
 
 pytestmark = pytest.mark.core
 

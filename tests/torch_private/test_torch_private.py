@@ -18,8 +18,12 @@ from scatterpar import (
     ScatterOnceParallel,
     ShardedOptimizer,
 )
-from scatterpar import torch_private as private
 from scatterpar.torch_private import entry_points, random_key
+from scatterpar.torch_private.compiler import (
+    compile_fn_of,
+    never_compiled,
+    records_cuda_graphs,
+)
 
 pytestmark = pytest.mark.core
 
@@ -38,7 +42,7 @@ def test_missing_name_told_at_import(name, monkeypatch):
 def test_imports_without_the_dispatch_key(monkeypatch):
     """``threads/test_generators.py`` says what replicas then do."""
     monkeypatch.setattr("torch._C._dispatch_key_parse", lambda name: torch.device(name))
-    assert private.HAS_RANDOM_KEY
+    assert random_key.HAS_RANDOM_KEY
     assert not runpy.run_path(random_key.__file__)["HAS_RANDOM_KEY"]
 
 
@@ -52,13 +56,13 @@ def test_imports_without_the_dispatch_key(monkeypatch):
     ],
 )
 def test_compile_options_are_repeated(options, records):
-    how = private.compile_fn_of(torch.compile(lambda x: x, **options))
-    assert private.records_cuda_graphs(how) == records
+    how = compile_fn_of(torch.compile(lambda x: x, **options))
+    assert records_cuda_graphs(how) == records
     runs = []
     compiled = torch.compile(
         lambda x: x, backend=lambda graph, _: runs.append(1) or graph.forward
     )
-    assert private.compile_fn_of(compiled)(lambda x: x * 3)(torch.ones(1)).item() == 3.0
+    assert compile_fn_of(compiled)(lambda x: x * 3)(torch.ones(1)).item() == 3.0
     assert runs == [1]
 
 
@@ -140,7 +144,7 @@ def test_compiled_wrappers_and_sharded_step():
 
 
 def test_never_compiled_asks_for_no_compiler(monkeypatch):
-    called = private.never_compiled(lambda value: value + 1)
+    called = never_compiled(lambda value: value + 1)
     for name in ("torch._dynamo", "torch._dynamo.eval_frame"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     assert called(1) == 2
@@ -152,8 +156,8 @@ def test_never_compiled_imports_no_compiler():
     """Nor does the package, in a process that has imported nothing else."""
     program = """
 import sys
-from scatterpar import torch_private
-called = torch_private.never_compiled(lambda value: value + 1)
+from scatterpar.torch_private.compiler import never_compiled
+called = never_compiled(lambda value: value + 1)
 assert called(1) == 2
 assert "torch._dynamo" not in sys.modules
 """

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from scatterpar.batch import nested
 from scatterpar.batch.markers import Marker
-from scatterpar.devices.transfers import to_numbers
+from scatterpar.devices.copies import to_numbers
 
 IGNORED = (-100, 255, -1)  # labels that losses leave out, the most usual first
 

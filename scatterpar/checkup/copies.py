@@ -12,10 +12,11 @@ from itertools import permutations, product
 import torch
 from torch import Tensor
 
+from scatterpar.devices.copies import VIA_HOST
 from scatterpar.devices.device_ids import physical
 from scatterpar.devices.links import check_links
 from scatterpar.devices.streams import has_streams
-from scatterpar.devices.transfers import VIA_HOST, Transfers
+from scatterpar.devices.transfers import Transfers
 
 PAGEABLE = "host"
 PINNED = "pinned host"

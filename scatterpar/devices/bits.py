@@ -1,4 +1,4 @@
-"""Compare tensors bit by bit."""
+"""The bits of a tensor: its dense pieces, their bytes, and whether two are equal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,33 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from scatterpar.devices.transfers import as_bytes, pieces_of
+# The methods that give the dense tensors of which a sparse one consists.
+_OF_ROWS = ("crow_indices", "col_indices", "values")
+_OF_COLUMNS = ("ccol_indices", "row_indices", "values")
+_PIECES = {
+    # Not ``indices``, which refuses a tensor that is not coalesced.
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _OF_ROWS,
+    torch.sparse_bsr: _OF_ROWS,
+    torch.sparse_csc: _OF_COLUMNS,
+    torch.sparse_bsc: _OF_COLUMNS,
+}
+
+
+def pieces_of(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The dense tensors in a tensor: itself, or a sparse one's indices and values."""
+    if tensor.layout not in _PIECES:
+        return (tensor,)
+    tensor = tensor.detach()
+    return tuple(getattr(tensor, name)() for name in _PIECES[tensor.layout])
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a dense tensor's elements, in the order of its dimensions: 1-D."""
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    flat = dense.as_strided((dense.numel(),), (1,))
+    return flat.view(torch.uint8)
+
 
 _kind_of = attrgetter("shape", "dtype", "layout", "device")
 

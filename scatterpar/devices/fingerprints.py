@@ -21,14 +21,11 @@ import torch
 from torch import Tensor
 
 from scatterpar.devices import memory
+from scatterpar.devices.bits import as_bytes
 from scatterpar.devices.coalescing import messages
+from scatterpar.devices.copies import to_device, to_numbers
 from scatterpar.devices.device_ids import HOST
 from scatterpar.devices.streams import has_streams
-from scatterpar.devices.transfers import (
-    as_bytes,
-    to_device,
-    to_numbers,
-)
 
 _WORDS = 2**21  # at a time; intermediate results need some 40 bytes per word
 # For these torch uses one thread, and they stay in its cache.

@@ -7,8 +7,9 @@ from itertools import permutations
 
 import torch
 
+from scatterpar.devices.copies import VIA_HOST, to_device
 from scatterpar.devices.device_ids import physical
-from scatterpar.devices.transfers import VIA_HOST, Transfers, to_device
+from scatterpar.devices.transfers import Transfers
 from scatterpar.errors import warn
 from scatterpar.log import logger
 

@@ -1,8 +1,4 @@
-"""Copies between memories, of which ``Transfers`` counts those of a step.
-
-No other package copies between memories. ``to_device``, ``write`` and ``to_numbers``
-count nothing.
-"""
+"""The copies of a step between memories, counted, and issued ahead of use."""
 
 from __future__ import annotations
 
@@ -10,105 +6,24 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from scatterpar.devices.device_ids import HOST, physical
+from scatterpar.devices.bits import pieces_of
+from scatterpar.devices.copies import to_device, write
 from scatterpar.devices.streams import (
     has_streams,
     record_event,
     stream_for,
-    synchronize,
     use_device,
 )
 
 PHASES = ("scatter", "replicate", "compute", "reduce")
-# Pairs (source, target) whose copies go through host memory: see ``check_links``.
-VIA_HOST: set[tuple[torch.device, torch.device]] = set()
 _MAX_PINNED = 2  # copy groups in the host's pinned memory at the same time
 # Streams per device for copies of rows to others, of the 32 that torch has. Up to five
 # more are for other copies and for graphs. With more devices, some copies share one.
 _MAX_SENDERS = 24
-
-
-# The methods that give the dense tensors of which a sparse one consists.
-_OF_ROWS = ("crow_indices", "col_indices", "values")
-_OF_COLUMNS = ("ccol_indices", "row_indices", "values")
-_PIECES = {
-    # Not ``indices``, which refuses a tensor that is not coalesced.
-    torch.sparse_coo: ("_indices", "_values"),
-    torch.sparse_csr: _OF_ROWS,
-    torch.sparse_bsr: _OF_ROWS,
-    torch.sparse_csc: _OF_COLUMNS,
-    torch.sparse_bsc: _OF_COLUMNS,
-}
-
-
-def pieces_of(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The dense tensors in a tensor: itself, or a sparse one's indices and values."""
-    if tensor.layout not in _PIECES:
-        return (tensor,)
-    tensor = tensor.detach()
-    return tuple(getattr(tensor, name)() for name in _PIECES[tensor.layout])
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a dense tensor's elements, in the order of its dimensions: 1-D."""
-    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    flat = dense.as_strided((dense.numel(),), (1,))
-    return flat.view(torch.uint8)
-
-
-def to_device(
-    tensor: Tensor,
-    device: torch.device,
-    *,
-    copy: bool = False,
-    non_blocking: bool = False,
-) -> Tensor:
-    """``tensor`` in the memory of ``device``: itself if torch sees it there, unless
-    ``copy``.
-
-    A copy has the same layout and memory format, and autograd records it.
-    """
-    if VIA_HOST:
-        tensor = _via_host(tensor, device)
-    return tensor.to(physical(device), copy=copy, non_blocking=non_blocking)
-
-
-def write(target: Tensor, source: Tensor, *, non_blocking: bool = False) -> None:
-    """Copy ``source`` to ``target``.
-
-    The target has the same size. It may be in any memory and of any dtype.
-    """
-    if VIA_HOST:
-        source = _via_host(source, target.device)
-    target.copy_(source, non_blocking=non_blocking)
-
-
-def _via_host(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor``, or its copy on the host if direct copies to ``device`` arrive
-    corrupted.
-    """
-    return tensor.cpu() if (tensor.device, device) in VIA_HOST else tensor
-
-
-def to_numbers(tensor: Tensor) -> Any:
-    """The elements as Python numbers, in nested lists unless ``tensor`` is 0-dim.
-
-    Raises the errors of kernels that ran before on the device's current stream.
-    """
-    tensor = tensor.detach()
-    if not has_streams(tensor.device):
-        return to_device(tensor, HOST).tolist()
-    # A copy to pageable memory would wait awake, and keep a core busy that launches may
-    # need.
-    numbers = torch.empty_like(tensor, device=HOST, pin_memory=True)
-    write(numbers, tensor, non_blocking=True)
-    synchronize(tensor.device)
-    return numbers.tolist()
 
 
 class Transfers:

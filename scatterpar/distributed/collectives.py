@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from scatterpar.devices.transfers import as_bytes, to_device, to_numbers, write
+from scatterpar.devices.bits import as_bytes
+from scatterpar.devices.copies import to_device, to_numbers, write
 from scatterpar.objects.quantised import is_quantised
 
 # A status is ``number << 18 | checksum``; float64 is exact up to 53 bits.

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from scatterpar.batch import nested
 from scatterpar.batch.joining import join_rows
 from scatterpar.batch.markers import unwrap_markers
+from scatterpar.devices.bits import as_bytes
+from scatterpar.devices.copies import to_device, to_numbers, write
 from scatterpar.devices.device_ids import identity_of, physical
-from scatterpar.devices.transfers import as_bytes, to_device, to_numbers, write
 from scatterpar.distributed.collectives import Collectives
 from scatterpar.errors import add_note, warn
 from scatterpar.log import logger

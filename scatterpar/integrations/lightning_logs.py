@@ -16,7 +16,7 @@ from torchmetrics import Metric
 
 from scatterpar.batch import nested
 from scatterpar.batch.joining import join_rows
-from scatterpar.devices.transfers import to_device
+from scatterpar.devices.copies import to_device
 from scatterpar.errors import Told, warn
 from scatterpar.integrations.lightning_metrics import MetricPlace
 from scatterpar.loops.modules import moved

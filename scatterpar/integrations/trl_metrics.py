@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scatterpar.devices.transfers import to_numbers
+from scatterpar.devices.copies import to_numbers
 
 # Functions that make one number of gathered entries, or of such numbers.
 _FUNCTIONS = {"sum", "nansum", "mean", "min", "amin", "max", "amax"}

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from scatterpar.batch import nested
 from scatterpar.batch.nested import MAX_ENTRIES
-from scatterpar.devices.transfers import to_device, write
+from scatterpar.devices.copies import to_device, write
 from scatterpar.devices.write_counters import version, versions
 from scatterpar.loops.kept_places import KeptPlaces
 from scatterpar.loops.pending_gradients import PendingGradients

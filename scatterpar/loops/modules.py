@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.batch import nested
-from scatterpar.devices.transfers import to_device
+from scatterpar.devices.copies import to_device
 
 _HOOKS = (
     "_forward_pre_hooks",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from scatterpar.devices.bits import same_bits
-from scatterpar.devices.transfers import to_numbers
+from scatterpar.devices.copies import to_numbers
 
 # A gradient below this part of the largest one may be rounding alone.
 SMALLEST_SCALE = 1e-2

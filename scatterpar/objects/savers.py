@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scatterpar.devices.bits import same_bits
+from scatterpar.devices.bits import pieces_of, same_bits
+from scatterpar.devices.copies import write
 from scatterpar.devices.default_generators import AcceleratorGenerator
-from scatterpar.devices.transfers import pieces_of, write
 from scatterpar.objects.references import is_array
 from scatterpar.objects.whose import Whose, is_writer, whose
 

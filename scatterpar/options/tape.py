@@ -36,8 +36,8 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.batch import nested
+from scatterpar.devices.copies import write
 from scatterpar.devices.default_generators import default_of
-from scatterpar.devices.transfers import write
 from scatterpar.threads.generators import replica_generator
 from scatterpar.torch_private.random_key import id_of_generator, random_key_as_outside
 from scatterpar.torch_private.thread_modes import OperatorMode, below_autocast

@@ -35,9 +35,9 @@ from scatterpar.batch.batch import Batch, batch_of
 from scatterpar.batch.joining import join_rows, tensors_by_place
 from scatterpar.batch.markers import Marker, unwrap_markers
 from scatterpar.devices.bits import same_bits
+from scatterpar.devices.copies import to_numbers
 from scatterpar.devices.memory import is_out_of_memory
 from scatterpar.devices.streams import synchronize
-from scatterpar.devices.transfers import to_numbers
 from scatterpar.distributed.ranks import Ranks
 from scatterpar.errors import add_note
 from scatterpar.replicas.replicas import parameter_writes_refused

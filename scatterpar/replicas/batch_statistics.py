@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.devices.coalescing import iter_copies
-from scatterpar.devices.transfers import Transfers, to_numbers
+from scatterpar.devices.copies import to_numbers
+from scatterpar.devices.transfers import Transfers
 from scatterpar.replicas.buffers import BufferDict, BufferValue
 from scatterpar.torch_private.autograd import current_graph_task
 

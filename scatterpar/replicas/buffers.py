@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from scatterpar.devices.bits import same_bits
 from scatterpar.devices.coalescing import copy_each, is_unexpanded
-from scatterpar.devices.transfers import write
+from scatterpar.devices.copies import write
 
 BufferDict = MutableMapping[str, "Tensor | None"]
 # The module's dictionary of buffers, the buffer's name, and its value.

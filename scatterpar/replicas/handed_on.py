@@ -33,9 +33,10 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.devices.coalescing import messages, pack
+from scatterpar.devices.copies import write
 from scatterpar.devices.fingerprints import Fingerprints
 from scatterpar.devices.streams import has_streams, stream_for
-from scatterpar.devices.transfers import Transfers, write
+from scatterpar.devices.transfers import Transfers
 from scatterpar.devices.write_counters import versions
 from scatterpar.look_steps import is_look_step
 from scatterpar.replicas.buffers import RUNNING, BufferDict, BufferValue

@@ -23,9 +23,10 @@ import enum
 import torch
 from torch import Tensor
 
+from scatterpar.devices.bits import as_bytes
 from scatterpar.devices.coalescing import has_foreach, is_part
+from scatterpar.devices.copies import write
 from scatterpar.devices.streams import is_async
-from scatterpar.devices.transfers import as_bytes, write
 
 LARGE_BYTES = 2**18  # smaller tensors are copied, or read, in less time than a kernel
 _WORDS = 1024  # in each part of a sample

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from scatterpar.devices.bits import pieces_of
 from scatterpar.devices.device_ids import physical
-from scatterpar.devices.transfers import pieces_of
 from scatterpar.objects.quantised import is_composite, is_quantised, only_frozen
 
 SCRIPT = (

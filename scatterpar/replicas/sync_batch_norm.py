@@ -29,8 +29,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from scatterpar.devices.copies import write
 from scatterpar.devices.streams import has_streams, use_device
-from scatterpar.devices.transfers import Transfers, write
+from scatterpar.devices.transfers import Transfers
 from scatterpar.replicas.batch_statistics import (
     Moments,
     pooled,

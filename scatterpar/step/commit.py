@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.devices.coalescing import is_part
-from scatterpar.devices.transfers import to_numbers
+from scatterpar.devices.copies import to_numbers
 from scatterpar.errors import restore_after
 from scatterpar.replicas.buffers import BufferWriter
 from scatterpar.step.attempt import Attempt

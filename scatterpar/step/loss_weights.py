@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scatterpar.devices.coalescing import to_host
-from scatterpar.devices.transfers import to_device, to_numbers
+from scatterpar.devices.copies import to_device, to_numbers
 from scatterpar.devices.write_counters import versions
 from scatterpar.objects.references import module_of
 from scatterpar.plan import Plan

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from scatterpar.batch.batch import Batch, batch_of, batches_of
+from scatterpar.devices.copies import to_numbers
 from scatterpar.devices.device_ids import physical
-from scatterpar.devices.transfers import to_numbers
 from scatterpar.objects.references import module_of, read_attribute
 from scatterpar.option_checks import (
     check_bool,

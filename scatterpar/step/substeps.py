@@ -22,7 +22,7 @@ from torch import Tensor
 
 from scatterpar.batch import nested
 from scatterpar.batch.objects import refuse_graphs
-from scatterpar.devices.transfers import to_numbers
+from scatterpar.devices.copies import to_numbers
 from scatterpar.devices.write_counters import version
 from scatterpar.replicas.replicas import parameter_writes_refused
 from scatterpar.replicas.sync_batch_norm import Meeting

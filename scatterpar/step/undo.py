@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from scatterpar.devices.bits import same_bits
-from scatterpar.devices.transfers import Transfers, write
+from scatterpar.devices.copies import write
+from scatterpar.devices.transfers import Transfers
 from scatterpar.errors import restore_after
 from scatterpar.threads.generators import Generators
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scatterpar.devices.transfers import write
+from scatterpar.devices.copies import write
 from scatterpar.numerics.comparison import SMALLEST_SCALE
 from scatterpar.step.loss import loss_of
 from scatterpar.torch_private.thread_modes import OperatorMode

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from scatterpar.batch import nested
-from scatterpar.devices.transfers import write
+from scatterpar.devices.copies import write
 from scatterpar.torch_private.random_key import random_key_as_outside
 from scatterpar.torch_private.thread_modes import OperatorMode
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from scatterpar.devices import links, transfers
+from scatterpar.devices.copies import VIA_HOST
 from scatterpar.devices.links import check_links
-from scatterpar.devices.transfers import VIA_HOST
 
 pytestmark = pytest.mark.core
 PAIR = torch.device("cpu:0"), torch.device("cpu:1")

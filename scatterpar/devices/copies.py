@@ -1,0 +1,67 @@
+"""Copies between memories. Those of a step are counted, in ``transfers.py``.
+
+No other package copies between memories.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scatterpar.devices.device_ids import HOST, physical
+from scatterpar.devices.streams import has_streams, synchronize
+
+# Pairs (source, target) whose copies go through host memory: see ``check_links``.
+VIA_HOST: set[tuple[torch.device, torch.device]] = set()
+
+
+def to_device(
+    tensor: Tensor,
+    device: torch.device,
+    *,
+    copy: bool = False,
+    non_blocking: bool = False,
+) -> Tensor:
+    """``tensor`` in the memory of ``device``: itself if torch sees it there, unless
+    ``copy``.
+
+    A copy has the same layout and memory format, and autograd records it.
+    """
+    if VIA_HOST:
+        tensor = _via_host(tensor, device)
+    return tensor.to(physical(device), copy=copy, non_blocking=non_blocking)
+
+
+def write(target: Tensor, source: Tensor, *, non_blocking: bool = False) -> None:
+    """Copy ``source`` to ``target``.
+
+    The target has the same size. It may be in any memory and of any dtype.
+    """
+    if VIA_HOST:
+        source = _via_host(source, target.device)
+    target.copy_(source, non_blocking=non_blocking)
+
+
+def _via_host(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor``, or its copy on the host if direct copies to ``device`` arrive
+    corrupted.
+    """
+    return tensor.cpu() if (tensor.device, device) in VIA_HOST else tensor
+
+
+def to_numbers(tensor: Tensor) -> Any:
+    """The elements as Python numbers, in nested lists unless ``tensor`` is 0-dim.
+
+    Raises the errors of kernels that ran before on the device's current stream.
+    """
+    tensor = tensor.detach()
+    if not has_streams(tensor.device):
+        return to_device(tensor, HOST).tolist()
+    # A copy to pageable memory would wait awake, and keep a core busy that launches may
+    # need.
+    numbers = torch.empty_like(tensor, device=HOST, pin_memory=True)
+    write(numbers, tensor, non_blocking=True)
+    synchronize(tensor.device)
+    return numbers.tolist()

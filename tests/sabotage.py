@@ -588,6 +588,15 @@ SABOTAGES = [
         seen_by="test_engine_and_pair_answer",
     ),
     Sabotage(
+        name="storages that a forward pass sets to the same values are writes",
+        promise="as in plain torch",
+        file="replicas/parameter_guard.py",
+        place="ParameterGuard._writes",
+        text="writes[memory] -= numbers",
+        replacement="pass",
+        seen_by="test_values_plain_torch_follows",
+    ),
+    Sabotage(
         name="what a fused optimizer has written stays at the master",
         promise="never stale",
         file="replicas/fused_writes.py",

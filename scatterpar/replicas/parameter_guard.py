@@ -182,6 +182,7 @@ class ParameterGuard:
         in another dtype, for a parameter that is not trained.
         """
         writes: _Writes = defaultdict(set)
+        exchanged: _Writes = defaultdict(set)
         originals = self._broadcast.at(self._master)
         for (device, tensors), earlier in zip(self._watched, before, strict=True):
             present = versions(tensors)
@@ -196,8 +197,8 @@ class ParameterGuard:
                 *(self._broadcast.parameters, tensors, canonical, earlier, present),
                 strict=True,
             ):
-                # First: an exchanged storage has another version, which says nothing.
                 if not tensor.is_set_to(storage):
+                    exchanged[device].add(number)
                     if not originals[number].requires_grad:
                         # A frozen parameter that a forward pass casts loses nothing.
                         storage = storage.to(tensor.dtype)
@@ -206,6 +207,10 @@ class ParameterGuard:
                         writes[None].add(number)
                 elif now != was:
                     writes[device].add(number)
+        # Tensors of one memory count their versions together. If one of them has
+        # another storage, as by ``set_``, the version of the others says nothing.
+        for memory, numbers in exchanged.items():
+            writes[memory] -= numbers
         if fingerprints:
             for device, present_values in self._fingerprints().items():
                 writes[device] |= present_values.differing_from(fingerprints[device])

@@ -340,6 +340,35 @@ def flattens(m, inputs):
     return m.linear(inputs)
 
 
+@torch.no_grad()
+def sets(m):
+    """As ``flatten_parameters`` does it on GPUs: torch counts writes."""
+    for parameter in m.parameters():
+        parameter.set_(parameter.clone())
+
+
+def flattens_by_set(m, inputs):
+    sets(m)
+    return m.linear(inputs)
+
+
+def flattens_in_between(m, inputs):
+    outputs = m.linear(inputs)
+    sets(m)
+    return outputs
+
+
+def flattens_together(m, inputs):
+    """All weights in one memory, as those of an LSTM."""
+    parameters = list(m.parameters())
+    with torch.no_grad():
+        flat = torch.cat([parameter.flatten() for parameter in parameters])
+        pieces = flat.split([parameter.numel() for parameter in parameters])
+        for parameter, piece in zip(parameters, pieces, strict=True):
+            parameter.set_(piece.view_as(parameter))
+    return m.linear(inputs)
+
+
 def grows(m, inputs):
     """A buffer that a forward pass lets grow could not be refreshed in
     the next step.
@@ -380,6 +409,9 @@ FOLLOWED = {
         mlp, changes=[hook, lambda module: module.handle.remove()]
     ),
     "storages that a forward pass exchanges": Case(of(flattens)),
+    "storages that it sets": Case(of(flattens_by_set)),
+    "storages that it sets at its end": Case(of(flattens_in_between)),
+    "storages that it sets to one memory": Case(of(flattens_together)),
     "a buffer that grows": Case(of(grows, seen=nn.Buffer(torch.ones(1))), accum=1),
     **{
         f"an attribute of {name}": Case(

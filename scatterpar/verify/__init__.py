@@ -5,9 +5,11 @@ computes a few of the user's rows twice: at once, by the user's own module and c
 in plain torch, and in parts, as it is about to. If loss or gradient differ by more than
 rounding, it refuses before anything changes, and says what would be right::
 
-    verifier            the engine's looks: errors and warnings  dropped_warnings
+    verifier            the engine's looks: errors and warnings  dropped_warnings,
+                                                            look_words
       schedule          when to look                        ranges, of labels
       choice            which candidates of a loop a look tells apart
+      look_request      which step, with how many rows
       rows              which rows, in which parts
       look              two runs, and the verdict
         runs            loss and gradients of rows          compared_leaves,

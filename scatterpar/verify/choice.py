@@ -47,3 +47,12 @@ def _combination(request: Request, parts: Parts, candidate: LossCandidate) -> ob
     except Inconclusive:
         return entries
     return entries, divided, [round(weight, _DIGITS) for weight in weights]
+
+
+def candidate_of(request: Request) -> LossCandidate:
+    """How the arguments of a step say that losses combine."""
+    words = "a sum"
+    if request.is_mean:
+        terms = "rows" if request.count is None else "what count= gives"
+        words = f"a mean over {terms}"
+    return LossCandidate(words, request.reduction, request.count)

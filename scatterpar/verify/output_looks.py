@@ -44,12 +44,14 @@ from scatterpar.torch_private.autograd import (
     leaves_of,
     nodes_reached,
 )
+from scatterpar.verify.choice import candidate_of
+from scatterpar.verify.look_request import LookRequest
 from scatterpar.verify.output_differences import cut_rows
 from scatterpar.verify.ranges import informative_tensors, ranges_of_step
 from scatterpar.verify.rows import RowChoice, affordable_rows, ignored_values
 from scatterpar.verify.schedule import Stage
 from scatterpar.verify.verdicts import in_lines, refused_injection
-from scatterpar.verify.verifier import Question, Verifier, candidate_of
+from scatterpar.verify.verifier import Verifier
 
 _MAX_ROWS = 16
 _REMEDIES = (
@@ -100,8 +102,8 @@ class OutputLooks(Verifier):
             most=_MAX_ROWS,
         )
         with torch.inference_mode(False):  # else the leaves would have no gradients
-            question = _question(choice, outputs, workers)
-        self.ask(question, kind)
+            look_request = _look_request(choice, outputs, workers)
+        self.ask(look_request, kind)
 
 
 class RowsOfOutputs(nn.Module):
@@ -128,8 +130,10 @@ def _as_leaf(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, has_gradient)
 
 
-def _question(choice: RowChoice, outputs: Sequence[Any], workers: Workers) -> Question:
-    """The question whether losses of a few rows of the outputs combine."""
+def _look_request(
+    choice: RowChoice, outputs: Sequence[Any], workers: Workers
+) -> LookRequest:
+    """Asks whether losses of a few rows of the outputs combine."""
     of_call = choice.request
     dim = of_call.dim
     tensors = nested.tensors(list(outputs))
@@ -154,7 +158,7 @@ def _question(choice: RowChoice, outputs: Sequence[Any], workers: Workers) -> Qu
     (task,) = make_tasks(attempt, loaders)
     candidates = [candidate_of(request)]
     loop = LoopOptions(remedies=_REMEDIES)
-    return Question(attempt, request, task, True, candidates, loop)
+    return LookRequest(attempt, request, task, True, candidates, loop)
 
 
 def _count_of_outputs(

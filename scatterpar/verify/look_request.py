@@ -1,0 +1,130 @@
+"""What a look is asked: at which step, and which of its rows it may choose.
+
+::
+
+    look            number of rows
+    the first       as many as two micro-batches have
+    later ones      a quarter of a micro-batch
+    large models    at most a micro-batch, and an eighth of the batch
+
+There are nine at least, unless a row needs much memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from scatterpar.batch.batch import batches_of
+from scatterpar.numerics.comparison import Inconclusive
+from scatterpar.plan import Plan, make_plan
+from scatterpar.step.attempt import Attempt
+from scatterpar.step.loop_options import LoopOptions
+from scatterpar.step.request import LossCandidate, Request
+from scatterpar.step.task import ReplicaTask
+from scatterpar.verify.choice import alike
+from scatterpar.verify.compared_leaves import MAX_ELEMENTS
+from scatterpar.verify.look_losses import name_of
+from scatterpar.verify.ranges import informative_tensors
+from scatterpar.verify.rows import (
+    RowChoice,
+    affordable_rows,
+    ignored_values,
+    parts_of,
+)
+
+_MIN_ROWS = 9
+_SUBSTEPS_OF_FIRST_LOOK = 2
+_SHARE_OF_LATER_LOOKS = 4
+_SHARE_OF_LARGE_MODELS = 8  # because each row takes long
+
+
+@dataclass(frozen=True, eq=False)
+class LookRequest:
+    """A step that may be looked at.
+
+    Attributes:
+        attempt: the step's, whose replicas and threads compute the look.
+        request: that of the largest batch.
+        task: that of the first replica.
+        is_divided: whether the step divides the batch into parts.
+        candidates: how losses may combine; the first one is assumed so far.
+        loop: the options of the loop, if a library calls the engine.
+    """
+
+    attempt: Attempt
+    request: Request
+    task: ReplicaTask
+    is_divided: bool
+    candidates: Sequence[LossCandidate]
+    loop: LoopOptions
+
+    @property
+    def loss(self) -> str:
+        """The criterion, or the module's own loss, as texts name it."""
+        return name_of(self.request)
+
+    def title(self, looks: int) -> str:
+        """The look after so many ``looks``, as the log names it."""
+        return f"look {looks + 1} at {self.loss}, {self.request.rows} rows"
+
+    def is_open_between(self, candidates: Sequence[LossCandidate]) -> bool:
+        """Whether it matters in this step which of these candidates holds."""
+        if len(candidates) < 2:
+            return False
+        # Micro-batches of equal rows and labels have one set of weights by all counts.
+        parts = parts_of(self.attempt.plan)
+        return len(alike(self.request, parts, candidates)) < len(candidates)
+
+
+def choose_rows(
+    look_request: LookRequest, candidate: LossCandidate, number: int
+) -> RowChoice:
+    """How a look after ``number`` others chooses its rows, if losses combine as
+    ``candidate`` says.
+
+    Raises:
+        Inconclusive: the loop cannot divide rows of this step.
+    """
+    replicas = look_request.attempt.replicas
+    plan = look_request.attempt.plan
+    request = look_request.request.combined_by(candidate)
+    divide = look_request.loop.divided
+    if divide is not None and not request.whole_batch:
+        try:
+            inputs = divide(request.batches[0].inputs)
+            batches = batches_of(inputs, None, request.dim)
+        except ValueError as error:  # such as another number of images than of rows
+            raise Inconclusive(str(error), patience=1) from None
+        request = replace(request, batches=batches)
+        # The plan of these rows alone: one of them was a whole batch for the loop.
+        devices = [share.device for share in plan.shares]
+        accum = 1 if len(devices) > 1 else 2
+        plan = make_plan(request.rows, devices, accum)
+    module = replicas.of_model.root
+    function = module.forward if request.criterion is None else request.criterion
+    num_elements = sum(parameter.numel() for parameter in module.parameters())
+    return RowChoice(
+        request,
+        # Read here: the replica's thread, in which rows are chosen, has its own device.
+        tensors=informative_tensors(request),
+        plan=plan,
+        ignored=ignored_values(function, request.count),
+        number=number,
+        is_divided=look_request.is_divided,
+        most=_most_rows(request, plan, number, is_large=num_elements > MAX_ELEMENTS),
+    )
+
+
+def _most_rows(request: Request, plan: Plan, number: int, *, is_large: bool) -> int:
+    """As many rows as are cheap: fewer of a large model, and in later looks."""
+    rows_of_substep = max(plan.substep_rows)
+    most = rows_of_substep // _SHARE_OF_LATER_LOOKS
+    if not number:
+        most = rows_of_substep * _SUBSTEPS_OF_FIRST_LOOK
+    if is_large:
+        share_of_batch = request.rows // _SHARE_OF_LARGE_MODELS
+        most = min(most, rows_of_substep, share_of_batch)
+    # Inputs are copied to the device for the look alone, twice and in parts.
+    inputs = request.batches[0].without_targets().tensors()
+    return min(max(_MIN_ROWS, most), affordable_rows(inputs, request.rows))

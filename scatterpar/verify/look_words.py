@@ -1,0 +1,140 @@
+"""The texts of warnings after a look, and of refusals that name a loop's arguments.
+
+A function for each thing that looks tell. The words of causes are in ``verdicts``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from scatterpar.numerics.comparison import Inconclusive
+from scatterpar.step.request import LossCandidate
+from scatterpar.tables import shown
+from scatterpar.verify.look_request import LookRequest
+from scatterpar.verify.verdicts import RETURN, Verdict, in_lines
+
+_WAYS = (
+    "Pass count= for a mean over something else, such as scatterpar.count_labels(), "
+    'reduction="sum" for a sum, or whole_batch=True if it compares rows. '
+    "engine.check(inputs, targets, criterion) compares all gradients of a batch that "
+    "fits on one device. verify=False does not check."
+)
+
+
+# --- what calls of user code do ---
+
+
+def turns_are_taken(look_request: LookRequest) -> str:
+    """A criterion reads what forward passes leave behind."""
+    return in_lines(
+        f"{look_request.loss} reads what forward passes leave behind (a hook?), which "
+        "replicas share, so they take turns, which is slower.",
+        f"To run them together, {RETURN}.",
+        "Or pass verify=False.",
+    )
+
+
+def state_is_moved(look_request: LookRequest, names: Sequence[str]) -> str:
+    """Sub-steps, or calls of a loop, move state with these ``names``."""
+    if look_request.loop.lends:
+        return in_lines(
+            f"{look_request.loss} writes {shown(', '.join(names))} in each call, once "
+            "per micro-batch, as with gradient accumulation.",
+            "Count steps where the loop counts them.",
+        )
+    return in_lines(
+        f"forward passes move {shown(', '.join(names))}: at each sub-step, and on "
+        "each replica apart; attributes have your values in the next step.",
+        "Move it once per step, outside of forward, or keep it in a buffer and "
+        "train with one sub-step; let a criterion see all rows at once "
+        "(whole_batch=True; of the pair: gather).",
+        "docs/limits.md, State in modules.",
+    )
+
+
+def generator_is_seeded() -> str:
+    """The module seeds the default generator, and draws from it."""
+    return in_lines(
+        "forward passes seed the random generator themselves, so each micro-batch "
+        "draws the numbers of the first one.",
+        "Draw the numbers before the step, and pass them among the inputs, with one "
+        "entry per row; or seed outside of forward.",
+    )
+
+
+def tensor_was_not_saved(shape: tuple[int, ...]) -> str:
+    """User code writes a tensor that is too large to be saved."""
+    return in_lines(
+        f"your code writes a tensor of shape {shape}, above 64 MiB, which a look at a "
+        "few rows did not save.",
+        "Keep it in a buffer of the module, or pass verify=False.",
+    )
+
+
+def threads_have_their_own(names: Sequence[str]) -> str:
+    """User code refers to ``threading.local`` objects with these ``names``."""
+    return in_lines(
+        "forward or the criterion refers to a threading.local, of which each thread "
+        f"has attributes of its own: {', '.join(names)}. Replicas compute in threads "
+        "of theirs, which have not what yours has set.",
+        "Use a contextvars.ContextVar, which they have, too, or an attribute.",
+    )
+
+
+# --- how losses combine ---
+
+
+def several_candidates_fit(
+    look_request: LookRequest, candidates: Sequence[LossCandidate]
+) -> str:
+    """The rows leave these candidates, of which the first one is assumed."""
+    ways = " or ".join(candidate.words for candidate in candidates)
+    return in_lines(
+        f"the rows of this step do not show whether {look_request.loss} is {ways}.",
+        f"It is taken for {candidates[0].words} until rows show it. "
+        f"{look_request.loop.remedies}",
+    )
+
+
+def another_candidate_fits(look_request: LookRequest, candidate: LossCandidate) -> str:
+    """The rows show another candidate than the one that was assumed so far."""
+    assumed = look_request.candidates[0]
+    return in_lines(
+        f"{look_request.loss} is {candidate.words}, as the rows of this step show.",
+        f"Earlier steps took it for {assumed.words}. {look_request.loop.remedies}",
+    )
+
+
+def looks_are_inconclusive(
+    look_request: LookRequest, reason: Inconclusive, assumed: LossCandidate
+) -> str:
+    """Why, what is assumed, and what to pass."""
+    if look_request.request.whole_batch:
+        return in_lines(
+            f"could not check {look_request.loss} with whole_batch=True: "
+            f"{reason.shown}.",
+            "To check it, call engine.check(inputs, targets, criterion, "
+            "whole_batch=True) once, with a batch that fits on one device.",
+            "verify=False does not check.",
+        )
+    # A generator in user code is no question of count=.
+    ways = reason.remedy or look_request.loop.remedies or _WAYS
+    return in_lines(
+        f"could not check how {look_request.loss} combines the parts of a batch: "
+        f"{reason.shown}.",
+        f"It is taken for {assumed.words}. {ways}",
+    )
+
+
+def step_is_refused(look_request: LookRequest, verdict: Verdict) -> str:
+    """The error, with the remedies of the loop if it has any."""
+    remedies = look_request.loop.remedies
+    if not (verdict.problem and remedies):
+        return verdict.text
+    problem = verdict.problem
+    if len(look_request.candidates) > 1:
+        ways = ", ".join(candidate.words for candidate in look_request.candidates)
+        problem += f" It is none of these: {ways}."
+    if verdict.cause:
+        problem += f" {verdict.cause}"
+    return f"{problem}\n{remedies} Nothing was changed."

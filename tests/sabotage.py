@@ -728,7 +728,7 @@ SABOTAGES = [
     Sabotage(
         name="a look compares losses, and no gradients",
         promise="a wrong program is refused",
-        file="numerics/comparison.py",
+        file="verify/results.py",
         place="Result.difference_from",
         text="return max(of_losses, of_gradients)",
         replacement="return of_losses",

@@ -2,7 +2,7 @@
 
 ::
 
-    comparison          losses and gradients beside each other
+    comparison          gradients and outputs beside each other
     rounding            how far rounding may change results
     nudges              what a small change of parameters makes of results
     wider_precision     modules computed in a wider format

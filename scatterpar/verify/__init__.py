@@ -12,7 +12,8 @@ rounding, it refuses before anything changes, and says what would be right::
       look_request      which step, with how many rows
       rows              which rows, in which parts
       look              two runs, and the verdict
-        runs            loss and gradients of rows          compared_leaves,
+        runs            loss and gradients of rows          results,
+                                                            compared_leaves,
                                                             backward_calls
         measurements    outputs, memory, state that moves     moved_state
         user_code       restores what runs have changed     dropped_records,

@@ -29,7 +29,7 @@ from scatterpar.devices.device_ids import physical
 from scatterpar.devices.memory import is_out_of_memory
 from scatterpar.errors import defect
 from scatterpar.log import logger
-from scatterpar.numerics.comparison import Inconclusive, OnlyRounding, Result
+from scatterpar.numerics.comparison import Inconclusive, OnlyRounding
 from scatterpar.numerics.rounding import formats_inside_operators
 from scatterpar.numerics.wider_precision import Precision
 from scatterpar.replicas.module_contents import root_to_replicate
@@ -47,6 +47,7 @@ from scatterpar.verify.measurements import (
     bytes_per_row,
 )
 from scatterpar.verify.moved_state import moved_between
+from scatterpar.verify.results import Result
 from scatterpar.verify.rows import (
     MAX_BYTES,
     MIN_ROWS,

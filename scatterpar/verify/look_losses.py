@@ -26,10 +26,8 @@ from scatterpar.numerics.comparison import (
     SMALLEST_SCALE,
     Inconclusive,
     OnlyRounding,
-    Result,
     magnitudes,
     relative_difference,
-    weighted_sum,
 )
 from scatterpar.numerics.nudges import NUM_NUDGES, rounding_limit
 from scatterpar.objects.references import read_attribute
@@ -37,6 +35,7 @@ from scatterpar.step.loss_weights import is_smoothed, term_counts
 from scatterpar.step.request import Request
 from scatterpar.verify.measurements import losses_of_parts, outputs_of
 from scatterpar.verify.output_differences import difference_by_rows
+from scatterpar.verify.results import Result, weighted_sum
 from scatterpar.verify.rows import Part, Parts, positions_of, unbound
 from scatterpar.verify.runs import Runs
 

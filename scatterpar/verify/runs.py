@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from scatterpar.batch import nested
 from scatterpar.batch.batch import Batch
 from scatterpar.batch.joining import join_rows
-from scatterpar.numerics.comparison import NOTHING, Result
 from scatterpar.numerics.constant_numbers import ConstantNumbers
 from scatterpar.numerics.nudges import nudged
 from scatterpar.numerics.rounding import HALF_IN_KERNELS, SINGLE_IN_DOUBLE, Rounding
@@ -43,6 +42,7 @@ from scatterpar.verify.backward_calls import BackwardCalls
 from scatterpar.verify.compared_leaves import ComparedLeaves
 from scatterpar.verify.gradient_check import moved_to
 from scatterpar.verify.moved_state import State, state_of
+from scatterpar.verify.results import NOTHING, Result
 from scatterpar.verify.rows import Part, Parts
 from scatterpar.verify.saved_writes import SavedWrites
 from scatterpar.verify.user_code import UserCode

@@ -1,23 +1,18 @@
-"""Losses and gradients beside each other, with numbers computed by hand."""
+"""Gradients and outputs beside each other, with numbers computed by hand."""
 
 from __future__ import annotations
 
 import math
-import weakref
 
 import pytest
 import torch
 
 from scatterpar.numerics import comparison
-from scatterpar.numerics.comparison import Result, relative_difference, weighted_sum
+from scatterpar.numerics.comparison import relative_difference
 
 
 def numbers(*values):
     return torch.tensor(values, dtype=torch.float64)
-
-
-def result(loss, *gradient):
-    return Result(loss, [numbers(*gradient)])
 
 
 def test_magnitudes_of_several_dtypes_stay_in_order():
@@ -27,24 +22,6 @@ def test_magnitudes_of_several_dtypes_stay_in_order():
     assert comparison.magnitudes(tensors) == [2, 3.5, 0, 4, 5, 6]
     assert math.isnan(comparison.magnitudes([torch.tensor([torch.nan])])[0])
     assert comparison.magnitudes([]) == []
-
-
-def test_sum_multiplies_by_weights():
-    total = weighted_sum([result(4.0, 1, 2), result(8.0, 0, 10)], [0.75, 0.25])
-    assert total.loss == 5
-    assert total.gradients[0].tolist() == [0.75, 4]
-    assert weighted_sum([result(4.0, 1), result(8.0, 2)]).gradients[0].item() == 3
-
-
-def test_weight_zero_leaves_out_even_nan():
-    total = weighted_sum([result(math.nan, math.nan), result(2.0, 3)], [0.0, 1.0])
-    assert (total.loss, total.gradients[0].item()) == (2, 3)
-
-
-def test_part_without_gradients_adds_its_loss():
-    """Its backward pass has refused ``autograd.grad``."""
-    total = comparison.NOTHING.plus(result(1.0, 2)).plus(Result(3.0, []))
-    assert (total.loss, total.gradients[0].item()) == (4, 2)
 
 
 @pytest.mark.parametrize(
@@ -80,20 +57,6 @@ def test_scale_at_least_a_hundredth_of_max():
     assert difference == pytest.approx(0.02 / 0.08)
 
 
-def test_results_differ_by_the_larger_part():
-    """Results differ by loss or gradient, whichever is more."""
-    assert result(3.0, 1, 5).difference_from(result(4.0, 1, 5)) == 0.25
-    assert result(4.0, 1, 4).difference_from(result(4.0, 1, 5)) == pytest.approx(0.2)
-    assert result(math.nan, 1).difference_from(result(4.0, 1)) == math.inf
-
-
-def test_results_finite_with_gradient():
-    assert result(1.0, 0, 2).is_finite
-    assert not result(1.0, math.inf).is_finite
-    assert not result(math.nan, 1).is_finite
-    assert [result(1.0, 0, size).has_gradient for size in (0, 2)] == [False, True]
-
-
 def test_magnitude_of_no_tensor_is_zero():
     sparse = numbers(0, -3).to_sparse()
     assert comparison.magnitudes([numbers(1, -2), None, numbers(), sparse]) == [
@@ -120,16 +83,3 @@ def test_integers_equal_or_infinitely_off():
     one, other = torch.tensor([1, 2]), torch.tensor([1, 3])
     assert comparison.difference_of_outputs(one, one.clone()) == 0
     assert comparison.difference_of_outputs(one, other) == math.inf
-
-
-def test_sum_keeps_no_gradient_of_a_summand():
-    total = comparison.NOTHING
-    gradients = []
-    for number in range(3):
-        summand = result(1.0 + number, number, 2)
-        gradients.append(weakref.ref(summand.gradients[0]))
-        total = total.plus(summand)
-        del summand
-    assert total.loss == 6
-    assert total.gradients[0].tolist() == [3, 6]
-    assert [gradient() for gradient in gradients] == [None] * 3

@@ -15,10 +15,11 @@ from torch import nn
 from scatterpar.batch.batch import batch_of
 from scatterpar.causes.counts import IGNORED
 from scatterpar.causes.evidence import CauseKind
-from scatterpar.numerics.comparison import Inconclusive, Result
+from scatterpar.numerics.comparison import Inconclusive
 from scatterpar.step.request import Request
 from scatterpar.verify import look_causes
 from scatterpar.verify.look_losses import LookResults
+from scatterpar.verify.results import Result
 
 ROWS = torch.arange(4.0)
 RIGHT = Result(1.0, [torch.tensor([1.0])])

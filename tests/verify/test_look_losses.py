@@ -14,11 +14,12 @@ from torch import nn
 
 from scatterpar import ScatterOnceParallel
 from scatterpar.batch.batch import batch_of
-from scatterpar.numerics.comparison import Inconclusive, Result
+from scatterpar.numerics.comparison import Inconclusive
 from scatterpar.step.request import Request
 from scatterpar.verify import look
 from scatterpar.verify.look_causes import is_rounding
 from scatterpar.verify.look_losses import LookResults, name_of, weighted_parts
+from scatterpar.verify.results import Result
 from scatterpar.verify.verdicts import RIGHT
 
 ROWS = torch.arange(1.0, 7).double()[:, None]

@@ -15,11 +15,11 @@ from scatterpar import ScatterOnceParallel
 from scatterpar.batch.batch import batch_of
 from scatterpar.causes.counts import IGNORED, Count
 from scatterpar.causes.evidence import CauseKind
-from scatterpar.numerics.comparison import Result, weighted_sum
 from scatterpar.step.request import Request
 from scatterpar.verify import verdicts
 from scatterpar.verify.look_causes import do_shapes_broadcast, has_other_weights
 from scatterpar.verify.look_losses import LookResults
+from scatterpar.verify.results import Result, weighted_sum
 from scatterpar.verify.verdicts import Action
 
 # Two parts: rows 0 to 2, of which one has a label, and row 3, which has one.

@@ -209,9 +209,10 @@ def sum_in_order(
     # Copies: what has been added is taken out, so that memory is freed.
     sums = [dict(of_replica) for of_replica in gradients]
     pairs = tree_pairs(len(sums))
-    size = _block_size(devices)
     by_owners: dict[int, Tensor] = {}
-    if in_place and size and len(devices) > 2 * size:  # more than two devices
+    # Two replicas have at most two devices, which need no owners.
+    size = _block_size(devices) if in_place and len(devices) > 2 else 0
+    if size and len(devices) > 2 * size:  # more than two devices
         # The first rounds of the tree, which add within each device.
         within = [pair for pair in pairs if pair[1] - pair[0] < size]
         pairs = pairs[len(within) :]

@@ -47,9 +47,10 @@ def scatter(
     Copies values without rows; the loaders copy rows when they are requested.
     """
     sources: set[torch.device] = set()
+    is_marked = False
     for batch in batches:
         sources |= batch.devices()
-    is_marked = any(batch.markers for batch in batches)
+        is_marked |= bool(batch.markers)
     values = Values(transfers)
     loaders: list[ShareLoader] = []
     for share in plan.shares:

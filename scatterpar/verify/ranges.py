@@ -99,11 +99,13 @@ def counts_as_torch(request: Request) -> bool:
     Its labels do not matter, since the engine counts as it does.
     """
     criterion = request.criterion
-    if request.count is not None or not is_cross_entropy(criterion):
+    if request.count is not None:
         return False
     module = module_of(criterion)
+    if module is None:
+        return is_cross_entropy(criterion)
     # A subclass may count otherwise.
-    return module is None or type(module) in (nn.CrossEntropyLoss, nn.NLLLoss)
+    return type(module) in (nn.CrossEntropyLoss, nn.NLLLoss)
 
 
 def ranges_of(tensors: Iterable[Tensor]) -> list[Tensor]:

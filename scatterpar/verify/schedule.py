@@ -135,24 +135,28 @@ class Kinds:
         ``flags`` are the switches of the model.
         """
         names, numbers = names_and_numbers((request.criterion, request.count))
-        atoms = request.batches[0].atoms[:_MAX_ATOMS]
-        kinds_of_atoms = tuple(
-            _name_of(atom) if isinstance(atom, Tensor) else type(atom) for atom in atoms
-        )
-        # A word may select another loss, as a switch of the model may.
-        words = [atom for atom in atoms if isinstance(atom, (bool, str))]
+        kinds_of_atoms: list[object] = []
+        words: list[Hashable] = []
+        for atom in request.batches[0].atoms[:_MAX_ATOMS]:
+            is_tensor = isinstance(atom, Tensor)
+            kinds_of_atoms.append(_name_of(atom) if is_tensor else type(atom))
+            # A word may select another loss, as a switch of the model may.
+            if isinstance(atom, (bool, str)):
+                words.append(atom)
         options = is_divided, request.whole_batch, request.reduction
+        key = options, names, tuple(kinds_of_atoms)
         details = flags, numbers, tuple(words)
         # Hashes, because the code objects in them would keep functions alive.
-        return self._kinds[hash((options, names, kinds_of_atoms))], hash(details)
+        return self._kinds[hash(key)], hash(details)
 
 
 def names_and_numbers(functions: Sequence[Any]) -> tuple[frozenset[Hashable], str]:
     """The names of the values that functions refer to, and the numbers among these."""
-    values = distinguishing_values(functions)
-    numbers = [value for value in values if type(value) in (int, float)]
     names: set[Hashable] = set()
-    for value in values:
+    numbers: list[int | float] = []
+    for value in distinguishing_values(functions):
+        if type(value) in (int, float):
+            numbers.append(value)
         is_word = value is None or isinstance(value, (bool, str))
         names.add(value if is_word else _name_of(value))
     return frozenset(names), str(numbers)

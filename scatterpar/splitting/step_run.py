@@ -24,7 +24,7 @@ from scatterpar.splitting.operator_modes import (
 )
 from scatterpar.splitting.terms import Terms
 from scatterpar.splitting.trained_leaves import TrainedGradients, leaves_outside
-from scatterpar.torch_private.modules import clipping_replaced
+from scatterpar.torch_private.clipping import clipping_replaced
 
 # As an initial weight: outputs stay of the size that they have.
 _SMALL = 0.1

@@ -11,7 +11,8 @@ use. The versions that the tests ran with are in ``constraints.txt``.
     autograd        its graph, the leaves and hooks in it
     thread_modes    modes, transforms and profilers of this thread
     random_key      the dispatch key of random operators
-    modules         parametrizations, optimizers, clipping
+    modules         parametrizations, optimizers
+    clipping        of gradients, in a step that is only looked at
     compiler        compiled modules and functions
     graphs          the capture of CUDA graphs
     settings        of the process; contexts that all threads share

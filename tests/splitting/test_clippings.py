@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from scatterpar.splitting.clippings import Clippings
-from scatterpar.torch_private.modules import clipping_replaced
+from scatterpar.torch_private.clipping import clipping_replaced
 
 
 @pytest.mark.parametrize(

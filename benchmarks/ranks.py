@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from scatterpar.devices.device_ids import physical
+from scatterpar.devices.virtual_devices import physical
 
 _SPAWN = multiprocessing.get_context("spawn")
 

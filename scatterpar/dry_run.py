@@ -28,8 +28,8 @@ from torch.optim import Optimizer
 
 from scatterpar.batch import nested
 from scatterpar.devices.copies import to_numbers, write
-from scatterpar.devices.device_ids import HOST
 from scatterpar.devices.transfers import Transfers
+from scatterpar.devices.virtual_devices import HOST
 from scatterpar.devices.write_counters import versions
 from scatterpar.objects.journal import Journal
 from scatterpar.objects.snapshot import is_same

@@ -25,8 +25,8 @@ from torch.optim.optimizer import ParamsT
 from scatterpar.batch import nested
 from scatterpar.devices.coalescing import is_part, is_unexpanded, iter_copies
 from scatterpar.devices.copies import write
-from scatterpar.devices.device_ids import HOST
 from scatterpar.devices.transfers import Transfers
+from scatterpar.devices.virtual_devices import HOST
 from scatterpar.devices.write_counters import version, versions
 from scatterpar.dry_run import dry_run, moved_state, stand_in_for, stepping_on
 from scatterpar.engine import ScatterOnceParallel

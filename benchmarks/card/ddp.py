@@ -23,7 +23,7 @@ from benchmarks.card.setting import NotRun, free_memory
 from benchmarks.ranks import Ranks
 from scatterpar import ScatterOnceParallel
 from scatterpar.checkup.copies import synchronize_all
-from scatterpar.devices.device_ids import physical
+from scatterpar.devices.virtual_devices import physical
 
 _ACCUM = 16
 _ROUNDS = 3

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.devices.device_ids import physical
+from scatterpar.devices.virtual_devices import physical
 
 
 def _problem(devices):

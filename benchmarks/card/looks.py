@@ -19,7 +19,7 @@ from benchmarks.card.networks import library
 from benchmarks.card.page import FAILED, MEASURED, NOT_RUN
 from benchmarks.card.setting import NotRun, free_memory
 from scatterpar import ScatterOnceParallel
-from scatterpar.devices.device_ids import physical
+from scatterpar.devices.virtual_devices import physical
 from scatterpar.numerics.comparison import Inconclusive
 from scatterpar.verify import look as looks_of_engine
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from benchmarks.blocks import Block
 from benchmarks.card.setting import NotRun, random_bytes
-from scatterpar.devices.device_ids import physical
+from scatterpar.devices.virtual_devices import physical
 
 _GIB = 2**30
 

@@ -27,7 +27,7 @@ from benchmarks.card import predictions
 from benchmarks.card.networks import Network, criterion
 from benchmarks.card.page import MEASURED, NOT_RUN
 from scatterpar import ScatterOnceParallel
-from scatterpar.devices.device_ids import physical
+from scatterpar.devices.virtual_devices import physical
 
 _ACCUM = 16
 _WARM_UPS = 8  # the engine looks at four of them

@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import PackedSequence
 from scatterpar.batch import nested
 from scatterpar.devices.bits import same_bits
 from scatterpar.devices.copies import to_device
-from scatterpar.devices.device_ids import HOST
+from scatterpar.devices.virtual_devices import HOST
 
 # Whether lists may have one entry per row.
 Lists = Literal["never", "if clear", "always"]

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from scatterpar.devices.copies import VIA_HOST
-from scatterpar.devices.device_ids import physical
 from scatterpar.devices.links import check_links
 from scatterpar.devices.streams import has_streams
 from scatterpar.devices.transfers import Transfers
+from scatterpar.devices.virtual_devices import physical
 
 PAGEABLE = "host"
 PINNED = "pinned host"

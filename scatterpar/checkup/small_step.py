@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from scatterpar.checkup.copies import DoctorVerdict, synchronize_all
-from scatterpar.devices.device_ids import physical
 from scatterpar.devices.streams import has_streams
+from scatterpar.devices.virtual_devices import physical
 from scatterpar.engine import ScatterOnceParallel
 
 ACCUM = 16

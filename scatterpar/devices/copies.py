@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scatterpar.devices.device_ids import HOST, physical
 from scatterpar.devices.streams import has_streams, synchronize
+from scatterpar.devices.virtual_devices import HOST, physical
 
 # Pairs (source, target) whose copies go through host memory: see ``check_links``.
 VIA_HOST: set[tuple[torch.device, torch.device]] = set()

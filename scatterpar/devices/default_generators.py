@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scatterpar.devices.device_ids import HOST
+from scatterpar.devices.virtual_devices import HOST
 
 
 class AcceleratorGenerator:

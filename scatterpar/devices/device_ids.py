@@ -1,13 +1,7 @@
-"""Devices by their names, and the memories that the names stand for.
-
-A *memory* is named by a ``torch.device``. ``cpu`` is host memory. ``cpu:0``, ``cpu:1``,
-… are virtual devices: separate memories in host RAM. So a machine without GPUs makes
-and counts the copies that several GPUs would need. Equal devices share one memory.
-"""
+"""Devices by the names that users and launchers give them."""
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Sequence
 
@@ -16,7 +10,6 @@ import torch
 from scatterpar.errors import warn
 
 DeviceLike = int | str | torch.device
-HOST = torch.device("cpu")
 
 
 def resolve(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:
@@ -175,9 +168,3 @@ def parse_devices(words: str | Sequence[str]) -> list[str | int]:
     # Both separators, and any number of them.
     names = text.replace(",", " ").split()
     return [int(name) if name.isdecimal() else name for name in names]
-
-
-@functools.cache  # asked at every copy
-def physical(device: torch.device) -> torch.device:
-    """The device as torch knows it: ``cpu`` for a virtual ``cpu:i``."""
-    return HOST if device.type == "cpu" else device

@@ -24,8 +24,8 @@ from scatterpar.devices import memory
 from scatterpar.devices.bits import as_bytes
 from scatterpar.devices.coalescing import messages
 from scatterpar.devices.copies import to_device, to_numbers
-from scatterpar.devices.device_ids import HOST
 from scatterpar.devices.streams import has_streams
+from scatterpar.devices.virtual_devices import HOST
 
 _WORDS = 2**21  # at a time; intermediate results need some 40 bytes per word
 # For these torch uses one thread, and they stay in its cache.

@@ -8,8 +8,8 @@ from itertools import permutations
 import torch
 
 from scatterpar.devices.copies import VIA_HOST, to_device
-from scatterpar.devices.device_ids import physical
 from scatterpar.devices.transfers import Transfers
+from scatterpar.devices.virtual_devices import physical
 from scatterpar.errors import warn
 from scatterpar.log import logger
 

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from scatterpar.devices.device_ids import physical
 from scatterpar.devices.streams import accelerator_in_use
+from scatterpar.devices.virtual_devices import physical
 
 CAPTURE = threading.RLock()  # held by a thread that captures a graph, on any device
 

@@ -26,7 +26,8 @@ from scatterpar.batch.joining import join_rows
 from scatterpar.batch.markers import unwrap_markers
 from scatterpar.devices.bits import as_bytes
 from scatterpar.devices.copies import to_device, to_numbers, write
-from scatterpar.devices.device_ids import identity_of, physical
+from scatterpar.devices.device_ids import identity_of
+from scatterpar.devices.virtual_devices import physical
 from scatterpar.distributed.collectives import Collectives
 from scatterpar.errors import add_note, warn
 from scatterpar.log import logger

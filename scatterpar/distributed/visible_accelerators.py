@@ -15,12 +15,8 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from scatterpar.devices.device_ids import (
-    HOST,
-    DeviceLike,
-    even_part,
-    visible_identities,
-)
+from scatterpar.devices.device_ids import DeviceLike, even_part, visible_identities
+from scatterpar.devices.virtual_devices import HOST
 from scatterpar.distributed.collectives import Collectives
 
 

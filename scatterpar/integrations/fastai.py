@@ -27,7 +27,8 @@ from fastai.torch_core import to_float
 from torch import Tensor, nn
 
 from scatterpar.batch import nested
-from scatterpar.devices.device_ids import DeviceLike, physical
+from scatterpar.devices.device_ids import DeviceLike
+from scatterpar.devices.virtual_devices import physical
 from scatterpar.devices.write_counters import versions
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.libraries import package_of

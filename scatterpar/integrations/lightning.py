@@ -30,7 +30,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
-from scatterpar.devices.device_ids import DeviceLike, physical, resolve
+from scatterpar.devices.device_ids import DeviceLike, resolve
+from scatterpar.devices.virtual_devices import physical
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.integrations.lightning_loop import OF_LOOP, ModuleLoop, PartsOf
 from scatterpar.integrations.lightning_metrics import called_at_home, updated_at_home

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from scatterpar.batch import nested
 from scatterpar.batch.markers import Rows
-from scatterpar.devices.device_ids import physical
+from scatterpar.devices.virtual_devices import physical
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.integrations import step_batches
 from scatterpar.integrations.step_batches import (

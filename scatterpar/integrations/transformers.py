@@ -19,7 +19,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from scatterpar.devices.device_ids import DeviceLike, physical, resolve
+from scatterpar.devices.device_ids import DeviceLike, resolve
+from scatterpar.devices.virtual_devices import physical
 from scatterpar.errors import warn
 from scatterpar.integrations import step_batches
 from scatterpar.integrations.step_batches import SUM

@@ -38,10 +38,10 @@ from torch import Tensor, nn
 
 from scatterpar.batch import nested
 from scatterpar.devices.copies import to_device, write
-from scatterpar.devices.device_ids import physical
 from scatterpar.devices.fingerprints import Fingerprints
 from scatterpar.devices.streams import use_device
 from scatterpar.devices.transfers import Prefetcher
+from scatterpar.devices.virtual_devices import physical
 from scatterpar.devices.write_counters import version, versions
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.log import logger

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from scatterpar.devices.default_generators import default_of
-from scatterpar.devices.device_ids import HOST, physical
+from scatterpar.devices.virtual_devices import HOST, physical
 from scatterpar.devices.write_counters import version
 from scatterpar.errors import defect, restored
 from scatterpar.objects.savers import (

@@ -43,8 +43,8 @@ from scatterpar.batch import nested
 from scatterpar.devices import memory, streams
 from scatterpar.devices.coalescing import copy_each
 from scatterpar.devices.copies import to_numbers, write
-from scatterpar.devices.device_ids import HOST
 from scatterpar.devices.memory import is_out_of_memory
+from scatterpar.devices.virtual_devices import HOST
 from scatterpar.errors import Told, warn
 from scatterpar.log import logger
 from scatterpar.objects.journal import Journal

@@ -26,9 +26,10 @@ from scatterpar.batch.joining import join_rows
 from scatterpar.batch.markers import count_rows
 from scatterpar.devices.bits import same_bits
 from scatterpar.devices.copies import to_device
-from scatterpar.devices.device_ids import DeviceLike, physical, resolve
+from scatterpar.devices.device_ids import DeviceLike, resolve
 from scatterpar.devices.links import check_links
 from scatterpar.devices.streams import has_streams, is_async
+from scatterpar.devices.virtual_devices import physical
 from scatterpar.errors import restored
 from scatterpar.objects.walk import register_wrapper
 from scatterpar.option_checks import check_int

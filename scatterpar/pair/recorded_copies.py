@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from scatterpar.batch import nested
 from scatterpar.batch.batch import batch_of
 from scatterpar.devices.copies import write
-from scatterpar.devices.device_ids import physical
 from scatterpar.devices.streams import current_streams, use_device
 from scatterpar.devices.transfers import Transfers
+from scatterpar.devices.virtual_devices import physical
 from scatterpar.devices.write_counters import version
 from scatterpar.plan import Plan
 from scatterpar.replicas.broadcast import Broadcast

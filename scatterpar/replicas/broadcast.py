@@ -20,12 +20,12 @@ from scatterpar.devices.coalescing import (
     tree_pairs,
 )
 from scatterpar.devices.copies import to_numbers
-from scatterpar.devices.device_ids import HOST
 from scatterpar.devices.fingerprints import Fingerprints
 from scatterpar.devices.memory import empty
 from scatterpar.devices.pieces import flat_view, needs_pieces
 from scatterpar.devices.relay import relay
 from scatterpar.devices.transfers import Transfers
+from scatterpar.devices.virtual_devices import HOST
 from scatterpar.devices.write_counters import versions
 from scatterpar.look_steps import is_look_step
 from scatterpar.replicas.fused_writes import CopiedParameters

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from scatterpar.devices.bits import pieces_of
-from scatterpar.devices.device_ids import physical
+from scatterpar.devices.virtual_devices import physical
 from scatterpar.objects.quantised import is_composite, is_quantised, only_frozen
 
 SCRIPT = (

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.devices.coalescing import copy_each, messages, to_host
-from scatterpar.devices.device_ids import physical
 from scatterpar.devices.streams import is_async
 from scatterpar.devices.transfers import Transfers
+from scatterpar.devices.virtual_devices import physical
 from scatterpar.errors import restored
 from scatterpar.look_steps import is_look_step
 from scatterpar.objects.snapshot import Snapshot, ValueChange

@@ -27,8 +27,8 @@ from scatterpar.batch.batch import Batch
 from scatterpar.batch.joining import Lists, join_rows, require_same_or_rows
 from scatterpar.devices import coalescing
 from scatterpar.devices.coalescing import has_foreach, is_part, iter_copies, tree_pairs
-from scatterpar.devices.device_ids import physical
 from scatterpar.devices.transfers import Transfers
+from scatterpar.devices.virtual_devices import physical
 from scatterpar.errors import warn
 from scatterpar.replicas.batch_statistics import StepStatistics
 from scatterpar.replicas.buffers import BufferValue

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from scatterpar.batch.batch import Batch, batch_of, batches_of
 from scatterpar.devices.copies import to_numbers
-from scatterpar.devices.device_ids import physical
+from scatterpar.devices.virtual_devices import physical
 from scatterpar.objects.references import module_of, read_attribute
 from scatterpar.option_checks import (
     check_bool,

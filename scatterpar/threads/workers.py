@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from scatterpar.devices import memory, streams
-from scatterpar.devices.device_ids import physical
+from scatterpar.devices.virtual_devices import physical
 from scatterpar.errors import Refusal, add_note, leave_out_own_frames
 from scatterpar.libraries import is_library_file
 from scatterpar.threads.caller_context import CallerContext, no_autocast_cache

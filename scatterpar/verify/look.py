@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from scatterpar.devices.device_ids import physical
 from scatterpar.devices.memory import is_out_of_memory
+from scatterpar.devices.virtual_devices import physical
 from scatterpar.errors import defect
 from scatterpar.log import logger
 from scatterpar.numerics.comparison import Inconclusive, OnlyRounding

@@ -26,7 +26,7 @@ from scatterpar.batch.joining import join_rows
 from scatterpar.batch.markers import Rows
 from scatterpar.causes.batch_normalisation import uses_batch_statistics
 from scatterpar.devices.copies import to_device
-from scatterpar.devices.device_ids import physical
+from scatterpar.devices.virtual_devices import physical
 from scatterpar.numerics.comparison import magnitudes
 from scatterpar.objects.references import module_of
 from scatterpar.plan import Plan, make_plan

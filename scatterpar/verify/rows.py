@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from scatterpar.causes.counts import IGNORED
 from scatterpar.devices.copies import to_device, to_numbers
-from scatterpar.devices.device_ids import HOST
+from scatterpar.devices.virtual_devices import HOST
 from scatterpar.objects.reach import reachable
 from scatterpar.objects.references import read_attribute
 from scatterpar.plan import Plan

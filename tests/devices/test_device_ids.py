@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from scatterpar.devices import device_ids
-from scatterpar.devices.device_ids import HOST, parse_devices, physical, resolve
+from scatterpar.devices.device_ids import parse_devices, resolve
+from scatterpar.devices.virtual_devices import HOST
 
 pytestmark = pytest.mark.core
 
@@ -135,11 +136,6 @@ def test_invisible_device_refused(two_accelerators):
 )
 def test_command_devices_by_comma_or_space(words):
     assert parse_devices(words) == ["cuda:0", 1, "cpu"]
-
-
-def test_virtual_devices_are_the_host():
-    assert physical(torch.device("cpu:3")) == HOST
-    assert physical(torch.device("cuda:1")) == torch.device("cuda:1")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from scatterpar.devices import streams
-from scatterpar.devices.device_ids import HOST
+from scatterpar.devices.virtual_devices import HOST
 
 pytestmark = pytest.mark.core
 DEVICE = torch.device("cuda:0")

@@ -27,7 +27,7 @@ from faults.state import capture, differences, values_differ
 from faults.subject import Subject, batch, build_subject
 from faults.trap import trap
 from scatterpar import ScatterOnceParallel
-from scatterpar.devices.device_ids import physical
+from scatterpar.devices.virtual_devices import physical
 
 REPLICAS, ACCUM, ROWS = 3, 3, 26
 SECONDS_EACH = 120  # a hang, not a slow machine: each takes some 20 ms on an idle one

@@ -534,12 +534,21 @@ SABOTAGES = [
         seen_by="test_transforms_are_refused_in_words",
     ),
     Sabotage(
+        name="forward finds the gradients of earlier sub-steps",
+        promise="exact",
+        file="step/inner_backward.py",
+        place="gradients_put_aside",
+        text="            leaf.grad = None",
+        replacement="            pass",
+        seen_by="test_forward_finds_no_gradients_of_sub_steps",
+    ),
+    Sabotage(
         name="the pair takes a backward pass inside of forward",
         promise="exact",
         file="pair/recorded_copies.py",
         place="refused_inner_backward",
-        text="if leaf.grad is None:",
-        replacement="if True:",
+        text="if leaf.grad is not None:",
+        replacement="if False:",
         seen_by="test_engine_and_pair_answer",
     ),
     Sabotage(

@@ -42,7 +42,7 @@ from scatterpar.distributed.ranks import Ranks
 from scatterpar.errors import add_note
 from scatterpar.replicas.replicas import parameter_writes_refused
 from scatterpar.step.attempt import Attempt
-from scatterpar.step.inner_backward import gradient_versions, inner_backward
+from scatterpar.step.inner_backward import gradients_put_aside
 from scatterpar.step.loss import loss_of, require_trainable
 from scatterpar.step.reduce import lists_in_outputs
 from scatterpar.step.replica_threads import Proceed
@@ -242,12 +242,12 @@ def output_at(
     task: ReplicaTask, rows: Any, sub_step: int = 0, name: str = "forward"
 ) -> Any:
     """The module's output for the rows of one micro-batch."""
-    before = gradient_versions(task.leaves)
-    with task.turn(Scope.FUNCTION, sub_step), task.span(name, sub_step):
-        output = task.output_of(rows[0])
-    if gradient_versions(task.leaves) != before:
-        raise inner_backward(task.leaves, before, task.replicas)
-    return output
+    with (
+        task.turn(Scope.FUNCTION, sub_step),
+        gradients_put_aside(task.leaves, task.replicas),
+        task.span(name, sub_step),
+    ):
+        return task.output_of(rows[0])
 
 
 class WholeBatch:

@@ -29,11 +29,10 @@ from scatterpar.replicas.module_copy import ModuleCopy
 from scatterpar.replicas.parameter_guard import ParameterGuard
 from scatterpar.replicas.refused_modules import (
     check_placement,
-    parameters_of,
     refuse_created,
 )
 from scatterpar.replicas.sync_batch_norm import refuse_to_wait, synchronised_layers
-from scatterpar.step.inner_backward import inner_backward_at
+from scatterpar.step.inner_backward import inner_backward
 from scatterpar.step.reduce import sum_in_order
 from scatterpar.step.scatter import Values, moved_rows
 from scatterpar.step.substeps import set_aside
@@ -221,13 +220,8 @@ def refused_inner_backward(root: Any, leaves: Sequence[Tensor]) -> Iterator[None
     with set_aside(leaves):
         yield
         for leaf in leaves:
-            if leaf.grad is None:
-                continue
-            name = f"a parameter of shape {tuple(leaf.shape)}"
-            for path, parameter in parameters_of(root):
-                if parameter is leaf:
-                    name = f"the parameter {path!r}"
-            raise inner_backward_at(name)
+            if leaf.grad is not None:
+                raise inner_backward(leaf, [root])
 
 
 _ROWS = "_scatterpar_rows"

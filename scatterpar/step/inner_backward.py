@@ -1,22 +1,25 @@
-"""Refuse backward passes that user code runs inside a sub-step.
+"""Gradients while user code runs in a sub-step: there are none, and none may arrive.
 
-Such a pass adds to a replica's gradients at once, in every micro-batch, with the weight
-one. The weight of a micro-batch in the loss of the whole batch never reaches it, so the
-sum would be wrong, and nothing afterwards can tell it from the gradients of the loss::
+::
 
-    before   gradients of earlier sub-steps
-    body     forward and criterion: gradients must not change
-    after    the engine's own backward pass adds the gradients of the loss
+    before   the gradients of earlier sub-steps are put aside
+    body     forward and criterion, which find ``.grad`` as one call for all rows does
+    after    they are back; the engine's own backward pass adds those of the loss
 
-A backward pass that ends in detached tensors, as that of gradient caching, changes no
-parameter's gradient, and is not refused.
+A backward pass in the body adds to a replica's gradients at once, in every micro-batch,
+with the weight one. The weight of a micro-batch in the loss of the whole batch never
+reaches it, so the sum would be wrong, and nothing afterwards can tell it from the
+gradients of the loss. One that ends in detached tensors, as that of gradient caching,
+changes no parameter's gradient, and is not refused.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import types
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
+from typing import Any
 
 from torch import Tensor
 
@@ -24,46 +27,51 @@ from scatterpar.replicas.refused_modules import parameters_of
 from scatterpar.replicas.replicas import Replica
 
 _GRADIENT = attrgetter("grad")
-_VERSION_OF_GRADIENT = attrgetter("grad._version")
 
 
-def gradient_versions(leaves: Sequence[Tensor]) -> list[int | None]:
-    """How often each leaf's gradient was written; ``None`` for a leaf without one."""
-    # Each sub-step asks twice. Mostly all leaves have one, which needs no Python call
-    # per leaf.
-    with contextlib.suppress(AttributeError):
-        return list(map(_VERSION_OF_GRADIENT, leaves))
-    return [
-        gradient if gradient is None else gradient._version
-        for gradient in map(_GRADIENT, leaves)
-    ]
+@contextlib.contextmanager
+def gradients_put_aside(
+    leaves: Sequence[Tensor], replicas: Sequence[Replica]
+) -> Iterator[None]:
+    """In the body, ``leaves`` have no gradients; later they have their own again.
 
-
-def inner_backward(
-    leaves: Sequence[Tensor],
-    before: Sequence[int | None],
-    replicas: Sequence[Replica],
-) -> ValueError:
-    """The error for ``leaves`` whose gradients are no longer those of ``before``.
-
-    ``replicas`` have the leaves, and know their names.
+    ``replicas`` have the leaves, and know their names. Raises ``ValueError`` if the
+    body leaves a gradient.
     """
-    after = gradient_versions(leaves)
-    # One name is enough: the user looks for one backward().
-    changed = next(
-        leaf for leaf, old, new in zip(leaves, before, after, strict=True) if old != new
-    )
-    name = f"a parameter of shape {tuple(changed.shape)}"
-    for replica in replicas:
-        for path, parameter in parameters_of(replica.root):
+    # Each sub-step asks twice: without a Python call per leaf.
+    gradients = list(map(_GRADIENT, leaves))
+    has_gradients = _has_gradients(gradients)
+    if has_gradients:
+        for leaf in leaves:
+            leaf.grad = None
+    try:
+        yield
+        present = list(map(_GRADIENT, leaves))
+        if _has_gradients(present):
+            # One name is enough: the user looks for one backward().
+            pairs = zip(leaves, present, strict=True)
+            leaf = next(leaf for leaf, gradient in pairs if gradient is not None)
+            raise inner_backward(leaf, [replica.root for replica in replicas])
+    finally:
+        if has_gradients:
+            for leaf, gradient in zip(leaves, gradients, strict=True):
+                leaf.grad = gradient
+
+
+def _has_gradients(gradients: Sequence[Tensor | None]) -> bool:
+    return not {types.NoneType}.issuperset(map(type, gradients))
+
+
+def inner_backward(leaf: Tensor, roots: Iterable[Any]) -> ValueError:
+    """The error for a gradient that a backward pass of user code has brought to
+    ``leaf``, which one of ``roots`` has.
+    """
+    name = f"a parameter of shape {tuple(leaf.shape)}"
+    for root in roots:
+        for path, parameter in parameters_of(root):
             # By identity: ``==`` compares elements.
-            if parameter is changed:
+            if parameter is leaf:
                 name = f"the parameter {path!r}"
-    return inner_backward_at(name)
-
-
-def inner_backward_at(name: str) -> ValueError:
-    """The error for a gradient that a backward pass of user code has brought."""
     return ValueError(
         f"backward() inside forward or the criterion: its gradient arrived at {name}, "
         f"in each micro-batch, and cannot be weighted as the loss is; return that loss "

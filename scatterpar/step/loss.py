@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from scatterpar.batch import nested
 from scatterpar.step.criterion_closure import not_replicated, note_wrong_devices
-from scatterpar.step.inner_backward import gradient_versions, inner_backward
+from scatterpar.step.inner_backward import gradients_put_aside
 from scatterpar.step.loss_weights import as_sum
 from scatterpar.step.misfits import misfit_of_criterion
 from scatterpar.step.task import ReplicaTask
@@ -28,14 +28,16 @@ def forward(
     network that it closes over, such as features that a hook keeps, the same call
     reads.
     """
-    before = gradient_versions(task.leaves)
     criterion = task.criterion
     if task.sums:
         criterion = as_sum(criterion)
     # Loaded here: a caller's stack might keep the inputs during the criterion.
     inputs, targets = task.rows_of(sub_step) if rows is None else rows
     # Turns before spans: in a trace, replicas that wait do not compute.
-    with task.turn(Scope.FUNCTION, sub_step):
+    with (
+        task.turn(Scope.FUNCTION, sub_step),
+        gradients_put_aside(task.leaves, task.replicas),
+    ):
         with task.span("forward", sub_step):
             output = task.output_of(inputs)
             # A backward pass that needs no inputs lets them be freed before the
@@ -45,8 +47,6 @@ def forward(
                 loss = loss_of(output, targets, criterion)
         if not task.is_loss_of_torch:
             loss = _loss_of_user(task, criterion, output, targets, sub_step)
-    if gradient_versions(task.leaves) != before:
-        raise inner_backward(task.leaves, before, task.replicas)
     return output, loss
 
 

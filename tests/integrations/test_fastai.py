@@ -308,6 +308,32 @@ def test_penalty_of_the_models_weights(options, devices, tmp_path):
     assert ours.loss_func.calls == factor * steps + validations
 
 
+class ReadsItsOwn(nn.Module):
+    """Adds to its loss if its weights have a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.Parameter(torch.ones(CLASSES).double())
+
+    def forward(self, scores, y):
+        loss = nn.functional.cross_entropy(self.weights * scores, y)
+        gradient = self.weights.grad
+        return loss if gradient is None else loss + (gradient * self.weights).sum()
+
+
+def test_loss_finds_no_gradients_of_sub_steps(devices, tmp_path):
+    def run(*callbacks):
+        loss = ReadsItsOwn()
+        learn = learner(tmp_path, *callbacks, loss_func=loss)
+        learn.splitter = lambda model: [*model.parameters(), loss.weights]
+        fitted(learn, epochs=1)
+        return [*learn.model.parameters(), loss.weights]
+
+    pairs = zip(run(ScatterOnce(devices(2), 2)), run(), strict=True)
+    for one, other in pairs:
+        torch.testing.assert_close(one, other, rtol=SAME, atol=SAME)
+
+
 def closing_over(weights):
     return lambda scores, y: nn.functional.cross_entropy(scores, y, weights)
 

@@ -1,5 +1,7 @@
 """A backward pass inside forward or the criterion adds to replicas' gradients once per
 micro-batch: it is refused if it reaches a parameter, and exact if it does not.
+
+Both find no gradients of earlier sub-steps: one call for all rows would find none.
 """
 
 from __future__ import annotations
@@ -133,3 +135,54 @@ def test_whole_batch_criterion_may_backward(devices):
     with ScatterOnceParallel(model, 3, devices(2)) as engine:
         engine.forward_backward(ROWS, LABELS, regularises_at_once, whole_batch=True)
     torch.testing.assert_close(model.weight.grad, expected.weight.grad)
+
+
+def adds_to_its_loss(net, output):
+    """What a penalty of the gradient's size does, if there is one."""
+    for parameter in net.parameters():
+        if parameter.grad is not None:
+            output = output + (parameter.grad * parameter).sum()
+    return output
+
+
+def reads_gradients(m, inputs):
+    return adds_to_its_loss(m, m.linear(inputs) + m.aux(inputs))
+
+
+def clips_gradients(m, inputs):
+    nn.utils.clip_grad_norm_(m.parameters(), 1e-3)
+    return m.linear(inputs) + m.aux(inputs)
+
+
+def drops_gradients(m, inputs):
+    for parameter in m.parameters():
+        parameter.grad = None
+    return m.linear(inputs) + m.aux(inputs)
+
+
+class ReadsItsOwn(nn.Module):
+    """A criterion that reads the gradients of a network of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = linear()
+
+    def forward(self, output, targets):
+        output = adds_to_its_loss(self.net, output + self.net(ROWS[:1]))
+        return F.cross_entropy(output, targets)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("forward", [reads_gradients, clips_gradients, drops_gradients])
+@pytest.mark.parametrize("whole_batch", [False, True])
+def test_forward_finds_no_gradients_of_sub_steps(devices, forward, whole_batch):
+    """Each sub-step found those of its replica's earlier ones, in silence."""
+    with ScatterOnceParallel(model_with(forward), 3, devices(2)) as engine:
+        for _ in range(2):
+            assert_step(engine, ROWS, LABELS, LOSS, whole_batch=whole_batch)
+
+
+def test_criterion_finds_no_gradients_of_sub_steps(devices):
+    with ScatterOnceParallel(linear(), 3, devices(2)) as engine:
+        for _ in range(2):
+            assert_step(engine, ROWS, LABELS, ReadsItsOwn())

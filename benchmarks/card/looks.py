@@ -254,16 +254,16 @@ class _Outcome(NamedTuple):
 def _looks():
     """Yields a list of the outcomes of looks."""
     outcomes = []
-    first_verdict = looks_of_engine.first_verdict
+    first_report = looks_of_engine.first_report
 
     def recording(*args):
         try:
-            verdict = first_verdict(*args)
+            report = first_report(*args)
         except Inconclusive as reason:
             outcomes.append(_Outcome(reason=str(reason)))
             raise
-        outcomes.append(_Outcome(verdict.difference, verdict.tolerance))
-        return verdict
+        outcomes.append(_Outcome(report.difference, report.tolerance))
+        return report
 
-    with mock.patch.object(looks_of_engine, "first_verdict", recording):
+    with mock.patch.object(looks_of_engine, "first_report", recording):
         yield outcomes

@@ -109,6 +109,7 @@ class Finding:
         weights: of the parts, if they explain it.
         growth: with the number of parts.
         count: terms that decide whether rows are treated right.
+        difference: between two results that the cause makes different, relatively.
     """
 
     kind: CauseKind
@@ -117,6 +118,7 @@ class Finding:
     weights: Weights | None = None
     growth: Growth | None = None
     count: Count | None = None
+    difference: float = 0.0
 
 
 # Asked of the evidence. The answer is yes or no, or a finding with figures; perhaps

@@ -62,7 +62,7 @@ from scatterpar.step.task import ReplicaTask
 from scatterpar.step.turns import Scope
 from scatterpar.threads.generators import GeneratorStates
 from scatterpar.torch_private.autograd import leaves_reached, nodes_of
-from scatterpar.verify.look_losses import NUMBER_REMEDY
+from scatterpar.verify.look_results import NUMBER_REMEDY
 from scatterpar.verify.verdicts import NUMBER_PROBLEM
 
 

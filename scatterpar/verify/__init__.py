@@ -11,14 +11,14 @@ rounding, it refuses before anything changes, and says what would be right::
       choice            which candidates of a loop a look tells apart
       look_request      which step, with how many rows
       rows              which rows, in which parts
-      look              two runs, and the verdict
+      look              two runs, and the verdict           look_report
         runs            loss and gradients of rows          results,
                                                             compared_leaves,
                                                             backward_calls
         measurements    outputs, memory, state that moves     moved_state
         user_code       restores what runs have changed     dropped_records,
                                                             opened_files
-        look_losses     results, and further runs on demand output_differences
+        look_results    results, and further runs on demand output_differences
         look_causes     why not: questions to these results
         verdicts        words for the cause, which is of the list in ``causes``
     output_looks        the pair's looks: rows of its outputs in the place of a module's

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from scatterpar.numerics.comparison import Inconclusive
 from scatterpar.step.request import LossCandidate, Request
-from scatterpar.verify.look_losses import weighted_parts
+from scatterpar.verify.look_results import weighted_parts
 from scatterpar.verify.rows import Parts
 
 # The last digits of a weight depend on the order of a sum.

@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import copy_context
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -41,7 +41,8 @@ from scatterpar.threads.workers import Overdue
 from scatterpar.verify.beginning_state import draws_are_seeded, state_that_begins
 from scatterpar.verify.dropped_warnings import warnings_dropped
 from scatterpar.verify.look_causes import has_gradient_of_no_loss
-from scatterpar.verify.look_losses import LookResults, name_of, weighted_parts
+from scatterpar.verify.look_report import CallEffects, LookReport
+from scatterpar.verify.look_results import LookResults, name_of, weighted_parts
 from scatterpar.verify.measurements import (
     attributes_that_calls_move,
     bytes_per_row,
@@ -79,8 +80,8 @@ _MAX_PARTS_OF_STEP = 16  # a look at all of them costs as much as a step
 _AS_IN_STEP = 1
 
 
-def look(attempt: Attempt, task: ReplicaTask, choice: RowChoice) -> Verdict:
-    """The verdict of a replica's look at rows that ``choice`` chooses.
+def look(attempt: Attempt, task: ReplicaTask, choice: RowChoice) -> LookReport:
+    """A replica's look at rows that ``choice`` chooses.
 
     Raises:
         Inconclusive: the look could not tell.
@@ -98,9 +99,9 @@ def look(attempt: Attempt, task: ReplicaTask, choice: RowChoice) -> Verdict:
         looks.append(look_in(Precision.AS_IN_STEP))
     in_double = look_in(Precision.DOUBLE)
 
-    def run() -> Verdict:
+    def run() -> LookReport:
         # In a copy: what calls set in context variables is gone with it.
-        return copy_context().run(first_verdict, looks, in_double)
+        return copy_context().run(first_report, looks, in_double)
 
     device = task.share.device
     workers = attempt.threads.workers
@@ -109,7 +110,7 @@ def look(attempt: Attempt, task: ReplicaTask, choice: RowChoice) -> Verdict:
     seconds = None if is_alone else _WORKERS_PATIENCE * PATIENCE_SECONDS
     try:
         with warnings_dropped(), _without_tf32(device):
-            verdicts: list[Any] = workers.parallel_apply(
+            reports: list[Any] = workers.parallel_apply(
                 [run], [()], [device], seconds=seconds
             )
     except Overdue:  # inside a call, which may wait for another replica
@@ -117,8 +118,8 @@ def look(attempt: Attempt, task: ReplicaTask, choice: RowChoice) -> Verdict:
             replica_look.runs.user_code.end()
         why = "a call waits for something that does not come"
         raise Inconclusive(why, patience=1, is_final=True) from None
-    verdict: Verdict = verdicts[0]
-    return verdict
+    report: LookReport = reports[0]
+    return report
 
 
 def _without_tf32(device: torch.device) -> contextlib.AbstractContextManager[None]:
@@ -132,8 +133,8 @@ def _without_tf32(device: torch.device) -> contextlib.AbstractContextManager[Non
     return contextlib.nullcontext()
 
 
-def first_verdict(looks: Sequence[ReplicaLook], in_double: ReplicaLook) -> Verdict:
-    """The verdict for chosen rows, or for others if user code fails for them.
+def first_report(looks: Sequence[ReplicaLook], in_double: ReplicaLook) -> LookReport:
+    """The report on chosen rows, or on others if user code fails for them.
 
     What rounding may explain is asked again of ``in_double``: where gradients of rows,
     or of choices within a row, nearly cancel, their rounding is no longer small.
@@ -145,11 +146,11 @@ def first_verdict(looks: Sequence[ReplicaLook], in_double: ReplicaLook) -> Verdi
     if isinstance(answer, Inconclusive):
         may_be_rounding = isinstance(answer, OnlyRounding)
     else:
-        may_be_rounding = answer.is_of_difference
+        may_be_rounding = answer.verdict.is_of_difference
     if may_be_rounding and in_double.runs.user_code.is_widened:
         try:
             with in_double.runs.user_code.isolated():
-                return in_double.verdict_for(parts)
+                return in_double.report_for(parts)
         except OnlyRounding:
             raise
         except Exception as error:
@@ -162,8 +163,10 @@ def first_verdict(looks: Sequence[ReplicaLook], in_double: ReplicaLook) -> Verdi
     return answer
 
 
-def _first_answer(looks: Sequence[ReplicaLook]) -> tuple[Verdict | Inconclusive, Parts]:
-    """The first verdict, or the reason why there is none, and the parts of its rows.
+def _first_answer(
+    looks: Sequence[ReplicaLook],
+) -> tuple[LookReport | Inconclusive, Parts]:
+    """The first report, or the reason why there is none, and the parts of its rows.
 
     Raises:
         Inconclusive: user code fails for all rows that were tried.
@@ -174,7 +177,7 @@ def _first_answer(looks: Sequence[ReplicaLook]) -> tuple[Verdict | Inconclusive,
         with replica_look.runs.user_code.isolated():
             for parts in replica_look.trials():
                 try:
-                    return replica_look.verdict_for(parts), parts
+                    return replica_look.report_for(parts), parts
                 except Inconclusive as reason:
                     # Without its frames: one of them holds this look.
                     return reason.with_traceback(None), parts
@@ -272,54 +275,47 @@ class ReplicaLook:
             affordable = max(affordable, int(small))
         return affordable
 
-    def verdict_for(self, chosen: Parts) -> Verdict:
+    def report_for(self, chosen: Parts) -> LookReport:
         """Compare the engine's result for these parts of rows with the user's own."""
         runs = self.runs
         request = runs.request
         rows = list(chain(*chosen))
         parts, weights = weighted_parts(request, chosen)
         at_once = self._at_once(rows)
-        expected = at_once.result
         # With one call per step each part is another replica's.
         prepare = runs.user_code.refresh if self._has_one_call else None
         try:
-            run = runs.run(parts, weights=weights, prepare=prepare)
+            in_parts = runs.run(parts, weights=weights, prepare=prepare)
         except Exception as error:
-            return self._verdict_of_failure(error, rows, expected.loss)
+            loss = at_once.result.loss
+            return LookReport(self._verdict_of_failure(error, rows, loss))
         if runs.taken_for_rows is not None:
-            return taken_for_rows(runs.taken_for_rows, request.dim)
-        _require_gradients(expected, run)
-        moved = self._moved(run, rows)
-        is_seeded = False
-        if not self.choice.number:
-            few = rows[:_FEW_ROWS]
-            # The next steps begin without it, too.
-            moved += self._measured(state_that_begins, few)
-            is_seeded = bool(self._measured(draws_are_seeded, few))
+            return LookReport(taken_for_rows(runs.taken_for_rows, request.dim))
+        _require_gradients(at_once.result, in_parts)
+        moved = self._moved(in_parts, rows)
+        is_seeded = self._is_seeded(rows)
+        # After the runs, which have shown the formats that they round to.
+        tolerance = runs.rounding.tolerance
+        draws_steadily = in_parts.random_calls == at_once.random_calls * len(parts)
         results = LookResults(
             request,
             parts,
             weights,
-            expected,
-            actual=run.result,
-            # After the runs, which have shown the formats that they round to.
-            tolerance=runs.rounding.tolerance,
-            ignored=self.choice.ignored,
-            runs=runs,
-            draws_steadily=run.random_calls == at_once.random_calls * len(parts),
-            moved=list(dict.fromkeys(moved)),
+            at_once.result,
+            in_parts.result,
+            tolerance,
+            self.choice.ignored,
+            runs,
+            draws_steadily,
+            moved,
         )
-        return replace(
-            _verdict_of(results, run),
-            moved=results.moved,
-            is_seeded=is_seeded,
-            lost=runs.user_code.lost(),
-            thread_locals=runs.user_code.thread_locals(),
-            scope=self._scope(run),
-            difference=results.difference,
-            tolerance=results.tolerance,
-            parts=chosen,
-        )
+        verdict = _verdict_of(results, in_parts)
+        # Last, because the runs that find a cause may show more.
+        lost = runs.user_code.lost()
+        thread_locals = runs.user_code.thread_locals()
+        scope = self._scope(in_parts)
+        effects = CallEffects(moved, is_seeded, lost, thread_locals, scope)
+        return LookReport(verdict, effects, chosen, results.difference, tolerance)
 
     @property
     def _has_one_call(self) -> bool:
@@ -373,7 +369,15 @@ class ReplicaLook:
         return run
 
     def _moved(self, run: RunResult, rows: Part) -> list[str]:
-        """The names of state that calls have moved."""
+        """The names of state that calls have moved, each once."""
+        moved = [*self._moved_by(run, rows)]
+        if not self.choice.number:
+            # The next steps begin without it, too.
+            moved += self._measured(state_that_begins, rows[:_FEW_ROWS])
+        return list(dict.fromkeys(moved))
+
+    def _moved_by(self, run: RunResult, rows: Part) -> list[str]:
+        """The names of state that the calls of a run in parts have moved."""
         runs = self.runs
         # Each call finds what the last one has left, as with gradient accumulation.
         if runs.lends:
@@ -383,6 +387,12 @@ class ReplicaLook:
         if self._has_one_call or runs.request.whole_batch:
             moved += attributes_that_calls_move(runs, rows)
         return moved
+
+    def _is_seeded(self, rows: Part) -> bool:
+        """Whether the module seeds the default generator, and draws from it."""
+        if self.choice.number:
+            return False
+        return bool(self._measured(draws_are_seeded, rows[:_FEW_ROWS]))
 
     def _scope(self, run: RunResult) -> Scope:
         """The part of a sub-step that one replica at a time must run."""
@@ -414,8 +424,9 @@ def _verdict_of(results: LookResults, run: RunResult) -> Verdict:
         return verdict_of(results)
     # The gradient of a balance loss may be smaller than the tolerance.
     may_add = results.runs.rounding.has_functions and len(results.parts) > 1
-    if may_add and has_gradient_of_no_loss(results):
-        return gradient_of_no_loss(results)
+    finding = has_gradient_of_no_loss(results) if may_add else None
+    if finding is not None:
+        return gradient_of_no_loss(results, finding)
     request = results.request
     is_sum = not (request.is_mean or request.whole_batch)
     if is_sum and run.num_with_gradient < len(results.parts):

@@ -7,12 +7,19 @@ those that are found are in ``verdicts.py``. Most answers cost a run or two.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from torch import Tensor
+
+from scatterpar.batch import nested
 from scatterpar.causes.cause_list import other_weights
 from scatterpar.causes.evidence import CauseKind, Finding, Question
-from scatterpar.numerics.comparison import Inconclusive
-from scatterpar.verify.look_losses import LookResults
+from scatterpar.devices.bits import same_bits
+from scatterpar.numerics.comparison import Inconclusive, relative_difference
+from scatterpar.verify.look_results import LookResults
+from scatterpar.verify.measurements import losses_of_parts
+from scatterpar.verify.output_differences import difference_by_rows
+from scatterpar.verify.results import weighted_sum
 
 
 def is_unrepeatable(results: LookResults) -> bool:
@@ -24,14 +31,27 @@ def is_unrepeatable(results: LookResults) -> bool:
     repeated = results.runs.at_once(results.rows, results.runs.own_task)
     if repeated.difference_from(results.expected) <= results.tolerance:
         return False
-    if not results.losses_combine:
+    if not do_losses_combine(results):
         raise Inconclusive("it gives another result each time", 2)
     return True
 
 
-def has_gradient_of_no_loss(results: LookResults) -> bool:
-    """Whether a backward pass adds a gradient that does not depend on the loss."""
-    return results.injected_difference > results.tolerance
+def has_gradient_of_no_loss(results: LookResults) -> Finding | None:
+    """The difference of gradients that a backward pass adds whatever the loss is.
+
+    They are those of a loss times zero, in parts and at once. A Function that adds the
+    gradient of a balance loss in its backward pass gives such a gradient.
+    """
+    runs = results.runs
+    of_parts = results.in_parts(runs.user_code.restart, scale=0.0)
+    # NaN is no answer: a zero may have met an infinity.
+    if not (of_parts.has_gradient and of_parts.is_finite):
+        return None
+    at_once = runs.at_once(results.rows, scale=0.0)
+    difference = relative_difference(of_parts.gradients, at_once.gradients)
+    if difference > results.tolerance:
+        return Finding(CauseKind.GRADIENT_OF_NO_LOSS, difference=difference)
+    return None
 
 
 def is_rounding(results: LookResults) -> bool:
@@ -81,12 +101,26 @@ def combines_in_evaluation(results: LookResults) -> bool:
     return actual.difference_from(expected) <= results.limit
 
 
-def do_rows_meet(results: LookResults) -> bool:
-    """Whether the module's output for a row depends on the other rows."""
-    if results.difference_of_outputs <= results.limit:
-        return False
+def do_rows_meet(results: LookResults) -> Finding | None:
+    """How far entries of the outputs depend on the other rows, relatively."""
+    whole, *pieces = results.outputs
+    dim = results.request.dim
+    difference = difference_by_rows(whole, pieces, results.parts, dim)
+    if difference <= results.limit:
+        return None
     # If losses do not combine either, that is the reason with a remedy.
-    return results.request.whole_batch or results.losses_combine
+    if results.request.whole_batch or do_losses_combine(results):
+        return Finding(CauseKind.ROWS_ARE_COMPARED, difference=difference)
+    return None
+
+
+def do_losses_combine(results: LookResults) -> bool:
+    """Whether the losses of parts of one output combine to that of all its rows."""
+    if results.request.whole_batch or results.loss_of_output is None:
+        return False
+    of_parts = losses_of_parts(results.runs, results.outputs[0], results.parts)
+    combined = weighted_sum(of_parts, results.step_weights)
+    return combined.difference_from(results.loss_of_output) <= results.tolerance
 
 
 def uses_outputs_of_a_part(results: LookResults) -> bool:
@@ -96,11 +130,40 @@ def uses_outputs_of_a_part(results: LookResults) -> bool:
 
 def do_shapes_broadcast(results: LookResults) -> bool:
     """Whether outputs and targets broadcast to all pairs of rows."""
-    dimensions = {len(shape) for shape in results.shapes}
-    sizes = {math.prod(shape) for shape in results.shapes}
+    shapes = shapes_of(results)
+    dimensions = {len(shape) for shape in shapes}
+    sizes = {math.prod(shape) for shape in shapes}
     # (n,) beside (n, 1) broadcasts to (n, n), which torch only warns of.
-    is_pair = len(results.shapes) == 2 and len(sizes) == 1
+    is_pair = len(shapes) == 2 and len(sizes) == 1
     return is_pair and dimensions == {1, 2} and not results.request.whole_batch
+
+
+def shapes_of(results: LookResults) -> Sequence[tuple[int, ...]]:
+    """The shapes of output and targets that are tensors."""
+    compared = results.outputs[0], results.runs.targets_of(results.rows)
+    return [tuple(value.shape) for value in compared if isinstance(value, Tensor)]
+
+
+def uses_number(results: LookResults) -> bool:
+    """Whether the loss depends on a 0-dim output that differs between parts, such as a
+    balance loss, and not a learned temperature.
+
+    No cause by itself: the remedy of others depends on it.
+    """
+    if results.loss_of_output is None:
+        return False
+    whole, *of_parts = [nested.tensors(output) for output in results.outputs]
+    # The gradients are those of tensors that require grad, in this order.
+    gradients = iter(results.loss_of_output.gradients)
+    for position, tensor in enumerate(whole):
+        if not tensor.requires_grad:
+            continue
+        is_used = bool(next(gradients).any())
+        if tensor.ndim or not is_used:
+            continue
+        if not all(same_bits(tensor, tensors[position]) for tensors in of_parts):
+            return True
+    return False
 
 
 QUESTIONS: Mapping[CauseKind, Question] = {

@@ -24,7 +24,7 @@ from scatterpar.step.request import LossCandidate, Request
 from scatterpar.step.task import ReplicaTask
 from scatterpar.verify.choice import alike
 from scatterpar.verify.compared_leaves import MAX_ELEMENTS
-from scatterpar.verify.look_losses import name_of
+from scatterpar.verify.look_results import name_of
 from scatterpar.verify.ranges import informative_tensors
 from scatterpar.verify.rows import (
     RowChoice,

@@ -9,18 +9,15 @@ from __future__ import annotations
 import enum
 import math
 import re
-import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from scatterpar.causes.cause_list import first_finding
 from scatterpar.causes.counts import IGNORED, Count
-from scatterpar.causes.evidence import CauseKind, Weights
+from scatterpar.causes.evidence import CauseKind, Finding, Weights
 from scatterpar.step.request import Request
-from scatterpar.step.turns import Scope
-from scatterpar.verify.look_causes import QUESTIONS
-from scatterpar.verify.look_losses import NUMBER_REMEDY, LookResults
-from scatterpar.verify.rows import Parts
+from scatterpar.verify.look_causes import QUESTIONS, shapes_of, uses_number
+from scatterpar.verify.look_results import NUMBER_REMEDY, LookResults, name_of
 
 _MAX_SIZES = 6  # of parts, in a text
 # Only these keys can be told to count_labels(key=…).
@@ -40,7 +37,7 @@ class Action(enum.Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a look.
+    """What becomes of a step, and the words.
 
     Attributes:
         action: what becomes of the step.
@@ -48,14 +45,6 @@ class Verdict:
         error: the replica's error that the text shows.
         problem: the first line of the text, if losses do not combine.
         cause: why not, and what to pass, if one count or reduction explains it.
-        moved: the names of state that each part moves.
-        is_seeded: whether the module seeds the default generator, and draws from it.
-        lost: the shapes of large tensors that user code has written.
-        thread_locals: what user code refers to and each thread has for itself, by name.
-        scope: the part of a sub-step that one replica at a time must run.
-        difference: the relative difference between the results, which the GPUs' page
-            shows, with the ``tolerance`` that it stayed within.
-        parts: the rows of each part.
     """
 
     action: Action
@@ -63,14 +52,6 @@ class Verdict:
     error: Exception | None = None
     problem: str = ""
     cause: str = ""
-    moved: Sequence[str] = ()
-    is_seeded: bool = False
-    lost: Sequence[tuple[int, ...]] = ()
-    thread_locals: Mapping[str, threading.local] = field(default_factory=dict)
-    scope: Scope = Scope.NOTHING
-    difference: float = math.inf
-    tolerance: float = 0.0
-    parts: Parts = ()
 
     @property
     def is_of_difference(self) -> bool:
@@ -161,16 +142,22 @@ NUMBER_PROBLEM = (
 # --- the words of causes of which a replica is needed ---
 
 
-def gradient_of_no_loss(results: LookResults) -> Verdict:
+def gradient_of_no_loss(results: LookResults, finding: Finding) -> Verdict:
     """The verdict on a backward pass that adds a gradient of its own."""
-    size = _size_of(results.injected_difference)
+    size = _size_of(finding.difference)
     text = f": in parts of {results.num_rows} rows it is {size}"
-    return refused_injection(results.module_name, text)
+    return refused_injection(_module_name(results), text)
 
 
-def _wrong_on_the_replica(results: LookResults) -> Verdict:
+def _module_name(results: LookResults) -> str:
+    """The class of the module that is trained."""
+    return type(results.runs.replica_task.module).__name__
+
+
+def _wrong_on_the_replica(results: LookResults, _: Finding) -> Verdict:
+    loss = name_of(results.request)
     return _refused(
-        f"{results.name} leads to the module that is trained, or the module has a "
+        f"{loss} leads to the module that is trained, or the module has a "
         f"tensor computed from parameters: the loss of {results.num_rows} rows is "
         f"{results.expected.loss:.4g} with your own module in plain torch, but "
         f"{results.of_replica.loss:.4g} on a replica (the gradient is "
@@ -182,11 +169,12 @@ def _wrong_on_the_replica(results: LookResults) -> Verdict:
     )
 
 
-def _state_between_parts(results: LookResults) -> Verdict:
+def _state_between_parts(results: LookResults, _: Finding) -> Verdict:
     if results.moved:  # a warning of its own names the state
         return RIGHT
+    loss = name_of(results.request)
     return _told(
-        f"{results.module_name} or {results.name} gives another result when it is "
+        f"{_module_name(results)} or {loss} gives another result when it is "
         f"called again with the same rows.",
         "Return a module's state from forward, and pass it as an input; change a "
         "criterion's once per step, or let it see all rows at once (whole_batch=True; "
@@ -195,10 +183,10 @@ def _state_between_parts(results: LookResults) -> Verdict:
     )
 
 
-def _module_compares_rows(results: LookResults) -> Verdict:
+def _module_compares_rows(results: LookResults, finding: Finding) -> Verdict:
     return _told(
-        f"{results.module_name} gives other outputs for a few rows than for parts of "
-        f"them: they differ by {results.difference_of_outputs:.2g} of the "
+        f"{_module_name(results)} gives other outputs for a few rows than for parts of "
+        f"them: they differ by {finding.difference:.2g} of the "
         f"largest entry (of {results.num_rows} rows).",
         "Mask padding; check batch_first= and dim=; pass a value without rows as "
         "Replicated(value), a list with one entry per row as Rows(list).",
@@ -207,12 +195,12 @@ def _module_compares_rows(results: LookResults) -> Verdict:
     )
 
 
-def _outputs_of_a_part(results: LookResults) -> Verdict:
-    if results.uses_number:
+def _outputs_of_a_part(results: LookResults, _: Finding) -> Verdict:
+    if uses_number(results):
         remedy = f"{NUMBER_REMEDY}, which sees all rows."
         return _refused(f"{NUMBER_PROBLEM}.", remedy.capitalize())
     return _refused(
-        f"{results.name}: with whole_batch=True the gradient would be "
+        f"{name_of(results.request)}: with whole_batch=True the gradient would be "
         f"{_size_of(results.difference)}.",
         "It reads what the last micro-batch left (a hook?), or an output that has as "
         f"many entries as a micro-batch has rows; {RETURN}, with one entry per row.",
@@ -253,7 +241,7 @@ def remedy_of_compared_rows(results: LookResults) -> str:
             "call engine.loss for each loss, and combine their gradients "
             "(docs/losses.md, Two losses with an adaptive weight)"
         )
-    if results.uses_number:  # which whole_batch=True alone would refuse
+    if uses_number(results):  # which whole_batch=True alone would refuse
         return f"{NUMBER_REMEDY}, and pass whole_batch=True"
     return "pass whole_batch=True"
 
@@ -263,7 +251,7 @@ def _refused_combination(results: LookResults, remedy: str) -> Verdict:
     if len(results.parts) > _MAX_SIZES:
         sizes += " + …"
     problem = (
-        f"{results.name}: your loss of {results.num_rows} rows is not the "
+        f"{name_of(results.request)}: your loss of {results.num_rows} rows is not the "
         f"{results.request.reduction} of the losses of {sizes} rows: the gradient "
         f"would be {_size_of(results.difference)}."
     )
@@ -327,8 +315,8 @@ def _count_labels(count: Count, key: str) -> str:
     return f"scatterpar.count_labels({', '.join(arguments)})"
 
 
-def _shapes_broadcast(results: LookResults) -> Verdict:
-    output, targets = results.shapes
+def _shapes_broadcast(results: LookResults, _: Finding) -> Verdict:
+    output, targets = shapes_of(results)
     return _refused_combination(
         results,
         f"The output has shape {output} and the targets {targets}, which broadcast to "
@@ -336,7 +324,7 @@ def _shapes_broadcast(results: LookResults) -> Verdict:
     )
 
 
-def _unknown(results: LookResults) -> Verdict:
+def _unknown(results: LookResults, _: Finding) -> Verdict:
     """The loss compares rows, is a mean over something else, or has a penalty."""
     # In a mean a penalty is right, because the weights of the parts add up to 1.
     if not results.request.is_mean:
@@ -372,4 +360,4 @@ def verdict_of(results: LookResults) -> Verdict:
     if finding.kind in _RIGHT:
         return RIGHT
     words = _WORDS.get(finding.kind, _unknown)
-    return words(results)
+    return words(results, finding)

@@ -22,6 +22,7 @@ from scatterpar.threads.process_settings import SETTINGS_KEPT
 from scatterpar.verify import look_words
 from scatterpar.verify.choice import alike, candidate_of
 from scatterpar.verify.look import look
+from scatterpar.verify.look_report import LookReport
 from scatterpar.verify.look_request import LookRequest, choose_rows
 from scatterpar.verify.ranges import counts_as_torch, ranges_of_step
 from scatterpar.verify.schedule import Kind, Kinds, Stage
@@ -153,19 +154,19 @@ class Verifier:
             try:
                 row_choice = choose_rows(look_request, candidate, kind.looks)
                 with look_request.loop.around_looks():
-                    verdict = look(look_request.attempt, look_request.task, row_choice)
+                    report = look(look_request.attempt, look_request.task, row_choice)
             except Inconclusive as error:
                 logger.debug("%s is inconclusive: %s", title, error)
                 # Without its frames: one of them holds this list.
                 unclear.append((candidate, error.with_traceback(None)))
                 continue
-            logger.debug("%s: %s", title, verdict.action.value)
-            if verdict.action is Action.REFUSE:
-                refusals.append(verdict)
+            logger.debug("%s: %s", title, report.verdict.action.value)
+            if report.verdict.action is Action.REFUSE:
+                refusals.append(report.verdict)
                 continue
-            self._agree(look_request, kind, verdict)
+            self._agree(look_request, kind, report)
             remaining = look_request.candidates[number:]
-            rivals = alike(row_choice.request, verdict.parts, remaining)
+            rivals = alike(row_choice.request, report.parts, remaining)
             self._keep(rivals, look_request, kind)
             if look_request.is_open_between(rivals):
                 self.warn(look_words.several_candidates_fit(look_request, rivals))
@@ -208,24 +209,25 @@ class Verifier:
         if remaining[0] is not assumed and kind.steps > 1:
             self.warn(look_words.another_candidate_fits(look_request, remaining[0]))
 
-    def _agree(self, look_request: LookRequest, kind: Kind, verdict: Verdict) -> None:
+    def _agree(self, look_request: LookRequest, kind: Kind, report: LookReport) -> None:
         """Note that a look has not refused, and warn of what it has found."""
-        self._widen_turns(look_request, kind, verdict.scope)
-        moved = [name for name in verdict.moved if name not in self._told]
+        effects = report.effects
+        self._widen_turns(look_request, kind, effects.scope)
+        moved = [name for name in effects.moved if name not in self._told]
         if moved:
             self.warn(look_words.state_is_moved(look_request, moved), moved)
-        if verdict.is_seeded:
+        if effects.is_seeded:
             self.warn(look_words.generator_is_seeded())
-        if verdict.lost:
-            self.warn(look_words.tensor_was_not_saved(verdict.lost[0]))
+        if effects.lost:
+            self.warn(look_words.tensor_was_not_saved(effects.lost[0]))
         # A single replica computes in the caller's thread.
         if len(look_request.attempt.plan.shares) > 1:
             # This is the caller's thread, in which the user has set them.
-            names = [name for name, of in verdict.thread_locals.items() if vars(of)]
+            names = [name for name, of in effects.thread_locals.items() if vars(of)]
             if names:
                 self.warn(look_words.threads_have_their_own(names), names)
-        if verdict.action is Action.WARN:
-            self.warn(verdict.text)
+        if report.verdict.action is Action.WARN:
+            self.warn(report.verdict.text)
         kind.note_agreement()
 
     def _widen_turns(self, look_request: LookRequest, kind: Kind, scope: Scope) -> None:

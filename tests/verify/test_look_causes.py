@@ -6,6 +6,7 @@ In steps of an engine the causes and their order are ``guide/test_outcomes.py``.
 from __future__ import annotations
 
 import contextlib
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -18,16 +19,12 @@ from scatterpar.causes.evidence import CauseKind
 from scatterpar.numerics.comparison import Inconclusive
 from scatterpar.step.request import Request
 from scatterpar.verify import look_causes
-from scatterpar.verify.look_losses import LookResults
+from scatterpar.verify.look_results import LookResults
 from scatterpar.verify.results import Result
 
 ROWS = torch.arange(4.0)
 RIGHT = Result(1.0, [torch.tensor([1.0])])
 WRONG = Result(2.0, [torch.tensor([2.0])])
-
-
-class Known(LookResults):
-    shapes = ()  # no property, so that it can be set
 
 
 def results_with(request=None, moved=(), draws_steadily=True, **known):
@@ -41,8 +38,8 @@ def results_with(request=None, moved=(), draws_steadily=True, **known):
         yield
         modes.pop()
 
-    def in_parts(prepare):
-        return known["in_parts"][modes[-1], prepare]
+    def in_parts(prepare, scale=1.0):
+        return known["in_parts"][modes[-1], prepare, scale]
 
     modes = ["training"]
     user_code = SimpleNamespace(
@@ -53,10 +50,13 @@ def results_with(request=None, moved=(), draws_steadily=True, **known):
     runs = SimpleNamespace(
         user_code=user_code,
         own_task="own task",
-        at_once=lambda rows, task: known["at_once"][modes[-1], task],
+        at_once=lambda rows, task=None, scale=1.0: known["at_once"][
+            modes[-1], task, scale
+        ],
+        targets_of=lambda rows: known["targets"],
     )
     request = Request([batch_of(ROWS, ROWS, 4, 0)], 0, nn.MSELoss(), **request or {})
-    results = Known(
+    results = LookResults(
         request,
         [[0, 1], [2, 3]],
         [0.5, 0.5],
@@ -80,11 +80,11 @@ def test_questions_in_the_order_of_causes():
 
 
 @pytest.mark.parametrize("combine", [True, False])
-def test_own_module_repeats_its_result(combine):
-    known = {"losses_combine": combine}
-    same = results_with(at_once={("training", "own task"): RIGHT}, **known)
+def test_own_module_repeats_its_result(monkeypatch, combine):
+    monkeypatch.setattr(look_causes, "do_losses_combine", lambda results: combine)
+    same = results_with(at_once={("training", "own task", 1.0): RIGHT})
     assert not look_causes.is_unrepeatable(same)
-    other = results_with(at_once={("training", "own task"): WRONG}, **known)
+    other = results_with(at_once={("training", "own task", 1.0): WRONG})
     if combine:
         assert look_causes.is_unrepeatable(other)
     else:
@@ -95,8 +95,6 @@ def test_own_module_repeats_its_result(combine):
 @pytest.mark.parametrize(
     ("question", "known", "answer"),
     [
-        ("has_gradient_of_no_loss", {"injected_difference": 1e-7}, False),
-        ("has_gradient_of_no_loss", {"injected_difference": 1e-5}, True),
         ("is_rounding", {"difference": 1e-4}, True),
         ("is_rounding", {"difference": 1e-2}, False),
         ("is_wrong_with_one_part", {"of_replica": RIGHT}, False),
@@ -107,9 +105,32 @@ def test_difference_beside_its_limit(question, known, answer):
     assert getattr(look_causes, question)(results_with(**known)) == answer
 
 
+@pytest.mark.parametrize(
+    ("of_parts", "at_once", "difference"),
+    [
+        ([4.0], [4.0], None),
+        ([4.0], [4.000001], None),
+        ([4.0], [2.0], 1.0),
+        ([0.0], [2.0], None),
+        ([math.nan], [2.0], None),
+    ],
+)
+def test_gradient_of_a_loss_times_zero(of_parts, at_once, difference):
+    results = results_with(
+        in_parts={("training", "restart", 0.0): Result(0.0, [torch.tensor(of_parts)])},
+        at_once={("training", None, 0.0): Result(0.0, [torch.tensor(at_once)])},
+    )
+    finding = look_causes.has_gradient_of_no_loss(results)
+    if difference is None:
+        assert finding is None
+    else:
+        assert finding.kind is CauseKind.GRADIENT_OF_NO_LOSS
+        assert finding.difference == pytest.approx(difference)
+
+
 def test_parts_draw_the_same_numbers():
     for result, answer in ((RIGHT, True), (WRONG, False)):
-        in_parts = {("training", "restore generators"): result}
+        in_parts = {("training", "restore generators", 1.0): result}
         assert look_causes.draws_per_part(results_with(in_parts=in_parts)) == answer
     with pytest.raises(Inconclusive, match="drawn depends on the rows"):
         look_causes.draws_per_part(results_with(draws_steadily=False))
@@ -122,10 +143,10 @@ def test_state_of_earlier_parts(moved, in_training, in_evaluation):
     results = results_with(
         moved=moved,
         in_parts={
-            ("training", "restart"): in_training,
-            ("evaluation", "restart"): in_evaluation,
+            ("training", "restart", 1.0): in_training,
+            ("evaluation", "restart", 1.0): in_evaluation,
         },
-        at_once={("evaluation", "own task"): RIGHT},
+        at_once={("evaluation", "own task", 1.0): RIGHT},
     )
     explains = in_training is RIGHT or (bool(moved) and in_evaluation is RIGHT)
     assert look_causes.depends_on_earlier_parts(results) == explains
@@ -134,14 +155,16 @@ def test_state_of_earlier_parts(moved, in_training, in_evaluation):
 @pytest.mark.parametrize("whole_batch", [True, False])
 @pytest.mark.parametrize("combine", [True, False])
 @pytest.mark.parametrize("difference", [1e-4, 1e-2])
-def test_rows_meet_in_the_module(difference, combine, whole_batch):
-    results = results_with(
-        {"whole_batch": whole_batch},
-        difference_of_outputs=difference,
-        losses_combine=combine,
-    )
-    is_reason = combine or whole_batch
-    assert look_causes.do_rows_meet(results) == (difference == 1e-2 and is_reason)
+def test_rows_meet_in_the_module(monkeypatch, difference, combine, whole_batch):
+    monkeypatch.setattr(look_causes, "do_losses_combine", lambda results: combine)
+    part = torch.tensor([1.0, 1.0])
+    whole = torch.tensor([1.0, 1.0, 1.0, 1.0 - difference])
+    results = results_with({"whole_batch": whole_batch}, outputs=[whole, part, part])
+    finding = look_causes.do_rows_meet(results)
+    if difference == 1e-2 and (combine or whole_batch):
+        assert finding.difference == pytest.approx(difference, rel=1e-3)
+    else:
+        assert finding is None
     assert look_causes.uses_outputs_of_a_part(results) == whole_batch
 
 
@@ -150,13 +173,15 @@ def test_rows_meet_in_the_module(difference, combine, whole_batch):
     [
         ([(4, 1), (4,)], True),
         ([(4,), (4, 1)], True),
-        ([(4,)], False),
+        ([(4,), None], False),
         ([(4,), (4,)], False),
         ([(4, 2), (4,)], False),
         ([(4, 1), (1, 4)], False),
     ],
 )
 def test_shapes_that_broadcast_to_pairs(shapes, do_broadcast):
-    assert look_causes.do_shapes_broadcast(results_with(shapes=shapes)) == do_broadcast
-    whole = results_with({"whole_batch": True}, shapes=shapes)
+    output, targets = [shape and torch.zeros(shape) for shape in shapes]
+    known = {"outputs": [output], "targets": targets}
+    assert look_causes.do_shapes_broadcast(results_with(**known)) == do_broadcast
+    whole = results_with({"whole_batch": True}, **known)
     assert not look_causes.do_shapes_broadcast(whole)

@@ -6,6 +6,7 @@ The order of all causes, in steps of an engine, is ``guide/test_outcomes.py``.
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from scatterpar.causes.evidence import CauseKind
 from scatterpar.step.request import Request
 from scatterpar.verify import verdicts
 from scatterpar.verify.look_causes import do_shapes_broadcast, has_other_weights
-from scatterpar.verify.look_losses import LookResults
+from scatterpar.verify.look_results import LookResults
 from scatterpar.verify.results import Result, weighted_sum
 from scatterpar.verify.verdicts import Action
 
@@ -35,12 +36,11 @@ class ByHand(LookResults):
     """The result of all rows is that of the parts with these weights."""
 
     results_of_parts = RESULTS
-    shapes = ()
     loss_of_output = RESULTS[0]
-    uses_number = False
     limit = 1e-6
 
     def __init__(self, true_weights, weights=(0.25, 0.75), shapes=(), **request):
+        """``shapes`` are those of output and targets, if these are tensors."""
         request = Request([batch_of(LABELS, LABELS, 4, 0)], 0, nn.MSELoss(), **request)
         expected = weighted_sum(RESULTS, true_weights)
         actual = weighted_sum(RESULTS, weights)
@@ -52,11 +52,12 @@ class ByHand(LookResults):
             actual,
             tolerance=self.limit,
             ignored=IGNORED,
-            runs=None,
+            runs=SimpleNamespace(targets_of=lambda rows: targets),
             draws_steadily=True,
             moved=(),
         )
-        vars(self)["shapes"] = shapes
+        output, targets = [torch.zeros(shape) for shape in shapes] or [None, None]
+        vars(self)["outputs"] = [output, None, None]
 
 
 @pytest.fixture

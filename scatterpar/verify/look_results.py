@@ -10,9 +10,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from scatterpar.batch import nested
 from scatterpar.batch.batch import batch_of
 from scatterpar.causes.counts import (
     Count,
@@ -21,20 +19,17 @@ from scatterpar.causes.counts import (
     named_tensors,
 )
 from scatterpar.causes.evidence import SplitEvidence, Weights
-from scatterpar.devices.bits import same_bits
 from scatterpar.numerics.comparison import (
     SMALLEST_SCALE,
     Inconclusive,
     OnlyRounding,
     magnitudes,
-    relative_difference,
 )
 from scatterpar.numerics.nudges import NUM_NUDGES, rounding_limit
 from scatterpar.objects.references import read_attribute
 from scatterpar.step.loss_weights import is_smoothed, term_counts
 from scatterpar.step.request import Request
 from scatterpar.verify.measurements import losses_of_parts, outputs_of
-from scatterpar.verify.output_differences import difference_by_rows
 from scatterpar.verify.results import Result, weighted_sum
 from scatterpar.verify.rows import Part, Parts, positions_of, unbound
 from scatterpar.verify.runs import Runs
@@ -96,11 +91,6 @@ class LookResults(SplitEvidence):
         """All rows in the order of the parts, so that outputs can be cut into these."""
         return list(chain(*self.parts))
 
-    @property
-    def module_name(self) -> str:
-        """The class of the module that is trained."""
-        return type(self.runs.replica_task.module).__name__
-
     @cached_property
     def difference(self) -> float:
         """The relative difference between the results in parts and at once."""
@@ -118,77 +108,10 @@ class LookResults(SplitEvidence):
             return self.tolerance
         by_rounding = 0.0
         if self.difference < math.inf:  # infinite if the gradient at once is zero
-            by_rounding = self.difference_by_rounding()
-        if self.difference > by_rounding and self.do_rows_cancel():
+            by_rounding = _difference_by_rounding(self)
+        if self.difference > by_rounding and _do_rows_cancel(self):
             return self.difference
         return max(self.tolerance, by_rounding)
-
-    def difference_by_rounding(self) -> float:
-        """The difference that rounding makes in the replica's result for all rows.
-
-        It is the whole difference of the look if a nudge turns what was expected into
-        the result in parts: a ReLU at zero was open in one of them.
-
-        Raises:
-            OnlyRounding: the gradient is nothing else, as for a student that starts as
-                its teacher, or a constant loss.
-        """
-        of_replica = self.of_replica.difference_from(self.expected)
-        is_replica_right = of_replica <= self.tolerance
-        runs = self.runs
-        effects: list[float] = []
-        by_rounding = 0.0
-        for number in range(NUM_NUDGES):
-            nudge = partial(runs.nudge, number)
-            run = runs.run([self.rows], prepare=nudge)
-            nudged = run.result
-            turns_into_actual = nudged.difference_from(self.actual) <= self.tolerance
-            if is_replica_right and turns_into_actual:
-                return self.difference
-            # From the replica's own result: the user's may be rounded otherwise.
-            effects.append(nudged.difference_from(self.of_replica))
-            by_rounding = rounding_limit(effects, self.difference)
-            if self.difference <= by_rounding or runs.user_code.is_late():
-                break
-        if self.difference <= by_rounding and by_rounding > _NOTHING_BUT_ROUNDING:
-            raise OnlyRounding("its gradient is nothing but rounding")
-        return by_rounding
-
-    def do_rows_cancel(self) -> bool:
-        """Whether the results of rows nearly cancel, so that rounding explains it.
-
-        ::
-
-            row         1        2        3        sum
-            gradient    2/3     -1/3     -1/3      1e-17, or -2e-17 in another order
-
-        Each row's gradient is rounded by its own size, however small the sum is.
-        """
-        rows = self.rows[:: max(1, len(self.rows) // _MAX_ROWS_ALONE)]
-        try:
-            alone = [self.runs.at_once([row]) for row in rows]
-        except Exception:  # user code may need several rows
-            return False
-        num_rows = 1 if self.request.is_mean else len(self.rows)
-        rounding = self.runs.rounding.limit * num_rows / len(rows)
-        of_loss = rounding * sum(abs(result.loss) for result in alone)
-        expected = self.expected
-        scale = max(abs(expected.loss), SMALLEST_SCALE)
-        error = abs(self.actual.loss - expected.loss)
-        if error > max(of_loss, self.tolerance * scale):
-            return False
-        pairs = zip(self.actual.gradients, expected.gradients, strict=True)
-        errors = magnitudes([actual - at_once for actual, at_once in pairs])
-        by_row = [magnitudes(result.gradients) for result in alone]
-        scales = magnitudes(expected.gradients)
-        smallest = SMALLEST_SCALE * max(scales, default=0.0)
-        for error, scale, sizes in zip(
-            errors, scales, zip(*by_row, strict=True), strict=True
-        ):
-            by_scale = self.tolerance * max(scale, smallest)
-            if error > max(rounding * sum(sizes), by_scale):
-                return False
-        return True
 
     @cached_property
     def of_replica(self) -> Result:
@@ -207,36 +130,9 @@ class LookResults(SplitEvidence):
         return run.result
 
     @cached_property
-    def injected_difference(self) -> float:
-        """The relative difference of gradients that no loss has; 0 if there are none.
-
-        They are those of a loss times zero, in parts and at once. A Function that adds
-        the gradient of a balance loss in its backward pass gives such a gradient.
-        """
-        runs = self.runs
-        of_parts = self.in_parts(runs.user_code.restart, scale=0.0)
-        # NaN is no answer: a zero may have met an infinity.
-        if not (of_parts.has_gradient and of_parts.is_finite):
-            return 0.0
-        at_once = runs.at_once(self.rows, scale=0.0)
-        return relative_difference(of_parts.gradients, at_once.gradients)
-
-    @cached_property
     def outputs(self) -> Sequence[Any]:
         """The replica's output for all rows, then those for each part."""
         return outputs_of(self.runs, [self.rows, *self.parts])
-
-    @cached_property
-    def difference_of_outputs(self) -> float:
-        """How far entries of the outputs depend on the other rows, relatively."""
-        whole, *pieces = self.outputs
-        return difference_by_rows(whole, pieces, self.parts, self.request.dim)
-
-    @property
-    def shapes(self) -> Sequence[tuple[int, ...]]:
-        """The shapes of output and targets that are tensors."""
-        compared = self.outputs[0], self.runs.targets_of(self.rows)
-        return [tuple(value.shape) for value in compared if isinstance(value, Tensor)]
 
     @cached_property
     def loss_of_output(self) -> Result | None:
@@ -253,40 +149,6 @@ class LookResults(SplitEvidence):
         except RuntimeError:
             return None
         return result
-
-    @property
-    def uses_number(self) -> bool:
-        """Whether the loss depends on a 0-dim output that differs between parts, such
-        as a balance loss, and not a learned temperature.
-        """
-        if self.loss_of_output is None:
-            return False
-        whole, *of_parts = [nested.tensors(output) for output in self.outputs]
-        # The gradients are those of tensors that require grad, in this order.
-        gradients = iter(self.loss_of_output.gradients)
-        for position, tensor in enumerate(whole):
-            if not tensor.requires_grad:
-                continue
-            is_used = bool(next(gradients).any())
-            if tensor.ndim or not is_used:
-                continue
-            if not all(same_bits(tensor, tensors[position]) for tensors in of_parts):
-                return True
-        return False
-
-    @cached_property
-    def losses_combine(self) -> bool:
-        """Whether the losses of parts of one output combine to that of all its rows."""
-        if self.request.whole_batch or self.loss_of_output is None:
-            return False
-        of_parts = losses_of_parts(self.runs, self.outputs[0], self.parts)
-        combined = weighted_sum(of_parts, self.step_weights)
-        return combined.difference_from(self.loss_of_output) <= self.tolerance
-
-    @property
-    def name(self) -> str:
-        """The criterion, as texts name it."""
-        return name_of(self.request)
 
     @cached_property
     def counts(self) -> list[Count]:
@@ -327,6 +189,75 @@ class LookResults(SplitEvidence):
                 pair = torch.tensor([self.step_weights, right], dtype=torch.float64)
                 return Weights(*pair)
         return None
+
+
+def _difference_by_rounding(results: LookResults) -> float:
+    """The difference that rounding makes in the replica's result for all rows.
+
+    It is the whole difference of the look if a nudge turns what was expected into
+    the result in parts: a ReLU at zero was open in one of them.
+
+    Raises:
+        OnlyRounding: the gradient is nothing else, as for a student that starts as
+            its teacher, or a constant loss.
+    """
+    of_replica = results.of_replica.difference_from(results.expected)
+    is_replica_right = of_replica <= results.tolerance
+    runs = results.runs
+    effects: list[float] = []
+    by_rounding = 0.0
+    for number in range(NUM_NUDGES):
+        nudge = partial(runs.nudge, number)
+        run = runs.run([results.rows], prepare=nudge)
+        nudged = run.result
+        turns_into_actual = nudged.difference_from(results.actual) <= results.tolerance
+        if is_replica_right and turns_into_actual:
+            return results.difference
+        # From the replica's own result: the user's may be rounded otherwise.
+        effects.append(nudged.difference_from(results.of_replica))
+        by_rounding = rounding_limit(effects, results.difference)
+        if results.difference <= by_rounding or runs.user_code.is_late():
+            break
+    if results.difference <= by_rounding and by_rounding > _NOTHING_BUT_ROUNDING:
+        raise OnlyRounding("its gradient is nothing but rounding")
+    return by_rounding
+
+
+def _do_rows_cancel(results: LookResults) -> bool:
+    """Whether the results of rows nearly cancel, so that rounding explains it.
+
+    ::
+
+        row         1        2        3        sum
+        gradient    2/3     -1/3     -1/3      1e-17, or -2e-17 in another order
+
+    Each row's gradient is rounded by its own size, however small the sum is.
+    """
+    rows = results.rows[:: max(1, len(results.rows) // _MAX_ROWS_ALONE)]
+    try:
+        alone = [results.runs.at_once([row]) for row in rows]
+    except Exception:  # user code may need several rows
+        return False
+    num_rows = 1 if results.request.is_mean else len(results.rows)
+    rounding = results.runs.rounding.limit * num_rows / len(rows)
+    of_loss = rounding * sum(abs(result.loss) for result in alone)
+    expected = results.expected
+    scale = max(abs(expected.loss), SMALLEST_SCALE)
+    error = abs(results.actual.loss - expected.loss)
+    if error > max(of_loss, results.tolerance * scale):
+        return False
+    pairs = zip(results.actual.gradients, expected.gradients, strict=True)
+    errors = magnitudes([actual - at_once for actual, at_once in pairs])
+    by_row = [magnitudes(result.gradients) for result in alone]
+    scales = magnitudes(expected.gradients)
+    smallest = SMALLEST_SCALE * max(scales, default=0.0)
+    for error, scale, sizes in zip(
+        errors, scales, zip(*by_row, strict=True), strict=True
+    ):
+        by_scale = results.tolerance * max(scale, smallest)
+        if error > max(rounding * sum(sizes), by_scale):
+            return False
+    return True
 
 
 def name_of(request: Request) -> str:

@@ -14,11 +14,18 @@ from torch import nn
 
 from scatterpar import ScatterOnceParallel
 from scatterpar.batch.batch import batch_of
+from scatterpar.causes.evidence import CauseKind
 from scatterpar.numerics.comparison import Inconclusive
 from scatterpar.step.request import Request
-from scatterpar.verify import look
-from scatterpar.verify.look_causes import is_rounding
-from scatterpar.verify.look_losses import LookResults, name_of, weighted_parts
+from scatterpar.verify import look, look_results
+from scatterpar.verify.look_causes import (
+    do_losses_combine,
+    do_rows_meet,
+    is_rounding,
+    shapes_of,
+    uses_number,
+)
+from scatterpar.verify.look_results import LookResults, name_of, weighted_parts
 from scatterpar.verify.results import Result
 from scatterpar.verify.verdicts import RIGHT
 
@@ -64,8 +71,6 @@ def test_results_of_rows_and_parts(monkeypatch):
     assert list(results.step_weights) == [size / results.num_rows for size in sizes]
     sums = [sum_of(part) * len(part) for part in results.parts]
     assert results.actual.loss == pytest.approx(2 * sum(sums) / results.num_rows)
-    assert results.name == "the criterion total"
-    assert results.module_name == "Linear"
 
 
 def test_parts_start_from_same_state(monkeypatch):
@@ -98,15 +103,15 @@ def test_outputs_of_rows_then_of_parts(monkeypatch):
         return (
             results.rows,
             results.outputs,
-            results.shapes,
-            results.difference_of_outputs,
+            shapes_of(results),
+            do_rows_meet(results),
         )
 
-    rows, outputs, shapes, difference = asked(monkeypatch, question, targets=ROWS)
+    rows, outputs, shapes, meeting = asked(monkeypatch, question, targets=ROWS)
     assert torch.equal(outputs[0], 2 * ROWS[rows])
     assert torch.equal(torch.cat(outputs[1:]), 2 * ROWS[rows])
     assert shapes == [(len(rows), 1)] * 2
-    assert difference == 0
+    assert meeting is None
 
 
 class Centred(nn.Module):
@@ -129,14 +134,63 @@ def mean_of_squares(output, targets):
     [(doubled, total, False), (Centred, mean_of_squares, True)],
 )
 def test_losses_of_one_output_combine(monkeypatch, model, criterion, combine):
-    answer = asked(
-        monkeypatch, lambda results: results.losses_combine, criterion, model()
-    )
+    answer = asked(monkeypatch, do_losses_combine, criterion, model())
     assert answer == combine
 
 
+def test_loss_of_all_rows_combines_from_nothing(monkeypatch):
+    """With ``whole_batch`` there is one loss, and no sum of others, if it were one."""
+
+    def criterion(output, targets):
+        return output.square().mean() + len(calls)
+
+    calls = []
+    model = Centred()
+    model.register_forward_hook(lambda *_: calls.append(1))
+    options = {"model": model, "whole_batch": True}
+    assert not asked(monkeypatch, do_losses_combine, criterion, **options)
+
+
+def test_rows_that_meet_differ_by_the_mean(monkeypatch):
+    """Of two parts, each has the mean of its own rows taken away."""
+
+    def question(results):
+        return results.rows, results.parts, do_rows_meet(results)
+
+    rows, parts, meeting = asked(monkeypatch, question, mean_of_squares, Centred())
+    mean = ROWS[rows].mean()
+    whole = 2 * (ROWS[rows] - mean)
+    errors = [2 * float((ROWS[part].mean() - mean).abs()) for part in parts]
+    assert meeting.kind is CauseKind.ROWS_ARE_COMPARED
+    assert meeting.difference == pytest.approx(max(errors) / float(whole.abs().max()))
+
+
+class Numbered(nn.Module):
+    """Returns a number, which differs between parts if it is of the rows."""
+
+    def __init__(self, of_rows):
+        super().__init__()
+        self.linear = doubled()
+        self.of_rows = of_rows
+
+    def forward(self, rows):
+        of = rows if self.of_rows else torch.ones_like(rows)
+        return self.linear(rows), (self.linear.weight * of).mean()
+
+
+@pytest.mark.parametrize("of_rows", [True, False])
+@pytest.mark.parametrize("is_used", [1.0, 0.0])
+def test_number_of_a_part_that_the_loss_uses(monkeypatch, of_rows, is_used):
+    def criterion(output, targets):
+        rows, number = output
+        return rows.sum() + is_used * number
+
+    answer = asked(monkeypatch, uses_number, criterion, Numbered(of_rows))
+    assert answer == (of_rows and bool(is_used))
+
+
 def test_rounding_explains_no_wrong_sum(monkeypatch):
-    answer = asked(monkeypatch, lambda results: results.difference_by_rounding())
+    answer = asked(monkeypatch, look_results._difference_by_rounding)
     assert 0 <= answer < 1e-12
 
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from scatterpar.devices.bits import pieces_of, same_bits
 from scatterpar.devices.copies import write
 from scatterpar.devices.default_generators import AcceleratorGenerator
+from scatterpar.libraries import package_of
 from scatterpar.objects.references import is_array
 from scatterpar.objects.whose import Whose, is_writer, whose
 
@@ -123,10 +124,10 @@ class _NumpyRandom(Saved):
 
     @classmethod
     def fits(cls, kind: type) -> bool:
-        # By the names of modules, because this package does not import NumPy.
-        modules = [base.__module__ for base in kind.__mro__]
-        names = [name for name in _OF_NUMPYS_GENERATORS if hasattr(kind, name)]
-        return bool(names) and any("numpy.random" in module for module in modules)
+        if not any(hasattr(kind, name) for name in _OF_NUMPYS_GENERATORS):
+            return False
+        # By name, because this package does not import NumPy.
+        return any(package_of(base) == "numpy" for base in kind.__mro__)
 
     def read(self) -> Any:
         source = self._source()
@@ -347,7 +348,7 @@ class _OwnState(Saved):
         if setter is None or isinstance(setter, types.FunctionType):
             return False
         # What torch has in C is packed weights and programs, whose copies are large.
-        if kind.__dictoffset__ or kind.__module__.startswith("torch"):
+        if kind.__dictoffset__ or package_of(kind) == "torch":
             return False
         # What is compared by its value is a constant.
         compares: Any = kind.__hash__

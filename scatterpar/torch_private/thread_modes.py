@@ -8,6 +8,7 @@ from typing import Any, Self
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from scatterpar.libraries import package_of
 from scatterpar.torch_private.compiler import uncompiled
 from scatterpar.torch_private.entry_points import find
 
@@ -17,6 +18,7 @@ dispatch_modes = find(
 _push_mode = find("torch.utils._python_dispatch", "_push_mode")
 _pop_mode = find("torch.utils._python_dispatch", "_pop_mode")
 _function_modes = find("torch.overrides", "_get_current_function_mode_stack")
+_DefaultDevice = find("torch.utils._device", "DeviceContext")
 
 _PROFILER: Any = torch.autograd.profiler
 PROFILE_ALL_THREADS = (
@@ -34,7 +36,7 @@ def modes() -> list[str]:
     names: list[str] = []
     for mode in (*dispatch_modes(), *_function_modes()):
         kind = type(mode)
-        if not kind.__module__.startswith(("torch.utils._device", "scatterpar.")):
+        if kind is not _DefaultDevice and package_of(kind) != "scatterpar":
             names.append(kind.__name__)
     return names
 

@@ -387,6 +387,21 @@ def test_file_that_is_written_cannot_be_saved(tmp_path):
         savers.saver_of(type(file))(file)
 
 
+@pytest.mark.parametrize(
+    ("module", "is_saved"), [("torchlike.seeds", True), ("torch.seeds", False)]
+)
+def test_packages_told_by_whole_names(module, is_saved):
+    """What begins like the name of a library is the user's."""
+    namespace = {"__slots__": (), "__module__": module}
+    kind = type("Seeds", (np.random.SeedSequence,), namespace)
+    assert (savers.saver_of(kind) is savers._OwnState) == is_saved
+
+
+def test_set_state_of_others_is_no_generator():
+    namespace = {"set_state": None, "__module__": "of_numpy.random_rows"}
+    assert savers.saver_of(type("Rows", (), namespace)) is None
+
+
 def test_sequence_of_seeds_stays_shared():
     """A generator that was put back had a copy of it."""
     seeds = np.random.SeedSequence(0)

@@ -1,10 +1,12 @@
-"""Spans of rows, from a start to a stop: in proportion, or as even as possible."""
+"""Parts of a batch, and spans of rows: in proportion, or as even as possible."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
+
+Part = Sequence[int]  # of a batch: the numbers of its rows
 
 
 def divide(rows: int, parts: Sequence[Fraction]) -> tuple[tuple[int, int], ...]:

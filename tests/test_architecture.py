@@ -90,6 +90,29 @@ def is_module_of_package(value):
     return path.is_dir() or path.with_suffix(".py").exists()
 
 
+# The functions that import a module by its name.
+IMPORTERS = {"import_module", "__import__"}
+
+
+def unseen_imports(path):
+    """The imports of a file that ``imports`` and ``imported_by_name`` do not see."""
+    for node in nodes_of(path):
+        is_unseen = False
+        if isinstance(node, ast.ImportFrom):
+            is_unseen = node.level > 0
+        elif isinstance(node, ast.Call):
+            function = ast.unparse(node.func).rpartition(".")[2]
+            given = ast.unparse(node.args[0]) if node.args else ""
+            is_relative = len(node.args) + len(node.keywords) > 1
+            # Part of a name, joined with another.
+            is_joined = "scatterpar" in given and not is_module_of_package(
+                getattr(node.args[0], "value", None)
+            )
+            is_unseen = function in IMPORTERS and (is_relative or is_joined)
+        if is_unseen:
+            yield f"{name_of(path)}: {ast.unparse(node)}"
+
+
 def name_of(path):
     return ".".join(["scatterpar", *path.relative_to(PACKAGE).with_suffix("").parts])
 
@@ -116,6 +139,15 @@ def test_no_package_imports_a_higher_one():
         level = level_of(name_of(path))
         imported = {*imports(path), *imported_by_name(path)}
         assert not [name for name in imported if level_of(name) > level], path
+
+
+def test_imports_name_modules_in_full():
+    """Or the order above would not see them."""
+    unseen = [text for path in PACKAGE.rglob("*.py") for text in unseen_imports(path)]
+    # A command of the shell, which may be any user of the engine.
+    assert unseen == [
+        "scatterpar.__main__: importlib.import_module(f'scatterpar.{_MODULES[command]}')"
+    ]
 
 
 def test_splitcheck_needs_no_engine():
@@ -194,13 +226,30 @@ def test_code_words_defined_where_page_says():
         assert name in [getattr(node, "name", "") for node in body], word
 
 
+def names_of_classes(path):
+    """The classes that a file defines, anywhere, and its aliases of classes."""
+    for node in nodes_of(path):
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+    for node in tree_of(path).body:
+        targets = []
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, ast.AnnAssign):
+            targets = [node.target]
+        for target in targets:
+            name = ast.unparse(target)
+            is_class = re.fullmatch(r"_?[A-Z]\w*[a-z]\w*", name)
+            # A variable stands for any class, so files share its name.
+            if is_class and "TypeVar" not in ast.unparse(node):
+                yield name
+
+
 def test_class_name_means_one_thing():
     """Also behind an underscore: ``Call`` and ``_Call`` would be two calls."""
     names = []
     for path in PACKAGE.rglob("*.py"):
-        for node in tree_of(path).body:
-            if isinstance(node, ast.ClassDef):
-                names.append(node.name.lstrip("_"))
+        names += [name.lstrip("_") for name in names_of_classes(path)]
     twice = {name for name, times in Counter(names).items() if times > 1}
     assert len(names) > 200
     # Two libraries have a trainer of their own.
@@ -346,10 +395,10 @@ def test_package_says_what_it_imports(folder):
     for path in folder.rglob("*.py"):
         imported |= {name.split(".")[1] for name in imports(path) if "." in name}
     imported = (imported & PACKAGES) - {folder.name, *lines_of_the_page()[0]}
+    assert named <= imported
     if LEVELS[folder.name] > ABOVE:  # users of the engine
         assert re.search(r"\bengine\b", paragraph[1])
         return
-    assert named <= imported
     highest = max((LEVELS[name] for name in imported), default=-1)
     highest_named = max((LEVELS[name] for name in named), default=-1)
     assert highest_named == highest
@@ -362,20 +411,20 @@ PREDICATE = re.compile(r"_?(is|has|may|can|needs|goes|knows)_\w+|has|fits")
 
 
 def written_attributes(function):
-    """The attributes, and entries of attributes, to which a function assigns."""
+    """The attributes, and entries of attributes, that a function writes or deletes."""
     for node in ast.walk(function):
-        targets = []
-        if isinstance(node, (ast.Assign, ast.Delete)):
-            targets = node.targets
-        elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
-            targets = [node.target]
-        for target in targets:
-            names = target.elts if isinstance(target, ast.Tuple) else [target]
-            for name in names:
-                while isinstance(name, ast.Subscript):
-                    name = name.value
-                if isinstance(name, ast.Attribute):
-                    yield ast.unparse(name)
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func).rpartition(".")[2]
+            if name in ("setattr", "delattr", "__setattr__", "__delattr__"):
+                yield ast.unparse(node)
+        # Whatever assigns: a statement, the target of a loop, of ``with``, in a tuple.
+        if isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del)):
+            owner = node
+            while isinstance(owner, ast.Subscript):
+                owner = owner.value
+            is_dict = isinstance(owner, ast.Call) and ast.unparse(owner.func) == "vars"
+            if isinstance(owner, ast.Attribute) or is_dict:
+                yield ast.unparse(node)
 
 
 def test_predicates_write_nothing():
@@ -407,6 +456,17 @@ def private_names_of(path):
                 yield name
 
 
+def read_by(node):
+    """The owner and the name of an attribute, also of one that is read by its name."""
+    if isinstance(node, ast.Attribute):
+        return node.value, node.attr
+    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("attr"):
+        owner, *names = [*node.args, None]
+        if isinstance(names[0], ast.Constant):
+            return owner, names[0].value
+    return None, ""
+
+
 def test_private_attributes_stay_in_their_file():
     """Another class's ``_name`` is read in no other file."""
     files_of = defaultdict(set)
@@ -417,10 +477,11 @@ def test_private_attributes_stay_in_their_file():
     read = []
     for path in PACKAGE.rglob("*.py"):
         for node in nodes_of(path):
-            if not isinstance(node, ast.Attribute) or node.attr in of_torch:
+            owner, name = read_by(node)
+            if owner is None or name in of_torch:
                 continue
-            is_own = ast.unparse(node.value) in ("self", "cls", "super()")
-            if not is_own and path not in files_of.get(node.attr, {path}):
+            is_own = ast.unparse(owner) in ("self", "cls", "super()")
+            if not is_own and path not in files_of.get(name, {path}):
                 read.append(f"{name_of(path)}: {ast.unparse(node)}")
     # What the engine's own attributes do when they are set.
     assert read == ["scatterpar.options.assigned_options: engine._assign"]

@@ -39,7 +39,7 @@ _MEMORY = (
     "update the driver."
 )
 
-Place = torch.device | str  # a device, PAGEABLE or PINNED
+Endpoint = torch.device | str  # a device, PAGEABLE or PINNED
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def on_copies(results: Sequence[RouteResult]) -> Iterator[DoctorVerdict]:
         yield DoctorVerdict("fine", "there is one memory: nothing is copied.")
 
 
-def routes(devices: Sequence[torch.device]) -> list[tuple[Place, Place]]:
+def routes(devices: Sequence[torch.device]) -> list[tuple[Endpoint, Endpoint]]:
     """Every pair of a device and the host, pageable or pinned, and of two devices, both
     ways.
     """
@@ -117,7 +117,7 @@ def routes(devices: Sequence[torch.device]) -> list[tuple[Place, Place]]:
     memories = [device for device in dict.fromkeys(devices) if device != host]
     # Pinning is for the DMA of accelerators; a virtual device is host memory itself.
     accelerators = [device for device in memories if device.type != "cpu"]
-    to_devices: list[tuple[Place, Place]] = []
+    to_devices: list[tuple[Endpoint, Endpoint]] = []
     to_devices += product([PAGEABLE], memories)
     to_devices += product([PINNED], accelerators)
     # Both ways: an IOMMU may change the bytes of one of them.
@@ -149,9 +149,9 @@ class _Content:
         self._bytes = torch.randint(
             256, (size,), dtype=torch.uint8, generator=generator
         )
-        self._copies: dict[Place, Tensor] = {}
+        self._copies: dict[Endpoint, Tensor] = {}
 
-    def at(self, place: Place, size: int, number: int) -> Tensor:
+    def at(self, place: Endpoint, size: int, number: int) -> Tensor:
         """``size`` bytes in the memory of ``place``; other ones for each ``number``."""
         if place not in self._copies:
             self._copies[place] = _at(place, self._bytes)
@@ -159,7 +159,7 @@ class _Content:
 
 
 def _result(
-    content: _Content, source: Place, target: Place, sizes: Sequence[int]
+    content: _Content, source: Endpoint, target: Endpoint, sizes: Sequence[int]
 ) -> RouteResult:
     """Copy each size a few times. The largest number of altered bytes and the best time
     count.
@@ -184,7 +184,7 @@ def _result(
     return RouteResult(str(source), str(target), altered, speed, failure)
 
 
-def carry(tensor: Tensor, source: Place, target: Place) -> tuple[Tensor, float]:
+def carry(tensor: Tensor, source: Endpoint, target: Endpoint) -> tuple[Tensor, float]:
     """``tensor``, copied from ``source`` to ``target`` by ``copy_into``, and the
     seconds.
     """
@@ -199,7 +199,7 @@ def carry(tensor: Tensor, source: Place, target: Place) -> tuple[Tensor, float]:
     return arrived, max(seconds, _SHORTEST)
 
 
-def _at(place: Place, tensor: Tensor) -> Tensor:
+def _at(place: Endpoint, tensor: Tensor) -> Tensor:
     """``tensor`` in the memory of ``place``."""
     if isinstance(place, torch.device):
         return tensor.to(physical(place))
@@ -207,7 +207,7 @@ def _at(place: Place, tensor: Tensor) -> Tensor:
     return on_host.pin_memory() if place == PINNED else on_host
 
 
-def synchronize_all(devices: Sequence[Place]) -> None:
+def synchronize_all(devices: Sequence[Endpoint]) -> None:
     """Wait until all work queued on these devices is done."""
     for device in devices:
         if isinstance(device, torch.device) and device.type != "cpu":

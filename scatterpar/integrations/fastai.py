@@ -42,7 +42,7 @@ from scatterpar.objects.whose import is_user_function
 from scatterpar.pair.pair import gather
 from scatterpar.step.loop_options import LoopOptions
 from scatterpar.step.loss_weights import is_cross_entropy, terms_of_rows
-from scatterpar.step.request import Accum, Count, Reduction
+from scatterpar.step.request import Accum, CountFunction, Reduction
 from scatterpar.step.turns import Scope
 
 __all__ = ["ScatterOnce"]
@@ -111,7 +111,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         device_ids: Sequence[DeviceLike] | None = None,
         accum: Accum = 1,
         *,
-        count: Count | None = None,
+        count: CountFunction | None = None,
         reduction: Reduction | None = None,
         whole_batch: bool = False,
         **options: Any,
@@ -322,16 +322,16 @@ class _LearnerLoop(Loop):
     remedies = _REMEDIES
     once_per_batch = "whole_batch=True calls it once per batch"
     lends = False  # replicas call their own models
-    criterion: _Criterion | None = None
+    criterion: _LossFunction | None = None
 
     def owners(self) -> list[Any]:
         """The loss function."""
         assert self.criterion is not None
         return [self.criterion.user.loss_func]
 
-    def criterion_of(self, loss_func: Any, mixes: bool) -> _Criterion:
+    def criterion_of(self, loss_func: Any, mixes: bool) -> _LossFunction:
         """The criterion of the present loss function."""
-        criterion = _Criterion(loss_func, mixes, self)
+        criterion = _LossFunction(loss_func, mixes, self)
         if self.criterion is not None and self.criterion.key == criterion.key:
             criterion = self.criterion  # replicas have copies of it
         self.criterion = criterion
@@ -375,7 +375,7 @@ class _OfUser:
     parts: list[Any]
 
 
-class _Criterion(nn.Module):
+class _LossFunction(nn.Module):
     """A Learner's loss function as a module, so that its tensors are replicated, too.
 
     Attributes:

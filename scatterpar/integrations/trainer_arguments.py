@@ -18,7 +18,7 @@ class ChangedNumber(int):
     user_value: int | None = None
 
 
-class _Arguments(transformers.TrainingArguments):
+class _ChangedArguments(transformers.TrainingArguments):
     """A base of changed arguments: outside of the Trainer they have the user's numbers.
 
     Files and loggers get the user's, and so do copies and pickles, whose class is the
@@ -37,9 +37,11 @@ class _Arguments(transformers.TrainingArguments):
 
 def changed_class(kind: type) -> type:
     """The class of changed arguments of this class."""
-    if issubclass(kind, _Arguments):
+    if issubclass(kind, _ChangedArguments):
         return kind
-    return type(kind.__name__, (_Arguments, kind), {"__module__": kind.__module__})
+    return type(
+        kind.__name__, (_ChangedArguments, kind), {"__module__": kind.__module__}
+    )
 
 
 def own_arguments(value: Any) -> Any:

@@ -45,7 +45,7 @@ from scatterpar.devices.virtual_devices import physical
 from scatterpar.devices.write_counters import version, versions
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.log import logger
-from scatterpar.loops.lending import Lending, LentCopies, Loan, Parts
+from scatterpar.loops.lending import Lending, LentCopies, Loan, ModulePairs
 from scatterpar.options.batch_groups import BatchGroups, StateWritten
 from scatterpar.replicas.buffers import written_unseen
 from scatterpar.threads.generators import drawing_as
@@ -462,7 +462,7 @@ class ReplicaValues:
 
     def _pairs_on(self, device: torch.device) -> list[tuple[Tensor, Tensor]]:
         """Pairs of the user's tensors, and those of the replica on ``device``."""
-        return Parts([(self._engine.module, self._replicas[device])]).tensors
+        return ModulePairs([(self._engine.module, self._replicas[device])]).tensors
 
     def _are_current(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
         """Whether replicas were made of the tensors that the user's modules have."""

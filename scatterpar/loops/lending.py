@@ -53,7 +53,7 @@ from scatterpar.torch_private.compiler import is_compiled_module, unwrapped
 from scatterpar.verify.dropped_records import is_look
 
 
-class Parts:
+class ModulePairs:
     """Modules of the user's, and those of a replica, with all that they consist of.
 
     Args:
@@ -607,7 +607,7 @@ def copy_on_replica(
     functions of libraries; the user's take turns. An owner that is a part itself is the
     replica's part.
     """
-    values = Parts(pairs).of_replica()
+    values = ModulePairs(pairs).of_replica()
     if id(owner) in values:
         return values[id(owner)]
 

@@ -196,7 +196,7 @@ class BatchGroups:
         arrived = moved_together(copies, replica.device, batch, copies_all=True)
         copies.issue(0)
         copies.wait_on_stream(0)
-        before = _State(replica, compares_bits=self._is_first)
+        before = _ReplicaState(replica, compares_bits=self._is_first)
         with torch.no_grad():
             result = self._function(replica.root, arrived)
         names = before.written()
@@ -210,7 +210,7 @@ class BatchGroups:
         return nested.map_tensors(kept, result), names
 
 
-class _State:
+class _ReplicaState:
     """The state of a replica before a call.
 
     Args:

@@ -54,7 +54,7 @@ from scatterpar.step.loss import scalar_loss
 from scatterpar.step.loss_weights import as_sum, compute_loss_weights
 from scatterpar.step.replica_threads import Proceed, ReplicaThreads
 from scatterpar.step.request import (
-    Count,
+    CountFunction,
     Criterion,
     Reduction,
     Request,
@@ -329,7 +329,7 @@ class DataParallelCriterion(_OfPair[Criterion]):
         targets: Any,
         *,
         reduction: Reduction | None = None,
-        count: Count | None = None,
+        count: CountFunction | None = None,
     ) -> Tensor:
         """The loss of the whole batch, 0-dim, on the master, for ``loss.backward()``.
 

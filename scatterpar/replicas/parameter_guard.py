@@ -33,7 +33,7 @@ from scatterpar.replicas.refused_modules import parameters_of
 
 # The numbers of written parameters among a replica's tensors, by the memory in which
 # they were written: ``None`` if a storage was exchanged for one with other values.
-_Writes = dict[torch.device | None, set[int]]
+_WrittenNumbers = dict[torch.device | None, set[int]]
 
 
 class ParameterGuard:
@@ -174,15 +174,15 @@ class ParameterGuard:
         before: Sequence[list[int]],
         fingerprints: Mapping[torch.device, Fingerprints],
         allowed: Set[int],
-    ) -> _Writes:
+    ) -> _WrittenNumbers:
         """The writes since then.
 
         A storage may be exchanged for one with the same values, as by
         ``flatten_parameters``, also if the version changes. So may one with the values
         in another dtype, for a parameter that is not trained.
         """
-        writes: _Writes = defaultdict(set)
-        exchanged: _Writes = defaultdict(set)
+        writes: _WrittenNumbers = defaultdict(set)
+        exchanged: _WrittenNumbers = defaultdict(set)
         originals = self._broadcast.at(self._master)
         for (device, tensors), earlier in zip(self._watched, before, strict=True):
             present = versions(tensors)

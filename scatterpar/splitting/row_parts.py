@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from scatterpar.causes.counts import IGNORED, Count, NamedTensor, rank_of_labels
-from scatterpar.spans import divide
+from scatterpar.spans import Part, divide
 
-Part = list[int]  # the numbers of its rows
 Split = list[list[Part]]  # the parts of each rank
 Groups = Sequence[int]  # the numbers of rows of successive parts, or ranks
 

@@ -15,8 +15,8 @@ from torch.nn.functional import pad
 from scatterpar.causes.counts import Count
 from scatterpar.causes.evidence import SplitEvidence, Weights
 from scatterpar.causes.vectors import is_close, weights_of_parts
+from scatterpar.spans import Part
 from scatterpar.splitting.gradients import Gradients, joined
-from scatterpar.splitting.row_parts import Part
 from scatterpar.splitting.trial import Comparison, Trial
 
 _FITS = 1e-4  # the largest relative error of an explanation

@@ -10,10 +10,11 @@ from typing import Any
 from scatterpar.batch import nested
 from scatterpar.batch.batch import batch_of
 from scatterpar.batch.nested import PLAIN_CLASSES
+from scatterpar.spans import Part
 from scatterpar.splitting.gradients import Gradients, as_double, is_zero
 from scatterpar.splitting.process_state import ProcessState
 from scatterpar.splitting.rank_processes import RankJob, run_on_ranks
-from scatterpar.splitting.row_parts import Part, Split
+from scatterpar.splitting.row_parts import Split
 from scatterpar.splitting.split_arguments import SplitArguments
 from scatterpar.splitting.step_run import (
     Settings,

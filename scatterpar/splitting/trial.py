@@ -23,6 +23,7 @@ import torch
 from scatterpar.batch.markers import count_rows
 from scatterpar.causes.counts import Count, NamedTensor, counts_of, named_tensors
 from scatterpar.causes.vectors import is_close
+from scatterpar.spans import Part
 from scatterpar.splitting import row_parts
 from scatterpar.splitting.check_report import Cause
 from scatterpar.splitting.gradients import (
@@ -36,7 +37,7 @@ from scatterpar.splitting.gradients import (
     zeros_of_all,
 )
 from scatterpar.splitting.operator_modes import Numbers, Shape
-from scatterpar.splitting.row_parts import Part, Split
+from scatterpar.splitting.row_parts import Split
 from scatterpar.splitting.split_arguments import SplitArguments
 from scatterpar.splitting.split_runs import SplitRuns, described
 from scatterpar.splitting.step_run import (
@@ -102,7 +103,7 @@ class Trial:
             )
         self.runs = SplitRuns(arguments, num_rows)
         # The sizes of parts and ranks do not depend on the order of rows.
-        self.rows = list(range(num_rows))
+        self.rows: Part = list(range(num_rows))
         shares = self.split()
         # The numbers of rows of all parts, and of all ranks, if there are several.
         groups = [[len(part) for part in chain(*shares)]]

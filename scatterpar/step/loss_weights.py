@@ -23,7 +23,7 @@ from scatterpar.devices.copies import to_device, to_numbers
 from scatterpar.devices.write_counters import versions
 from scatterpar.objects.references import module_of
 from scatterpar.plan import Plan
-from scatterpar.step.request import Count, Request, option_of
+from scatterpar.step.request import CountFunction, Request, option_of
 from scatterpar.torch_private.compiler import unwrapped
 
 _CROSS_ENTROPIES: tuple[type[nn.Module], ...] = (nn.CrossEntropyLoss, nn.NLLLoss)
@@ -254,7 +254,7 @@ def terms_of_rows(criterion: Any, targets: Any, dim: int) -> Tensor:
 
 def count_labels(
     ignore_index: int = -100, *, shifted: bool = False, key: str | int = "labels"
-) -> Count:
+) -> CountFunction:
     """A ``count=`` for losses that average over labels that are not ``ignore_index``.
 
     Args:

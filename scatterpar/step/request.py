@@ -24,7 +24,7 @@ from scatterpar.wrapper import Wrapper
 
 # Of an output, which is the user's, and of targets.
 Criterion = Callable[[Any, Any], Tensor]
-Count = Callable[[Any, Any], float | Tensor]
+CountFunction = Callable[[Any, Any], float | Tensor]
 Reduction = Literal["mean", "sum"]
 Buffers = Literal["master", "batch"]
 Accum = int | Literal["auto"]
@@ -110,7 +110,7 @@ class Call:
     targets: Any = None
     criterion: Callable[[Any, Any], Any] | None = None
     reduction: str | None = None
-    count: Count | None = None
+    count: CountFunction | None = None
     scaler: torch.amp.GradScaler | None = None
     return_outputs: bool | Callable[[Any], Any] = False
     whole_batch: bool = False
@@ -130,7 +130,7 @@ class LossCandidate:
 
     words: str
     reduction: str = "mean"
-    count: Count | None = None
+    count: CountFunction | None = None
     entries: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -160,7 +160,7 @@ class Request:
     dim: int
     criterion: Callable[[Any, Any], Any] | None = None
     reduction: str = "mean"
-    count: Count | None = None
+    count: CountFunction | None = None
     candidate: LossCandidate | None = None
     return_outputs: bool | Callable[[Any], Any] = False
     whole_batch: bool = False

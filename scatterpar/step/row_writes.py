@@ -25,7 +25,7 @@ from scatterpar.devices.write_counters import versions
 from scatterpar.errors import Told, warn
 from scatterpar.torch_private.autograd import saved_tensors
 
-Entry = tuple[str, str]  # who has written, and what
+RowAccess = tuple[str, str]  # who has written, and what
 
 
 class KnownWrites:
@@ -39,7 +39,7 @@ class KnownWrites:
 
     def __init__(self) -> None:
         self.told = Told()
-        self.read: dict[Entry, list[weakref.ref[Tensor]]] = {}
+        self.read: dict[RowAccess, list[weakref.ref[Tensor]]] = {}
 
     def __reduce__(self) -> Any:
         return KnownWrites, ()  # a copy tells again
@@ -59,8 +59,8 @@ class RowWrites:
 
     def __init__(self, known: KnownWrites) -> None:
         self._known = known
-        self._lost: set[Entry] = set()
-        self._read: set[Entry] = set()
+        self._lost: set[RowAccess] = set()
+        self._read: set[RowAccess] = set()
 
     @contextlib.contextmanager
     def watched(self, writer: str, part: str, value: Any) -> Iterator[WatchedCall]:

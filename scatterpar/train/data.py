@@ -44,7 +44,7 @@ from scatterpar.train.command_line import (
 from scatterpar.train.libraries import installed, library, suggestion
 from scatterpar.train.pictures import as_pixels, as_rgb, open_picture
 
-Shape = tuple[int, int, int]  # channels, height, width
+ImageShape = tuple[int, int, int]  # channels, height, width
 TRAIN = "train"
 VAL = "val"
 TEST = "test"
@@ -114,7 +114,7 @@ class Broken(NamedTuple):
     reason: str
 
 
-class Part(NamedTuple):
+class DataPart(NamedTuple):
     """Pictures of one purpose.
 
     Attributes:
@@ -129,12 +129,14 @@ class Part(NamedTuple):
     labels: Tensor
     names: Sequence[str]
 
-    def selected(self, is_chosen: Tensor) -> Part:
+    def selected(self, is_chosen: Tensor) -> DataPart:
         """Return the chosen pictures of the part."""
         names = [
             name for name, chosen in zip(self.names, is_chosen, strict=True) if chosen
         ]
-        return Part(self.pictures, self.rows[is_chosen], self.labels[is_chosen], names)
+        return DataPart(
+            self.pictures, self.rows[is_chosen], self.labels[is_chosen], names
+        )
 
 
 @dataclass(kw_only=True)
@@ -155,9 +157,9 @@ class Source:
     """
 
     name: str
-    parts: dict[str, Part]
+    parts: dict[str, DataPart]
     class_names: Sequence[str]
-    image_shape: Shape = (3, 0, 0)
+    image_shape: ImageShape = (3, 0, 0)
     mean: Tensor = field(default_factory=lambda: _MEAN)
     std: Tensor = field(default_factory=lambda: _STD)
     notes: list[str] = field(default_factory=list)
@@ -315,7 +317,7 @@ def load() -> Source:
     std, mean = torch.std_mean(images[train].float(), (0, 2, 3), correction=0)
     parts = {}
     for name, rows in ((TRAIN, train), (TEST, test)):
-        parts[name] = Part(images, rows, labels[rows], [*map(str, rows.tolist())])
+        parts[name] = DataPart(images, rows, labels[rows], [*map(str, rows.tolist())])
     return Source(
         name="embedded Fashion-MNIST",
         parts=parts,
@@ -368,7 +370,7 @@ def of_files(names: Sequence[str], size: int, workers: int | None) -> Source:
     rows = torch.arange(len(names))
     return Source(
         name="pictures",
-        parts={TEST: Part(list(names), rows, torch.zeros_like(rows), names)},
+        parts={TEST: DataPart(list(names), rows, torch.zeros_like(rows), names)},
         class_names=("",),
         image_shape=(3, size, size),
         options=Options(augment="none", workers=workers),
@@ -443,7 +445,7 @@ def _of_zero(class_names: Sequence[str], counts: Sequence[int]) -> list[str]:
     return [name for name, count in zip(class_names, counts, strict=True) if not count]
 
 
-def hold_out(part: Part, val: float) -> Tensor:
+def hold_out(part: DataPart, val: float) -> Tensor:
     """Return which pictures are to test on: those for which a hash of the name is below
     `val`, the same ones in every run. A new or renamed picture moves no other.
 
@@ -596,7 +598,9 @@ def _list_folder(source: Source, part: str, root: Path) -> None:
     numbers = {name: number for number, name in enumerate(source.class_names)}
     labels = torch.tensor([numbers[name] for name in of_classes])
     rows = torch.arange(len(names))
-    source.parts[part] = Part([pictures[name] for name in names], rows, labels, names)
+    source.parts[part] = DataPart(
+        [pictures[name] for name in names], rows, labels, names
+    )
 
 
 def _unread_in_words(root: Path, classes: Sequence[str], listed: set[str]) -> str:
@@ -676,13 +680,13 @@ def _of_torchvision(options: Options) -> Source:
     return source
 
 
-def _numbered(pictures: Any, labels: Sequence[int], rows: Sequence[int]) -> Part:
+def _numbered(pictures: Any, labels: Sequence[int], rows: Sequence[int]) -> DataPart:
     """Return the part of a library's set, whose pictures have numbers for names."""
     names = [*map(str, rows)]
-    return Part(pictures, torch.tensor(rows), torch.tensor(labels), names)
+    return DataPart(pictures, torch.tensor(rows), torch.tensor(labels), names)
 
 
-def _open(part: Part, row: int) -> Any:
+def _open(part: DataPart, row: int) -> Any:
     """Open a picture of a part."""
     place = int(part.rows[row])
     pictures = part.pictures

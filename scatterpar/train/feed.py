@@ -30,7 +30,7 @@ from scatterpar.train.data import BatchRequest, Images, Source
 PIECE = 64  # images that a worker reads at once
 _MOST_WORKERS = 16  # by default
 
-_Batches = Generator[tuple[BatchRequest, Images], None, None]
+_BatchGenerator = Generator[tuple[BatchRequest, Images], None, None]
 
 
 class FeedError(UsageError):
@@ -86,7 +86,7 @@ class Feed(contextlib.AbstractContextManager["Feed"]):
     def __exit__(self, *_: object) -> None:
         self._batches.close()
 
-    def _ahead(self, batches: _Batches) -> _Batches:
+    def _ahead(self, batches: _BatchGenerator) -> _BatchGenerator:
         """Read the next batch in a thread while this one is used."""
         # The thread starts the workers: in the main thread torch would install a signal
         # handler that raises an error anywhere when a worker ends by itself.
@@ -101,7 +101,7 @@ class Feed(contextlib.AbstractContextManager["Feed"]):
                 # The workers end with torch's iterator.
                 thread.submit(batches.close).result()
 
-    def _read(self, requests: Iterable[BatchRequest]) -> _Batches:
+    def _read(self, requests: Iterable[BatchRequest]) -> _BatchGenerator:
         """Copy the pieces of each batch out of shared memory, each as it arrives."""
         batches, batches_of_workers = tee(map(_cut, requests))
         loader = DataLoader[Any](

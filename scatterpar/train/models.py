@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.train.command_line import Options, UsageError, words_of
-from scatterpar.train.data import Shape, Source
+from scatterpar.train.data import ImageShape, Source
 from scatterpar.train.libraries import (
     library,
     stay_offline_without_network,
@@ -36,7 +36,7 @@ class SmallCNN(nn.Sequential):
     least 8.
     """
 
-    def __init__(self, image_shape: Shape, classes: int) -> None:
+    def __init__(self, image_shape: ImageShape, classes: int) -> None:
         channels, height, width = image_shape
         super().__init__()
         for outputs in (16, 32, 64):
@@ -107,7 +107,7 @@ def _input_channels(network: nn.Module) -> int | None:
 
 def build_model(
     name: str,
-    shape: Shape,
+    shape: ImageShape,
     classes: int,
     mean: Any = 0,
     std: Any = 1,
@@ -158,7 +158,7 @@ def start_model(options: Options, source: Source) -> OnPixels:
 
 
 @contextlib.contextmanager
-def _named_in_errors(name: str, shape: Shape) -> Iterator[None]:
+def _named_in_errors(name: str, shape: ImageShape) -> Iterator[None]:
     """Turn an error in the body into a `UsageError` that names the model and the size
     of the images.
     """
@@ -172,7 +172,7 @@ def _named_in_errors(name: str, shape: Shape) -> Iterator[None]:
         raise UsageError(f"--model {name}: {kind}{words_of(error)} ({size})") from error
 
 
-def _training_outputs(model: OnPixels, shape: Shape, classes: int) -> Any:
+def _training_outputs(model: OnPixels, shape: ImageShape, classes: int) -> Any:
     """Compute two images in training mode, in which a network may have other outputs
     and smallest sizes. Returns what the network returned.
     """
@@ -187,7 +187,7 @@ def _training_outputs(model: OnPixels, shape: Shape, classes: int) -> Any:
 
 
 @torch.no_grad()
-def _try(model: OnPixels, shape: Shape, classes: int, rows: int) -> None:
+def _try(model: OnPixels, shape: ImageShape, classes: int, rows: int) -> None:
     """Compute black images: an error comes now, not after the first batch was read."""
     scores = model(torch.zeros(rows, *shape, dtype=torch.uint8))
     if not isinstance(scores, Tensor):
@@ -213,7 +213,7 @@ def _start_from_zero(model: OnPixels, classes: int) -> None:
             nn.init.zeros_(parameter)
 
 
-def _load_weights(model: OnPixels, classes: int, shape: Shape, path: Path) -> str:
+def _load_weights(model: OnPixels, classes: int, shape: ImageShape, path: Path) -> str:
     """Load a file of weights, except those of the last layer if they are for other
     classes. Returns a line about it.
     """
@@ -258,7 +258,7 @@ def _load_weights(model: OnPixels, classes: int, shape: Shape, path: Path) -> st
     return f"{line}, except {', '.join(absent)}, which are zero" if absent else line
 
 
-def _statistics_of_weights(config: Any, shape: Shape) -> tuple[Tensor, Tensor]:
+def _statistics_of_weights(config: Any, shape: ImageShape) -> tuple[Tensor, Tensor]:
     """Return mean and deviation of the pixels that a library's weights were made
     with.
     """
@@ -289,7 +289,7 @@ def head_of(model: OnPixels, classes: int) -> list[nn.Module]:
     return [last]
 
 
-def _find_network(name: str, shape: Shape, classes: int, pretrained: bool) -> Any:
+def _find_network(name: str, shape: ImageShape, classes: int, pretrained: bool) -> Any:
     place, _, attribute = name.partition(":")
     if name == BUILT_IN:
         if pretrained:
@@ -350,7 +350,7 @@ def _near_model(name: str) -> str:
 
 
 def _create_timm_model(
-    name: str, shape: Shape, classes: int, pretrained: bool
+    name: str, shape: ImageShape, classes: int, pretrained: bool
 ) -> nn.Module:
     models = library("timm.models")
     base_name = name.partition(".")[0]  # without the tag of its weights

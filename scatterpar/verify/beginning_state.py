@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from scatterpar.devices.copies import write
 from scatterpar.numerics.comparison import SMALLEST_SCALE
+from scatterpar.spans import Part
 from scatterpar.step.loss import loss_of
 from scatterpar.torch_private.thread_modes import OperatorMode
 from scatterpar.verify.moved_state import new_in, state_of
-from scatterpar.verify.rows import Part
 from scatterpar.verify.runs import Runs
 
 _OTHER_WEIGHTS = 0.1  # how much other they are, relatively

@@ -33,6 +33,7 @@ from scatterpar.numerics.comparison import Inconclusive, OnlyRounding
 from scatterpar.numerics.rounding import formats_inside_operators
 from scatterpar.numerics.wider_precision import Precision
 from scatterpar.replicas.module_contents import root_to_replicate
+from scatterpar.spans import Part
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.task import ReplicaTask
 from scatterpar.step.turns import Scope
@@ -49,14 +50,7 @@ from scatterpar.verify.measurements import (
 )
 from scatterpar.verify.moved_state import moved_between
 from scatterpar.verify.results import Result
-from scatterpar.verify.rows import (
-    MAX_BYTES,
-    MIN_ROWS,
-    Part,
-    Parts,
-    RowChoice,
-    in_two,
-)
+from scatterpar.verify.rows import MAX_BYTES, MIN_ROWS, Parts, RowChoice, in_two
 from scatterpar.verify.runs import RunResult, Runs
 from scatterpar.verify.verdicts import (
     RIGHT,

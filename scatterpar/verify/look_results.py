@@ -27,11 +27,12 @@ from scatterpar.numerics.comparison import (
 )
 from scatterpar.numerics.nudges import NUM_NUDGES, rounding_limit
 from scatterpar.objects.references import read_attribute
+from scatterpar.spans import Part
 from scatterpar.step.loss_weights import is_smoothed, term_counts
 from scatterpar.step.request import Request
 from scatterpar.verify.measurements import losses_of_parts, outputs_of
 from scatterpar.verify.results import Result, weighted_sum
-from scatterpar.verify.rows import Part, Parts, positions_of, unbound
+from scatterpar.verify.rows import Parts, positions_of, unbound
 from scatterpar.verify.runs import Runs
 
 # With whole_batch=True, too, a number is computed from the rows of a micro-batch.

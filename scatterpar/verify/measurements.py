@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from scatterpar.batch import nested
+from scatterpar.spans import Part
 from scatterpar.step.loss import loss_of
 from scatterpar.verify.moved_state import moved_between, state_of
 from scatterpar.verify.output_differences import cut_by_parts
 from scatterpar.verify.results import Result
-from scatterpar.verify.rows import Part, Parts
+from scatterpar.verify.rows import Parts
 from scatterpar.verify.runs import Runs, copy_of_leaf
 
 

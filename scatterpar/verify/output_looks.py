@@ -34,7 +34,7 @@ from scatterpar.replicas.replicas import ReplicaOptions, Replicas
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loop_options import LoopOptions
 from scatterpar.step.loss_weights import compute_loss_weights
-from scatterpar.step.request import Count, Request
+from scatterpar.step.request import CountFunction, Request
 from scatterpar.step.scatter import scatter
 from scatterpar.step.task import make_tasks
 from scatterpar.threads.workers import Workers
@@ -162,7 +162,7 @@ def _look_request(
 
 
 def _count_of_outputs(
-    count: Count, module: RowsOfOutputs, numbers: Sequence[int], targets: Any
+    count: CountFunction, module: RowsOfOutputs, numbers: Sequence[int], targets: Any
 ) -> Any:
     return count(module(numbers), targets)
 

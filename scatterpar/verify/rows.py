@@ -29,10 +29,10 @@ from scatterpar.devices.virtual_devices import HOST
 from scatterpar.objects.reach import reachable
 from scatterpar.objects.references import read_attribute
 from scatterpar.plan import Plan
+from scatterpar.spans import Part
 from scatterpar.step.request import Request
 from scatterpar.verify.ranges import may_be_labels
 
-Part = Sequence[int]  # the numbers of its rows
 Parts = Sequence[Part]
 
 MIN_ROWS = 2  # one row has no parts

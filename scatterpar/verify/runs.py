@@ -32,6 +32,7 @@ from scatterpar.numerics.rounding import HALF_IN_KERNELS, SINGLE_IN_DOUBLE, Roun
 from scatterpar.numerics.wider_precision import Precision, WiderCasts
 from scatterpar.replicas.calls_in_backward import backward_of
 from scatterpar.replicas.replicas import Replica, ReplicaSet
+from scatterpar.spans import Part
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss import loss_of
 from scatterpar.step.request import Request
@@ -43,7 +44,7 @@ from scatterpar.verify.compared_leaves import ComparedLeaves
 from scatterpar.verify.gradient_check import moved_to
 from scatterpar.verify.moved_state import State, state_of
 from scatterpar.verify.results import NOTHING, Result
-from scatterpar.verify.rows import Part, Parts
+from scatterpar.verify.rows import Parts
 from scatterpar.verify.saved_writes import SavedWrites
 from scatterpar.verify.user_code import UserCode
 

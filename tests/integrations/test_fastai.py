@@ -229,7 +229,7 @@ def test_mean_over_other_terms_refused(tmp_path, loss_func, options):
     text = str(refused.value)
     assert "In fastai pass ScatterOnce(…, count=lambda inputs, targets: …)" in text
     assert "pass ScatterOnce(…, whole_batch=True)" in text
-    assert "_Criterion" not in text
+    assert "_LossFunction" not in text
     assert "count_labels" not in text
 
 

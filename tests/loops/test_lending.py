@@ -18,7 +18,7 @@ from scatterpar import ScatterOnceParallel
 from scatterpar.loops.lending import (
     Lending,
     LentCopies,
-    Parts,
+    ModulePairs,
     copy_on_replica,
     loan_of,
     modules_of,
@@ -128,7 +128,7 @@ def test_reference_leads_to_replicas_tensors_in_call(name):
     if name in COPIED:
         owner, pairs = copied_pair()
         owner.reference = refer(owner.model)
-        expected = Parts(pairs).of_replica()[id(read(owner.reference))]
+        expected = ModulePairs(pairs).of_replica()[id(read(owner.reference))]
         assert read(copy_on_replica(owner, pairs).reference) is expected
 
 

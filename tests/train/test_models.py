@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from scatterpar.train.command_line import Options, UsageError
-from scatterpar.train.data import Part, Source
+from scatterpar.train.data import DataPart, Source
 from scatterpar.train.libraries import library
 from scatterpar.train.models import build_model, load_model, start_model
 from scatterpar.train.records import save
@@ -71,7 +71,7 @@ def of_pretrained(num_classes, pretrained=False):
 
 def source(shape=COLOUR, classes=3):
     rows = torch.arange(2)
-    part = Part(["a", "b"], rows, rows, ["a", "b"])
+    part = DataPart(["a", "b"], rows, rows, ["a", "b"])
     names = [f"class {number}" for number in range(classes)]
     return Source(
         name="x",

@@ -45,7 +45,7 @@ from scatterpar.train import data as data_module
 from scatterpar.train import records as record_module
 from scatterpar.train import training as training_module
 from scatterpar.train.command_line import UsageError, parse
-from scatterpar.train.data import Part, Source, load
+from scatterpar.train.data import DataPart, Source, load
 from scatterpar.train.feed import Feed, FeedError
 from scatterpar.train.models import build_model
 from scatterpar.train.training import (
@@ -155,7 +155,7 @@ def train(folder, out, *options):
 
 def toy_data(rows=10):
     images = (torch.arange(rows * 4) % 251).to(torch.uint8).view(rows, 1, 2, 2)
-    part = Part(
+    part = DataPart(
         images, torch.arange(rows), torch.arange(rows) % 2, [*map(str, range(rows))]
     )
     return Source(

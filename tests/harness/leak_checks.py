@@ -44,6 +44,8 @@ def threads():
 def leaked_threads(before):
     """Names of threads that were not there before and that do not end by themselves."""
     deadline = time.monotonic() + _GRACE_SECONDS
+    # What a test has made is young, and soon found. After that everything is searched.
+    generation, pause = 1, 0.002
     while True:
         of_compiler = _threads_of_torchs_compiler()
         leaked = []
@@ -52,8 +54,9 @@ def leaked_threads(before):
                 leaked.append(thread.name)
         if not leaked or time.monotonic() > deadline:
             return leaked
-        gc.collect()
-        time.sleep(0.02)
+        gc.collect(generation)
+        time.sleep(pause)
+        generation, pause = 2, 0.02
 
 
 def _threads_of_torchs_compiler():

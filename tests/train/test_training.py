@@ -60,8 +60,8 @@ from scatterpar.train.training import (
 pytestmark = pytest.mark.draws
 # else the included images, without workers
 HAS_PICTURES = find_spec("torchvision") is not None
-OPTIONS = f"--batch {24 if HAS_PICTURES else 1639} --epochs 4 --devices cpu:0,cpu:1 "
-OPTIONS += f"--micro-batch-size {6 if HAS_PICTURES else 410} --ema 0.9 --clip 1 "
+OPTIONS = f"--batch {24 if HAS_PICTURES else 103} --epochs 4 --devices cpu:0,cpu:1 "
+OPTIONS += f"--micro-batch-size {6 if HAS_PICTURES else 26} --ema 0.9 --clip 1 "
 OPTIONS += f"--label-smoothing 0.1 --model {__name__}:Slow"
 OPTIONS = OPTIONS.split()
 STEPS = 4 * 5
@@ -115,10 +115,21 @@ class Toy(nn.Sequential):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def pictures(tmp_path_factory):
+    """What ``--data`` names in the runs that are compared, and a context in which the
+    included images are a few.
+    """
     if not HAS_PICTURES:
-        return "embedded"
-    return write_folder(tmp_path_factory.mktemp("pictures"), train=40, test=8)
+        return "embedded", few_included
+    folder = write_folder(tmp_path_factory.mktemp("pictures"), train=40, test=8)
+    return folder, contextlib.nullcontext
+
+
+@pytest.fixture
+def folder(pictures):
+    name, context = pictures
+    with context():
+        yield name
 
 
 @pytest.fixture(autouse=True)
@@ -134,16 +145,22 @@ def quick_figures(monkeypatch, request):
             monkeypatch.setattr(record_module, f"draw_{name}", touch)
 
 
-@pytest.fixture
-def included(monkeypatch):
-    """Some of the included images, in the place of all."""
+@contextlib.contextmanager
+def few_included():
+    """Some of the included images are in the place of all; yields them."""
     data = load()
     for name, number in (("train", 512), ("test", 128)):
         part = data.parts[name]
         is_chosen = torch.arange(len(part.rows)) < number
         data.parts[name] = part.selected(is_chosen)
-    monkeypatch.setattr(data_module, "load", lambda: data)
-    return data
+    with mock.patch.object(data_module, "load", return_value=data):
+        yield data
+
+
+@pytest.fixture
+def included():
+    with few_included() as data:
+        yield data
 
 
 def train(folder, out, *options):
@@ -390,10 +407,11 @@ def test_each_device_has_a_replica(monkeypatch, gpus, words, chosen):
 
 
 @pytest.fixture(scope="module")
-def whole(folder, tmp_path_factory):
+def whole(pictures, tmp_path_factory):
     """The folder of a run that nobody stopped."""
     out = tmp_path_factory.mktemp("whole")
-    with torch.random.fork_rng():
+    folder, context = pictures
+    with torch.random.fork_rng(), context():
         words = ["--data", str(folder), *OPTIONS, "--workers", "0", "--out", str(out)]
         assert main(words) == 0
     return out

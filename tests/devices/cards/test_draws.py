@@ -19,6 +19,7 @@ import pytest
 import torch
 from harness.models import CLASSES, FEATURES, Of
 from harness.oracle import build, randint, randn
+from harness.pairwise import few_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -127,14 +128,12 @@ MODULES = {
     "drawn by Python": drawing(lambda hidden: hidden * (1 + random.random())),
     "drawn by NumPy": drawing(lambda hidden: hidden * float(np.random.rand())),
 }
-QUICK = "dropout", "noise"
-by_module = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
-        for name in MODULES
-    ],
-)
+
+
+def by_module(*quick):
+    return pytest.mark.parametrize("name", few_of(MODULES, quick))
+
+
 # Generators of the process, from which replicas draw in the order in which they run.
 OF_PROCESS = "drawn by Python", "drawn by NumPy"
 
@@ -234,7 +233,7 @@ def tensors_of(module):
 
 
 @on_all_layouts
-@by_module
+@by_module("dropout")
 def test_wrong_steps_of_drawing_modules_refused(name, layout):
     module = module_of(name, layout)
     before = tensors_of(module)
@@ -248,7 +247,7 @@ def test_wrong_steps_of_drawing_modules_refused(name, layout):
 
 
 @on_all_layouts
-@by_module
+@by_module("noise")
 def test_right_steps_of_drawing_modules_unchanged(name, layout):
     """Steps with looks give the bits, and leave the generators, of steps without."""
     is_ordered = name not in OF_PROCESS or len(layout) == 1
@@ -278,7 +277,7 @@ def test_right_steps_of_drawing_modules_unchanged(name, layout):
 
 
 @on_all_layouts
-@by_module
+@by_module("dropout", "noise")
 def test_looks_of_the_pair_move_no_generator(name, layout):
     results = []
     for verify in (False, True):

@@ -1603,8 +1603,8 @@ SABOTAGES = [
     Sabotage(
         name="a gradient of the whole batch may be zero",
         promise="splitcheck",
-        file="splitting/trial.py",
-        place="Trial._with_steady_numbers",
+        file="splitting/steady_numbers.py",
+        place="first_reference",
         text="if len(vanished) == len(as_drawn.gradients) or is_zero(result.gradients):",
         replacement="if False:",
         seen_by="test_comparison_of_nothing_refused",

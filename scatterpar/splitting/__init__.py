@@ -11,9 +11,10 @@ Runs in the caller's thread, or in processes of its own.
 - ``trainers`` runs a library's trainer as a step, of which ``library_steps`` has the
   lines for each library;
 - ``row_parts`` cuts the rows of the batch;
-- ``trial`` is one comparison; ``split_runs`` runs its step on any split: in this
-  process, which ``process_state`` restores, or on ranks (``rank_processes``). Both
-  call ``step_run``;
+- ``trial`` is one comparison, and ``check_report`` what it shows; ``split_runs`` runs
+  its step on any split: in this process, which ``process_state`` restores, or on ranks
+  (``rank_processes``). Both call ``step_run``. ``steady_numbers`` finds out which
+  random numbers the step gets;
 - ``split_results`` has the figures on which causes are tested, with ``gradients``;
   ``split_causes`` asks the questions, and ``cause_words`` has the words.
 """

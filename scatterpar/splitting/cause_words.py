@@ -24,7 +24,7 @@ from scatterpar.causes.evidence import (
 from scatterpar.causes.vectors import factor_between, is_close
 from scatterpar.splitting.check_report import Cause
 from scatterpar.splitting.gradients import joined, listed, union
-from scatterpar.splitting.split_causes import questions_of
+from scatterpar.splitting.split_causes import first_meeting, questions_of
 from scatterpar.splitting.split_results import SplitResults, split_results
 from scatterpar.splitting.step_run import layers_with_batch_statistics
 from scatterpar.splitting.trial import Comparison, Trial
@@ -43,7 +43,7 @@ def explain(trial: Trial, comparison: Comparison) -> Cause:
         return Cause()
     prefix = ""
     if layers_with_batch_statistics(trial.model):
-        trial.settings = replace(trial.settings, running_statistics=True)
+        trial.runs.settings = replace(trial.runs.settings, running_statistics=True)
         comparison = trial.compare_again()
         if comparison.worst <= trial.limit:
             return _BATCH_NORM
@@ -77,16 +77,16 @@ def explain_terms(
 
     Its text begins with the causes of all terms. Returns also these, by name.
     """
-    settings = trial.settings
+    settings = trial.runs.settings
     terms = {}
     wrong = []
     for name in names:
-        trial.settings = replace(settings, term=name)
+        trial.runs.settings = replace(settings, term=name)
         cause = explain(trial, trial.compare_again())
         terms[name] = cause.name or _EXACT
         if cause.name:
             wrong.append(replace(cause, why=f"In {name}: {cause.why}"))
-    trial.settings = settings
+    trial.runs.settings = settings
     first, *_ = [*wrong, of_all]
     listed = "; ".join(map(": ".join, terms.items()))
     return replace(first, why=f"{listed}. {first.why}"), terms
@@ -189,7 +189,7 @@ def _rows_are_compared(results: SplitResults) -> Words:
 
 def _where_rows_meet(results: SplitResults) -> str:
     try:
-        module = results.trial.first_meeting()
+        module = first_meeting(results.trial)
     except Exception:  # raised by the step for a single part
         return "the loss or the module ties rows to each other"
     if module:

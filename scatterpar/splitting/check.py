@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from scatterpar.splitting.cause_words import explain, explain_terms
-from scatterpar.splitting.check_report import SplitReport
+from scatterpar.splitting.check_report import SplitReport, report_of
 from scatterpar.splitting.gradients import joined, union
 from scatterpar.splitting.split_arguments import Loss, SplitArguments
 from scatterpar.splitting.step_run import StepFunction
@@ -120,7 +120,7 @@ def check(trial: Trial) -> SplitCheck:
     actual = joined(results[0].gradients)
     whole = joined(expected)
     return SplitCheck(
-        **trial.report(comparison, cause),
+        **report_of(trial, comparison, cause),
         parameter=parameter,
         ratio=float(actual.norm() / whole.norm()),
         cosine=float(torch.cosine_similarity(actual, whole, dim=0)),

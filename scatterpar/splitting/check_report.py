@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from scatterpar.splitting.gradients import listed, union
+from scatterpar.splitting.split_runs import described
+from scatterpar.splitting.step_run import StepResult
+from scatterpar.splitting.trial import Comparison, Trial
 from scatterpar.tables import Printed
 
 
@@ -68,3 +74,39 @@ class SplitReport(Printed):
         elif self.note:
             lines.append(f"  not seen: {self.note}")
         return "\n".join(lines)
+
+
+def report_of(trial: Trial, comparison: Comparison, cause: Cause) -> dict[str, Any]:
+    """The attributes of a ``SplitReport``."""
+    return {
+        "rows": len(trial.rows),
+        "sizes": described(trial.split()),
+        "ranks": trial.ranks,
+        "worst": comparison.worst,
+        "limit": trial.limit,
+        "cause": cause.name,
+        "why": cause.why,
+        "remedy": cause.remedy,
+        "note": _note(trial, [comparison.reference, *comparison.results]),
+    }
+
+
+def _note(trial: Trial, results: Sequence[StepResult]) -> str:
+    """Sentences about what ``results``, that of the whole batch first, hide."""
+    sentences = list(trial.unseen)
+    uncompared = union(result.uncompared for result in results)
+    if uncompared:
+        sentences.append(
+            f"the gradient of {', '.join(uncompared)}: not compared, because no "
+            f"optimizer in step has it, or its shape depends on the split"
+        )
+    if not trial.arguments.returns_values:
+        # Frozen ones have no gradient in any loop.
+        trained = {n for n, p in trial.model.named_parameters() if p.requires_grad}
+        hidden = trial.invisible(results[0].gradients)
+        names = [name for name in hidden if name in trained]
+        if names:
+            sentences.append(
+                f"the gradient of {listed(names)}, which is zero beside others"
+            )
+    return "; ".join(sentences)

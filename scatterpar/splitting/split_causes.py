@@ -18,6 +18,7 @@ from scatterpar.causes.evidence import CLOSE, CauseKind, Finding, Growth, Questi
 from scatterpar.causes.vectors import factor_between, is_close
 from scatterpar.splitting.gradients import is_zero, joined, union
 from scatterpar.splitting.split_results import SplitResults
+from scatterpar.splitting.trial import Trial
 
 _UNITS = (2, 3)  # numbers of parts or ranks, to see how a difference grows
 _NUM_GROUPS = 2
@@ -106,7 +107,7 @@ def depends_on_earlier_parts(results: SplitResults) -> bool:
     """Whether the parts of each rank in reverse order give another gradient."""
     # Sums do not depend on the order, what one part leaves for the next does.
     backwards = [share[::-1] for share in results.trial.split()]
-    gradients = results.trial.gradients_of(backwards)
+    gradients = results.trial.runs.gradients_of(backwards)
     return bool(results.trial.differing(gradients, results.actual))
 
 
@@ -146,13 +147,13 @@ def _growth(results: SplitResults, unit: str, others: int) -> list[Growth]:
     rows = trial.rows[: len(trial.rows) // multiple * multiple]
     if not rows:
         return []
-    expected = joined(trial.reference(rows).gradients)
+    expected = joined(trial.runs.reference(rows).gradients)
     differences = []
     for number in _UNITS:
         ranks, parts = (number, others) if unit == "rank" else (others, number)
         # Dealt like cards, so that each part has rows of all kinds.
         dealt = [row for start in range(number) for row in rows[start::number]]
-        actual = trial.gradients_of(trial.cut(dealt, ranks, parts, equal=True))
+        actual = trial.runs.gradients_of(trial.cut(dealt, ranks, parts, equal=True))
         differences.append(joined(actual) - expected)
     two, three = differences
     # Without a difference both are not a number, which no growth is.
@@ -199,8 +200,8 @@ def _is_right_in_parts(results: SplitResults, rows: list[int]) -> bool:
     # As few runs as show it, because each may start processes: two parts, or a
     # part for each rank.
     parts = 2 if trial.ranks == 1 else 1
-    actual = trial.gradients_of(trial.cut(rows, trial.ranks, parts, equal=True))
-    expected = trial.reference(rows).gradients
+    actual = trial.runs.gradients_of(trial.cut(rows, trial.ranks, parts, equal=True))
+    expected = trial.runs.reference(rows).gradients
     # A ratio, such as Dice, may have no gradient for rows of one class.
     return not (is_zero(expected) or trial.differing(actual, expected))
 
@@ -218,6 +219,26 @@ def do_rows_meet(results: SplitResults) -> bool:
     # Fewer numbers than twice the parts could be explained by any weights.
     num_numbers = len(joined(results.expected))
     return not results.is_undefined and num_numbers >= 2 * len(results.parts)
+
+
+def first_meeting(trial: Trial) -> str:
+    """The first module whose outputs for some rows depend on the other rows.
+
+    Empty if there is none.
+    """
+    first_part = trial.split()[0][0]
+    of_all = trial.runs.reference(trial.rows, watch_modules=True).outputs
+    of_part = trial.runs.reference(first_part, watch_modules=True).outputs
+    size = len(first_part)
+    for name, expected in of_all.items():
+        # The first entries are of the first rows, also of several views: each view
+        # behind the other, or row by row.
+        of_first_rows = expected[:size]
+        actual = of_part.get(name, expected)[:size]
+        has_rows = actual.shape == of_first_rows.shape
+        if has_rows and not is_close(actual, of_first_rows, trial.limit):
+            return name
+    return ""
 
 
 def is_mean_of_ratios(results: SplitResults) -> bool:

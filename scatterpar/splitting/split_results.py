@@ -28,7 +28,7 @@ class SplitResults(SplitEvidence):
     """The gradients of a trial, or the number of an evaluation that is most wrong.
 
     Attributes:
-        trial: runs further splits.
+        trial: the trial, whose ``runs`` run further splits.
         expected: the gradient of the whole batch.
         actual: the gradient of the batch in parts, on rank 0.
         others: the gradients on the other ranks.
@@ -59,12 +59,12 @@ class SplitResults(SplitEvidence):
     @cached_property
     def with_one_part(self) -> Gradients:
         """The gradient that the step itself computes for one part."""
-        return self.trial.gradients_of([[self.trial.rows]])
+        return self.trial.runs.gradients_of([[self.trial.rows]])
 
     @cached_property
     def _as_computed(self) -> list[Gradients]:
         """The gradient of each part by itself, which may be 0 / 0 without labels."""
-        return [self.trial.gradients_of([[list(part)]]) for part in self.parts]
+        return [self.trial.runs.gradients_of([[list(part)]]) for part in self.parts]
 
     @cached_property
     def of_parts(self) -> list[Gradients]:

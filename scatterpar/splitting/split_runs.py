@@ -29,11 +29,13 @@ class SplitRuns:
     """Runs a step on any split. Nothing stays changed in this process.
 
     Attributes:
+        settings: how the step is run from now on.
         zeros: for each gradient, once the names of all are known: then all results have
             the same gradients.
     """
 
     def __init__(self, arguments: SplitArguments, num_rows: int) -> None:
+        self.settings = Settings(returns_values=arguments.returns_values)
         self.zeros: Gradients = {}
         self._arguments = arguments
         loss = arguments.loss
@@ -44,12 +46,14 @@ class SplitRuns:
         self._state = ProcessState(arguments.model, (arguments.step, loss))
         self._attributes: dict[str, Any] = {}  # of a function, after its last run
 
-    def of_whole(self, rows: Part, settings: Settings) -> StepResult:
+    def reference(self, rows: Part, **changes: Any) -> StepResult:
         """The result for rows as one part of one rank, or of ``loss=``.
 
-        The same rows in the same way give the same result, so it is computed once: on
-        ranks each run starts processes.
+        ``changes`` are other settings, for this run alone. The same rows in the same
+        way give the same result, so it is computed once: on ranks each run starts
+        processes.
         """
+        settings = replace(self.settings, **changes)
         # Settings are part of the key: the cells of a grid may need different ones.
         key = (self._arguments.ranks > 1, tuple(rows), settings)
         references = self._arguments.references
@@ -60,16 +64,20 @@ class SplitRuns:
         self.align([result])
         return result
 
-    def of_parts(self, split: Split, settings: Settings) -> list[StepResult]:
+    def results(self, split: Split) -> list[StepResult]:
         """The results of a split, rank by rank."""
-        return self._run(self._arguments.step, split, settings)
+        return self._run(self._arguments.step, split, self.settings)
 
-    def takes_one_batch(self, rows: Part, settings: Settings) -> bool:
+    def gradients_of(self, split: Split) -> Gradients:
+        """The gradients of a split on rank 0."""
+        return self.results(split)[0].gradients
+
+    def takes_one_batch(self, rows: Part) -> bool:
         """Whether the step runs for a batch in the place of a list of batches."""
         try:
             # Run, not read: a loop may name its batches as it likes.
             step = OneBatch(self._arguments.step)
-            (result, *_) = self._run(step, [[rows]], settings)
+            (result, *_) = self._run(step, [[rows]], self.settings)
         except Exception:
             return False
         return not is_zero(result.gradients)

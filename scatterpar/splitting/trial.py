@@ -2,55 +2,44 @@
 
 ::
 
-    whole batch    first_reference()      which random numbers, which dtypes
-    in parts       compare()              the limit, and other orders of the rows
-    for a cause    reference, results     any other split
+    whole batch    first_reference    which random numbers, which dtypes
+    in parts       compare            the limit, and other orders of the rows
+    for a cause    runs               any other split
 
-``SplitRuns`` runs the step.
+``SplitRuns`` runs the step. ``report_of`` says what a comparison shows, and what not.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from scatterpar.batch.markers import count_rows
 from scatterpar.causes.counts import Count, NamedTensor, counts_of, named_tensors
-from scatterpar.causes.vectors import is_close
 from scatterpar.spans import Part
 from scatterpar.splitting import row_parts
-from scatterpar.splitting.check_report import Cause
 from scatterpar.splitting.gradients import (
     EXACT,
     Gradients,
-    is_zero,
     largest_error,
-    listed,
     relative_errors,
-    union,
     zeros_of_all,
 )
-from scatterpar.splitting.operator_modes import Numbers, Shape
 from scatterpar.splitting.row_parts import Split
 from scatterpar.splitting.split_arguments import SplitArguments
-from scatterpar.splitting.split_runs import SplitRuns, described
-from scatterpar.splitting.step_run import (
-    Settings,
-    StepResult,
-)
+from scatterpar.splitting.split_runs import SplitRuns
+from scatterpar.splitting.steady_numbers import first_reference
+from scatterpar.splitting.step_run import StepResult
 
 # The largest relative difference that rounding explains, by the coarsest dtype, and if
 # not all is computed in float64.
 _CAST = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _SINGLE = 1e-3
 _ROUNDING = 1e-9  # all that float64 leaves
-_VANISHED = 1e-3  # of the limit: a gradient below it is rounding
 _LARGEST_LIMIT = max(_CAST.values())
 
 
@@ -75,11 +64,10 @@ class Trial:
 
     Attributes:
         arguments: what the user asks.
-        runs: runs the step.
+        runs: runs the step, in the way that ``compare`` finds out.
         rows: the numbers of all rows, in the order in which they are cut: in the
             second one that parts allow, if the first shows no difference.
         counts: what a loss may divide by, for each row.
-        settings: how the step is run; found out by ``compare``.
         limit: the largest relative difference that rounding explains.
         unseen: sentences about what the comparison cannot show.
     """
@@ -89,7 +77,6 @@ class Trial:
         self.model = arguments.model
         self.parts = arguments.num_parts
         self.ranks = arguments.ranks
-        self.settings = Settings(returns_values=arguments.returns_values)
         self.limit = EXACT
         batch = arguments.batch
         num_rows = count_rows({"batch": batch}, 0, refuse_grad=False)
@@ -117,8 +104,6 @@ class Trial:
         self.rows, *self._other_orders = orders
         self.unseen = _hidden_counts(tensors, self.counts, hidden)
 
-    # --- cutting ---
-
     def split(self) -> Split:
         """All rows, for the numbers of ranks and parts that the user has given."""
         return self.cut(self.rows, self.ranks, self.parts, self.arguments.equal)
@@ -129,8 +114,6 @@ class Trial:
         """Rows in parts: equally many for ranks, unless ``equal`` says otherwise."""
         shares = row_parts.cut(rows, ranks, equal=equal is not False)
         return [row_parts.cut(share, parts, equal=equal is True) for share in shares]
-
-    # --- comparing ---
 
     def differing(self, actual: Gradients, expected: Gradients) -> list[str]:
         """The names of the parameters that differ by more than rounding."""
@@ -144,7 +127,7 @@ class Trial:
         return [name for name in gradients if name not in visible]
 
     def _errors(self, actual: Gradients, expected: Gradients) -> dict[str, float]:
-        are_values = self.settings.returns_values
+        are_values = self.arguments.returns_values
         return relative_errors(actual, expected, self.limit, are_values=are_values)
 
     def compare(self) -> Comparison:
@@ -161,7 +144,7 @@ class Trial:
             # a second try would wait as long.
             if isinstance(error, TimeoutError):
                 raise
-            if not self.runs.takes_one_batch(self.rows, self.settings):
+            if not self.runs.takes_one_batch(self.rows):
                 raise
             raise ValueError(
                 "step was written for one batch, and gets a list of them; write `for "
@@ -173,7 +156,7 @@ class Trial:
             self.limit = max(self.limit, _CAST.get(coarsest, _LARGEST_LIMIT))
             self._tell_limit(f"the step computes in {coarsest}")
             comparison = self._judged(reference, results)
-        is_exact = self.settings.in_double and coarsest is None
+        is_exact = self.runs.settings.in_double and coarsest is None
         if is_exact and _ROUNDING < worst <= self.limit:
             self.unseen.append(
                 f"whether a difference of {worst:.0e}, which is more than rounding, "
@@ -187,10 +170,10 @@ class Trial:
 
     def compare_again(self) -> Comparison:
         """Compare the whole batch and all parts, with the present settings."""
-        return self._in_parts_beside(self.reference(self.rows))
+        return self._in_parts_beside(self.runs.reference(self.rows))
 
     def _in_parts_beside(self, reference: StepResult) -> Comparison:
-        results = self.results(self.split())
+        results = self.runs.results(self.split())
         if not self.runs.zeros:
             # A leaf may get a gradient in parts, and none in the whole batch.
             everything = [reference, *results]
@@ -212,164 +195,31 @@ class Trial:
 
     def _most_exact_comparison(self) -> Comparison:
         """Compare in float64; in the user's dtypes if a kernel insists on one."""
-        settings = self.settings
+        settings = self.runs.settings
         unseen = list(self.unseen)
         try:
-            return self._in_parts_beside(self.first_reference())
+            return self._first_comparison()
         except TimeoutError:
             raise
         except Exception as error:  # if it is no dtype, the step fails again
             problem = str(error).partition("\n")[0]
         # What was found out in float64 may be otherwise.
-        self.settings = replace(settings, in_double=False)
+        self.runs.settings = replace(settings, in_double=False)
         self.unseen = unseen
         self.limit = _SINGLE
         self._tell_limit(f"the step does not run in float64 ({problem})")
-        return self._in_parts_beside(self.first_reference())
+        return self._first_comparison()
 
-    def first_reference(self) -> StepResult:
-        """The gradient of the whole batch. Finds out which random numbers are used.
-
-        Raises ``ValueError`` if the step leaves no gradient.
-        """
-        result = self.reference(self.rows)
-        as_drawn = result
-        if result.has_drawn:
-            as_drawn = self.reference(self.rows, numbers=Numbers.AS_DRAWN)
-        if not self.settings.returns_values and is_zero(as_drawn.gradients):
-            raise ValueError(
-                "step left no gradient on a parameter of the model; call backward() "
-                "for the model that step gets, and do not end with zero_grad()"
-            )
-        if result.has_drawn:
-            result = self._with_steady_numbers(result, as_drawn)
-        return result
-
-    def _with_steady_numbers(
-        self, result: StepResult, as_drawn: StepResult
-    ) -> StepResult:
-        """The result with random numbers that do not depend on the split.
-
-        It is ``result``, with constant ones, unless a gradient vanishes with them, as
-        that below a classifier whose weights the step draws.
-        """
-        of_fewer_rows = Counter[Shape]()
-        if result.draws:
-            of_fewer_rows = self.reference(self.rows[: len(self.rows) // 2]).draws
-        if self._vanished(result, as_drawn):
-            # Equal weights of classes, for one, leave no gradient on what is below.
-            # Draws that a batch of fewer rows has as well are weights.
-            shapes = frozenset(result.draws & of_fewer_rows)
-            self.settings = replace(
-                self.settings, numbers=Numbers.VARIED, fixed_shapes=shapes
-            )
-            result = self.reference(self.rows)
-        vanished = self._vanished(result, as_drawn)
-        if len(vanished) == len(as_drawn.gradients) or is_zero(result.gradients):
-            raise ValueError(
-                "the gradient is zero with the constant numbers that random operators "
-                "give in splitcheck, so nothing can be compared; draw what step draws "
-                "before, and pass it in batch"
-            )
-        if vanished:
-            self.unseen.append(
-                f"the gradient of {listed(vanished)}, which is zero with constant "
-                f"random numbers"
-            )
-        # Initial weights are as many for fewer rows.
-        if result.draws != of_fewer_rows:
-            self.unseen.append(
-                "what random numbers of each row decide, such as weights or masks, "
-                "since all rows get the same numbers; draw them before, and pass them "
-                "in batch"
-            )
-        return result
-
-    def _vanished(self, result: StepResult, as_drawn: StepResult) -> list[str]:
-        """The parameters whose gradient is not finite, or rounding beside another."""
-        vanished = []
-        for name, gradient in as_drawn.gradients.items():
-            # Norms, because a gradient may be moved among the entries by other numbers.
-            size = float(result.gradients.get(name, torch.zeros(())).norm())
-            is_rounding = size < _VANISHED * self.limit * float(gradient.norm())
-            if is_rounding or not math.isfinite(size):
-                vanished.append(name)
-        return vanished
-
-    # --- running, with the present settings ---
-
-    def reference(self, rows: Part, **settings: Any) -> StepResult:
-        """The result for rows as one part; ``settings`` are others than the present."""
-        return self.runs.of_whole(rows, replace(self.settings, **settings))
-
-    def results(self, split: Split) -> list[StepResult]:
-        """The results of a split, rank by rank."""
-        return self.runs.of_parts(split, self.settings)
-
-    def gradients_of(self, split: Split) -> Gradients:
-        """The gradients of a split on rank 0."""
-        return self.results(split)[0].gradients
-
-    def first_meeting(self) -> str:
-        """The first module whose outputs for some rows depend on the other rows.
-
-        Empty if there is none.
-        """
-        first_part = self.split()[0][0]
-        of_all = self.reference(self.rows, watch_modules=True).outputs
-        of_part = self.reference(first_part, watch_modules=True).outputs
-        size = len(first_part)
-        for name, expected in of_all.items():
-            # The first entries are of the first rows, also of several views: each view
-            # behind the other, or row by row.
-            of_first_rows = expected[:size]
-            actual = of_part.get(name, expected)[:size]
-            has_rows = actual.shape == of_first_rows.shape
-            if has_rows and not is_close(actual, of_first_rows, self.limit):
-                return name
-        return ""
-
-    # --- what the comparison cannot show ---
-
-    def _note(self, results: Sequence[StepResult]) -> str:
-        """Sentences about what ``results``, that of the whole batch first, hide."""
-        sentences = list(self.unseen)
-        uncompared = union(result.uncompared for result in results)
-        if uncompared:
-            sentences.append(
-                f"the gradient of {', '.join(uncompared)}: not compared, because no "
-                f"optimizer in step has it, or its shape depends on the split"
-            )
-        if not self.arguments.returns_values:
-            # Frozen ones have no gradient in any loop.
-            trained = {n for n, p in self.model.named_parameters() if p.requires_grad}
-            hidden = self.invisible(results[0].gradients)
-            names = [name for name in hidden if name in trained]
-            if names:
-                sentences.append(
-                    f"the gradient of {listed(names)}, which is zero beside others"
-                )
-        return "; ".join(sentences)
+    def _first_comparison(self) -> Comparison:
+        reference, unseen = first_reference(self.runs, self.rows, self.limit)
+        self.unseen += unseen
+        return self._in_parts_beside(reference)
 
     def _tell_limit(self, reason: str) -> None:
         reason = reason.replace("torch.", "")
         self.unseen.append(
             f"an error below {self.limit:.0e} of a gradient, since {reason}"
         )
-
-    def report(self, comparison: Comparison, cause: Cause) -> dict[str, Any]:
-        """The attributes of ``SplitReport``."""
-        return {
-            "rows": len(self.rows),
-            "sizes": described(self.split()),
-            "ranks": self.ranks,
-            "worst": comparison.worst,
-            "limit": self.limit,
-            "cause": cause.name,
-            "why": cause.why,
-            "remedy": cause.remedy,
-            "note": self._note([comparison.reference, *comparison.results]),
-        }
 
 
 def _hidden_counts(

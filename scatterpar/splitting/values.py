@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from scatterpar.splitting.cause_words import explain
-from scatterpar.splitting.check_report import SplitReport
+from scatterpar.splitting.check_report import SplitReport, report_of
 from scatterpar.splitting.split_arguments import SplitArguments
 from scatterpar.splitting.step_run import StepResult
 from scatterpar.splitting.trial import Trial
@@ -80,7 +80,7 @@ def valuecheck(
     trial = Trial(arguments)
     comparison = trial.compare()
     return ValueCheck(
-        **trial.report(comparison, explain(trial, comparison)),
+        **report_of(trial, comparison, explain(trial, comparison)),
         value=comparison.name,
         whole=_numbers(comparison.reference),
         in_parts=_numbers(comparison.results[0]),

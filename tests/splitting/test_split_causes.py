@@ -120,23 +120,15 @@ def test_wrong_parameters_are_named():
 # --- results that are known ---
 
 
-class KnownTrial:
-    """A step whose gradient for a split is known, as that of the rows at once is."""
+class KnownRuns:
+    """Runs of a step whose gradient for a split is known, as that of the rows at
+    once is.
+    """
 
-    limit = 1e-9
-
-    def __init__(self, of_split, of_rows=None, num_rows=12, ranks=1, parts=2):
+    def __init__(self, of_split, of_rows):
         self._of_split = of_split
-        self._of_rows = of_rows or (lambda rows: of_split([[rows]]))
-        self.rows = list(range(num_rows))
-        self.ranks = ranks
-        self.parts = parts
-        self.arguments = SimpleNamespace(loss=None, returns_values=False)
+        self._of_rows = of_rows
         self.splits = []
-
-    def cut(self, rows, ranks, parts, equal):
-        shares = row_parts.cut(rows, ranks, equal=equal)
-        return [row_parts.cut(share, parts, equal=equal) for share in shares]
 
     def gradients_of(self, split):
         self.splits.append(split)
@@ -145,6 +137,23 @@ class KnownTrial:
     def reference(self, rows):
         gradient = torch.tensor(self._of_rows(rows)).double()
         return SimpleNamespace(gradients={"weight": gradient})
+
+
+class KnownTrial:
+    """A trial of such runs."""
+
+    limit = 1e-9
+
+    def __init__(self, of_split, of_rows=None, num_rows=12, ranks=1, parts=2):
+        self.runs = KnownRuns(of_split, of_rows or (lambda rows: of_split([[rows]])))
+        self.rows = list(range(num_rows))
+        self.ranks = ranks
+        self.parts = parts
+        self.arguments = SimpleNamespace(loss=None, returns_values=False)
+
+    def cut(self, rows, ranks, parts, equal):
+        shares = row_parts.cut(rows, ranks, equal=equal)
+        return [row_parts.cut(share, parts, equal=equal) for share in shares]
 
     def differing(self, actual, expected):
         return [
@@ -224,7 +233,7 @@ def test_count_whose_equal_rows_are_right_is_found(labels):
     trial.counts = [counted(*[1] * 12), counted(*labels)]
     finding = split_causes.mean_of_means_in_a_term(known(trial))
     assert finding.count is trial.counts[1]
-    assert {len(split[0]) for split in trial.splits} == {2}  # parts, of one rank
+    assert {len(split[0]) for split in trial.runs.splits} == {2}  # parts, of one rank
     # Right is only what has a gradient.
     trial = KnownTrial(nothing)
     trial.counts = [counted(*labels)]
@@ -238,7 +247,7 @@ def test_each_rank_gets_one_part_of_a_group():
     trial = KnownTrial(nothing, lambda rows: [1.0, 1, 1], ranks=2)
     trial.counts = [counted(*[1] * 6, *[3] * 6)]
     split_causes.mean_of_means_in_a_term(known(trial))
-    assert [len(share) for share in trial.splits[0]] == [1, 1]
+    assert [len(share) for share in trial.runs.splits[0]] == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -260,7 +269,7 @@ def test_parts_of_a_growth_are_dealt():
     """Each part has rows of all kinds, and no row is left over."""
     trial = KnownTrial(lambda split: [1.0, 2, 3], num_rows=14)
     split_causes.growths(known(trial))
-    halves, thirds = trial.splits
+    halves, thirds = trial.runs.splits
     assert halves == [[[0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9, 11]]]
     assert thirds == [[[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]]
 

@@ -73,7 +73,7 @@ def results_of_values(in_parts):
         split=lambda: [[[0], [1], [2]]],
         differing=lambda actual, expected: [],
         invisible=lambda gradients: [],
-        gradients_of=gradients_of,
+        runs=SimpleNamespace(gradients_of=gradients_of),
     )
     reference = SimpleNamespace(gradients=value(4.0), moves_weights=False)
     results = [SimpleNamespace(gradients=value(in_parts))]

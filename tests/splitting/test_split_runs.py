@@ -1,5 +1,7 @@
 """Runs of a step on splits of a batch: what they give, and what they leave."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from splitting.loop_models import Net, images, new
@@ -7,7 +9,6 @@ from torch import nn
 
 from scatterpar.splitting.split_arguments import SplitArguments
 from scatterpar.splitting.split_runs import SplitRuns, described
-from scatterpar.splitting.step_run import Settings
 
 ROWS = list(range(8))
 
@@ -38,23 +39,23 @@ def runs():
 
 
 def test_whole_batch_is_computed_once(runs):
-    first = runs.of_whole(ROWS, Settings())
+    first = runs.reference(ROWS)
     first.gradients = {}  # of a copy
-    again = runs.of_whole(ROWS, Settings())
+    again = runs.reference(ROWS)
     assert again.gradients
     runs.leave_numbers()
     assert train.calls == 1
 
 
 def test_equal_parts_give_the_whole_gradient(runs):
-    (in_parts,) = runs.of_parts([[ROWS[:4], ROWS[4:]]], Settings())
-    whole = runs.of_whole(ROWS, Settings())
+    (in_parts,) = runs.results([[ROWS[:4], ROWS[4:]]])
+    whole = runs.reference(ROWS)
     for name, gradient in whole.gradients.items():
         torch.testing.assert_close(in_parts.gradients[name], gradient)
 
 
 def test_runs_leave_no_number_but_the_last(runs):
-    runs.of_whole(ROWS, Settings())
+    runs.reference(ROWS)
     assert train.calls == 0
     runs.leave_numbers()
     assert train.calls == 1
@@ -63,14 +64,31 @@ def test_runs_leave_no_number_but_the_last(runs):
 def test_results_get_zeros_for_what_they_lack(runs):
     name = "of_another_part"
     runs.zeros = {name: torch.zeros(2)}
-    result = runs.of_whole(ROWS, Settings())
+    result = runs.reference(ROWS)
     assert [*result.gradients] == [name]
     assert result.uncompared
 
 
+def test_settings_hold_and_changes_for_one_run(runs):
+    """Without float64 the gradient is in the parameters' own dtype: it is rounded."""
+
+    def rounding(result):
+        exact = runs.reference(ROWS, in_double=True).gradients
+        pairs = zip(result.gradients.values(), exact.values(), strict=True)
+        return max(float((one - other).abs().max()) for one, other in pairs)
+
+    assert rounding(runs.reference(ROWS, in_double=False)) > 1e-10
+    assert rounding(runs.reference(ROWS)) == 0
+    runs.settings = replace(runs.settings, in_double=False)
+    assert rounding(runs.reference(ROWS)) > 1e-10
+    (in_parts,) = runs.results([[ROWS]])
+    assert rounding(in_parts) > 1e-10
+    assert runs.gradients_of([[ROWS]]).keys() == in_parts.gradients.keys()
+
+
 @pytest.mark.parametrize("step", [train, train_one])
 def test_step_of_one_batch_is_told_apart(step):
-    takes_one_batch = runs_of(step).takes_one_batch(ROWS, Settings())
+    takes_one_batch = runs_of(step).takes_one_batch(ROWS)
     assert takes_one_batch == (step is train_one)
 
 

@@ -34,7 +34,7 @@ from scatterpar.integrations.trl_metrics import Gathered, metric_of_step
 from scatterpar.libraries import package_of
 from scatterpar.loops.arguments import refuse
 from scatterpar.loops.evaluation import BatchesAhead, Evaluation
-from scatterpar.loops.lending import copy_on_replica, modules_of
+from scatterpar.loops.lending import CopiesOnReplica, modules_of
 from scatterpar.loops.loop import Loop
 from scatterpar.loops.modules import Modules, moved, overridden
 from scatterpar.loops.rows import as_rows, check_rows
@@ -155,6 +155,8 @@ class TrainerLoop(Loop):
         self._parts: Sequence[nn.Module] = ()
         # Modules, and whether they were in training mode when the step began.
         self._modes: list[tuple[nn.Module, bool]] = []
+        # What stands for the Trainer on replicas, in this step or evaluation.
+        self._copies: dict[Any, CopiesOnReplica] = {}
 
     def begin_on(self, devices: Sequence[torch.device], num_batches: int) -> None:
         """Replicas are on ``devices``, and each gets so many batches per step."""
@@ -293,6 +295,7 @@ class TrainerLoop(Loop):
         scaler = self.trainer.accelerator.scaler
         parts = [part for module in self._parts for part in module.modules()]
         self._modes = [(part, part.training) for part in parts]
+        self._copies = {}
         return self.step(inputs, *args, scaler=scaler, is_checked=is_checked, **options)
 
     def _candidates(self, batches: Sequence[Any]) -> dict[Any, How]:
@@ -444,8 +447,7 @@ class TrainerLoop(Loop):
                 # what ``args.device`` reads, a cached property
                 stack.enter_context(overridden(args, _setup_devices=device))
             else:
-                pairs = zip(self._parts, work.children(), strict=True)
-                trainer = copy_on_replica(trainer, pairs, _NOT_LENT)
+                trainer = self._copies_on(work).copy()
                 copied = object.__new__(type(args))  # with this Trainer's numbers
                 vars(copied).update(vars(args), _setup_devices=device)
                 attributes["args"] = copied
@@ -457,6 +459,18 @@ class TrainerLoop(Loop):
             # In a turn it is this Trainer's number, which stays as it was: calls of a
             # look count tokens, too.
             record.tokens = vars(trainer).get(_TOKENS, 0) - attributes.get(_TOKENS, 0)
+
+    def _copies_on(self, work: Any) -> CopiesOnReplica:
+        """Copies of the Trainer that refer to the modules of a replica, ``work``."""
+        if work not in self._copies:
+            pairs = zip(self._parts, work.children(), strict=True)
+            self._copies[work] = CopiesOnReplica(self.trainer, pairs, _NOT_LENT)
+        return self._copies[work]
+
+    def close(self) -> None:
+        """Close the engine, if there is one."""
+        self._copies = {}
+        super().close()
 
     def _model_of(self, work: Any) -> Any:
         """The model that a call on a replica gets: in turns the user's own, which may
@@ -566,6 +580,7 @@ class TrainerLoop(Loop):
         engine = self.engine_of_the_model()
         self._choose_turns(OF_LOOP)
         engine.loop = self.options()
+        self._copies = {}
         if not self.takes_turns and len(ahead.read(2)) == 1:
             return None
         ahead.evaluation = Evaluation(engine, self._parts, self.lent_roots, _NOT_LENT)

@@ -19,7 +19,7 @@ writes with gradient accumulation on one device. What calls write to buffers, an
 ``requires_grad``, is handed on from call to call (``replicas/handed_on.py``).
 
 A call of a library's function needs no turn, and gets a copy of the owner
-(``copy_on_replica``).
+(``CopiesOnReplica``).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from scatterpar.devices.write_counters import version, versions
 from scatterpar.loops.kept_places import KeptPlaces
 from scatterpar.loops.pending_gradients import PendingGradients
 from scatterpar.objects.references import parts_of
-from scatterpar.objects.snapshot import refill
+from scatterpar.objects.snapshot import Snapshot, refill
 from scatterpar.objects.walk import Place, PlaceKind, Walk
 from scatterpar.objects.whose import attributes_of
 from scatterpar.replicas.batch_statistics import recorded_in
@@ -594,34 +594,71 @@ def roots_of(
     return [*roots.values()]
 
 
+class CopiesOnReplica:
+    """Shallow copies of an owner that refer to a replica's parts.
+
+    The parts are in the place of the user's in its attributes, and in lists, tuples and
+    dicts that are attributes. All else is shared with the owner, so this is for
+    functions of libraries; the user's take turns. An owner that is a part itself is the
+    replica's part.
+
+    Which attributes these are is searched again after an attribute, or an entry of such
+    a container, was replaced.
+
+    Args:
+        owner: of the user's.
+        pairs: modules of the user's with those of the replica.
+        excluded: names of attributes that stay the owner's.
+    """
+
+    def __init__(
+        self,
+        owner: Any,
+        pairs: Iterable[tuple[nn.Module, nn.Module]],
+        excluded: Collection[str] = (),
+    ) -> None:
+        self._owner = owner
+        self._values = ModulePairs(pairs).of_replica()
+        self._excluded = excluded
+        self._attributes: dict[str, Any] = {}  # that lead to parts
+        # What was searched for them: the owner's attributes, and containers there.
+        self._searched: Snapshot | None = None
+
+    def copy(self) -> Any:
+        """A new copy of the owner as it is now."""
+        if id(self._owner) in self._values:
+            return self._values[id(self._owner)]
+        if self._searched is None or not self._searched.unchanged():
+            self._search()
+        copied = copy.copy(self._owner)
+        attributes_of(copied).update(self._attributes)
+        return copied
+
+    def _search(self) -> None:
+        """Find the attributes that lead to parts, with their values on the replica."""
+        attributes = attributes_of(self._owner)
+        containers: list[Any] = [attributes]
+        self._attributes = {}
+        for name, value in attributes.items():
+            if name in self._excluded:
+                continue
+            candidates = [value]
+            # Longer containers are data, and not read in each call.
+            if isinstance(value, (list, tuple, dict)) and len(value) <= MAX_ENTRIES:
+                containers.append(value)
+                candidates += parts_of(value).entries
+            if self._values.keys() & map(id, candidates):
+                self._attributes[name] = nested.map_atoms(self._exchanged, value)
+        self._searched = Snapshot(containers)
+
+    def _exchanged(self, value: Any) -> Any:
+        return self._values.get(id(value), value)
+
+
 def copy_on_replica(
     owner: Any,
     pairs: Iterable[tuple[nn.Module, nn.Module]],
     excluded: Collection[str] = (),
 ) -> Any:
-    """A shallow copy of ``owner`` that refers to a replica's parts.
-
-    ``pairs`` are modules of the user's with those of the replica. The parts are in the
-    place of the user's in its attributes, and in lists, tuples and dicts that are
-    attributes. All else is shared with the owner, so this is for
-    functions of libraries; the user's take turns. An owner that is a part itself is the
-    replica's part.
-    """
-    values = ModulePairs(pairs).of_replica()
-    if id(owner) in values:
-        return values[id(owner)]
-
-    def exchanged(value: Any) -> Any:
-        return values.get(id(value), value)
-
-    copied = copy.copy(owner)
-    for name, value in attributes_of(owner).items():
-        if name in excluded:
-            continue
-        candidates = [value]
-        # Longer containers are data, and not read in each call.
-        if isinstance(value, (list, tuple, dict)) and len(value) <= MAX_ENTRIES:
-            candidates += parts_of(value).entries
-        if values.keys() & map(id, candidates):
-            vars(copied)[name] = nested.map_atoms(exchanged, value)
-    return copied
+    """A shallow copy of ``owner`` that refers to a replica's parts, for one call."""
+    return CopiesOnReplica(owner, pairs, excluded).copy()

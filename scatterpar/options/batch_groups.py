@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from scatterpar.batch import nested
 from scatterpar.devices.fingerprints import Fingerprints
 from scatterpar.devices.transfers import Prefetcher
-from scatterpar.devices.write_counters import version, versions
+from scatterpar.devices.write_counters import versions
 from scatterpar.errors import warn
 from scatterpar.objects.journal import Journal
 from scatterpar.objects.walk import Walk
@@ -92,8 +92,7 @@ class BatchGroups:
         self._workers = workers
         self._copies: list[Prefetcher] = []  # of the last group's batches
         self._are_replicas_fresh = False  # whether they have had the user's values
-        # By replica, where its parameters and buffers are stored.
-        self._addresses: dict[int, set[int | None]] = {}
+        self._states: list[_ReplicaState] = []  # those of the replicas
         # Of what replicas share: before the first group, in which it is compared.
         self._journal: Journal | None = None
         self._is_first = True
@@ -172,10 +171,7 @@ class BatchGroups:
             warn(_CHANGED)
         replicas.refresh(self._module, None, attempt.transfers)
         self._are_replicas_fresh = True
-        self._addresses = {
-            number: set(map(_address, replica.tensors))
-            for number, replica in enumerate(replicas.of_model.replicas)
-        }
+        self._states = [*map(_ReplicaState, replicas.of_model.replicas)]
         return parameter_writes_refused(replicas.replica_sets)
 
     def _call(
@@ -196,66 +192,81 @@ class BatchGroups:
         arrived = moved_together(copies, replica.device, batch, copies_all=True)
         copies.issue(0)
         copies.wait_on_stream(0)
-        before = _ReplicaState(replica, compares_bits=self._is_first)
+        state = self._states[number]
+        state.begin(compares_bits=self._is_first)
         with torch.no_grad():
             result = self._function(replica.root, arrived)
-        names = before.written()
-        written = self._addresses[number]
-
-        def kept(tensor: Tensor) -> Tensor:
-            tensor = tensor.detach()
-            # The module's next call may write an output that is its buffer.
-            return tensor.clone() if _address(tensor) in written else tensor
-
-        return nested.map_tensors(kept, result), names
+        return nested.map_tensors(state.kept, result), state.written()
 
 
 class _ReplicaState:
-    """The state of a replica before a call.
+    """The state of a replica, and what a call has written of it.
 
-    Args:
-        replica: it is as refreshed.
-        compares_bits: whether tensors are compared by their bits, too, which shows
-            writes through ``.data``. The host waits for the device.
+    Made when the replica is as refreshed, as it is before each call.
     """
 
-    def __init__(self, replica: Replica, *, compares_bits: bool) -> None:
+    def __init__(self, replica: Replica) -> None:
         self._replica = replica
         self._buffers = dict(replica.root.named_buffers())
         # Replicas in one memory share parameters, and others refuse writes to them.
         self._own = replica.own_tensors()
-        self._versions = versions([*self._own.values()])
+        self._addresses = set(map(_address, replica.tensors))
+        # Before the present call.
+        self._versions: list[int] = []
         self._bits: Fingerprints | None = None
+
+    def begin(self, *, compares_bits: bool) -> None:
+        """A call begins.
+
+        With ``compares_bits``, tensors are compared by their bits, too, which shows
+        writes through ``.data``. The host waits for the device.
+        """
+        self._versions = versions([*self._own.values()])
+        self._bits = None
         if compares_bits:
-            self._bits = Fingerprints(self._own, replica.device)
+            self._bits = Fingerprints(self._own, self._replica.device)
 
     def written(self) -> list[str]:
-        """The names of what a call has written since."""
+        """The names of what the call has written."""
         replica = self._replica
-        after = dict(replica.root.named_buffers())
-        names = [*(self._buffers.keys() ^ after.keys())]
-        names_by_id = {id(buffer): name for name, buffer in self._buffers.items()}
-        written = {
-            number
-            for number, tensor, earlier in zip(
-                self._own, self._own.values(), self._versions, strict=True
-            )
-            if version(tensor) != earlier
-        }
+        # Mostly nothing was rebound. Then buffers are those of before.
+        is_as_refreshed = replica.is_as_refreshed()
+        names: list[str] = []
+        if not is_as_refreshed:
+            names += self._rebound_buffers()
+        present = versions([*self._own.values()])
+        written: set[int] = set()
+        if present != self._versions:
+            triples = zip(self._own, present, self._versions, strict=True)
+            written = {number for number, now, earlier in triples if now != earlier}
         if self._bits is not None:
             bits = Fingerprints(self._own, replica.device)
             written |= bits.differing_from(self._bits)
-        for number in written:
-            names.append(names_by_id.get(id(self._own[number]), "a tensor"))
-        for name, buffer in self._buffers.items():
-            if name in after and after[name] is not buffer:
-                names.append(name)
+        if written:
+            names_by_id = {id(buffer): name for name, buffer in self._buffers.items()}
+            for number in written:
+                names.append(names_by_id.get(id(self._own[number]), "a tensor"))
         # Batch normalisation may record moments in the place of writing them.
         if written_unseen(replica.modules) or any(replica.records.values()):
             names.append("running statistics")
-        if not names and not replica.has_equal_values():
+        if not (names or is_as_refreshed or replica.has_equal_values()):
             names.append("an attribute of a module")
         return names
+
+    def _rebound_buffers(self) -> list[str]:
+        """The names of buffers that the call has registered, deleted or replaced."""
+        after = dict(self._replica.root.named_buffers())
+        names = [*(self._buffers.keys() ^ after.keys())]
+        for name, buffer in self._buffers.items():
+            if name in after and after[name] is not buffer:
+                names.append(name)
+        return names
+
+    def kept(self, tensor: Tensor) -> Tensor:
+        """A tensor of a result, without its graph, in memory that no call writes."""
+        tensor = tensor.detach()
+        # The module's next call may write an output that is its buffer.
+        return tensor.clone() if _address(tensor) in self._addresses else tensor
 
 
 def _address(tensor: Tensor) -> int | None:

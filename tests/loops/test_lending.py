@@ -16,6 +16,7 @@ from torch import nn
 
 from scatterpar import ScatterOnceParallel
 from scatterpar.loops.lending import (
+    CopiesOnReplica,
     Lending,
     LentCopies,
     ModulePairs,
@@ -240,6 +241,26 @@ def test_copy_shares_what_leads_to_no_part():
     assert copied.models == {"one": copied.model} != owner.models
     assert copied.kept is owner.model
     assert copy_on_replica(owner.model, pairs) is copied.model
+
+
+def test_copies_follow_the_owner():
+    """What is searched once would be what the owner was before."""
+    owner, pairs = copied_pair()
+    owner.number = 1
+    owner.models = [owner.model]
+    owner.others = []
+    copies = CopiesOnReplica(owner, pairs)
+    first = copies.copy()
+    first.number = 5
+    owner.models.clear()
+    owner.others.append(owner.model)
+    second = copies.copy()
+    assert second.number == 1
+    assert second.models is owner.models
+    assert second.others == [first.model]
+    owner.number, owner.model = 2, None
+    third = copies.copy()
+    assert (third.number, third.model) == (2, None)
 
 
 ELSEWHERE = torch.device("meta")

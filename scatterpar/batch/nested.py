@@ -294,40 +294,6 @@ def _is_of_cache(item: Any) -> bool:
     return isinstance(item, (Tensor, list)) or is_cache(item)
 
 
-def refuse_unjoinable(output: Any) -> None:
-    """Refuse distributions and sparse tensors in an output whose rows are joined.
-
-    Nobody can detach or join a distribution's tensors. The gradients of joined rows are
-    dense.
-    """
-    for atom in atoms(output):
-        if isinstance(atom, torch.distributions.Distribution):
-            raise TypeError(
-                f"the module's output contains a {type(atom).__name__}, a "
-                "distribution, whose tensors can be neither detached nor joined; "
-                "return the tensors that it is made of, and make it in the criterion"
-            )
-        is_tensor = isinstance(atom, Tensor) and not atom.is_nested
-        if is_tensor and atom.layout != torch.strided:
-            raise TypeError(
-                f"the module's output contains a tensor of layout {atom.layout}, "
-                "which whole_batch=True cannot join; return it dense, by .to_dense()"
-            )
-
-
-def refuse_generators(output: Any) -> None:
-    """Refuse generators in an output.
-
-    They would run later, outside of any replica's context.
-    """
-    for atom in atoms(output):
-        if isinstance(atom, Iterator):
-            raise TypeError(
-                f"the module's output contains a {type(atom).__name__} that has not "
-                f"been consumed; return a list or tuple of its items"
-            )
-
-
 def _refuse_other_keys(values: Sequence[Any]) -> None:
     """Raise ``ValueError`` for mappings with different keys."""
     if not isinstance(values[0], Mapping):

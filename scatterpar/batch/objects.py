@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from scatterpar.batch import nested
 
 _DEPTH = 3  # an object, an object or list in it, and what that holds
-_DEPTH_OF_OUTPUTS = 5  # a distribution of another one, in a dict of an object
 _WITHOUT_ROWS = (*nested.PLAIN_CLASSES, type, nn.Module)
 
 
@@ -32,7 +31,7 @@ def unsplit_rows(value: Any, dim: int, sizes: Container[int]) -> str | None:
     """
     names: dict[int, str] = {}  # by size, the first attribute that has it
     for name, attribute in _attributes(value).items():
-        for tensor in _tensors(attribute, _DEPTH):
+        for tensor in tensors_within(attribute, _DEPTH):
             if -tensor.ndim <= dim < tensor.ndim:
                 names.setdefault(tensor.size(dim), name)
     # As of the nodes and edges of a graph: one may be the number of rows by chance.
@@ -50,24 +49,6 @@ def remedy_for(value: Any) -> str:
     if hasattr(value, "__dict__"):
         return f"a dict of them, such as vars(value), and build the {kind} in forward"
     return f"a dict of them, by name, and build the {kind} in forward"
-
-
-def refuse_graphs(output: Any) -> None:
-    """Refuse objects in an output, such as distributions, whose tensors have a graph.
-
-    Nobody can detach these tensors, and each would keep a graph alive after the step.
-    """
-    for atom in nested.atoms(output):
-        # A mapping or tensor has no attributes here: its tensors are detached already.
-        if any(
-            tensor.grad_fn is not None for tensor in _tensors(atom, _DEPTH_OF_OUTPUTS)
-        ):
-            raise TypeError(
-                f"the output contains a {type(atom).__name__}, whose tensors have a "
-                "graph and cannot be detached; return the tensors that it is made of, "
-                "in a tuple, dict or dataclass, or pass return_outputs=function, which "
-                "selects them"
-            )
 
 
 def _attributes(value: Any) -> dict[str, Any]:
@@ -91,7 +72,7 @@ def _attributes(value: Any) -> dict[str, Any]:
     return attributes
 
 
-def _tensors(value: Any, depth: int) -> list[Tensor]:
+def tensors_within(value: Any, depth: int) -> list[Tensor]:
     """The tensors in ``value``, at most ``depth`` objects or containers deep."""
     values = nested.walk([value], _children, depth)
     return [inner for inner in values if isinstance(inner, Tensor)]

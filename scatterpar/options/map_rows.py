@@ -20,6 +20,7 @@ from torch import nn
 
 from scatterpar.batch import nested
 from scatterpar.batch.joining import Lists
+from scatterpar.batch.refused_outputs import refuse_generators
 from scatterpar.devices.memory import is_out_of_memory
 from scatterpar.errors import add_note
 from scatterpar.objects.references import module_of, named_values
@@ -206,7 +207,7 @@ class _Work:
                 add_note(error, _CONTAINERS)
                 raise
             raise misfit from error
-        nested.refuse_generators(output)
+        refuse_generators(output)
         return nested.map_tensors(detached, output)
 
     def of_share(self, task: ReplicaTask, proceed: Proceed) -> list[Any]:

@@ -34,6 +34,7 @@ from scatterpar.batch import nested
 from scatterpar.batch.batch import Batch, batch_of
 from scatterpar.batch.joining import join_rows, tensors_by_place
 from scatterpar.batch.markers import Marker, unwrap_markers
+from scatterpar.batch.refused_outputs import refuse_unjoinable
 from scatterpar.devices.bits import same_bits
 from scatterpar.devices.copies import to_numbers
 from scatterpar.devices.memory import is_out_of_memory
@@ -366,7 +367,7 @@ class WholeBatch:
     def _joined(self) -> Any:
         """All outputs as one. No leaves: a criterion may write them in place."""
         if len(self._pieces) > 1:
-            nested.refuse_unjoinable(self._pieces)
+            refuse_unjoinable(self._pieces)
         joined = join_rows(
             self._pieces,
             self._request.dim,

@@ -24,6 +24,7 @@ from scatterpar.batch import nested
 from scatterpar.batch.batch import batch_of
 from scatterpar.batch.joining import join_rows
 from scatterpar.batch.markers import count_rows
+from scatterpar.batch.refused_outputs import refuse_generators
 from scatterpar.devices.bits import same_bits
 from scatterpar.devices.copies import to_device
 from scatterpar.devices.device_ids import DeviceLike, resolve
@@ -267,7 +268,7 @@ class DataParallelModel(_OfPair[ModuleT]):
                 with writes.watched("forward", "inputs", arguments) as watch:
                     output = replica(*args, **kwargs)
                     watch.result = output
-                nested.refuse_generators(output)
+                refuse_generators(output)
                 return output
 
             outputs = tuple(self._run(plan, output_of, transfers))

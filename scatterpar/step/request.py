@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from scatterpar.batch.batch import Batch, batch_of, batches_of
+from scatterpar.batch.batch import Batch, batch_of
+from scatterpar.batch.several_batches import batches_of
 from scatterpar.devices.copies import to_numbers
 from scatterpar.devices.virtual_devices import physical
 from scatterpar.objects.references import module_of, read_attribute

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from scatterpar.batch import nested
-from scatterpar.batch.objects import refuse_graphs
+from scatterpar.batch.refused_outputs import refuse_generators, refuse_graphs
 from scatterpar.devices.copies import to_numbers
 from scatterpar.devices.write_counters import version
 from scatterpar.replicas.replicas import parameter_writes_refused
@@ -336,7 +336,7 @@ def detached_output(output: Any, return_outputs: bool | Callable[[Any], Any]) ->
     if callable(return_outputs):
         with torch.no_grad():
             output = nested.map_tensors(detached, return_outputs(output))
-    nested.refuse_generators(output)
+    refuse_generators(output)
     refuse_graphs(output)
     return output
 

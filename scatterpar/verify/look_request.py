@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from scatterpar.batch.batch import batches_of
+from scatterpar.batch.several_batches import batches_of
 from scatterpar.numerics.comparison import Inconclusive
 from scatterpar.plan import Plan, make_plan
 from scatterpar.step.attempt import Attempt

@@ -116,13 +116,6 @@ def test_mapping_iterating_rows_refused():
         nested.atoms(Table(x=1))
 
 
-def test_generators_distributions_refused():
-    with pytest.raises(TypeError, match="a generator that has not been consumed"):
-        nested.refuse_generators({"rows": (row for row in [1])})
-    with pytest.raises(TypeError, match="a Normal, a distribution"):
-        nested.refuse_unjoinable([torch.distributions.Normal(0.0, 1.0)])
-
-
 def test_walk_ends_at_depth_and_number():
     """Values that raise are passed over."""
     lists = [1, [2, [3, [4]]]]

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import scatterpar
-from scatterpar.batch.batch import batches_of
+from scatterpar.batch.several_batches import batches_of
 
 ROOT = Path(__file__).parent.parent.parent
 CLASSES = 3

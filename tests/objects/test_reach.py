@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from scatterpar.batch.objects import refuse_graphs
+from scatterpar.batch.refused_outputs import refuse_graphs
 from scatterpar.objects.reach import distinguishing_values, reachable, values_to_search
 from scatterpar.objects.walk import Walk
 from scatterpar.replicas.module_contents import ModuleContents

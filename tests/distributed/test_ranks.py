@@ -290,14 +290,22 @@ def quantised():
     return module
 
 
+def called_once():
+    module = nn.LazyLinear(3)
+    module(torch.zeros(1, 2))
+    return module
+
+
 MODULES = {
     "small": lambda: nn.Linear(2, 3),
     "wider": lambda: nn.Linear(2, 4),
     "table": lambda: nn.Embedding(2, 3),
     "sparse table": lambda: nn.Embedding(2, 3, sparse=True),
     "lazy": lambda: nn.LazyLinear(3),
+    "called once": called_once,
     "quantised": quantised,
 }
+MENDED = {"lazy": "called once", "sparse table": "table", "quantised": "small"}
 
 
 def construct(group, modules, options):
@@ -336,7 +344,8 @@ def test_accelerator_of_two_ranks_refused(by_rank, is_refused):
 
 DIFFER = "the ranks' modules differ: rank 0 has "
 WEIGHT = r"parameter 'weight' of shape \(3, 2\), torch.float32"
-# the modules of ranks 0 and 2 and of rank 1, the options of rank 1, and the words
+# The modules of ranks 0 and 2 and of rank 1, the options of rank 1, and the words. The
+# error's remedy: the same module and options on all, or what ``MENDED`` has in its place.
 REFUSED = {
     "another shape": (
         "small",
@@ -391,6 +400,8 @@ def test_refusal_is_the_same_on_all_ranks(name):
     assert kind == "ValueError"
     assert re.match(words, text)
     assert found == [found[0]] * 3
+    mended = MENDED.get(first, first)
+    assert run_on_ranks(3, construct, [mended] * 3, [{}] * 3) == [None] * 3
 
 
 def layers():

@@ -13,8 +13,6 @@ from harness.pages import read
 import scatterpar
 
 PACKAGE = Path(scatterpar.__file__).parent
-# A command line, whose errors name the option.
-TOOLS = {"train"}
 # Classes of errors that a user sees.
 ERRORS = {
     "AttributeError",
@@ -25,6 +23,7 @@ ERRORS = {
     "RuntimeError",
     "TimeoutError",
     "TypeError",
+    "UsageError",
     "ValueError",
 }
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -78,9 +77,7 @@ def text_of(node: ast.AST) -> str:
 
 
 def files() -> list[Path]:
-    """The sources without the command line's."""
-    paths = sorted(PACKAGE.rglob("*.py"))
-    return [path for path in paths if path.relative_to(PACKAGE).parts[0] not in TOOLS]
+    return sorted(PACKAGE.rglob("*.py"))
 
 
 def refusals() -> dict[str, list[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import os
+import shutil
 import unicodedata
 from pathlib import Path
 
@@ -164,6 +165,29 @@ LAYOUTS = {
 }
 
 
+# What the error names is done: what is moved or removed, or is written or named instead.
+REMEDIES = {
+    "two names of a part": lambda photos: shutil.rmtree(photos / "valid"),
+    "other names of parts": lambda photos: [
+        (photos / "training_set").rename(photos / "train"),
+        (photos / "test_set").rename(photos / "val"),
+    ],
+    "one level too high": lambda photos: photos / "train",
+    "folders in a class": lambda photos: [
+        shutil.rmtree(photos / "cat" / name) for name in ("young", "old")
+    ],
+    "beside": lambda photos: (photos / "stray.jpg").unlink(),
+    "side by side": lambda photos: write(photos.with_name("own"), classes_of()),
+    "no labels": lambda photos: photos / "train",
+    "strange class": lambda photos: write(photos / "train", classes_of("bird")),
+    "other endings": lambda photos: (
+        Image.new("RGB", (8, 8)).save(photos / "bird" / "2.png"),
+        Image.new("RGB", (8, 8)).save(photos / "bird" / "3.png"),
+    ),
+    "a file": lambda photos: write(photos.with_name("own"), classes_of()),
+}
+
+
 @pytest.mark.pictures
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_other_layout_refused_with_the_right_one(tmp_path, kind):
@@ -172,6 +196,10 @@ def test_other_layout_refused_with_the_right_one(tmp_path, kind):
     refused(LAYOUTS[kind], photos, **options)
     if kind not in ("strange class", "other endings"):
         refused("train/CLASS/1.jpg with val/CLASS/2.jpg", photos, **options)
+    remedy = REMEDIES[kind](photos)
+    folder = remedy if isinstance(remedy, Path) else photos
+    options = {} if (folder / "val").exists() else {"val": 0.5}
+    assert {*opened(folder, **options).parts} >= {TRAIN, VAL}
 
 
 @pytest.mark.pictures

@@ -1093,8 +1093,8 @@ SABOTAGES = [
         promise="exact",
         file="devices/relay.py",
         place="relay",
-        text="pairwise(range(len(devices)))",
-        replacement="pairwise(range(len(devices) - 1))",
+        text="pairwise(zip(devices, places, strict=True))",
+        replacement="pairwise(zip(devices[:-1], places, strict=False))",
         seen_by="test_all_get_values_of_the_first",
     ),
     Sabotage(

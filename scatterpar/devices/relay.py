@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import pairwise
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,61 +41,86 @@ def relay(
     """
     pieces = cut(flat[0], len(devices), coalescing.CHUNK_BYTES)
     packed = [piece for piece in pieces if len(piece.parts) > 1]
-    size = buffer_bytes(packed) if packed else 1
-    # At least two: a piece may arrive while the one before is sent on.
-    in_memory = max(
-        MESSAGES_IN_BUFFERS, MESSAGES_IN_BUFFERS * coalescing.CHUNK_BYTES // size
-    )
-    num_buffers = min(len(packed), in_memory)
-    buffers = [memory.empty(num_buffers * size, torch.uint8, d) for d in devices]
-    # By number of the sender and of its buffer: when it was last read.
-    read: dict[tuple[int, int], torch.Event | None] = {}
-    # The pieces in buffers, by number of the buffer.
-    arrived: list[Piece[_Key]] = []
+    buffers = _PieceBuffers(packed, flat, devices)
     with Lanes(devices, transfers, phase) as lanes:
         for piece in pieces:
-            parts = piece.of(flat[0])
-            is_packed = len(parts) > 1
-            turn = len(arrived)
-            source = parts[0]
-            if is_packed:
-                lanes.use_departing(devices[0])
-                source = piece.in_buffer(buffers[0][turn * size :])
-                piece.pack(parts, source)
-                arrived.append(piece)
-            for sender, receiver in pairwise(range(len(devices))):
-                if is_packed:
-                    target = piece.in_buffer(buffers[receiver][turn * size :])
-                    event = read.get((receiver, turn))
-                    lanes.receive_after(event, devices[receiver])
-                else:
-                    (target,) = piece.of(flat[receiver])
-                lanes.send(source, devices[sender], target, devices[receiver])
-                if is_packed:
-                    read[sender, turn] = lanes.sent(devices[sender])
-                lanes.send_arrived(devices[receiver])
-                source = target
-            is_last = piece is pieces[-1]
-            if arrived and (len(arrived) == num_buffers or is_last):
-                for receiver in range(1, len(devices)):
-                    lanes.use_arriving(devices[receiver])
-                    _unpack(arrived, buffers[receiver], size, flat[receiver])
-                arrived = []
+            if len(piece.parts) > 1:
+                buffers.send(piece, lanes)
+                continue
+            # A part of one tensor needs no buffer.
+            places = [piece.of(of_device)[0] for of_device in flat]
+            links = pairwise(zip(devices, places, strict=True))
+            for (sender, source), (receiver, target) in links:
+                lanes.send(source, sender, target, receiver)
+                lanes.send_arrived(receiver)
+        buffers.unpack(lanes)
 
 
-def _unpack(
-    pieces: Sequence[Piece[_Key]],
-    buffer: Tensor,
-    size: int,
-    flat: Mapping[_Key, Tensor],
-) -> None:
-    """Copy pieces out of the buffers of a device, with few launches."""
-    by_dtype: defaultdict[torch.dtype, tuple[list[Tensor], list[Tensor]]]
-    by_dtype = defaultdict(lambda: ([], []))
-    for number, piece in enumerate(pieces):
-        targets, sources = by_dtype[piece.dtype]
-        targets += piece.of(flat)
-        packed = piece.in_buffer(buffer[number * size :])
-        sources += packed.split(piece.sizes)
-    for targets, sources in by_dtype.values():
-        torch._foreach_copy_(targets, sources)
+class _PieceBuffers(Generic[_Key]):
+    """Equal buffers on all devices, for pieces that are packed.
+
+    ::
+
+        buffer 0    packed, sent to all        unpacked
+        buffer 1    packed, sent to all        unpacked
+        buffer 0                               packed, sent to all
+
+    They are unpacked together, when all are full, because that takes few launches.
+    """
+
+    def __init__(
+        self,
+        packed: Sequence[Piece[_Key]],
+        flat: Sequence[Mapping[_Key, Tensor]],
+        devices: Sequence[torch.device],
+    ) -> None:
+        self._flat = flat
+        self._devices = devices
+        self._size = buffer_bytes(packed) if packed else 1
+        # At least two: a piece may arrive while the one before is sent on.
+        in_memory = MESSAGES_IN_BUFFERS * coalescing.CHUNK_BYTES // self._size
+        self._count = min(len(packed), max(MESSAGES_IN_BUFFERS, in_memory))
+        num_bytes = self._count * self._size
+        self._memories = [memory.empty(num_bytes, torch.uint8, d) for d in devices]
+        # By number of the buffer: when each device has sent it on.
+        self._sent: list[dict[torch.device, torch.Event | None]] = []
+        for _ in range(self._count):
+            self._sent.append({})
+        self._full: list[Piece[_Key]] = []
+
+    def _places(self, piece: Piece[_Key], number: int) -> list[Tensor]:
+        """The memory of a piece in the buffer of this number, on each device."""
+        start = number * self._size
+        return [piece.in_buffer(buffer[start:]) for buffer in self._memories]
+
+    def send(self, piece: Piece[_Key], lanes: Lanes) -> None:
+        """Pack a piece on the first device, and send it to all others."""
+        number = len(self._full)
+        places = self._places(piece, number)
+        lanes.use_departing(self._devices[0])
+        piece.pack(piece.of(self._flat[0]), places[0])
+        sent = self._sent[number]
+        links = pairwise(zip(self._devices, places, strict=True))
+        for (sender, source), (receiver, target) in links:
+            # The piece before may not have left the buffer.
+            lanes.receive_after(sent.get(receiver), receiver)
+            lanes.send(source, sender, target, receiver)
+            sent[sender] = lanes.sent(sender)
+            lanes.send_arrived(receiver)
+        self._full.append(piece)
+        if len(self._full) == self._count:
+            self.unpack(lanes)
+
+    def unpack(self, lanes: Lanes) -> None:
+        """Copy all pieces in buffers to the tensors of the receivers."""
+        for receiver in range(1, len(self._devices)):
+            lanes.use_arriving(self._devices[receiver])
+            sources: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
+            targets: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
+            for number, piece in enumerate(self._full):
+                packed = self._places(piece, number)[receiver]
+                sources[piece.dtype] += packed.split(piece.sizes)
+                targets[piece.dtype] += piece.of(self._flat[receiver])
+            for dtype, arrived in sources.items():
+                torch._foreach_copy_(targets[dtype], arrived)
+        self._full = []

@@ -48,12 +48,11 @@ class CallerContext:
     Grad and inference mode, autocast, default device, saved-tensor hooks, context
     variables, and streams. They are captured at construction, and entered in another
     thread, which may use tensors that the caller has computed on any stream. Modes of
-    torch are not carried over, because few can work in several threads; a warning says
-    so.
+    torch are not carried over, because few can work in several threads:
+    ``warn_of_what_replicas_lack``.
     """
 
     def __init__(self) -> None:
-        _warn_of_what_replicas_lack()
         self._variables = contextvars.copy_context()
         self._streams = streams.current_streams()
         self._default_device = torch.get_default_device()
@@ -98,7 +97,8 @@ class CallerContext:
             return work(*args)
 
 
-def _warn_of_what_replicas_lack() -> None:
+def warn_of_what_replicas_lack() -> None:
+    """Warn of modes and profilers of this thread, which see no thread of a replica."""
     # Such as FlopCounterMode, which counts the caller's operators alone.
     names = modes()
     if names:

@@ -30,7 +30,11 @@ from scatterpar.devices import memory, streams
 from scatterpar.devices.virtual_devices import physical
 from scatterpar.errors import Refusal, add_note, leave_out_own_frames
 from scatterpar.libraries import is_library_file
-from scatterpar.threads.caller_context import CallerContext, no_autocast_cache
+from scatterpar.threads.caller_context import (
+    CallerContext,
+    no_autocast_cache,
+    warn_of_what_replicas_lack,
+)
 from scatterpar.threads.interrupts import Interrupts
 from scatterpar.threads.process_settings import SETTINGS_KEPT
 from scatterpar.torch_private.modules import parametrized_in_threads
@@ -281,6 +285,7 @@ class Workers:
                     self.interrupts.allowed(),
                 ):
                     return [modules[0](*inputs[0])]
+            warn_of_what_replicas_lack()
             context = CallerContext()
             calls = [
                 context.bound(device, module, args)

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from torch.utils._python_dispatch import BaseTorchDispatchMode
 
 from scatterpar.threads.new_thread import call_in_new_thread
 
@@ -33,6 +34,13 @@ def test_thread_has_the_callers_context():
             assert call_in_new_thread(context) == ("of the caller", False)
     finally:
         VARIABLE.reset(token)
+
+
+def test_mode_of_the_caller_is_no_replicas(recwarn):
+    """``splitcheck`` forks in such a thread, and has no replicas to speak of."""
+    with BaseTorchDispatchMode():
+        assert call_in_new_thread(int, "3") == 3
+    assert not recwarn.list
 
 
 def test_error_is_the_callers_and_thread_ends():

@@ -288,7 +288,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         assert evaluation is not None
         inputs: Any = None
         if ahead.is_at_group and evaluation.has_groups:
-            batches = ahead.read(len(self._engine.device_ids))
+            batches = ahead.read(evaluation.group_size)
             inputs = [self._inputs_of(learn, batch) for batch in batches[1:]]
             inputs.insert(0, learn.xb)
             self._places = deque(map(_places, inputs))

@@ -5,11 +5,13 @@ A stock loop computes one batch after the other::
     for batch in loader:
         result = prediction_step(model, batch)
 
-A function of a library computes a group of batches, one per replica, at the same time.
+A function of a library computes a group of batches, on all replicas at the same time.
 The loop gets their results one by one::
 
-    0 1 2 | 3 4 5 | 6        7 batches on 3 replicas: 3 groups
-    ^       ^       ^        replicas compute when the loop asks for these results
+    0 1 2 | 3 4 5 6 7 8 | 9        10 batches on 3 replicas: 3 groups
+    ^       ^             ^        replicas compute when the loop asks for these results
+
+The first group has one batch per replica, later ones have several if they are small.
 
 A function of the user's takes turns, batch *i* on device *i* mod N, in the order of the
 loop. Kernels of different devices overlap, because the function returns when they are
@@ -100,6 +102,12 @@ class Evaluation:
         """Whether the next batches may be a group."""
         return self._groups is not None
 
+    @property
+    def group_size(self) -> int:
+        """How many batches the next group may have."""
+        assert self._groups is not None
+        return self._groups.size
+
     def results(self, batches: Sequence[Any]) -> list[tuple[Any, torch.device]]:
         """The results of a group, with their devices.
 
@@ -126,7 +134,7 @@ class Evaluation:
             # The batch is computed by the user's module as it is, on its own device.
             self._turns = self._begin_turns()
             return []
-        return [*zip(results, self.engine.device_ids, strict=False)]
+        return [*zip(results, self._groups.devices, strict=True)]
 
     def synchronize(self) -> None:
         """Wait until batches of groups are copied: a loader may write their memory."""
@@ -241,7 +249,7 @@ class BatchesAhead:
                 return None
             group = inputs
             if group is None:
-                group = self.read(len(evaluation.engine.device_ids))
+                group = self.read(evaluation.group_size)
             self._ready_results.extend(evaluation.results(group))
             if not self._ready_results:
                 return None

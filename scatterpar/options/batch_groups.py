@@ -2,21 +2,24 @@
 
 ::
 
-    batch       0   1   2   3   4
-    replica     0   1   0   1   0
-    group       0   0   1   1   2
+    batch       0   1 | 2   3   4   5 | 6
+    replica     0   1 | 0   0   1   1 | 0
+    group       0   0 | 1   1   1   1 | 2
 
-The batches of a group are computed at the same time. Between groups nothing runs. No
-batch is divided, and nothing is joined. If a call writes state, such as a buffer or a
+Replicas compute a group at the same time. Between groups nothing runs, so a replica has
+several batches of a group if they are small and take little time: ``size``. No batch is
+divided, and nothing is joined. If a call writes state, such as a buffer or a
 counter, the next batch may depend on it, so no group is computed: ``StateWritten``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +39,11 @@ from scatterpar.step.replica_threads import Proceed
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import moved_together
 from scatterpar.threads.workers import Workers
+
+# Between groups replicas wait for each other and for the loop, which takes about 2 ms.
+_MAX_BATCHES = 4  # of a replica in a group
+_MAX_SECONDS = 0.05  # that a call takes if there are several: a loop shows its progress
+_MAX_BYTES = 2**23  # of a replica's batches and results: one large one is enough
 
 _CHANGED = (
     "the module has changed in the middle of an evaluation, such as by a callback; "
@@ -73,6 +81,10 @@ class BatchGroups:
         module: the user's.
         device_ids: one entry per replica.
         workers: the threads.
+
+    Attributes:
+        size: how many batches the next group may have.
+        devices: those of the last group's results.
     """
 
     def __init__(
@@ -96,6 +108,8 @@ class BatchGroups:
         # Of what replicas share: before the first group, in which it is compared.
         self._journal: Journal | None = None
         self._is_first = True
+        self.size = len(device_ids)
+        self.devices: list[torch.device] = []
 
     def results(self, batches: Sequence[Any]) -> list[Any]:
         """The function's results for a group, each on its replica's device.
@@ -104,7 +118,7 @@ class BatchGroups:
         is committed, and the error of the first batch that failed is raised.
 
         Args:
-            batches: one for each of the first replicas.
+            batches: in their order; each replica computes one or several.
 
         Raises:
             StateWritten: a call has written state. The next group is a first one.
@@ -118,17 +132,31 @@ class BatchGroups:
             with self._refreshed(attempt):
                 if self._is_first:
                     self._begin_watch()
-                calls = [*enumerate(batches)]
-                outcomes = attempt.threads.run(partial(self._call, attempt), calls)
-            names = {name for _, written in outcomes for name in written}
+                shares = [batches[each.start : each.stop] for each in plan.shares]
+                calls = [*enumerate(shares)]
+                work = partial(self._calls, attempt)
+                outcomes = list(chain.from_iterable(attempt.threads.run(work, calls)))
+            names = {name for outcome in outcomes for name in outcome.written}
             names.update(self._written_by_all())
             if names:
                 # The user's module gets what the batch writes when it is called.
                 self._are_replicas_fresh = False
+                self.size = len(self._device_ids)
                 raise StateWritten(sorted(names))
             self._is_first = False
+            # Which replica draws for a batch must not depend on time.
+            may_grow = not attempt.generators.drawn
             attempt.generators.commit()
-            return [result for result, _ in outcomes]
+            results = [outcome.result for outcome in outcomes]
+            self.size = len(self._device_ids)
+            if may_grow:
+                called = list(zip(batches, results, strict=True))
+                seconds = max(outcome.seconds for outcome in outcomes)
+                self.size *= _batches_per_replica(called, seconds)
+            self.devices = []
+            for share in plan.shares:
+                self.devices += [share.device] * share.rows
+            return results
 
     def _begin_watch(self) -> None:
         """Save what replicas share. Raises ``StateWritten`` if it cannot be saved."""
@@ -174,14 +202,24 @@ class BatchGroups:
         self._states = [*map(_ReplicaState, replicas.of_model.replicas)]
         return parameter_writes_refused(replicas.replica_sets)
 
-    def _call(
-        self, attempt: Attempt, call: tuple[int, Any], _: Proceed
-    ) -> tuple[Any, list[str]]:
-        """Call the function for a batch, in the thread of its replica.
+    def _calls(
+        self, attempt: Attempt, calls: tuple[int, Sequence[Any]], _: Proceed
+    ) -> list[_Called]:
+        """Call the function for a replica's batches, in its thread.
 
-        Returns its result, and the names of the buffers that the call has written.
+        Ends at a call that has written state.
         """
-        number, batch = call
+        number, batches = calls
+        called: list[_Called] = []
+        for batch in batches:
+            called.append(self._call(attempt, number, batch))
+            if called[-1].written:
+                break
+        return called
+
+    def _call(self, attempt: Attempt, number: int, batch: Any) -> _Called:
+        """Call the function for a batch on the replica with this number."""
+        start = time.perf_counter()
         replica: Replica = attempt.replicas.of_model.replicas[number]
         # What its last call has written, such as buffers, is none of this call's.
         with torch.inference_mode(False), torch.no_grad():
@@ -196,7 +234,35 @@ class BatchGroups:
         state.begin(compares_bits=self._is_first)
         with torch.no_grad():
             result = self._function(replica.root, arrived)
-        return nested.map_tensors(state.kept, result), state.written()
+        result = nested.map_tensors(state.kept, result)
+        return _Called(result, state.written(), time.perf_counter() - start)
+
+
+class _Called(NamedTuple):
+    """What a call for a batch has returned, and left.
+
+    Attributes:
+        result: without graphs, in memory that no later call writes.
+        written: the names of what it has written, such as buffers.
+        seconds: how long it took.
+    """
+
+    result: Any
+    written: Sequence[str]
+    seconds: float
+
+
+def _batches_per_replica(called: Sequence[tuple[Any, Any]], seconds: float) -> int:
+    """How many batches like these a replica has in a group.
+
+    Args:
+        called: batches, and their results.
+        seconds: how long the longest call took.
+    """
+    if seconds > _MAX_SECONDS:
+        return 1
+    sizes = [sum(tensor.nbytes for tensor in nested.tensors(each)) for each in called]
+    return max(1, min(_MAX_BATCHES, _MAX_BYTES // max(1, *sizes)))
 
 
 class _ReplicaState:

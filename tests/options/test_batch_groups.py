@@ -12,6 +12,7 @@ from harness.oracle import randn
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
+from scatterpar.options import batch_groups
 from scatterpar.options.batch_groups import StateWritten
 
 pytestmark = [pytest.mark.core, pytest.mark.draws]
@@ -268,6 +269,95 @@ def test_next_group_leaves_earlier_outputs(devices):
     for result in results:
         assert not result["last"].any()
         assert not result["rest"][0].any()
+
+
+def sizes(engine, function, batches, monkeypatch, seconds=float("inf")):
+    """The sizes of the next groups, after each of a loop that asks for them."""
+    monkeypatch.setattr(batch_groups, "_MAX_SECONDS", seconds)
+    groups = engine.batch_groups(function)
+    sizes, start = [groups.size], 0
+    while start < len(batches):
+        stop = start + sizes[-1]
+        groups.results(batches[start:stop])
+        sizes.append(groups.size)
+        start = stop
+    return sizes
+
+
+def large(replica, batch):
+    return torch.empty(2**20, dtype=torch.float64).expand(3, -1).contiguous()
+
+
+def draws(replica, batch):
+    return torch.rand(())
+
+
+GROWING = {
+    "small batches": (forward, {}, [2, 8, 8]),
+    "large results": (large, {}, [2, 2, 2, 2, 2, 2]),
+    "long calls": (forward, {"seconds": 0.0}, [2, 2, 2, 2, 2, 2]),
+    # Which numbers a batch gets would depend on time.
+    "draws": (draws, {}, [2, 2, 2, 2, 2, 2]),
+}
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_size_of_next_group(name, monkeypatch):
+    function, options, expected = GROWING[name]
+    with ScatterOnceParallel(model(), 1, VIRTUAL) as engine:
+        found = sizes(engine, function, BATCHES * 2, monkeypatch, **options)
+    assert found == expected
+
+
+def test_replica_computes_several_batches(devices, monkeypatch):
+    monkeypatch.setattr(batch_groups, "_MAX_SECONDS", float("inf"))
+    module = model()
+    with ScatterOnceParallel(module, 1, devices(2)) as engine, torch.no_grad():
+        numbers = {id(replica): n for n, replica in enumerate(engine.replicas)}
+        called = []
+
+        def notes(replica, batch):
+            called.append((numbers[id(replica)], len(batch)))
+            return replica(batch)
+
+        groups = engine.batch_groups(notes)
+        results = groups.results(BATCHES[:2])
+        assert [*map(str, groups.devices)] == [*map(str, engine.device_ids)]
+        results += groups.results(BATCHES)
+        first, second = engine.device_ids
+        assert groups.devices == [first] * 3 + [second] * 2
+    assert sorted(called[2:]) == [(0, 1), (0, 3), (0, 4), (1, 2), (1, 5)]
+    batches = BATCHES[:2] + BATCHES
+    for result, batch in zip(results, batches, strict=True):
+        assert torch.equal(result, module(batch))
+
+
+def test_state_of_a_replicas_second_batch_is_no_group(devices, monkeypatch):
+    """It is put back, and the next group has one batch per replica."""
+    monkeypatch.setattr(batch_groups, "_MAX_SECONDS", float("inf"))
+    module = CountsRows().eval()
+    with ScatterOnceParallel(module, 1, devices(2)) as engine:
+        groups = engine.batch_groups(forward)
+        groups.results(BATCHES[:2])
+        assert groups.size == 8
+        with pytest.raises(StateWritten, match="rows"):
+            groups.results([*BATCHES[:2], BATCHES[3], BATCHES[1]])
+        assert groups.size == 2
+    assert not module.rows
+
+
+class CountsRows(nn.Module):
+    """A buffer that calls write for batches of five rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, 2).double()
+        self.register_buffer("rows", torch.zeros(()))
+
+    def forward(self, inputs):
+        if len(inputs) == 5:
+            self.rows += 5
+        return self.layer(inputs) + self.rows
 
 
 CALLS: list[int] = []  # a global variable

@@ -79,8 +79,8 @@ class ShardedOptimizer(Optimizer):
         optimizer_class: an optimizer class that updates each parameter separately, such
             as ``torch.optim.AdamW``, or a function that makes such an optimizer.
         params: parameters or parameter groups on the master; by default all parameters
-            of ``engine.module``. Parameters outside the module are updated on the
-            master.
+            of ``engine.module``. Parameters outside the module, and buffers that are
+            trained, are updated on the master.
         defaults: the other arguments of ``optimizer_class``.
 
     Attributes:
@@ -270,6 +270,7 @@ class ShardedOptimizer(Optimizer):
             num_starts = Counter(map(Tensor.data_ptr, replica_set.tensors))
             numbers: dict[Tensor, int] = {}
             for slot in replica_set.slots:
+                # A forward pass may write its replica's own buffers.
                 if not slot.is_parameter:
                     continue
                 parameter = slot.tensor

@@ -17,7 +17,7 @@ import pytest
 import torch
 from harness.isolation import guarded
 from harness.models import CLASSES, FEATURES, mlp
-from harness.oracle import build, gradients, randint, randn
+from harness.oracle import build, gradients, randint, randn, seeded
 from harness.pairwise import pairwise
 from harness.rank_processes import run_on_ranks
 from torch import nn, optim
@@ -173,6 +173,42 @@ def test_each_device_has_its_part_of_state():
         pair.step(0)
         master, first, second, third = pair.sharded.state_bytes.values()
         assert first > second > third == master == 0
+
+
+class Scaled(nn.Module):
+    """Its scale is a buffer that is trained, and that each call moves."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES)
+        self.register_buffer("scale", torch.ones(100).requires_grad_())
+
+    def forward(self, rows):
+        self.scale.data.add_(0.01)
+        return self.linear(rows) * self.scale.mean()
+
+
+def test_trained_buffer_stays_on_master():
+    """Replicas in one memory share parameters, and have buffers of their own."""
+    trained_values = []
+    for is_sharded in (False, True):
+        with seeded():
+            model = Scaled()
+        leaves = [*model.parameters(), model.scale]
+        device_ids = ["cpu:0", "cpu:1", "cpu:1"]
+        with ScatterOnceParallel(model, 1, device_ids, verify=False) as engine:
+            optimizer = optim.AdamW(leaves, 0.1)
+            if is_sharded:
+                optimizer = ShardedOptimizer(engine, optim.AdamW, leaves, lr=0.1)
+            for number in range(3):
+                optimizer.zero_grad()
+                engine.forward_backward(*batch(number), nn.CrossEntropyLoss())
+                optimizer.step()
+            trained_values.append([leaf.tolist() for leaf in leaves])
+            if is_sharded:
+                on_master, _ = optimizer.state_bytes.values()
+                assert on_master == 2 * model.scale.nbytes + 4
+    assert trained_values[0] == trained_values[1]
 
 
 def trained(model, devices, numbers, saved=None):

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -74,6 +74,7 @@ from scatterpar.step.request import (
     LossCandidate,
     Reduction,
     Request,
+    StepOptions,
     check_module,
     check_synchronised,
     checked,
@@ -319,11 +320,8 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         targets: Any = None,
         criterion: Criterion | None = None,
         *,
-        reduction: Reduction | None = None,
-        count: CountFunction | None = None,
-        scaler: torch.amp.GradScaler | None = None,
         return_outputs: Literal[False] = False,
-        whole_batch: bool = False,
+        **options: Unpack[StepOptions],
     ) -> Tensor: ...
 
     @overload
@@ -333,11 +331,8 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         targets: Any = None,
         criterion: Criterion | None = None,
         *,
-        reduction: Reduction | None = None,
-        count: CountFunction | None = None,
-        scaler: torch.amp.GradScaler | None = None,
         return_outputs: Literal[True] | Callable[[Any], Any],
-        whole_batch: bool = False,
+        **options: Unpack[StepOptions],
     ) -> tuple[Tensor, tuple[Any, ...]]: ...
 
     @overload
@@ -347,11 +342,8 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         targets: Any = None,
         criterion: Criterion | None = None,
         *,
-        reduction: Reduction | None = None,
-        count: CountFunction | None = None,
-        scaler: torch.amp.GradScaler | None = None,
         return_outputs: bool | Callable[[Any], Any],
-        whole_batch: bool = False,
+        **options: Unpack[StepOptions],
     ) -> Tensor | tuple[Tensor, tuple[Any, ...]]: ...
 
     @never_compiled

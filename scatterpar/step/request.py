@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -98,6 +98,17 @@ class EngineOptions:
                 f"accum={self.accum} and micro_batch_size={size} both say how a share "
                 f"is cut; pass one of them"
             )
+
+
+class StepOptions(TypedDict, total=False):
+    """The keywords of ``forward_backward`` on which the type of its result does not
+    depend.
+    """
+
+    reduction: Reduction | None
+    count: CountFunction | None
+    scaler: torch.amp.GradScaler | None
+    whole_batch: bool
 
 
 @dataclass(frozen=True)

@@ -191,25 +191,9 @@ class _Group:
         """Search again from the root on."""
         walk = Walk([self._root], excluded=self._excluded, enters_modules=False)
         self.modules: list[nn.Module] = walk.modules
-        self.trained: dict[int, nn.Parameter] = {}
-        for key, tensor in walk.tensors.items():
-            if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
-                self.trained[key] = tensor
-        parts = [place for place in walk.places if place.kind is PlaceKind.PART]
-        self.made_of_others: dict[int, Any] = {}
-        for value in walk.values:
-            if isinstance(value, weakref.ref) and isinstance(value(), Tensor):
-                self.made_of_others[id(value)] = value
+        self.trained = _trained_parameters(walk)
+        self.made_of_others = _made_of_others(walk)
         leading = {*walk.tensors, *walk.weights, *self.made_of_others}
-        # Again, because a tuple may be part of another that was found before it.
-        size = -1
-        while size != len(leading):
-            size = len(leading)
-            for place in reversed(parts):
-                if id(place.value) in leading:
-                    parent = walk.values[place.parent]
-                    leading.add(id(parent))
-                    self.made_of_others[id(parent)] = parent
         self.places = [
             place
             for place in walk.places
@@ -221,6 +205,44 @@ class _Group:
         self.variables = [place for place in walk.places if place.kind in VARIABLES]
 
 
+def _trained_parameters(walk: Walk) -> dict[int, nn.Parameter]:
+    """The parameters that require grad, by ``id``."""
+    trained: dict[int, nn.Parameter] = {}
+    for key, tensor in walk.tensors.items():
+        if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+            trained[key] = tensor
+    return trained
+
+
+def _made_of_others(walk: Walk) -> dict[int, Any]:
+    """Values that lead to tensors and must be made again, by ``id``.
+
+    Weak references to tensors, and what has a tensor or one of these as a part. ::
+
+        value                      leads to a tensor by
+        partial(f, (w,))           its argument, a tuple
+        (w,)                       its entry, a parameter
+    """
+    made: dict[int, Any] = {}
+    for value in walk.values:
+        if isinstance(value, weakref.ref) and isinstance(value(), Tensor):
+            made[id(value)] = value
+    leading = {*walk.tensors, *walk.weights, *made}
+    parts = [place for place in walk.places if place.kind is PlaceKind.PART]
+    found_more = True
+    while found_more:
+        size = len(leading)
+        # The last first: a walk finds a value before its parts, unless another value
+        # has led to these.
+        for place in reversed(parts):
+            if id(place.value) in leading:
+                whole = walk.values[place.parent]
+                leading.add(id(whole))
+                made[id(whole)] = whole
+        found_more = len(leading) > size
+    return made
+
+
 def _has_keys(container: Any) -> bool:
     """Whether keys are tensors, or numbers that may be the ``id`` of one."""
     if not isinstance(container, (dict, set)) or len(container) > MAX_ENTRIES:
@@ -228,8 +250,7 @@ def _has_keys(container: Any) -> bool:
     kinds = {*map(type, container)}
     if kinds <= {str}:
         return False
-    if int in kinds and max(key for key in container if type(key) is int) > (
-        _LEAST_ADDRESS
-    ):
+    numbers = [key for key in container if type(key) is int]
+    if max(numbers, default=0) > _LEAST_ADDRESS:
         return True
     return any(issubclass(kind, Tensor) for kind in kinds)

@@ -52,6 +52,9 @@ _SHOWN_CLASSES = 20  # with their accuracy, in a line
 _COUNTED_CLASSES = 20  # with more, a confusion matrix is too wide for its numbers
 _NAMED_CLASSES = 40  # of a confusion matrix; with more, names would overlap
 _MISTAKES = 24  # that are kept to be drawn
+# What a tally adds up: images, their loss, those whose class has the highest score, and
+# those whose class has one of the five highest.
+_IMAGES, _LOSS, _RIGHT, _IN_TOP5 = range(4)
 _TILES = 48  # images of a mosaic
 _TILES_PER_LINE = 8
 _TILE_INCHES = 1.5
@@ -114,7 +117,8 @@ def load(path: Path, *, goes_on: bool = False) -> dict[str, Any]:
         problem = f"is not a checkpoint that can be read: {words_of(error):.200}"
         raise UsageError(f"{path} {problem}") from error
     file_format = state.get("format") if isinstance(state, dict) else None
-    if file_format not in ((_FORMAT,) if goes_on else _FORMATS_OF_MODELS):
+    formats = (_FORMAT,) if goes_on else _FORMATS_OF_MODELS
+    if file_format not in formats:
         raise UsageError(
             f"{path} is a checkpoint of another program or version: use the version "
             "that wrote it, or start a new run with another --out (earlier versions "
@@ -245,7 +249,7 @@ def stoppable(announcement: str) -> Iterator[list[int]]:
     """In the body, Ctrl-C and SIGTERM print the announcement, and are added to a list.
     A second one ends the process.
     """
-    received = list[int]()
+    received: list[int] = []
 
     def receive(number: int, _: FrameType | None) -> None:
         if received:
@@ -294,8 +298,6 @@ class Tally:
         if classes <= _CONFUSION_CLASSES:
             self.confusion = torch.zeros(classes, classes, dtype=torch.int64)
         self.mistakes: list[Mistake] = []
-        # Images, their loss, and those whose class has the highest score, or one of the
-        # five highest ones.
         # Single precision would lose images beyond 2^24.
         self._sums = torch.zeros(4, dtype=torch.float64)
 
@@ -306,6 +308,7 @@ class Tally:
         in_top5 = best == labels[:, None]
         is_right = in_top5[:, 0]
         loss = F.cross_entropy(scores, labels, reduction="sum")
+        # In the order of _IMAGES, _LOSS, _RIGHT and _IN_TOP5.
         sums = [len(labels), loss, is_right.sum(), in_top5.sum()]
         self._sums += torch.tensor(sums, dtype=torch.float64)
         if self.confusion is not None:
@@ -314,33 +317,42 @@ class Tally:
             self.confusion.index_put_(places, torch.tensor(1), accumulate=True)
         confidence = scores.softmax(1).amax(1).masked_fill(is_right, 0)
         # Right ones, which are zero now, are behind all wrong ones.
-        wrong = min(_MISTAKES, int((~is_right).sum()))
-        values, rows = confidence.topk(wrong)
-        classes = labels[rows].tolist(), predicted[rows].tolist()
-        # The images are a copy, because the batch is freed.
-        self.mistakes += map(Mistake, values.tolist(), *classes, images[rows])
+        num_wrong = int((~is_right).sum())
+        highest, rows = confidence.topk(min(_MISTAKES, num_wrong))
+        true_classes = labels[rows].tolist()
+        wrong_classes = predicted[rows].tolist()
+        # A copy, because the batch is freed.
+        wrong_images = images[rows]
+        for number, score in enumerate(highest.tolist()):
+            mistake = Mistake(
+                score,
+                true_classes[number],
+                wrong_classes[number],
+                wrong_images[number],
+            )
+            self.mistakes.append(mistake)
         self.mistakes.sort(key=lambda mistake: -mistake.score)
         del self.mistakes[_MISTAKES:]
 
     @property
     def images(self) -> int:
         """The number of images."""
-        return int(self._sums[0])
+        return int(self._sums[_IMAGES])
 
     @property
     def loss(self) -> float:
         """The mean loss of an image."""
-        return self._mean(1)
+        return self._mean(_LOSS)
 
     @property
     def accuracy(self) -> float:
         """The part of the images whose class was chosen."""
-        return self._mean(2)
+        return self._mean(_RIGHT)
 
     @property
     def accuracy_top5(self) -> float:
         """The part of the images whose class has one of the five highest scores."""
-        return self._mean(3)
+        return self._mean(_IN_TOP5)
 
     def _mean(self, column: int) -> float:
         return float(self._sums[column] / max(1, self.images))
@@ -365,7 +377,8 @@ def accuracies_in_words(accuracies: Mapping[str, float | None]) -> str:
     """Return a line with the accuracy of each class; of very many, the lowest ones."""
     texts = []
     for name, accuracy in accuracies.items():
-        texts.append(f"{name} {'-' if accuracy is None else f'{accuracy:.1%}'}")
+        shown = "-" if accuracy is None else f"{accuracy:.1%}"
+        texts.append(f"{name} {shown}")
     title = "accuracy per class"
     if len(texts) > _SHOWN_CLASSES:
         title = f"lowest accuracies of {len(texts):,} classes"
@@ -396,8 +409,9 @@ def draw_curves(metrics: Metrics, path: Path, *, images: int, tested: str) -> No
     epochs_of_steps = _values(steps, "images").cumsum() / images
     loss.plot(epochs_of_steps, _values(steps, "loss"), label="training loss")
     for axes, title in ((loss, "Loss"), (accuracy, "Accuracy")):
-        label = f"{tested} {title.lower()}"
-        values = _values(epochs, label.replace(" ", "_"))
+        quantity = title.lower()
+        values = _values(epochs, f"{tested}_{quantity}")
+        label = f"{tested} {quantity}"
         axes.plot(_values(epochs, "epoch"), values, "o-", label=label, markersize=4)
         axes.set(title=title, xlabel="Epoch", xlim=(0, None))
         # Whole epochs.

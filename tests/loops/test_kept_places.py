@@ -44,6 +44,16 @@ def test_places_lead_to_tensors_alone():
     assert id(owner.pairs[0][1]) in of_owner.made_of_others
 
 
+def test_tuple_in_tuples_that_are_found_later():
+    """What leads to a tensor is searched again until nothing is added."""
+    owner = Owner()
+    owner.pair = (owner.first, 1)
+    owner.deeper = [[(owner.pair, 2)]]
+    of_owner, _ = kept(owner)
+    assert id(owner.deeper[0][0]) in of_owner.made_of_others
+    assert any(place.holder is owner.deeper[0] for place in of_owner.places)
+
+
 def test_unchanged_places_are_not_searched_again(monkeypatch):
     owner = Owner()
     for places in kept(owner):

@@ -1854,6 +1854,16 @@ SABOTAGES = [
         needs="sentence_transformers",
     ),
     Sabotage(
+        name="a last step with as many rows as columns is refused",
+        promise="sentence-transformers",
+        file="integrations/sentence_transformers.py",
+        place="_WholeBatchLoop._inputs_of",
+        text="groups = [tuple(columns)]",
+        replacement="groups = [list(columns)]",
+        seen_by="test_run_equals_one_device_with_all_rows",
+        needs="sentence_transformers",
+    ),
+    Sabotage(
         name="a new picture moves those that are held out",
         promise="the tool: held out",
         file="train/data.py",

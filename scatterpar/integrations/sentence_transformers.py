@@ -123,9 +123,10 @@ class _WholeBatchLoop(TrainerLoop):
         """The engine's inputs: all columns, or one after the other if they have
         different numbers of rows.
         """
-        groups = [list(columns)]
+        # No lists of columns: one as long as the batch could be a list of rows.
+        groups = [tuple(columns)]
         if len({num_rows(column) for column in columns}) > 1:
-            groups = [[column] for column in columns]
+            groups = [(column,) for column in columns]
         return Rows.from_batches(
             {"work": self._outputs_of, "columns": group} for group in groups
         )

@@ -263,9 +263,18 @@ RUNS = {
     "bags of words": (MNRL, PAIRS, {"model": bags}),
     # A mean over rows, which by default sees the rows of a batch.
     "all rows": (losses.CosineSimilarityLoss, SCORED, {"own": {"whole_batch": True}}),
+    # The last step has as many rows as the loss has columns.
+    "two rows of pairs": (MNRL, lambda: data("anchor", "positive", count=14), {}),
+    "three rows of triples": (MNRL, lambda: data(*"apn", count=15), {}),
+    "two rows, two scores each": (
+        pair_losses.MarginMSELoss,
+        lambda: data(*"qpn", label=lambda i: i / 10, count=14),
+        {"classes": CROSS_ENCODERS, "model": scorer},
+    ),
 }
 QUICK = [
     *("embeddings, Softmax", "scores, CachedMNRL", "two data sets, a loss each"),
+    "two rows of pairs",
 ]
 
 

@@ -164,7 +164,7 @@ class _GroupTrial:
                 stand_ins[parameter] = stand_in
                 # Some classes make it in their constructor.
                 if step == 0 and parameter in optimizer.state:
-                    optimizer.state[parameter] = moved_state(
+                    optimizer.state[parameter] = state_on_device(
                         optimizer.state[parameter], self._other, self._transfers
                     )
             with stepping_on(optimizer, stand_ins), torch.enable_grad():
@@ -366,7 +366,7 @@ def stand_in_for(parameter: Tensor, values: Tensor) -> Tensor:
     return stand_in
 
 
-def moved_state(state: Any, device: torch.device, transfers: Transfers) -> Any:
+def state_on_device(state: Any, device: torch.device, transfers: Transfers) -> Any:
     """A copy of an optimizer's ``state`` on ``device``.
 
     Host scalars (step counts) stay on the host.

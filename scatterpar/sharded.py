@@ -28,7 +28,7 @@ from scatterpar.devices.copies import write
 from scatterpar.devices.transfers import Transfers
 from scatterpar.devices.virtual_devices import HOST
 from scatterpar.devices.write_counters import version, versions
-from scatterpar.dry_run import dry_run, moved_state, stand_in_for, stepping_on
+from scatterpar.dry_run import dry_run, stand_in_for, state_on_device, stepping_on
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import add_note
 from scatterpar.objects.snapshot import is_same
@@ -304,7 +304,9 @@ class ShardedOptimizer(Optimizer):
                     owner = min(owned_bytes, key=owned_bytes.__getitem__)
                 if parameter in self.state:
                     state = self.state[parameter]
-                    self.state[parameter] = moved_state(state, owner, self._transfers)
+                    self.state[parameter] = state_on_device(
+                        state, owner, self._transfers
+                    )
                 self._owners[parameter] = owner
                 owned_bytes[owner] += parameter.nbytes
             owner = self._owners[parameter]
@@ -387,7 +389,7 @@ class ShardedOptimizer(Optimizer):
         for hook in before:
             hook(self)
         # In host memory: a checkpoint loads on a machine with other devices.
-        saved: dict[str, Any] = moved_state(
+        saved: dict[str, Any] = state_on_device(
             self._plain.state_dict(), HOST, self._transfers
         )
         for hook in after:
@@ -411,7 +413,9 @@ class ShardedOptimizer(Optimizer):
             stand_ins = self._assign_owners(self._parameters(), copies)
             with stepping_on(self._plain, stand_ins):
                 # From the host, torch moves it to where each stand-in is.
-                self._plain.load_state_dict(moved_state(loaded, HOST, self._transfers))
+                self._plain.load_state_dict(
+                    state_on_device(loaded, HOST, self._transfers)
+                )
         for hook in after:
             hook(self)
 

@@ -36,7 +36,7 @@ from scatterpar.loops.arguments import check_count, refuse
 from scatterpar.loops.evaluation import BatchesAhead, Evaluation
 from scatterpar.loops.lending import Loan, copy_on_replica, modules_of
 from scatterpar.loops.loop import Loop
-from scatterpar.loops.modules import moved, overridden
+from scatterpar.loops.modules import overridden, values_on_device
 from scatterpar.loops.user_functions import hooks_in
 from scatterpar.objects.whose import is_user_function
 from scatterpar.pair.pair import gather
@@ -446,7 +446,7 @@ def _prediction_in_turn(
     device = evaluation.next_device()
     with evaluation.turn(device):
         if device != evaluation.home:
-            inputs = moved(inputs, physical(device))
+            inputs = values_on_device(inputs, physical(device))
         prediction = model(*inputs)
     return evaluation.brought_home(prediction, device)
 

@@ -19,7 +19,7 @@ from scatterpar.batch.joining import join_rows
 from scatterpar.devices.copies import to_device
 from scatterpar.errors import Told, warn
 from scatterpar.integrations.lightning_metrics import MetricPlace
-from scatterpar.loops.modules import moved
+from scatterpar.loops.modules import values_on_device
 
 _REDUCTIONS: dict[Any, Any] = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}
 
@@ -250,7 +250,7 @@ def joined_outputs(calls: Sequence[StepCall], home: torch.device) -> Any:
     """What calls returned beside their losses, with their rows joined."""
     outputs = []
     for call in calls:
-        output = moved(call.output, home)
+        output = values_on_device(call.output, home)
         outputs.append(nested.map_atoms(marked, output))
     # Averages of outputs are weighted like the loss.
     weights = [float(call.weight) for call in calls]

@@ -29,7 +29,7 @@ from scatterpar.integrations.step_batches import ROWS
 from scatterpar.integrations.trainer_loop import TrainerLoop
 from scatterpar.integrations.transformers import ScatterOnceMixin
 from scatterpar.loops.arguments import refuse
-from scatterpar.loops.modules import moved, overridden, replaced
+from scatterpar.loops.modules import overridden, replaced, values_on_device
 from scatterpar.loops.rows import check_rows, num_rows
 
 __all__ = ["ScatterOnceCrossEncoderTrainer", "ScatterOnceTrainer"]
@@ -162,7 +162,9 @@ class _WholeBatchLoop(TrainerLoop):
         """Add what calls have logged, and the components of their losses."""
         super().transfer(calls)
         for call in calls:
-            components_by_mode = moved(call.components, self.trainer.args.device)
+            components_by_mode = values_on_device(
+                call.components, self.trainer.args.device
+            )
             for mode, components in components_by_mode.items():
                 totals = self.trainer.accum_loss_components[mode]
                 for name, value in components.items():

@@ -36,7 +36,7 @@ from scatterpar.loops.arguments import refuse
 from scatterpar.loops.evaluation import BatchesAhead, Evaluation
 from scatterpar.loops.lending import CopiesOnReplica, modules_of
 from scatterpar.loops.loop import Loop
-from scatterpar.loops.modules import Modules, moved, overridden
+from scatterpar.loops.modules import Modules, overridden, values_on_device
 from scatterpar.loops.rows import as_rows, check_rows
 from scatterpar.loops.user_functions import groups_of, hooks_in, of_user
 from scatterpar.objects.walk import function_of
@@ -539,7 +539,7 @@ class TrainerLoop(Loop):
             if call.tokens:
                 self.trainer._total_train_tokens += call.tokens
             for log, *arguments in call.logs:
-                args, options = moved(arguments, self.trainer.args.device)
+                args, options = values_on_device(arguments, self.trainer.args.device)
                 log(*args, **options)
 
     # Evaluation and prediction: each replica computes a batch of the stock loop.
@@ -598,7 +598,7 @@ class TrainerLoop(Loop):
             stack.enter_context(evaluation.turn(device))
             if device != evaluation.home:
                 # Not every library's function asks the Trainer to place its inputs.
-                inputs = moved(inputs, physical(device))
+                inputs = values_on_device(inputs, physical(device))
                 placed = _Placed(self.trainer.accelerator, physical(device))
                 stack.enter_context(overridden(self.trainer, accelerator=placed))
                 here = overridden(self.trainer.args, _setup_devices=physical(device))

@@ -540,13 +540,13 @@ def brought_home(value: Any, device: torch.device, home: torch.device) -> Any:
         return nested.map_tensors(Tensor.detach, value)
     copies = Prefetcher(home, [physical(device)])
 
-    def moved(tensor: Tensor) -> Tensor:
+    def at_home(tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
         # A tensor that a function has left on the host, or on another device, stays.
         is_moved = tensor.device == physical(device)
         return copies.copy(tensor, home, "compute") if is_moved else tensor
 
-    value = nested.map_tensors(moved, value)
+    value = nested.map_tensors(at_home, value)
     copies.issue(0)
     copies.wait_on_stream(0)
     return value

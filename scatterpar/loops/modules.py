@@ -73,7 +73,7 @@ def device_of(module: nn.Module, default: Any) -> torch.device:
     return torch.device(default if parameter is None else parameter.device)
 
 
-def moved(value: Any, device: torch.device, copy: bool = False) -> Any:
+def values_on_device(value: Any, device: torch.device, copy: bool = False) -> Any:
     """``value`` with its tensors on ``device``, without their graphs.
 
     With ``copy``, in memory that a replica does not write which goes on with its next

@@ -37,7 +37,7 @@ from scatterpar.replicas.replicas import Replica, parameter_writes_refused
 from scatterpar.step.attempt import WHOLE_STEP, Attempt, Extent
 from scatterpar.step.replica_threads import Proceed
 from scatterpar.step.request import Request
-from scatterpar.step.scatter import moved_together
+from scatterpar.step.scatter import copied_together
 from scatterpar.threads.workers import Workers
 
 # Between groups replicas wait for each other and for the loop, which takes about 2 ms.
@@ -227,7 +227,7 @@ class BatchGroups:
         sources = {tensor.device for tensor in nested.tensors(batch)}
         copies = Prefetcher(replica.device, sources)
         self._copies.append(copies)
-        arrived = moved_together(copies, replica.device, batch, copies_all=True)
+        arrived = copied_together(copies, replica.device, batch, copies_all=True)
         copies.issue(0)
         copies.wait_on_stream(0)
         state = self._states[number]

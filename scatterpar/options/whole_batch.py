@@ -48,7 +48,7 @@ from scatterpar.step.loss import loss_of, require_trainable
 from scatterpar.step.reduce import lists_in_outputs
 from scatterpar.step.replica_threads import Proceed
 from scatterpar.step.request import Call
-from scatterpar.step.scatter import moved
+from scatterpar.step.scatter import batch_on_device
 from scatterpar.step.substeps import (
     Computed,
     Gradient,
@@ -315,7 +315,9 @@ class WholeBatch:
     def _joined_targets(self, batches: Sequence[Batch]) -> Any:
         """The targets of all batches on the master, with their markers."""
         on_master = [
-            moved(batch.without_inputs(), self._master, self._attempt.transfers)
+            batch_on_device(
+                batch.without_inputs(), self._master, self._attempt.transfers
+            )
             for batch in batches
         ]
 

@@ -34,7 +34,7 @@ from scatterpar.replicas.refused_modules import (
 from scatterpar.replicas.sync_batch_norm import refuse_to_wait, synchronised_layers
 from scatterpar.step.inner_backward import inner_backward
 from scatterpar.step.reduce import sum_in_order
-from scatterpar.step.scatter import Values, moved_rows
+from scatterpar.step.scatter import Values, rows_on_device
 from scatterpar.step.substeps import set_aside
 from scatterpar.torch_private.autograd import leaves_of, nodes_reached
 from scatterpar.torch_private.compiler import is_compiled_module, never_compiled
@@ -171,7 +171,7 @@ def scatter_owned(
     for share in plan.shares:
         device = share.device
         rows = values.on(device, batch).select(range(share.start, share.stop))
-        arrived = rows.map_rows(partial(moved_rows, transfers, device))
+        arrived = rows.map_rows(partial(rows_on_device, transfers, device))
         is_copied = is_marked or device in sources
         inputs, _ = arrived.unwrapped(copy=is_copied)
         shares.append(inputs)

@@ -122,7 +122,7 @@ class ShareLoader:
         """Start to copy the rows of a micro-batch, unless they have been copied."""
         if sub_step in self.arrived or sub_step >= len(self.share.micro_batches):
             return
-        move = partial(moved_rows, ahead, self.share.device)
+        move = partial(rows_on_device, ahead, self.share.device)
         self.arrived[sub_step] = self.at_source(sub_step).map_rows(move)
         ahead.issue(sub_step)
 
@@ -137,9 +137,9 @@ class Values:
 
     def on(self, device: torch.device, batch: Batch) -> Batch:
         """The batch with its values without rows in the memory of ``device``."""
-        return batch.map_values(partial(self._moved, device))
+        return batch.map_values(partial(self._leaf_on, device))
 
-    def _moved(self, device: torch.device, leaf: Any) -> Any:
+    def _leaf_on(self, device: torch.device, leaf: Any) -> Any:
         copy_once = partial(self._copied_once, device)
         if isinstance(leaf, Marker):
             return leaf.map(partial(nested.map_tensors, copy_once))
@@ -156,22 +156,22 @@ class Values:
         return self._arrived[key]
 
 
-def moved(batch: Batch, device: torch.device, transfers: Transfers) -> Batch:
+def batch_on_device(batch: Batch, device: torch.device, transfers: Transfers) -> Batch:
     """The whole batch in the memory of ``device``."""
     with_values = Values(transfers).on(device, batch)
-    return with_values.map_rows(partial(moved_rows, transfers, device))
+    return with_values.map_rows(partial(rows_on_device, transfers, device))
 
 
-def moved_rows(transfers: Transfers, device: torch.device, leaf: Any) -> Any:
+def rows_on_device(transfers: Transfers, device: torch.device, leaf: Any) -> Any:
     """A tensor or marker with rows in the memory of ``device``."""
     if isinstance(leaf, Marker):
-        return leaf.map(partial(moved_together, transfers, device))
+        return leaf.map(partial(copied_together, transfers, device))
     if leaf.device == device:
         return leaf
     return like(leaf, transfers.copy(leaf, device, "scatter"))
 
 
-def moved_together(
+def copied_together(
     transfers: Transfers,
     device: torch.device,
     contents: Any,

@@ -30,7 +30,7 @@ from scatterpar.objects.references import module_of
 from scatterpar.step.loss import loss_of
 from scatterpar.step.reduce import Outcome
 from scatterpar.step.request import Request
-from scatterpar.step.scatter import moved
+from scatterpar.step.scatter import batch_on_device
 from scatterpar.step.substeps import set_aside
 from scatterpar.step.task import as_call
 from scatterpar.tables import Printed
@@ -245,16 +245,16 @@ def _plain(
     for leaf in leaves:
         rounding.add(leaf.dtype)
     with torch.inference_mode(False):  # also within no_grad
-        inputs, targets = moved_to(device, request.batches[0])
+        inputs, targets = copied_to(device, request.batches[0])
         args, kwargs = as_call(inputs)
         loss = loss_of(module(*args, **kwargs), targets, request.criterion)
         rounding.watch(loss)
         return torch.autograd.grad(loss, leaves, allow_unused=True)
 
 
-def moved_to(device: torch.device, batch: Batch) -> tuple[Any, Any]:
+def copied_to(device: torch.device, batch: Batch) -> tuple[Any, Any]:
     """The inputs and targets of a batch on a device, as a module gets them.
 
     These copies are not counted.
     """
-    return moved(batch, device, Transfers()).unwrapped(copy=True)
+    return batch_on_device(batch, device, Transfers()).unwrapped(copy=True)

@@ -173,14 +173,14 @@ def _outputs_of(
     """Yield the output of each row, without its graph, in the master's memory."""
     master = physical(plan.shares[0].device)
 
-    def moved(tensor: Tensor) -> Tensor:
+    def on_master(tensor: Tensor) -> Tensor:
         return to_device(tensor.detach(), master)
 
     for share, output in zip(plan.shares, outputs, strict=True):
         for row in rows:
             if share.start <= row < share.stop:
                 cut = cut_rows(output, row - share.start, 1, share.rows, dim)
-                yield nested.map_tensors(moved, cut)
+                yield nested.map_tensors(on_master, cut)
 
 
 def injects_gradient(output: Any) -> bool:

@@ -41,7 +41,7 @@ from scatterpar.step.task import ReplicaTask
 from scatterpar.step.turns import Scope
 from scatterpar.verify.backward_calls import BackwardCalls
 from scatterpar.verify.compared_leaves import ComparedLeaves
-from scatterpar.verify.gradient_check import moved_to
+from scatterpar.verify.gradient_check import copied_to
 from scatterpar.verify.moved_state import State, state_of
 from scatterpar.verify.results import NOTHING, Result
 from scatterpar.verify.rows import Parts
@@ -240,16 +240,16 @@ class Runs:
 
     def inputs_of(self, rows: Part) -> Any:
         """The inputs of these rows, copied to the replica's device; not counted."""
-        inputs, _ = self._moved(self._inputs, rows)
+        inputs, _ = self._copied(self._inputs, rows)
         return inputs
 
     def targets_of(self, rows: Part) -> Any:
         """The targets of these rows, copied to the replica's device; not counted."""
-        _, targets = self._moved(self._targets, rows)
+        _, targets = self._copied(self._targets, rows)
         return targets
 
-    def _moved(self, batch: Batch, rows: Part) -> tuple[Any, Any]:
-        values = moved_to(self.replica_task.share.device, batch.select(rows))
+    def _copied(self, batch: Batch, rows: Part) -> tuple[Any, Any]:
+        values = copied_to(self.replica_task.share.device, batch.select(rows))
         if self.user_code.is_widened:
             values = nested.map_tensors(self.precision.widened, values)
         return values

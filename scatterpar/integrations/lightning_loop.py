@@ -132,7 +132,7 @@ class ModuleLoop(Loop):
         data_sets = [getattr(loader, "dataset", None) for loader in loaders]
         return [*roots, *of_user([*trainer.callbacks, *data_sets])]
 
-    def parts(self) -> Sequence[nn.Module]:
+    def replicated_modules(self) -> Sequence[nn.Module]:
         """The LightningModule, whose parts replicas have."""
         return [self._module]
 

@@ -152,7 +152,7 @@ class TrainerLoop(Loop):
         self.is_checked = True
         self.is_by_batches = True
         self.sharded: ShardedOptimizer | None = None
-        self._parts: Sequence[nn.Module] = ()
+        self._replicated: Sequence[nn.Module] = ()
         # Modules, and whether they were in training mode when the step began.
         self._modes: list[tuple[nn.Module, bool]] = []
         # What stands for the Trainer on replicas, in this step or evaluation.
@@ -179,9 +179,9 @@ class TrainerLoop(Loop):
         objects.append(groups_of(trainer.optimizer))
         return [*objects, *of_user([trainer.train_dataset, trainer.eval_dataset])]
 
-    def parts(self) -> Sequence[nn.Module]:
+    def replicated_modules(self) -> Sequence[nn.Module]:
         """The modules that the present step may call, the model first."""
-        return self._parts
+        return self._replicated
 
     def optimizers(self) -> Sequence[Any]:
         """That of the Trainer, once there is one."""
@@ -191,20 +191,20 @@ class TrainerLoop(Loop):
 
     def engine_of_the_model(self) -> ScatterOnceParallel:
         """The engine of the modules that the present step may call."""
-        parts = list(dict.fromkeys(self.modules()))
-        if self.engine is not None and parts == self._parts:
+        modules = list(dict.fromkeys(self.modules()))
+        if self.engine is not None and modules == self._replicated:
             return self.engine
         # First: two engines of one model would have two copies of it on each device.
         self.close()
-        self._parts = parts
-        model = parts[0]
+        self._replicated = modules
+        model = modules[0]
         # accelerate compiles what it wraps, which replicas do not call.
         if self.trainer.args.torch_compile:
             backend = self.trainer.args.torch_compile_backend
             mode = self.trainer.args.torch_compile_mode
             model = torch.compile(model, backend=backend, mode=mode)
-        names = [type(part).__name__ for part in parts]
-        work = Modules(zip(names, [model, *parts[1:]], strict=True))
+        names = [type(module).__name__ for module in modules]
+        work = Modules(zip(names, [model, *modules[1:]], strict=True))
         self.engine = ScatterOnceParallel(work, 1, self.devices, buffers=self.buffers)
         if self.sharded is not None:
             self.sharded.engine = self.engine
@@ -293,8 +293,8 @@ class TrainerLoop(Loop):
         # A criterion of all rows knows more of the step than a few outputs.
         is_checked = self.is_checked and not options.get("whole_batch")
         scaler = self.trainer.accelerator.scaler
-        parts = [part for module in self._parts for part in module.modules()]
-        self._modes = [(part, part.training) for part in parts]
+        modules = [inner for module in self._replicated for inner in module.modules()]
+        self._modes = [(module, module.training) for module in modules]
         self._copies = {}
         return self.step(inputs, *args, scaler=scaler, is_checked=is_checked, **options)
 
@@ -377,7 +377,7 @@ class TrainerLoop(Loop):
         user's class. Which ones it calls is not asked.
         """
         trainer = self.trainer
-        functions = hooks_in(self._parts)
+        functions = hooks_in(self._replicated)
         for name, value in vars(trainer).items():  # such as compute_loss_func
             is_function = callable(value) and not isinstance(value, nn.Module)
             if is_function and name not in outside:
@@ -463,7 +463,7 @@ class TrainerLoop(Loop):
     def _copies_on(self, work: Any) -> CopiesOnReplica:
         """Copies of the Trainer that refer to the modules of a replica, ``work``."""
         if work not in self._copies:
-            pairs = zip(self._parts, work.children(), strict=True)
+            pairs = zip(self._replicated, work.children(), strict=True)
             self._copies[work] = CopiesOnReplica(self.trainer, pairs, _NOT_LENT)
         return self._copies[work]
 
@@ -583,7 +583,9 @@ class TrainerLoop(Loop):
         self._copies = {}
         if not self.takes_turns and len(ahead.read(2)) == 1:
             return None
-        ahead.evaluation = Evaluation(engine, self._parts, self.lent_roots, _NOT_LENT)
+        ahead.evaluation = Evaluation(
+            engine, self._replicated, self.lent_roots, _NOT_LENT
+        )
         if not self.takes_turns:
             predict = partial(self._predict_on_replica, args=args, options=options)
             ahead.evaluation.begin_groups(predict)

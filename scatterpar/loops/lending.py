@@ -575,14 +575,14 @@ def modules_of(owner: Any, excluded: Collection[str] = ()) -> list[nn.Module]:
 
 
 def roots_of(
-    owners: Sequence[Any], parts: Iterable[nn.Module], excluded: Collection[str]
+    owners: Sequence[Any], replicated: Iterable[nn.Module], excluded: Collection[str]
 ) -> list[Any]:
     """What calls may write: ``owners``, and modules that replicas do not have, such as
     metrics, a teacher in a list, and networks that functions name as global variables,
     each with the modules inside of it.
     """
-    # Calls in turn get the replica's parts in the place of the user's.
-    ids = {id(inner) for part in parts for inner in part.modules()}
+    # Calls in turn get the replica's modules in the place of these.
+    ids = {id(inner) for module in replicated for inner in module.modules()}
     roots = {id(owner): owner for owner in owners}
     for module in Walk(owners, excluded=excluded, enters_modules=False).modules:
         if id(module) in ids:

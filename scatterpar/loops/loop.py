@@ -90,7 +90,7 @@ class Loop:
         """
         return []
 
-    def parts(self) -> Sequence[nn.Module]:
+    def replicated_modules(self) -> Sequence[nn.Module]:
         """The modules of the engine, which lends their tensors. Without them, modules
         to which the owners lead are owners, too.
         """
@@ -105,11 +105,11 @@ class Loop:
     def roots(self) -> list[Any]:
         """What calls may write."""
         owners = [*self.owners(), *self.beside()]
-        return roots_of(owners, self.parts(), self.not_lent)
+        return roots_of(owners, self.replicated_modules(), self.not_lent)
 
     def lent_roots(self) -> list[Any]:
         """What may lead calls to tensors, which they then find on their device."""
-        return roots_of(self.owners(), self.parts(), self.not_lent)
+        return roots_of(self.owners(), self.replicated_modules(), self.not_lent)
 
     def let_take_turns(self, functions: Sequence[Any]) -> None:
         """Replicas call these functions in turn. Without one they need no turns."""

@@ -26,7 +26,7 @@ class UserFunctions:
     Each call writes numbers as under gradient accumulation, which is not what one call
     for the whole batch writes. A look sees the numbers, and the step tells them::
 
-        with functions.looking(parts, lending, roots):
+        with functions.looking(replicated, lending, roots):
             …                                   # calls of a look
         functions.tell_numbers(name, …)         # when it is known how many calls
     """
@@ -49,7 +49,7 @@ class UserFunctions:
     @contextlib.contextmanager
     def looking(
         self,
-        parts: Iterable[nn.Module],
+        replicated: Iterable[nn.Module],
         lending: Lending,
         roots: Iterable[Any],
         excluded: Container[str] = (),
@@ -57,7 +57,7 @@ class UserFunctions:
         """In the body, calls of a look leave nothing, and their numbers are noted.
 
         What ``roots`` lead to is restored. Modules are left to the engine, except
-        roots, and so are the parameters of ``parts``, which replicas have.
+        roots, and so are the parameters of ``replicated`` modules.
         ``excluded`` are names of attributes of roots.
 
         Raises:
@@ -65,8 +65,8 @@ class UserFunctions:
         """
         walk = Walk(roots, excluded=excluded, enters_modules=False)
         guarded: set[int] = set()
-        for part in parts:
-            guarded.update(map(id, part.parameters()))
+        for module in replicated:
+            guarded.update(map(id, module.parameters()))
         journal = Journal(walk, guarded=guarded)
         # Before anything is called: a file, a socket or a generator is lost after it.
         if journal.unsaved:

@@ -30,7 +30,7 @@ from scatterpar.verify.rows import (
     RowChoice,
     affordable_rows,
     ignored_values,
-    parts_of,
+    parts_of_plan,
 )
 
 _MIN_ROWS = 9
@@ -73,7 +73,7 @@ class LookRequest:
         if len(candidates) < 2:
             return False
         # Micro-batches of equal rows and labels have one set of weights by all counts.
-        parts = parts_of(self.attempt.plan)
+        parts = parts_of_plan(self.attempt.plan)
         return len(alike(self.request, parts, candidates)) < len(candidates)
 
 

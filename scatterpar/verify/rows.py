@@ -87,7 +87,7 @@ class RowChoice:
         # The plan of a loop's look has parts, also of a step that is one call.
         if not self.is_divided:
             return [range(self.request.rows)]
-        return parts_of(self.plan)
+        return parts_of_plan(self.plan)
 
     @property
     def has_single_rows(self) -> bool:
@@ -153,7 +153,7 @@ def affordable_rows(tensors: Sequence[Tensor], num_rows: int) -> int:
     return max(MIN_ROWS, MAX_BYTES * num_rows // (size + 1))
 
 
-def parts_of(plan: Plan) -> Parts:
+def parts_of_plan(plan: Plan) -> Parts:
     """The rows of each micro-batch of a plan."""
     return [range(*span) for share in plan.shares for span in share.micro_batches]
 

@@ -132,7 +132,7 @@ class OfOwner(Loop):
     def beside(self):
         return self.others
 
-    def parts(self):
+    def replicated_modules(self):
         return [self.owner.model]
 
     def call(self, work, rows):

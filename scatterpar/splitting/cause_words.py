@@ -158,7 +158,7 @@ def _ranks_differ(finding: Finding, results: SplitResults) -> Words:
 def _once_per_part(growth: Growth, results: SplitResults) -> Words:
     unit = growth.unit
     number = f"number of {unit}s"
-    if min(results.trial.parts, results.trial.ranks) > 1:
+    if min(results.trial.num_parts, results.trial.ranks) > 1:
         number = "number of parts of all ranks"
     return (
         f"A term of the loss counts once for each {unit}: from 2 to 3 {unit}s, the "
@@ -295,7 +295,7 @@ def _factor_in_words(finding: Finding, factor: float, results: SplitResults) -> 
             "do not leave out or detach in parts what these parameters compute.",
         )
     trial = results.trial
-    meaning, remedy = _meaning(factor, trial.ranks, trial.parts)
+    meaning, remedy = _meaning(factor, trial.ranks, trial.num_parts)
     if results.gets_whole_loss(factor) and not results.is_everything(finding.names):
         remedy = _ADDED_IN_SOME
     return f"{place} the gradient is {factor:.4g} times the right one{meaning}.", remedy

@@ -183,4 +183,4 @@ def trials_of_cells(
 
 def check_all(trials: Sequence[Trial]) -> SplitGrid:
     """Check each trial."""
-    return SplitGrid([SplitCell(t.parts, t.ranks, check(t)) for t in trials])
+    return SplitGrid([SplitCell(t.num_parts, t.ranks, check(t)) for t in trials])

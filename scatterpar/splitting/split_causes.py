@@ -126,7 +126,7 @@ def growths(results: SplitResults) -> list[Growth]:
     ranks, it may count in each part of all ranks, too: from 2 ranks of 3 parts to 3
     ranks, it grows from 5 times too often to 8 times.
     """
-    ranks, parts = results.trial.ranks, results.trial.parts
+    ranks, parts = results.trial.ranks, results.trial.num_parts
     by_unit: list[Growth] = []
     if ranks > 1:
         by_unit += _growth(results, "rank", parts)

@@ -119,8 +119,8 @@ class SplitResults(SplitEvidence):
         A temperature gets it if each part computes the loss of all rows, with gradients
         for the outputs of its own.
         """
-        parts = self.trial.parts
-        return parts > 1 and math.isclose(factor, parts, rel_tol=self.tolerance)
+        num_parts = self.trial.num_parts
+        return num_parts > 1 and math.isclose(factor, num_parts, rel_tol=self.tolerance)
 
     def is_everything(self, names: Sequence[str]) -> bool:
         """Whether these are all parameters that have a gradient.

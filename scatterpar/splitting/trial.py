@@ -75,17 +75,17 @@ class Trial:
     def __init__(self, arguments: SplitArguments) -> None:
         self.arguments = arguments
         self.model = arguments.model
-        self.parts = arguments.num_parts
+        self.num_parts = arguments.num_parts
         self.ranks = arguments.ranks
         self.limit = EXACT
         batch = arguments.batch
         num_rows = count_rows({"batch": batch}, 0, refuse_grad=False)
-        num_parts = self.ranks * self.parts
+        of_all_ranks = self.ranks * self.num_parts
         # Unequal parts of one row each would be equal.
-        least = num_parts if arguments.equal else 2 * num_parts
+        least = of_all_ranks if arguments.equal else 2 * of_all_ranks
         if num_rows < least:
             raise ValueError(
-                f"batch has {num_rows} rows, too few for {num_parts} parts; pass at "
+                f"batch has {num_rows} rows, too few for {of_all_ranks} parts; pass at "
                 f"least {least} rows"
             )
         self.runs = SplitRuns(arguments, num_rows)
@@ -106,7 +106,7 @@ class Trial:
 
     def split(self) -> Split:
         """All rows, for the numbers of ranks and parts that the user has given."""
-        return self.cut(self.rows, self.ranks, self.parts, self.arguments.equal)
+        return self.cut(self.rows, self.ranks, self.num_parts, self.arguments.equal)
 
     def cut(
         self, rows: Sequence[int], ranks: int, parts: int, equal: bool | None

@@ -148,7 +148,7 @@ class KnownTrial:
         self.runs = KnownRuns(of_split, of_rows or (lambda rows: of_split([[rows]])))
         self.rows = list(range(num_rows))
         self.ranks = ranks
-        self.parts = parts
+        self.num_parts = parts
         self.arguments = SimpleNamespace(loss=None, returns_values=False)
 
     def cut(self, rows, ranks, parts, equal):

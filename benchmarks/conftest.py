@@ -17,6 +17,24 @@ def pytest_addoption(parser):
     parser.addoption("--quick", action="store_true", help="tiny sizes; write nothing")
 
 
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers",
+        "longer: left out unless --write or -k asks for it, so that a folder's tables "
+        "take a minute",
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    asked = (config.getoption(name) for name in ("--write", "--quick", "keyword"))
+    if any(asked):
+        return
+    longer = [item for item in items if item.get_closest_marker("longer")]
+    for item in longer:
+        items.remove(item)
+    config.hook.pytest_deselected(items=longer)
+
+
 @pytest.fixture(scope="session")
 def quick(request):
     """Whether this is a smoke run."""

@@ -30,6 +30,7 @@ from scatterpar.train.libraries import library
 DEVICES = ("cpu:0", "cpu:1")
 WAITS = {"5 ms": 0.005, "20 ms": 0.020}
 BATCHES = 60
+FEW_BATCHES = 30  # unless results are written
 ROWS = 4  # of a batch
 TOKENS = 5  # forward passes of a generated text
 NEEDED = ("fastai", "lightning", "transformers")
@@ -240,12 +241,12 @@ LOOPS = {
 @pytest.mark.skipif(
     not all(map(find_spec, NEEDED)), reason="needs the environment of other loops"
 )
-def test_evaluation(benchmark, publish, quick, rounds):
+def test_evaluation(benchmark, publish, quick, writes, rounds):
     if find_spec("torchvision") is not None:
         library("torchvision")  # PyPI's beside torch's CPU build
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    rows = dataset(4 if quick else BATCHES)
+    rows = dataset(4 if quick else BATCHES if writes else FEW_BATCHES)
     contenders = {}
     most_at_once = dict.fromkeys(LOOPS, 0)
     for name, loop in LOOPS.items():

@@ -11,6 +11,7 @@ import statistics
 from functools import partial
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 
@@ -79,6 +80,7 @@ def crowded(engine):
     return step
 
 
+@pytest.mark.longer
 def test_modules_and_parameters(benchmark, publish, rounds):
     replicas = 4
     engines = {}

@@ -3,6 +3,7 @@
 import copy
 import statistics
 
+import pytest
 import torch
 from torch import nn
 
@@ -22,6 +23,7 @@ LAYOUTS = {
 ACCUMS = (1, 4)
 
 
+@pytest.mark.longer
 def test_a_layer_in_a_sub_step(benchmark, publish, rounds):
     """Ten blocks of a convolution and a normalisation; the order of contenders turns.
 

@@ -22,6 +22,7 @@ from benchmarks.timing import ratio
 
 ROOT = Path(__file__).parents[2]
 DEVICES = (2, 4, 8)
+MODELS = ["resnet101", pytest.param("gpt2", marks=pytest.mark.longer)]
 STEPS = ("first", "later", "kept")  # as in ``count.py``
 PHASES = ("scatter", "replicate", "compute", "reduce", "commit")
 ROUNDS = 5
@@ -83,7 +84,7 @@ def counted_model(quick, name):
     return "small" if quick else name
 
 
-@pytest.mark.parametrize("name", ["resnet101", "gpt2"])
+@pytest.mark.parametrize("name", MODELS)
 def test_many_cards(benchmark, publish, ask, sizes, counted_model, name):
     def measure():
         return {devices: ask("count", counted_model, devices) for devices in sizes}
@@ -110,6 +111,7 @@ def _cells(counts, parameters):
     return [*peaks, *sent, counts["blocking_copies"], counts["kernels"]]
 
 
+@pytest.mark.longer
 def test_arrival(benchmark, publish, ask, sizes):
     def measure():
         seconds = {}
@@ -145,7 +147,8 @@ def _peak(result):
     return f"{ratio:.1f} micro-batches"
 
 
-@pytest.mark.parametrize("name", ["resnet101", "gpt2"])
+@pytest.mark.longer
+@pytest.mark.parametrize("name", MODELS)
 def test_sharded_optimizer(benchmark, publish, ask, sizes, counted_model, name):
     def measure():
         return {devices: ask("sharded", counted_model, devices) for devices in sizes}
@@ -179,7 +182,8 @@ def _zero_1(devices):
     return [*"----", f"{between_steps:.2f} P", f"{crossed:.2f} P"]
 
 
-@pytest.mark.parametrize("name", ["resnet101", "gpt2"])
+@pytest.mark.longer
+@pytest.mark.parametrize("name", MODELS)
 def test_host_time(benchmark, publish, rounds, ask, sizes, name):
     def measure():
         results = []
@@ -201,6 +205,7 @@ def test_host_time(benchmark, publish, rounds, ask, sizes, name):
     publish(f"host-{name}", Table(columns, rows), {"seconds": results})
 
 
+@pytest.mark.longer
 def test_launchers(benchmark, publish, quick, rounds):
     counts = [1, 2] if quick else [1, 2, 4]
     arguments = counts, rounds(11), 2 if quick else 8

@@ -32,7 +32,9 @@ WAYS = (
 )
 
 
-@pytest.mark.parametrize("name", ["cnn", "resnet20"])
+@pytest.mark.parametrize(
+    "name", ["cnn", pytest.param("resnet20", marks=pytest.mark.longer)]
+)
 def test_time(benchmark, publish, quick, rounds, name):
     accums = ACCUMS[:2] if quick else ACCUMS
     batch = 64 if quick else BATCH

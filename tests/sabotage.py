@@ -113,6 +113,15 @@ SABOTAGES = [
         seen_by="test_look_touches_no_file",
     ),
     Sabotage(
+        name="objects in C are torch's if their module begins like it",
+        promise="a look leaves no trace",
+        file="objects/savers.py",
+        place="_OwnState.fits",
+        text='package_of(kind) == "torch"',
+        replacement='kind.__module__.startswith("torch")',
+        seen_by="test_packages_told_by_whole_names",
+    ),
+    Sabotage(
         name="code that takes from an iterator is looked at",
         promise="a look leaves no trace",
         file="objects/savers.py",
@@ -1324,6 +1333,15 @@ SABOTAGES = [
         text="is_as_refreshed = replica.is_as_refreshed()",
         replacement="is_as_refreshed = True",
         seen_by="test_state_of_any_kind_is_no_group",
+    ),
+    Sabotage(
+        name="a tuple in a tuple that a search finds later keeps the user's tensor",
+        promise="as in plain torch",
+        file="loops/kept_places.py",
+        place="_made_of_others",
+        text="found_more = len(leading) > size",
+        replacement="found_more = False",
+        seen_by="test_tuple_in_tuples_that_are_found_later",
     ),
     Sabotage(
         name="a library's function finds what its trainer referred to before",

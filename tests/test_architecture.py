@@ -600,6 +600,7 @@ OF_THE_REPOSITORY = {
     "test_architecture.py": "the order of imports, and this rule",
     "test_benchmarks.py": "`python -m benchmarks` is no part of the package",
     "test_card.py": "`python -m benchmarks card` is no part of the package",
+    "test_peers.py": "other libraries' own tests, with replicas",
     "test_sabotage.py": "each promise is broken in turn",
     "test_size.py": "the meter is no part of the package",
     "test_simulation.py": "several GPUs, of `benchmarks`, are no part of the package",

@@ -1,0 +1,1 @@
+"""Other libraries' own tests, with replicas: see ``__main__.py``."""

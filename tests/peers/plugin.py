@@ -1,0 +1,144 @@
+"""A plugin of pytest for the tests of another library: ``--replicas`` puts two replicas
+where the library would train on one CPU, and ``--outcomes`` records what each test did.
+"""
+
+import importlib
+import json
+import weakref
+
+import pytest
+from harness.optional import import_torchvision_first
+
+import_torchvision_first()  # before the conftest.py of the library
+
+DEVICES = ["cpu:0", "cpu:1"]
+ACCUM = 2
+
+trainings = []  # of the running test, those that replicas take part in, or could
+reports = []  # of its setup, call and teardown
+
+
+def pytest_addoption(parser):
+    parser.addoption("--peer", choices=sorted(PEERS))
+    parser.addoption("--replicas", action="store_true")
+    parser.addoption("--outcomes", help="a file, to which lines of JSON are added")
+    parser.addoption("--only", help="a file with the names of tests, one per line")
+
+
+def pytest_configure(config):
+    PEERS[config.getoption("--peer")](config.getoption("--replicas"))
+
+
+def pytest_collection_modifyitems(config, items):
+    only = config.getoption("--only")
+    if only is None:
+        return
+    with open(only, encoding="utf-8") as file:
+        names = set(file.read().splitlines())
+    items[:] = [item for item in items if item.nodeid in names]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item, nextitem):
+    trainings.clear()
+    reports.clear()
+    result = yield
+    outcome = "passed"
+    text = ""
+    for report in reports:
+        if report.outcome != "passed" and outcome == "passed":
+            outcome = report.outcome
+            text = str(report.longrepr)
+    line = {"name": item.nodeid, "outcome": outcome, "text": text}
+    line["trainings"] = len(trainings)
+    with open(item.config.getoption("--outcomes"), "a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+    return result
+
+
+def pytest_runtest_logreport(report):
+    reports.append(report)
+
+
+def _lightning(with_replicas):
+    """Trainers that choose the strategy of one CPU."""
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+    from lightning.pytorch.trainer.connectors import accelerator_connector
+
+    from scatterpar.integrations.lightning import ScatterOnceStrategy
+
+    connector = accelerator_connector._AcceleratorConnector
+    stock_choice = connector._choose_strategy
+    stock_run = Trainer._run
+    chosen = weakref.WeakSet()
+
+    def _choose_strategy(self):
+        strategy = stock_choice(self)
+        if (
+            type(strategy) is SingleDeviceStrategy
+            and strategy.root_device.type == "cpu"
+        ):
+            if with_replicas:
+                strategy = ScatterOnceStrategy(DEVICES, ACCUM)
+            chosen.add(strategy)
+        return strategy
+
+    def _run(self, *args, **kwargs):
+        if self.strategy in chosen:
+            trainings.append(type(self))
+        return stock_run(self, *args, **kwargs)
+
+    connector._choose_strategy = _choose_strategy
+    Trainer._run = _run
+
+
+def _trl(with_replicas):
+    """The trainers whose losses are known to be those of their batches together."""
+    from scatterpar.integrations.transformers import ScatterOnceMixin
+
+    library = importlib.import_module("trl")
+    for name in ("SFTTrainer", "DPOTrainer", "RewardTrainer", "KTOTrainer"):
+        bases = (getattr(library, name),)
+        if with_replicas:
+            bases = (ScatterOnceMixin, *bases)
+        setattr(library, name, _counted(name, bases, with_replicas))
+
+
+def _sentence_transformers(with_replicas):
+    """The trainers of embeddings and of pairs."""
+    from scatterpar.integrations import sentence_transformers as ours
+
+    library = importlib.import_module("sentence_transformers")
+    for module, name, replicated in (
+        (library, "SentenceTransformerTrainer", ours.ScatterOnceTrainer),
+        (
+            library.cross_encoder,
+            "CrossEncoderTrainer",
+            ours.ScatterOnceCrossEncoderTrainer,
+        ),
+    ):
+        base = replicated if with_replicas else getattr(module, name)
+        setattr(module, name, _counted(name, (base,), with_replicas))
+
+
+def _counted(name, bases, with_replicas):
+    """A subclass with the library's name, whose objects are counted, and train on
+    replicas.
+    """
+    devices = {"device_ids": DEVICES} if with_replicas else {}
+
+    class Counted(*bases):
+        def __init__(self, *args, **kwargs):
+            trainings.append(name)
+            super().__init__(*args, **devices, **kwargs)
+
+    Counted.__name__ = Counted.__qualname__ = name
+    return Counted
+
+
+PEERS = {
+    "lightning": _lightning,
+    "sentence-transformers": _sentence_transformers,
+    "trl": _trl,
+}

@@ -3,7 +3,7 @@
 import pytest
 from harness.optional import needed
 
-from tests.peers.__main__ import main
+from tests.peers import __main__ as peers
 
 needed("lightning", "the extra lightning")
 pytestmark = [pytest.mark.loops, pytest.mark.slow]  # two processes of pytest
@@ -48,7 +48,8 @@ def test_kinds_of_a_library_s_tests(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         "sys.argv", ["peers", "lightning", str(tmp_path), "test_of_library.py"]
     )
-    main()
+    monkeypatch.setattr(peers, "RECORD", tmp_path / "record")
+    peers.main()
     *failures, total = capsys.readouterr().out.splitlines()
     counts_calls, refused = failures
     assert counts_calls.startswith("failed: ")

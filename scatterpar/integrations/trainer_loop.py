@@ -155,8 +155,6 @@ class TrainerLoop(Loop):
         self._replicated: Sequence[nn.Module] = ()
         # Modules, and whether they were in training mode when the step began.
         self._modes: list[tuple[nn.Module, bool]] = []
-        # What stands for the Trainer on replicas, in this step or evaluation.
-        self._copies: dict[Any, CopiesOnReplica] = {}
 
     def begin_on(self, devices: Sequence[torch.device], num_batches: int) -> None:
         """Replicas are on ``devices``, and each gets so many batches per step."""
@@ -295,7 +293,6 @@ class TrainerLoop(Loop):
         scaler = self.trainer.accelerator.scaler
         modules = [inner for module in self._replicated for inner in module.modules()]
         self._modes = [(module, module.training) for module in modules]
-        self._copies = {}
         return self.step(inputs, *args, scaler=scaler, is_checked=is_checked, **options)
 
     def _candidates(self, batches: Sequence[Any]) -> dict[Any, How]:
@@ -430,11 +427,14 @@ class TrainerLoop(Loop):
                 part.training = mode
 
     @contextlib.contextmanager
-    def _standing_in(self, work: Any) -> Iterator[tuple[Any, _CallRecord]]:
+    def _standing_in(
+        self, work: Any, copies: CopiesOnReplica | None = None
+    ) -> Iterator[tuple[Any, _CallRecord]]:
         """Yields a Trainer that refers to a replica's modules, and the record of what
         the body logs and measures there.
 
-        In a turn it is this Trainer, otherwise a copy.
+        In a turn it is this Trainer, otherwise a copy: one of ``copies``, if they are
+        kept from call to call.
         """
         device = self.device_of(work)
         record = _CallRecord()
@@ -447,7 +447,7 @@ class TrainerLoop(Loop):
                 # what ``args.device`` reads, a cached property
                 stack.enter_context(overridden(args, _setup_devices=device))
             else:
-                trainer = self._copies_on(work).copy()
+                trainer = (copies or self._copies_on(work)).copy()
                 copied = object.__new__(type(args))  # with this Trainer's numbers
                 vars(copied).update(vars(args), _setup_devices=device)
                 attributes["args"] = copied
@@ -462,15 +462,8 @@ class TrainerLoop(Loop):
 
     def _copies_on(self, work: Any) -> CopiesOnReplica:
         """Copies of the Trainer that refer to the modules of a replica, ``work``."""
-        if work not in self._copies:
-            pairs = zip(self._replicated, work.children(), strict=True)
-            self._copies[work] = CopiesOnReplica(self.trainer, pairs, _NOT_LENT)
-        return self._copies[work]
-
-    def close(self) -> None:
-        """Close the engine, if there is one."""
-        self._copies = {}
-        super().close()
+        pairs = zip(self._replicated, work.children(), strict=True)
+        return CopiesOnReplica(self.trainer, pairs, _NOT_LENT)
 
     def _model_of(self, work: Any) -> Any:
         """The model that a call on a replica gets: in turns the user's own, which may
@@ -580,14 +573,16 @@ class TrainerLoop(Loop):
         engine = self.engine_of_the_model()
         self._choose_turns(OF_LOOP)
         engine.loop = self.options()
-        self._copies = {}
         if not self.takes_turns and len(ahead.read(2)) == 1:
             return None
         ahead.evaluation = Evaluation(
             engine, self._replicated, self.lent_roots, _NOT_LENT
         )
         if not self.takes_turns:
-            predict = partial(self._predict_on_replica, args=args, options=options)
+            copies: dict[Any, CopiesOnReplica] = {}
+            predict = partial(
+                self._predict_on_replica, copies=copies, args=args, options=options
+            )
             ahead.evaluation.begin_groups(predict)
         return ahead.evaluation
 
@@ -610,13 +605,23 @@ class TrainerLoop(Loop):
         return evaluation.brought_home(output, device)
 
     def _predict_on_replica(
-        self, work: Any, batch: Any, args: Sequence[Any], options: Mapping[str, Any]
+        self,
+        work: Any,
+        batch: Any,
+        copies: dict[Any, CopiesOnReplica],
+        args: Sequence[Any],
+        options: Mapping[str, Any],
     ) -> dict[str, Any]:
         """The Trainer's own ``prediction_step`` for one batch, on a replica.
 
-        Returns its output, and the record of what it has logged and measured.
+        Those of the replica are added to ``copies``, unless they are there. Returns the
+        output, and the record of what the call has logged and measured.
         """
-        with self._standing_in(work) as (trainer, record):
+        # Not on this object: what one call keeps there, a capture of another replica's
+        # call would find written.
+        if work not in copies:
+            copies[work] = self._copies_on(work)
+        with self._standing_in(work, copies[work]) as (trainer, record):
             output = trainer.prediction_step(
                 trainer.model, copy.copy(batch), *args, **options
             )

@@ -48,6 +48,7 @@ from torch import nn
 from transformers import TrainerCallback, default_data_collator
 
 from scatterpar import ScatterOnceParallel, count_labels, splitcheck
+from scatterpar.integrations.trainer_loop import TrainerLoop
 from scatterpar.integrations.transformers import ScatterOnceMixin, ScatterOnceTrainer
 from scatterpar.options import cuda_graphs
 
@@ -694,6 +695,27 @@ def test_stock_loss_is_replayed(tmp_path, monkeypatch, name, layout):
     if name in AS_STOCK:
         stock = run_of(monkeypatch, tmp_path, name, transformers.Trainer)
         assert_same_run(runs[0], stock)
+
+
+def test_calls_of_a_step_keep_nothing_on_the_loop(tmp_path, monkeypatch):
+    """A capture of one replica's call found what another's had kept: "writes an
+    object", and no graphs.
+    """
+    changed = []
+    standing_in = TrainerLoop._standing_in
+
+    @contextlib.contextmanager
+    def watched(loop, *args):
+        before = {name: copy.copy(value) for name, value in vars(loop).items()}
+        with standing_in(loop, *args) as standing:
+            yield standing
+        for name, value in vars(loop).items():
+            if isinstance(value, (dict, list)) and value != before[name]:
+                changed.append(name)
+
+    monkeypatch.setattr(TrainerLoop, "_standing_in", watched)
+    run_of(monkeypatch, tmp_path, "dropout", device_ids=["cpu"])
+    assert not changed
 
 
 @pytest.mark.parametrize("function", ["compute_loss", "log"])

@@ -157,6 +157,16 @@ def few_included():
         yield data
 
 
+# ``python -m scatterpar``, on these.
+ON_FEW_INCLUDED = f"""
+from scatterpar.__main__ import run
+from {__name__} import few_included
+
+with few_included():
+    run()
+"""
+
+
 @pytest.fixture
 def included():
     with few_included() as data:
@@ -430,7 +440,8 @@ def test_stopped_run_resumes_bit_for_bit(folder, whole, tmp_path, capsys, number
     out = tmp_path / "out"
     words = ["train", "--data", str(folder), *OPTIONS, "--checkpoint-every", "2"]
     words += ["--out", str(out)]
-    process = start_forked("-m", "scatterpar", *words, "--workers", "2")
+    program = ("-m", "scatterpar") if HAS_PICTURES else ("-c", ON_FEW_INCLUDED)
+    process = start_forked(*program, *words, "--workers", "2")
     wait_until(lambda: len(steps(out)) >= 6, tmp_path)
     others = psutil.Process(process.pid).children(recursive=True)
     assert len(others) >= 2 * HAS_PICTURES

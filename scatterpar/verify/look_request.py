@@ -86,22 +86,9 @@ def choose_rows(
     Raises:
         Inconclusive: the loop cannot divide rows of this step.
     """
-    replicas = look_request.attempt.replicas
-    plan = look_request.attempt.plan
-    request = look_request.request.combined_by(candidate)
-    divide = look_request.loop.divided
-    if divide is not None and not request.whole_batch:
-        try:
-            inputs = divide(request.batches[0].inputs)
-            batches = batches_of(inputs, None, request.dim)
-        except ValueError as error:  # such as another number of images than of rows
-            raise Inconclusive(str(error), patience=1) from None
-        request = replace(request, batches=batches)
-        # The plan of these rows alone: one of them was a whole batch for the loop.
-        devices = [share.device for share in plan.shares]
-        accum = 1 if len(devices) > 1 else 2
-        plan = make_plan(request.rows, devices, accum)
-    module = replicas.of_model.root
+    whole = look_request.request.combined_by(candidate)
+    request, plan = _divided(whole, look_request.attempt.plan, look_request.loop)
+    module = look_request.attempt.replicas.of_model.root
     function = module.forward if request.criterion is None else request.criterion
     num_elements = sum(parameter.numel() for parameter in module.parameters())
     return RowChoice(
@@ -114,6 +101,25 @@ def choose_rows(
         is_divided=look_request.is_divided,
         most=_most_rows(request, plan, number, is_large=num_elements > MAX_ELEMENTS),
     )
+
+
+def _divided(request: Request, plan: Plan, loop: LoopOptions) -> tuple[Request, Plan]:
+    """The request for rows that a look may divide, and the plan of these.
+
+    Raises ``Inconclusive`` if the loop cannot divide them.
+    """
+    if loop.divided is None or request.whole_batch:
+        return request, plan
+    try:
+        inputs = loop.divided(request.batches[0].inputs)
+        batches = batches_of(inputs, None, request.dim)
+    except ValueError as error:  # such as another number of images than of rows
+        raise Inconclusive(str(error), patience=1) from None
+    # The plan of these rows alone: one of them was a whole batch for the loop.
+    devices = [share.device for share in plan.shares]
+    accum = 1 if len(devices) > 1 else 2
+    divided = replace(request, batches=batches)
+    return divided, make_plan(divided.rows, devices, accum)
 
 
 def _most_rows(request: Request, plan: Plan, number: int, *, is_large: bool) -> int:

@@ -7,15 +7,21 @@
     group       0   0 | 1   1   1   1 | 2
 
 Replicas compute a group at the same time. Between groups nothing runs, so a replica has
-several batches of a group if they are small and take little time: ``size``. No batch is
-divided, and nothing is joined. If a call writes state, such as a buffer or a
-counter, the next batch may depend on it, so no group is computed: ``StateWritten``.
+several batches of a group if they are small: ``size``. No batch is divided, and nothing
+is joined. If a call writes state, such as a buffer or a counter, the next batch may
+depend on it, so no group is computed: ``StateWritten``.
+
+A group with several batches per replica gives what groups with one give. If it fails,
+runs out of memory, writes state, or draws random numbers, it is undone, and its first
+batches are computed as a group with one per replica::
+
+    batch       0   1 | 2   3   4   5 |       4 draws
+    batch       0   1 | 2   3 | 4   5 | 6     what is computed and returned
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
@@ -29,6 +35,7 @@ from scatterpar.devices.fingerprints import Fingerprints
 from scatterpar.devices.transfers import Prefetcher
 from scatterpar.devices.write_counters import versions
 from scatterpar.errors import warn
+from scatterpar.log import logger
 from scatterpar.objects.journal import Journal
 from scatterpar.objects.walk import Walk
 from scatterpar.plan import Plan, make_plan
@@ -42,7 +49,6 @@ from scatterpar.threads.workers import Workers
 
 # Between groups replicas wait for each other and for the loop, which takes about 2 ms.
 _MAX_BATCHES = 4  # of a replica in a group
-_MAX_SECONDS = 0.05  # that a call takes if there are several: a loop shows its progress
 _MAX_BYTES = 2**23  # of a replica's batches and results: one large one is enough
 
 _CHANGED = (
@@ -65,6 +71,16 @@ class StateWritten(Exception):
         self.names = names
 
 
+class _Drawn(Exception):
+    """A group with several batches per replica has drawn random numbers.
+
+    Nothing of the group is committed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("the model draws random numbers")
+
+
 class BatchGroups:
     """Calls ``function(replica, batch)`` for the batches of one evaluation.
 
@@ -73,7 +89,7 @@ class BatchGroups:
 
     What a call has rebound in its replica, and the versions of tensors, are asked after
     each call. Bits of buffers, and what replicas share, such as a global list or an
-    object, are compared around the first group.
+    object, are compared around the first group, and the first after written state.
 
     Args:
         function: it runs in the replicas' threads, without gradients.
@@ -83,7 +99,6 @@ class BatchGroups:
         workers: the threads.
 
     Attributes:
-        size: how many batches the next group may have.
         devices: those of the last group's results.
     """
 
@@ -108,21 +123,55 @@ class BatchGroups:
         # Of what replicas share: before the first group, in which it is compared.
         self._journal: Journal | None = None
         self._is_first = True
-        self.size = len(device_ids)
+        # Whether replicas may have several batches: until a group has drawn, or failed.
+        self._may_be_several = True
+        self._largest_batch = 0  # in bytes, of all groups
+        self._largest_call = 0  # of the last group, a batch with its result
         self.devices: list[torch.device] = []
 
-    def results(self, batches: Sequence[Any]) -> list[Any]:
-        """The function's results for a group, each on its replica's device.
+    @property
+    def size(self) -> int:
+        """How many batches the next group may have.
 
-        Their memory is none that later calls write. If calls fail, nothing of the group
-        is committed, and the error of the first batch that failed is raised.
+        Never by time: what a callback writes to the module counts from the next group
+        on.
+        """
+        number = len(self._device_ids)
+        if self._is_first or not self._may_be_several:
+            return number
+        of_replica = _MAX_BYTES // max(1, self._largest_call)
+        return number * max(1, min(_MAX_BATCHES, of_replica))
+
+    def results(self, batches: Sequence[Any]) -> list[Any]:
+        """The function's results for the first batches, each on its replica's device.
+
+        They are those of all ``batches``, or of as many as there are replicas. Their
+        memory is none that later calls write. If calls fail, nothing of the group is
+        committed, and the error of the first batch that failed is raised.
 
         Args:
-            batches: in their order; each replica computes one or several.
+            batches: in their order, at most ``size``.
 
         Raises:
             StateWritten: a call has written state. The next group is a first one.
         """
+        first_batches = batches[: len(self._device_ids)]
+        # Results of larger batches may be larger than any that was measured.
+        if max(map(_bytes_of_batch, batches)) > self._largest_batch:
+            batches = first_batches
+        if len(batches) > len(first_batches):
+            try:
+                return self._results_of_all(batches)
+            except Exception as error:
+                self._may_be_several = False
+                logger.info(
+                    "several batches per replica: %s; from now on one per replica",
+                    error,
+                )
+        return self._results_of_all(first_batches)
+
+    def _results_of_all(self, batches: Sequence[Any]) -> list[Any]:
+        """The results of a group, which has all of ``batches``."""
         plan = make_plan(len(batches), self._device_ids)
         request = Request([], 0, backward=False)
         with (
@@ -141,18 +190,19 @@ class BatchGroups:
             if names:
                 # The user's module gets what the batch writes when it is called.
                 self._are_replicas_fresh = False
-                self.size = len(self._device_ids)
+                self._is_first = True
                 raise StateWritten(sorted(names))
+            if attempt.generators.drawn:
+                if len(batches) > len(self._device_ids):
+                    raise _Drawn
+                self._may_be_several = False
             self._is_first = False
-            # Which replica draws for a batch must not depend on time.
-            may_grow = not attempt.generators.drawn
             attempt.generators.commit()
             results = [outcome.result for outcome in outcomes]
-            self.size = len(self._device_ids)
-            if may_grow:
-                called = list(zip(batches, results, strict=True))
-                seconds = max(outcome.seconds for outcome in outcomes)
-                self.size *= _batches_per_replica(called, seconds)
+            sizes = [*map(_bytes_of_batch, batches)]
+            self._largest_batch = max(self._largest_batch, *sizes)
+            of_results = map(_bytes_of_result, results)
+            self._largest_call = max(map(sum, zip(sizes, of_results, strict=True)))
             self.devices = []
             for share in plan.shares:
                 self.devices += [share.device] * share.rows
@@ -203,7 +253,7 @@ class BatchGroups:
         return parameter_writes_refused(replicas.replica_sets)
 
     def _calls(
-        self, attempt: Attempt, calls: tuple[int, Sequence[Any]], _: Proceed
+        self, attempt: Attempt, calls: tuple[int, Sequence[Any]], proceed: Proceed
     ) -> list[_Called]:
         """Call the function for a replica's batches, in its thread.
 
@@ -211,7 +261,10 @@ class BatchGroups:
         """
         number, batches = calls
         called: list[_Called] = []
-        for batch in batches:
+        for position, batch in enumerate(batches):
+            # A note on an error would call the only batch a sub-step.
+            if len(batches) > 1:
+                proceed(position)  # raises after an interrupt
             called.append(self._call(attempt, number, batch))
             if called[-1].written:
                 break
@@ -219,7 +272,6 @@ class BatchGroups:
 
     def _call(self, attempt: Attempt, number: int, batch: Any) -> _Called:
         """Call the function for a batch on the replica with this number."""
-        start = time.perf_counter()
         replica: Replica = attempt.replicas.of_model.replicas[number]
         # What its last call has written, such as buffers, is none of this call's.
         with torch.inference_mode(False), torch.no_grad():
@@ -235,7 +287,7 @@ class BatchGroups:
         with torch.no_grad():
             result = self._function(replica.root, arrived)
         result = nested.map_tensors(state.kept, result)
-        return _Called(result, state.written(), time.perf_counter() - start)
+        return _Called(result, state.written())
 
 
 class _Called(NamedTuple):
@@ -244,25 +296,30 @@ class _Called(NamedTuple):
     Attributes:
         result: without graphs, in memory that no later call writes.
         written: the names of what it has written, such as buffers.
-        seconds: how long it took.
     """
 
     result: Any
     written: Sequence[str]
-    seconds: float
 
 
-def _batches_per_replica(called: Sequence[tuple[Any, Any]], seconds: float) -> int:
-    """How many batches like these a replica has in a group.
+def _bytes_of_batch(batch: Any) -> int:
+    """The bytes of what is copied of a batch."""
+    return sum(tensor.nbytes for tensor in nested.tensors(batch))
 
-    Args:
-        called: batches, and their results.
-        seconds: how long the longest call took.
-    """
-    if seconds > _MAX_SECONDS:
-        return 1
-    sizes = [sum(tensor.nbytes for tensor in nested.tensors(each)) for each in called]
-    return max(1, min(_MAX_BATCHES, _MAX_BYTES // max(1, *sizes)))
+
+def _bytes_of_result(result: Any) -> int:
+    """The bytes that a result keeps: of a view, those of the whole storage."""
+    sizes: dict[Any, int] = {}  # by the address of the storage
+    for number, atom in enumerate(nested.atoms(result)):
+        if isinstance(atom, Tensor):
+            size = atom.nbytes
+            address = _address(atom)
+            if address is not None:
+                size = atom.untyped_storage().nbytes()
+            sizes["address", address or number] = size
+        elif type(atom).__module__ == "numpy":
+            sizes["number", number] = atom.nbytes
+    return sum(sizes.values())
 
 
 class _ReplicaState:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import copy
+import time
 
 import pytest
 import torch
@@ -167,6 +168,27 @@ def test_interrupt_ends_a_group():
         assert len(results_of(engine.batch_groups(forward))) == len(BATCHES)
 
 
+def test_interrupt_ends_a_group_of_several_batches(monkeypatch):
+    """Between two batches of a replica, too."""
+    monkeypatch.setattr(batch_groups, "_MAX_BATCHES", 500)
+    called = []
+
+    def interrupts(replica, batch):
+        called.append(1)
+        if len(called) == 3:
+            _thread.interrupt_main()
+        if len(called) > 2:
+            time.sleep(0.01)
+        return replica(batch)
+
+    with ScatterOnceParallel(model(), 1, VIRTUAL) as engine:
+        groups = engine.batch_groups(interrupts)
+        groups.results(BATCHES[:1] * 2)
+        with pytest.raises(KeyboardInterrupt):
+            groups.results(BATCHES[:1] * 1000)
+    assert len(called) < 1002
+
+
 def test_loop_draws_as_without_groups():
     """Calls that draw nothing leave the generators to the loop."""
     with ScatterOnceParallel(model(), 1, VIRTUAL) as engine:
@@ -271,16 +293,13 @@ def test_next_group_leaves_earlier_outputs(devices):
         assert not result["rest"][0].any()
 
 
-def sizes(engine, function, batches, monkeypatch, seconds=float("inf")):
+def sizes(engine, function, batches):
     """The sizes of the next groups, after each of a loop that asks for them."""
-    monkeypatch.setattr(batch_groups, "_MAX_SECONDS", seconds)
     groups = engine.batch_groups(function)
     sizes, start = [groups.size], 0
     while start < len(batches):
-        stop = start + sizes[-1]
-        groups.results(batches[start:stop])
+        start += len(groups.results(batches[start : start + sizes[-1]]))
         sizes.append(groups.size)
-        start = stop
     return sizes
 
 
@@ -288,29 +307,37 @@ def large(replica, batch):
     return torch.empty(2**20, dtype=torch.float64).expand(3, -1).contiguous()
 
 
+def large_view(replica, batch):
+    """It keeps all that it is a view of."""
+    return large(replica, batch)[:, :1]
+
+
+def large_array(replica, batch):
+    return {"scores": [large(replica, batch).numpy()]}
+
+
 def draws(replica, batch):
     return torch.rand(())
 
 
 GROWING = {
-    "small batches": (forward, {}, [2, 8, 8]),
-    "large results": (large, {}, [2, 2, 2, 2, 2, 2]),
-    "long calls": (forward, {"seconds": 0.0}, [2, 2, 2, 2, 2, 2]),
-    # Which numbers a batch gets would depend on time.
-    "draws": (draws, {}, [2, 2, 2, 2, 2, 2]),
+    # The second group, in which a batch is larger than any before, has two.
+    "small batches": (forward, [2, 8, 8, 8]),
+    "large results": (large, [2, 2, 2, 2, 2, 2]),
+    "views of large results": (large_view, [2, 2, 2, 2, 2, 2]),
+    "large arrays": (large_array, [2, 2, 2, 2, 2, 2]),
+    "draws": (draws, [2, 2, 2, 2, 2, 2]),
 }
 
 
 @pytest.mark.parametrize("name", GROWING)
-def test_size_of_next_group(name, monkeypatch):
-    function, options, expected = GROWING[name]
+def test_size_of_next_group(name):
+    function, expected = GROWING[name]
     with ScatterOnceParallel(model(), 1, VIRTUAL) as engine:
-        found = sizes(engine, function, BATCHES * 2, monkeypatch, **options)
-    assert found == expected
+        assert sizes(engine, function, BATCHES * 2) == expected
 
 
-def test_replica_computes_several_batches(devices, monkeypatch):
-    monkeypatch.setattr(batch_groups, "_MAX_SECONDS", float("inf"))
+def test_replica_computes_several_batches(devices):
     module = model()
     with ScatterOnceParallel(module, 1, devices(2)) as engine, torch.no_grad():
         numbers = {id(replica): n for n, replica in enumerate(engine.replicas)}
@@ -321,33 +348,111 @@ def test_replica_computes_several_batches(devices, monkeypatch):
             return replica(batch)
 
         groups = engine.batch_groups(notes)
-        results = groups.results(BATCHES[:2])
+        results = groups.results([BATCHES[3], BATCHES[0]])
         assert [*map(str, groups.devices)] == [*map(str, engine.device_ids)]
         results += groups.results(BATCHES)
         first, second = engine.device_ids
         assert groups.devices == [first] * 3 + [second] * 2
     assert sorted(called[2:]) == [(0, 1), (0, 3), (0, 4), (1, 2), (1, 5)]
-    batches = BATCHES[:2] + BATCHES
+    batches = [BATCHES[3], BATCHES[0], *BATCHES]
     for result, batch in zip(results, batches, strict=True):
         assert torch.equal(result, module(batch))
 
 
-def test_state_of_a_replicas_second_batch_is_no_group(devices, monkeypatch):
-    """It is put back, and the next group has one batch per replica."""
-    monkeypatch.setattr(batch_groups, "_MAX_SECONDS", float("inf"))
+def test_larger_batch_is_no_replicas_second(devices):
+    """Its result may be larger than any that was measured, and there would be many."""
+    with ScatterOnceParallel(model(), 1, devices(2)) as engine:
+        groups = engine.batch_groups(forward)
+        assert len(groups.results(BATCHES[:2])) == 2
+        assert len(groups.results(BATCHES)) == 2  # one of five rows
+        assert len(groups.devices) == 2
+        assert len(groups.results(BATCHES[2:])) == 2
+        assert len(groups.results([*BATCHES[4:], *BATCHES])) == 6
+
+
+# Two of them have two rows: in groups of two, the first ones of the last two groups.
+LATE = [BATCHES[number] for number in (3, 0, 0, 1, 2, 0, 4, 1, 4)]
+
+
+def results_by_group(groups):
+    """Results of ``LATE`` as a loop asks for them, a list per group."""
+    by_group, start = [], 0
+    while start < len(LATE):
+        by_group.append(groups.results(LATE[start : start + groups.size]))
+        start += len(by_group[-1])
+    return by_group
+
+
+def test_late_draws_are_those_of_small_groups():
+    """Which replica draws for a batch does not depend on how large results are."""
+
+    def drawn(padding):
+        def draws_late(_, batch):
+            number = torch.rand(()).item() if len(batch) == 2 else len(batch)
+            return {"number": number, "padding": torch.zeros(padding)}
+
+        torch.manual_seed(5)
+        with ScatterOnceParallel(model(), 1, VIRTUAL) as engine:
+            groups = results_by_group(engine.batch_groups(draws_late))
+        numbers = [[result["number"] for result in group] for group in groups]
+        return numbers, torch.get_rng_state().tolist()
+
+    numbers, state = drawn(padding=1)  # a group of seven is undone
+    assert [*map(len, numbers)] == [2, 2, 2, 2, 1]
+    assert (numbers, state) == drawn(padding=2**22)
+
+
+def test_error_of_a_replicas_second_batch():
+    """The loop gets the results of earlier groups, as with a batch per replica."""
+
+    def fails(_, batch):
+        if len(batch) == 2:
+            raise ZeroDivisionError("mine")
+        return len(batch)
+
+    with ScatterOnceParallel(model(), 1, VIRTUAL) as engine:
+        groups = engine.batch_groups(fails)
+        assert groups.results(LATE[:2]) == [5, 4]
+        assert groups.results(LATE[2:]) == [4, 3]
+        assert groups.results(LATE[4:6]) == [1, 4]
+        with pytest.raises(ZeroDivisionError, match="mine") as caught:
+            groups.results(LATE[6:8])
+    assert "in replica 0 on cpu:0, counted" in caught.value.__notes__[0]
+
+
+def test_group_that_runs_out_of_memory_is_cut():
+    """One batch per replica needs less, so results are those of all batches."""
+    failed = []
+
+    def needs_memory(_, batch):
+        if len(batch) == 1 and not failed:
+            failed.append(batch)
+            raise torch.OutOfMemoryError("mine")
+        return len(batch)
+
+    with ScatterOnceParallel(model(), 1, VIRTUAL) as engine:
+        by_group = results_by_group(engine.batch_groups(needs_memory))
+    assert by_group == [[5, 4], [4, 3], [1, 4], [2, 3], [2]]
+    assert failed
+
+
+def test_state_of_a_replicas_second_batch(devices):
+    """The group is undone, and the next group has one batch per replica."""
     module = CountsRows().eval()
     with ScatterOnceParallel(module, 1, devices(2)) as engine:
         groups = engine.batch_groups(forward)
-        groups.results(BATCHES[:2])
+        groups.results([BATCHES[0], BATCHES[0]])
         assert groups.size == 8
-        with pytest.raises(StateWritten, match="rows"):
-            groups.results([*BATCHES[:2], BATCHES[3], BATCHES[1]])
+        batches = [*BATCHES[:2], BATCHES[4], BATCHES[1]]
+        assert len(groups.results(batches)) == 2
         assert groups.size == 2
+        with pytest.raises(StateWritten, match="rows"):
+            groups.results(batches[2:])
     assert not module.rows
 
 
 class CountsRows(nn.Module):
-    """A buffer that calls write for batches of five rows."""
+    """A buffer that calls write for batches of two rows."""
 
     def __init__(self):
         super().__init__()
@@ -355,8 +460,8 @@ class CountsRows(nn.Module):
         self.register_buffer("rows", torch.zeros(()))
 
     def forward(self, inputs):
-        if len(inputs) == 5:
-            self.rows += 5
+        if len(inputs) == 2:
+            self.rows += 2
         return self.layer(inputs) + self.rows
 
 

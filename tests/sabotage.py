@@ -1747,6 +1747,16 @@ SABOTAGES = [
         needs="lightning",
     ),
     Sabotage(
+        name="calls of Lightning's step find nothing that they have logged",
+        promise="Lightning",
+        file="integrations/lightning_logs.py",
+        place="CallResults._read",
+        text="results.log(log.function, log.name, value, **log.options)",
+        replacement="pass",
+        seen_by="test_logged_values_are_read_as_under_accumulation",
+        needs="lightning",
+    ),
+    Sabotage(
         name="looks leave what their calls wrote inside of networks in a list",
         promise="Lightning",
         file="loops/lending.py",

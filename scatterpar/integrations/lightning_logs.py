@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
+import contextlib
+import copy
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -19,7 +20,8 @@ from scatterpar.batch.joining import join_rows
 from scatterpar.devices.copies import to_device
 from scatterpar.errors import Told, warn
 from scatterpar.integrations.lightning_metrics import MetricPlace
-from scatterpar.loops.modules import values_on_device
+from scatterpar.loops.modules import overridden, values_on_device
+from scatterpar.verify.dropped_records import is_look
 
 _REDUCTIONS: dict[Any, Any] = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}
 
@@ -37,8 +39,8 @@ class StepCall:
         num_rows: the number of rows of its micro-batch.
         weight: the number of terms of its loss.
         output: what it returned, without the loss.
-        logged: what it logged, with the options of ``self.log``, by the name and by how
-            often the name had been logged before.
+        logged: what it logged, with the options that Lightning made of those of
+            ``self.log``, by the name and by how often the name had been logged before.
         places: where the metrics are that it updates, by their ``id``.
         metrics: the metrics that it has updated.
     """
@@ -53,22 +55,139 @@ class StepCall:
         self.weight: float | Tensor = num_rows
         self.logged: dict[tuple[str, int], tuple[Any, dict[str, Any]]] = {}
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def log(self, name: str, value: Any, *arguments: Any, **options: Any) -> None:
-        """Record a value, in the place of ``LightningModule.log``."""
-        # Seldom, so their names are not asked at each call.
-        if arguments:
-            _, _, _, *names = inspect.signature(LightningModule.log).parameters
-            options.update(zip(names, arguments, strict=False))
+    def note(self, name: str, value: Any, options: dict[str, Any]) -> None:
+        """Note a value that the call logs, as the Trainer's results would get it."""
         if isinstance(value, Metric):
             value = self.places.get(id(value), value)
-        elif isinstance(value, Tensor):
-            value = value.detach().clone().squeeze()
-        elif isinstance(value, Number):
-            value = torch.tensor(value, dtype=torch.get_default_dtype())
         # A step may log a name more than once: each time is a value of its own.
         times = sum(name == other for other, _ in self.logged)
         self.logged[name, times] = value, options
+
+
+class _Log(NamedTuple):
+    """The arguments with which a call has logged a value."""
+
+    call: StepCall
+    function: str
+    name: str
+    value: Any
+    options: dict[str, Any]
+
+
+# Dictionaries of the Trainer's, to which a read of metrics adds what it finds.
+_WRITTEN_BY_READS = "_callback_metrics", "_logged_metrics", "_progress_bar_metrics"
+
+
+class CallResults:
+    """The results of the Trainer, as the calls of a step find them.
+
+    ``self.log`` writes here. A call that reads the results, such as by
+    ``trainer.callback_metrics``, finds what gradient accumulation would leave::
+
+        call 0    self.log("loss", …)                  noted
+        call 1    trainer.callback_metrics["loss"]     that of call 0
+                  self.log("loss", …)                  noted
+                  trainer.callback_metrics["loss"]     that of call 1
+
+    The Trainer's own results get one value for the batch when the step has ended. A
+    copy of them gets the values of the calls, when it is read and not before: values
+    are on the devices of their replicas, which would wait for each other.
+
+    Args:
+        results: those of the Trainer, which stay as they are.
+    """
+
+    def __init__(self, results: Any) -> None:
+        self._of_trainer = results
+        self._copied: Any = None
+        self._logs: list[_Log] = []  # that the copy does not have yet
+        self._is_reset = False
+
+    @contextlib.contextmanager
+    def of_call(
+        self, trainer: Any, call: StepCall, device: torch.device
+    ) -> Iterator[None]:
+        """In the body, ``call`` logs and reads here, on ``device``."""
+        self._call = call
+        self._device = device
+        loop = trainer.fit_loop.epoch_loop
+        connector = trainer._logger_connector
+        values: dict[str, Any] = {"_current_fx": connector._current_fx}
+        if is_look():  # reads write here, too
+            for name in _WRITTEN_BY_READS:
+                values[name] = dict(getattr(connector, name))
+        with overridden(loop, _results=self), overridden(connector, **values):
+            yield
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def log(self, fx: str, name: str, value: Any, **options: Any) -> None:
+        """Note a value, in the place of ``log`` of the Trainer's results."""
+        self._call.note(name, value, options)
+        self._logs.append(_Log(self._call, fx, name, value, options))
+
+    def reset(self, **options: Any) -> None:
+        """Reset the copy, which the first call of an epoch does for its function.
+
+        Later calls of its step do, too: they do not see the first one's.
+        """
+        if not self._is_reset:
+            self._is_reset = True
+            self._read().reset(**options)
+
+    def _read(self) -> Any:
+        """The copy, with all that calls have logged, on the present call's device."""
+        if self._copied is None:
+            self._copied = _copy_of(self._of_trainer)
+        results = self._copied
+        for log in self._logs:
+            # Else the rows of the whole batch, which the Trainer has counted.
+            results.batch_size = log.call.num_rows
+            value = log.value
+            if isinstance(value, Tensor):
+                value = to_device(value, self._device)
+            results.log(log.function, log.name, value, **log.options)
+        self._logs.clear()
+        for result in results.values():
+            _move(result, self._device)
+        return results
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._read(), name)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._read()[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._read()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read())
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    def __repr__(self) -> str:
+        return repr(self._read())
+
+
+def _copy_of(results: Any) -> Any:
+    """A copy of the Trainer's results, to be written with other values."""
+    copied = copy.copy(results)
+    for key, result in results.items():
+        copied[key] = copy.copy(result)
+        # To move it to a device would move the user's metric.
+        if not result.is_tensor:
+            copied[key].value = copy.copy(result.value)
+    return copied
+
+
+def _move(result: Any, device: torch.device) -> None:
+    """Move to ``device`` what a step function may read of a result."""
+    if result.is_tensor:
+        if result.value.device != device:
+            result.to(device)
+    elif isinstance(result._forward_cache, Tensor):
+        result._forward_cache = to_device(result._forward_cache, device)
 
 
 class _UnjoinedNumber:
@@ -103,7 +222,7 @@ def _two_sets() -> tuple[set[Any], set[Any]]:
 
 
 class _Logged(NamedTuple):
-    """A value that a call has logged, with the options of ``self.log``."""
+    """A value that a call has logged, with its options."""
 
     call: StepCall
     value: Any
@@ -137,6 +256,10 @@ class LoggedValues:
         for text in self._warnings:
             warn(text)
         self._warnings = []
+        trainer: Any = module.trainer
+        connector = trainer._logger_connector
+        # Not by ``self.log`` of the user's module: it was called already.
+        function = module._current_fx_name
         for (name, _), entries in _logged_by(calls).items():
             value = entries[-1].value
             options = dict(entries[-1].options)
@@ -148,7 +271,10 @@ class LoggedValues:
                 if len(entries) > 1:
                     value, options["batch_size"] = self._value_of(name, entries)
                 value = to_device(value, module.device)
-            module.log(name, value, **options)
+            if connector.should_reset_tensors(function):
+                trainer._results.reset(metrics=False, fx=function)
+            trainer._results.log(function, name, value, **options)
+            connector._current_fx = function
 
     def note_sizes(self, call: StepCall) -> None:
         """Note ``batch_size=`` of what a call has logged, also of a look's call."""

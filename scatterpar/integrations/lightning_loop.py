@@ -17,6 +17,7 @@ from scatterpar.batch import nested
 from scatterpar.batch.markers import Rows
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.integrations.lightning_logs import (
+    CallResults,
     LoggedValues,
     Silent,
     StepCall,
@@ -94,6 +95,7 @@ class ModuleLoop(Loop):
         # By path, the module's metrics without their states: calls copy these while
         # the loop updates the user's.
         self._empty_metrics: dict[str, Any] = {}
+        self._call_results: CallResults | None = None  # of the calls of a step
 
     def begin_training(
         self, engine: ScatterOnceParallel[Any], replicated: PartsOf
@@ -142,13 +144,22 @@ class ModuleLoop(Loop):
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
-        """In the body, which is a look, loggers and profiler are silent."""
+        """In the body, which is a look, loggers and profiler are silent, and so is what
+        prints beside the progress bar.
+        """
         trainer = self._module.trainer
         silent: dict[str, Any] = {"profiler": PassThroughProfiler()}
         # A logger writes files and sends numbers, which no journal restores.
         silent["_loggers"] = [Silent(logger) for logger in trainer.loggers]
+        parts = self._module.modules()
+        printing = [part for part in parts if isinstance(part, LightningModule)]
+        printing += [trainer, trainer.progress_bar_callback]
         # First: each call of the look begins with what the journal saves.
-        with overridden(trainer, **silent), super().looking():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(overridden(trainer, **silent))
+            for owner in printing:
+                stack.enter_context(overridden(owner, print=_print_nothing))
+            stack.enter_context(super().looking())
             yield
 
     def training_step(
@@ -175,6 +186,7 @@ class ModuleLoop(Loop):
         with context, self.without_metrics() as metrics:
             self._empty_metrics = all_emptied(metrics)
             loss, records = self.step(inputs, **options)
+        self._call_results = None  # it has copies of metrics
         calls = sorted(nested.atoms(records), key=attrgetter("first_row"))
         self._collect(calls, metrics)
         # As the stock loop, which then makes no backward pass.
@@ -264,10 +276,22 @@ class ModuleLoop(Loop):
             for part in module.modules():
                 if isinstance(part, LightningModule):
                     stack.enter_context(overridden(part, _device=device))
-            stack.enter_context(overridden(module, log=call.log))
+            # Names of metrics by ``id``, which are copies of this call.
+            stack.enter_context(overridden(module, _metric_attributes=None))
+            results = self._results_of(call)
+            stack.enter_context(results.of_call(module.trainer, call, device))
             yield module
         # Not in a finally: what a failed call has measured is dropped.
         call.metrics = updated(copies)
+
+    def _results_of(self, call: StepCall) -> CallResults:
+        """What ``call`` finds as the results of the Trainer: as earlier calls of the
+        step have left them.
+        """
+        # Each call of a look, and each try at a step, begins with the Trainer's.
+        if self._call_results is None or is_look() or not call.first_row:
+            self._call_results = CallResults(self._module.trainer._results)
+        return self._call_results
 
 
 class PartsOf(nn.Module):
@@ -286,6 +310,10 @@ class PartsOf(nn.Module):
             _buffers=module._buffers,
             _non_persistent_buffers_set=module._non_persistent_buffers_set,
         )
+
+
+def _print_nothing(*_: Any, **__: Any) -> None:
+    """Print nothing, in the place of ``print`` of Lightning's objects."""
 
 
 def _terms_of_call(count: Callable[[Any], Any], inputs: Any, _: Any) -> Any:

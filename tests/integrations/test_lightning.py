@@ -37,11 +37,12 @@ from lightning.pytorch.callbacks import (  # noqa: E402
     EMAWeightAveraging,
     ModelPruning,
     StochasticWeightAveraging,
+    TQDMProgressBar,
 )
 from lightning.pytorch.loggers.logger import Logger  # noqa: E402
 from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 from lightning.pytorch.tuner import Tuner  # noqa: E402
-from lightning.pytorch.utilities import CombinedLoader  # noqa: E402
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_info  # noqa: E402
 from torchmetrics import (  # noqa: E402
     AUROC,
     MeanMetric,
@@ -1244,6 +1245,118 @@ def test_loggers_hear_nothing_of_a_look(layout):
     calls = 2 * sum(min(2 * len(layout), size) for size in sizes)  # of two epochs
     assert names.count("module's") == names.count("list's") == calls
     assert logger.experiment.add_scalar.call_count == calls
+
+
+class ReadsBack(Plain):
+    """Reads what it has logged: for a loss, and to keep it."""
+
+    log_prefix = ""
+
+    def __init__(self):
+        super().__init__()
+        self.double()
+        self.error = MeanSquaredError()
+        self.before = []
+        self.after = []
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.before.append(self.read())
+        self.log("loss", loss.detach(), on_epoch=True, prog_bar=True)
+        self.log("scale", 1.5)
+        self.log_dict({"rows": len(batch[0]), "least": -loss}, reduce_fx="sum")
+        self.log("epoch", loss, on_step=False, on_epoch=True)
+        self.error(batch[0][:, 0].contiguous(), batch[0][:, 1].contiguous())
+        self.log("error", self.error)
+        self.after.append(self.read())
+        return loss * self.trainer.callback_metrics[f"{self.log_prefix}scale"]
+
+    def read(self):
+        own = self.trainer
+        results = own.fit_loop._results
+        sums = {name: results[name].value for name in results if "error" not in name}
+        return [
+            {name: float(value) for name, value in values.items()}
+            for values in (
+                own.callback_metrics,
+                own.logged_metrics,
+                own.progress_bar_metrics,
+                sums,
+            )
+        ]
+
+
+class LogsByItsOwn(ReadsBack):
+    """With a ``log`` of the user's around Lightning's."""
+
+    log_prefix = "train/"
+
+    def log(self, name, value, **options):
+        super().log(f"train/{name}", value.double() if name == "loss" else value)
+
+
+class FindsNothing(ReadsBack):
+    """Reads before anything is logged, which a look must not leave there."""
+
+    def training_step(self, batch, batch_idx):
+        is_first = "loss" not in self.trainer.callback_metrics
+        loss = super().training_step(batch, batch_idx)
+        return loss * 3 if is_first else loss
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ReadsBack,
+        pytest.param(LogsByItsOwn, marks=pytest.mark.slow),
+        pytest.param(FindsNothing, marks=pytest.mark.slow),
+    ],
+)
+def test_logged_values_are_read_as_under_accumulation(kind, layout):
+    """Calls read values of earlier batches, in silence."""
+    runs = []
+    for strategy in (ScatterOnceStrategy(layout[:2], 1), None):
+        own = trainer(strategy, accumulate_grad_batches=1 if strategy else 2)
+        module = made(kind)
+        own.fit(module, loader(8 if strategy else 4, 24))
+        runs.append((module, own.callback_metrics))
+    (ours, own), (stock, one) = runs
+    assert_same(ours, stock)
+    for mine, theirs in zip(ours.after, stock.after, strict=True):
+        for values, expected in zip(mine, theirs, strict=True):
+            assert values == pytest.approx(expected, rel=1e-6)
+    # The first call of a batch finds the values of the batch before.
+    for mine, theirs in zip(ours.before[1::2], stock.before[1::2], strict=True):
+        assert mine[0] == pytest.approx(theirs[0], rel=1e-6)
+    assert own.keys() == one.keys()
+    if kind is not LogsByItsOwn:  # which logs no values of epochs
+        assert float(own["epoch"]) == pytest.approx(float(one["epoch"]), rel=1e-6)
+
+
+class Prints(Plain):
+    def training_step(self, batch, batch_idx):
+        self.print("module")
+        self.trainer.print("trainer")
+        bar = self.trainer.progress_bar_callback
+        bar.print("bar")
+        rank_zero_info("record")
+        return super().training_step(batch, batch_idx)
+
+
+def test_what_is_printed_is_not_that_of_looks(monkeypatch, capsys, caplog):
+    """Each micro-batch prints once, as with accumulation."""
+    written = mock.Mock()
+    monkeypatch.setattr("tqdm.tqdm.write", written)
+    caplog.set_level(logging.INFO, "lightning.pytorch.utilities.rank_zero")
+    options = {"callbacks": [TQDMProgressBar()], "enable_progress_bar": True}
+    own = trainer(ScatterOnceStrategy(["cpu:0", "cpu:1"]), **options)
+    own.fit(made(Prints).double(), loader(8, 24))
+    calls = 2 * 3 * 2  # of two epochs, with two replicas
+    texts = [call.args[0] for call in written.call_args_list]
+    assert texts.count("module") == texts.count("bar") == calls
+    assert capsys.readouterr().out.count("trainer") == calls
+    assert [record.message for record in caplog.records].count("record") == calls
 
 
 class KeepsModules(Plain):

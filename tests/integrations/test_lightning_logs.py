@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from harness.optional import needed
@@ -19,16 +21,45 @@ pytestmark = pytest.mark.loops
 HOME = torch.device("cpu")
 
 
-class Module:
-    """Keeps what is logged, as a LightningModule."""
-
-    device = HOME
+class Results:
+    """Keeps what is logged, as the results of a Trainer."""
 
     def __init__(self):
-        self.logged = {}
+        self.logged = []
+        self.resets = 0
 
-    def log(self, name, value, **options):
-        self.logged[name] = float(value), options
+    def log(self, fx, name, value, **options):
+        assert fx == "training_step"
+        self.logged.append((name, float(value), options))
+
+    def reset(self, *, metrics, fx):
+        assert not self.logged  # tensors of the last epoch, and metrics stay
+        assert (metrics, fx) == (False, "training_step")
+        self.resets += 1
+
+
+class Connector:
+    """That of a Trainer, in the first batch of an epoch."""
+
+    _current_fx = None
+
+    def should_reset_tensors(self, fx):
+        return fx != self._current_fx
+
+
+class Module:
+    """What a LightningModule knows of its Trainer, in ``training_step``."""
+
+    device = HOME
+    _current_fx_name = "training_step"
+
+    def __init__(self):
+        self.trainer = mock.Mock(_results=Results(), _logger_connector=Connector())
+
+    @property
+    def logged(self):
+        logged = self.trainer._results.logged
+        return {name: (value, options) for name, value, options in logged}
 
 
 def calls_of(rows, log):
@@ -66,7 +97,7 @@ def logged(rows, log):
 def test_means_have_the_weights_of_their_sizes(size, batch_size):
     def log(call, rows):
         options = {} if size(rows) is None else {"batch_size": size(rows)}
-        call.log("loss", torch.tensor(float(rows)), **options)
+        call.note("loss", torch.tensor(float(rows)), options)
 
     value, options = logged([2, 2, 2, 4], log)["loss"]
     if size(2) == 1:  # 3 calls of one term, one of 3 terms
@@ -80,23 +111,22 @@ def test_means_have_the_weights_of_their_sizes(size, batch_size):
 @pytest.mark.parametrize(("reduction", "expected"), [("sum", 10), ("max", 4)])
 def test_named_reductions_are_those_of_calls(reduction, expected):
     def log(call, rows):
-        call.log("rows", rows, reduce_fx=reduction)
+        call.note("rows", torch.tensor(float(rows)), {"reduce_fx": reduction})
 
     assert logged([2, 2, 2, 4], log)["rows"][0] == expected
 
 
 def test_name_logged_twice_is_two_values():
     def log(call, rows):
-        call.log("loss", 1.0)
-        call.log("loss", torch.tensor([float(rows)]))
+        call.note("loss", torch.tensor(1.0), {})
+        call.note("loss", torch.tensor(float(rows)), {})
 
     values = LoggedValues()
-    calls = calls_of([2, 2], log)
-    names = []
     module = Module()
-    module.log = lambda name, value, **_: names.append((name, float(value)))
-    values.log(module, calls, {})
-    assert names == [("loss", 1.0), ("loss", 2.0)]
+    values.log(module, calls_of([2, 2], log), {})
+    results = module.trainer._results
+    assert [entry[:2] for entry in results.logged] == [("loss", 1.0), ("loss", 2.0)]
+    assert results.resets == 1
 
 
 def test_outputs_are_joined_in_the_order_of_rows():

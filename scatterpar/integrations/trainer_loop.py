@@ -312,15 +312,21 @@ class TrainerLoop(Loop):
         is_of_trl = package_of(loss_class(self.trainer)) == "trl"
         if self.count is not None:
             return [self.count]
-        if is_of_trl and self.trainer.loss_is_scaled_for_ga is False:
+        # Trainers before transformers 5.19 do not say it.
+        if is_of_trl and getattr(self.trainer, "loss_is_scaled_for_ga", None) is False:
             return [ROWS]
         of_labels = [LABELS, SHIFTED]
-        if self.trainer._loss_shifts_labels:
+        if self._is_shifted():
             of_labels.reverse()
         if self.is_mean:
             return [*of_labels, ROWS]
         # First the items: the stock loop divides by them if the model takes them.
         return [SUM, *of_labels, ROWS]
+
+    def _is_shifted(self) -> bool:
+        """Whether the stock Trainer counts labels without the first of each row."""
+        # Older ones, such as transformers 5.2, count all labels of any model.
+        return getattr(self.trainer, "_loss_shifts_labels", False)
 
     def divided(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """The inputs of a look: rows of one batch, or two batches.
@@ -499,7 +505,7 @@ class TrainerLoop(Loop):
             return
         # The stock loop divides this sum by the number of labels.
         if how == SUM and self.count is None:
-            how = SHIFTED if self.trainer._loss_shifts_labels else LABELS
+            how = SHIFTED if self._is_shifted() else LABELS
         weights = [float(step_batches.terms(how, call.batch).sum()) for call in calls]
         self._append_metrics("train", calls, weights)
 

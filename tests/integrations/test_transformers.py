@@ -156,6 +156,17 @@ class WritesOut:
         return loss.detach()
 
 
+class Older:
+    """As in transformers 5.2: it counts all labels, shifted or not."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        vars(self).pop("_loss_shifts_labels", None)
+
+    def _get_num_items_in_batch(self, batches, device):
+        return sum(batch["labels"].ne(PADDING).sum() for batch in batches)
+
+
 class Streams(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(sentences(ROWS))
@@ -301,6 +312,7 @@ RUNS = {
             type("Stock", (WritesOut, transformers.Trainer), {}),
         ),
     },
+    "older": {"classes": with_and_without(Older)},
     "another number of images": {"case": (llava, sentences, with_images)},
     "loaders of its own": {"case": CLASSIFIER, "classes": with_and_without(Loads)},
     "divides by items": shifting(lambda losses, items: losses.sum() / items),
@@ -323,7 +335,7 @@ RUNS = {
 }
 QUICK = [
     *("causal language model", "clipping", "divides by items"),
-    *("a row of which nothing counts", "another number of images"),
+    *("a row of which nothing counts", "another number of images", "older"),
 ]
 
 

@@ -105,6 +105,23 @@ def _trl(with_replicas):
         setattr(library, name, _counted(name, bases, with_replicas))
 
 
+def _transformers(with_replicas):
+    """The trainers, with arguments of two devices, by which tests count steps."""
+    from scatterpar.integrations.transformers import ScatterOnceMixin
+
+    library = importlib.import_module("transformers")
+    for name in ("Trainer", "Seq2SeqTrainer"):
+        bases = (getattr(library, name),)
+        if with_replicas:
+            bases = (ScatterOnceMixin, *bases)
+        setattr(library, name, _counted(name, bases, with_replicas))
+    if with_replicas:
+        # 1 of a Trainer with replicas, else 0
+        library.TrainingArguments.n_gpu = property(
+            lambda self: vars(self).get("_n_gpu") or len(DEVICES)
+        )
+
+
 def _sentence_transformers(with_replicas):
     """The trainers of embeddings and of pairs."""
     from scatterpar.integrations import sentence_transformers as ours
@@ -140,5 +157,6 @@ def _counted(name, bases, with_replicas):
 PEERS = {
     "lightning": _lightning,
     "sentence-transformers": _sentence_transformers,
+    "transformers": _transformers,
     "trl": _trl,
 }

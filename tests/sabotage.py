@@ -1757,6 +1757,16 @@ SABOTAGES = [
         needs="lightning",
     ),
     Sabotage(
+        name="a metric that a call computes lacks the rows of earlier calls",
+        promise="Lightning",
+        file="integrations/lightning_metrics.py",
+        place="StepMetrics._take_over",
+        text="of_calls = [*self._updated, updated({path: copied})]",
+        replacement="of_calls = [updated({path: copied})]",
+        seen_by="test_metrics_of_calls_equal_the_stock_loop",
+        needs="lightning",
+    ),
+    Sabotage(
         name="looks leave what their calls wrote inside of networks in a list",
         promise="Lightning",
         file="loops/lending.py",

@@ -104,6 +104,9 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._device_ids = device_ids
         self._options = {"accum": accum, **options}
         self._loop = ModuleLoop(self, count, reduction)
+        # That of this strategy: ``trainer`` of the module may be another, which a
+        # callback has made for an evaluation.
+        self.trainer: Any = None
         self._until_teardown = contextlib.ExitStack()
         # The present one, and the device of its batch that was transferred last.
         self._evaluation: Any = None
@@ -118,6 +121,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     def setup(self, trainer: Trainer) -> None:
         """Do what ``SingleDeviceStrategy`` does, and make the engine."""
         module: Any = self.lightning_module
+        self.trainer = trainer
         if trainer.training:
             _refuse(trainer, module)
             if "buffers" not in self._options:
@@ -143,6 +147,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._loop.end()
         self._until_teardown.close()
         self._evaluation = None
+        self.trainer = None
         super().teardown()
 
     def batch_to_device(
@@ -154,7 +159,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         replica to its device. In an evaluation the devices get whole batches in turn.
         """
         device = torch.device("cpu")
-        if not self.lightning_module.trainer.training:
+        if not self.trainer.training:
             self._device_of_batch = self._evaluation.next_device()
             device = physical(self._device_of_batch)
         return super().batch_to_device(batch, device, dataloader_idx)
@@ -204,7 +209,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         Metrics and logged values stay on the first device.
         """
         module = self.lightning_module
-        results = module.trainer._results
+        results = self.trainer._results
         with self._loop.without_metrics() as metrics:  # replicas have none
             turn = self._evaluation.turn(device)
         if device == home:

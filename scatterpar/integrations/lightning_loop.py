@@ -24,18 +24,17 @@ from scatterpar.integrations.lightning_logs import (
     joined_outputs,
 )
 from scatterpar.integrations.lightning_metrics import (
-    all_emptied,
-    emptied,
+    StepMetrics,
     merge,
     metrics_of,
     placed,
     single_metrics,
-    updated,
 )
 from scatterpar.loops.loop import Loop
 from scatterpar.loops.modules import overridden
 from scatterpar.loops.rows import as_rows, num_rows
 from scatterpar.loops.user_functions import groups_of, of_user
+from scatterpar.objects.walk import Walk
 from scatterpar.step.request import Reduction
 from scatterpar.step.substeps import detached
 from scatterpar.verify.dropped_records import is_look
@@ -92,9 +91,7 @@ class ModuleLoop(Loop):
         self._logged = LoggedValues()
         # Whether calls of the present step have returned None: one answer, or both.
         self._skips: set[bool] = set()
-        # By path, the module's metrics without their states: calls copy these while
-        # the loop updates the user's.
-        self._empty_metrics: dict[str, Any] = {}
+        self._step_metrics = StepMetrics()
         self._call_results: CallResults | None = None  # of the calls of a step
 
     def begin_training(
@@ -105,11 +102,13 @@ class ModuleLoop(Loop):
         self.engine = engine
         engine.loop = self.options()
         self._replicated = replicated
+        self._step_metrics = StepMetrics()
 
     def end(self) -> None:
         """Drop what no file can have, since the Trainer may be saved."""
         self.close()
         self._replicated = None
+        self._step_metrics = StepMetrics()
         vars(self).pop("lending", None)
 
     @property
@@ -126,7 +125,7 @@ class ModuleLoop(Loop):
         """The Trainer, its optimizers' groups and schedules, the data module; callbacks
         and data sets of the user.
         """
-        trainer = self._module.trainer
+        trainer = self._strategy.trainer
         roots = [trainer, trainer.datamodule]
         roots += map(groups_of, trainer.optimizers)
         roots += [config.scheduler for config in trainer.lr_scheduler_configs]
@@ -140,14 +139,24 @@ class ModuleLoop(Loop):
 
     def optimizers(self) -> Sequence[Any]:
         """Those of the Trainer."""
-        return self._module.trainer.optimizers  # type: ignore[no-any-return]
+        return self._strategy.trainer.optimizers  # type: ignore[no-any-return]
+
+    def written(self) -> Walk:
+        """All that calls may write, and the metrics that they get themselves.
+
+        Looks copy all metrics.
+        """
+        roots = self.roots()
+        for metric in self._step_metrics.own().values():
+            roots += metric.modules()
+        return Walk(roots, excluded=self.not_lent)
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
         """In the body, which is a look, loggers and profiler are silent, and so is what
         prints beside the progress bar.
         """
-        trainer = self._module.trainer
+        trainer = self._strategy.trainer
         silent: dict[str, Any] = {"profiler": PassThroughProfiler()}
         # A logger writes files and sends numbers, which no journal restores.
         silent["_loggers"] = [Silent(logger) for logger in trainer.loggers]
@@ -184,7 +193,7 @@ class ModuleLoop(Loop):
         inputs["rows"] = Rows(range(num_rows(batch)))
         self._skips.clear()
         with context, self.without_metrics() as metrics:
-            self._empty_metrics = all_emptied(metrics)
+            self._step_metrics.begin_step(metrics, self.home)
             loss, records = self.step(inputs, **options)
         self._call_results = None  # it has copies of metrics
         calls = sorted(nested.atoms(records), key=attrgetter("first_row"))
@@ -218,6 +227,7 @@ class ModuleLoop(Loop):
         # A graph would keep the activations of all micro-batches until the step ends.
         call.output = nested.map_tensors(detached, result.extra)
         if is_look():
+            self._step_metrics.has_looked = True
             self._logged.look(call, is_whole=work[0] is self._replicated)
         self._logged.note_sizes(call)
         loss = result.closure_loss
@@ -265,24 +275,24 @@ class ModuleLoop(Loop):
     def _in_call(self, work: Any, call: StepCall) -> Iterator[LightningModule]:
         """In the body the call runs. Yields the module whose step function to call."""
         device = self.device_of(work)
-        copies = {}
-        for place, metric in self._empty_metrics.items():
-            copies[place] = emptied(metric).to(device)
-        call.places = {id(metric): at for at, metric in single_metrics(copies).items()}
         module = self._module
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.in_turn(self.loan_of(work), device))
-            stack.enter_context(placed(module, copies))
+            in_call = self._step_metrics.of_call(
+                module, device, is_first=not call.first_row
+            )
+            metrics = stack.enter_context(in_call)
+            call.places = metrics.places
             for part in module.modules():
                 if isinstance(part, LightningModule):
                     stack.enter_context(overridden(part, _device=device))
             # Names of metrics by ``id``, which are copies of this call.
             stack.enter_context(overridden(module, _metric_attributes=None))
             results = self._results_of(call)
-            stack.enter_context(results.of_call(module.trainer, call, device))
+            stack.enter_context(results.of_call(self._strategy.trainer, call, device))
             yield module
         # Not in a finally: what a failed call has measured is dropped.
-        call.metrics = updated(copies)
+        call.metrics = metrics.updated
 
     def _results_of(self, call: StepCall) -> CallResults:
         """What ``call`` finds as the results of the Trainer: as earlier calls of the
@@ -290,7 +300,7 @@ class ModuleLoop(Loop):
         """
         # Each call of a look, and each try at a step, begins with the Trainer's.
         if self._call_results is None or is_look() or not call.first_row:
-            self._call_results = CallResults(self._module.trainer._results)
+            self._call_results = CallResults(self._strategy.trainer._results)
         return self._call_results
 
 

@@ -1,5 +1,14 @@
-"""Metrics of torchmetrics: each call updates empty copies, whose states are merged in
-row order.
+"""Metrics of torchmetrics in the calls of a step function.
+
+::
+
+    a metric that calls update         each call updates an empty copy; their states are
+                                       merged in row order
+    another, such as one that calls    the user's own, on the device of the call; the
+    compute or reset                   next call finds what this one has left
+
+Copies let devices compute without waiting for each other. A look shows which metrics
+calls only update.
 """
 
 from __future__ import annotations
@@ -11,12 +20,20 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torchmetrics import Metric, MetricCollection
+from torch import nn
+from torchmetrics import Metric, MetricCollection, SumMetric
+from torchmetrics.utilities import (
+    dim_zero_cat,
+    dim_zero_max,
+    dim_zero_min,
+    dim_zero_sum,
+)
 
 from scatterpar.batch import nested
+from scatterpar.batch.nested import PLAIN
 from scatterpar.loops.evaluation import brought_home
 from scatterpar.loops.modules import overridden
+from scatterpar.verify.dropped_records import is_look
 
 
 class MetricPlace(NamedTuple):
@@ -32,6 +49,11 @@ class MetricPlace(NamedTuple):
 
 
 _METRICS = (Metric, MetricCollection)
+# Of two states. A mean needs the number of updates of both.
+_MERGED = {None, dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum}
+_METHODS = ("update", "forward", "compute", "reset")
+# Attributes of any metric, which are no values of the user's.
+_OF_ALL_METRICS = frozenset(vars(SumMetric())).union(_METHODS)
 
 
 def metrics_of(module: nn.Module) -> dict[str, Any]:
@@ -135,15 +157,10 @@ def updated(metrics: Mapping[Any, Any]) -> dict[MetricPlace, Metric]:
 
 
 def merge(metric: Metric, copies: Sequence[Metric], device: torch.device) -> None:
-    """Merge states of ``copies`` into ``metric``, in their order.
-
-    Raises:
-        ValueError: torchmetrics cannot merge a state.
-    """
+    """Merge states of ``copies`` into ``metric``, in their order."""
     # For the value of the step: with the copies' states alone.
     of_step = emptied(metric)
     for copied in copies:
-        _check_states(metric, copied)
         # A state's graph leads to the replica's activations.
         states = nested.map_tensors(
             lambda tensor: tensor.detach().to(device), copied.metric_state
@@ -160,12 +177,183 @@ def merge(metric: Metric, copies: Sequence[Metric], device: torch.device) -> Non
         metric._forward_cache = of_step.compute()
 
 
-def _check_states(metric: Metric, copied: Metric) -> None:
-    """Raise ``ValueError`` if a state of ``copied`` cannot be merged into another."""
-    for name, value in copied.metric_state.items():
-        if metric._reductions[name] is None and isinstance(value, Tensor):
-            raise ValueError(
-                f"the state {name!r} of {type(metric).__name__} cannot be merged with "
-                "another; return predictions and targets, and update it in "
-                "on_train_batch_end"
-            )
+def is_mergeable(metric: Any) -> bool:
+    """Whether states of copies that are updated apart make those of ``metric``."""
+    for single in single_metrics({"": metric}).values():
+        # Else an update reads the state, or the class does not say.
+        if single.full_state_update is not False:
+            return False
+        for name, reduction in single._reductions.items():
+            is_list = isinstance(single._defaults[name], list)
+            if reduction not in _MERGED or (reduction is None and not is_list):
+                return False
+    return True
+
+
+class CallMetrics:
+    """The metrics that a call finds.
+
+    Attributes:
+        copies: those that the call may only update, by the path of the outermost one.
+        places: where single copies are, by their ``id``.
+        updated: the copies that the call has updated, afterwards.
+    """
+
+    updated: dict[MetricPlace, Metric]
+
+    def __init__(self, copies: dict[str, Any]) -> None:
+        self.copies = copies
+        self.places = {id(metric): at for at, metric in single_metrics(copies).items()}
+        self._is_in_forward = False
+
+    @contextlib.contextmanager
+    def watched(self, take_over: Callable[[str], None]) -> Iterator[None]:
+        """In the body, ``take_over`` is called with the path of each copy of which the
+        call asks more than an update, or the value of one.
+        """
+        single = single_metrics(self.copies)
+        written = {}
+        with contextlib.ExitStack() as stack:
+            for place, metric in single.items():
+                methods = {"forward": partial(self._forward, metric.forward)}
+                for name in ("compute", "reset"):
+                    method = getattr(metric, name)
+                    methods[name] = partial(self._ask, take_over, place, metric, method)
+                stack.enter_context(overridden(metric, **methods))
+                written[place] = _attributes_beside_states(metric)
+            yield
+            for place, before in written.items():
+                is_written = _attributes_beside_states(single[place]) != before
+                if is_written and place.outer in self.copies:
+                    take_over(place.outer)
+
+    def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``forward`` of a copy, which computes and resets by itself."""
+        before = self._is_in_forward
+        self._is_in_forward = True
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._is_in_forward = before
+
+    def _ask(
+        self,
+        take_over: Callable[[str], None],
+        place: MetricPlace,
+        metric: Metric,
+        method: Callable[..., Any],
+    ) -> Any:
+        """Call a method of a copy, or of the user's metric that takes over."""
+        if not self._is_in_forward and place.outer in self.copies:
+            take_over(place.outer)
+        if place.outer not in self.copies:
+            method = vars(metric)[method.__name__]
+        return method()
+
+
+class StepMetrics:
+    """The metrics of a module, of which the calls of a step get copies.
+
+    Attributes:
+        metrics: the outermost ones of the user's, by path.
+        has_looked: whether a look has seen calls.
+    """
+
+    def __init__(self) -> None:
+        self.metrics: Mapping[str, Any] = {}
+        self.has_looked = False
+        self._empty: dict[str, Any] = {}  # copies without states, to be copied
+        # By ``id``: those of which calls ask more than to update them.
+        self._asked: set[int] = set()
+        # The copies that calls of the step have updated, in order.
+        self._updated: list[dict[MetricPlace, Metric]] = []
+
+    def begin_step(self, metrics: Mapping[str, Any], home: torch.device) -> None:
+        """The next calls are those of a step; the user's metrics are on ``home``."""
+        self.metrics = metrics
+        self._home = home
+        self._empty = all_emptied(metrics)
+
+    def own(self) -> dict[str, Any]:
+        """The metrics that calls of the step get themselves, by path."""
+        own: dict[str, Any] = {}
+        for path, metric in self.metrics.items():
+            is_asked = not self.has_looked or id(metric) in self._asked
+            if is_asked or not is_mergeable(metric):
+                own[path] = metric
+        return own
+
+    @contextlib.contextmanager
+    def of_call(
+        self, module: nn.Module, device: torch.device, *, is_first: bool
+    ) -> Iterator[CallMetrics]:
+        """In the body a call on ``device`` finds metrics in ``module``."""
+        # A look leaves the user's as they are.
+        own = {} if is_look() else self.own()
+        copies = {}
+        for path in self._empty.keys() - own.keys():
+            copies[path] = emptied(self._empty[path]).to(device)
+        call = CallMetrics(copies)
+        if is_first:  # of a step, or of another try at it
+            self._updated.clear()
+        with contextlib.ExitStack() as stack:
+            self._place(own, module, device, stack)
+
+            def take_over(path: str) -> None:
+                self._asked.add(id(self.metrics[path]))
+                if not is_look():
+                    metric = self._take_over(path, call.copies.pop(path))
+                    self._place({path: metric}, module, device, stack)
+
+            stack.enter_context(placed(module, copies))
+            stack.enter_context(call.watched(take_over))
+            yield call
+        # Not in a finally: what a failed call has measured is dropped.
+        call.updated = updated(call.copies)
+        if not is_look():
+            self._updated.append(call.updated)
+
+    def _place(
+        self,
+        own: Mapping[str, Any],
+        module: nn.Module,
+        device: torch.device,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        """Until ``stack`` ends, ``module`` has the user's metrics, on ``device``."""
+        stack.enter_context(placed(module, own))
+        if device == self._home:
+            return
+        for metric in own.values():
+            stack.callback(metric.to, self._home)
+            metric.to(device)
+
+    def _take_over(self, path: str, copied: Any) -> Any:
+        """Merge what calls so far have measured into the user's metric, which the
+        methods of the present call's copy are from now on. Returns the metric.
+        """
+        metric = self.metrics[path]
+        of_calls = [*self._updated, updated({path: copied})]
+        copies = single_metrics({path: copied})
+        for place, single in single_metrics({path: metric}).items():
+            states = [of_call.pop(place) for of_call in of_calls if place in of_call]
+            merge(single, states, self._home)
+            attributes = vars(copies[place])
+            for name in _attributes_beside_states(copies[place]):
+                vars(single)[name] = attributes[name]
+            for name in _METHODS:
+                attributes[name] = getattr(single, name)
+        return metric
+
+
+def _attributes_beside_states(metric: Metric) -> dict[str, Any]:
+    """What attributes that are no states refer to; containers by their entries."""
+    attributes: dict[str, Any] = {}
+    for name, value in vars(metric).items():
+        if name in _OF_ALL_METRICS or name in metric._defaults:
+            continue
+        if isinstance(value, (list, tuple, dict, set)):
+            attributes[name] = [*map(id, value)]
+        else:
+            attributes[name] = value if type(value) in PLAIN else id(value)
+    return attributes

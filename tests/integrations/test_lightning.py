@@ -47,10 +47,12 @@ from torchmetrics import (  # noqa: E402
     AUROC,
     MeanMetric,
     MeanSquaredError,
+    Metric,
     MetricCollection,
     PearsonCorrCoef,
 )
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score  # noqa: E402
+from torchmetrics.wrappers import Running  # noqa: E402
 
 from scatterpar import Replicated, ScatterOnceParallel, count_labels, splitcheck  # noqa: E402
 from scatterpar.integrations.lightning import ScatterOnceStrategy  # noqa: E402
@@ -529,16 +531,6 @@ def test_error_reaches_user_module_intact():
     assert "measures.macro.tp" not in module.state_dict()
 
 
-class Correlates(Classifier):
-    def __init__(self):
-        super().__init__()
-        self.correlation = PearsonCorrCoef()
-
-    def training_step(self, batch, batch_idx):
-        self.correlation.update(self(batch[0])[:, 0], batch[0][:, 0])
-        return super().training_step(batch, batch_idx)
-
-
 @pytest.mark.parametrize(
     ("kind", "options", "words"),
     [
@@ -549,7 +541,6 @@ class Correlates(Classifier):
             "dataloader_iter",
         ),
         (with_own(training_step=in_part), {}, "returned None for a part of the batch"),
-        (Correlates, {}, "PearsonCorrCoef cannot be merged"),
         (with_own(training_step=kept), {}, "count="),
         (Classifier, {"strategy": {"graphs": True}}, "graphs=True"),
         (Classifier, {"sync_batchnorm": True}, "sync_batchnorm"),
@@ -573,30 +564,12 @@ def counted_in_part(self, batch, batch_idx):
     return losses[counts].sum() / len(counts)
 
 
-class CorrelatesAfterwards(Classifier):
-    """Of all rows, once per batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.correlation = PearsonCorrCoef()
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        scores = outputs["scores"].detach()
-        self.correlation.update(scores[:, 0].float(), batch[0][:, 0].float())
-        self.ended.append({"correlation": self.correlation.compute()})
-
-
 # What is refused, the remedy that the error names, and what follows it.
 REMEDIES = {
     "a part without a loss": (
         with_own(training_step=in_part),
         r"a loss for all, such as \(output \* 0\)\.sum\(\)",
         with_own(training_step=counted_in_part),
-    ),
-    "a metric that cannot be merged": (
-        Correlates,
-        "return predictions and targets, and update it in on_train_batch_end",
-        CorrelatesAfterwards,
     ),
 }
 
@@ -610,8 +583,6 @@ def test_remedy_is_followed(name):
     ours, _ = fitted(strategy(), made(follows))
     stock, _ = fitted(None, made(follows))
     assert_same(ours, stock)
-    for own, one in zip(ours.ended, stock.ended, strict=True):
-        torch.testing.assert_close(own.get("correlation"), one.get("correlation"))
 
 
 class Normalised(Classifier):
@@ -941,6 +912,201 @@ def test_refused_gradients_are_read_at_the_steps_end(layout):
     ours, stock = fitted_by_both(smoothing, data, layout)
     torch.testing.assert_close(ours.kept, stock.kept, rtol=1e-9, atol=1e-12)
     assert_same_net(ours.net, stock.net, [], [])
+
+
+class CountsUpdates(Metric):
+    """Has an attribute that is no state."""
+
+    full_state_update = False
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("sum", torch.zeros(()), dist_reduce_fx="sum")
+        self.updates = 0
+        self.sizes = []
+
+    def update(self, scores, labels):
+        self.sum += scores.sum()
+        self.updates += 1
+        self.sizes.append(len(labels))
+
+    def compute(self):
+        return self.sum / self.updates
+
+
+class Largest(Metric):
+    """Its update reads its state, and its class does not say so."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("value", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, scores, labels):
+        self.value = torch.maximum(self.value * 0.9, scores.max())
+
+    def compute(self):
+        return self.value
+
+
+class Means(MeanMetric):
+    """Of the scores, whatever the labels are."""
+
+    def update(self, scores, labels):
+        super().update(scores)
+
+
+class Correlation(PearsonCorrCoef):
+    def update(self, scores, labels):
+        super().update(scores[:, 0].contiguous(), labels.double())
+
+
+def updates(module, scores, labels):
+    module.metric.update(scores, labels)
+
+
+def computes(module, scores, labels):
+    module.metric(scores, labels)
+    module.seen.append(float(module.metric.compute()))
+
+
+def computes_late(module, scores, labels):
+    updates(module, scores, labels)
+    if module.calls % 4 == 3:
+        module.seen.append(float(module.metric.compute()))
+        updates(module, scores.abs(), labels)
+
+
+def resets_late(module, scores, labels):
+    computes_late(module, scores, labels)
+    if module.calls == 7:
+        metric = module.metric
+        metric.reset()
+        metric.update(scores, labels)
+
+
+def resets(module, scores, labels):
+    module.metric.reset()
+    updates(module, scores, labels)
+
+
+def computes_member(module, scores, labels):
+    updates(module, scores, labels)
+    if module.calls > 5:
+        module.seen.append(float(module.metric["recall"].compute()))
+
+
+def of_classes(average):
+    return MulticlassAccuracy(OUT, average=average)
+
+
+MEASURED = {
+    "computed in each call": (partial(of_classes, "macro"), computes),
+    "computed late": (Means, computes_late),
+    "reset late": (Means, resets_late),
+    "reset in each call": (partial(of_classes, "micro"), resets),
+    "the last ones": (lambda: Running(Means(), 5), updates),
+    "an attribute": (CountsUpdates, updates),
+    "an attribute, computed late": (CountsUpdates, computes_late),
+    "an update that reads": (Largest, updates),
+    "no sum": (Correlation, updates),
+    "a member of a group": (
+        lambda: MetricCollection(
+            {"f1": MulticlassF1Score(OUT), "recall": of_classes("macro")}
+        ),
+        computes_member,
+    ),
+}
+
+
+class Measures(Plain):
+    """What ``measure`` does with a metric in each call."""
+
+    def __init__(self, metric, measure):
+        super().__init__()
+        self.net = nn.Linear(IN, OUT).double()
+        self.metric = metric()
+        self.measure = measure
+        self.seen = []
+        self.calls = 0
+
+    def training_step(self, batch, batch_idx):
+        scores = self.net(batch[0])
+        self.measure(self, scores.detach(), batch[1])
+        self.calls += 1
+        return functional.cross_entropy(scores, batch[1])
+
+    def on_train_epoch_end(self):
+        value = self.metric.compute()
+        self.seen += map(float, value.values() if isinstance(value, dict) else [value])
+        self.seen += getattr(self.metric, "sizes", [])
+
+
+@pytest.mark.filterwarnings("ignore:training_step writes self.calls")
+@pytest.mark.parametrize("layout", [["cpu:0", "cpu:1"], SHARED])
+@pytest.mark.parametrize(
+    "name", few_of(MEASURED, ["computed in each call", "reset late", "an attribute"])
+)
+def test_metrics_of_calls_equal_the_stock_loop(name, layout):
+    """Calls had copies of one micro-batch, which were merged whatever they did."""
+    data = TensorDataset(randn(36, IN), torch.arange(36) % OUT)
+    ours, stock = fitted_by_both(partial(Measures, *MEASURED[name]), data, layout)
+    assert ours.seen == pytest.approx(stock.seen, rel=1e-9)
+    assert_same(ours, stock)
+
+
+class Evaluates(Callback):
+    """Evaluates the module in the middle of its training, by another Trainer."""
+
+    def __init__(self, verb, hook, strategy):
+        self.verb = verb
+        self.strategy = strategy
+        self.results = []
+        setattr(self, hook, self.evaluate)
+
+    def evaluate(self, _, module, *__):
+        other = trainer(self.strategy and self.strategy(), logger=False)
+        function = getattr(other, self.verb)
+        self.results += function(
+            module, DataLoader(TensorDataset(randn(7, FEATURES)), 4)
+        )
+
+
+class IsEvaluated(Plain):
+    def __init__(self):
+        super().__init__()
+        self.double()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("value", self.net(batch[0]).sum())
+
+    test_step = validation_step
+
+    def predict_step(self, batch, batch_idx):
+        return self.net(batch[0])
+
+
+EVALUATIONS = [
+    ("validate", "on_train_epoch_end"),
+    ("test", "on_train_batch_end"),
+    ("predict", "on_train_epoch_start"),
+]
+
+
+@pytest.mark.parametrize(("verb", "hook"), EVALUATIONS)
+def test_another_trainer_evaluates_during_training(verb, hook):
+    """Its Trainer was the module's afterwards, which the strategy asked."""
+    results = []
+    modules = []
+    for strategy in (partial(ScatterOnceStrategy, ["cpu:0", "cpu:1"]), None):
+        callback = Evaluates(verb, hook, strategy)
+        module = made(IsEvaluated)
+        options = {"max_epochs": 2, "logger": False, "limit_train_batches": 2}
+        own = strategy and strategy()
+        trainer(own, callbacks=[callback], **options).fit(module, loader())
+        modules.append(module)
+        results.append(callback.results)
+    torch.testing.assert_close(*results)
+    assert_same(*modules)
 
 
 class WritesNumbers(Plain):

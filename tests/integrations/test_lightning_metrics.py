@@ -13,6 +13,7 @@ import torchmetrics  # noqa: E402
 
 from scatterpar.integrations.lightning_metrics import (  # noqa: E402
     emptied,
+    is_mergeable,
     merge,
     metrics_of,
     placed,
@@ -84,9 +85,15 @@ class Last(torchmetrics.Metric):
         return self.last
 
 
-def test_states_without_a_sum_are_refused_by_name():
-    metric = Last()
-    copied = emptied(metric)
-    copied.update(torch.ones(()))
-    with pytest.raises(ValueError, match=r"'last' of Last cannot be merged"):
-        merge(metric, [copied], HOME)
+class Mean(torchmetrics.MeanMetric):
+    """Says that an update reads the state."""
+
+    full_state_update = True
+
+
+def test_mergeable_metrics():
+    sums = torchmetrics.SumMetric()
+    assert is_mergeable(sums)
+    assert is_mergeable(torchmetrics.MetricCollection([sums, torchmetrics.CatMetric()]))
+    assert not is_mergeable(Last())
+    assert not is_mergeable(torchmetrics.MetricCollection([sums, Mean()]))

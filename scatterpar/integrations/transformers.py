@@ -199,7 +199,9 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does, and close the engine at the end."""
-        if self._loop.buffers == "master" and self._num_batches > 1:
+        warns = self._loop.buffers == "master" and self._num_batches > 1
+        # Between the trials of a search of hyperparameters there is no model.
+        if warns and self.model is not None:
             warn_of_batch_norm(self.model)
         prepare = type(self)._prepare_inputs
         if is_user_function(prepare):

@@ -18,6 +18,7 @@ from typing import ClassVar
 import pytest
 import torch
 import transformers
+from accelerate.utils.memory import release_memory
 from faults import processes
 from harness import oracle
 from harness.isolation import guarded
@@ -38,6 +39,7 @@ from harness.trainers import (
     images,
     language_model,
     padded,
+    parameters,
     quietly,
     sentences,
     sequence_classifier,
@@ -1592,6 +1594,71 @@ def test_trials_of_a_search_have_the_users_rows(tmp_path):
         assert trainer.args.per_device_train_batch_size == rows
         kind = type(trainer.args.per_device_train_batch_size)
         trainer.args.per_device_train_batch_size = kind(5)
+
+
+def trials(trainer):
+    """Parameters and losses of three trials, as a search with optuna makes them: after
+    each it lets go of the model.
+    """
+    results = []
+    for rate in (1e-3, 1e-2, 3e-3):
+        trainer.args.learning_rate = rate
+        trainer.create_accelerator_and_postprocess()
+        trainer.train()
+        loss = trainer.evaluate()["eval_loss"]
+        results.append((copy.deepcopy(parameters(trainer)), loss))
+        wrapped, model = trainer.model_wrapped, trainer.model
+        trainer.model_wrapped, trainer.model = release_memory(wrapped, model)
+        trainer.accelerator.clear()
+    return results
+
+
+class Normalises(Line):
+    """With a batch normalisation."""
+
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Sequential(self.line, nn.BatchNorm1d(3).double())
+
+
+SEARCHES = {
+    "a line": (Line, {}),
+    "a language model": (language_model, {}),
+    "its optimizer on all devices": (Line, {"shard_optimizer": True}),
+    "a normalisation of micro-batches": (Normalises, {}),
+}
+
+
+@pytest.mark.parametrize("name", few_of(SEARCHES, ["a line"]))
+def test_trials_of_a_search_equal_stock(tmp_path, recwarn, name):
+    """The second trial ended: the first had let go of the model."""
+    make, own_options = SEARCHES[name]
+    is_of_words = make is language_model
+    data, collate = (sentences, padded) if is_of_words else (lines, None)
+    runs = []
+    for cls in (ScatterOnceTrainer, transformers.Trainer):
+        is_ours = cls is ScatterOnceTrainer
+        size = sizes(3, 2) if is_ours else sizes(12)
+        options = {"device_ids": VIRTUAL, **own_options} if is_ours else {}
+        trainer = cls(
+            args=arguments(tmp_path, max_steps=3, remove_unused_columns=False, **size),
+            model_init=lambda: make(),
+            train_dataset=data(ROWS),
+            eval_dataset=data(7),
+            data_collator=collate,
+            **options,
+        )
+        runs.append(quietly(trials, trainer))
+    if name == "a normalisation of micro-batches":
+        told = [w for w in recwarn if "batch normalisation" in str(w.message)]
+        assert len(told) == 1
+        return
+    for (actual, loss), (expected, stock_loss) in zip(*runs, strict=True):
+        for key, value in expected.items():
+            torch.testing.assert_close(actual[key], value, rtol=1e-7, atol=1e-9)
+        assert loss == pytest.approx(stock_loss, rel=1e-6)
+    (first, _), (second, _), _ = runs[0]
+    assert not all(torch.equal(first[key], second[key]) for key in first)
 
 
 class Weighs:

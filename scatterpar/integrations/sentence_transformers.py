@@ -78,14 +78,14 @@ class _WholeBatchLoop(TrainerLoop):
         """The loss is a mean over rows, unless the user says otherwise."""
         return [ROWS if self.count is None else self.count]
 
-    def loss_of_step(self, step: Any) -> Any:
+    def loss_of_step(self, step: Any, own_items: Any = None) -> Any:
         """The loss of all rows of a step::
 
         columns -> embeddings       the model, on the replicas, in micro-batches
         embeddings -> loss          the user's loss, once, on the first device
         """
         if self.is_by_batches:
-            return super().loss_of_step(step)
+            return super().loss_of_step(step, own_items)
         trainer = self.trainer
         recorded = _RecordedModel(trainer, self.output)
         # The user's loss runs there, with the labels.

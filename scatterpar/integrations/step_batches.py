@@ -68,6 +68,26 @@ class Step(list[Any]):
 
     get = Mapping.get
 
+    def pop(self, key: Any = -1, *default: Any) -> Any:
+        """Remove and return the batch of this number. Refuses names of entries."""
+        if isinstance(key, str):
+            raise _no_mapping(f"pop({key!r})")
+        return super().pop(key)
+
+    def __getattr__(self, name: str) -> Any:
+        # Of a mapping, such as a BatchEncoding.
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise _no_mapping(name)
+
+
+def _no_mapping(name: str) -> AttributeError:
+    return AttributeError(
+        f"the inputs of a training_step are the list of all its batches, without "
+        f"{name}, where replicas are trained; write into compute_loss, which gets one "
+        "batch at a time, or into each batch of the list"
+    )
+
 
 def _joined(entries: list[Any]) -> Any:
     """The entry of all rows, from that of each batch."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import types
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from scatterpar.batch import nested
 from scatterpar.batch.markers import Rows
 from scatterpar.devices.virtual_devices import physical
 from scatterpar.engine import ScatterOnceParallel
+from scatterpar.errors import warn
 from scatterpar.integrations import step_batches
 from scatterpar.integrations.step_batches import (
     FIRST,
@@ -37,7 +39,7 @@ from scatterpar.loops.evaluation import BatchesAhead, Evaluation
 from scatterpar.loops.lending import CopiesOnReplica, modules_of
 from scatterpar.loops.loop import Loop
 from scatterpar.loops.modules import Modules, overridden, values_on_device
-from scatterpar.loops.rows import as_rows, check_rows
+from scatterpar.loops.rows import as_rows, check_rows, num_rows
 from scatterpar.loops.user_functions import groups_of, hooks_in, of_user
 from scatterpar.objects.walk import function_of
 from scatterpar.objects.whose import is_user_class, is_user_function
@@ -58,6 +60,7 @@ _NOT_LENT = {
 # TRL's trainers fill these in compute_loss. Each call gets metrics of its own.
 _METRICS = "_metrics"
 _TOKENS = "_total_train_tokens"
+_ROWS_OF_STEP = "_train_batch_size"
 # Methods, and functions in attributes, that the Trainer's loop runs in its own thread.
 OF_LOOP = frozenset(
     (
@@ -153,6 +156,7 @@ class TrainerLoop(Loop):
         self.is_by_batches = True
         self.sharded: ShardedOptimizer | None = None
         self._replicated: Sequence[nn.Module] = ()
+        self._num_calls = 1  # of the present step
         # Modules, and whether they were in training mode when the step began.
         self._modes: list[tuple[nn.Module, bool]] = []
 
@@ -251,7 +255,11 @@ class TrainerLoop(Loop):
     def loss_of_inputs(
         self, model: nn.Module, inputs: Any, *args: Any, **options: Any
     ) -> Any:
-        """``compute_loss`` in training: the loss of all rows, by all replicas."""
+        """``compute_loss`` in training: the loss of all rows, by all replicas.
+
+        A number of items is the user's own, which the calls get in the place of the
+        Trainer's.
+        """
         if not isinstance(inputs, Step) and not self._is_training():
             stock = type(self.trainer).compute_loss
             return stock(self.trainer, model, inputs, *args, **options)
@@ -259,18 +267,29 @@ class TrainerLoop(Loop):
         conflicts = {"return_outputs=True in training_step": returns_outputs}
         reason = "the outputs stay on the replicas; compute what needs them there"
         refuse("ScatterOnceMixin", conflicts, reason)
-        return self.loss_of_step(inputs)
+        own_items = options.get("num_items_in_batch")
+        if len(args) > 1:
+            own_items = args[1]
+        return self.loss_of_step(inputs, own_items)
 
-    def loss_of_step(self, step: Any) -> Any:
-        """The loss of all rows of a step. Adds what the calls kept and logged."""
+    def loss_of_step(self, step: Any, own_items: Any = None) -> Any:
+        """The loss of all rows of a step. Adds what the calls kept and logged.
+
+        ``own_items`` are the user's items of all batches, if the user counts them.
+        """
         batches = step_batches.batches_of(step)
         is_collated = isinstance(step, Step)
         batch = Rows(step, FIRST) if is_collated else self._divisible_batch(step)
         # Each replica has at most one micro-batch per collated batch.
         accum = len(step) if is_collated else self.num_batches
         inputs = {"work": self.call, "batch": batch, "items": None}
-        candidates = self._candidates(batches)
+        # A batch with fewer rows has a micro-batch per row.
+        self._num_calls = (
+            accum if is_collated else min(len(self.devices) * accum, num_rows(step))
+        )
+        candidates = self._candidates(batches, own_items)
         select = itemgetter("beside")
+        was_ending = self._is_ending()
         # By their order: of two that fit the first is taken.
         loss, outputs = self.train(
             inputs, accum, candidates=list(candidates), return_outputs=select
@@ -278,7 +297,19 @@ class TrainerLoop(Loop):
         assert self.engine is not None
         calls = [call for call in nested.atoms(outputs) if call is not None]
         self._collect(calls, candidates[self.engine.chosen])
+        if self._is_ending() and not was_ending and self._num_calls > 1:
+            warn(
+                "compute_loss has ended the training by self.control in a step, from "
+                f"one of its {self._num_calls} calls; the optimizer takes this step "
+                "still, which one device leaves out. A callback's on_step_end ends it "
+                "between steps"
+            )
         return loss
+
+    def _is_ending(self) -> bool:
+        """Whether the loop is to end, or its epoch."""
+        control = self.trainer.control
+        return bool(control.should_training_stop or control.should_epoch_stop)
 
     def train(self, inputs: Any, accum: int, *args: Any, **options: Any) -> Any:
         """A step of ``engine.loss``, by replicas that call a function of the user's in
@@ -295,13 +326,17 @@ class TrainerLoop(Loop):
         self._modes = [(module, module.training) for module in modules]
         return self.step(inputs, *args, scaler=scaler, is_checked=is_checked, **options)
 
-    def _candidates(self, batches: Sequence[Any]) -> dict[Any, How]:
+    def _candidates(self, batches: Sequence[Any], own_items: Any) -> dict[Any, How]:
         """Ways in which losses of the batches may combine, the likeliest first."""
-        items = None
+        items = own_items
         hows = self.hows()
-        if SUM in hows:
+        if SUM in hows and items is None:
             items = self.num_items(list(batches), self.trainer.args.device)
-        if items is None and self.count is None:
+        # ``True``: the user says that the loop adds the losses of batches.
+        is_scaled = getattr(self.trainer, "loss_is_scaled_for_ga", None)
+        if SUM in hows and (own_items is not None or (items is None and is_scaled)):
+            hows = [SUM]  # of one batch alone nobody knows the user's items
+        elif items is None and self.count is None:
             # A row whose own loss is NaN looks like a sum.
             hows = [how for how in hows if how != SUM]
         return {step_batches.candidate(how, items): how for how in hows}
@@ -403,12 +438,16 @@ class TrainerLoop(Loop):
 
     def call(self, work: Any, batch: Any, items: Any) -> dict[str, Any]:
         """The loss of a Trainer that refers to a replica's modules."""
+        is_accumulated = self.takes_turns and self.count != SUM
         if items is None:
             device = self.device_of(work)
             items = self.num_items([batch], device)
+            # With items of its own a batch is a step by itself.
+            is_accumulated = is_accumulated and items is None
         with (
             self._standing_in(work) as (trainer, record),
             overridden(trainer, _get_num_items_in_batch=lambda *_: items),
+            self._accumulating() if is_accumulated else contextlib.nullcontext(),
         ):
             record.batch = batch
             # A copy, because compute_loss may take labels out of the batch.
@@ -420,6 +459,32 @@ class TrainerLoop(Loop):
         # A captured sub-step returns tensors alone.
         is_needed = self.takes_turns or record.has_entries()
         return {"loss": loss, "beside": record if is_needed else None}
+
+    @contextlib.contextmanager
+    def _accumulating(self) -> Iterator[None]:
+        """In the body, a call in turn, the Trainer has the numbers of gradient
+        accumulation on one device.
+        """
+        trainer = self.trainer
+        num_batches = len(self.devices) * self.num_batches
+        # ``auto_find_batch_size`` makes it smaller than the arguments say.
+        rows = math.ceil(vars(trainer)[_ROWS_OF_STEP] / num_batches)
+        calls = self.lending.calls_of_step()
+        is_last = is_look() or calls == self._num_calls
+        with (
+            overridden(
+                trainer.args,
+                per_device_train_batch_size=rows,
+                gradient_accumulation_steps=num_batches,
+            ),
+            overridden(
+                trainer,
+                current_gradient_accumulation_steps=self._num_calls,
+                **{_ROWS_OF_STEP: rows},
+            ),
+            overridden(trainer.accelerator.gradient_state, sync_gradients=is_last),
+        ):
+            yield
 
     def _set_modes(self) -> None:
         """Set modules to the modes with which the step began.

@@ -34,6 +34,7 @@ from scatterpar.integrations.trainer_loop import TrainerLoop, loss_class
 from scatterpar.loops.arguments import check_count, refuse, warn_of_batch_norm
 from scatterpar.loops.evaluation import BatchesAhead
 from scatterpar.loops.modules import overridden
+from scatterpar.loops.user_functions import of_user
 from scatterpar.objects.whose import is_user_function
 from scatterpar.sharded import ShardedOptimizer
 from scatterpar.step.request import Buffers, Reduction
@@ -203,17 +204,41 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         # Between the trials of a search of hyperparameters there is no model.
         if warns and self.model is not None:
             warn_of_batch_norm(self.model)
+        self._tell_functions()
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            # Replicas would keep the memory of their devices as long as the Trainer.
+            self._loop.close()
+
+    def _tell_functions(self) -> None:
+        """Warn of the user's functions that get something else than with the stock
+        loop, or are not called.
+        """
         prepare = type(self)._prepare_inputs
         if is_user_function(prepare):
             warn(
                 f"{prepare.__qualname__} gets the rows of one batch, as with gradient "
                 "accumulation; one that mixes rows mixes these alone"
             )
-        try:
-            return super().train(*args, **kwargs)
-        finally:
-            # Replicas would keep the memory of their devices as long as the Trainer.
-            self._loop.close()
+        if self._num_batches == 1:
+            return
+        step = type(self).training_step
+        if is_user_function(step):
+            warn(
+                f"{step.__qualname__} is called once per optimizer step, with the list "
+                f"of its {self._num_batches} batches, and compute_loss in it returns "
+                "the loss of all their rows; write into compute_loss what is for each "
+                "batch"
+            )
+        for callback in of_user(self.callback_handler.callbacks):
+            at_end = type(callback).on_substep_end
+            if is_user_function(at_end):
+                warn(
+                    f"{at_end.__qualname__} is not called, since all batches of an "
+                    "optimizer step are one step of this loop; use on_step_end, or "
+                    "compute_loss, which is called for each batch"
+                )
 
     # Evaluation and prediction: each replica computes a batch of the stock loop.
 

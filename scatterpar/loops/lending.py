@@ -339,6 +339,12 @@ class Lending:
         self._copies.clear()
         self.forget()
 
+    def calls_of_step(self) -> int:
+        """The number of calls in turn of the present step, with the present one."""
+        if self._replica_set is None:
+            return 0
+        return self._replica_set.handed_on.calls
+
     def forget_variables(self) -> None:
         """Drop the context variables of calls: these ran in the caller's thread."""
         self._variables.clear()

@@ -135,12 +135,14 @@ def groups_of(optimizer: Any) -> SimpleNamespace:
 
 
 def hooks_in(modules: Iterable[nn.Module]) -> list[Any]:
-    """The forward hooks of all modules in ``modules``, and replaced ``forward``s."""
+    """The hooks of all modules in ``modules``, and replaced ``forward``s."""
     functions: list[Any] = []
     for module in modules:
         for part in module.modules():
             functions += part._forward_pre_hooks.values()
             functions += part._forward_hooks.values()
+            functions += part._backward_pre_hooks.values()
+            functions += part._backward_hooks.values()
             if "forward" in vars(part):
                 functions.append(vars(part)["forward"])
     return functions

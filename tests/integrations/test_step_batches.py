@@ -37,6 +37,21 @@ def test_entry_set_by_name_is_divided_by_rows():
     assert step[1] is SECOND
 
 
+def test_step_is_no_mapping():
+    """A training_step that took a column out got a TypeError of ``list``."""
+    step = Step([dict(FIRST), dict(SECOND)])
+    for name in ("pop('labels')", "update", "to"):
+        with pytest.raises(
+            AttributeError, match="the list of all its batches"
+        ) as error:
+            eval(f"step.{name}")
+        assert name in str(error.value)
+    assert not hasattr(step, "pin_memory")
+    last = step[1]
+    assert step.pop() is last
+    assert len(step) == 1
+
+
 def test_entry_missing_in_one_batch_left_out():
     step = Step([{"x": 1, "y": 2}, {"y": 2}])
     assert list(step.keys()) == ["y"]

@@ -131,6 +131,8 @@ TURNS = {
     "compute_metrics": ("attribute", False, False),
     "data_collator": ("attribute", False, False),
     "forward hook": ("hook", True, True),
+    "full_backward_hook": ("hook on gradients", True, True),
+    "full_backward_pre_hook": ("hook on gradients", True, True),
     "compute_loss of the library": ("replaced", True, True),
     "_save_rng_state": ("method", False, False),
     "compute_loss by its name": ("library's own", False, False),
@@ -154,6 +156,8 @@ def trainer_with(monkeypatch, folder, name, how):
         setattr(trainer, name, Counts())
     if how == "hook":
         trainer.model.register_forward_hook(lambda *_: None)
+    if how == "hook on gradients":
+        getattr(trainer.model, f"register_{name}")(lambda *_: None)
     return trainer
 
 

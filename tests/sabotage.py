@@ -1817,6 +1817,15 @@ SABOTAGES = [
         needs="lightning",
     ),
     Sabotage(
+        name="hooks that calls register on parameters stay with one replica",
+        promise="turns",
+        file="loops/parameter_hooks.py",
+        place="hooks_refused",
+        text="if added and not is_look():",
+        replacement="if False:",
+        seen_by="test_hooks_that_calls_leave_are_refused",
+    ),
+    Sabotage(
         name="frozen parameters that calls write are not handed on",
         promise="turns",
         file="replicas/handed_on.py",

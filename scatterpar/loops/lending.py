@@ -117,6 +117,10 @@ class Loan:
         """The replica's tensors, by the ``id`` of the user's."""
         return {id(original): copied for original, copied in self._pairs}
 
+    def leaves(self) -> list[Tensor]:
+        """The replica's trained parameters."""
+        return []
+
     def of_user(self) -> dict[int, Any]:
         """The user's tensors, by the ``id`` of the replica's."""
         return {id(copied): original for original, copied in self._pairs}
@@ -140,6 +144,10 @@ class TurnLoan(Loan):
         for holder, _ in replica_set.contents.holders.values():
             pairs.append((holder, replica.copy_of(holder)))
         super().__init__(pairs)
+
+    def leaves(self) -> list[Tensor]:
+        """The replica's trained parameters."""
+        return [self.replica.tensors[slot.number] for slot in self.replica_set.trained]
 
 
 def loan_of(replica_set: ReplicaSet, root: Any) -> Loan:

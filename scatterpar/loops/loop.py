@@ -27,6 +27,7 @@ from torch import nn
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.loops.lending import Lending, Loan, loan_of, roots_of
 from scatterpar.loops.modules import device_of
+from scatterpar.loops.parameter_hooks import hooks_refused
 from scatterpar.loops.user_functions import UserFunctions
 from scatterpar.objects.walk import Walk
 from scatterpar.step.loop_options import LoopOptions
@@ -133,6 +134,7 @@ class Loop:
             divided=self.divided,
             written=self.written,
             around_looks=self.looking,
+            journal_of_look=lambda: self.functions.journal,
         )
 
     def step(
@@ -170,10 +172,13 @@ class Loop:
             self.functions.restart_look()
         assert self.engine is not None
         turns = self.engine.present_turns
+        # Of a replica, or of the user's own modules, which looks call.
+        leaves = loan.leaves() or [*self.engine.module.parameters()]
         with (
             lasting_a_turn(turns, self.lending.lent(loan, device)),
             # Not until the turn ends, with a backward pass that adds gradients.
             self.lending.gradients_hidden(loan, self.function, self.gradients_at),
+            hooks_refused(leaves, self.engine.module, self.function),
         ):
             yield
 

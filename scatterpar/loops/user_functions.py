@@ -29,11 +29,14 @@ class UserFunctions:
         with functions.looking(replicated, lending, roots):
             …                                   # calls of a look
         functions.tell_numbers(name, …)         # when it is known how many calls
+
+    Attributes:
+        journal: restores what the calls of the present look write.
     """
 
     def __init__(self) -> None:
         self._told = Told()
-        self._journal: Journal | None = None  # of the present look
+        self.journal: Journal | None = None
         self._numbers: list[str] = []  # that calls of the last look have written
 
     def tell_turns(self, function: Any) -> None:
@@ -76,7 +79,7 @@ class UserFunctions:
         numbers: list[str] = []
         try:
             with journal.restored(), records_dropped():
-                self._journal = journal
+                self.journal = journal
                 self._numbers = numbers
                 try:
                     yield
@@ -84,7 +87,7 @@ class UserFunctions:
                     numbers += journal.changed_numbers()
         finally:
             lending.forget()
-            self._journal = None
+            self.journal = None
             # A journal may restore attributes of this object, too.
             self._numbers = numbers
 
@@ -93,9 +96,9 @@ class UserFunctions:
 
         Else it would differ from the calls for other rows by what these have written.
         """
-        assert self._journal is not None
-        self._numbers += self._journal.changed_numbers()
-        self._journal.restore(with_generators=not is_seed_sought())
+        assert self.journal is not None
+        self._numbers += self.journal.changed_numbers()
+        self.journal.restore(with_generators=not is_seed_sought())
 
     def tell_numbers(
         self, function: str, calls: int, remedy: str, owner: Any = None

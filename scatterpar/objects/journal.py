@@ -88,6 +88,7 @@ class Journal:
             iterators, generators, sockets, writers, files that are written, objects
             with threads.
         drawn: whether a generator had moved at a ``rewind`` or ``restore``.
+        drawn_beside_torch: whether one of Python's or NumPy's had.
     """
 
     def __init__(
@@ -101,10 +102,12 @@ class Journal:
         self.walk = walk
         self.unsaved: list[str] = []
         self.drawn = False
+        self.drawn_beside_torch = False
         self._generators: list[Saved] = []
         self._values: list[Saved] = []
         # Tensors whose values are not saved, with their versions.
         self._large: list[tuple[Tensor, int]] = []
+        self._kinds = [(module, type(module)) for module in walk.modules]
         # Names alone, because the values are places of the walk.
         self._class_names = [(kind, {*vars(kind)}) for kind in walk.classes]
         self._save_default_generators(devices)
@@ -188,6 +191,8 @@ class Journal:
         """Whether everything is as it was saved."""
         if any(vars(kind).keys() != names for kind, names in self._class_names):
             return False
+        if any(type(module) is not kind for module, kind in self._kinds):
+            return False
         values = chain(self._values, self._generators)
         return self.refers_to_same() and all(saved.is_same() for saved in values)
 
@@ -240,8 +245,12 @@ class Journal:
 
     def rewind(self) -> None:
         """Restore the random generators."""
+        moved = [saved for saved in self._generators if not saved.is_same()]
         # Noted here, because afterwards no state shows that numbers were drawn.
-        self.drawn |= _restore(self._generators)
+        self.drawn |= bool(moved)
+        for saved in moved:
+            self.drawn_beside_torch |= not isinstance(saved.state, Tensor)
+            saved.restore()
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -259,11 +268,15 @@ class Journal:
         _restore(self._values)
 
     def _restore_classes(self) -> None:
-        """Remove attributes that calls have given to classes."""
+        """Remove attributes that calls have given to classes, and restore modules'."""
         # A class has no dictionary that a snapshot could fill again.
         for kind, names in self._class_names:
             for name in vars(kind).keys() - names:
                 delattr(kind, name)
+        # Calls may have given modules another one, as a parametrization does.
+        for module, kind in self._kinds:
+            if type(module) is not kind:
+                module.__class__ = kind
 
 
 def _has_other_numbers(saved: Any, value: Any) -> bool:
@@ -280,9 +293,8 @@ def _has_other_numbers(saved: Any, value: Any) -> bool:
     return False
 
 
-def _restore(values: Sequence[Saved]) -> bool:
-    """Restore values that have changed. Returns whether there were any."""
+def _restore(values: Sequence[Saved]) -> None:
+    """Restore values that have changed."""
     changed = [value for value in values if not value.is_same()]
     for value in changed:
         value.restore()
-    return bool(changed)

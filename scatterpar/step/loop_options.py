@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from scatterpar.objects.journal import Journal
 from scatterpar.objects.walk import Walk
 from scatterpar.step.request import LossCandidate
 from scatterpar.step.turns import Scope
@@ -42,6 +43,8 @@ class LoopOptions:
             memory, and after trials. ``None``: what the arguments of the step lead to.
         around_looks: makes a context manager for the calls of a look, in which the
             loop's loggers are silent, and after which its owner is as before.
+        journal_of_look: returns what saves, in a look, all that calls may write, random
+            generators included; ``None`` outside of looks.
     """
 
     is_checked: bool = True
@@ -56,3 +59,4 @@ class LoopOptions:
     around_looks: Callable[[], contextlib.AbstractContextManager[object]] = (
         contextlib.nullcontext
     )
+    journal_of_look: Callable[[], Journal | None] = lambda: None

@@ -32,6 +32,7 @@ from scatterpar.log import logger
 from scatterpar.numerics.comparison import Inconclusive, OnlyRounding
 from scatterpar.numerics.rounding import formats_inside_operators
 from scatterpar.numerics.wider_precision import Precision
+from scatterpar.objects.journal import Journal
 from scatterpar.replicas.module_contents import root_to_replicate
 from scatterpar.spans import Part
 from scatterpar.step.attempt import Attempt
@@ -74,8 +75,15 @@ _MAX_PARTS_OF_STEP = 16  # a look at all of them costs as much as a step
 _AS_IN_STEP = 1
 
 
-def look(attempt: Attempt, task: ReplicaTask, choice: RowChoice) -> LookReport:
+def look(
+    attempt: Attempt,
+    task: ReplicaTask,
+    choice: RowChoice,
+    journal_of_loop: Callable[[], Journal | None],
+) -> LookReport:
     """A replica's look at rows that ``choice`` chooses.
+
+    ``journal_of_loop`` is as in ``LoopOptions``.
 
     Raises:
         Inconclusive: the look could not tell.
@@ -83,7 +91,14 @@ def look(attempt: Attempt, task: ReplicaTask, choice: RowChoice) -> LookReport:
     deadline = time.monotonic() + PATIENCE_SECONDS
 
     def look_in(precision: Precision) -> ReplicaLook:
-        runs = Runs(attempt, choice.request, task, deadline, precision=precision)
+        runs = Runs(
+            attempt,
+            choice.request,
+            task,
+            journal_of_loop,
+            deadline,
+            precision=precision,
+        )
         return ReplicaLook(runs, choice)
 
     # First without rounding, which hides differences: autocast is off, and half
@@ -357,7 +372,7 @@ class ReplicaLook:
         run = runs.run([rows], runs.own_task)
         runs.user_code.restart()  # which sees whether numbers were drawn
         # Only a run shows whether numbers are drawn.
-        if runs.user_code.of_criterion.drawn and not runs.draws_constants:
+        if runs.user_code.has_drawn and not runs.draws_constants:
             runs.draws_constants = True
             run = runs.run([rows], runs.own_task)
         return run
@@ -415,6 +430,9 @@ def _verdict_of(results: LookResults, run: RunResult) -> Verdict:
     if results.difference > results.tolerance:
         if results.runs.pairs_of_rows is not None:
             return pairs_of_rows(results.runs.pairs_of_rows)
+        if results.runs.lends and results.runs.user_code.has_drawn_beside_torch:
+            # No operator that could give constants; the step draws them in order.
+            raise Inconclusive("it draws from generators of Python or NumPy", 2)
         return verdict_of(results)
     # The gradient of a balance loss may be smaller than the tolerance.
     may_add = results.runs.rounding.has_functions and len(results.parts) > 1

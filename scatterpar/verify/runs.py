@@ -30,6 +30,7 @@ from scatterpar.numerics.constant_numbers import ConstantNumbers
 from scatterpar.numerics.nudges import nudged
 from scatterpar.numerics.rounding import HALF_IN_KERNELS, SINGLE_IN_DOUBLE, Rounding
 from scatterpar.numerics.wider_precision import Precision, WiderCasts
+from scatterpar.objects.journal import Journal
 from scatterpar.replicas.calls_in_backward import backward_of
 from scatterpar.replicas.replicas import Replica, ReplicaSet
 from scatterpar.spans import Part
@@ -103,12 +104,16 @@ class Runs:
         attempt: Attempt,
         request: Request,
         task: ReplicaTask,
+        journal_of_loop: Callable[[], Journal | None] = lambda: None,
         deadline: float = math.inf,
         *,
         precision: Precision = Precision.SINGLE,
         draws_constants: bool = False,
     ) -> None:
-        """After ``deadline``, a time of ``time.monotonic``, runs are inconclusive."""
+        """``journal_of_loop`` is as in ``LoopOptions``.
+
+        After ``deadline``, a time of ``time.monotonic``, runs are inconclusive.
+        """
         replica_sets = attempt.replicas.replica_sets
         self.request = request
         # Apart, so that a run that needs the outputs alone copies no targets.
@@ -132,6 +137,7 @@ class Runs:
             deadline,
             precision,
             partial(_saved_writes, attempt, task),
+            journal_of_loop,
         )
         self.precision = precision
         self.draws_constants = draws_constants

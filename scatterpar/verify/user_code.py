@@ -117,9 +117,11 @@ class UserCode:
         deadline: float,
         precision: Precision,
         save_writes: Callable[[], SavedWrites],
+        journal_of_loop: Callable[[], Journal | None],
     ) -> None:
         """``guarded`` has the ``id`` of parameters that journals do not save;
-        ``save_writes`` makes what saves those that calls write.
+        ``save_writes`` makes what saves those that calls write; ``journal_of_loop`` is
+        as in ``LoopOptions``.
 
         After ``deadline``, a time of ``time.monotonic``, calls are inconclusive.
         """
@@ -128,6 +130,7 @@ class UserCode:
         self._task = task
         self._guarded = guarded
         self._save_writes = save_writes
+        self._journal_of_loop = journal_of_loop
         self._deadline = deadline
         # A refusal needs runs of its own: the second half of the time is for these.
         self._halfway = (time.monotonic() + deadline) / 2
@@ -208,6 +211,26 @@ class UserCode:
     def of_criterion(self) -> Journal:
         """What the criterion may change, and all random generators."""
         return self.journals[0]
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether calls have drawn from a generator, until the last ``restart``."""
+        return any(journal.drawn for journal in self._journals_of_generators())
+
+    @property
+    def has_drawn_beside_torch(self) -> bool:
+        """Whether it was one of Python's or NumPy's."""
+        journals = self._journals_of_generators()
+        return any(journal.drawn_beside_torch for journal in journals)
+
+    def _journals_of_generators(self) -> list[Journal]:
+        """Those of the criterion, and of a loop's function; the latter is rewound."""
+        journals = [self.of_criterion]
+        of_loop = self._journal_of_loop()
+        if of_loop is not None:
+            of_loop.rewind()  # which sees whether numbers were drawn
+            journals.append(of_loop)
+        return journals
 
     def _layers(self) -> Iterator[nn.Module]:
         """Yield all layers of the user's modules and of the replica's.

@@ -154,7 +154,12 @@ class Verifier:
             try:
                 row_choice = choose_rows(look_request, candidate, kind.looks)
                 with look_request.loop.around_looks():
-                    report = look(look_request.attempt, look_request.task, row_choice)
+                    report = look(
+                        look_request.attempt,
+                        look_request.task,
+                        row_choice,
+                        look_request.loop.journal_of_look,
+                    )
             except Inconclusive as error:
                 logger.debug("%s is inconclusive: %s", title, error)
                 # Without its frames: one of them holds this list.

@@ -9,13 +9,16 @@ beside the network's ``state_dict``.
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from numpy.random import default_rng
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils.parametrize import is_parametrized, register_parametrization
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
@@ -652,6 +655,74 @@ def _(owner, net, x, y):
     with torch.no_grad():
         goal = net.average(hidden)
     return loss_of(net(x), y) + functional.mse_loss(net.head(hidden), goal)
+
+
+# --- what a look puts back ---
+
+
+class Bounded(nn.Module):
+    def forward(self, weight):
+        return weight.tanh()
+
+
+@program("a parametrization on first use")
+def _(owner, net, x, y):
+    if not is_parametrized(net.head):
+        register_parametrization(net.head, "weight", Bounded())
+    return loss_of(net(x), y)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@program("another class from the first call on")
+def _(owner, net, x, y):
+    net.head.__class__ = Doubled
+    return loss_of(net(x), y)
+
+
+class DoubledTwice(Doubled):
+    scale = 2.0
+
+    def forward(self, x):
+        return self.scale * super().forward(x)
+
+
+@program("another class in each call", read=lambda o, net: [type(net.head).__name__])
+def _(owner, net, x, y):
+    is_twice = type(net.head) is DoubledTwice
+    net.head.__class__ = nn.Linear if is_twice else DoubledTwice
+    return loss_of(net(x), y)
+
+
+# --- random numbers of the owner's own ---
+
+
+def drawing(make):
+    return attributes(generator=lambda net: make())
+
+
+@program(
+    "noise of torch's generator",
+    prepare=drawing(lambda: torch.Generator().manual_seed(1)),
+)
+def _(owner, net, x, y):
+    noise = torch.randn(x.shape, generator=owner.generator, dtype=x.dtype)
+    return loss_of(net(x + noise.to(x.device)), y)
+
+
+@program("noise of NumPy's generator", prepare=drawing(lambda: default_rng(1)))
+def _(owner, net, x, y):
+    noise = torch.from_numpy(owner.generator.standard_normal(tuple(x.shape)))
+    return loss_of(net(x + noise.to(x)), y)
+
+
+@program("layers by Python's generator", prepare=drawing(lambda: random.Random(1)))
+def _(owner, net, x, y):
+    kept = [owner.generator.random() < 0.7 for _ in x]
+    return loss_of(net(x) * torch.tensor(kept, device=x.device)[:, None], y)
 
 
 # --- calls in backward passes ---

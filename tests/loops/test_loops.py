@@ -318,6 +318,42 @@ def test_gradients_of_earlier_calls_are_refused(read, devices):
     assert all(p.grad is not None for p in owner.model.parameters())
 
 
+def on_gradient(leaf):
+    return leaf.register_hook(lambda gradient: gradient * 2)
+
+
+def double(leaf):
+    leaf.grad.mul_(2)
+
+
+def on_accumulated(leaf):
+    return leaf.register_post_accumulate_grad_hook(double)
+
+
+@pytest.mark.parametrize("register", [on_gradient, on_accumulated])
+@pytest.mark.filterwarnings("ignore:Owner.step writes")
+def test_hooks_that_calls_leave_are_refused(register, devices):
+    """One replica had them, and later steps of it, too, as if nothing were wrong."""
+    owner = Owner()
+    inner = owner.step
+    weight = owner.model.weight
+    owner.step = lambda rows: (register(owner.model.weight), inner(rows))[1]
+    loop = OfOwner(owner, devices(2))
+    with pytest.raises(ValueError, match=r"a hook on the parameter '.*weight'"):
+        step(loop)
+    assert not weight._backward_hooks
+    assert not weight._post_accumulate_grad_hooks
+    # One that is removed in the call, and one of before the training.
+    owner.step = lambda rows: (register(owner.model.weight).remove(), inner(rows))[1]
+    step(loop)
+    plain = weight.grad.clone()
+    weight.grad = None
+    register(weight)
+    step(loop)
+    loop.close()
+    torch.testing.assert_close(weight.grad, 2 * plain)
+
+
 @pytest.mark.parametrize("number", [0, 2], ids=["the first call", "a later call"])
 def test_backward_pass_in_a_call_is_refused(number, devices):
     owner = Owner()

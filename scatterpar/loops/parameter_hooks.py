@@ -1,0 +1,68 @@
+"""Hooks that a call registers on parameters.
+
+With gradient accumulation on one device they act on the gradients of this call and of
+each later one. Later calls may be those of other replicas, and a hook on the user's
+own parameter acts once per step. So a call that leaves a hook is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from scatterpar.verify.dropped_records import is_look
+
+_REGISTRIES = "_backward_hooks", "_post_accumulate_grad_hooks"
+
+
+@contextlib.contextmanager
+def hooks_refused(
+    leaves: Sequence[Tensor], module: nn.Module, function: str
+) -> Iterator[None]:
+    """In the body, a call of the step function has these parameters, in ``module``.
+
+    Hooks that it leaves on them are removed, also those of a look's call.
+
+    Raises:
+        ValueError: there are such hooks, and the call is none of a look.
+    """
+    before = _hooks_of(leaves)
+    added: list[Tensor] = []
+    try:
+        yield
+    finally:
+        added = _removed(leaves, before)
+    if added and not is_look():
+        names = {id(leaf): name for name, leaf in module.named_parameters()}
+        name = names.get(id(added[0]), f"of shape {tuple(added[0].shape)}")
+        raise ValueError(
+            f"{function} registers a hook on the parameter {name!r}, which would act "
+            "on the gradients of one replica; register it once, before the training: "
+            "it then gets the gradient of the whole batch"
+        )
+
+
+def _hooks_of(leaves: Sequence[Tensor]) -> list[list[Any]]:
+    """The keys of all hooks, for each leaf and registry."""
+    return [
+        list(getattr(leaf, registry) or ())
+        for registry in _REGISTRIES
+        for leaf in leaves
+    ]
+
+
+def _removed(leaves: Sequence[Tensor], before: Sequence[Sequence[Any]]) -> list[Tensor]:
+    """Remove the hooks that have come. Returns their parameters."""
+    if _hooks_of(leaves) == before:
+        return []
+    added: list[Tensor] = []
+    places = [(leaf, registry) for registry in _REGISTRIES for leaf in leaves]
+    for (leaf, registry), known in zip(places, before, strict=True):
+        hooks = getattr(leaf, registry) or {}
+        for key in set(hooks) - set(known):
+            del hooks[key]
+            added.append(leaf)
+    return added

@@ -249,6 +249,8 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         # Nothing is read ahead for one device.
         if len(self._loop.devices) == 1:
             return super().evaluation_loop(dataloader, *args, **kwargs)
+        # A callback of an evaluation may evaluate, too.
+        is_outermost = "prediction_step" not in vars(self)
         ahead = BatchesAhead(dataloader)
         step = partial(self._loop.prediction_in, ahead)
         try:
@@ -259,7 +261,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             ):
                 return super().evaluation_loop(ahead, *args, **kwargs)
         finally:
-            if not self.is_in_train:
+            if is_outermost and not self.is_in_train:
                 self._loop.close()
 
 

@@ -75,6 +75,17 @@ class _SavedReferences:
             place.write(referent)
 
 
+def host_generators() -> dict[str, Any]:
+    """The default generators of Python and NumPy, by the names of their modules."""
+    generators: dict[str, Any] = {}
+    # Functions of these modules are methods of a generator.
+    for module, name in (("random", "getstate"), ("numpy.random", "get_state")):
+        # Only if user code has NumPy: the import takes longer than a small step.
+        if module in sys.modules:
+            generators[module] = getattr(sys.modules[module], name).__self__
+    return generators
+
+
 class Journal:
     """All that a walk has found, and all random generators: saved now.
 
@@ -118,12 +129,8 @@ class Journal:
     def _save_default_generators(self, devices: Sequence[torch.device]) -> None:
         for device in {HOST, *map(physical, devices)}:
             self._save_given(f"the default generator of {device}", default_of(device))
-        # Functions of these modules are methods of a generator.
-        for module, name in (("random", "getstate"), ("numpy.random", "get_state")):
-            # Only if user code has NumPy: the import takes longer than a small step.
-            if module in sys.modules:
-                generator = getattr(sys.modules[module], name).__self__
-                self._save_given(f"the default generator of {module}", generator)
+        for module, generator in host_generators().items():
+            self._save_given(f"the default generator of {module}", generator)
 
     def _save_given(self, name: str, value: Any) -> None:
         """Save a value that this package names: it has a row, or a row is missing.

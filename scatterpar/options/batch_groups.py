@@ -36,7 +36,8 @@ from scatterpar.devices.transfers import Prefetcher
 from scatterpar.devices.write_counters import versions
 from scatterpar.errors import warn
 from scatterpar.log import logger
-from scatterpar.objects.journal import Journal
+from scatterpar.objects.journal import Journal, host_generators
+from scatterpar.objects.savers import saved_value
 from scatterpar.objects.walk import Walk
 from scatterpar.plan import Plan, make_plan
 from scatterpar.replicas.buffers import written_unseen
@@ -88,8 +89,9 @@ class BatchGroups:
     they are sent again if a version has changed. Calls write nothing of the user's.
 
     What a call has rebound in its replica, and the versions of tensors, are asked after
-    each call. Bits of buffers, and what replicas share, such as a global list or an
-    object, are compared around the first group, and the first after written state.
+    each call, and the random generators of Python and NumPy around each group. Bits of
+    buffers, and what replicas share, such as a global list or an object, are compared
+    around the first group, and the first one after the module has changed.
 
     Args:
         function: it runs in the replicas' threads, without gradients.
@@ -181,12 +183,18 @@ class BatchGroups:
             with self._refreshed(attempt):
                 if self._is_first:
                     self._begin_watch()
+                # Those of torch are the replicas' own.
+                generators = [*map(saved_value, host_generators().values())]
                 shares = [batches[each.start : each.stop] for each in plan.shares]
                 calls = [*enumerate(shares)]
                 work = partial(self._calls, attempt)
                 outcomes = list(chain.from_iterable(attempt.threads.run(work, calls)))
             names = {name for outcome in outcomes for name in outcome.written}
             names.update(self._written_by_all())
+            for generator in generators:
+                if not generator.is_same():
+                    names.add(type(generator.value).__name__)
+                    generator.restore()
             if names:
                 # The user's module gets what the batch writes when it is called.
                 self._are_replicas_fresh = False
@@ -197,6 +205,7 @@ class BatchGroups:
                     raise _Drawn
                 self._may_be_several = False
             self._is_first = False
+            attempt.writes.tell()
             attempt.generators.commit()
             results = [outcome.result for outcome in outcomes]
             sizes = [*map(_bytes_of_batch, batches)]
@@ -247,6 +256,8 @@ class BatchGroups:
             if replicas.of_model.is_current():
                 return contextlib.nullcontext()
             warn(_CHANGED)
+            # A hook, for example, may write from now on.
+            self._is_first = True
         replicas.refresh(self._module, None, attempt.transfers)
         self._are_replicas_fresh = True
         self._states = [*map(_ReplicaState, replicas.of_model.replicas)]
@@ -284,8 +295,12 @@ class BatchGroups:
         copies.wait_on_stream(0)
         state = self._states[number]
         state.begin(compares_bits=self._is_first)
-        with torch.no_grad():
+        with (
+            torch.no_grad(),
+            attempt.writes.watched("forward", "inputs", arrived) as watch,
+        ):
             result = self._function(replica.root, arrived)
+            watch.result = result
         result = nested.map_tensors(state.kept, result)
         return _Called(result, state.written())
 

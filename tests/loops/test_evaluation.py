@@ -663,6 +663,37 @@ def assert_evaluates_as_stock(tmp_path, callback):
     assert_same_metrics(*results)
 
 
+def test_evaluation_of_a_callback_in_an_evaluation(tmp_path):
+    """It closed the engine of the evaluation around it."""
+
+    class Evaluates(transformers.TrainerCallback):
+        steps = 0
+        metrics = None
+
+        def on_prediction_step(self, *args, **kwargs):
+            self.steps += 1
+            if self.steps == 3:
+                self.metrics = self.trainer.evaluate(sentences(3))
+
+    def metrics(cls, devices):
+        callback = Evaluates()
+        trainer = build(
+            cls,
+            tmp_path,
+            sequence_classifier(),
+            classes,
+            extra={"compute_metrics": counts, "callbacks": [callback], **devices},
+        )
+        callback.trainer = trainer
+        found = trainer.evaluate()
+        assert getattr(trainer, "_loop", None) is None or trainer._loop.engine is None
+        return found, callback.metrics
+
+    mine = metrics(ScatterOnceTrainer, {"device_ids": ["cpu:0", "cpu:1"]})
+    for ours, stock in zip(mine, metrics(transformers.Trainer, {}), strict=True):
+        assert_same_metrics(ours, stock)
+
+
 def test_weights_that_a_callback_writes_count_in_turns(tmp_path):
     """With the next batch, on each device."""
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import _thread
 import copy
+import random
 import time
 
+import numpy
 import pytest
 import torch
 from harness.models import FEATURES
@@ -63,15 +65,20 @@ def test_batch_has_the_replica_of_its_place():
 
 
 def test_batches_are_copies():
-    """A function may write its batch, and the caller's stays."""
+    """A function may write its batch, and the caller's stays. That is told once."""
 
     def writes(replica, batch):
         return replica(batch.mul_(2))
 
     module = model()
     before = [batch.clone() for batch in BATCHES]
-    with ScatterOnceParallel(module, 1, VIRTUAL) as engine, torch.no_grad():
+    with (
+        ScatterOnceParallel(module, 1, VIRTUAL) as engine,
+        torch.no_grad(),
+        pytest.warns(UserWarning, match="writes inputs in place") as told,
+    ):
         results_of(engine.batch_groups(writes))
+    assert len(told) == 1
     for batch, value in zip(BATCHES, before, strict=True):
         assert torch.equal(batch, value)
 
@@ -449,6 +456,44 @@ def test_state_of_a_replicas_second_batch(devices):
         with pytest.raises(StateWritten, match="rows"):
             groups.results(batches[2:])
     assert not module.rows
+
+
+DRAWING = {"Python": random, "NumPy": numpy.random}
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_numbers_drawn_on_the_host_are_state(name):
+    """Replicas would share the generator, in an order that time decides."""
+
+    def draws_late(_, batch):
+        return DRAWING[name].random() if len(batch) == 2 else 0.0
+
+    state = random.getstate(), numpy.random.get_state()[1].tolist()
+    with ScatterOnceParallel(model(), 1, VIRTUAL) as engine:
+        groups = engine.batch_groups(draws_late)
+        for start in (0, 2, 4):
+            assert groups.results(LATE[start : start + groups.size]) == [0, 0]
+        with pytest.raises(StateWritten, match="Random"):
+            groups.results(LATE[6:8])
+    assert (random.getstate(), numpy.random.get_state()[1].tolist()) == state
+
+
+def test_hook_that_comes_between_groups_is_seen():
+    """What it writes is in the order of the batches, so no group is computed."""
+    module = model()
+    features = []
+    with ScatterOnceParallel(module, 1, VIRTUAL) as engine:
+        groups = engine.batch_groups(forward)
+        groups.results(BATCHES[:2])
+        hook = module.register_forward_hook(lambda *args: features.append(args[2]))
+        with (
+            pytest.warns(UserWarning, match="in the middle of an evaluation"),
+            pytest.raises(StateWritten),
+        ):
+            groups.results(BATCHES[:2] * 2)
+        assert not features
+        hook.remove()
+        assert len(groups.results(BATCHES[:2])) == 2
 
 
 class CountsRows(nn.Module):

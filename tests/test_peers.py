@@ -6,6 +6,8 @@ from harness.optional import needed
 from tests.peers import __main__ as peers
 
 needed("lightning", "the extra lightning")
+needed("fastai", "the extra fastai")
+nbformat = needed("nbformat", "the extra notebooks")
 pytestmark = [pytest.mark.loops, pytest.mark.slow]  # two processes of pytest
 
 TESTS = """
@@ -40,6 +42,40 @@ def test_refused(): fit(Manual())
 def test_stock_fails(): assert fit(BoringModel())
 def test_trains_nothing(): pl.Trainer(**OPTIONS)
 """
+
+
+CELLS = [
+    "#|default_exp learner",
+    "#|export\nraise RuntimeError('the source of the library')",
+    "before = 1",
+    "#| eval: false\nraise RuntimeError",
+    """
+learn = synth_learner(n_trn=2)
+rows = []
+hook = learn.model.register_forward_hook(lambda m, i, o: rows.append(len(o)))
+with learn.no_bar(), learn.no_logging():
+    learn.fit(before)
+""",
+    "assert len(learn.recorder.losses) == 2",
+    "assert rows[:2] == [16, 16]",
+    "%matplotlib inline",
+    "assert learn.unknown",
+]
+
+
+def test_cells_of_a_notebook(tmp_path, monkeypatch, capsys):
+    """They run in order, and cells of the library's source are left out."""
+    cells = [nbformat.v4.new_code_cell(cell) for cell in CELLS]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    nbformat.write(notebook, tmp_path / "13_learner.ipynb")
+    monkeypatch.setattr("sys.argv", ["peers", "fastai", str(tmp_path)])
+    monkeypatch.setattr(peers, "RECORD", tmp_path / "record")
+    peers.main()
+    *failures, total = capsys.readouterr().out.splitlines()
+    assert [failure.split(": ")[:2] for failure in failures] == [
+        ["failed", "13_learner.ipynb::cell 6"]
+    ]
+    assert total == "3 tests train on one device; with replicas: 1 failed, 2 passed"
 
 
 def test_kinds_of_a_library_s_tests(tmp_path, monkeypatch, capsys):

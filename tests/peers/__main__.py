@@ -2,6 +2,7 @@
 
     python -m tests.peers lightning ../pytorch-lightning/tests/tests_pytorch trainer loops
     python -m tests.peers trl ../trl tests/test_dpo_trainer.py -k "not vlm"
+    python -m tests.peers fastai ../fastai/nbs 13a_learner.ipynb
 
 The first path is a folder of a clone of the library, of the version that is installed;
 the others are files and folders in it. Further options are for pytest. Some tests need
@@ -9,7 +10,8 @@ models of a hub.
 
 Each test runs with replicas. Those that fail run again as they are. Printed are the
 numbers of tests that train on one device, and pass as they are; and each that does not
-pass with replicas, with its error. ``build/peers`` has the whole texts.
+pass with replicas, with its error. ``build/peers`` has the whole texts. A cell of a
+notebook is a test; it trains if a cell before it does.
 """
 
 import argparse
@@ -40,7 +42,9 @@ def outcomes_of(library, folder, paths, options, only=None):
         names = RECORD / "failed.txt"
         names.write_text("\n".join(only), encoding="utf-8")
         plugin += ["--only", str(names)]
-    path = [str(ROOT), str(ROOT / "tests"), str(folder), str(folder.parent)]
+    path = [str(ROOT), str(ROOT / "tests")]
+    if library != "fastai":  # beside its notebooks is its source, of another version
+        path += [str(folder), str(folder.parent)]
     path.append(os.environ.get("PYTHONPATH", ""))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     pytest = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-r", "N"]

@@ -4,6 +4,7 @@ where the library would train on one CPU, and ``--outcomes`` records what each t
 
 import importlib
 import json
+import os
 import weakref
 
 import pytest
@@ -26,7 +27,10 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    PEERS[config.getoption("--peer")](config.getoption("--replicas"))
+    peer = config.getoption("--peer")
+    if peer == "fastai":
+        config.pluginmanager.import_plugin("peers.notebooks")
+    PEERS[peer](config.getoption("--replicas"))
 
 
 def pytest_collection_modifyitems(config, items):
@@ -35,12 +39,26 @@ def pytest_collection_modifyitems(config, items):
         return
     with open(only, encoding="utf-8") as file:
         names = set(file.read().splitlines())
-    items[:] = [item for item in items if item.nodeid in names]
+    # Cells of a notebook need those before them.
+    files = set(map(file_of, names))
+    kept = []
+    for item in items:
+        is_cell_of_one = item.path.suffix == ".ipynb" and file_of(item.nodeid) in files
+        if item.nodeid in names or is_cell_of_one:
+            kept.append(item)
+    items[:] = kept
+
+
+def file_of(name):
+    """The file of the test with this name."""
+    return name.split("::")[0]
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item, nextitem):
-    trainings.clear()
+    # Cells of a notebook look at what those before them have trained.
+    if item.path.suffix != ".ipynb" or item is item.parent.first:
+        trainings.clear()
     reports.clear()
     result = yield
     outcome = "passed"
@@ -91,6 +109,30 @@ def _lightning(with_replicas):
 
     connector._choose_strategy = _choose_strategy
     Trainer._run = _run
+
+
+def _fastai(with_replicas):
+    """Learners on one CPU, with the callback that their users add."""
+    os.environ.setdefault("MPLBACKEND", "Agg")  # nobody sees what cells draw
+    from fastai.learner import Learner
+
+    from scatterpar.integrations.fastai import ScatterOnce
+
+    stock_init = Learner.__init__
+    stock_events = Learner._with_events
+
+    def __init__(self, *args, **kwargs):
+        stock_init(self, *args, **kwargs)
+        if with_replicas:
+            self.add_cb(ScatterOnce(DEVICES, ACCUM))
+
+    def _with_events(self, function, event, *args):
+        if event == "batch":
+            trainings.append(event)
+        return stock_events(self, function, event, *args)
+
+    Learner.__init__ = __init__
+    Learner._with_events = _with_events
 
 
 def _trl(with_replicas):
@@ -155,6 +197,7 @@ def _counted(name, bases, with_replicas):
 
 
 PEERS = {
+    "fastai": _fastai,
     "lightning": _lightning,
     "sentence-transformers": _sentence_transformers,
     "transformers": _transformers,

@@ -24,6 +24,7 @@ from scatterpar.integrations.lightning_logs import (
     joined_outputs,
 )
 from scatterpar.integrations.lightning_metrics import (
+    NO_METRIC,
     StepMetrics,
     merge,
     metrics_of,
@@ -50,8 +51,6 @@ _REMEDIES = (
 )
 # Attributes of a LightningModule that refer to the loop.
 OF_LOOP = ("_trainer", "_fabric")
-# In the place of a metric, in the module that is replicated.
-_NO_METRIC = nn.Identity()
 
 
 class ModuleLoop(Loop):
@@ -268,7 +267,7 @@ class ModuleLoop(Loop):
         metrics = metrics_of(module)
         # Lightning notes the names of metrics, which is no change of the module.
         names = overridden(module, _metric_attributes=None)
-        with names, placed(module, dict.fromkeys(metrics, _NO_METRIC)):
+        with names, placed(module, dict.fromkeys(metrics, NO_METRIC)):
             yield metrics
 
     @contextlib.contextmanager

@@ -51,6 +51,8 @@ class MetricPlace(NamedTuple):
 _METRICS = (Metric, MetricCollection)
 # Of two states. A mean needs the number of updates of both.
 _MERGED = {None, dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum}
+# In the place of a metric, in the module that is replicated.
+NO_METRIC = nn.Identity()
 _METHODS = ("update", "forward", "compute", "reset")
 # Attributes of any metric, which are no values of the user's.
 _OF_ALL_METRICS = frozenset(vars(SumMetric())).union(_METHODS)
@@ -85,17 +87,26 @@ def single_metrics(metrics: Mapping[Any, Any]) -> dict[MetricPlace, Metric]:
 def placed(module: nn.Module, metrics: Mapping[str, Any]) -> Iterator[None]:
     """In the body, ``module`` has ``metrics`` at their paths.
 
-    Afterwards it has what was there before.
+    Afterwards it has what was there before, unless the body has replaced or deleted it.
     """
-    before = {}
+    metrics = dict(metrics)  # which a call may change
+    before = {path: _part_at(path, module) for path in metrics}
     for path, metric in metrics.items():
-        before[path] = module.get_submodule(path)
         module.set_submodule(path, metric)
     try:
         yield
     finally:
         for path, metric in before.items():
-            module.set_submodule(path, metric)
+            if _part_at(path, module) is metrics[path]:
+                module.set_submodule(path, metric)
+
+
+def _part_at(path: str, module: nn.Module) -> Any:
+    """The module at ``path``, if there is one."""
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return None
 
 
 @contextlib.contextmanager
@@ -293,6 +304,11 @@ class StepMetrics:
         copies = {}
         for path in self._empty.keys() - own.keys():
             copies[path] = emptied(self._empty[path]).to(device)
+        # An earlier call may have replaced some.
+        for placed_metrics in (own, copies):
+            for path in [*placed_metrics]:
+                if _part_at(path, module) is not NO_METRIC:
+                    del placed_metrics[path]
         call = CallMetrics(copies)
         if is_first:  # of a step, or of another try at it
             self._updated.clear()

@@ -995,6 +995,26 @@ def computes_member(module, scores, labels):
         module.seen.append(float(module.metric["recall"].compute()))
 
 
+def replaces(module, scores, labels):
+    if module.calls == 5:
+        module.seen.append(float(module.metric.compute()))
+        module.metric = Means()
+    updates(module, scores, labels)
+
+
+def replaces_unread(module, scores, labels):
+    updates(module, scores, labels)
+    if module.calls in (2, 8):
+        module.metric = Means()
+
+
+def makes(module, scores, labels):
+    if module.calls == 5:
+        module.metric = Means()
+    if module.calls >= 5:
+        updates(module, scores, labels)
+
+
 def of_classes(average):
     return MulticlassAccuracy(OUT, average=average)
 
@@ -1009,6 +1029,9 @@ MEASURED = {
     "an attribute, computed late": (CountsUpdates, computes_late),
     "an update that reads": (Largest, updates),
     "no sum": (Correlation, updates),
+    "replaced": (Means, replaces),
+    "replaced unread": (Means, replaces_unread),
+    "made in a call": (nn.Identity, makes),
     "a member of a group": (
         lambda: MetricCollection(
             {"f1": MulticlassF1Score(OUT), "recall": of_classes("macro")}

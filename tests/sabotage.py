@@ -1835,6 +1835,15 @@ SABOTAGES = [
         needs="transformers",
     ),
     Sabotage(
+        name="calls write what earlier backward passes need",
+        promise="turns",
+        file="loops/loop.py",
+        place="Loop.disturbs",
+        text="if key not in replicated",
+        replacement="if False",
+        seen_by="test_shared_values_outlive_backward_passes",
+    ),
+    Sabotage(
         name="buffers are not handed on from call to call",
         promise="turns",
         file="replicas/handed_on.py",

@@ -18,12 +18,14 @@ micro-batch, and puts together what the calls have left.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from scatterpar.devices.virtual_devices import physical
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.loops.lending import Lending, Loan, loan_of, roots_of
 from scatterpar.loops.modules import device_of
@@ -135,6 +137,7 @@ class Loop:
             written=self.written,
             around_looks=self.looking,
             journal_of_look=lambda: self.functions.journal,
+            disturbs=self.disturbs,
         )
 
     def step(
@@ -196,6 +199,20 @@ class Loop:
         assert self.engine is not None
         return self.functions.looking(
             [self.engine.module], self.lending, self.roots(), self.not_lent
+        )
+
+    def disturbs(self) -> bool:
+        """Whether calls of the last look have written in place what replicas share."""
+        engine = self.engine
+        assert engine is not None
+        # Each replica has memory of its own for these.
+        replicated = {*map(id, engine.module.parameters())}
+        replicated.update(map(id, engine.module.buffers()))
+        devices = Counter(map(physical, engine.device_ids))
+        return any(
+            devices[device] > 1
+            for key, device in self.functions.written.items()
+            if key not in replicated
         )
 
     def written(self) -> Walk:

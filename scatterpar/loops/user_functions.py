@@ -7,8 +7,10 @@ from collections.abc import Container, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from scatterpar.devices.virtual_devices import HOST
 from scatterpar.errors import Told, warn
 from scatterpar.log import logger
 from scatterpar.loops.lending import Lending
@@ -32,12 +34,15 @@ class UserFunctions:
 
     Attributes:
         journal: restores what the calls of the present look write.
+        written: the numbers of ``id`` and the devices of tensors and arrays that calls
+            of the last look have written in place.
     """
 
     def __init__(self) -> None:
         self._told = Told()
         self.journal: Journal | None = None
         self._numbers: list[str] = []  # that calls of the last look have written
+        self.written: dict[int, torch.device] = {}
 
     def tell_turns(self, function: Any) -> None:
         """Log once that replicas call ``function`` in turn."""
@@ -90,6 +95,7 @@ class UserFunctions:
             self.journal = None
             # A journal may restore attributes of this object, too.
             self._numbers = numbers
+            self.written = _devices_of(saved.value for saved in journal.written)
 
     def restart_look(self) -> None:
         """Begin a call of a look with the state before the look.
@@ -122,6 +128,17 @@ class UserFunctions:
                 f"{function} writes {', '.join(names)} in each call, {calls} times in "
                 f"this batch, as with gradient accumulation; {remedy}"
             )
+
+
+def _devices_of(values: Iterable[Any]) -> dict[int, torch.device]:
+    """The devices of tensors and arrays among ``values``, by their ``id``."""
+    devices: dict[int, torch.device] = {}
+    for value in values:
+        if isinstance(value, Tensor):
+            devices[id(value)] = value.device
+        elif hasattr(value, "__array_interface__"):
+            devices[id(value)] = HOST
+    return devices
 
 
 def of_user(values: Iterable[Any]) -> list[Any]:

@@ -100,6 +100,7 @@ class Journal:
             with threads.
         drawn: whether a generator had moved at a ``rewind`` or ``restore``.
         drawn_beside_torch: whether one of Python's or NumPy's had.
+        written: what a ``restore`` has found written in place.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class Journal:
         self.unsaved: list[str] = []
         self.drawn = False
         self.drawn_beside_torch = False
+        self.written: list[Saved] = []
         self._generators: list[Saved] = []
         self._values: list[Saved] = []
         # Tensors whose values are not saved, with their versions.
@@ -272,7 +274,7 @@ class Journal:
             self.rewind()
         self._references.restore()
         self._restore_classes()
-        _restore(self._values)
+        self.written += _restore(self._values)
 
     def _restore_classes(self) -> None:
         """Remove attributes that calls have given to classes, and restore modules'."""
@@ -300,8 +302,9 @@ def _has_other_numbers(saved: Any, value: Any) -> bool:
     return False
 
 
-def _restore(values: Sequence[Saved]) -> None:
-    """Restore values that have changed."""
+def _restore(values: Sequence[Saved]) -> list[Saved]:
+    """Restore values that have changed. Returns these."""
     changed = [value for value in values if not value.is_same()]
     for value in changed:
         value.restore()
+    return changed

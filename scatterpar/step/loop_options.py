@@ -45,6 +45,8 @@ class LoopOptions:
             loop's loggers are silent, and after which its owner is as before.
         journal_of_look: returns what saves, in a look, all that calls may write, random
             generators included; ``None`` outside of looks.
+        disturbs: whether calls of the last look have written in place what calls on
+            other replicas read, too. Their backward passes may need it as it was.
     """
 
     is_checked: bool = True
@@ -60,3 +62,4 @@ class LoopOptions:
         contextlib.nullcontext
     )
     journal_of_look: Callable[[], Journal | None] = lambda: None
+    disturbs: Callable[[], bool] = bool

@@ -217,7 +217,8 @@ class Verifier:
     def _agree(self, look_request: LookRequest, kind: Kind, report: LookReport) -> None:
         """Note that a look has not refused, and warn of what it has found."""
         effects = report.effects
-        self._widen_turns(look_request, kind, effects.scope)
+        scope = Scope.SUBSTEP if look_request.loop.disturbs() else effects.scope
+        self._widen_turns(look_request, kind, scope)
         moved = [name for name in effects.moved if name not in self._told]
         if moved:
             self.warn(look_words.state_is_moved(look_request, moved), moved)

@@ -445,6 +445,68 @@ def test_tensor_of_an_earlier_loss_is_bound_anew(write, devices):
     loop.close()
 
 
+def write_data(owner, rows):
+    owner.factor.data.mul_(2)
+
+
+def bind_data(owner, rows):
+    owner.factor.data = owner.factor.data * 2
+
+
+def write_array(owner, rows):
+    owner.factor.numpy()[:] *= 2
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("write", [write_in_place, write_data, bind_data, write_array])
+def test_shared_values_outlive_backward_passes(write, devices, caplog):
+    """Autograd sees the first of these writes; the others made wrong gradients."""
+    caplog.set_level("INFO", "scatterpar")
+    owner, stock = Owner(), Owner()
+
+    def step_of(owner):
+        inner = owner.step
+        owner.factor = torch.ones(1, dtype=torch.float64)
+
+        def scaled(rows):
+            write(owner, rows)
+            return (inner(rows) * owner.factor).sum()
+
+        return scaled
+
+    owner.step, stock.step = step_of(owner), step_of(stock)
+    loop = OfOwner(owner, devices(2))
+    step(loop)
+    assert "a turn is SUBSTEP" in caplog.text
+    for rows in batch().chunk(TIMES):
+        (stock.step(rows) / TIMES).backward()
+    gradients = {n: p.grad for n, p in stock.model.named_parameters()}
+    assert_gradients(owner.model, gradients)
+    loop.close()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_own_writes_disturb_no_other_replica(devices, caplog):
+    caplog.set_level("INFO", "scatterpar")
+    owner = Owner()
+    owner.model.register_buffer("seen", torch.zeros(()))
+    inner = owner.step
+
+    def counting(rows):
+        owner.model.seen += 1  # handed on, in memory of each replica's own
+        return inner(rows)
+
+    owner.step = counting
+    loop = OfOwner(owner, devices(2))
+    step(loop)
+    assert "a turn is" not in caplog.text
+    loop.functions.written = {0: torch.device("meta")}  # of one replica, or none
+    assert not loop.disturbs()
+    loop.functions.written = {0: torch.device("cpu")}
+    assert loop.disturbs()
+    loop.close()
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_tries_that_ran_out_of_memory_leave_nothing(devices):
     owner = Owner()

@@ -166,8 +166,13 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     # Training.
 
-    def training_step(self, batch: Any, *arguments: Any, **_: Any) -> Any:
-        """Compute the whole batch's loss, with ``training_step`` on the replicas."""
+    def training_step(self, batch: Any, *arguments: Any, **options: Any) -> Any:
+        """Compute the whole batch's loss, with ``training_step`` on the replicas.
+
+        When the training has ended, on the module's device alone.
+        """
+        if self._loop.engine is None:
+            return super().training_step(batch, *arguments, **options)
         precision = self.precision_plugin
         context = precision.train_step_context()
         scaler = getattr(precision, "scaler", None)

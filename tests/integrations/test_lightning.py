@@ -334,6 +334,14 @@ class ReturnsNumbers(Plain):
         self.ended.append(outputs)
 
 
+def test_step_after_the_training_runs_on_one_device():
+    """As a test of a loop calls it; it ended in an error without words."""
+    own, trained = fitted(ScatterOnceStrategy(["cpu:0", "cpu:1"]), made(Plain).double())
+    batch = next(iter(loader()))
+    loss = trained.strategy.training_step(batch, 0)
+    torch.testing.assert_close(loss, own.training_step(batch, 0))
+
+
 def test_returned_numbers_are_a_list():
     """Also if they are equal by chance, as in the first batch."""
     module = made(ReturnsNumbers).double()

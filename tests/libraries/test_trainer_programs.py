@@ -5,6 +5,7 @@ find of the loop, and what they are told.
 from __future__ import annotations
 
 import pytest
+import torch
 import transformers
 from harness.oracle import randn, seeded
 from harness.own_modules import IN, OUT, Net, assert_same_net
@@ -160,6 +161,20 @@ class ItemsAndMean(OfUser):
         loss = cross_entropy(scores, labels, reduction="sum") / items
         steps = self.current_gradient_accumulation_steps
         return loss + scores.square().mean() / steps
+
+
+@trainer("noise of its own generator")
+class Noise(OfUser):
+    """It was refused as a loss that compares rows."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.generator = torch.Generator().manual_seed(1)
+
+    def loss_of(self, scores, labels, items):
+        noise = torch.randn(scores.shape, generator=self.generator)
+        self.seen.append(noise.sum().item())
+        return cross_entropy(scores + noise, labels)
 
 
 class RecordsGradients(TrainerCallback):

@@ -231,6 +231,13 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
                 "the loss of all their rows; write into compute_loss what is for each "
                 "batch"
             )
+        context = type(self).compute_loss_context_manager
+        if is_user_function(context):
+            warn(
+                f"{context.__qualname__} is called once per optimizer step, around the "
+                f"calls for all its {self._num_batches} batches; write into "
+                "compute_loss what is for each batch"
+            )
         for callback in of_user(self.callback_handler.callbacks):
             at_end = type(callback).on_substep_end
             if is_user_function(at_end):

@@ -280,6 +280,11 @@ class Steps(OfUser):
         return super().training_step(*args)
 
 
+class Surrounds(OfUser):
+    def compute_loss_context_manager(self):
+        return super().compute_loss_context_manager()
+
+
 class AtSubstepEnd(TrainerCallback):
     def on_substep_end(self, *args, **kwargs):
         raise AssertionError("this loop has no part of a step")
@@ -305,6 +310,10 @@ class StopsByCallback(OfUser):
 
 TOLD = {
     "training_step": (Steps, r"Steps\.training_step is called once per optimizer"),
+    "context manager": (
+        Surrounds,
+        r"Surrounds\.compute_loss_context_manager is called once per optimizer",
+    ),
     "on_substep_end": (WithCallback, r"AtSubstepEnd\.on_substep_end is not called"),
     "stop": (Stops, r"ended the training by self\.control in a step"),
 }

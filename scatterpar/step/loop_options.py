@@ -62,4 +62,4 @@ class LoopOptions:
         contextlib.nullcontext
     )
     journal_of_look: Callable[[], Journal | None] = lambda: None
-    disturbs: Callable[[], bool] = bool
+    disturbs: Callable[[], bool] = lambda: False

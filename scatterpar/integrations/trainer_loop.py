@@ -21,7 +21,7 @@ from scatterpar.batch import nested
 from scatterpar.batch.markers import Rows
 from scatterpar.devices.virtual_devices import physical
 from scatterpar.engine import ScatterOnceParallel
-from scatterpar.errors import warn
+from scatterpar.errors import Told, warn
 from scatterpar.integrations import step_batches
 from scatterpar.integrations.step_batches import (
     FIRST,
@@ -157,6 +157,7 @@ class TrainerLoop(Loop):
         self.sharded: ShardedOptimizer | None = None
         self._replicated: Sequence[nn.Module] = ()
         self._num_calls = 1  # of the present step
+        self._told = Told()
         # Modules, and whether they were in training mode when the step began.
         self._modes: list[tuple[nn.Module, bool]] = []
 
@@ -296,7 +297,19 @@ class TrainerLoop(Loop):
         )
         assert self.engine is not None
         calls = [call for call in nested.atoms(outputs) if call is not None]
-        self._collect(calls, candidates[self.engine.chosen])
+        chosen = self.engine.chosen
+        assert chosen is not None
+        how = candidates[chosen]
+        self._collect(calls, how)
+        is_scaled = getattr(self.trainer, "loss_is_scaled_for_ga", None)
+        # Not if ``count=`` or ``reduction=`` say otherwise.
+        is_added = is_scaled and SUM in self.hows()
+        if is_added and how != SUM and self._told.mark("loss_is_scaled_for_ga"):
+            warn(
+                "loss_is_scaled_for_ga is True, but compute_loss is no sum over the "
+                f"batches of a step: they are combined as {chosen.words}, where the "
+                "stock loop adds them up"
+            )
         if self._is_ending() and not was_ending and self._num_calls > 1:
             warn(
                 "compute_loss has ended the training by self.control in a step, from "

@@ -275,6 +275,14 @@ def test_mean_that_is_called_scaled_is_refused(tmp_path):
     assert ours.state.global_step == 4
 
 
+class AddedMean(ItemsAndMean):
+    """The stock loop adds the mean of each batch, beside one mean over all items."""
+
+    def loss_of(self, scores, labels, items):
+        loss = cross_entropy(scores, labels, reduction="sum") / items
+        return loss + scores.square().mean()
+
+
 class Steps(OfUser):
     def training_step(self, *args):
         return super().training_step(*args)
@@ -309,6 +317,7 @@ class StopsByCallback(OfUser):
 
 
 TOLD = {
+    "a mean beside items": (AddedMean, "but compute_loss is no sum over the batches"),
     "training_step": (Steps, r"Steps\.training_step is called once per optimizer"),
     "context manager": (
         Surrounds,

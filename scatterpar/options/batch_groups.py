@@ -188,7 +188,13 @@ class BatchGroups:
                 shares = [batches[each.start : each.stop] for each in plan.shares]
                 calls = [*enumerate(shares)]
                 work = partial(self._calls, attempt)
-                outcomes = list(chain.from_iterable(attempt.threads.run(work, calls)))
+                try:
+                    of_replicas = attempt.threads.run(work, calls)
+                except BaseException:
+                    for generator in generators:
+                        generator.restore()
+                    raise
+                outcomes = [*chain.from_iterable(of_replicas)]
             names = {name for outcome in outcomes for name in outcome.written}
             names.update(self._written_by_all())
             for generator in generators:

@@ -210,6 +210,23 @@ def test_loop_draws_as_without_groups():
         assert drawn == [torch.rand(1) for _ in range(4)]
 
 
+def draws_and_fails(replica, batch):
+    random.random()
+    numpy.random.rand()
+    raise LookupError("of the model")
+
+
+@pytest.mark.draws
+def test_group_that_fails_leaves_the_generators_of_the_host():
+    random.seed(3)
+    numpy.random.seed(3)
+    with ScatterOnceParallel(model(), 1, VIRTUAL) as engine:
+        with pytest.raises(LookupError):
+            engine.batch_groups(draws_and_fails).results(BATCHES[:2])
+    drawn = random.random(), numpy.random.rand()
+    assert drawn == (random.Random(3).random(), numpy.random.RandomState(3).rand())
+
+
 def test_groups_that_draw_differ_and_can_be_repeated():
     """Each continues the numbers of the last one, also with what the loop draws."""
 

@@ -8,6 +8,7 @@ from functools import partial
 from operator import attrgetter, itemgetter
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.profilers import PassThroughProfiler
@@ -141,12 +142,12 @@ class ModuleLoop(Loop):
         return self._strategy.trainer.optimizers  # type: ignore[no-any-return]
 
     def written(self) -> Walk:
-        """All that calls may write, and the metrics that they get themselves.
+        """All that calls may write, and the metrics, which some calls get themselves.
 
         Looks copy all metrics.
         """
         roots = self.roots()
-        for metric in self._step_metrics.own().values():
+        for metric in self._step_metrics.metrics.values():
             roots += metric.modules()
         return Walk(roots, excluded=self.not_lent)
 
@@ -193,8 +194,11 @@ class ModuleLoop(Loop):
         self._skips.clear()
         with context, self.without_metrics() as metrics:
             self._step_metrics.begin_step(metrics, self.home)
-            loss, records = self.step(inputs, **options)
-        self._call_results = None  # it has copies of metrics
+            try:
+                loss, records = self.step(inputs, **options)
+            finally:
+                self._step_metrics.end_step()
+                self._call_results = None  # it has copies of metrics
         calls = sorted(nested.atoms(records), key=attrgetter("first_row"))
         self._collect(calls, metrics)
         # As the stock loop, which then makes no backward pass.
@@ -226,7 +230,6 @@ class ModuleLoop(Loop):
         # A graph would keep the activations of all micro-batches until the step ends.
         call.output = nested.map_tensors(detached, result.extra)
         if is_look():
-            self._step_metrics.has_looked = True
             self._logged.look(call, is_whole=work[0] is self._replicated)
         self._logged.note_sizes(call)
         loss = result.closure_loss
@@ -287,6 +290,10 @@ class ModuleLoop(Loop):
                     stack.enter_context(overridden(part, _device=device))
             # Names of metrics by ``id``, which are copies of this call.
             stack.enter_context(overridden(module, _metric_attributes=None))
+            # What it does with logged values.
+            to_tensor = partial(_logged_tensor, module._LightningModule__to_tensor)
+            logging = {"_LightningModule__to_tensor": to_tensor}
+            stack.enter_context(overridden(module, **logging))
             results = self._results_of(call)
             stack.enter_context(results.of_call(self._strategy.trainer, call, device))
             yield module
@@ -319,6 +326,18 @@ class PartsOf(nn.Module):
             _buffers=module._buffers,
             _non_persistent_buffers_set=module._non_persistent_buffers_set,
         )
+
+
+def _logged_tensor(
+    to_tensor: Callable[[Any, str], Tensor], value: Any, name: str
+) -> Tensor:
+    """What Lightning makes of a logged value.
+
+    A number stays on the host, which would wait for a device to copy it there.
+    """
+    if not isinstance(value, Tensor):
+        value = torch.tensor(value, dtype=torch.get_default_dtype())
+    return to_tensor(value, name)
 
 
 def _print_nothing(*_: Any, **__: Any) -> None:

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection, SumMetric
 from torchmetrics.utilities import (
     dim_zero_cat,
@@ -30,9 +31,11 @@ from torchmetrics.utilities import (
 )
 
 from scatterpar.batch import nested
-from scatterpar.batch.nested import PLAIN
+from scatterpar.batch.nested import MAX_ENTRIES, PLAIN
+from scatterpar.devices.write_counters import version
 from scatterpar.loops.evaluation import brought_home
 from scatterpar.loops.modules import overridden
+from scatterpar.objects.references import is_array
 from scatterpar.verify.dropped_records import is_look
 
 
@@ -54,6 +57,7 @@ _MERGED = {None, dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum}
 # In the place of a metric, in the module that is replicated.
 NO_METRIC = nn.Identity()
 _METHODS = ("update", "forward", "compute", "reset")
+_DEPTH = 3  # of containers in attributes; an item of a dict is one
 # Attributes of any metric, which are no values of the user's.
 _OF_ALL_METRICS = frozenset(vars(SumMetric())).union(_METHODS)
 
@@ -143,9 +147,10 @@ def emptied(metric: Any) -> Any:
             state = getattr(single, name)
             if isinstance(state, list):  # such as all predictions so far
                 memo[id(state)] = []
-        # values of the last batch and of all
-        memo[id(single._forward_cache)] = None
-        memo[id(single._computed)] = None
+        # Of the last batch and of all. A plain number may be an attribute, too.
+        for value in (single._forward_cache, single._computed):
+            if type(value) not in PLAIN:
+                memo[id(value)] = None
     # A reset sets the defaults, which deepcopy has copied.
     copied = copy.deepcopy(metric, memo)
     copied.reset()
@@ -169,6 +174,8 @@ def updated(metrics: Mapping[Any, Any]) -> dict[MetricPlace, Metric]:
 
 def merge(metric: Metric, copies: Sequence[Metric], device: torch.device) -> None:
     """Merge states of ``copies`` into ``metric``, in their order."""
+    if not copies:
+        return
     # For the value of the step: with the copies' states alone.
     of_step = emptied(metric)
     for copied in copies:
@@ -195,8 +202,12 @@ def is_mergeable(metric: Any) -> bool:
         if single.full_state_update is not False:
             return False
         for name, reduction in single._reductions.items():
-            is_list = isinstance(single._defaults[name], list)
+            default = single._defaults[name]
+            is_list = isinstance(default, list)
             if reduction not in _MERGED or (reduction is None and not is_list):
+                return False
+            # Each copy begins with it.
+            if reduction is dim_zero_sum and not is_list and default.any():
                 return False
     return True
 
@@ -206,7 +217,8 @@ class CallMetrics:
 
     Attributes:
         copies: those that the call may only update, by the path of the outermost one.
-        places: where single copies are, by their ``id``.
+        single: the single ones, by their places.
+        places: where these are, by their ``id``.
         updated: the copies that the call has updated, afterwards.
     """
 
@@ -214,28 +226,43 @@ class CallMetrics:
 
     def __init__(self, copies: dict[str, Any]) -> None:
         self.copies = copies
-        self.places = {id(metric): at for at, metric in single_metrics(copies).items()}
+        self.single = single_metrics(copies)
+        self.places = {id(metric): place for place, metric in self.single.items()}
         self._is_in_forward = False
+        # Before the call: what attributes hold, and the values, whose ``id`` no other
+        # value may get.
+        self._before: dict[MetricPlace, dict[str, Any]] = {}
+        self._values: list[Any] = []
+        for place, metric in self.single.items():
+            self._before[place] = _attributes_beside_states(metric)
+            self._values += [*vars(metric).values(), *metric._buffers.values()]
+
+    def changed_attributes(self, place: MetricPlace) -> list[str]:
+        """The names of attributes that are no states and that the call has changed."""
+        before = self._before[place]
+        present = _attributes_beside_states(self.single[place])
+        return [
+            name
+            for name, contents in present.items()
+            if name not in before or before[name] != contents
+        ]
 
     @contextlib.contextmanager
     def watched(self, take_over: Callable[[str], None]) -> Iterator[None]:
         """In the body, ``take_over`` is called with the path of each copy of which the
         call asks more than an update, or the value of one.
         """
-        single = single_metrics(self.copies)
-        written = {}
         with contextlib.ExitStack() as stack:
-            for place, metric in single.items():
+            for place, metric in self.single.items():
                 methods = {"forward": partial(self._forward, metric.forward)}
                 for name in ("compute", "reset"):
                     method = getattr(metric, name)
                     methods[name] = partial(self._ask, take_over, place, metric, method)
                 stack.enter_context(overridden(metric, **methods))
-                written[place] = _attributes_beside_states(metric)
             yield
-            for place, before in written.items():
-                is_written = _attributes_beside_states(single[place]) != before
-                if is_written and place.outer in self.copies:
+            for place in self.single:
+                is_copy = place.outer in self.copies
+                if is_copy and self.changed_attributes(place):
                     take_over(place.outer)
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -253,13 +280,15 @@ class CallMetrics:
         place: MetricPlace,
         metric: Metric,
         method: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Call a method of a copy, or of the user's metric that takes over."""
         if not self._is_in_forward and place.outer in self.copies:
             take_over(place.outer)
         if place.outer not in self.copies:
             method = vars(metric)[method.__name__]
-        return method()
+        return method(*args, **kwargs)
 
 
 class StepMetrics:
@@ -267,15 +296,15 @@ class StepMetrics:
 
     Attributes:
         metrics: the outermost ones of the user's, by path.
-        has_looked: whether a look has seen calls.
     """
 
     def __init__(self) -> None:
         self.metrics: Mapping[str, Any] = {}
-        self.has_looked = False
         self._empty: dict[str, Any] = {}  # copies without states, to be copied
         # By ``id``: those of which calls ask more than to update them.
         self._asked: set[int] = set()
+        # By ``id``: metrics, and whether states of copies make theirs.
+        self._mergeable: dict[int, tuple[Any, bool]] = {}
         # The copies that calls of the step have updated, in order.
         self._updated: list[dict[MetricPlace, Metric]] = []
 
@@ -284,15 +313,22 @@ class StepMetrics:
         self.metrics = metrics
         self._home = home
         self._empty = all_emptied(metrics)
+        for metric in metrics.values():
+            if id(metric) not in self._mergeable:
+                self._mergeable[id(metric)] = metric, is_mergeable(metric)
 
-    def own(self) -> dict[str, Any]:
+    def end_step(self) -> None:
+        """Drop the copies, which have states on all devices."""
+        self._updated.clear()
+
+    def _of_user(self) -> dict[str, Any]:
         """The metrics that calls of the step get themselves, by path."""
-        own: dict[str, Any] = {}
+        metrics: dict[str, Any] = {}
         for path, metric in self.metrics.items():
-            is_asked = not self.has_looked or id(metric) in self._asked
-            if is_asked or not is_mergeable(metric):
-                own[path] = metric
-        return own
+            _, has_copies = self._mergeable[id(metric)]
+            if id(metric) in self._asked or not has_copies:
+                metrics[path] = metric
+        return metrics
 
     @contextlib.contextmanager
     def of_call(
@@ -300,12 +336,12 @@ class StepMetrics:
     ) -> Iterator[CallMetrics]:
         """In the body a call on ``device`` finds metrics in ``module``."""
         # A look leaves the user's as they are.
-        own = {} if is_look() else self.own()
+        of_user = {} if is_look() else self._of_user()
         copies = {}
-        for path in self._empty.keys() - own.keys():
+        for path in self._empty.keys() - of_user.keys():
             copies[path] = emptied(self._empty[path]).to(device)
         # An earlier call may have replaced some.
-        for placed_metrics in (own, copies):
+        for placed_metrics in (of_user, copies):
             for path in [*placed_metrics]:
                 if _part_at(path, module) is not NO_METRIC:
                     del placed_metrics[path]
@@ -313,63 +349,88 @@ class StepMetrics:
         if is_first:  # of a step, or of another try at it
             self._updated.clear()
         with contextlib.ExitStack() as stack:
-            self._place(own, module, device, stack)
+            self._place(of_user, module, device, stack)
 
             def take_over(path: str) -> None:
                 self._asked.add(id(self.metrics[path]))
                 if not is_look():
-                    metric = self._take_over(path, call.copies.pop(path))
+                    metric = self._take_over(path, call)
                     self._place({path: metric}, module, device, stack)
+                    # Lightning finds the names of metrics by their ``id``.
+                    vars(module)["_metric_attributes"] = None
 
             stack.enter_context(placed(module, copies))
             stack.enter_context(call.watched(take_over))
             yield call
         # Not in a finally: what a failed call has measured is dropped.
         call.updated = updated(call.copies)
+        for metric in call.updated.values():
+            _detach(metric)
         if not is_look():
             self._updated.append(call.updated)
 
     def _place(
         self,
-        own: Mapping[str, Any],
+        metrics: Mapping[str, Any],
         module: nn.Module,
         device: torch.device,
         stack: contextlib.ExitStack,
     ) -> None:
         """Until ``stack`` ends, ``module`` has the user's metrics, on ``device``."""
-        stack.enter_context(placed(module, own))
+        stack.enter_context(placed(module, metrics))
         if device == self._home:
             return
-        for metric in own.values():
+        for metric in metrics.values():
             stack.callback(metric.to, self._home)
             metric.to(device)
 
-    def _take_over(self, path: str, copied: Any) -> Any:
+    def _take_over(self, path: str, call: CallMetrics) -> Any:
         """Merge what calls so far have measured into the user's metric, which the
         methods of the present call's copy are from now on. Returns the metric.
         """
         metric = self.metrics[path]
+        copied = call.copies.pop(path)
         of_calls = [*self._updated, updated({path: copied})]
-        copies = single_metrics({path: copied})
         for place, single in single_metrics({path: metric}).items():
             states = [of_call.pop(place) for of_call in of_calls if place in of_call]
             merge(single, states, self._home)
-            attributes = vars(copies[place])
-            for name in _attributes_beside_states(copies[place]):
-                vars(single)[name] = attributes[name]
+            copied_single = call.single[place]
+            # Not all attributes: one may be a method of the copy's.
+            for name in call.changed_attributes(place):
+                setattr(single, name, getattr(copied_single, name))
             for name in _METHODS:
-                attributes[name] = getattr(single, name)
+                vars(copied_single)[name] = getattr(single, name)
         return metric
 
 
+def _detach(metric: Metric) -> None:
+    """Drop the graphs of states, which lead to a replica's activations."""
+    for name, value in metric.metric_state.items():
+        setattr(metric, name, nested.map_tensors(Tensor.detach, value))
+    metric._forward_cache = nested.map_tensors(Tensor.detach, metric._forward_cache)
+
+
 def _attributes_beside_states(metric: Metric) -> dict[str, Any]:
-    """What attributes that are no states refer to; containers by their entries."""
-    attributes: dict[str, Any] = {}
-    for name, value in vars(metric).items():
-        if name in _OF_ALL_METRICS or name in metric._defaults:
-            continue
-        if isinstance(value, (list, tuple, dict, set)):
-            attributes[name] = [*map(id, value)]
-        else:
-            attributes[name] = value if type(value) in PLAIN else id(value)
-    return attributes
+    """What attributes and buffers that are no states hold."""
+    contents: dict[str, Any] = {}
+    for name, value in [*vars(metric).items(), *metric._buffers.items()]:
+        if name not in _OF_ALL_METRICS and name not in metric._defaults:
+            contents[name] = _contents_of(value, _DEPTH)
+    return contents
+
+
+def _contents_of(value: Any, depth: int) -> Any:
+    """What is equal as long as nobody has replaced or written ``value``."""
+    kind: Any = type(value)
+    if isinstance(value, Tensor):
+        return id(value), version(value)
+    if is_array(kind):
+        return id(value), value.tobytes()
+    if kind in PLAIN:
+        return value
+    entries: Any = value.items() if isinstance(value, dict) else value
+    is_container = isinstance(value, (dict, list, tuple, set, deque))
+    # Longer ones are data.
+    if not (is_container and depth and len(value) <= MAX_ENTRIES):
+        return id(value)
+    return [_contents_of(entry, depth - 1) for entry in entries]

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from functools import partial
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from harness.optional import needed
@@ -942,6 +943,50 @@ class CountsUpdates(Metric):
         return self.sum / self.updates
 
 
+class CountsClasses(Metric):
+    """Writes entries, tensors and arrays that are no states, and keeps a method."""
+
+    full_state_update = False
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("sum", torch.zeros(()), dist_reduce_fx="sum")
+        self.counts = dict.fromkeys(range(OUT), 0)
+        self.least = np.zeros(2)
+        self.register_buffer("largest", torch.zeros(()), persistent=False)
+        self.rule = self._add
+
+    def update(self, scores, labels):
+        self.rule(scores)
+        for label in labels.tolist():
+            self.counts[label] += 1
+        np.minimum(self.least, scores.min().item(), out=self.least)
+        self.largest.copy_(torch.maximum(self.largest, scores.max()))
+
+    def _add(self, scores):
+        self.sum += scores.sum()
+
+    def compute(self):
+        rows = sum(self.counts.values())
+        return self.sum / rows + self.least.sum() + self.largest
+
+
+class AddsFromOne(Metric):
+    """The default of its sum is not zero."""
+
+    full_state_update = False
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("sum", torch.ones(()), dist_reduce_fx="sum")
+
+    def update(self, scores, labels):
+        self.sum += scores.sum()
+
+    def compute(self):
+        return self.sum
+
+
 class Largest(Metric):
     """Its update reads its state, and its class does not say so."""
 
@@ -961,6 +1006,11 @@ class Means(MeanMetric):
 
     def update(self, scores, labels):
         super().update(scores)
+
+
+class Scales(Means):
+    def compute(self, scale=1.0):
+        return super().compute() * scale
 
 
 class Correlation(PearsonCorrCoef):
@@ -990,6 +1040,15 @@ def resets_late(module, scores, labels):
         metric = module.metric
         metric.reset()
         metric.update(scores, labels)
+
+
+def calls(module, scores, labels):
+    module.metric(scores, labels)
+
+
+def computes_scaled(module, scores, labels):
+    updates(module, scores, labels)
+    module.seen.append(float(module.metric.compute(scale=2.0)))
 
 
 def resets(module, scores, labels):
@@ -1035,6 +1094,10 @@ MEASURED = {
     "the last ones": (lambda: Running(Means(), 5), updates),
     "an attribute": (CountsUpdates, updates),
     "an attribute, computed late": (CountsUpdates, computes_late),
+    "entries and a method": (CountsClasses, updates),
+    "entries and a method, computed late": (CountsClasses, computes_late),
+    "a sum from one on": (AddsFromOne, updates),
+    "arguments": (Scales, computes_scaled),
     "an update that reads": (Largest, updates),
     "no sum": (Correlation, updates),
     "replaced": (Means, replaces),
@@ -1083,6 +1146,27 @@ def test_metrics_of_calls_equal_the_stock_loop(name, layout):
     ours, stock = fitted_by_both(partial(Measures, *MEASURED[name]), data, layout)
     assert ours.seen == pytest.approx(stock.seen, rel=1e-9)
     assert_same(ours, stock)
+
+
+class LogsItsMetric(Measures):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("mean", self.metric, on_step=True)
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:training_step writes self.calls")
+@pytest.mark.parametrize("verify", [True, False])
+def test_value_of_a_step_is_that_of_the_batch(verify):
+    """Without looks it was that of the last micro-batch."""
+    data = TensorDataset(randn(36, IN), torch.arange(36) % OUT)
+    values = []
+    for strategy in (ScatterOnceStrategy(["cpu"] * 2, 2, verify=verify), None):
+        module = made(partial(LogsItsMetric, Means, calls))
+        own = trainer(strategy, logger=False, max_epochs=1)
+        own.fit(module, DataLoader(data, 12))
+        values.append(float(own.callback_metrics["mean"]))
+    assert values[0] == pytest.approx(values[1], rel=1e-6)
 
 
 class Evaluates(Callback):

@@ -165,17 +165,19 @@ def terms(how: How, batch: Any) -> Tensor:
 def candidate(how: How, items: Any) -> LossCandidate:
     """What an engine tries: losses of batches combine like this.
 
-    ``items`` are those of all batches, by which a loss that is a sum is divided.
+    ``items`` are those that calls get: of all batches, by which a loss that is a sum is
+    divided. Without them a call counts those of its own batch.
     """
-    # Each micro-batch divides by the items of all, so the parts are added.
-    if how == SUM:
-        return LossCandidate(SUM, "sum", entries={"items": items})
+    is_added = how == SUM
+    entries = {"items": items, "is_added": is_added}
+    if is_added:
+        return LossCandidate(SUM, "sum", entries=entries)
 
     def count(inputs: Mapping[str, Any], _: Any) -> Tensor:
         return terms(how, inputs["batch"]).sum()
 
     words = "what count= says" if callable(how) else f"a mean over {how}"
-    return LossCandidate(words, "mean", count, {"items": None})
+    return LossCandidate(words, "mean", count, entries)
 
 
 def telling_batch(step: Sequence[Any]) -> Any:

@@ -18,6 +18,13 @@ class ChangedNumber(int):
     user_value: int | None = None
 
 
+def changed_number(value: int, user_value: int) -> ChangedNumber:
+    """A number in the place of the user's."""
+    number = ChangedNumber(value)
+    number.user_value = user_value
+    return number
+
+
 class _ChangedArguments(transformers.TrainingArguments):
     """A base of changed arguments: outside of the Trainer they have the user's numbers.
 

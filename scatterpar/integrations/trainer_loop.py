@@ -32,6 +32,7 @@ from scatterpar.integrations.step_batches import (
     How,
     Step,
 )
+from scatterpar.integrations.trainer_arguments import changed_number
 from scatterpar.integrations.trl_metrics import Gathered, metric_of_step
 from scatterpar.libraries import package_of
 from scatterpar.loops.arguments import refuse
@@ -60,7 +61,6 @@ _NOT_LENT = {
 # TRL's trainers fill these in compute_loss. Each call gets metrics of its own.
 _METRICS = "_metrics"
 _TOKENS = "_total_train_tokens"
-_ROWS_OF_STEP = "_train_batch_size"
 # Methods, and functions in attributes, that the Trainer's loop runs in its own thread.
 OF_LOOP = frozenset(
     (
@@ -271,7 +271,9 @@ class TrainerLoop(Loop):
         own_items = options.get("num_items_in_batch")
         if len(args) > 1:
             own_items = args[1]
-        return self.loss_of_step(inputs, own_items)
+        # Of a batch that is no ``Step`` the Trainer has counted them.
+        is_own = isinstance(inputs, Step)
+        return self.loss_of_step(inputs, own_items if is_own else None)
 
     def loss_of_step(self, step: Any, own_items: Any = None) -> Any:
         """The loss of all rows of a step. Adds what the calls kept and logged.
@@ -283,7 +285,8 @@ class TrainerLoop(Loop):
         batch = Rows(step, FIRST) if is_collated else self._divisible_batch(step)
         # Each replica has at most one micro-batch per collated batch.
         accum = len(step) if is_collated else self.num_batches
-        inputs = {"work": self.call, "batch": batch, "items": None}
+        inputs: dict[str, Any] = {"work": self.call, "batch": batch}
+        inputs |= {"items": None, "is_added": False}  # candidates say them
         # A batch with fewer rows has a micro-batch per row.
         self._num_calls = (
             accum if is_collated else min(len(self.devices) * accum, num_rows(step))
@@ -296,28 +299,45 @@ class TrainerLoop(Loop):
             inputs, accum, candidates=list(candidates), return_outputs=select
         )
         assert self.engine is not None
+        # Before callbacks get what calls have logged.
+        if self._is_ending() and not was_ending and self._num_calls > 1:
+            warn(
+                "compute_loss has ended the training by self.control in a step, from "
+                f"one of its {self._num_calls} calls; the optimizer takes this step "
+                "still, which one device leaves out unless it was the last call. A "
+                "callback's on_step_end ends it between steps"
+            )
         calls = [call for call in nested.atoms(outputs) if call is not None]
         chosen = self.engine.chosen
         assert chosen is not None
         how = candidates[chosen]
         self._collect(calls, how)
-        is_scaled = getattr(self.trainer, "loss_is_scaled_for_ga", None)
         # Not if ``count=`` or ``reduction=`` say otherwise.
-        is_added = is_scaled and SUM in self.hows()
-        if is_added and how != SUM and self._told.mark("loss_is_scaled_for_ga"):
+        is_sum = self._says_scaled and SUM in self.hows()
+        if is_sum and how != SUM and self._told.mark("loss_is_scaled_for_ga"):
             warn(
                 "loss_is_scaled_for_ga is True, but compute_loss is no sum over the "
-                f"batches of a step: they are combined as {chosen.words}, where the "
-                "stock loop adds them up"
-            )
-        if self._is_ending() and not was_ending and self._num_calls > 1:
-            warn(
-                "compute_loss has ended the training by self.control in a step, from "
-                f"one of its {self._num_calls} calls; the optimizer takes this step "
-                "still, which one device leaves out. A callback's on_step_end ends it "
-                "between steps"
+                f"batches of a step: they are combined as {chosen.words}. That is what "
+                "the stock loop computes, which adds them, if compute_loss divides by "
+                "the number of batches itself"
             )
         return loss
+
+    @property
+    def _says_scaled(self) -> Any:
+        """What the user says of the loss; ``None`` if nothing."""
+        # Trainers before transformers 5.19 do not have it.
+        return getattr(self.trainer, "loss_is_scaled_for_ga", None)
+
+    def _is_scaled(self, items: Any) -> bool:
+        """Whether the stock loop adds losses of batches, and does not divide them by
+        their number, if calls get these ``items``.
+        """
+        trainer = self.trainer
+        if self._says_scaled is not None:
+            return bool(self._says_scaled)
+        is_divided_by_items = trainer.model_accepts_loss_kwargs and items is not None
+        return is_divided_by_items or trainer.compute_loss_func is not None
 
     def _is_ending(self) -> bool:
         """Whether the loop is to end, or its epoch."""
@@ -345,14 +365,15 @@ class TrainerLoop(Loop):
         hows = self.hows()
         if SUM in hows and items is None:
             items = self.num_items(list(batches), self.trainer.args.device)
-        # ``True``: the user says that the loop adds the losses of batches.
-        is_scaled = getattr(self.trainer, "loss_is_scaled_for_ga", None)
-        if SUM in hows and (own_items is not None or (items is None and is_scaled)):
-            hows = [SUM]  # of one batch alone nobody knows the user's items
-        elif items is None and self.count is None:
-            # A row whose own loss is NaN looks like a sum.
+        # A row whose own loss is NaN looks like a sum.
+        if items is None and self.count is None and not self._says_scaled:
             hows = [how for how in hows if how != SUM]
-        return {step_batches.candidate(how, items): how for how in hows}
+        candidates: dict[Any, How] = {}
+        for how in hows:
+            # Of one batch alone nobody knows the user's items.
+            of_call = items if how == SUM else own_items
+            candidates[step_batches.candidate(how, of_call)] = how
+        return candidates
 
     def hows(self) -> Sequence[How]:
         """How losses of batches may combine, the likeliest way first."""
@@ -360,8 +381,7 @@ class TrainerLoop(Loop):
         is_of_trl = package_of(loss_class(self.trainer)) == "trl"
         if self.count is not None:
             return [self.count]
-        # Trainers before transformers 5.19 do not say it.
-        if is_of_trl and getattr(self.trainer, "loss_is_scaled_for_ga", None) is False:
+        if is_of_trl and self._says_scaled is False:
             return [ROWS]
         of_labels = [LABELS, SHIFTED]
         if self._is_shifted():
@@ -449,14 +469,20 @@ class TrainerLoop(Loop):
 
     # Calls on replicas, and what they leave.
 
-    def call(self, work: Any, batch: Any, items: Any) -> dict[str, Any]:
-        """The loss of a Trainer that refers to a replica's modules."""
-        is_accumulated = self.takes_turns and self.count != SUM
+    def call(self, work: Any, batch: Any, items: Any, is_added: bool) -> dict[str, Any]:
+        """The loss of a Trainer that refers to a replica's modules.
+
+        ``is_added`` says that losses of batches are added, and not averaged.
+        """
+        # Averaged losses that the stock loop adds are divided by user code.
+        finds_steps = is_added or not self._is_scaled(items)
+        has_own_items = False
         if items is None:
-            device = self.device_of(work)
-            items = self.num_items([batch], device)
-            # With items of its own a batch is a step by itself.
-            is_accumulated = is_accumulated and items is None
+            items = self.num_items([batch], self.device_of(work))
+            has_own_items = items is not None  # so that the batch is a step by itself
+        is_accumulated = (
+            self.takes_turns and self.count != SUM and finds_steps and not has_own_items
+        )
         with (
             self._standing_in(work) as (trainer, record),
             overridden(trainer, _get_num_items_in_batch=lambda *_: items),
@@ -481,19 +507,21 @@ class TrainerLoop(Loop):
         trainer = self.trainer
         num_batches = len(self.devices) * self.num_batches
         # ``auto_find_batch_size`` makes it smaller than the arguments say.
-        rows = math.ceil(vars(trainer)[_ROWS_OF_STEP] / num_batches)
+        rows = math.ceil(trainer._train_batch_size / num_batches)
         calls = self.lending.calls_of_step()
         is_last = is_look() or calls == self._num_calls
-        with (
-            overridden(
-                trainer.args,
-                per_device_train_batch_size=rows,
-                gradient_accumulation_steps=num_batches,
+        numbers = {
+            "per_device_train_batch_size": changed_number(rows, rows),
+            "gradient_accumulation_steps": changed_number(
+                num_batches, self.num_batches
             ),
+        }
+        with (
+            overridden(trainer.args, **numbers),
             overridden(
                 trainer,
                 current_gradient_accumulation_steps=self._num_calls,
-                **{_ROWS_OF_STEP: rows},
+                _train_batch_size=rows,
             ),
             overridden(trainer.accelerator.gradient_state, sync_gradients=is_last),
         ):

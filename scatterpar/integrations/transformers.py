@@ -25,8 +25,8 @@ from scatterpar.errors import warn
 from scatterpar.integrations import step_batches
 from scatterpar.integrations.step_batches import SUM
 from scatterpar.integrations.trainer_arguments import (
-    ChangedNumber,
     changed_class,
+    changed_number,
     own_arguments,
     with_user_values,
 )
@@ -122,8 +122,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             attributes[_REFERENCE_ROWS] = rows
         changed_numbers = {_ROWS: rows * self._num_batches, _BATCHES: 1}
         for name, value in changed_numbers.items():
-            attributes[name] = ChangedNumber(value)
-            attributes[name].user_value = user_numbers[name]
+            attributes[name] = changed_number(value, user_numbers[name])
         # The class, because files and loggers get what ``to_dict`` returns.
         self.args.__class__ = changed_class(type(self.args))
         attributes["_n_gpu"] = min(self.args.n_gpu, 1)  # prevents nn.DataParallel
@@ -221,15 +220,16 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
                 f"{prepare.__qualname__} gets the rows of one batch, as with gradient "
                 "accumulation; one that mixes rows mixes these alone"
             )
-        if self._num_batches == 1:
+        # One loss of all rows is one batch, as in the stock loop.
+        if self._num_batches == 1 or not self._loop.is_by_batches:
             return
         step = type(self).training_step
         if is_user_function(step):
             warn(
-                f"{step.__qualname__} is called once per optimizer step, with the list "
-                f"of its {self._num_batches} batches, and compute_loss in it returns "
-                "the loss of all their rows; write into compute_loss what is for each "
-                "batch"
+                f"{step.__qualname__} is called once per optimizer step, for all its "
+                f"{self._num_batches} batches, of which the Trainer's loader makes a "
+                "list, and compute_loss in it returns the loss of all their rows; "
+                "write into compute_loss what is for each batch"
             )
         context = type(self).compute_loss_context_manager
         if is_user_function(context):
@@ -238,9 +238,11 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
                 f"calls for all its {self._num_batches} batches; write into "
                 "compute_loss what is for each batch"
             )
+        if self._loop.num_batches == 1:  # the stock loop does not call it either
+            return
         for callback in of_user(self.callback_handler.callbacks):
-            at_end = type(callback).on_substep_end
-            if is_user_function(at_end):
+            at_end = getattr(type(callback), "on_substep_end", None)
+            if at_end is not None and is_user_function(at_end):
                 warn(
                     f"{at_end.__qualname__} is not called, since all batches of an "
                     "optimizer step are one step of this loop; use on_step_end, or "

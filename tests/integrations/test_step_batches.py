@@ -125,11 +125,11 @@ def test_engine_counts_terms():
     assert (summed.reduction, summed.count, summed.entries) == (
         "sum",
         None,
-        {"items": 7},
+        {"items": 7, "is_added": True},
     )
     by_labels = step_batches.candidate(LABELS, 7)
     assert float(by_labels.count({"batch": FIRST}, None)) == 3
-    assert by_labels.entries == {"items": None}
+    assert by_labels.entries == {"items": 7, "is_added": False}
 
 
 def test_batch_with_most_lengths_tells_most():

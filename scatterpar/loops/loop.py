@@ -18,14 +18,13 @@ micro-batch, and puts together what the calls have left.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from scatterpar.devices.virtual_devices import physical
+from scatterpar.devices.virtual_devices import HOST, physical
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.loops.lending import Lending, Loan, loan_of, roots_of
 from scatterpar.loops.modules import device_of
@@ -205,12 +204,15 @@ class Loop:
         """Whether calls of the last look have written in place what replicas share."""
         engine = self.engine
         assert engine is not None
+        if len(engine.device_ids) == 1:
+            return False
         # Each replica has memory of its own for these.
         replicated = {*map(id, engine.module.parameters())}
         replicated.update(map(id, engine.module.buffers()))
-        devices = Counter(map(physical, engine.device_ids))
+        # Others read copies of what is on a device, and all read the host's.
+        devices = {HOST, *map(physical, engine.device_ids)}
         return any(
-            devices[device] > 1
+            device in devices
             for key, device in self.functions.written.items()
             if key not in replicated
         )

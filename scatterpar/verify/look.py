@@ -430,7 +430,7 @@ def _verdict_of(results: LookResults, run: RunResult) -> Verdict:
     if results.difference > results.tolerance:
         if results.runs.pairs_of_rows is not None:
             return pairs_of_rows(results.runs.pairs_of_rows)
-        if results.runs.lends and results.runs.user_code.has_drawn_beside_torch:
+        if results.runs.lends and results.runs.user_code.draws_differ:
             # No operator that could give constants; the step draws them in order.
             raise Inconclusive("it draws from generators of Python or NumPy", 2)
         return verdict_of(results)

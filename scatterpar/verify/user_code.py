@@ -218,10 +218,9 @@ class UserCode:
         return any(journal.drawn for journal in self._journals_of_generators())
 
     @property
-    def has_drawn_beside_torch(self) -> bool:
-        """Whether it was one of Python's or NumPy's."""
-        journals = self._journals_of_generators()
-        return any(journal.drawn_beside_torch for journal in journals)
+    def draws_differ(self) -> bool:
+        """Whether calls have drawn unequally from one of Python's or NumPy's."""
+        return any(journal.draws_differ for journal in self._journals_of_generators())
 
     def _journals_of_generators(self) -> list[Journal]:
         """Those of the criterion, and of a loop's function; the latter is rewound."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
+import random
 import threading
 import warnings
 import weakref
@@ -500,10 +501,45 @@ def test_own_writes_disturb_no_other_replica(devices, caplog):
     loop = OfOwner(owner, devices(2))
     step(loop)
     assert "a turn is" not in caplog.text
-    loop.functions.written = {0: torch.device("meta")}  # of one replica, or none
+    loop.functions.written = {0: torch.device("meta")}  # of none
     assert not loop.disturbs()
     loop.functions.written = {0: torch.device("cpu")}
     assert loop.disturbs()
+    loop.close()
+    alone = OfOwner(owner, devices(1), TIMES)
+    alone.functions.written = loop.functions.written
+    assert not alone.disturbs()
+    alone.close()
+
+
+DRAWS = {
+    "once": lambda rows: random.random(),
+    "by row": lambda rows: [random.random() for _ in rows],
+}
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("name", DRAWS)
+def test_loss_that_compares_rows_is_refused_if_it_draws(name, devices):
+    """It was taken for a mean after any draw of Python's.
+
+    Calls that draw other numbers than one call for all rows cannot be compared.
+    """
+    owner = Owner()
+
+    def spread(rows):
+        DRAWS[name](rows)
+        return owner.model(rows).std()
+
+    owner.step = spread
+    loop = OfOwner(owner, devices(2))
+    if name == "once":
+        with pytest.raises(ValueError, match="is not the mean of the losses"):
+            step(loop)
+    else:
+        step(loop)
+        with pytest.warns(UserWarning, match="generators of Python or NumPy"):
+            step(loop)
     loop.close()
 
 

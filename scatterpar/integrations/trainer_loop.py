@@ -61,6 +61,7 @@ _NOT_LENT = {
 # TRL's trainers fill these in compute_loss. Each call gets metrics of its own.
 _METRICS = "_metrics"
 _TOKENS = "_total_train_tokens"
+_ROWS_OF_STEP = "_train_batch_size"
 # Methods, and functions in attributes, that the Trainer's loop runs in its own thread.
 OF_LOOP = frozenset(
     (
@@ -507,7 +508,7 @@ class TrainerLoop(Loop):
         trainer = self.trainer
         num_batches = len(self.devices) * self.num_batches
         # ``auto_find_batch_size`` makes it smaller than the arguments say.
-        rows = math.ceil(trainer._train_batch_size / num_batches)
+        rows = math.ceil(vars(trainer)[_ROWS_OF_STEP] / num_batches)
         calls = self.lending.calls_of_step()
         is_last = is_look() or calls == self._num_calls
         numbers = {
@@ -521,7 +522,7 @@ class TrainerLoop(Loop):
             overridden(
                 trainer,
                 current_gradient_accumulation_steps=self._num_calls,
-                _train_batch_size=rows,
+                **{_ROWS_OF_STEP: rows},
             ),
             overridden(trainer.accelerator.gradient_state, sync_gradients=is_last),
         ):

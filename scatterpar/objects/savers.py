@@ -459,14 +459,5 @@ def saver_of(kind: Any) -> type[Saved] | None:
     return next((saver for saver in SAVERS if saver.fits(kind)), None)
 
 
-def saved_value(value: Any) -> Saved:
-    """A value with its present state. Raises ``CannotSaveError``."""
-    kind: Any = type(value)
-    saver = saver_of(kind)
-    if saver is None:
-        raise CannotSaveError
-    return saver(value)
-
-
 def _is_of_user(value: Any) -> bool:
     return whose(value) is Whose.USER

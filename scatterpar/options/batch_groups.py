@@ -37,7 +37,7 @@ from scatterpar.devices.write_counters import versions
 from scatterpar.errors import warn
 from scatterpar.log import logger
 from scatterpar.objects.journal import Journal, host_generators
-from scatterpar.objects.savers import saved_value
+from scatterpar.objects.savers import Saved, saver_of
 from scatterpar.objects.walk import Walk
 from scatterpar.plan import Plan, make_plan
 from scatterpar.replicas.buffers import written_unseen
@@ -184,7 +184,7 @@ class BatchGroups:
                 if self._is_first:
                     self._begin_watch()
                 # Those of torch are the replicas' own.
-                generators = [*map(saved_value, host_generators().values())]
+                generators = [*map(_saved, host_generators().values())]
                 shares = [batches[each.start : each.stop] for each in plan.shares]
                 calls = [*enumerate(shares)]
                 work = partial(self._calls, attempt)
@@ -321,6 +321,14 @@ class _Called(NamedTuple):
 
     result: Any
     written: Sequence[str]
+
+
+def _saved(generator: Any) -> Saved:
+    """A generator with its present state."""
+    kind: Any = type(generator)
+    saver = saver_of(kind)
+    assert saver is not None
+    return saver(generator)
 
 
 def _bytes_of_batch(batch: Any) -> int:

@@ -328,7 +328,7 @@ def with_dicts(entries):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_function_that_divides_by_the_steps_equals_accumulation(tmp_path):
+def test_function_that_divides_by_the_steps(tmp_path):
     """The stock loop does not divide a function's loss, which was divided twice."""
     options = {"data_collator": with_dicts}
     ours = trained(OfFunction, tmp_path, "virtual", **options)

@@ -520,7 +520,7 @@ DRAWS = {
 
 @pytest.mark.draws
 @pytest.mark.parametrize("name", DRAWS)
-def test_loss_that_compares_rows_is_refused_if_it_draws(name, devices):
+def test_loss_that_compares_rows_and_draws(name, devices):
     """It was taken for a mean after any draw of Python's.
 
     Calls that draw other numbers than one call for all rows cannot be compared.

@@ -217,12 +217,14 @@ def draws_and_fails(replica, batch):
 
 
 @pytest.mark.draws
-def test_group_that_fails_leaves_the_generators_of_the_host():
+def test_failed_group_leaves_hosts_generators():
     random.seed(3)
     numpy.random.seed(3)
-    with ScatterOnceParallel(model(), 1, VIRTUAL) as engine:
-        with pytest.raises(LookupError):
-            engine.batch_groups(draws_and_fails).results(BATCHES[:2])
+    with (
+        ScatterOnceParallel(model(), 1, VIRTUAL) as engine,
+        pytest.raises(LookupError),
+    ):
+        engine.batch_groups(draws_and_fails).results(BATCHES[:2])
     drawn = random.random(), numpy.random.rand()
     assert drawn == (random.Random(3).random(), numpy.random.RandomState(3).rand())
 

@@ -177,7 +177,10 @@ def _copy_of(results: Any) -> Any:
         copied[key] = copy.copy(result)
         # To move it to a device would move the user's metric.
         if not result.is_tensor:
-            copied[key].value = copy.copy(result.value)
+            metric = copy.copy(result.value)
+            for name in ("_buffers", "_defaults"):
+                vars(metric)[name] = dict(vars(metric)[name])
+            copied[key].value = metric
     return copied
 
 

@@ -8,7 +8,7 @@ own parameter acts once per step. So a call that leaves a hook is refused.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -45,24 +45,26 @@ def hooks_refused(
         )
 
 
-def _hooks_of(leaves: Sequence[Tensor]) -> list[list[Any]]:
-    """The keys of all hooks, for each leaf and registry."""
-    return [
-        list(getattr(leaf, registry) or ())
-        for registry in _REGISTRIES
-        for leaf in leaves
-    ]
+def _hooks_of(leaves: Sequence[Tensor]) -> dict[tuple[int, str], list[Any]]:
+    """The keys of hooks, by the number of the leaf and the registry that has some."""
+    keys: dict[tuple[int, str], list[Any]] = {}
+    # Most have none, and a call asks all of them.
+    for number, leaf in enumerate(leaves):
+        for registry in _REGISTRIES:
+            hooks = getattr(leaf, registry)
+            if hooks:
+                keys[number, registry] = list(hooks)
+    return keys
 
 
-def _removed(leaves: Sequence[Tensor], before: Sequence[Sequence[Any]]) -> list[Tensor]:
+def _removed(
+    leaves: Sequence[Tensor], before: Mapping[tuple[int, str], Sequence[Any]]
+) -> list[Tensor]:
     """Remove the hooks that have come. Returns their parameters."""
-    if _hooks_of(leaves) == before:
-        return []
     added: list[Tensor] = []
-    places = [(leaf, registry) for registry in _REGISTRIES for leaf in leaves]
-    for (leaf, registry), known in zip(places, before, strict=True):
-        hooks = getattr(leaf, registry) or {}
-        for key in set(hooks) - set(known):
-            del hooks[key]
-            added.append(leaf)
+    for place, keys in _hooks_of(leaves).items():
+        number, registry = place
+        for key in set(keys) - set(before.get(place, ())):
+            del getattr(leaves[number], registry)[key]
+            added.append(leaves[number])
     return added

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -10,6 +11,9 @@ from harness.optional import needed
 
 needed("lightning.pytorch", "'.[lightning]'")
 
+from torchmetrics.classification import BinaryAUROC  # noqa: E402
+
+from scatterpar.integrations import lightning_logs  # noqa: E402
 from scatterpar.integrations.lightning_logs import (  # noqa: E402
     LoggedValues,
     Silent,
@@ -127,6 +131,16 @@ def test_name_logged_twice_is_two_values():
     results = module.trainer._results
     assert [entry[:2] for entry in results.logged] == [("loss", 1.0), ("loss", 2.0)]
     assert results.resets == 1
+
+
+def test_copies_of_results_leave_users_metrics():
+    """A call on another device moves its copy."""
+    metric = BinaryAUROC(thresholds=5)
+    results = {"area": SimpleNamespace(is_tensor=False, value=metric)}
+    copied = lightning_logs._copy_of(results)
+    copied["area"].value.to("meta")
+    tensors = [metric.thresholds, metric.confmat, *metric._defaults.values()]
+    assert {tensor.device for tensor in tensors} == {HOME}
 
 
 def test_outputs_are_joined_in_the_order_of_rows():

@@ -75,7 +75,10 @@ def test_cells_of_a_notebook(tmp_path, monkeypatch, capsys):
     assert [failure.split(": ")[:2] for failure in failures] == [
         ["failed", "13_learner.ipynb::cell 6"]
     ]
-    assert total == "3 tests train on one device; with replicas: 1 failed, 2 passed"
+    assert total == (
+        "4 tests pass as they are, of which 3 train on one device; with replicas: "
+        "1 failed, 2 passed"
+    )
 
 
 def test_kinds_of_a_library_s_tests(tmp_path, monkeypatch, capsys):
@@ -93,5 +96,6 @@ def test_kinds_of_a_library_s_tests(tmp_path, monkeypatch, capsys):
     assert refused.startswith("refused: ")
     assert "manual optimization" in refused
     assert total == (
-        "3 tests train on one device; with replicas: 1 failed, 1 passed, 1 refused"
+        "4 tests pass as they are, of which 3 train on one device; with replicas: "
+        "1 failed, 1 passed, 1 refused"
     )

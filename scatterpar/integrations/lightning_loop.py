@@ -292,8 +292,8 @@ class ModuleLoop(Loop):
             stack.enter_context(overridden(module, _metric_attributes=None))
             # What it does with logged values.
             to_tensor = partial(_logged_tensor, module._LightningModule__to_tensor)
-            logging = {"_LightningModule__to_tensor": to_tensor}
-            stack.enter_context(overridden(module, **logging))
+            methods = {"_LightningModule__to_tensor": to_tensor}
+            stack.enter_context(overridden(module, **methods))
             results = self._results_of(call)
             stack.enter_context(results.of_call(self._strategy.trainer, call, device))
             yield module

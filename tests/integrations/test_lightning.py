@@ -56,6 +56,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score  #
 from torchmetrics.wrappers import Running  # noqa: E402
 
 from scatterpar import Replicated, ScatterOnceParallel, count_labels, splitcheck  # noqa: E402
+from scatterpar.integrations import lightning_loop, lightning_metrics  # noqa: E402
 from scatterpar.integrations.lightning import ScatterOnceStrategy  # noqa: E402
 from scatterpar.loops import lending  # noqa: E402
 
@@ -1167,6 +1168,40 @@ def test_value_of_a_step_is_that_of_the_batch(verify):
         own.fit(module, DataLoader(data, 12))
         values.append(float(own.callback_metrics["mean"]))
     assert values[0] == pytest.approx(values[1], rel=1e-6)
+
+
+class LooksAtTheLoop(LogsItsMetric):
+    """Notes what the loop has between steps."""
+
+    def on_train_batch_end(self, *_):
+        own = self.trainer.strategy._loop
+        self.kept += [*own._step_metrics._updated, own._call_results]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_copies_of_metrics_end_with_the_step():
+    """They stayed on all devices while the optimizer stepped."""
+    module = made(partial(LooksAtTheLoop, Means, calls))
+    module.kept = []
+    data = TensorDataset(randn(24, IN), torch.arange(24) % OUT)
+    own = trainer(ScatterOnceStrategy(["cpu"] * 2, 2), logger=False, max_epochs=1)
+    own.fit(module, DataLoader(data, 12))
+    assert module.kept == [None] * 2
+
+
+def test_states_of_copies_have_no_graphs():
+    metric = MeanMetric()
+    metric(torch.ones(3, requires_grad=True) * 2)
+    lightning_metrics._detach(metric)
+    kept = [metric.mean_value, metric.weight, metric._forward_cache]
+    assert not any(tensor.requires_grad for tensor in kept)
+
+
+def test_logged_number_is_made_on_the_host():
+    """Each call waited for its device to copy it there."""
+    got = []
+    lightning_loop._logged_tensor(lambda value, name: got.append(value), 2, "two")
+    assert got == [torch.tensor(2.0)]
 
 
 class Evaluates(Callback):

@@ -117,9 +117,9 @@ class Loan:
         """The replica's tensors, by the ``id`` of the user's."""
         return {id(original): copied for original, copied in self._pairs}
 
-    def leaves(self) -> list[Tensor]:
-        """The replica's trained parameters."""
-        return []
+    def leaves(self) -> dict[int, Tensor]:
+        """The replica's trained parameters, by their numbers."""
+        return {}
 
     def of_user(self) -> dict[int, Any]:
         """The user's tensors, by the ``id`` of the replica's."""
@@ -145,9 +145,11 @@ class TurnLoan(Loan):
             pairs.append((holder, replica.copy_of(holder)))
         super().__init__(pairs)
 
-    def leaves(self) -> list[Tensor]:
-        """The replica's trained parameters."""
-        return [self.replica.tensors[slot.number] for slot in self.replica_set.trained]
+    def leaves(self) -> dict[int, Tensor]:
+        """The replica's trained parameters, by their numbers."""
+        tensors = self.replica.tensors
+        numbers = [slot.number for slot in self.replica_set.trained]
+        return {n: tensors[n] for n in numbers if tensors[n].is_leaf}
 
 
 def loan_of(replica_set: ReplicaSet, root: Any) -> Loan:
@@ -242,14 +244,11 @@ class Lending:
         if replica_set.handed_on.calls == 1 and not replica_set.has_gradients:
             yield
             return
-        tensors = loan.replica.tensors
         pending = self._pending.get(loan.replica)
         if pending is None:
             pending = PendingGradients(_names_in(loan), function, remedy)
             self._pending[loan.replica] = pending
-        numbers = [slot.number for slot in replica_set.trained]
-        leaves = {n: tensors[n] for n in numbers if tensors[n].is_leaf}
-        with pending.hiding(leaves):
+        with pending.hiding(loan.leaves()):
             yield
 
     def _present_places(self, loan: Loan) -> list[KeptPlaces]:

@@ -175,7 +175,7 @@ class Loop:
         assert self.engine is not None
         turns = self.engine.present_turns
         # Of a replica, or of the user's own modules, which looks call.
-        leaves = loan.leaves() or [*self.engine.module.parameters()]
+        leaves = [*loan.leaves().values()] or [*self.engine.module.parameters()]
         with (
             lasting_a_turn(turns, self.lending.lent(loan, device)),
             # Not until the turn ends, with a backward pass that adds gradients.

@@ -139,8 +139,11 @@ class Broadcast:
         self._places = list(map(Tensor.detach, self._tensors))
         return True
 
-    def fits(self) -> bool:
-        """Whether the tensors still have their kinds and shapes."""
+    def adopt_storages(self) -> bool:
+        """Send the tensors as they are stored now: users may exchange a storage.
+
+        Returns ``False``, and changes nothing, if a kind or a shape is another.
+        """
         # The first question needs no Python call per tensor.
         return self._are_in_place() or self.adopt(self.contents, self.memories)
 

@@ -378,7 +378,7 @@ class ReplicaSet:
         step.
         """
         # No state: nothing was built yet, or building failed.
-        if self._state is None or not self.broadcast.fits():
+        if self._state is None or not self.broadcast.adopt_storages():
             return False
         if self.handed_on.begun:  # replicas need memory of their own for these
             return False

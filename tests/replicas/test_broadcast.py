@@ -197,10 +197,10 @@ def test_storages_renew_buffers_only(broadcast):
     assert new_mean.shape == mean.shape
 
 
-def test_fits_tells_changed_shapes(broadcast, module):
-    assert broadcast.fits()
+def test_adopt_storages_tells_changed_shapes(broadcast, module):
+    assert broadcast.adopt_storages()
     module.weight.data = module.weight.data[:2]
-    assert not broadcast.fits()
+    assert not broadcast.adopt_storages()
     assert not broadcast.adopt(ModuleContents((layer(),)), DEVICES)
 
 

@@ -4,6 +4,7 @@ import ast
 import functools
 import importlib
 import re
+import textwrap
 from collections import Counter, defaultdict
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -11,12 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 from faults.processes import run
+from harness.boundaries import (
+    is_module_of_package,
+    libraries_named_in,
+    private_torch_in,
+    unseen_imports,
+    writing_predicates,
+)
 from torch import nn
 
 import scatterpar
 from scatterpar.devices import coalescing, fingerprints
 from scatterpar.replicas import large_tensors
-from tests.size import tokens_in
 
 PACKAGE = Path(scatterpar.__file__).parent
 DOCS = Path(__file__).parents[1] / "docs"
@@ -82,37 +89,6 @@ def imported_by_name(path):
             yield node.value
 
 
-def is_module_of_package(value):
-    """Whether a value is the name of a module of the package, as a string."""
-    if not isinstance(value, str) or not re.fullmatch(r"scatterpar(\.\w+)+", value):
-        return False
-    path = PACKAGE.joinpath(*value.split(".")[1:])
-    return path.is_dir() or path.with_suffix(".py").exists()
-
-
-# The functions that import a module by its name.
-IMPORTERS = {"import_module", "__import__"}
-
-
-def unseen_imports(path):
-    """The imports of a file that ``imports`` and ``imported_by_name`` do not see."""
-    for node in nodes_of(path):
-        is_unseen = False
-        if isinstance(node, ast.ImportFrom):
-            is_unseen = node.level > 0
-        elif isinstance(node, ast.Call):
-            function = ast.unparse(node.func).rpartition(".")[2]
-            given = ast.unparse(node.args[0]) if node.args else ""
-            is_relative = len(node.args) + len(node.keywords) > 1
-            # Part of a name, joined with another.
-            is_joined = "scatterpar" in given and not is_module_of_package(
-                getattr(node.args[0], "value", None)
-            )
-            is_unseen = function in IMPORTERS and (is_relative or is_joined)
-        if is_unseen:
-            yield f"{name_of(path)}: {ast.unparse(node)}"
-
-
 def name_of(path):
     return ".".join(["scatterpar", *path.relative_to(PACKAGE).with_suffix("").parts])
 
@@ -143,11 +119,12 @@ def test_no_package_imports_a_higher_one():
 
 def test_imports_name_modules_in_full():
     """Or the order above would not see them."""
-    unseen = [text for path in PACKAGE.rglob("*.py") for text in unseen_imports(path)]
+    unseen = {
+        text for path in PACKAGE.rglob("*.py") for text in unseen_imports(tree_of(path))
+    }
     # A command of the shell, which may be any user of the engine.
-    assert unseen == [
-        "scatterpar.__main__: importlib.import_module(f'scatterpar.{_MODULES[command]}')"
-    ]
+    composed = "f'scatterpar.{_MODULES[command]}'"
+    assert unseen == {composed, f"importlib.import_module({composed})"}
 
 
 def test_splitcheck_needs_no_engine():
@@ -175,24 +152,12 @@ def test_low_floors_import_little(folder):
     assert imported - {folder} <= LOW_FLOORS[folder] | allowed
 
 
-# Tokens of all files that an import of ``scatterpar.splitting`` runs.
-LARGEST_SPLITCHECK = 38_000
-
-
 def test_splitcheck_brings_little_with_it():
-    """What an import pulls in must be read, and released with it."""
+    """It sends no messages, starts no workers and joins no outputs."""
     files = imports_of_imports(PACKAGE / "splitting" / "__init__.py")
-    sizes = {
-        path.relative_to(PACKAGE).as_posix(): tokens_in(path.read_text("utf-8"))
-        for path in files
-    }
-    assert sum(sizes.values()) <= LARGEST_SPLITCHECK, sorted(
-        sizes.items(), key=lambda item: -item[1]
-    )
-    # It sends no messages, starts no workers and joins no outputs.
     others = {"threads/workers.py", "batch/joining.py"}
     others |= {"devices/transfers.py", "devices/coalescing.py"}
-    assert not others & sizes.keys()
+    assert not others & {path.relative_to(PACKAGE).as_posix() for path in files}
 
 
 def imports_of_imports(path):
@@ -295,14 +260,148 @@ def test_all_threads_start_in_one_file():
     assert starters == ["scatterpar.threads.workers"]
 
 
-def test_private_torch_named_in_one_file():
+def test_private_torch_named_in_one_folder():
     named = [
+        name_of(path)
+        for path in PACKAGE.rglob("*.py")
+        if any(private_torch_in(tree_of(path)))
+    ]
+    # Comments and docstrings, too.
+    named += [
         name
         for name, text in sources().items()
         if re.search(r"torch\._(?!foreach)", text)
     ]
-    assert named
     assert {name.split(".")[1] for name in named} == {"torch_private"}
+
+
+def test_page_lists_libraries_that_heart_names():
+    named = set()
+    for path in PACKAGE.rglob("*.py"):
+        file = path.relative_to(PACKAGE).as_posix()
+        is_of_heart = level_of(name_of(path)) <= ABOVE
+        # ``splitting`` runs any library's loop, and ``torch_private`` knows torch.
+        if is_of_heart and not file.startswith(("splitting/", "torch_private/")):
+            names = libraries_named_in(tree_of(path))
+            named |= {(name.partition(".")[0], file) for name in names}
+    rows = re.findall(
+        r"^\| `(?:transformers\.)?([A-Za-z]\w*)` \| (`\w+/.*?) \|",
+        section("What may call what"),
+        re.MULTILINE,
+    )
+    assert named == {
+        (name, file) for name, files in rows for file in re.findall(r"`(.*?)`", files)
+    }
+
+
+# What a file of the heart could say, and the search that has to find it.
+MUTATIONS = {
+    "predicate writes by method": (
+        writing_predicates,
+        """
+        class Broadcast:
+            def fits(self):
+                return self._are_in_place() or self.adopt(self.contents)
+
+            def adopt(self, contents):
+                self.contents = contents
+                return True
+        """,
+    ),
+    "predicate writes by method of method": (
+        writing_predicates,
+        """
+        class Broadcast:
+            def is_current(self):
+                return all(map(self._compare, self.tensors))
+
+            def _compare(self, tensor):
+                return self._remember(tensor)
+
+            def _remember(self, tensor):
+                del self.seen[tensor]
+        """,
+    ),
+    "predicate writes by function": (
+        writing_predicates,
+        """
+        def is_current(broadcast):
+            return remember(broadcast)
+
+        def remember(broadcast):
+            broadcast.was_asked = True
+        """,
+    ),
+    "predicate appends to attribute": (
+        writing_predicates,
+        "def is_current(self): return self.asked.append(1) is None",
+    ),
+    "predicate appends to alias": (
+        writing_predicates,
+        """
+        def has_room(self):
+            asked = self.asked
+            asked.append(1)
+            return True
+        """,
+    ),
+    "predicate writes tensor": (
+        writing_predicates,
+        "def is_written(tensor): return tensor.zero_().sum() == 0",
+    ),
+    "predicate writes entry of global": (
+        writing_predicates,
+        """
+        def is_known(value):
+            KNOWN[id(value)] = value
+            return True
+        """,
+    ),
+    "module joined from parts": (
+        unseen_imports,
+        'engine = sys.modules["scatterpar." + "engine"]',
+    ),
+    "module joined in a variable": (
+        unseen_imports,
+        'name = ".".join(["scatterpar", "engine"])\nengine = sys.modules[name]',
+    ),
+    "module formatted": (
+        unseen_imports,
+        'engine = sys.modules.get(f"scatterpar.{name}")',
+    ),
+    "relative import": (unseen_imports, "from ..engine import ScatterOnceParallel"),
+    "private part of torch read by name": (private_torch_in, 'getattr(torch, "_C")'),
+    "private part of torch joined": (private_torch_in, 'getattr(torch, "_" + name)'),
+    "private part of torch in a variable": (
+        private_torch_in,
+        'name = "_dynamo"\ngetattr(torch, name)',
+    ),
+    "private part of torch in its dictionary": (private_torch_in, 'vars(torch)["_C"]'),
+    "private part of torch imported": (private_torch_in, "from torch import _dynamo"),
+    "private function of torch imported": (
+        private_torch_in,
+        "from torch.utils._pytree import tree_map",
+    ),
+    "class of library known by name": (
+        libraries_named_in,
+        'is_loop = type(root).__name__ == "Trainer"',
+    ),
+    "class that nobody knows": (
+        libraries_named_in,
+        'is_loop = type(root).__name__ == "Learner2"',
+    ),
+    "module of library known by name": (
+        libraries_named_in,
+        'is_output = "transformers.utils.generic" in modules',
+    ),
+    "library imported": (libraries_named_in, "import torchvision"),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutation_is_found(name):
+    find, code = MUTATIONS[name]
+    assert [*find(ast.parse(textwrap.dedent(code)))]
 
 
 @functools.cache
@@ -419,39 +518,21 @@ def test_package_says_what_it_imports(folder):
         assert imported == named
 
 
-# What a predicate may write: nothing that outlives it.
-PREDICATE = re.compile(
-    r"_?(is|are|was|has|may|can|must|should|does|needs|goes|knows)_\w+|has|fits"
-)
-
-
-def written_attributes(function):
-    """The attributes, and entries of attributes, that a function writes or deletes."""
-    for node in ast.walk(function):
-        if isinstance(node, ast.Call):
-            name = ast.unparse(node.func).rpartition(".")[2]
-            if name in ("setattr", "delattr", "__setattr__", "__delattr__"):
-                yield ast.unparse(node)
-        # Whatever assigns: a statement, the target of a loop, of ``with``, in a tuple.
-        if isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del)):
-            owner = node
-            while isinstance(owner, ast.Subscript):
-                owner = owner.value
-            is_dict = isinstance(owner, ast.Call) and ast.unparse(owner.func) == "vars"
-            if isinstance(owner, ast.Attribute) or is_dict:
-                yield ast.unparse(node)
-
-
 def test_predicates_write_nothing():
     """Who asks a question does not expect it to change the answer."""
-    writing = []
-    for path in PACKAGE.rglob("*.py"):
-        for node in nodes_of(path):
-            if isinstance(node, ast.FunctionDef) and PREDICATE.fullmatch(node.name):
-                writing += [f"{name_of(path)}.{node.name}"] * any(
-                    written_attributes(node)
-                )
-    assert not writing
+    writing = {
+        f"{name_of(path)}.{name}": writes
+        for path in PACKAGE.rglob("*.py")
+        for name, writes in writing_predicates(tree_of(path))
+    }
+    # They remember an answer that stays the same.
+    assert writing == {
+        "scatterpar.devices.streams.has_streams": ["_devices_with_streams.add(device)"],
+        "scatterpar.replicas.module_contents.is_data": [
+            "_known_data[id(container)]",
+            "_known_data.clear()",
+        ],
+    }
 
 
 def private_names_of(path):

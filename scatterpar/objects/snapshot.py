@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from scatterpar.batch.nested import PLAIN
+from scatterpar.torch_private.compiler import PREFIX_OF_COMPILER
 
 _OF_DATA = {dict, list, tuple, set, OrderedDict, defaultdict, Counter, deque}
 # The first that a container is an instance of counts.
@@ -111,7 +112,7 @@ class Snapshot:
         for _, container, saved in self.changed():
             if isinstance(saved, dict):
                 for key, value in container.items():
-                    if isinstance(key, str) and key.startswith("_dynamo"):
+                    if isinstance(key, str) and key.startswith(PREFIX_OF_COMPILER):
                         saved[key] = value
             refill(container, saved)
         self._known = self._facts()

@@ -13,9 +13,14 @@ import pytest
 import torch
 from faults.processes import run
 from harness.boundaries import (
+    PACKAGE,
+    imports,
+    imports_of_imports,
     is_module_of_package,
     libraries_named_in,
+    nodes_of,
     private_torch_in,
+    tree_of,
     unseen_imports,
     writing_predicates,
 )
@@ -25,7 +30,6 @@ import scatterpar
 from scatterpar.devices import coalescing, fingerprints
 from scatterpar.replicas import large_tensors
 
-PACKAGE = Path(scatterpar.__file__).parent
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = (DOCS / "architecture.md").read_text(encoding="utf-8")
 
@@ -53,33 +57,6 @@ def level_of(module):
     _, *parts = module.split(".")
     is_top = not parts or parts[0] in ("__init__", "__main__")
     return TOP if is_top else LEVELS[parts[0]]
-
-
-@functools.cache
-def tree_of(path):
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-@functools.cache
-def nodes_of(path):
-    return tuple(ast.walk(tree_of(path)))
-
-
-def imports(path):
-    """The modules of the package that a file imports, by their full names."""
-    for node in nodes_of(path):
-        if (
-            isinstance(node, ast.ImportFrom)
-            and (node.module or "").split(".")[0] == "scatterpar"
-        ):
-            for alias in node.names:
-                child = PACKAGE.joinpath(*node.module.split(".")[1:], alias.name)
-                is_module = child.is_dir() or child.with_suffix(".py").exists()
-                yield f"{node.module}.{alias.name}" if is_module else node.module
-        elif isinstance(node, ast.Import):
-            yield from (
-                a.name for a in node.names if a.name.split(".")[0] == "scatterpar"
-            )
 
 
 def imported_by_name(path):
@@ -158,24 +135,6 @@ def test_splitcheck_brings_little_with_it():
     others = {"threads/workers.py", "batch/joining.py"}
     others |= {"devices/transfers.py", "devices/coalescing.py"}
     assert not others & {path.relative_to(PACKAGE).as_posix() for path in files}
-
-
-def imports_of_imports(path):
-    """The files that an import of a file runs, but for ``scatterpar/__init__.py``."""
-    found = set()
-    waiting = [path]
-    while waiting:
-        path = waiting.pop()
-        if path in found or path == PACKAGE / "__init__.py":
-            continue
-        found.add(path)
-        waiting.append(path.parent / "__init__.py")
-        for name in imports(path):
-            child = PACKAGE.joinpath(*name.split(".")[1:])
-            waiting.append(
-                child / "__init__.py" if child.is_dir() else child.with_suffix(".py")
-            )
-    return found
 
 
 def test_page_names_all_schedules():

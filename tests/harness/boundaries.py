@@ -19,6 +19,54 @@ PACKAGE = Path(scatterpar.__file__).parent
 ROOT = Path(__file__).parents[2]
 
 
+# --- imports ---
+
+
+@functools.cache
+def tree_of(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def nodes_of(path):
+    return tuple(ast.walk(tree_of(path)))
+
+
+def imports(path):
+    """The modules of the package that a file imports, by their full names."""
+    for node in nodes_of(path):
+        if (
+            isinstance(node, ast.ImportFrom)
+            and (node.module or "").split(".")[0] == "scatterpar"
+        ):
+            for alias in node.names:
+                child = PACKAGE.joinpath(*node.module.split(".")[1:], alias.name)
+                is_module = child.is_dir() or child.with_suffix(".py").exists()
+                yield f"{node.module}.{alias.name}" if is_module else node.module
+        elif isinstance(node, ast.Import):
+            yield from (
+                a.name for a in node.names if a.name.split(".")[0] == "scatterpar"
+            )
+
+
+def imports_of_imports(path):
+    """The files that an import of a file runs, but for ``scatterpar/__init__.py``."""
+    found = set()
+    waiting = [path]
+    while waiting:
+        path = waiting.pop()
+        if path in found or path == PACKAGE / "__init__.py":
+            continue
+        found.add(path)
+        waiting.append(path.parent / "__init__.py")
+        for name in imports(path):
+            child = PACKAGE.joinpath(*name.split(".")[1:])
+            waiting.append(
+                child / "__init__.py" if child.is_dir() else child.with_suffix(".py")
+            )
+    return found
+
+
 def is_module_of_package(value):
     """Whether a value is the name of a module of the package, as a string."""
     if not isinstance(value, str) or not re.fullmatch(r"scatterpar(\.\w+)+", value):

@@ -371,7 +371,9 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                 rows, ``Rows`` a list with one entry per row, ``Rows.from_batches``
                 several batches.
             targets: the targets for the criterion, with the same rows.
-            criterion: ``criterion(output, targets)`` returns a 0-dim loss. With
+            criterion: ``criterion(output, targets)`` returns a 0-dim loss, or ``(loss,
+                numbers)`` with a dict of 0-dim tensors or numbers to log, which are
+                combined as the loss is, and are then in ``last_step.logged``. With
                 ``None`` the module's output is the loss, or has it as ``.loss`` or
                 ``["loss"]``. Networks that it trains are children of an ``nn.Module``,
                 or bound by ``functools.partial(criterion, net=net)``: replicas have

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from scatterpar.plan import Plan
 from scatterpar.tables import Printed, as_html, as_text
@@ -25,6 +25,8 @@ class StepReport(Printed):
             the first step.
         replica_seconds: for each replica, the seconds that its worker was busy.
         graphs: how many sub-steps were replayed as graphs, or why none was.
+        logged: the numbers that the criterion returned as ``(loss, numbers)``, of the
+            whole batch.
     """
 
     plan: Plan
@@ -36,6 +38,7 @@ class StepReport(Printed):
     waited: float = 0.0
     replica_seconds: tuple[float, ...] = ()
     graphs: str = ""
+    logged: dict[str, float] = field(default_factory=dict)
 
     @property
     def rows_per_second(self) -> float:
@@ -46,8 +49,14 @@ class StepReport(Printed):
         return f"<{type(self).__name__}: {self._title()}>"
 
     def __str__(self) -> str:
-        """The loss, then one line per phase: milliseconds, bytes, number of copies."""
-        return "\n".join([self._title(), as_text(self._phases())])
+        """The loss and the criterion's numbers, then one line per phase: milliseconds,
+        bytes, number of copies.
+        """
+        lines = [self._title()]
+        if self.logged:
+            numbers = [f"{name} {value:.6g}" for name, value in self.logged.items()]
+            lines.append(f"logged: {', '.join(numbers)}")
+        return "\n".join([*lines, as_text(self._phases())])
 
     def _repr_html_(self) -> str:
         """The phases, the replicas and the wait before the step, for notebooks."""

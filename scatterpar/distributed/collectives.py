@@ -24,7 +24,10 @@ from scatterpar.objects.quantised import is_quantised
 
 # A status is ``number << 18 | checksum``; float64 is exact up to 53 bits.
 _CHECKSUM_BITS = 18
-_NO_SUMMANDS = (0.0,) * 2  # of a rank that adds nothing
+# Numbers that a criterion may return beside its loss: with 8 bytes each, the small
+# collective stays below 1 KiB.
+MAX_LOGGED = 32
+_NO_SUMMANDS = (0.0,) * (2 + MAX_LOGGED)  # of a rank that adds nothing
 _FAILED = -1  # the status of a failed rank
 
 

@@ -28,7 +28,7 @@ from scatterpar.devices.bits import as_bytes
 from scatterpar.devices.copies import to_device, to_numbers, write
 from scatterpar.devices.device_ids import identity_of
 from scatterpar.devices.virtual_devices import physical
-from scatterpar.distributed.collectives import Collectives
+from scatterpar.distributed.collectives import MAX_LOGGED, Collectives
 from scatterpar.errors import add_note, warn
 from scatterpar.log import logger
 from scatterpar.replicas.buffers import BufferValue
@@ -38,8 +38,8 @@ from scatterpar.step.substeps import Gradient, detached_output
 from scatterpar.torch_private.tensors import unflatten
 
 _OTHER_TENSORS = (
-    "which tensors are trained, on their shapes, on reduction=, or on the scale of "
-    "scaler="
+    "which tensors are trained, on their shapes, on reduction=, on the scale of "
+    "scaler=, or on the names of the numbers that the criterion returns"
 )
 _OTHER_OUTPUTS = "whole_batch=, or on the kinds and shapes of the outputs or targets"
 
@@ -143,11 +143,20 @@ class Ranks:
         # parameters, or wait for each other for ever.
         scale = outcome.request.scale
         tensors = _kind_of(outcome, sums)
-        kind = f"{is_mean} {trained} {scale} {tensors}"
+        names = sorted(outcome.logged)
+        if len(names) > MAX_LOGGED:
+            raise ValueError(
+                f"the criterion returned {len(names)} numbers to log, and ranks add up "
+                f"at most {MAX_LOGGED}; return fewer"
+            )
+        kind = f"{is_mean} {trained} {scale} {tensors} {names}"
         weight = outcome.terms if is_mean else 1.0  # of this rank's loss
         summands = [outcome.terms, outcome.loss * weight]
+        summands += [outcome.logged[name] * weight for name in names]
+        # A rank that fails adds as many, and does not know the names.
+        summands += [0.0] * (MAX_LOGGED - len(names))
         self._error_is_common = True  # what is raised from here on, every rank raises
-        (terms, loss), _ = self._collectives.exchange_status(
+        (terms, loss, *numbers), _ = self._collectives.exchange_status(
             kind, _OTHER_TENSORS, summands=summands
         )
         total = terms if is_mean else 1.0
@@ -163,6 +172,10 @@ class Ranks:
         return replace(
             _with_sums(outcome, statistics, sums),
             loss=loss / total if total else 0.0,
+            logged={
+                name: number / total if total else 0.0
+                for name, number in zip(names, numbers, strict=False)
+            },
             terms=terms,
         )
 

@@ -101,6 +101,7 @@ _REMEDIES = (
 
 
 _OUT_OF_MEMORY = "memory ran out with them"
+_LOGS = "has a criterion that returns numbers to log, which graphs do not keep"
 _COMPILED = "a compiled module runs either compiled or captured"
 
 
@@ -152,7 +153,7 @@ class _Graph:
         """Run the sub-step on the static tensors, on tape."""
         assert self.factor is not None
         with tape:
-            output, loss = forward(task, self.rows, number)
+            output, loss, _ = forward(task, self.rows, number)
         if self.has_output:
             tape.add_returned(output)
             self.output = detached_output(output, True)
@@ -588,8 +589,13 @@ class GraphedSubsteps(Substeps):
             for position, leaf in enumerate(leaves)
             if leaf.grad is not None
         }
-        if any(grad.layout != torch.strided for grad in gradients.values()):
-            self._refuse("has sparse gradients")
+        why = ""
+        if self._numbers.has_any():
+            why = _LOGS
+        elif any(grad.layout != torch.strided for grad in gradients.values()):
+            why = "has sparse gradients"
+        if why:
+            self._refuse(why)
             for leaf, gradient in zip(leaves, earlier, strict=True):
                 if gradient is not None:
                     leaf.grad = gradient if leaf.grad is None else gradient + leaf.grad
@@ -656,7 +662,8 @@ class GraphedSubsteps(Substeps):
         rows = _separate(task.rows_of(number))
         tape = Tape(task.share.device, nested.tensors(rows))
         with tape:
-            output, loss = forward(task, rows, number)
+            output, loss, numbers = forward(task, rows, number)
+        self._numbers.add(numbers)
         returned = None
         if request.return_outputs:
             tape.add_returned(output)
@@ -669,6 +676,8 @@ class GraphedSubsteps(Substeps):
         with tape:
             task.run_backward(number, [loss], [factor])
         tape.end()
+        if numbers:
+            tape.obstacle = _LOGS
         return tape, detached(loss), returned
 
     def _checked_run(

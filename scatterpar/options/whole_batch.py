@@ -44,7 +44,8 @@ from scatterpar.errors import add_note
 from scatterpar.replicas.replicas import parameter_writes_refused
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.inner_backward import gradients_put_aside
-from scatterpar.step.loss import loss_of, require_trainable
+from scatterpar.step.logged_numbers import NumbersOfShare
+from scatterpar.step.loss import loss_and_numbers, require_trainable
 from scatterpar.step.reduce import lists_in_outputs
 from scatterpar.step.replica_threads import Proceed
 from scatterpar.step.request import Call
@@ -114,9 +115,14 @@ class TwoPasses(Schedule):
                 add_note(error, f"more sub-steps do not help in this step: {why}")
             raise
         returned = [passes_of_replica.returned for passes_of_replica in passes]
+        numbers = batch.numbers
         # One read, after all work is launched.
-        value = to_numbers(loss) if batch.counts else 0.0  # ranks add it up
-        return Computed(value, loss.dtype, returned, batch.gradients)
+        value, *values = to_numbers(torch.stack([loss, *numbers.tensors()]))
+        weight = 1.0 if batch.counts else 0.0  # ranks add it up
+        logged = numbers.weighted(values, [weight])
+        if not batch.counts:
+            value = 0.0
+        return Computed(value, loss.dtype, returned, logged, batch.gradients)
 
 
 class Passes:
@@ -265,6 +271,7 @@ class WholeBatch:
     Attributes:
         counts: whether the loss of this process counts.
         gradients: of the leaves that the criterion refers to.
+        numbers: the criterion's numbers to log.
     """
 
     def __init__(
@@ -272,6 +279,7 @@ class WholeBatch:
     ) -> None:
         self.counts = ranks is None or ranks.rank == 0
         self.gradients: list[Gradient] = []
+        self.numbers = NumbersOfShare()
         self._attempt = attempt
         self._request = attempt.request
         self._ranks = ranks
@@ -429,8 +437,9 @@ class WholeBatch:
         targets = unwrap_markers(self._targets, copy=True)
         writes = self._attempt.writes
         with writes.watched("the criterion", "targets", targets) as watch:
-            loss = loss_of(joined, targets, criterion)
+            loss, numbers = loss_and_numbers(joined, targets, criterion)
             watch.result = loss
+        self.numbers.add(numbers)
         return loss, self._hidden_leaves(loss, nodes)
 
     def _run_backward(self, loss: Tensor, leaves: Sequence[Tensor]) -> None:

@@ -51,7 +51,8 @@ from scatterpar.plan import Plan, make_plan
 from scatterpar.replicas.buffers import BufferWriter
 from scatterpar.replicas.module_contents import root_to_replicate
 from scatterpar.replicas.refused_modules import check_placement
-from scatterpar.step.loss import scalar_loss
+from scatterpar.step.logged_numbers import NumbersToLog, require_same_names
+from scatterpar.step.loss import loss_and_numbers_in
 from scatterpar.step.loss_weights import as_sum, compute_loss_weights
 from scatterpar.step.replica_threads import Proceed, ReplicaThreads
 from scatterpar.step.request import (
@@ -282,13 +283,18 @@ class DataParallelCriterion(_OfPair[Criterion]):
 
     Args:
         criterion: any callable ``criterion(output, targets)`` that returns a 0-dim
-            loss. If it is a module, its parameters and buffers are replicated and
-            trained like those of the model.
+            loss, or ``(loss, numbers)`` with a dict of 0-dim tensors or numbers to log.
+            If it is a module, its parameters and buffers are replicated and trained
+            like those of the model.
         device_ids: one entry per replica; by default the devices of the outputs.
         dim: the dimension that holds the rows.
         verify: in calls 1, 2, 4, 8, … compute the losses of a few rows at once and in
             parts. If they do not combine as ``reduction=`` and ``count=`` say, a
             ``ValueError`` says what would be right. An inconclusive look warns once.
+
+    Attributes:
+        logged: the numbers of a criterion that returns ``(loss, numbers)``, combined
+            as the loss of the latest call: 0-dim tensors on the master, by name.
 
     Raises:
         TypeError: ``criterion`` is a class or cannot be called, or ``device_ids`` is no
@@ -314,6 +320,7 @@ class DataParallelCriterion(_OfPair[Criterion]):
     ) -> None:
         check_function("criterion", criterion)
         self.verify = verify
+        self.logged: dict[str, Tensor] = {}
         devices = None if device_ids is None else resolve(device_ids)
         super().__init__(criterion, devices, dim)
 
@@ -379,21 +386,23 @@ class DataParallelCriterion(_OfPair[Criterion]):
             weights = compute_loss_weights(request, plan, calls)
             writes = RowWrites(self._known_writes)
 
-            def loss_of(replica: Any, number: int) -> Tensor:
+            def loss_of(replica: Any, number: int) -> tuple[Tensor, NumbersToLog]:
                 criterion = as_sum(replica) if weights.sums else replica
                 output, targets = calls[number]
                 with writes.watched("the criterion", "targets", targets) as watch:
-                    loss = criterion(output, targets)
+                    loss, numbers = loss_and_numbers_in(criterion(output, targets))
                     watch.result = loss
-                return scalar_loss(loss, "the criterion")
+                return loss, numbers
 
             # A look names what moves.
-            losses = self._run(
+            results = self._run(
                 plan, loss_of, transfers, outputs, tells_state=not is_looked_at
             )
             self._looks.tell()
             writes.tell()
         weight_by_share = [weight for (weight,) in weights.of_losses]
+        losses = [loss for loss, _ in results]
+        self.logged = _combined_numbers(results, weight_by_share, plan)
         return combine(losses, weight_by_share, plan)
 
     def _plan(self, outputs: Sequence[Any], targets: Any) -> Plan:
@@ -447,6 +456,26 @@ class DataParallelCriterion(_OfPair[Criterion]):
                     "its criterion sees that of a micro-batch as it is"
                 )
         return plan
+
+
+def _combined_numbers(
+    results: Sequence[tuple[Tensor, NumbersToLog]], weights: Sequence[float], plan: Plan
+) -> dict[str, Tensor]:
+    """The weighted sum of each number that the criterion returned, on the master."""
+    by_share: list[dict[str, Tensor]] = []
+    for loss, numbers in results:
+        require_same_names(results[0][1], numbers)
+        tensors = {
+            name: torch.as_tensor(value, dtype=torch.float32, device=loss.device)
+            if isinstance(value, float)
+            else value
+            for name, value in numbers.items()
+        }
+        by_share.append(tensors)
+    return {
+        name: combine([tensors[name] for tensors in by_share], weights, plan).detach()
+        for name in by_share[0]
+    }
 
 
 def gather(outputs: Sequence[Any], device: DeviceLike, dim: int = 0) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from scatterpar.batch import nested
 from scatterpar.step.criterion_closure import not_replicated, note_wrong_devices
 from scatterpar.step.inner_backward import gradients_put_aside
+from scatterpar.step.logged_numbers import NumbersToLog, are_with_loss, copied
 from scatterpar.step.loss_weights import as_sum
 from scatterpar.step.misfits import misfit_of_criterion
 from scatterpar.step.task import ReplicaTask
@@ -20,9 +21,10 @@ from scatterpar.torch_private.autograd import leaves_reached, nodes_of
 
 def forward(
     task: ReplicaTask, rows: tuple[Any, Any] | None, sub_step: int = 0
-) -> tuple[Any, Tensor]:
-    """The output and loss of one micro-batch; its rows arrive now if ``rows`` is
-    ``None``.
+) -> tuple[Any, Tensor, NumbersToLog]:
+    """The output and loss of one micro-batch, and the criterion's numbers to log.
+
+    Its rows arrive now if ``rows`` is ``None``.
 
     One replica at a time calls a criterion that they share: what a call stores in a
     network that it closes over, such as features that a hook keeps, the same call
@@ -44,15 +46,15 @@ def forward(
             # criterion.
             del rows, inputs
             if task.is_loss_of_torch:
-                loss = loss_of(output, targets, criterion)
+                loss, numbers = loss_and_numbers(output, targets, criterion)
         if not task.is_loss_of_torch:
-            loss = _loss_of_user(task, criterion, output, targets, sub_step)
-    return output, loss
+            loss, numbers = _loss_of_user(task, criterion, output, targets, sub_step)
+    return output, loss, numbers
 
 
 def _loss_of_user(
     task: ReplicaTask, criterion: Any, output: Any, targets: Any, sub_step: int
-) -> Tensor:
+) -> tuple[Tensor, NumbersToLog]:
     """The loss of one micro-batch, from a criterion that is no loss of torch's.
 
     Raises ``ValueError`` if the loss reaches parameters of a network that no replica
@@ -65,24 +67,32 @@ def _loss_of_user(
         task.span("criterion", sub_step),
         task.writes.watched("the criterion", "targets", targets) as watch,
     ):
-        loss = loss_of(output, targets, criterion)
+        loss, numbers = loss_and_numbers(output, targets, criterion)
         watch.result = loss
     for leaf in leaves_reached(loss, nodes):
         if isinstance(leaf, nn.Parameter) and not any(
             leaf is known for known in task.leaves
         ):
             raise not_replicated(leaf, task.criterion)
-    return loss
+    return loss, numbers
 
 
 def loss_of(
     output: Any, targets: Any, criterion: Callable[[Any, Any], Any] | None
 ) -> Tensor:
     """The loss of one micro-batch, from the criterion or from the module's output."""
+    loss, _ = loss_and_numbers(output, targets, criterion)
+    return loss
+
+
+def loss_and_numbers(
+    output: Any, targets: Any, criterion: Callable[[Any, Any], Any] | None
+) -> tuple[Tensor, NumbersToLog]:
+    """The loss of one micro-batch, and the numbers to log that come with it."""
     if criterion is None:
-        return scalar_loss(_loss_in(output), "the module")
+        return scalar_loss(_loss_in(output), "the module"), {}
     try:
-        loss = criterion(output, targets)
+        result = criterion(output, targets)
     except Exception as error:
         for tensor in nested.tensors(output)[:1]:
             note_wrong_devices(error, criterion, tensor.device)
@@ -92,7 +102,15 @@ def loss_of(
         if misfit is None:
             raise
         raise misfit from error
-    return scalar_loss(loss, "the criterion")
+    return loss_and_numbers_in(result)
+
+
+def loss_and_numbers_in(result: Any) -> tuple[Tensor, NumbersToLog]:
+    """The loss that a criterion has returned, and the numbers to log beside it."""
+    if not are_with_loss(result):
+        return scalar_loss(result, "the criterion"), {}
+    loss = scalar_loss(result[0], "the criterion")
+    return loss, copied(result[1], loss.device)
 
 
 def _loss_in(output: Any) -> Any:
@@ -141,6 +159,12 @@ def _instead_of(loss: Any, source: str) -> str:
     else:
         key = scalars[0] if scalars else 0  # many models return (logits, loss)
         value = "it alone"
+        if entries:
+            value = (
+                "it alone, as by lambda output, targets: "
+                f"criterion(output, targets)[{key!r}], or (loss, numbers) with a dict "
+                "of numbers to log"
+            )
         criterion = f"a criterion, such as lambda output, _: output[{key!r}]"
     if source == "the module":
         return (

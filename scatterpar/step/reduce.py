@@ -14,7 +14,7 @@ same time, in the same pairs (``owners``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -52,6 +52,7 @@ class Outcome:
         loss: that of the whole batch.
         dtype: that of the losses.
         outputs: to be returned, if the user asked for outputs.
+        logged: the criterion's numbers to log, by name.
         terms: the number of terms that a mean loss averages over; 1 for a sum.
         gradients: of every trained tensor of the user's.
         buffers: the values of the user's buffers after the step.
@@ -62,6 +63,7 @@ class Outcome:
     loss: float
     dtype: torch.dtype
     outputs: tuple[Any, ...]
+    logged: Mapping[str, float]
     terms: float
     gradients: list[Gradient]
     buffers: list[BufferValue]
@@ -102,6 +104,7 @@ class Outcome:
             waited=waited,
             replica_seconds=tuple(attempt.threads.seconds),
             graphs=graphs,
+            logged=dict(self.logged),
         )
 
 
@@ -114,6 +117,7 @@ def reduce(attempt: Attempt, computed: Computed) -> Outcome:
         dtype=computed.dtype,
         # Before gradients are added up: the join of outputs may refuse them.
         outputs=returned_outputs(attempt, computed.outputs),
+        logged=computed.logged,
         terms=attempt.weights.terms,
         gradients=reduce_gradients(attempt, computed.external_gradients),
         buffers=buffers,

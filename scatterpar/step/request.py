@@ -24,7 +24,8 @@ from scatterpar.option_checks import (
 from scatterpar.wrapper import Wrapper
 
 # Of an output, which is the user's, and of targets.
-Criterion = Callable[[Any, Any], Tensor]
+# It returns the loss, or the loss and numbers to log.
+Criterion = Callable[[Any, Any], Tensor | tuple[Tensor, Mapping[str, Tensor | float]]]
 CountFunction = Callable[[Any, Any], float | Tensor]
 Reduction = Literal["mean", "sum"]
 Buffers = Literal["master", "batch"]

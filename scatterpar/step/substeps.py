@@ -14,7 +14,7 @@ import functools
 import math
 import operator
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +34,7 @@ from scatterpar.step.criterion_closure import (
     trained_leaves,
     training_buffers,
 )
+from scatterpar.step.logged_numbers import NumbersOfShare, total
 from scatterpar.step.loss import forward, require_trainable
 from scatterpar.step.replica_threads import Proceed
 from scatterpar.step.request import Request
@@ -51,11 +52,13 @@ class ShareResult(NamedTuple):
         loss: the share's part of the batch's loss, a weighted sum over micro-batches.
         dtype: that of the losses.
         outputs: to be returned; one per micro-batch.
+        logged: the share's part of the criterion's numbers, by name.
     """
 
     loss: float
     dtype: torch.dtype
     outputs: Sequence[Any]
+    logged: Mapping[str, float]
 
 
 class Computed(NamedTuple):
@@ -65,12 +68,14 @@ class Computed(NamedTuple):
         loss: the loss of the whole batch.
         dtype: that of the losses.
         outputs: to be returned; for each share one per micro-batch.
+        logged: the criterion's numbers to log, by name.
         external_gradients: those of leaves that no replica copied.
     """
 
     loss: float
     dtype: torch.dtype
     outputs: Sequence[Sequence[Any]]
+    logged: Mapping[str, float]
     external_gradients: Sequence[Gradient] = ()
 
 
@@ -88,6 +93,7 @@ class Substeps:
         self._task = task
         self._request = request
         self._without_gradient: Sequence[Tensor] = task.leaves
+        self._numbers = NumbersOfShare()
 
     def train(self, max_substeps: int | None, proceed: Proceed) -> ShareResult:
         """Accumulate in the replica's parameters the gradient of its share's loss."""
@@ -102,9 +108,10 @@ class Substeps:
         proceed(None)
         self.finish()
         # One transfer of all. Errors of the device are raised here at the latest.
-        values = to_numbers(torch.stack(losses))
-        total = self._weighted_sum(values, proceed)
-        return ShareResult(total, losses[0].dtype, outputs)
+        values = to_numbers(torch.stack([*losses, *self._numbers.tensors()]))
+        share_loss = self._weighted_sum(values[: len(losses)], proceed)
+        logged = self._numbers.weighted(values[len(losses) :], self._task.weights)
+        return ShareResult(share_loss, losses[0].dtype, outputs, logged)
 
     def _weighted_sum(self, losses: Sequence[float], proceed: Proceed) -> float:
         """The share's part of the batch's loss.
@@ -136,7 +143,8 @@ class Substeps:
         """
         task = self._task
         request = self._request
-        output, loss = forward(task, rows, sub_step)
+        output, loss, numbers = forward(task, rows, sub_step)
+        self._numbers.add(numbers)
         returned = None
         if request.return_outputs:
             returned = detached_output(output, request.return_outputs)
@@ -225,7 +233,8 @@ class Schedule:
         # Not sum(): from Python 3.12 on it compensates, and so rounds in another way.
         loss = functools.reduce(operator.add, [result.loss for result in results])
         outputs = [result.outputs for result in results]
-        return Computed(loss, results[0].dtype, outputs)
+        logged = total([result.logged for result in results])
+        return Computed(loss, results[0].dtype, outputs, logged)
 
 
 def meeting_of(attempt: Attempt) -> Meeting | None:

@@ -474,3 +474,76 @@ def test_parameters_written_in_forward_refused():
         assert kind == "RuntimeError"
         assert "the forward pass writes the parameter 'linear.weight'" in words
         assert gradient is None
+
+
+# --- numbers that the criterion returns beside its loss ---
+
+
+def classify(logits, labels):
+    right = (logits.argmax(1) == labels).float().mean()
+    loss = nn.functional.cross_entropy(logits, labels)
+    return loss, {"accuracy": right, "largest": logits.mean(), "two": 2}
+
+
+def add_up(logits, labels):
+    right = (logits.argmax(1) == labels).sum()
+    loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
+    return loss, {"right": right}
+
+
+def logged_by(group, criterion, options):
+    inputs, labels = (tensor.split(ROWS[2])[group.rank()] for tensor in BATCH)
+    with (
+        ScatterOnceParallel(build(mlp), 2, ["cpu"], process_group=group) as engine,
+        Counted() as collectives,
+    ):
+        engine.forward_backward(inputs, labels, criterion, **options)
+        return engine.last_step.logged, len(collectives), collectives[0][-1]
+
+
+@pytest.mark.parametrize(
+    ("criterion", "options", "number_of_collectives"),
+    [
+        (classify, {}, 2),
+        (add_up, {"reduction": "sum"}, 2),
+        (classify, {"whole_batch": True}, 4),
+    ],
+    ids=["mean", "sum", "whole batch"],
+)
+def test_numbers_are_those_of_all_ranks(criterion, options, number_of_collectives):
+    """They are sent with the counts."""
+    _, numbers = criterion(build(mlp)(BATCH[0]), BATCH[1])
+    expected = {name: pytest.approx(float(number)) for name, number in numbers.items()}
+    for logged, collectives, small in run_on_ranks(2, logged_by, criterion, options):
+        assert logged == expected
+        assert collectives == number_of_collectives
+        assert small < 1024
+
+
+def other_names(logits, labels):
+    loss, numbers = classify(logits, labels)
+    return loss, {f"other {name}": number for name, number in numbers.items()}
+
+
+def with_many(logits, labels):
+    loss, _ = classify(logits, labels)
+    return loss, {str(number): 1.0 for number in range(33)}
+
+
+def raised_by(group, *criteria):
+    inputs, labels = (tensor.split(ROWS[2])[group.rank()] for tensor in BATCH)
+    with ScatterOnceParallel(build(mlp), 2, ["cpu"], process_group=group) as engine:
+        step = engine.forward_backward
+        error = failure(step, inputs, labels, criteria[group.rank()])
+        step(inputs, labels, classify)
+        return error
+
+
+def test_other_names_raise_on_each_rank():
+    for error in run_on_ranks(2, raised_by, classify, other_names):
+        assert "the names of the numbers that the criterion returns" in str(error)
+
+
+def test_too_many_numbers_raise_on_each_rank():
+    for error in run_on_ranks(2, raised_by, with_many, with_many):
+        assert "33 numbers to log" in str(error)

@@ -91,6 +91,11 @@ def detect(model, images, targets):
     return {"boxes": torch.stack(pairs).mean(), "size": boxes.square().mean()}
 
 
+def encode_and_decode(model, images):
+    mean, log_variance = model.linear(images).chunk(2, 1)
+    return mean.tanh(), mean, log_variance
+
+
 def two_parts():
     body = nn.Sequential(nn.Linear(4, 6), nn.Tanh())
     return Of(
@@ -174,6 +179,7 @@ GIVEN = {
         "ids": IDS,
         "padding": torch.arange(7) >= torch.tensor([6, 3, 5, 2, 4])[:, None],
     },
+    "Numbers to log": {"model": lambda: Of(encode_and_decode, linear=nn.Linear(4, 8))},
     "Your own Dataset": {"dataset": TensorDataset(IMAGES, LABELS)},
     "Freezing and unfreezing parts": {"two_parts": two_parts},
     "Half-precision parameters": {"half": build(classifier).bfloat16()},
@@ -237,6 +243,11 @@ GIVEN = {
 }
 # What a section's names must be at its end, besides the gradients.
 ENDS = {
+    "Numbers to log": lambda n: (
+        {*n["engine"].last_step.logged} == {"error", "kl"}
+        and sum(n["engine"].last_step.logged.values())
+        == pytest.approx(n["loss"].item())
+    ),
     "Keep the outputs of a step": lambda n: torch.allclose(
         n["scores"], n["model"](IMAGES)
     ),

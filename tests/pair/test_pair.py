@@ -19,7 +19,12 @@ from harness.oracle import assert_close, build, randint, randn
 from torch import nn
 
 from pair.common import Pair, assert_alike
-from scatterpar import DataParallelCriterion, DataParallelModel, gather
+from scatterpar import (
+    DataParallelCriterion,
+    DataParallelModel,
+    count_labels,
+    gather,
+)
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread_an_operation")]
 
@@ -291,3 +296,49 @@ def test_transforms_are_refused_in_words(devices, replicas):
     # the remedy
     transformed = torch.func.grad(lambda rows: model.module(rows).sum())(INPUTS)
     assert transformed.shape == INPUTS.shape
+
+
+# --- numbers that the criterion returns beside its loss ---
+
+
+def classify(logits, labels):
+    right = (logits.argmax(1) == labels)[labels != -100].double().mean()
+    return nn.functional.cross_entropy(logits, labels), {"accuracy": right, "two": 2}
+
+
+@pytest.mark.parametrize(
+    ("ignored", "options"),
+    [(0, {}), (3, {"count": count_labels()})],
+    ids=["rows", "labels"],
+)
+def test_logged_numbers_are_those_of_the_whole_batch(ignored, options, devices):
+    labels = BATCH[1].clone()
+    labels[:ignored] = -100
+    model = build(mlp)
+    loss, numbers = classify(model(INPUTS), labels)
+    criterion = DataParallelCriterion(classify)
+    assert criterion.logged == {}
+    found = criterion(DataParallelModel(model, devices(3))(INPUTS), labels, **options)
+    assert_close(found.detach(), loss.detach(), "loss")
+    assert criterion.logged.keys() == numbers.keys()
+    for name, number in numbers.items():
+        logged = criterion.logged[name]
+        assert not logged.requires_grad
+        assert_close(logged.double(), torch.as_tensor(number).double(), name)
+
+
+def test_other_criteria_log_nothing():
+    model = DataParallelModel(build(mlp), ["cpu"] * 2)
+    criterion = DataParallelCriterion(nn.CrossEntropyLoss())
+    criterion(model(INPUTS), BATCH[1])
+    assert criterion.logged == {}
+
+
+def test_shares_with_other_names_refused():
+    def criterion(logits, labels):
+        return nn.functional.cross_entropy(logits, labels), {str(len(labels)): 1.0}
+
+    model = DataParallelModel(build(mlp), ["cpu"] * 2)
+    parallel = DataParallelCriterion(criterion, verify=False)
+    with pytest.raises(ValueError, match="'5' for some rows and '4' for others"):
+        parallel(model(INPUTS), BATCH[1])

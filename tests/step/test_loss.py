@@ -25,7 +25,12 @@ def test_module_gives_loss_as_or_in_output(output):
     ("loss", "error", "words"),
     [
         (2.0, TypeError, "got float; return it alone"),
-        ((LOSS, ROWS), TypeError, "got tuple; return it alone"),
+        (
+            (LOSS, ROWS),
+            TypeError,
+            r"got tuple; return it alone, as by lambda output, targets: "
+            r"criterion\(output, targets\)\[0\], or \(loss, numbers\)",
+        ),
         ({"a": LOSS, "b": LOSS}, TypeError, r"return sum\(losses.values\(\)\)"),
         (ROWS, ValueError, r"got shape \(3,\); reduce it"),
         (torch.tensor(1j), ValueError, r"take its .abs\(\)"),

@@ -124,10 +124,10 @@ def buffers_of(attempt: Attempt, module: nn.Module) -> BufferWriter | None:
     """
     if not any(part.training for part in module.modules()):
         return None
-    buffers, statistics = reduce_buffers(attempt)
+    buffers, changes, statistics = reduce_buffers(attempt)
     if statistics is not None:
         buffers += statistics.values()
-    return BufferWriter(buffers, attempt.replicas.equal_buffers())
+    return BufferWriter(buffers, attempt.replicas.equal_buffers(), changes)
 
 
 _RESULTS_DO_NOT_FIT = (

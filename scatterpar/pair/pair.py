@@ -168,7 +168,10 @@ class _OfPair(Wrapper[WrappedT]):
         self._lost_state.end()
         # Now that all calls have succeeded.
         generators.commit()
-        BufferWriter(copies[0].changed_buffers() if copies else ()).write()
+        if copies:
+            first = copies[0]
+            changes = first.memory_changes()
+            BufferWriter(first.changed_buffers(), memory_changes=changes).write()
         return results
 
 

@@ -31,6 +31,7 @@ from scatterpar.replicas.refused_modules import (
     check_placement,
     refuse_created,
 )
+from scatterpar.replicas.shared_buffers import MemoryChanges, memory_changes
 from scatterpar.replicas.sync_batch_norm import refuse_to_wait, synchronised_layers
 from scatterpar.step.inner_backward import inner_backward
 from scatterpar.step.reduce import sum_in_order
@@ -59,6 +60,7 @@ class PassingReplica(ModuleCopy):
         super().__init__(module_contents, copies)
         self.tensors = tuple(copies)
         self._versions = {id(copy): version(copy) for copy in copies}
+        self._places = [copy.detach() for copy in copies]
 
     def changed_buffers(self) -> Iterator[BufferValue]:
         """The buffers that a forward pass may have changed, with their values.
@@ -77,6 +79,17 @@ class PassingReplica(ModuleCopy):
             may_differ = module.training or value is None or value is not copy
             if may_differ or self._versions.get(id(copy)) != version(copy):
                 yield buffers, name, value
+
+    def memory_changes(self) -> MemoryChanges:
+        """The buffers that share memory with others than in the user's modules."""
+        modules = list(self._contents.modules.values())
+        copies = list(map(self.copy_of, modules))
+        exchanged = {
+            id(tensor)
+            for tensor, place in zip(self.tensors, self._places, strict=True)
+            if not tensor.is_set_to(place)
+        }
+        return memory_changes(modules, copies, self.copy_of, exchanged)
 
 
 def replicate(

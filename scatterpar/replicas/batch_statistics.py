@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from scatterpar.devices.coalescing import iter_copies
 from scatterpar.devices.copies import to_numbers
 from scatterpar.devices.transfers import Transfers
-from scatterpar.replicas.buffers import BufferDict, BufferValue
+from scatterpar.replicas.buffers import BufferValue
+from scatterpar.replicas.shared_buffers import BufferDict
 from scatterpar.torch_private.autograd import current_graph_task
 
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from scatterpar.devices.bits import same_bits
 from scatterpar.devices.coalescing import copy_each, is_unexpanded
 from scatterpar.devices.copies import write
+from scatterpar.replicas.shared_buffers import BufferDict, MemoryChanges, MemoryPart
 
-BufferDict = MutableMapping[str, "Tensor | None"]
 # The module's dictionary of buffers, the buffer's name, and its value.
 BufferValue = tuple[BufferDict, str, "Tensor | None"]
 
@@ -80,9 +80,16 @@ class BufferWriter:
     """
 
     def __init__(
-        self, buffers: Iterable[BufferValue], unchanged: Iterable[Tensor] = ()
+        self,
+        buffers: Iterable[BufferValue],
+        unchanged: Iterable[Tensor] = (),
+        memory_changes: MemoryChanges | None = None,
     ) -> None:
-        """``unchanged`` are values that the buffers have already."""
+        """``unchanged`` are values that the buffers have already.
+
+        Raises ``ValueError`` if a buffer cannot share memory as in the replica.
+        """
+        changes = memory_changes or {}
         equal = set(map(id, unchanged))
         # In inference mode also tensors that were made there can be written.
         can_write_all = torch.is_inference_mode_enabled()
@@ -93,11 +100,20 @@ class BufferWriter:
         self._buffers = list(buffers)
         self._earlier_values: list[Tensor] = []
         self._earlier_buffers: list[BufferValue] = []
+        parts: list[tuple[BufferDict, str, MemoryPart]] = []
         for container, name, value in self._buffers:
             # By name: a hook or the user may have replaced it since.
             target = container.get(name)
+            key = id(container), name
             if value is None:
                 self._replacements.append((container, name, None))
+            elif key in changes:
+                part = changes[key]
+                if part is not None:
+                    parts.append((container, name, part))
+                else:
+                    own = value.detach().clone()
+                    self._replacements.append((container, name, own))
             elif id(value) in equal and target is not None:
                 self._unchanged.append((target, value))
             elif (
@@ -112,6 +128,15 @@ class BufferWriter:
             elif not same_bits(target, value):
                 # A copy: the value is a replica's, which changes in the next step.
                 self._replacements.append((container, name, value.detach().clone()))
+        replaced = {
+            (id(container), name): value
+            for container, name, value in self._replacements
+        }
+        for container, name, part in parts:
+            owner = part.registry[part.name]
+            owner = replaced.get((id(part.registry), part.name), owner)
+            assert owner is not None
+            self._replacements.append((container, name, part.of(owner)))
 
     def write(self) -> None:
         """Write all buffers."""

@@ -39,7 +39,8 @@ from scatterpar.devices.streams import has_streams, stream_for
 from scatterpar.devices.transfers import Transfers
 from scatterpar.devices.write_counters import versions
 from scatterpar.look_steps import is_look_step
-from scatterpar.replicas.buffers import RUNNING, BufferDict, BufferValue
+from scatterpar.replicas.buffers import RUNNING, BufferValue
+from scatterpar.replicas.shared_buffers import BufferDict
 from scatterpar.replicas.slots import Slot
 from scatterpar.torch_private.tensors import unflatten
 

@@ -39,6 +39,7 @@ from scatterpar.replicas.module_contents import ModuleContents, root_to_replicat
 from scatterpar.replicas.module_copy import ModuleCopy
 from scatterpar.replicas.parameter_guard import ParameterGuard
 from scatterpar.replicas.refused_modules import check_placement, refuse_created
+from scatterpar.replicas.shared_buffers import MemoryChanges, memory_changes
 from scatterpar.replicas.slots import Slot, slots_of, sum_dtype
 from scatterpar.replicas.sync_batch_norm import (
     Meeting,
@@ -549,6 +550,17 @@ class ReplicaSet:
             if id(registry) not in recording or name not in RUNNING
         ]
 
+    def memory_changes(self) -> MemoryChanges:
+        """The buffers that share memory with others in replica 0 than in the user's
+        modules. Calls in turn, which hand on values, change nothing here.
+        """
+        if self.handed_on.was_lent:
+            return {}
+        first = self.replicas[0]
+        return memory_changes(
+            self.modules, first.modules, first.copy_of, first.exchanged()
+        )
+
     def recorded(self, active: int, transfers: Transfers) -> list[Layer]:
         """Each recording layer, with the moments of the first ``active`` replicas."""
         replicas = self.replicas[:active]
@@ -720,6 +732,14 @@ class Replica(ModuleCopy):
 
             with restored(restore):
                 yield
+
+    def exchanged(self) -> set[int]:
+        """The ``id`` of tensors with another storage than after the last refresh."""
+        return {
+            id(tensor)
+            for tensor, storage in self._places
+            if not tensor.is_set_to(storage)
+        }
 
     def is_as_refreshed(self) -> bool:
         """Whether forward passes have rebound nothing since the last refresh."""

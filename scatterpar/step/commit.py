@@ -47,7 +47,8 @@ def commit(outcome: Outcome, *, deferred: bool) -> Tensor:
     outcome.gradients.clear()
     running = outcome.statistics.values() if outcome.statistics else []
     unchanged = outcome.attempt.replicas.equal_buffers()
-    buffers = BufferWriter([*outcome.buffers, *running], unchanged)
+    values = [*outcome.buffers, *running]
+    buffers = BufferWriter(values, unchanged, outcome.memory_changes)
     if deferred:
         # First, because it may raise. The rest cannot fail.
         loss = _attach(outcome.loss_tensor, pairs, outcome.request.scale)

@@ -33,6 +33,7 @@ from scatterpar.errors import warn
 from scatterpar.replicas.batch_statistics import StepStatistics
 from scatterpar.replicas.buffers import BufferValue
 from scatterpar.replicas.replicas import ReplicaSet
+from scatterpar.replicas.shared_buffers import MemoryChanges
 from scatterpar.report import StepReport
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.owners import add_by_owners
@@ -56,6 +57,7 @@ class Outcome:
         terms: the number of terms that a mean loss averages over; 1 for a sum.
         gradients: of every trained tensor of the user's.
         buffers: the values of the user's buffers after the step.
+        memory_changes: the buffers that begin or cease to share memory in the step.
         statistics: of layers that are updated once per step.
     """
 
@@ -67,6 +69,7 @@ class Outcome:
     terms: float
     gradients: list[Gradient]
     buffers: list[BufferValue]
+    memory_changes: MemoryChanges
     statistics: StepStatistics | None
 
     @property
@@ -110,7 +113,7 @@ class Outcome:
 
 def reduce(attempt: Attempt, computed: Computed) -> Outcome:
     """Combine what the replicas have; the results are in the master's memory."""
-    buffers, statistics = reduce_buffers(attempt)
+    buffers, changes, statistics = reduce_buffers(attempt)
     return Outcome(
         attempt,
         loss=computed.loss,
@@ -121,6 +124,7 @@ def reduce(attempt: Attempt, computed: Computed) -> Outcome:
         terms=attempt.weights.terms,
         gradients=reduce_gradients(attempt, computed.external_gradients),
         buffers=buffers,
+        memory_changes=changes,
         statistics=statistics,
     )
 
@@ -178,15 +182,18 @@ def _summed(replica_set: ReplicaSet, attempt: Attempt) -> list[Gradient]:
 
 def reduce_buffers(
     attempt: Attempt,
-) -> tuple[list[BufferValue], StepStatistics | None]:
-    """The buffers' values after the step, and the statistics of the step.
+) -> tuple[list[BufferValue], MemoryChanges, StepStatistics | None]:
+    """The buffers' values after the step, those that share memory with others than
+    before, and the statistics of the step.
 
     Buffers that are updated once per step from the statistics are left out, and those
     that the criterion has written, which keep its values.
     """
     buffers: list[BufferValue] = []
+    changes: MemoryChanges = {}
     for replica_set in attempt.replicas.replica_sets:
         buffers += replica_set.buffers_after(attempt.transfers)
+        changes |= replica_set.memory_changes()
     # Mostly none: only networks that the criterion closes over were saved.
     for tensor in attempt.undo.written():
         buffers = [
@@ -195,7 +202,8 @@ def reduce_buffers(
             if container.get(name) is not tensor
         ]
     active = len(attempt.plan.shares)
-    return buffers, attempt.replicas.statistics_after(active, attempt.transfers)
+    statistics = attempt.replicas.statistics_after(active, attempt.transfers)
+    return buffers, changes, statistics
 
 
 def sum_in_order(

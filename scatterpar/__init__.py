@@ -1,5 +1,18 @@
-"""Very large batches on all the GPUs of one machine, in one process,
-exactly and fast.
+"""Train on very large batches with all the GPUs of one machine, in one process::
+
+    from scatterpar import ScatterOnceParallel
+
+    engine = ScatterOnceParallel(model, accum=16)
+    for images, labels in loader:  # 4096 images
+        optimizer.zero_grad()
+        loss = engine.forward_backward(images, labels, criterion)
+        optimizer.step()
+
+The gradient is that of the whole batch, up to rounding. A loss whose parts do not
+combine raises ``ValueError`` before anything changes.
+
+``python -m scatterpar doctor`` says what this machine has. ``splitcheck`` compares the
+gradient of a training loop in parts with that of the whole batch, without an engine.
 """
 
 from scatterpar.batch.markers import Replicated, Rows

@@ -49,6 +49,9 @@ def main(arguments: list[str]) -> int:
     if command in ("-h", "--help", "help"):
         print(_HELP)
         return 0
+    if not command:
+        print(_HELP)
+        return 2
     if command == "--version" or (command in _TOOL and "--version" in options):
         torch = importlib.import_module("torch")
         print(f"scatterpar {scatterpar.__version__}, torch {torch.version.__version__}")
@@ -64,8 +67,6 @@ def main(arguments: list[str]) -> int:
 def _problem(command: str) -> str:
     """Return why there is no such command, or the package that it lacks, or nothing."""
     if command not in _MODULES:
-        if not command:
-            return f"a command is missing; {_USAGE}"
         similar = difflib.get_close_matches(command, _MODULES, n=1)
         hint = f"; did you mean {similar[0]}?" if similar else ""
         return f"there is no command {command!r}{hint}; {_USAGE}"

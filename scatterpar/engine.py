@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Literal, Self, Unpack, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, Unpack, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -205,6 +205,7 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         verify: bool = True,
         graphs: bool | None = None,
     ) -> None:
+        """The docstring of the class has the arguments and an example."""
         super().__init__()
         self.module, self._compile_fn = unwrapped(module)
         if compile is not None:
@@ -227,7 +228,9 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
             graphs,
         )
         check_placement(self.module, self.device_ids, lazy=True)
-        self.last_step: StepReport | None = None
+        # ``None`` before the first step. For type checkers it is always a report, as
+        # for the program that reads it after a step.
+        self.last_step: StepReport = cast("StepReport", None)
         # What copies of the engine keep, unlike all that ``_init_transient`` makes.
         self._auto_accum = AutoAccum()
         self._known_writes = KnownWrites()

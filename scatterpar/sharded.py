@@ -116,6 +116,7 @@ class ShardedOptimizer(Optimizer):
         params: ParamsT | None = None,
         **defaults: Any,
     ) -> None:
+        """The docstring of the class has the arguments and an example."""
         if not isinstance(engine, ScatterOnceParallel):
             raise TypeError(
                 "engine must be a ScatterOnceParallel, whose devices share the state, "

@@ -96,7 +96,7 @@ def test_options_have_types() -> None:
     engine = Engine(Net(), "auto", CPUS, buffers="batch", shares=[3, 1])
     assert_type(engine.device_ids, tuple[torch.device, ...])
     assert_type(engine.dim, int)
-    assert_type(engine.last_step, StepReport | None)
+    assert_type(engine.last_step, StepReport)
     assert_type(engine.plan(10), Plan)
     assert_type(engine.check(*batch(), difference), GradientCheck)
     assert_type(engine.buffers(), Iterator[Tensor])

@@ -206,7 +206,6 @@ def measure(devices: Sequence[torch.device]) -> Speed:
                 times[name].append(end - start)
                 if name == ONE:
                     waited.append((end - launched) / (end - start))
-            assert engine.last_step is not None
             phases.append(engine.last_step.seconds)
     # The first round is a warm-up.
     medians: dict[str, float] = {}

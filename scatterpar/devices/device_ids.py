@@ -10,6 +10,7 @@ import torch
 from scatterpar.errors import warn
 
 DeviceLike = int | str | torch.device
+_MOST_NAMED = 16  # accelerators of one machine, in a text
 
 
 def resolve(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:
@@ -29,13 +30,22 @@ def resolve(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]
     if is_single or not isinstance(device_ids, Sequence):
         raise TypeError(
             "device_ids must be a list with one entry per replica, got "
-            f"{device_ids!r}; for one replica pass [{device_ids!r}]"
+            f"{device_ids!r}; {_lists_for(device_ids)}"
         )
     if not device_ids:
         raise ValueError(
             "device_ids is empty; pass at least one device, or None for all of them"
         )
     return tuple(map(_resolve_one, device_ids))
+
+
+def _lists_for(value: object) -> str:
+    """What to pass in the place of a value that is no list."""
+    if type(value) is not int or not 1 < value <= _MOST_NAMED:
+        return f"for one replica pass [{value!r}]"
+    # A number is a count in torchrun, and an ordinal in torch.device.
+    first = list(range(value))
+    return f"for the first {value} accelerators pass {first}, for one of them [{value}]"
 
 
 def _all_devices() -> Sequence[DeviceLike]:

@@ -215,6 +215,7 @@ class DataParallelModel(_OfPair[ModuleT]):
         device_ids: Sequence[DeviceLike] | None = None,
         dim: int = 0,
     ) -> None:
+        """The docstring of the class has the arguments and an example."""
         check_module(module)
         super().__init__(module, resolve(device_ids), dim)
         master = self.device_ids[0]
@@ -321,6 +322,7 @@ class DataParallelCriterion(_OfPair[Criterion]):
         *,
         verify: bool = True,
     ) -> None:
+        """The docstring of the class has the arguments and an example."""
         check_function("criterion", criterion)
         self.verify = verify
         self.logged: dict[str, Tensor] = {}

@@ -109,7 +109,9 @@ def not_replicated(
         f"a gradient arrives at {name}, which is no replica's: bind its network with "
         "functools.partial(criterion, net=net), or make it a part of an nn.Module, "
         "and replicas train it; if it is not to be trained, call "
-        "net.requires_grad_(False). Nothing was changed"
+        "net.requires_grad_(False); a penalty on the trained weights is added to the "
+        "loss of the step, as (engine.loss(…) + penalty(model)).backward(). Nothing "
+        "was changed"
     )
 
 

@@ -121,6 +121,8 @@ def total(by_share: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
     Raises ``ValueError`` if shares have different names.
     """
+    if not any(by_share):
+        return {}
     sums = dict.fromkeys(by_share[0], 0.0)
     for numbers_of_share in by_share:
         require_same_names(sums, numbers_of_share)

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.batch import nested
+from scatterpar.errors import add_note
 from scatterpar.step.criterion_closure import not_replicated, note_wrong_devices
 from scatterpar.step.inner_backward import gradients_put_aside
 from scatterpar.step.logged_numbers import NumbersToLog, are_with_loss, copied
 from scatterpar.step.loss_weights import as_sum
-from scatterpar.step.misfits import misfit_of_criterion
+from scatterpar.step.misfits import NO_TARGETS, misfit_of_criterion
 from scatterpar.step.task import ReplicaTask
 from scatterpar.step.turns import Scope
 from scatterpar.torch_private.autograd import leaves_reached, nodes_of
@@ -94,11 +95,13 @@ def loss_and_numbers(
     try:
         result = criterion(output, targets)
     except Exception as error:
+        if targets is None and "NoneType" in str(error):
+            add_note(error, NO_TARGETS)
         for tensor in nested.tensors(output)[:1]:
             note_wrong_devices(error, criterion, tensor.device)
         misfit = None
         if isinstance(error, TypeError):
-            misfit = misfit_of_criterion(criterion)
+            misfit = misfit_of_criterion(criterion, output, targets)
         if misfit is None:
             raise
         raise misfit from error
@@ -130,8 +133,11 @@ def scalar_loss(loss: Any, source: str) -> Tensor:
             f"{type(loss).__name__}; {_instead_of(loss, source)}"
         )
     if loss.ndim:
+        remedy = "reduce it"
+        if source == "the module":
+            remedy = "reduce it, or pass targets and a criterion"
         raise ValueError(
-            f"{source} must give a 0-dim loss, got shape {tuple(loss.shape)}; reduce it"
+            f"{source} must give a 0-dim loss, got shape {tuple(loss.shape)}; {remedy}"
         )
     # torch refuses it in backward(), but not if a gradient is passed.
     if loss.is_complex():
@@ -158,7 +164,7 @@ def _instead_of(loss: Any, source: str) -> str:
         criterion = "criterion=lambda losses, _: sum(losses.values())"
     else:
         key = scalars[0] if scalars else 0  # many models return (logits, loss)
-        value = "it alone"
+        value = "the tensor itself, without .item()"
         if entries:
             value = (
                 "it alone, as by lambda output, targets: "

@@ -223,6 +223,11 @@ def terms_of_rows(criterion: Any, targets: Any, dim: int) -> Tensor:
     It is in float64 only if the class weights are, because some accelerators lack this
     dtype.
     """
+    if targets is None:
+        raise TypeError(
+            "the criterion, a cross entropy, needs targets, and none were passed; call "
+            "forward_backward(inputs, targets, criterion)"
+        )
     if not isinstance(targets, Tensor):
         raise TypeError(
             f"the terms of a cross entropy are counted in a tensor of targets, got "

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,11 @@ from scatterpar.errors import Refusal, add_note
 from scatterpar.objects.references import read_attribute
 from scatterpar.objects.walk import Walk
 from scatterpar.step.request import Request
+
+NO_TARGETS = (
+    "no targets were passed, and the criterion gets None; pass them as "
+    "forward_backward(inputs, targets, criterion)"
+)
 
 
 def misfit_of_inputs(
@@ -76,17 +81,41 @@ def misfit_of_dataclass(
     return None
 
 
-def misfit_of_criterion(criterion: Callable[..., Any]) -> TypeError | None:
-    """The error for a ``criterion`` that does not take an output and targets."""
+def misfit_of_criterion(
+    criterion: Callable[..., Any], output: Any = None, targets: Any = None
+) -> TypeError | None:
+    """The error for a ``criterion`` that does not take ``output`` and ``targets``."""
     signature = _misfit(criterion, (None, None), {})
     if signature is None:
         return None
     name = read_attribute(criterion, "__qualname__", type(criterion).__name__)
     return TypeError(
         "the criterion is called as criterion(output, targets), which "
-        f"{name}{signature} does not take; pass a function of both, such as lambda "
-        "output, targets: …, which may leave one of them unused"
+        f"{name}{signature} does not take; pass "
+        f"{_as_function_of_both(criterion, output, targets)}"
     )
+
+
+def _as_function_of_both(
+    criterion: Callable[..., Any], output: Any, targets: Any
+) -> str:
+    """The function of output and targets that calls the criterion."""
+    of_output, of_targets = _spread(output), _spread(targets)
+    forms = [
+        ("output, *targets", (None, *of_targets)),
+        ("*output, targets", (*of_output, None)),
+        ("*output, *targets", (*of_output, *of_targets)),
+        ("output", (None,)),
+    ]
+    for form, args in forms:
+        if _misfit(criterion, args, {}) is None:
+            return f"lambda output, targets: criterion({form})"
+    return "lambda output, targets: …, which may leave one of them unused"
+
+
+def _spread(value: Any) -> Sequence[None]:
+    """As many arguments as ``value`` has entries, if it is a tuple or list."""
+    return [None] * len(value) if isinstance(value, (tuple, list)) else [None]
 
 
 def _misfit(

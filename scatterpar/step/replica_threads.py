@@ -179,8 +179,9 @@ _MORE_ROWS = (
     "fewer devices"
 )
 _NO_GRAPH = (
-    "the loss of these rows has no graph: where it has no terms, return a zero that "
-    "has one, such as (output * 0).sum(), or pass count=, its number of terms"
+    "the loss of these rows has no graph: .detach(), .item() or torch.no_grad() has "
+    "cut it off from the module; or these rows have no terms: return a zero with a "
+    "graph, such as (output * 0).sum(), or pass count=, its number of terms"
 )
 _OTHER_KEYS = (
     "the key is a replica's: a dictionary in an object that replicas share has the "

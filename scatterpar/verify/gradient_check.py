@@ -71,6 +71,9 @@ class GradientCheck(Printed):
         """Whether only rounding differs."""
         return self.worst <= self.limit
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self}>"
+
     def __str__(self) -> str:
         """One sentence, and a second one if something differs."""
         verdict = "only rounding differs" if self.passed else "NOT the same"

@@ -271,9 +271,11 @@ def _other_weights(results: LookResults, weights: Weights) -> Verdict:
     request = results.request
     # Rows have no expression of their own.
     if count.path:
+        # A mean is what the engine takes a loss for, unless it was called a sum.
+        reduction = "" if request.is_mean else 'reduction="mean" and '
         remedy = (
             f"{_SEEMS} a mean over the {count.words}: pass "
-            f'reduction="mean" and count={_expression(results, count)}.'
+            f"{reduction}count={_expression(results, count)}."
         )
     elif request.is_mean and request.count is None:
         remedy = (

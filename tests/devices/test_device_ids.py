@@ -108,7 +108,9 @@ def test_no_accelerator_means_the_host(no_accelerator):
 
 REFUSED = {
     "no list": ("cpu", TypeError, r"'cpu'; for one replica pass \['cpu'\]"),
-    "one number": (3, TypeError, r"pass \[3\]"),
+    "one number": (3, TypeError, r"first 3 accelerators pass \[0, 1, 2\], for one"),
+    "one, as a number": (1, TypeError, r"for one replica pass \[1\]"),
+    "a large number": (10**9, TypeError, r"for one replica pass \[1000000000\]"),
     "a set": ({"cpu"}, TypeError, "must be a list"),
     "empty": ([], ValueError, "device_ids is empty"),
     "a bool": ([True], TypeError, "got True"),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
+import pydoc
 import re
 from pathlib import Path
 
 import pytest
 from harness.pages import SETUP, read
+from torch import nn
 
 import scatterpar
 
@@ -47,3 +50,31 @@ def test_licence_of_images_is_packed():
     assert [Path(file).name for file in files] == ["LICENSE", "SOURCE.md"]
     assert "The MIT License (MIT)" in read(files[1])
     assert SETUP["metadata"]["license_expression"] == "BSD-3-Clause AND MIT"
+
+
+# --- what help, dir and IPython show ---
+
+CLASSES = [
+    scatterpar.ScatterOnceParallel,
+    scatterpar.DataParallelModel,
+    scatterpar.DataParallelCriterion,
+    scatterpar.ShardedOptimizer,
+]
+
+
+def test_help_begins_with_the_loop():
+    text = pydoc.plain(pydoc.render_doc(scatterpar))
+    description = text.partition("DESCRIPTION")[2].partition("PACKAGE CONTENTS")[0]
+    assert "engine.forward_backward(images, labels, criterion)" in description
+
+
+def test_dir_has_public_names_alone():
+    assert {*dir(scatterpar)} == {*scatterpar.__all__, "__version__"}
+
+
+@pytest.mark.parametrize("public_class", CLASSES, ids=lambda public: public.__name__)
+def test_constructor_has_no_docstring_of_torch(public_class):
+    """IPython shows it below that of the class."""
+    docstring = inspect.getdoc(public_class.__init__)
+    assert docstring
+    assert docstring != inspect.getdoc(nn.Module.__init__)

@@ -24,7 +24,7 @@ def test_module_gives_loss_as_or_in_output(output):
 @pytest.mark.parametrize(
     ("loss", "error", "words"),
     [
-        (2.0, TypeError, "got float; return it alone"),
+        (2.0, TypeError, r"got float; return the tensor itself, without \.item\(\)"),
         (
             (LOSS, ROWS),
             TypeError,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from functools import partial
 
 import pytest
@@ -122,6 +123,83 @@ def test_inner_type_error_is_the_users(devices):
         pytest.raises(TypeError, match="len"),
     ):
         engine.forward_backward(ROWS, LABELS, criterion)
+
+
+def of_three(output, first, second):
+    return LOSS(output, first) + LOSS(output, second)
+
+
+def of_two_outputs(first, second, targets):
+    return LOSS(first, targets) + LOSS(second, targets)
+
+
+def of_one(output):
+    return output.square().mean()
+
+
+SPREAD = {
+    "targets": (linear, of_three, (LABELS, LABELS), "criterion(output, *targets)"),
+    "outputs": (
+        lambda: Of(lambda m, x: (m.linear(x), m.linear(x)), linear=linear()),
+        of_two_outputs,
+        LABELS,
+        "criterion(*output, targets)",
+    ),
+    "no targets": (linear, of_one, LABELS, "criterion(output)"),
+}
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_criterion_of_other_arguments(devices, name):
+    """The error's remedy is followed."""
+    make, criterion, targets, call_of_both = SPREAD[name]
+    remedy = f"pass lambda output, targets: {call_of_both}"
+    with ScatterOnceParallel(build(make), 2, devices(2)) as engine:
+        with pytest.raises(TypeError, match=re.escape(remedy)):
+            engine.forward_backward(ROWS, targets, criterion)
+        code = remedy.removeprefix("pass ")
+        of_both = eval(code, {"criterion": criterion})
+        assert_step(engine, ROWS, targets, of_both)
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [nn.MSELoss(), lambda o, t: nn.functional.cross_entropy(o, t), lambda o, t: o - t],
+    ids=["torch", "function", "operator"],
+)
+def test_forgotten_targets_are_named_first(devices, criterion):
+    with (
+        ScatterOnceParallel(linear(), 2, devices(2)) as engine,
+        pytest.raises((TypeError, AttributeError)) as raised,
+    ):
+        engine.forward_backward(ROWS, criterion=criterion)
+    first, *_ = raised.value.__notes__
+    assert first.startswith("no targets were passed")
+
+
+def test_cross_entropy_without_targets(devices):
+    with (
+        ScatterOnceParallel(linear(), 2, devices(2)) as engine,
+        pytest.raises(TypeError, match="needs targets, and none were passed"),
+    ):
+        engine.forward_backward(ROWS, criterion=LOSS)
+
+
+def test_penalty_on_weights(devices):
+    """The error's remedy is followed."""
+    model = build(linear)
+    expected = LOSS(model(ROWS), LABELS) + model.weight.square().sum()
+    (expected_gradient,) = torch.autograd.grad(expected, [model.weight])
+
+    def with_penalty(output, labels):
+        return nn.functional.cross_entropy(output, labels) + model.weight.square().sum()
+
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        with pytest.raises(ValueError, match=r"engine\.loss\(…\) \+ penalty"):
+            engine.forward_backward(ROWS, LABELS, with_penalty)
+        loss = engine.loss(ROWS, LABELS, LOSS) + model.weight.square().sum()
+        loss.backward()
+    torch.testing.assert_close(model.weight.grad, expected_gradient)
 
 
 def test_enable_grad_trains_under_no_grad(devices):

@@ -85,6 +85,16 @@ def test_constant_loss_of_rows_has_remedy():
     assert "(output * 0).sum()" in caught.value.__notes__[-1]
 
 
+def test_detached_loss_is_named_first():
+    def criterion(outputs, targets):
+        return outputs.sum().detach()
+
+    error = pytest.raises(RuntimeError, match="does not require grad")
+    with failing_engine(["cpu"], accum=3) as engine, error as caught:
+        engine.forward_backward(ROWS, LABELS, criterion, reduction="sum")
+    assert "has no graph: .detach(), .item()" in caught.value.__notes__[-1]
+
+
 TUNER = os.path.join("triton", "runtime", "autotuner.py")
 
 

@@ -159,14 +159,18 @@ def test_version_told_wrong_command_refused(capsys):
         assert command(arguments) == 0
         said = f"scatterpar {scatterpar.__version__}, torch {torch.__version__}\n"
         assert capsys.readouterr().out == said
-    for arguments, words in (
-        ([], "a command is missing"),
-        (["tain"], r"there is no command 'tain'; did you mean train\?"),
-    ):
-        assert command(arguments) == 2
-        assert re.fullmatch(
-            f"scatterpar: error: {words}.*usage: .*\n", capsys.readouterr().err
-        )
+    assert command(["tain"]) == 2
+    words = r"there is no command 'tain'; did you mean train\?"
+    said = capsys.readouterr().err
+    assert re.fullmatch(f"scatterpar: error: {words}.*usage: .*\n", said)
+
+
+def test_without_a_command_all_are_printed(capsys):
+    assert command([]) == 2
+    without = capsys.readouterr()
+    assert command(["--help"]) == 0
+    assert without == capsys.readouterr()
+    assert re.search("^  doctor ", without.out, re.MULTILINE)
 
 
 @pytest.mark.parametrize("package", ["filelock", "tqdm", "matplotlib"])

@@ -38,6 +38,7 @@ def test_difference_measured_and_explained(devices):
             "differs"
         )
         assert str(report).endswith(f"{end} (limit 1e-10).")
+        assert repr(report) == f"<GradientCheck: {report}>"
         report = engine.check(INPUTS, padded(ROWS), lam)
         assert not report.passed
         assert 0.01 < report.worst < 10

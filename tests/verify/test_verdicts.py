@@ -146,6 +146,15 @@ def test_count_is_told_as_an_expression(path, ignored, without, expression):
     assert verdicts._expression(ByHand([1, 1]), count) == expression
 
 
+@pytest.mark.parametrize(
+    ("reduction", "remedy"),
+    [("mean", "pass count="), ("sum", 'pass reduction="mean" and count=')],
+)
+def test_count_is_told_with_what_it_needs(verdict_of, reduction, remedy):
+    losses = ByHand([1 / 2, 1 / 2], reduction=reduction)
+    assert f"labels that are not -100: {remedy}" in verdict_of(losses).text
+
+
 def test_remedies_name_missing_arguments():
     def ways(remedy, **options):
         return " ".join(verdicts.other_remedies(ByHand([1, 1], **options), remedy))
